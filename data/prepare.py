@@ -1,0 +1,140 @@
+"""Documents to token shards, once: later runs find them by what they are made from.
+
+A build happens in a folder of its own under a lock, and is renamed when it is whole: what has the right name is complete.
+"""
+
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from data.shards import ShardWriter, open_shard
+from data.sources import Source
+from data.tokenizer import Tokenizer
+
+SAMPLE = 50_000_000  # characters a tokenizer is trained on
+VALIDATION = 2_000_000  # bytes held out at most, at whole documents
+BATCH = 256  # documents handed to a process at once
+
+
+@dataclass
+class Corpus:
+    """Token shards of both splits, and the UTF-8 bytes that the validation tokens stand for."""
+
+    train: list[np.ndarray]
+    validation: list[np.ndarray]
+    validation_bytes: int
+    tokenizer: Tokenizer
+
+
+def prepare(source: Source, cache: Path, quiet: bool = False) -> Corpus:
+    """Finds the corpus in the cache or builds it. Any number of processes may call at once: one builds, the others wait.
+
+    Raises ValueError for text that cannot be used, IntegrityError for shards that were changed.
+    """
+    given = Tokenizer.load(source.tokenizer) if source.tokenizer else None
+    code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")) if path.stem != "loader"]
+    made_from = [source.fingerprint(), given.sha256 if given else source.vocab_size, *code]
+    folder = cache / f"{type(source).__name__.lower()}-{sha256(json.dumps(made_from).encode()).hexdigest()[:16]}"
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # freed when the process ends, however it ends
+            if not folder.exists():
+                build(source, given, folder, quiet)
+    about = json.loads((folder / "about.json").read_text())
+    shards = {split: [open_shard(folder / name) for name in about[split]] for split in ("train", "validation")}
+    return Corpus(
+        **shards,
+        validation_bytes=about["validation_bytes"],
+        tokenizer=Tokenizer.load(folder / "tokenizer.model"),
+    )
+
+
+def build(source: Source, tokenizer: Tokenizer | None, folder: Path, quiet: bool) -> None:
+    unfinished = folder.with_suffix(".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        if tokenizer is None:
+            tokenizer = Tokenizer.train(sample(source), source.vocab_size)
+        (unfinished / "tokenizer.model").write_bytes(tokenizer.proto)
+        about = write_shards(source, tokenizer, unfinished, quiet)
+        (unfinished / "about.json").write_text(json.dumps(about, indent=1))
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
+    for name in ("tokenizer.model", "about.json"):
+        with (unfinished / name).open("rb") as file:
+            os.fsync(file.fileno())
+    unfinished.rename(folder)
+
+
+def sample(source: Source) -> Iterator[str]:
+    """Training documents up to SAMPLE characters."""
+    size = 0
+    for text, held_out in source.documents():
+        if size >= SAMPLE:
+            return
+        if not held_out:
+            size += len(text)
+            yield text
+
+
+def write_shards(source: Source, tokenizer: Tokenizer, folder: Path, quiet: bool) -> dict:
+    train, validation = (ShardWriter(folder / split, tokenizer.vocab_size) for split in ("train", "validation"))
+    held_bytes = 0
+    with tqdm(unit=" tokens", unit_scale=True, desc="tokenise", disable=quiet or not sys.stderr.isatty()) as bar:
+        for tokens, size, held_out in tokenised(source.documents(), tokenizer):
+            if not held_out:
+                train.write(tokens)
+                bar.update(len(tokens))
+            elif held_bytes + size <= VALIDATION or held_bytes == 0:
+                validation.write(tokens)
+                held_bytes += size
+            if source.tokens is not None and train.total >= source.tokens:
+                break
+    for split, writer in (("training", train), ("validation", validation)):
+        writer.close()
+        if not writer.names:
+            raise ValueError(f"no {split} text (of {type(source).__name__}). fix: more documents")
+    return {
+        "train": train.names,
+        "validation": validation.names,
+        "validation_bytes": held_bytes,
+        "train_tokens": train.total,
+    }
+
+
+def tokenised(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, bool]]:
+    """(tokens, UTF-8 bytes, held out) of each document, in order, made by as many processes as there are cores."""
+    documents, workers = iter(documents), len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start, (tokenizer.proto,)) as pool:
+        ahead = deque()
+        while True:
+            while len(ahead) <= 2 * workers and (batch := list(islice(documents, BATCH))):
+                ahead.append(pool.submit(_encode, batch))
+            if not ahead:
+                return
+            yield from ahead.popleft().result()
+
+
+def _start(proto: bytes) -> None:
+    global _tokenizer  # of this worker process
+    _tokenizer = Tokenizer(proto)
+
+
+def _encode(batch: list[tuple[str, bool]]) -> list[tuple[np.ndarray, int, bool]]:
+    return [(_tokenizer.document(text), len(text.encode()), held_out) for text, held_out in batch]

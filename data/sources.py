@@ -1,0 +1,278 @@
+"""Where documents come from, and which of them are held out for validation.
+
+A source yields (document, held out?) in an order of its own that never changes, and names its content by a fingerprint.
+"""
+
+import json
+import re
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from glob import glob
+from hashlib import file_digest, sha256
+from pathlib import Path
+
+Documents = Iterator[tuple[str, bool]]
+
+
+def chosen(identity: str, holdout: int) -> bool:
+    """True for one in `holdout`, by the hash of what identifies a document: the same on every machine, whatever the order."""
+    return int(sha256(identity.encode()).hexdigest(), 16) % holdout == 0
+
+
+class Source:
+    """Text, and the tokenizer for it: a file `tokenizer`, or one of `vocab_size` pieces trained on the documents."""
+
+    def __init__(self, *, vocab_size: int, tokenizer: str | None):
+        if not isinstance(vocab_size, int) or not 300 <= vocab_size <= 2**24:
+            raise ValueError(
+                f"data.vocab_size needs room for 256 bytes and some pieces (got {vocab_size}). fix: 4096 for small text"
+            )
+        self.vocab_size, self.tokenizer = vocab_size, tokenizer
+
+    tokens: int | None = None  # to stop at; None: take all
+
+    def fingerprint(self) -> str:
+        raise NotImplementedError
+
+    def documents(self) -> Documents:
+        raise NotImplementedError
+
+
+class Stdlib(Source):
+    """The Python standard library's own sources: real text that needs no download. One file in 20 is held out."""
+
+    SKIPPED = {
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "encodings",
+        "pydoc_data",
+        "site-packages",
+        "dist-packages",
+    }
+
+    def __init__(self, *, vocab_size: int, tokenizer: str | None):
+        super().__init__(vocab_size=vocab_size, tokenizer=tokenizer)
+        self.root = Path(sysconfig.get_paths()["stdlib"])
+        relative = (path.relative_to(self.root) for path in self.root.rglob("*.py"))
+        self.files = sorted(path.as_posix() for path in relative if not self.SKIPPED & set(path.parts))
+        if not self.files:
+            raise ValueError(f"this Python has no sources (in {self.root}). fix: data=text data.path=FILE")
+
+    def fingerprint(self) -> str:
+        return content_hash([self.root / file for file in self.files])
+
+    def documents(self) -> Documents:
+        for file in self.files:
+            with tokenize.open(self.root / file) as source:  # knows the coding that a file declares
+                yield source.read(), chosen(file, 20)
+
+
+class Text(Source):
+    """The user's own files: `path` is a file, a glob, or a folder of .txt, .jsonl and .parquet.
+
+    A .txt is cut into documents at lines that are just `separator`; a .jsonl or .parquet has one a row, in `text_field`.
+    One document in `holdout`, by its hash, is held out: at least one, or the last 5 % of a lone one.
+    Raises ValueError for what cannot be read as text.
+    """
+
+    SUFFIXES = (".txt", ".jsonl", ".parquet")
+
+    def __init__(
+        self,
+        *,
+        path: str | None,
+        text_field: str,
+        separator: str,
+        holdout: int,
+        vocab_size: int,
+        tokenizer: str | None,
+    ):
+        super().__init__(vocab_size=vocab_size, tokenizer=tokenizer)
+        if not path:
+            raise ValueError("data.path is needed (got none). fix: data.path=FILE, a glob or a folder")
+        self.separator, self.text_field, self.holdout = separator, text_field, holdout
+        place = Path(path).expanduser()
+        if place.is_dir():
+            self.files = sorted(file for file in place.rglob("*") if file.suffix in self.SUFFIXES)
+        else:
+            self.files = [place] if place.is_file() else sorted(map(Path, glob(str(place), recursive=True)))
+        if not self.files:
+            raise ValueError(
+                f"no text found (data.path={path}). fix: a file, a glob, or a folder of {', '.join(self.SUFFIXES)}"
+            )
+
+    def fingerprint(self) -> str:
+        return f"{content_hash(self.files)} {self.text_field} {self.separator} {self.holdout}"
+
+    def documents(self) -> Documents:
+        hashes = [int(sha256(text.encode()).hexdigest(), 16) for text in self.texts()]
+        if not hashes:
+            raise ValueError(f"no documents (in {', '.join(map(str, self.files[:3]))}). fix: a file that is not empty")
+        if len(hashes) == 1:
+            text = next(self.texts())
+            cut = len(text) - len(text) // 20
+            yield from ((text[:cut], False), (text[cut:], True))
+            return
+        lowest = min(hashes, key=lambda h: h % self.holdout)
+        for text, digest in zip(self.texts(), hashes, strict=True):
+            yield text, digest % self.holdout == 0 or digest == lowest
+
+    def texts(self) -> Iterator[str]:
+        for file in self.files:
+            read = {".jsonl": self.jsonl, ".parquet": self.parquet}.get(file.suffix, self.plain)
+            yield from (text for text in read(file) if text.strip())
+
+    def plain(self, file: Path) -> Iterator[str]:
+        lines = []
+        for line in utf8_lines(file):
+            if line.strip() == self.separator:
+                yield "".join(lines).removesuffix("\n")
+                lines = []
+            else:
+                lines.append(line)
+        yield "".join(lines)
+
+    def jsonl(self, file: Path) -> Iterator[str]:
+        for number, line in enumerate(utf8_lines(file), start=1):
+            try:
+                row = json.loads(line) if line.strip() else {self.text_field: ""}
+            except json.JSONDecodeError as error:
+                raise ValueError(f"not JSON ({file} line {number}: {error.msg}). fix: one JSON object a line") from None
+            yield self.field(row, f"{file} line {number}")
+
+    def parquet(self, file: Path) -> Iterator[str]:
+        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import ParquetFile
+
+        try:
+            rows = (row for batch in ParquetFile(file).iter_batches() for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield self.field(row, f"{file} row {number}")
+        except ArrowInvalid as error:
+            raise ValueError(f"not parquet ({file}: {error}). fix: another file") from None
+
+    def field(self, row: dict, where: str) -> str:
+        text = row.get(self.text_field) if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            keys = sorted(row) if isinstance(row, dict) else type(row).__name__
+            raise ValueError(f"no text in the field {self.text_field!r} ({where} has {keys}). fix: data.text_field=...")
+        return text
+
+
+class Hub(Source):
+    """A public dataset of the Hugging Face hub, read with `datasets`.
+
+    `tokens` streams about so many instead of downloading all. `validation` names the dataset's own split; without one, a
+    document in `holdout` is held out, by its hash. `starts` is a pattern of the rows that begin a document, where rows are lines.
+    """
+
+    def __init__(
+        self,
+        *,
+        repo: str,
+        config: str | None,
+        revision: str,
+        train: str,
+        validation: str | None,
+        text_field: str,
+        starts: str | None,
+        tokens: int | None,
+        holdout: int,
+        vocab_size: int,
+        tokenizer: str | None,
+    ):
+        super().__init__(vocab_size=vocab_size, tokenizer=tokenizer)
+        self.repo, self.config, self.revision, self.train, self.validation = (
+            repo,
+            config,
+            revision,
+            train,
+            validation,
+        )
+        self.text_field, self.starts, self.tokens, self.holdout = (
+            text_field,
+            starts,
+            tokens,
+            holdout,
+        )
+
+    def fingerprint(self) -> str:
+        """Asks the hub for the commit that `revision` names; the next calls read that commit."""
+        from huggingface_hub import HfApi
+
+        try:
+            self.revision = HfApi().dataset_info(self.repo, revision=self.revision).sha
+        except OSError as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"cannot reach the dataset ({self.repo}: {reason}). fix: data=text data.path=FILE, or data=stdlib"
+            ) from None
+        return json.dumps(
+            [
+                self.repo,
+                self.config,
+                self.revision,
+                self.train,
+                self.validation,
+                self.text_field,
+                self.tokens,
+                self.holdout,
+            ]
+        )
+
+    def documents(self) -> Documents:
+        if self.validation is not None:
+            for text in self.texts(self.validation):
+                yield text, True
+        for text in self.texts(self.train):
+            yield text, self.validation is None and chosen(text, self.holdout)
+
+    def texts(self, split: str) -> Iterator[str]:
+        from datasets import load_dataset
+
+        rows = load_dataset(
+            self.repo,
+            self.config,
+            split=split,
+            revision=self.revision,
+            streaming=self.tokens is not None,
+        )
+        if self.text_field not in (rows.column_names or [self.text_field]):
+            raise ValueError(
+                f"no field {self.text_field!r} ({self.repo} has {rows.column_names}). fix: data.text_field=..."
+            )
+        if self.starts is None:
+            yield from (row[self.text_field] for row in rows)
+            return
+        lines = []
+        for row in rows:
+            if re.match(self.starts, row[self.text_field]) and lines:
+                yield "".join(lines)
+                lines = []
+            lines.append(row[self.text_field])
+        yield "".join(lines)
+
+
+def content_hash(files: list[Path]) -> str:
+    whole = sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            whole.update(file_digest(opened, "sha256").digest())
+    return whole.hexdigest()
+
+
+def utf8_lines(file: Path) -> Iterator[str]:
+    """Lines that end in \\n and nothing else, as they are; a byte order mark is dropped. Raises ValueError, with the offset."""
+    offset = 0
+    with file.open("rb") as opened:
+        for line in opened:
+            try:
+                yield line.decode().removeprefix("\ufeff" if offset == 0 else "")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"not UTF-8 ({file} at byte {offset + error.start}). fix: convert it, or leave it out"
+                ) from None
+            offset += len(line)

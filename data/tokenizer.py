@@ -1,0 +1,120 @@
+"""SentencePiece byte-pair encoding that gives back any UTF-8 text to the letter. Kudo and Richardson, 1808.06226."""
+
+import io
+import os
+from collections.abc import Iterable, Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import sentencepiece as spm
+
+PIECE = 4000  # characters; the trainer's time grows with the length of what it is given at once
+SPACE = "\u2581"  # SentencePiece's own sign for a space: it would come back as one
+
+
+class Tokenizer:
+    """Raises ValueError for bytes that are no SentencePiece model, or one without BOS and EOS."""
+
+    def __init__(self, proto: bytes):
+        try:
+            self.pieces = spm.SentencePieceProcessor(model_proto=proto)
+        except RuntimeError as error:
+            raise ValueError(f"not a SentencePiece model ({error}). fix: another tokenizer.model") from None
+        self.proto, self.sha256 = proto, sha256(proto).hexdigest()
+        self.vocab_size, self.bos, self.eos = (
+            self.pieces.vocab_size(),
+            self.pieces.bos_id(),
+            self.pieces.eos_id(),
+        )
+        if self.bos < 0 or self.eos < 0:
+            raise ValueError(
+                f"the tokenizer has no BOS or no EOS (ids {self.bos}, {self.eos}). fix: train it with both"
+            )
+        self.sign = [self.pieces.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        try:
+            return cls(Path(path).expanduser().read_bytes())
+        except OSError as error:
+            raise ValueError(
+                f"cannot read the tokenizer ({path}: {error.strerror}). fix: the path of a tokenizer.model"
+            ) from None
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """At most `vocab_size` pieces: the control signs, 256 bytes, and what is frequent, newlines and runs of spaces included."""
+        written = io.BytesIO()
+        try:
+            spm.SentencePieceTrainer.train(
+                sentence_iterator=(piece for text in texts for piece in split(text)),
+                model_writer=written,
+                model_type="bpe",
+                vocab_size=vocab_size,
+                hard_vocab_limit=False,
+                byte_fallback=True,
+                character_coverage=0.9995,
+                split_digits=True,
+                normalization_rule_name="identity",
+                add_dummy_prefix=False,
+                remove_extra_whitespaces=False,
+                allow_whitespace_only_pieces=True,
+                unk_id=0,
+                bos_id=1,
+                eos_id=2,
+                pad_id=-1,
+                max_sentence_length=4 * PIECE,
+                num_threads=os.cpu_count(),
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            reason = str(error).rpartition("] ")[2].partition("\n")[0]
+            raise ValueError(
+                f"no tokenizer from this text ({vocab_size=}: {reason}). fix: more text, or another data.vocab_size"
+            ) from None
+        return cls(written.getvalue())
+
+    def encode(self, text: str) -> list[int]:
+        """Without BOS and EOS; text that looks like them is ordinary text."""
+        first, *rest = (self.pieces.encode(part) for part in text.split(SPACE))
+        return first + [token for part in rest for token in (*self.sign, *part)]
+
+    def document(self, text: str) -> np.ndarray:
+        """BOS + text + EOS, int32."""
+        return np.array([self.bos, *self.encode(text), self.eos], dtype=np.int32)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Bytes that are not UTF-8 come out as U+FFFD; BOS and EOS as nothing."""
+        return self.pieces.decode(tokens)
+
+
+class Stream:
+    """Tokens one at a time to text as soon as it is certain: a character of several bytes waits for its last."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.before, self.pending = tokenizer, [], []
+
+    def push(self, token: int) -> str:
+        self.pending.append(token)
+        text = self.text()
+        if text.endswith("\ufffd"):
+            return ""
+        self.before, self.pending = self.pending[-1:], []
+        return text
+
+    def text(self) -> str:
+        """What is waiting. A piece is read behind the one before it, for a first piece may lose its leading space."""
+        decode = self.tokenizer.decode
+        return decode(self.before + self.pending)[len(decode(self.before)) :]
+
+
+def split(text: str) -> Iterator[str]:
+    """Pieces of up to PIECE characters, cut at line ends where there are any."""
+    start = 0
+    while start < len(text):
+        end = start + PIECE
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end

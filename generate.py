@@ -1,0 +1,190 @@
+"""Continue text with a trained model:  python generate.py "Once upon a time, there was"
+
+Standard output carries new text and nothing else; speed, and what goes wrong, are told on standard error.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import NoReturn
+
+from data.sources import utf8_lines
+from data.tokenizer import Stream, Tokenizer
+
+STARTED = perf_counter()
+
+
+def arguments() -> argparse.Namespace:
+    parser = Parser(description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("prompt", nargs="?", help="text to continue; - reads it from standard input")
+    add("--prompt-file", type=Path, help="a file of one prompt a line, continued as one batch")
+    add("--run", type=Path, help="a run folder (default: the one in runs/ that saved last)")
+    add("--max-new-tokens", type=number(int, 0), default=200)
+    add("--temperature", type=number(float, 0), default=0.8, help="0: always the likeliest token")
+    add("--top-k", type=number(int, 0), default=50, help="choose among so many; 0: among all")
+    add("--top-p", type=number(float, 1e-9, 1), default=0.95, help="among the likeliest that are this probable together")
+    add("--min-p", type=number(float, 0, 1), default=0.0, help="among those this probable, the likeliest being 1")
+    add("--repetition-penalty", type=number(float, 1e-9), default=1.0, help="1: none")
+    add("--num-samples", type=number(int, 1), default=1, help="continuations of each prompt")
+    add("--seed", type=number(int, 0), default=0)
+    add("--stop", help="end before this text")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    add("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 on a GPU that has it, else fp32")
+    add("--compile", choices=("auto", "true", "false"), default="auto", help="the decode step; auto: false")
+    add("--no-cache", action="store_true", help="read everything again for every token: the same text, slower")
+    given = parser.parse_args()
+    if (given.prompt is None) == (given.prompt_file is None):
+        parser.error("one of a prompt and --prompt-file is needed")
+    return given
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}. fix: python generate.py --help\n")
+
+
+def number(kind: type, least: float, most: float = sys.maxsize) -> Callable[[str], float]:
+    """For argparse: text that is a number from `least` to `most`."""
+
+    def parse(text: str) -> float:
+        if not least <= kind(text) <= most:
+            raise argparse.ArgumentTypeError(f"not from {least} to {most}: {text}")
+        return kind(text)
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def main(given: argparse.Namespace) -> None:
+    import torch
+
+    from model.sampling import decode_step, generate, sample
+    from training import checkpoint, errors, hardware
+
+    with errors.input_problems():
+        device = hardware.pick_device(given.device)
+        if given.dtype == "auto":
+            given.dtype = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+        prompts = read_prompts(given)
+        found = checkpoint.newest(given.run or checkpoint.newest_run(Path("runs")))
+        if found is None:
+            raise ValueError(f"no checkpoint (--run {given.run}). fix: a run folder, with checkpoints/step-* in it")
+    tokenizer = Tokenizer.load(found / "tokenizer.model")
+    model = checkpoint.load_model(found, device)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        errors.fail(errors.DIVERGED, f"weights contain NaN or infinity ({found}). fix: an older checkpoint")
+    model = model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[given.dtype])
+    tokens = [shortened([tokenizer.bos, *tokenizer.encode(prompt)], model.context) for prompt in prompts]
+
+    cache = None
+    if not given.no_cache:
+        capacity = min(model.context, max(map(len, tokens)) + given.max_new_tokens)
+        cache = model.new_cache(len(tokens), capacity, model.embed.weight.dtype, device)
+    draw = partial(
+        sample,
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        generator=torch.Generator(device).manual_seed(given.seed),
+    )
+    step = torch.compile(decode_step, dynamic=False, fullgraph=True) if given.compile == "true" else decode_step
+    rows = [Row(prompt, Stream(tokenizer), tokenizer.eos, given.stop) for prompt in prompts for _ in range(given.num_samples)]
+    steps = generate(model, tokens, given.max_new_tokens, draw, copies=given.num_samples, cache=cache, step=step)
+    loaded = perf_counter()
+    made, first = write(rows, (drawn.tolist() for drawn in steps))
+    seconds = perf_counter() - first
+    speed = f", {(made - len(rows)) / seconds:,.0f} tokens/s" if made > len(rows) else ""
+    held = "no cache" if cache is None else f"{cache.nbytes * given.num_samples:,} bytes of cache"
+    print(f"{made} tokens; loaded in {loaded - STARTED:.2f} s, first token {first - loaded:.3f} s later{speed}, {held}", file=sys.stderr)
+
+
+def read_prompts(given: argparse.Namespace) -> list[str]:
+    """Raises ValueError for what is not UTF-8, and for a file without a line."""
+    if given.prompt_file is not None:
+        prompts = [line.rstrip("\r\n") for line in utf8_lines(given.prompt_file)]
+        if not prompts:
+            raise ValueError(f"no prompts ({given.prompt_file} is empty). fix: one prompt a line")
+        return prompts
+    raw = sys.stdin.buffer.read() if given.prompt == "-" else os.fsencode(given.prompt)
+    try:
+        return [raw.decode()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 (at byte {error.start}). fix: convert it") from None
+
+
+def shortened(tokens: list[int], context: int) -> list[int]:
+    if len(tokens) <= context:
+        return tokens
+    print(f"warning: a prompt of {len(tokens)} tokens, the model's context is {context}: its end is used", file=sys.stderr)
+    return tokens[1 - context :]
+
+
+class Row:
+    """One continuation: tokens go in, text comes out once no token to come can change it."""
+
+    def __init__(self, prompt: str, stream: Stream, eos: int, stop: str | None):
+        self.prompt, self.stream, self.eos, self.stop = prompt, stream, eos, stop
+        self.ready, self.held, self.done = "", "", False
+
+    def push(self, token: int) -> None:
+        if token == self.eos:
+            self.end()
+            return
+        text = self.held + self.stream.push(token)
+        if self.stop and self.stop in text:
+            self.ready, self.held, self.done = self.ready + text.partition(self.stop)[0], "", True
+            return
+        may_stop = max((n for n in range(1, len(self.stop or "")) if text.endswith(self.stop[:n])), default=0)
+        self.ready += text[: len(text) - may_stop]
+        self.held = text[len(text) - may_stop :]
+
+    def end(self) -> None:
+        if not self.done:
+            self.ready, self.held, self.done = self.ready + self.held + self.stream.text(), "", True
+
+
+def write(rows: list[Row], steps: Iterator[list[int]]) -> tuple[int, float]:
+    """Prints the rows in order, each as it grows -> how many tokens came, and when the first did."""
+    made, first, current = 0, math.nan, 0
+    for drawn in steps:
+        for row, token in zip(rows, drawn, strict=True):
+            if not row.done:
+                row.push(token)
+                made += 1
+        first = perf_counter() if math.isnan(first) else first
+        current = show(rows, current)
+        if current == len(rows):
+            return made, first
+    for row in rows:
+        row.end()
+    show(rows, current)
+    return made, first
+
+
+def show(rows: list[Row], current: int) -> int:
+    """Prints what is ready of row `current`, and of those after it when it is done -> the first that is not."""
+    for number, row in enumerate(rows[current:], start=current):
+        if row.prompt is not None and sys.stderr.isatty():
+            print(f"\033[2m{row.prompt}\033[0m", end="", file=sys.stderr, flush=True)
+        row.prompt = None  # echoed
+        print(row.ready, end="\n" if row.done else "", flush=True)
+        row.ready = ""
+        if not row.done:
+            return number
+    return len(rows)
+
+
+if __name__ == "__main__":
+    asked = arguments()
+    from training.errors import one_line
+
+    with one_line():
+        main(asked)

@@ -1,0 +1,52 @@
+"""From config to objects: a tree of `_target_` and keyword arguments, as in a yaml and in a checkpoint.
+
+A checkpoint may come from anyone, so a target is only ever a class or function written in a file of the named package.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def build(tree, package: str = "model"):
+    """Calls every `_target_` of the tree, innermost first; with `_partial_: true` its caller adds the rest.
+
+    Raises ValueError for a target outside `package` and for knobs that are not its own.
+    """
+    if isinstance(tree, list):
+        return [build(branch, package) for branch in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "_target_" not in tree:
+        return {key: build(branch, package) for key, branch in tree.items()}
+    target, later = find(tree["_target_"], package), tree.get("_partial_", False)
+    knobs = {key: build(branch, package) for key, branch in tree.items() if key not in ("_target_", "_partial_")}
+    check(target, set(knobs), later)
+    return partial(target, **knobs) if later else target(**knobs)
+
+
+def find(path: str, package: str) -> Callable:
+    module, _, name = str(path).rpartition(".")
+    files = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (ROOT / package).rglob("*.py")}
+    found = vars(import_module(module)).get(name) if module in files else None
+    if not (inspect.isclass(found) or inspect.isfunction(found)) or found.__module__ != module:
+        raise ValueError(
+            f"_target_ must be a class or function written in {package}/ (got {path!r}). fix: name one of its own"
+        )
+    return found
+
+
+def check(target: Callable, given: set[str], later: bool) -> None:
+    """Every keyword-only parameter is a knob, and has to be there unless it has a default."""
+    parameters = inspect.signature(target).parameters.values()
+    knobs = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY or not later}
+    missing = {name for name, p in knobs.items() if p.default is p.empty} - given
+    unknown = given - knobs.keys()
+    if missing or unknown:
+        raise ValueError(
+            f"{target.__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}. fix: its knobs are {sorted(knobs)}"
+        )

@@ -1,0 +1,116 @@
+"""What a model remembers between forwards: buffers allocated once, rows that live independently.
+
+How much of a row is in use is one tensor for all layers, so a step never changes a Python value,
+and a decode step compiled once serves every length.
+"""
+
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from model.positions import Positions
+
+
+class LayerCache:
+    """The buffers (B, ...) of one layer. With none, a layer that remembers nothing."""
+
+    can_rewind = True
+
+    def __init__(self, *buffers: Tensor):
+        self.buffers = buffers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def held(self) -> list[Tensor]:
+        """What may be read."""
+        return list(self.buffers)
+
+    def repeat(self, copies: int) -> "LayerCache":
+        other = copy(self)
+        other.buffers = tuple(buffer.repeat_interleave(copies, dim=0) for buffer in self.buffers)
+        return other
+
+    def reset(self, rows: Tensor) -> None:
+        for buffer in self.buffers:
+            buffer[rows] = 0
+
+    def copy_rows(self, source: Tensor, target: Tensor) -> None:
+        for buffer in self.buffers:
+            buffer[target] = buffer[source]
+
+
+class KVCache(LayerCache):
+    """The newest positions of each row: position p is in slot p mod size, so a full cache is a ring that never turns.
+
+    A feature of shape (K, D) takes a buffer (B, size + 1, K, D). The last slot takes what must not be kept.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        window: int | None,
+        *features: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.window, self.size = window, capacity if window is None else min(capacity, window)
+        self.turns = self.size < capacity
+        self.can_rewind = not self.turns
+        super().__init__(*(torch.zeros(batch, self.size + 1, *shape, dtype=dtype, device=device) for shape in features))
+
+    def extend(self, positions: Positions, *new: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Keep (B, T, ...) tensors; return each with all that may be seen, (B, S, ...), and what sees what."""
+        if (
+            self.turns and new[0].shape[1] > 1
+        ):  # a chunk overwrites what its first tokens still see: read before writing
+            seen = [torch.cat((held, x), dim=1) for held, x in zip(self.held(), new, strict=True)]
+            self._write(positions, new)
+            return seen, positions.visible_slots_then_new(self.size, self.window)
+        self._write(positions, new)
+        return self.held(), positions.visible_slots(self.size, self.window)
+
+    def held(self) -> list[Tensor]:
+        return [buffer[:, : self.size] for buffer in self.buffers]
+
+    def _write(self, positions: Positions, new: tuple[Tensor, ...]) -> None:
+        slots = positions.slots(self.size)
+        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        for buffer, x in zip(self.buffers, new, strict=True):
+            buffer[rows, slots] = x.to(buffer.dtype)
+
+
+class Cache:
+    """Of a whole model: one LayerCache a layer, and how many tokens each row has seen."""
+
+    def __init__(self, lengths: Tensor, layers: list[LayerCache]):
+        self.lengths, self.layers = lengths, layers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def repeat(self, copies: int) -> "Cache":
+        """A new cache that holds each row `copies` times, side by side."""
+        return Cache(self.lengths.repeat_interleave(copies), [layer.repeat(copies) for layer in self.layers])
+
+    def reset(self, rows: Tensor) -> None:
+        """Empty these rows for new sequences."""
+        self.lengths[rows] = 0
+        for layer in self.layers:
+            layer.reset(rows)
+
+    def copy_rows(self, source: Tensor, target: Tensor) -> None:
+        """Let the rows `target` go on from where the rows `source` are."""
+        self.lengths[target] = self.lengths[source]
+        for layer in self.layers:
+            layer.copy_rows(source, target)
+
+    def rewind(self, lengths: Tensor) -> None:
+        """Forget all but the first `lengths` (B,) tokens of each row."""
+        if not all(layer.can_rewind for layer in self.layers):
+            raise ValueError("a window that has turned cannot be rewound. fix: keep a copy of its rows")
+        self.lengths.copy_(torch.minimum(self.lengths, lengths))

@@ -1,0 +1,37 @@
+"""First values of all parameters, each from a generator of its own: two models that share a name share its value."""
+
+from hashlib import sha256
+
+import torch
+from torch import Tensor, nn
+
+from model.transformer import Transformer
+
+ZERO = (
+    "o_proj",
+    "down_proj",
+)  # a block starts as the identity: its output is added to nothing of its own
+
+
+@torch.no_grad()
+def initialise(model: Transformer, seed: int) -> None:
+    """Drawn on the CPU in fp32 whatever the device, so meta-device and sharded models get the same."""
+    for path, parameter in model.named_parameters():
+        owner, _, name = path.rpartition(".")
+        digest = sha256(f"{seed} {path}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
+        parameter.copy_(draw(owner, model.get_submodule(owner), name, generator))
+
+
+def draw(path: str, module: nn.Module, name: str, generator: torch.Generator) -> Tensor:
+    match module:
+        case nn.RMSNorm():
+            return torch.ones(module.normalized_shape)
+        case nn.Embedding():
+            return torch.randn(module.weight.shape, generator=generator) * 0.02
+        case nn.Linear() if path.endswith(ZERO):
+            return torch.zeros(module.weight.shape)
+        case nn.Linear():
+            return torch.randn(module.weight.shape, generator=generator) * module.in_features**-0.5
+        case _:
+            return module.initial(name)

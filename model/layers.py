@@ -1,0 +1,44 @@
+"""The parts every decoder layer is made of: rotary positions, norms, SwiGLU."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def precise(x: Tensor) -> Tensor:
+    """x in fp32, or what it is in when that is finer."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, T, H, D): each pair (x[i], x[i + D/2]) turned by its angle. Su et al., 2104.09864."""
+    a, b = precise(x).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+class Linear(nn.Linear):
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) * weight over the last axis, (..., D) to (..., D), computed in fp32. Zhang and Sennrich, 1910.07467."""
+
+    def __init__(self, dim: int):
+        super().__init__(dim, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(precise(x), self.normalized_shape, precise(self.weight), self.eps).type_as(x)
+
+
+class SwiGLU(nn.Module):
+    """silu(gate(x)) * up(x), projected back down, (B, T, D) to (B, T, D). Shazeer, 2002.05202."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.gate_proj = Linear(dim, hidden)
+        self.up_proj = Linear(dim, hidden)
+        self.down_proj = Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

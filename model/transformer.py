@@ -1,0 +1,109 @@
+"""The decoder: embed, `depth` x (attention, feed-forward), normalise, predict. Touvron et al., 2302.13971."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention.base import Attention, Handed
+from model.cache import Cache, LayerCache
+from model.layers import Linear, RMSNorm, SwiGLU
+from model.positions import Positions
+
+
+class Block(nn.Module):
+    """Pre-norm: x + attention(norm(x)), then x + ffn(norm(x))."""
+
+    def __init__(self, dim: int, hidden: int, attention: Attention):
+        super().__init__()
+        self.attention_norm = RMSNorm(dim)
+        self.attention = attention
+        self.ffn_norm = RMSNorm(dim)
+        self.ffn = SwiGLU(dim, hidden)
+
+    def forward(
+        self, x: Tensor, positions: Positions, cache: LayerCache | None, handed: Handed
+    ) -> tuple[Tensor, Handed]:
+        y, handed = self.attention(self.attention_norm(x), positions, cache, handed)
+        x = x + y
+        return x + self.ffn(self.ffn_norm(x)), handed
+
+
+class Transformer(nn.Module):
+    """With `tied`, the embedding is the head too."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        hidden: int,
+        context: int,
+        tied: bool,
+        attention: Callable[..., Attention],
+    ):
+        super().__init__()
+        self.context = context
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(
+            Block(dim, hidden, attention(dim, heads, context, layer, depth)) for layer in range(depth)
+        )
+        self.norm = RMSNorm(dim)
+        self.head = None if tied else Linear(dim, vocab_size)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        valid: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """tokens (B, T) -> logits (B, T, V). With a cache, the tokens that follow those it has seen.
+
+        `valid` (B, T) is false on padding, wherever it is; `documents` (B, T) numbers what is packed in a row.
+        """
+        return self.logits(self.hidden(tokens, cache, valid, documents))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        valid: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """tokens (B, T) -> (B, T, D), ready for the head."""
+        positions = Positions(tokens, None if cache is None else cache.lengths, valid, documents)
+        x, handed = self.embed(tokens), {}
+        layers = [None] * len(self.blocks) if cache is None else cache.layers
+        for block, layer in zip(self.blocks, layers, strict=True):
+            x, handed = block(x, positions, layer, handed)
+        if cache is not None:
+            cache.lengths.copy_(positions.lengths)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., D) -> (..., V)"""
+        return F.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
+
+    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> Cache:
+        """Room for `capacity` tokens in each of `batch` rows."""
+        lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        return Cache(
+            lengths,
+            [block.attention.new_cache(batch, capacity, dtype, device) for block in self.blocks],
+        )
+
+    def training_flops(self) -> float:
+        """Floating-point operations a token costs to train on at full context: forward, and twice that backward.
+
+        Matrices count 2 a weight (the embedding is a lookup), attention scores their causal half.
+        """
+        matrices = sum(
+            p.numel()
+            for name, p in self.named_parameters()
+            if p.ndim == 2 and (name != "embed.weight" or self.head is None)
+        )
+        return 3 * (2 * matrices + sum(block.attention.score_flops(self.context) for block in self.blocks))

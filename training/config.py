@@ -1,0 +1,141 @@
+"""What a configuration must be before anything is built: all that is wrong with it, at once."""
+
+import math
+import re
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+Rule = tuple[Callable[[object], bool], str]
+
+
+def whole(least: int) -> Rule:
+    return lambda value: type(value) is int and value >= least, f"a whole number from {least}"
+
+
+def number_above_zero(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def is_rate(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def leaves(group: object) -> list[tuple[str, object]]:
+    """(key, value) of all that a group sets, lists taken apart."""
+    if not isinstance(group, dict):
+        return []
+    pairs = [(key, value) for key, value in group.items() if key not in ("_target_", "_partial_")]
+    return [(key, each) for key, value in pairs for each in (value if isinstance(value, list) else [value])]
+
+
+def one_of(*words: object) -> Rule:
+    return lambda value: any(
+        value is word or (value == word and type(value) is type(word)) for word in words
+    ), " or ".join(map(str, words)).lower()
+
+
+def optional(rule: Rule) -> Rule:
+    return lambda value: value is None or rule[0](value), f"null or {rule[1]}"
+
+
+TEXT: Rule = (lambda value: isinstance(value, str) and value.strip() != "", "text")
+FLAG = one_of(True, False)
+GROUPS = ("model", "attention", "data", "optimizer", "schedule")
+RULES: dict[str, Rule] = {
+    "name": (
+        lambda value: isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value, re.ASCII) is not None,
+        "letters, digits, dots and dashes",
+    ),
+    "run_dir": optional(TEXT),
+    "seed": whole(0),
+    "device": one_of("auto", "cpu", "cuda", "mps"),
+    "precision": one_of("auto", "fp32", "bf16", "fp16"),
+    "compile": one_of("auto", True, False),
+    "steps": optional(whole(1)),
+    "max_minutes": optional((number_above_zero, "a number above 0")),
+    "context": whole(2),
+    "batch_tokens": whole(1),
+    "micro_batch": whole(1),
+    "clip": optional((number_above_zero, "a number above 0")),
+    "eval_every": whole(1),
+    "save_every": whole(1),
+    "sample_every": whole(1),
+    "log_every": whole(1),
+    "resume": FLAG,
+    "document_mask": FLAG,
+    "init_from": optional(TEXT),
+    "wandb": one_of("disabled", "offline", "online"),
+}
+
+
+def problems(config: dict, world: int) -> list[str]:
+    """A sentence for each key that is unknown, missing or out of range. `config` is resolved."""
+    found = [f"unknown key ({key}). fix: remove it" for key in config if key not in RULES and key not in GROUPS]
+    for key, (holds, wanted) in RULES.items():
+        if not holds(config[key]):
+            found.append(f"{key} must be {wanted} (got {config[key]!r}). fix: change it")
+    found += [
+        f"{group} must be a group (got {config[group]!r}). fix: {group}=NAME"
+        for group in GROUPS
+        if not isinstance(config[group], dict)
+    ]
+    for group in ("optimizer", "schedule"):
+        found += [
+            f"{group}.{key} must be a number from 0 (got {value!r}). fix: change it"
+            for key, value in leaves(config[group])
+            if not is_rate(value)
+        ]
+    if not found and config["steps"] is None and config["max_minutes"] is None:
+        found.append("the run has no end (steps=null, max_minutes=null). fix: give one of them")
+    if not found and config["batch_tokens"] % (config["context"] * world):
+        nearest = max(1, config["batch_tokens"] // (config["context"] * world)) * config["context"] * world
+        given = f"batch_tokens={config['batch_tokens']} context={config['context']}" + (
+            f" processes={world}" if world > 1 else ""
+        )
+        found.append(f"a batch must be whole sequences for every process ({given}). fix: batch_tokens={nearest}")
+    return found
+
+
+def is_long(config: dict) -> bool:
+    """Long enough for compilation to pay."""
+    return (config["steps"] or math.inf) >= 200 and (config["max_minutes"] or math.inf) >= 3
+
+
+def resolved(cfg: DictConfig) -> dict:
+    """Plain dicts. Raises ValueError for an interpolation that leads nowhere."""
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+def micro_batch(config: dict, world: int) -> int:
+    """Sequences per device and forward: the largest number up to micro_batch that divides a device's share of the batch."""
+    share = config["batch_tokens"] // config["context"] // world
+    return max(n for n in range(1, min(config["micro_batch"], share) + 1) if share % n == 0)
+
+
+def claim(config: dict) -> Path:
+    """The folder of this run: run_dir, or the next free runs/name, or the newest of those when it is to go on.
+
+    Raises ValueError for a folder that holds a run already and is not to be resumed.
+    """
+    if config["run_dir"] is not None:
+        run = Path(config["run_dir"]).expanduser()
+        if not config["resume"] and list(run.glob("checkpoints/step-*")):
+            raise ValueError(f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir")
+        run.mkdir(parents=True, exist_ok=True)
+        return run
+    name = config["name"]
+    taken = {
+        run.name: run for run in Path("runs").glob(f"{name}*") if re.fullmatch(rf"{re.escape(name)}(-\d+)?", run.name)
+    }
+    if config["resume"] and taken:
+        return max(taken.values(), key=lambda run: int(run.name[len(name) + 1 :] or 1))
+    for number in count(1):
+        run = Path("runs", name if number == 1 else f"{name}-{number}")
+        try:
+            run.mkdir(parents=True)
+            return run
+        except FileExistsError:
+            continue

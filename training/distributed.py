@@ -1,0 +1,48 @@
+"""The processes of one run: one, or those that torchrun starts."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(x)
+        return x
+
+    def agree(self, thing):
+        """What the first rank says, on all of them."""
+        said = [thing]
+        if self.world > 1:
+            dist.broadcast_object_list(said)
+        return said[0]
+
+
+def join(device: torch.device) -> Ranks:
+    """Join the process group that torchrun describes, if there is one."""
+    if "RANK" not in os.environ:
+        return Ranks(0, 1, device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

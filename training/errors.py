@@ -1,0 +1,72 @@
+"""Expected problems end a command with one line on standard error and an exit code; everything else is a bug and shows its traceback."""
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import OutOfMemoryError
+
+from data import IntegrityError
+
+BUG, INPUT, INTEGRITY, DIVERGED, STORAGE, INTERRUPTED = 1, 2, 3, 4, 74, 130
+STORAGE_FULL_OR_BROKEN = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EIO,
+    errno.EFBIG,
+    errno.ENOTDIR,
+    errno.EACCES,
+    errno.EPERM,
+}
+
+
+def fail(code: int, *problems: object) -> None:
+    """Raises SystemExit(code), after a line for each problem: what (values). fix: how."""
+    if os.environ.get("RANK", "0") == "0" or code != INPUT:  # every rank finds the same fault in an input
+        for problem in problems:
+            print("error:", " ".join(str(problem).split()), file=sys.stderr)
+    raise SystemExit(code)
+
+
+@contextmanager
+def input_problems() -> Iterator[None]:
+    """Only while a config is checked or data is opened: there a ValueError or an unreadable file is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in STORAGE_FULL_OR_BROKEN:
+            raise
+        fail(
+            INPUT,
+            f"{error.strerror or error} ({error.filename}). fix: check the path" if error.filename else error,
+        )
+    except ValueError as error:
+        fail(INPUT, error)
+
+
+@contextmanager
+def one_line(*of_config: type[Exception]) -> Iterator[None]:
+    """Around a whole command: problems that may come at any time. `of_config` are those of the config's own library."""
+    try:
+        yield
+    except of_config as error:
+        fail(BUG, f"{error}. fix: configs/ has the keys and what they may be")
+    except IntegrityError as error:
+        fail(INTEGRITY, error)
+    except OutOfMemoryError as error:
+        fail(
+            INPUT,
+            f"out of memory ({str(error).partition('. ')[0]}). fix: a smaller micro_batch; batch_tokens, and so the result, stay the same",
+        )
+    except KeyboardInterrupt:
+        fail(INTERRUPTED, "interrupted. fix: resume=true goes on from the newest checkpoint")
+    except BrokenPipeError:  # who read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except OSError as error:
+        if error.errno not in STORAGE_FULL_OR_BROKEN:
+            raise
+        fail(STORAGE, f"{error.strerror} ({error.filename}). fix: make room, or another place")

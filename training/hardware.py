@@ -1,0 +1,103 @@
+"""What the machine is and can do: device, precision, compiler, peak rate, memory."""
+
+import os
+import resource
+import shutil
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+# Dense tensor-core peaks in bf16 (V100 and T4: fp16), FLOP/s, from NVIDIA's data sheets; the first name that fits counts.
+PEAKS = {
+    "B200": 2250e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "RTX 6000 Ada": 182e12,
+    "RTX A6000": 155e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+
+
+def pick_device(wanted: str) -> torch.device:
+    """Raises ValueError for a device that is not there."""
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if wanted == "auto":
+        return torch.device(next(kind for kind in there if there[kind]))
+    if not there[wanted]:
+        raise ValueError(f"no such device here (device={wanted}). fix: device=auto or device=cpu")
+    return torch.device(wanted)
+
+
+def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
+    """What matrices are multiplied in; weights are fp32 in any case. Raises ValueError where the device has no bf16."""
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        best = torch.bfloat16 if has_bf16 else torch.float16
+    else:
+        has_bf16 = True  # emulated where there is none
+        fast = device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        best = torch.bfloat16 if fast else torch.float32
+    if wanted == "bf16" and not has_bf16:
+        raise ValueError(f"this GPU has no bf16 (precision=bf16, {torch.cuda.get_device_name()}). fix: precision=fp16")
+    if wanted == "fp16" and device.type == "cpu":
+        raise ValueError("fp16 needs a GPU (precision=fp16, device=cpu). fix: precision=auto")
+    return {"auto": best, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted]
+
+
+def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> tuple[bool, str]:
+    """Whether to compile, and why. Raises ValueError where it is asked for and nothing here can."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        can, lacking = has_triton(), "Triton"
+    else:
+        can, lacking = device.type == "cpu" and compiler is not None, "a C++ compiler"
+    if wanted is True and not can:
+        raise ValueError(
+            f"torch.compile needs {lacking} (compile=true, {device.type}). fix: install it, or compile=false"
+        )
+    if wanted == "auto":
+        return (
+            can and is_long,
+            "as the run is long" if can and is_long else "the run is short" if can else f"no {lacking}",
+        )
+    return bool(wanted), "as asked"
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """None where the device is not in the table: an MFU would be a guess."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAKS.items() if known in name), None)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,119 @@
+"""What a run tells: metrics.jsonl always, a progress bar or lines, Weights & Biases where it is wanted, loss.png at the end."""
+
+import json
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+
+class Log:
+    """Only the first rank has one that speaks. `kept` is how many bytes of metrics.jsonl stand when a run goes on."""
+
+    def __init__(self, run: Path, config: dict, *, speaks: bool, kept: int):
+        self.run, self.speaks, self.path, self.bar, self.wandb = (
+            run,
+            speaks,
+            run / "metrics.jsonl",
+            None,
+            None,
+        )
+        if not speaks:
+            return
+        self.path.touch()
+        with self.path.open("r+b") as file:
+            file.truncate(kept)
+        self.file = self.path.open("a", buffering=1)
+        if config["wandb"] != "disabled":
+            self.wandb = start_wandb(run, config)
+
+    @property
+    def nbytes(self) -> int:
+        return self.path.stat().st_size if self.speaks else 0
+
+    def say(self, text: str) -> None:
+        if self.speaks:
+            tqdm.write(text, file=sys.stderr)
+
+    def write(self, step: int, **values: float | None) -> None:
+        """A line of metrics.jsonl."""
+        if self.speaks:
+            self.file.write(json.dumps({"step": step, **values}) + "\n")
+            if self.wandb is not None:
+                self.wandb.log(values, step=step)
+
+    def progress(self, step: int, steps: float, values: dict[str, float | None], memory: int) -> None:
+        """How it goes: a bar where somebody watches, lines where a file does."""
+        if not self.speaks:
+            return
+        rate = f"{values['tokens_per_second']:,.0f} tok/s"
+        used = (
+            f"mfu {values['mfu']:.1%}"
+            if values["mfu"] is not None
+            else f"{values['flops_per_second'] / 1e9:,.0f} GFLOP/s"
+        )
+        news = f"loss {values['train_loss']:.3f}  {rate}  {used}  {memory / 2**30:.1f} GiB"
+        if not sys.stderr.isatty():
+            left = f"  {values['seconds'] / step * (steps - step) / 60:.1f} min left" if steps < float("inf") else ""
+            return self.say(f"step {step}/{steps:.0f}  {news}{left}")
+        if self.bar is None:
+            self.bar = tqdm(
+                initial=step,
+                dynamic_ncols=True,
+                bar_format="{n_fmt}/{total_fmt} |{bar}| {remaining} left {postfix}",
+            )
+        self.bar.total = None if steps == float("inf") else int(steps)
+        self.bar.set_postfix_str(news, refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def close(self) -> None:
+        if not self.speaks:
+            return
+        if self.bar is not None:
+            self.bar.close()
+        self.file.close()
+        plot(self.path, self.run / "loss.png")
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def start_wandb(run: Path, config: dict):
+    """A wandb run, or None after one warning: metrics.jsonl is the truth, and training goes on."""
+    try:
+        import wandb
+
+        return wandb.init(
+            project="attend",
+            name=run.name,
+            dir=run,
+            config=config,
+            mode=config["wandb"],
+            resume="allow",
+        )
+    except Exception as error:  # whatever is wrong with an account or a network is no reason to lose a run
+        print(f"warning: no wandb: {' '.join(str(error).split())}", file=sys.stderr)
+        return None
+
+
+def plot(metrics: Path, picture: Path) -> None:
+    """Training and validation loss over tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for key, style, name in (("train_loss", "-", "training"), ("val_loss", "o-", "validation")):
+        points = [(line["tokens"], line[key]) for line in lines if key in line]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name)
+    bpb = [line["val_bpb"] for line in lines if "val_bpb" in line]
+    axes.set(
+        xlabel="tokens",
+        ylabel="nats per token",
+        title=f"{picture.parent.name}" + (f": {bpb[-1]:.3f} bits per byte" if bpb else ""),
+    )
+    axes.legend()
+    figure.savefig(picture, dpi=120)
+    pyplot.close(figure)

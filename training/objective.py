@@ -1,0 +1,44 @@
+"""What training lowers and evaluation reports: the nats of the next token."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data.loader import IGNORED, windows
+from data.prepare import Corpus
+from model.transformer import Transformer
+from training.distributed import Ranks
+from training.hardware import autocast
+
+
+class Objective(nn.Module):
+    """inputs, targets, documents (B, T) -> summed nats. The one thing that is compiled and made parallel."""
+
+    def __init__(self, model: Transformer):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        logits = self.model(inputs, documents=documents)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+@torch.no_grad()
+def evaluate(
+    objective: nn.Module,
+    corpus: Corpus,
+    context: int,
+    batch: int,
+    precision: torch.dtype,
+    ranks: Ranks,
+) -> dict[str, float]:
+    """`val_loss` in nats per token and `val_bpb`, over all held-out text in windows that do not overlap."""
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for number, (inputs, targets) in enumerate(windows(corpus.validation, context, batch)):
+        if number % ranks.world == ranks.rank:
+            with autocast(ranks.device, precision):
+                total += objective(inputs.to(ranks.device), targets.to(ranks.device))
+    nats, tokens = ranks.total(total).item(), sum(map(len, corpus.validation)) - 1
+    return {"val_loss": nats / tokens, "val_bpb": nats / math.log(2) / corpus.validation_bytes}

@@ -1,0 +1,77 @@
+"""Optimizers over a model's parameters, as a list that steps together."""
+
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+
+
+def adamw(model: nn.Module, *, lr: float, betas: list[float], weight_decay: float) -> list[Optimizer]:
+    """AdamW with decay on matrices only. Loshchilov and Hutter, 1711.05101."""
+    _check(lr=lr, weight_decay=weight_decay)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [AdamW(groups, lr=lr, betas=tuple(betas), fused=True)]
+
+
+def muon(
+    model: nn.Module,
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    embedding_lr: float,
+    betas: list[float],
+) -> list[Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW without decay for embedding, head and vectors. Jordan, kellerjordan.github.io/posts/muon.
+
+    Updates are scaled to the size of AdamW's (Liu et al., 2502.16982), so that `lr` means the same for both.
+    """
+    _check(lr=lr, momentum=momentum, weight_decay=weight_decay, embedding_lr=embedding_lr)
+    hidden, ends, vectors = [], [], []
+    for name, p in model.named_parameters():
+        (vectors if p.ndim < 2 else hidden if name.startswith("blocks.") else ends).append(p)
+    groups = [{"params": ends, "lr": embedding_lr}, {"params": vectors}]
+    return [
+        Muon(
+            hidden,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        AdamW(groups, lr=lr, betas=tuple(betas), weight_decay=0.0, fused=True),
+    ]
+
+
+def _check(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, int | float) or not 0 <= number < float("inf"):
+            raise ValueError(f"optimizer.{name} must be a number from 0 up (got {number}). fix: change it")
+
+
+def named_state(optimizers: list[Optimizer], model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """What the optimizers remember of each parameter, by its name."""
+    state = {p: values for optimizer in optimizers for p, values in optimizer.state.items()}
+    return {name: state[p] for name, p in model.named_parameters() if p in state}
+
+
+def load_named_state(optimizers: list[Optimizer], model: nn.Module, state: dict[str, dict[str, Tensor]]) -> None:
+    """Raises KeyError for a parameter that nothing is known of."""
+    parameters = dict(model.named_parameters())
+    for optimizer in optimizers:
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        for name, values in state.items():
+            if parameters[name] in own:
+                optimizer.state[parameters[name]] = {
+                    key: value.to(parameters[name].device) if key != "step" else value for key, value in values.items()
+                }
+
+
+def set_rates(optimizers: list[Optimizer], multiple: float) -> None:
+    """Every group's own peak rate times `multiple`."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("peak", group["lr"]) * multiple

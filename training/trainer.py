@@ -1,0 +1,250 @@
+"""One run: what it has learned, where it stands, and what it can do next."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from time import monotonic
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from data.loader import Loader, documents
+from data.prepare import Corpus
+from model.build import build
+from model.initialise import initialise
+from model.sampling import generate, sample
+from model.transformer import Transformer
+from training import checkpoint, config, errors, hardware
+from training.distributed import Ranks
+from training.log import Log
+from training.objective import Objective, evaluate
+from training.optimizers import load_named_state, named_state, set_rates
+
+COLD, TIMED = 3, 8  # steps that compile and fill caches; steps that tell how long one takes
+SPARE = 5.0  # seconds for the last checkpoint, sample and picture
+MARGIN = 0.03  # of the minutes left, for a machine that slows down
+
+
+class Trainer:
+    """`settings` is the resolved config; `started` the monotonic time at which the process began. All ranks call alike."""
+
+    def __init__(
+        self,
+        settings: dict,
+        corpus: Corpus,
+        loader: Loader,
+        run: Path,
+        ranks: Ranks,
+        precision: torch.dtype,
+        started: float,
+    ):
+        self.settings, self.corpus, self.loader, self.run, self.ranks = (
+            settings,
+            corpus,
+            loader,
+            run,
+            ranks,
+        )
+        self.precision, self.started, self.aside_seconds, self.earlier_seconds = (
+            precision,
+            started,
+            0.0,
+            0.0,
+        )
+        torch.manual_seed(settings["seed"])
+        with ranks.device:
+            self.model: Transformer = build(settings["model"])
+        initialise(self.model, settings["seed"])
+        self.optimizers = build(settings["optimizer"], "training")(self.model)
+        self.schedule = build(settings["schedule"], "training")
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=precision == torch.float16)
+        self.step, self.steps = 0, settings["steps"] or math.inf
+        kept = self._begin()
+        self.log = Log(run, settings, speaks=ranks.first, kept=kept)
+        self.micro = config.micro_batch(settings, ranks.world)
+        self.flops, self.peak = self.model.training_flops(), hardware.peak_flops(ranks.device)
+        self.objective = Objective(self.model)
+        self.parallel: nn.Module = self.objective
+        if ranks.world > 1:
+            self.parallel = DistributedDataParallel(self.objective)
+        self.nats = torch.zeros((), device=ranks.device)  # of the steps since the last report, on this rank
+        self.norm, self.first, self.reported, self.mark = (
+            self.nats,
+            self.step,
+            self.step,
+            self._clock(),
+        )
+
+    def _begin(self) -> int:
+        """Takes up the newest checkpoint of this run, or the weights to start from. Returns how many bytes of metrics stand."""
+        found = checkpoint.newest(self.run) if self.settings["resume"] else None
+        if found is None:
+            if self.settings["init_from"] is not None:
+                checkpoint.load_weights(
+                    self.model,
+                    checkpoint.newest(Path(self.settings["init_from"])),
+                    self.ranks.device,
+                )
+            return 0
+        checkpoint.load_weights(self.model, found, self.ranks.device)
+        state = checkpoint.load_state(found)
+        load_named_state(self.optimizers, self.model, state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["generator"])
+        self.step, self.earlier_seconds = state["step"], state["seconds"]
+        self.steps = self.settings["steps"] or state["steps"] or math.inf
+        return state["metrics_bytes"]
+
+    def compile(self) -> None:
+        self.objective.compile(dynamic=False)
+
+    def due(self, every: str) -> bool:
+        return self.step % self.settings[every] == 0 or self.step == self.steps
+
+    def optimize(self) -> None:
+        """One optimizer step over `batch_tokens` tokens of all ranks."""
+        set_rates(self.optimizers, self.schedule(self.step, self.steps))
+        share = self.loader.batch // self.ranks.world
+        starts = range(self.ranks.rank * share, (self.ranks.rank + 1) * share, self.micro)
+        for start in starts:
+            inputs, targets = self.loader(self.step, slice(start, start + self.micro))
+            packed = documents(inputs, self.corpus.tokenizer.bos) if self.settings["document_mask"] else None
+            batch = (x if x is None else x.to(self.ranks.device, non_blocking=True) for x in (inputs, targets, packed))
+            with (
+                nullcontext() if start == starts[-1] or self.ranks.world == 1 else self.parallel.no_sync()
+            ):  # exchange once a step
+                with hardware.autocast(self.ranks.device, self.precision):
+                    nats = self.parallel(*batch)
+                self.scaler.scale(
+                    nats * (self.ranks.world / self.settings["batch_tokens"])
+                ).backward()  # ranks are averaged
+            self.nats += nats.detach()
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"] or math.inf)
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+            optimizer.zero_grad()
+        self.scaler.update()
+        self.step += 1
+
+    def fit(self) -> None:
+        """Decide, once, after a timed warm-up, how many steps fit into `max_minutes`."""
+        if self.settings["max_minutes"] is None or self.steps < math.inf:
+            return
+        done, now = self.step - self.first, self._clock()
+        if done == 1:
+            self.cold = now - self.mark
+        if done == COLD:
+            self.warm = now
+        if done < COLD + TIMED or now - self.warm < 0.03 * 60 * self.settings["max_minutes"]:
+            return
+        each = (now - self.warm) / (done - COLD)
+        tokens = sum(map(len, self.corpus.validation))
+        look = 0.4 * each * tokens / self.settings["batch_tokens"] / self.ranks.world  # an evaluation is a forward
+        left = (1 - MARGIN) * (60 * self.settings["max_minutes"] - self.seconds) - look - SPARE - 0.5 * self.cold
+        self.steps = self.ranks.agree(self.step + max(1, int(left / (each + look / self.settings["eval_every"]))))
+
+    def report(self) -> None:
+        """What the steps since the last report did; it ends the run with exit code 4 where they did not stay finite."""
+        done = self.step - self.reported
+        loss = self.ranks.total(self.nats).item() / (done * self.settings["batch_tokens"])
+        if not math.isfinite(loss):
+            errors.fail(
+                errors.DIVERGED,
+                f"the loss is {loss} (step {self.step}). fix: a lower optimizer.lr, or precision=fp32",
+            )
+        rate = done * self.settings["batch_tokens"] / (self._clock() - self.mark)
+        values = {
+            "tokens": self.step * self.settings["batch_tokens"],
+            "seconds": round(self.seconds, 3),
+            "train_loss": loss,
+            "lr": self.optimizers[0].param_groups[0]["lr"],
+            "grad_norm": self.norm.item(),
+            "tokens_per_second": rate,
+            "flops_per_second": rate * self.flops,
+            "mfu": None if self.peak is None else rate * self.flops / self.peak / self.ranks.world,
+        }
+        self.log.write(self.step, **values)
+        self.log.progress(self.step, self.steps, values, hardware.peak_memory(self.ranks.device))
+        self.nats = torch.zeros_like(self.nats)
+        self.reported, self.mark = self.step, self._clock()
+
+    def evaluate(self) -> None:
+        with self._aside():
+            score = evaluate(
+                self.objective,
+                self.corpus,
+                self.settings["context"],
+                self.micro,
+                self.precision,
+                self.ranks,
+            )
+        self.log.write(
+            self.step,
+            tokens=self.step * self.settings["batch_tokens"],
+            seconds=round(self.seconds, 3),
+            **score,
+        )
+        self.log.say(
+            f"step {self.step}  held-out text: {score['val_loss']:.4f} nats per token, {score['val_bpb']:.4f} bits per byte"
+        )
+
+    def sample(self) -> None:
+        """Text from nothing, in samples.txt and on the screen."""
+        if not self.ranks.first:
+            return
+        with self._aside():
+            generator = torch.Generator(self.ranks.device).manual_seed(self.step)
+            tokenizer, capacity = self.corpus.tokenizer, min(192, self.settings["context"])
+            cache = self.model.new_cache(1, capacity, torch.float32, self.ranks.device)
+
+            def draw(logits: Tensor, seen: Tensor) -> Tensor:
+                return sample(logits, seen, temperature=0.8, top_k=50, generator=generator)
+
+            tokens = [
+                token.item() for token in generate(self.model, [[tokenizer.bos]], capacity - 1, draw, cache=cache)
+            ]
+            text = tokenizer.decode(tokens[: tokens.index(tokenizer.eos)] if tokenizer.eos in tokens else tokens)
+            with (self.run / "samples.txt").open("a") as file:
+                file.write(f"--- step {self.step}\n{text}\n")
+        self.log.say(f"--- a sample at step {self.step}\n{text}\n---")
+
+    def save(self) -> None:
+        if not self.ranks.first:
+            return
+        state = {
+            "step": self.step,
+            "steps": None if self.steps == math.inf else self.steps,
+            "seconds": self.seconds,
+            "optimizer": named_state(self.optimizers, self.model),
+            "scaler": self.scaler.state_dict(),
+            "generator": torch.get_rng_state(),
+            "metrics_bytes": self.log.nbytes,
+        }
+        with self._aside():
+            checkpoint.save(
+                self.run,
+                self.step,
+                self.model,
+                self.settings["model"],
+                self.corpus.tokenizer.proto,
+                state,
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Of this run, earlier parts included."""
+        return monotonic() - self.started + self.earlier_seconds
+
+    def _clock(self) -> float:
+        """Seconds that run only while it trains."""
+        return monotonic() - self.aside_seconds
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        began = monotonic()
+        yield
+        self.aside_seconds += monotonic() - began
