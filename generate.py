@@ -28,7 +28,9 @@ def arguments() -> argparse.Namespace:
     add("--max-new-tokens", type=number(int, 0), default=200)
     add("--temperature", type=number(float, 0), default=0.8, help="0: always the likeliest token")
     add("--top-k", type=number(int, 0), default=50, help="choose among so many; 0: among all")
-    add("--top-p", type=number(float, 1e-9, 1), default=0.95, help="among the likeliest that are this probable together")
+    add(
+        "--top-p", type=number(float, 1e-9, 1), default=0.95, help="among the likeliest that are this probable together"
+    )
     add("--min-p", type=number(float, 0, 1), default=0.0, help="among those this probable, the likeliest being 1")
     add("--repetition-penalty", type=number(float, 1e-9), default=1.0, help="1: none")
     add("--num-samples", type=number(int, 1), default=1, help="continuations of each prompt")
@@ -96,14 +98,21 @@ def main(given: argparse.Namespace) -> None:
         generator=torch.Generator(device).manual_seed(given.seed),
     )
     step = torch.compile(decode_step, dynamic=False, fullgraph=True) if given.compile == "true" else decode_step
-    rows = [Row(prompt, Stream(tokenizer), tokenizer.eos, given.stop) for prompt in prompts for _ in range(given.num_samples)]
+    rows = [
+        Row(prompt, Stream(tokenizer), tokenizer.eos, given.stop)
+        for prompt in prompts
+        for _ in range(given.num_samples)
+    ]
     steps = generate(model, tokens, given.max_new_tokens, draw, copies=given.num_samples, cache=cache, step=step)
     loaded = perf_counter()
     made, first = write(rows, (drawn.tolist() for drawn in steps))
     seconds = perf_counter() - first
     speed = f", {(made - len(rows)) / seconds:,.0f} tokens/s" if made > len(rows) else ""
     held = "no cache" if cache is None else f"{cache.nbytes * given.num_samples:,} bytes of cache"
-    print(f"{made} tokens; loaded in {loaded - STARTED:.2f} s, first token {first - loaded:.3f} s later{speed}, {held}", file=sys.stderr)
+    print(
+        f"{made} tokens; loaded in {loaded - STARTED:.2f} s, first token {first - loaded:.3f} s later{speed}, {held}",
+        file=sys.stderr,
+    )
 
 
 def read_prompts(given: argparse.Namespace) -> list[str]:
@@ -123,7 +132,9 @@ def read_prompts(given: argparse.Namespace) -> list[str]:
 def shortened(tokens: list[int], context: int) -> list[int]:
     if len(tokens) <= context:
         return tokens
-    print(f"warning: a prompt of {len(tokens)} tokens, the model's context is {context}: its end is used", file=sys.stderr)
+    print(
+        f"warning: a prompt of {len(tokens)} tokens, the model's context is {context}: its end is used", file=sys.stderr
+    )
     return tokens[1 - context :]
 
 

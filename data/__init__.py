@@ -1,4 +1,4 @@
-"""Text to batches: sources of documents, a tokenizer, token shards on disk, a loader. Nothing of the model or of the run."""
+"""Text to batches: documents, tokenizer, token shards, loader. Nothing of the model or of the run."""
 
 
 class IntegrityError(Exception):

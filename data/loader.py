@@ -24,7 +24,8 @@ class Loader:
         if self.rows < batch:
             need = (batch + 1) * context + 1
             raise ValueError(
-                f"too little text for one batch (have {self.ends[-1]} tokens, need {need}). fix: more text, or a smaller batch_tokens or context"
+                f"too little text for one batch (have {self.ends[-1]} tokens, need {need}). "
+                "fix: more text, or a smaller batch_tokens or context"
             )
 
     def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
@@ -38,11 +39,7 @@ class Loader:
         epoch, row = divmod(number, self.rows)
         if epoch != self.epoch:
             draw = np.random.default_rng((self.seed, epoch))
-            self.epoch, self.offset, self.order = (
-                epoch,
-                int(draw.integers(self.context)),
-                draw.permutation(self.rows),
-            )
+            self.epoch, self.offset, self.order = (epoch, int(draw.integers(self.context)), draw.permutation(self.rows))
         return self.offset + int(self.order[row]) * self.context
 
     def _take(self, start: int, count: int) -> np.ndarray:
@@ -57,18 +54,18 @@ class Loader:
 
 
 def documents(inputs: Tensor, bos: int) -> Tensor:
-    """(B, T) -> (B, T): which document of its row a token belongs to, counted from 0 or 1. Every document begins with BOS."""
+    """inputs (B, T) -> the number (B, T) of the document that a token belongs to, in its row: each begins with BOS."""
     return (inputs == bos).cumsum(dim=1)
 
 
 def windows(shards: list[np.ndarray], context: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """All text once, in order: inputs (B, T) and targets (B, T) of windows that do not overlap; what is missing at the end is IGNORED."""
+    """All text once, in order, in windows that do not overlap: inputs (B, T) and targets (B, T).
+
+    The last batch is as large as the others: what is missing has the target IGNORED.
+    """
     text = np.concatenate(shards).astype(np.int64)
-    count = -(-(len(text) - 1) // context)
-    inputs, targets = (
-        np.zeros(count * context, np.int64),
-        np.full(count * context, IGNORED, np.int64),
-    )
+    count = -(-(len(text) - 1) // (context * batch)) * batch
+    inputs, targets = (np.zeros(count * context, np.int64), np.full(count * context, IGNORED, np.int64))
     inputs[: len(text) - 1], targets[: len(text) - 1] = text[:-1], text[1:]
     pairs = (torch.from_numpy(x).view(count, context).split(batch) for x in (inputs, targets))
     return zip(*pairs, strict=True)

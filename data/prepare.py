@@ -1,6 +1,6 @@
 """Documents to token shards, once: later runs find them by what they are made from.
 
-A build happens in a folder of its own under a lock, and is renamed when it is whole: what has the right name is complete.
+A build happens under a lock in a folder of its own, and is renamed when whole: what has the right name is complete.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ class Corpus:
 
 
 def prepare(source: Source, cache: Path, quiet: bool = False) -> Corpus:
-    """Finds the corpus in the cache or builds it. Any number of processes may call at once: one builds, the others wait.
+    """Finds the corpus in the cache or builds it. Of processes that call at once, one builds and the others wait.
 
     Raises ValueError for text that cannot be used, IntegrityError for shards that were changed.
     """
@@ -57,9 +57,7 @@ def prepare(source: Source, cache: Path, quiet: bool = False) -> Corpus:
     about = json.loads((folder / "about.json").read_text())
     shards = {split: [open_shard(folder / name) for name in about[split]] for split in ("train", "validation")}
     return Corpus(
-        **shards,
-        validation_bytes=about["validation_bytes"],
-        tokenizer=Tokenizer.load(folder / "tokenizer.model"),
+        **shards, validation_bytes=about["validation_bytes"], tokenizer=Tokenizer.load(folder / "tokenizer.model")
     )
 
 
@@ -120,7 +118,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path, quiet: bool
 
 def tokenised(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, bool]]:
     """(tokens, UTF-8 bytes, held out) of each document, in order, made by as many processes as there are cores."""
-    documents, workers = iter(documents), len(os.sched_getaffinity(0))
+    documents, workers = iter(documents), os.cpu_count()
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start, (tokenizer.proto,)) as pool:
         ahead = deque()
         while True:

@@ -29,11 +29,7 @@ class ShardWriter:
         if self.file is None or self.count + len(tokens) > LARGEST:
             self.close()
             self.names.append(f"{self.stem.name}-{len(self.names):05d}.bin")
-            self.file, self.count, self.hash = (
-                (self.stem.parent / self.names[-1]).open("wb"),
-                0,
-                sha256(),
-            )
+            self.file, self.count, self.hash = ((self.stem.parent / self.names[-1]).open("wb"), 0, sha256())
             self.file.write(b" " * HEADER)
         raw = tokens.astype(self.dtype).tobytes()
         self.file.write(raw)
@@ -44,13 +40,7 @@ class ShardWriter:
     def close(self) -> None:
         if self.file is None:
             return
-        header = {
-            "format": 1,
-            "dtype": self.dtype.name,
-            "count": self.count,
-            "vocab_size": self.vocab_size,
-            "sha256": self.hash.hexdigest(),
-        }
+        header = {"format": 1, "dtype": self.dtype.name, "count": self.count, "sha256": self.hash.hexdigest()}
         self.file.seek(0)
         self.file.write(json.dumps(header).encode().ljust(HEADER - 1) + b"\n")
         self.file.flush()
@@ -64,6 +54,8 @@ def open_shard(path: Path) -> np.ndarray:
     with path.open("rb") as file:
         try:
             header = json.loads(file.read(HEADER))
+            if header["format"] != 1:
+                raise ValueError(f"made by a later version, format {header['format']}")
             dtype, count, digest = np.dtype(header["dtype"]), header["count"], header["sha256"]
         except (ValueError, KeyError, TypeError) as error:
             raise IntegrityError(
@@ -72,6 +64,6 @@ def open_shard(path: Path) -> np.ndarray:
         size = path.stat().st_size
         if size != HEADER + count * dtype.itemsize or file_digest(file, "sha256").hexdigest() != digest:
             raise IntegrityError(
-                f"damaged token shard ({path}, {size} bytes for {count} tokens). fix: delete its folder, it is made again"
+                f"damaged token shard ({path}, {size} bytes for {count} tokens). fix: delete its folder"
             )
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER, shape=(count,))

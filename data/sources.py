@@ -8,6 +8,7 @@ import re
 import sysconfig
 import tokenize
 from collections.abc import Iterator
+from contextlib import contextmanager
 from glob import glob
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -16,7 +17,7 @@ Documents = Iterator[tuple[str, bool]]
 
 
 def chosen(identity: str, holdout: int) -> bool:
-    """True for one in `holdout`, by the hash of what identifies a document: the same on every machine, whatever the order."""
+    """True for one in `holdout`, by the hash of what identifies a document: everywhere the same, in any order."""
     return int(sha256(identity.encode()).hexdigest(), 16) % holdout == 0
 
 
@@ -42,16 +43,7 @@ class Source:
 class Stdlib(Source):
     """The Python standard library's own sources: real text that needs no download. One file in 20 is held out."""
 
-    SKIPPED = {
-        "test",
-        "tests",
-        "idlelib",
-        "lib2to3",
-        "encodings",
-        "pydoc_data",
-        "site-packages",
-        "dist-packages",
-    }
+    SKIPPED = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
     def __init__(self, *, vocab_size: int, tokenizer: str | None):
         super().__init__(vocab_size=vocab_size, tokenizer=tokenizer)
@@ -73,7 +65,8 @@ class Stdlib(Source):
 class Text(Source):
     """The user's own files: `path` is a file, a glob, or a folder of .txt, .jsonl and .parquet.
 
-    A .txt is cut into documents at lines that are just `separator`; a .jsonl or .parquet has one a row, in `text_field`.
+    A .txt is cut into documents at lines that are just `separator`; a .jsonl or .parquet has one a row, in
+    `text_field`.
     One document in `holdout`, by its hash, is held out: at least one, or the last 5 % of a lone one.
     Raises ValueError for what cannot be read as text.
     """
@@ -81,14 +74,7 @@ class Text(Source):
     SUFFIXES = (".txt", ".jsonl", ".parquet")
 
     def __init__(
-        self,
-        *,
-        path: str | None,
-        text_field: str,
-        separator: str,
-        holdout: int,
-        vocab_size: int,
-        tokenizer: str | None,
+        self, *, path: str | None, text_field: str, separator: str, holdout: int, vocab_size: int, tokenizer: str | None
     ):
         super().__init__(vocab_size=vocab_size, tokenizer=tokenizer)
         if not path:
@@ -113,7 +99,7 @@ class Text(Source):
             raise ValueError(f"no documents (in {', '.join(map(str, self.files[:3]))}). fix: a file that is not empty")
         if len(hashes) == 1:
             text = next(self.texts())
-            cut = len(text) - len(text) // 20
+            cut = len(text) - max(1, len(text) // 20)
             yield from ((text[:cut], False), (text[cut:], True))
             return
         lowest = min(hashes, key=lambda h: h % self.holdout)
@@ -165,8 +151,9 @@ class Text(Source):
 class Hub(Source):
     """A public dataset of the Hugging Face hub, read with `datasets`.
 
-    `tokens` streams about so many instead of downloading all. `validation` names the dataset's own split; without one, a
-    document in `holdout` is held out, by its hash. `starts` is a pattern of the rows that begin a document, where rows are lines.
+    `tokens` streams about so many instead of downloading all. `validation` names the dataset's own split; without
+    one, a document in `holdout` is held out, by its hash. Where rows are lines, `starts` is a pattern of those that
+    begin a document.
     """
 
     def __init__(
@@ -185,43 +172,16 @@ class Hub(Source):
         tokenizer: str | None,
     ):
         super().__init__(vocab_size=vocab_size, tokenizer=tokenizer)
-        self.repo, self.config, self.revision, self.train, self.validation = (
-            repo,
-            config,
-            revision,
-            train,
-            validation,
-        )
-        self.text_field, self.starts, self.tokens, self.holdout = (
-            text_field,
-            starts,
-            tokens,
-            holdout,
-        )
+        self.repo, self.config, self.revision, self.train, self.validation = (repo, config, revision, train, validation)
+        self.text_field, self.starts, self.tokens, self.holdout = (text_field, starts, tokens, holdout)
 
     def fingerprint(self) -> str:
         """Asks the hub for the commit that `revision` names; the next calls read that commit."""
         from huggingface_hub import HfApi
 
-        try:
+        with self._explained():
             self.revision = HfApi().dataset_info(self.repo, revision=self.revision).sha
-        except OSError as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f"cannot reach the dataset ({self.repo}: {reason}). fix: data=text data.path=FILE, or data=stdlib"
-            ) from None
-        return json.dumps(
-            [
-                self.repo,
-                self.config,
-                self.revision,
-                self.train,
-                self.validation,
-                self.text_field,
-                self.tokens,
-                self.holdout,
-            ]
-        )
+        return json.dumps(vars(self))
 
     def documents(self) -> Documents:
         if self.validation is not None:
@@ -233,13 +193,9 @@ class Hub(Source):
     def texts(self, split: str) -> Iterator[str]:
         from datasets import load_dataset
 
-        rows = load_dataset(
-            self.repo,
-            self.config,
-            split=split,
-            revision=self.revision,
-            streaming=self.tokens is not None,
-        )
+        streamed = self.tokens is not None
+        with self._explained():
+            rows = load_dataset(self.repo, self.config, split=split, revision=self.revision, streaming=streamed)
         if self.text_field not in (rows.column_names or [self.text_field]):
             raise ValueError(
                 f"no field {self.text_field!r} ({self.repo} has {rows.column_names}). fix: data.text_field=..."
@@ -255,6 +211,16 @@ class Hub(Source):
             lines.append(row[self.text_field])
         yield "".join(lines)
 
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise ValueError(
+                f"cannot read the dataset ({self.repo}: {reason}). fix: data.repo, or data=stdlib"
+            ) from None
+
 
 def content_hash(files: list[Path]) -> str:
     whole = sha256()
@@ -265,7 +231,10 @@ def content_hash(files: list[Path]) -> str:
 
 
 def utf8_lines(file: Path) -> Iterator[str]:
-    """Lines that end in \\n and nothing else, as they are; a byte order mark is dropped. Raises ValueError, with the offset."""
+    """Lines as they are, which end in \\n and nothing else; a byte order mark is dropped.
+
+    Raises ValueError, with the offset, for what is not UTF-8.
+    """
     offset = 0
     with file.open("rb") as opened:
         for line in opened:

@@ -22,11 +22,7 @@ class Tokenizer:
         except RuntimeError as error:
             raise ValueError(f"not a SentencePiece model ({error}). fix: another tokenizer.model") from None
         self.proto, self.sha256 = proto, sha256(proto).hexdigest()
-        self.vocab_size, self.bos, self.eos = (
-            self.pieces.vocab_size(),
-            self.pieces.bos_id(),
-            self.pieces.eos_id(),
-        )
+        self.vocab_size, self.bos, self.eos = (self.pieces.vocab_size(), self.pieces.bos_id(), self.pieces.eos_id())
         if self.bos < 0 or self.eos < 0:
             raise ValueError(
                 f"the tokenizer has no BOS or no EOS (ids {self.bos}, {self.eos}). fix: train it with both"
@@ -44,7 +40,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """At most `vocab_size` pieces: the control signs, 256 bytes, and what is frequent, newlines and runs of spaces included."""
+        """At most `vocab_size` pieces: control signs, 256 bytes, what is frequent, newlines and runs of spaces too."""
         written = io.BytesIO()
         try:
             spm.SentencePieceTrainer.train(

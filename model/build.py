@@ -48,5 +48,5 @@ def check(target: Callable, given: set[str], later: bool) -> None:
     unknown = given - knobs.keys()
     if missing or unknown:
         raise ValueError(
-            f"{target.__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}. fix: its knobs are {sorted(knobs)}"
+            f"{target.__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}. fix: knobs are {sorted(knobs)}"
         )

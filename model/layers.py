@@ -22,7 +22,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) * weight over the last axis, (..., D) to (..., D), computed in fp32. Zhang and Sennrich, 1910.07467."""
+    """x / rms(x) * weight over the last axis, (..., D) to (..., D), computed in fp32. Zhang, 1910.07467."""
 
     def __init__(self, dim: int):
         super().__init__(dim, eps=1e-6)

@@ -80,7 +80,7 @@ def generate(
     """Up to `max_new` tensors (B,) as they are drawn, for `copies` rows of each prompt.
 
     `cache` is empty, with a row for each prompt and room for min(context, prompt + max_new) tokens; without one,
-    everything is read again for every token, to the same text. A row that is longer than the context loses its older half.
+    everything is read again for every token, to the same text. A row longer than the context loses its older half.
     Raises ValueError for an empty prompt or one longer than the context.
     """
     if not all(0 < len(prompt) <= model.context for prompt in prompts):
@@ -108,10 +108,7 @@ def generate(
         elif any(full):
             cache.reset(torch.tensor(full, device=tokens.device).nonzero().flatten())
             logits = prefill(
-                model,
-                [text if is_full else text[-1:] for text, is_full in zip(texts, full, strict=True)],
-                cache,
-                chunk,
+                model, [text if is_full else text[-1:] for text, is_full in zip(texts, full, strict=True)], cache, chunk
             )
         else:
             logits = step(model, tokens[:, None], cache)

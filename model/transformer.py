@@ -55,11 +55,7 @@ class Transformer(nn.Module):
         self.head = None if tied else Linear(dim, vocab_size)
 
     def forward(
-        self,
-        tokens: Tensor,
-        cache: Cache | None = None,
-        valid: Tensor | None = None,
-        documents: Tensor | None = None,
+        self, tokens: Tensor, cache: Cache | None = None, valid: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V). With a cache, the tokens that follow those it has seen.
 
@@ -68,11 +64,7 @@ class Transformer(nn.Module):
         return self.logits(self.hidden(tokens, cache, valid, documents))
 
     def hidden(
-        self,
-        tokens: Tensor,
-        cache: Cache | None = None,
-        valid: Tensor | None = None,
-        documents: Tensor | None = None,
+        self, tokens: Tensor, cache: Cache | None = None, valid: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
         """tokens (B, T) -> (B, T, D), ready for the head."""
         positions = Positions(tokens, None if cache is None else cache.lengths, valid, documents)
@@ -91,10 +83,7 @@ class Transformer(nn.Module):
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> Cache:
         """Room for `capacity` tokens in each of `batch` rows."""
         lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        return Cache(
-            lengths,
-            [block.attention.new_cache(batch, capacity, dtype, device) for block in self.blocks],
-        )
+        return Cache(lengths, [block.attention.new_cache(batch, capacity, dtype, device) for block in self.blocks])
 
     def training_flops(self) -> float:
         """Floating-point operations a token costs to train on at full context: forward, and twice that backward.

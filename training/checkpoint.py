@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from hashlib import file_digest, sha256
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from data import IntegrityError
+from data.tokenizer import Tokenizer
 from model.build import build
 from model.transformer import Transformer
 
@@ -90,7 +92,7 @@ def verify(checkpoint: Path) -> dict:
 
 
 def newest(run: Path) -> Path | None:
-    """The newest checkpoint that verifies; None where there is none at all. Raises IntegrityError where all are damaged."""
+    """The newest checkpoint that verifies; None where there is none. Raises IntegrityError where all are damaged."""
     found = sorted((run / "checkpoints").glob("step-*"), reverse=True)
     for checkpoint in found:
         try:
@@ -115,6 +117,27 @@ def load_weights(model: Transformer, checkpoint: Path, device: torch.device | st
         raise IntegrityError(
             f"weights do not fit the model ({checkpoint}: {error}). fix: the config that they were trained with"
         ) from None
+
+
+def check_same(checkpoint: Path, tree: dict, tokenizer: Tokenizer) -> None:
+    """Raises ValueError where the checkpoint's model is another, IntegrityError where its tokenizer is."""
+    trees = json.loads((checkpoint / "config.json").read_text())["model"], tree
+    then, now = (dict(flat(tree, "model")) for tree in trees)
+    changed = [
+        f"{key} (checkpoint {then.get(key)}, now {now.get(key)})" for key in then | now if then.get(key) != now.get(key)
+    ]
+    if changed:
+        raise ValueError(f"the checkpoint has another {', '.join(changed)}. fix: the old values, or another run_dir")
+    theirs, ours = Tokenizer.load(checkpoint / "tokenizer.model").sha256, tokenizer.sha256
+    if theirs != ours:
+        raise IntegrityError(
+            f"the checkpoint has another tokenizer ({theirs[:12]}, now {ours[:12]}). fix: its own text"
+        )
+
+
+def flat(tree: dict, path: str) -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        yield from flat(value, f"{path}.{key}") if isinstance(value, dict) else [(f"{path}.{key}", value)]
 
 
 def load_model(checkpoint: Path, device: torch.device | str) -> Transformer:

@@ -74,6 +74,9 @@ RULES: dict[str, Rule] = {
 def problems(config: dict, world: int) -> list[str]:
     """A sentence for each key that is unknown, missing or out of range. `config` is resolved."""
     found = [f"unknown key ({key}). fix: remove it" for key in config if key not in RULES and key not in GROUPS]
+    missing = [key for key in (*RULES, *GROUPS) if key not in config]
+    if missing:
+        return [*found, *(f"{key} is missing. fix: give it back" for key in missing)]
     for key, (holds, wanted) in RULES.items():
         if not holds(config[key]):
             found.append(f"{key} must be {wanted} (got {config[key]!r}). fix: change it")
@@ -110,7 +113,7 @@ def resolved(cfg: DictConfig) -> dict:
 
 
 def micro_batch(config: dict, world: int) -> int:
-    """Sequences per device and forward: the largest number up to micro_batch that divides a device's share of the batch."""
+    """Sequences per device and forward: the largest number up to micro_batch that divides a device's share."""
     share = config["batch_tokens"] // config["context"] // world
     return max(n for n in range(1, min(config["micro_batch"], share) + 1) if share % n == 0)
 

@@ -1,12 +1,10 @@
-"""Expected problems end a command with one line on standard error and an exit code; everything else is a bug and shows its traceback."""
+"""Expected problems end a command with one line on standard error and an exit code; bugs show their traceback."""
 
 import errno
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from torch import OutOfMemoryError
 
 from data import IntegrityError
 
@@ -33,16 +31,13 @@ def fail(code: int, *problems: object) -> None:
 
 @contextmanager
 def input_problems() -> Iterator[None]:
-    """Only while a config is checked or data is opened: there a ValueError or an unreadable file is the user's to mend."""
+    """Only while a config is checked or data is opened: there, a ValueError is the user's to mend."""
     try:
         yield
     except OSError as error:
         if error.errno in STORAGE_FULL_OR_BROKEN:
             raise
-        fail(
-            INPUT,
-            f"{error.strerror or error} ({error.filename}). fix: check the path" if error.filename else error,
-        )
+        fail(INPUT, f"{error.strerror or error} ({error.filename}). fix: check the path" if error.filename else error)
     except ValueError as error:
         fail(INPUT, error)
 
@@ -56,11 +51,6 @@ def one_line(*of_config: type[Exception]) -> Iterator[None]:
         fail(BUG, f"{error}. fix: configs/ has the keys and what they may be")
     except IntegrityError as error:
         fail(INTEGRITY, error)
-    except OutOfMemoryError as error:
-        fail(
-            INPUT,
-            f"out of memory ({str(error).partition('. ')[0]}). fix: a smaller micro_batch; batch_tokens, and so the result, stay the same",
-        )
     except KeyboardInterrupt:
         fail(INTERRUPTED, "interrupted. fix: resume=true goes on from the newest checkpoint")
     except BrokenPipeError:  # who read our output has had enough

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-# Dense tensor-core peaks in bf16 (V100 and T4: fp16), FLOP/s, from NVIDIA's data sheets; the first name that fits counts.
+# Dense tensor-core peaks in bf16 (V100 and T4: fp16), FLOP/s, from NVIDIA's data sheets. The first that fits counts.
 PEAKS = {
     "B200": 2250e12,
     "H100 PCIe": 756e12,
@@ -35,11 +35,7 @@ PEAKS = {
 
 def pick_device(wanted: str) -> torch.device:
     """Raises ValueError for a device that is not there."""
-    there = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if wanted == "auto":
         return torch.device(next(kind for kind in there if there[kind]))
     if not there[wanted]:

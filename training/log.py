@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl always, a progress bar or lines, Weights & Biases where it is wanted, loss.png at the end."""
+"""What a run tells: metrics.jsonl, a progress bar or lines, Weights & Biases where wanted, loss.png at the end."""
 
 import json
 import sys
@@ -8,24 +8,20 @@ from tqdm import tqdm
 
 
 class Log:
-    """Only the first rank has one that speaks. `kept` is how many bytes of metrics.jsonl stand when a run goes on."""
+    """Only the first rank has one that speaks."""
 
-    def __init__(self, run: Path, config: dict, *, speaks: bool, kept: int):
-        self.run, self.speaks, self.path, self.bar, self.wandb = (
-            run,
-            speaks,
-            run / "metrics.jsonl",
-            None,
-            None,
-        )
-        if not speaks:
-            return
-        self.path.touch()
-        with self.path.open("r+b") as file:
-            file.truncate(kept)
-        self.file = self.path.open("a", buffering=1)
-        if config["wandb"] != "disabled":
+    def __init__(self, run: Path, config: dict, *, speaks: bool):
+        self.run, self.speaks, self.path, self.bar, self.wandb = run, speaks, run / "metrics.jsonl", None, None
+        if speaks:
+            self.path.touch()
+        if speaks and config["wandb"] != "disabled":
             self.wandb = start_wandb(run, config)
+
+    def cut(self, kept: int) -> None:
+        """Only the first `kept` bytes of metrics.jsonl stand: what came later is done again."""
+        if self.speaks:
+            with self.path.open("ab") as file:
+                file.truncate(kept)
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +34,8 @@ class Log:
     def write(self, step: int, **values: float | None) -> None:
         """A line of metrics.jsonl."""
         if self.speaks:
-            self.file.write(json.dumps({"step": step, **values}) + "\n")
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
             if self.wandb is not None:
                 self.wandb.log(values, step=step)
 
@@ -58,9 +55,7 @@ class Log:
             return self.say(f"step {step}/{steps:.0f}  {news}{left}")
         if self.bar is None:
             self.bar = tqdm(
-                initial=step,
-                dynamic_ncols=True,
-                bar_format="{n_fmt}/{total_fmt} |{bar}| {remaining} left {postfix}",
+                initial=step, dynamic_ncols=True, bar_format="{n_fmt}/{total_fmt} |{bar}| {remaining} left {postfix}"
             )
         self.bar.total = None if steps == float("inf") else int(steps)
         self.bar.set_postfix_str(news, refresh=False)
@@ -71,7 +66,6 @@ class Log:
             return
         if self.bar is not None:
             self.bar.close()
-        self.file.close()
         plot(self.path, self.run / "loss.png")
         if self.wandb is not None:
             self.wandb.finish()
@@ -82,14 +76,7 @@ def start_wandb(run: Path, config: dict):
     try:
         import wandb
 
-        return wandb.init(
-            project="attend",
-            name=run.name,
-            dir=run,
-            config=config,
-            mode=config["wandb"],
-            resume="allow",
-        )
+        return wandb.init(project="attend", name=run.name, dir=run, config=config, mode=config["wandb"], resume="allow")
     except Exception as error:  # whatever is wrong with an account or a network is no reason to lose a run
         print(f"warning: no wandb: {' '.join(str(error).split())}", file=sys.stderr)
         return None

@@ -27,12 +27,7 @@ class Objective(nn.Module):
 
 @torch.no_grad()
 def evaluate(
-    objective: nn.Module,
-    corpus: Corpus,
-    context: int,
-    batch: int,
-    precision: torch.dtype,
-    ranks: Ranks,
+    objective: nn.Module, corpus: Corpus, context: int, batch: int, precision: torch.dtype, ranks: Ranks
 ) -> dict[str, float]:
     """`val_loss` in nats per token and `val_bpb`, over all held-out text in windows that do not overlap."""
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)

@@ -9,24 +9,16 @@ def adamw(model: nn.Module, *, lr: float, betas: list[float], weight_decay: floa
     _check(lr=lr, weight_decay=weight_decay)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [AdamW(groups, lr=lr, betas=tuple(betas), fused=True)]
 
 
 def muon(
-    model: nn.Module,
-    *,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    embedding_lr: float,
-    betas: list[float],
+    model: nn.Module, *, lr: float, momentum: float, weight_decay: float, embedding_lr: float, betas: list[float]
 ) -> list[Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW without decay for embedding, head and vectors. Jordan, kellerjordan.github.io/posts/muon.
+    """Muon for the matrices inside the blocks, AdamW without decay for embedding, head and vectors.
 
+    Jordan et al., kellerjordan.github.io/posts/muon.
     Updates are scaled to the size of AdamW's (Liu et al., 2502.16982), so that `lr` means the same for both.
     """
     _check(lr=lr, momentum=momentum, weight_decay=weight_decay, embedding_lr=embedding_lr)
@@ -35,13 +27,7 @@ def muon(
         (vectors if p.ndim < 2 else hidden if name.startswith("blocks.") else ends).append(p)
     groups = [{"params": ends, "lr": embedding_lr}, {"params": vectors}]
     return [
-        Muon(
-            hidden,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        ),
+        Muon(hidden, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
         AdamW(groups, lr=lr, betas=tuple(betas), weight_decay=0.0, fused=True),
     ]
 

@@ -1,10 +1,10 @@
-"""Learning-rate schedules: pure functions from a step to a multiple of the peak rate. `steps` may be infinite: not known yet."""
+"""Learning-rate schedules: from a step to a multiple of the peak rate. `steps` may be infinite: not known yet."""
 
 from math import cos, pi
 
 
 def cosine(step: int, steps: float, *, warmup: int, floor: float) -> float:
-    """Linear over `warmup` steps to 1, then half a cosine down to `floor` at `steps`. Loshchilov and Hutter, 1608.03983."""
+    """Linear over `warmup` steps to 1, then half a cosine down to `floor` at `steps`. Loshchilov, 1608.03983."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
@@ -12,7 +12,7 @@ def cosine(step: int, steps: float, *, warmup: int, floor: float) -> float:
 
 
 def wsd(step: int, steps: float, *, warmup: int, cooldown: float, floor: float) -> float:
-    """Warm up, stay, and go down in a straight line over the last `cooldown` (a share of all steps). Hägele et al., 2405.18392."""
+    """Warm up, stay, go down in a line to `floor` over the last `cooldown` of all steps. Hägele, 2405.18392."""
     if step < warmup:
         return (step + 1) / warmup
     left = (1 - step / steps) / cooldown if cooldown else 1.0

@@ -7,6 +7,7 @@ from pathlib import Path
 from time import monotonic
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +29,7 @@ MARGIN = 0.03  # of the minutes left, for a machine that slows down
 
 
 class Trainer:
-    """`settings` is the resolved config; `started` the monotonic time at which the process began. All ranks call alike."""
+    """`settings` is the resolved config; `started` the monotonic time of the process's begin. All ranks call alike."""
 
     def __init__(
         self,
@@ -40,19 +41,8 @@ class Trainer:
         precision: torch.dtype,
         started: float,
     ):
-        self.settings, self.corpus, self.loader, self.run, self.ranks = (
-            settings,
-            corpus,
-            loader,
-            run,
-            ranks,
-        )
-        self.precision, self.started, self.aside_seconds, self.earlier_seconds = (
-            precision,
-            started,
-            0.0,
-            0.0,
-        )
+        self.settings, self.corpus, self.loader, self.run, self.ranks = (settings, corpus, loader, run, ranks)
+        self.precision, self.started, self.aside_seconds, self.earlier_seconds = (precision, started, 0.0, 0.0)
         torch.manual_seed(settings["seed"])
         with ranks.device:
             self.model: Transformer = build(settings["model"])
@@ -61,8 +51,9 @@ class Trainer:
         self.schedule = build(settings["schedule"], "training")
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=precision == torch.float16)
         self.step, self.steps = 0, settings["steps"] or math.inf
-        kept = self._begin()
-        self.log = Log(run, settings, speaks=ranks.first, kept=kept)
+        self.log = Log(run, settings, speaks=ranks.first)
+        if ranks.first:
+            OmegaConf.save(settings, run / "config.yaml")
         self.micro = config.micro_batch(settings, ranks.world)
         self.flops, self.peak = self.model.training_flops(), hardware.peak_flops(ranks.device)
         self.objective = Objective(self.model)
@@ -70,32 +61,19 @@ class Trainer:
         if ranks.world > 1:
             self.parallel = DistributedDataParallel(self.objective)
         self.nats = torch.zeros((), device=ranks.device)  # of the steps since the last report, on this rank
-        self.norm, self.first, self.reported, self.mark = (
-            self.nats,
-            self.step,
-            self.step,
-            self._clock(),
-        )
+        self.norm, self.first, self.reported, self.mark = self.nats, 0, 0, self._clock()
 
-    def _begin(self) -> int:
-        """Takes up the newest checkpoint of this run, or the weights to start from. Returns how many bytes of metrics stand."""
-        found = checkpoint.newest(self.run) if self.settings["resume"] else None
-        if found is None:
-            if self.settings["init_from"] is not None:
-                checkpoint.load_weights(
-                    self.model,
-                    checkpoint.newest(Path(self.settings["init_from"])),
-                    self.ranks.device,
-                )
-            return 0
+    def resume(self, found: Path) -> None:
+        """Goes on where this checkpoint of the run ends."""
         checkpoint.load_weights(self.model, found, self.ranks.device)
         state = checkpoint.load_state(found)
         load_named_state(self.optimizers, self.model, state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["generator"])
-        self.step, self.earlier_seconds = state["step"], state["seconds"]
+        self.log.cut(state["metrics_bytes"])
+        self.step = self.first = self.reported = state["step"]
+        self.earlier_seconds = state["seconds"]
         self.steps = self.settings["steps"] or state["steps"] or math.inf
-        return state["metrics_bytes"]
 
     def compile(self) -> None:
         self.objective.compile(dynamic=False)
@@ -153,8 +131,7 @@ class Trainer:
         loss = self.ranks.total(self.nats).item() / (done * self.settings["batch_tokens"])
         if not math.isfinite(loss):
             errors.fail(
-                errors.DIVERGED,
-                f"the loss is {loss} (step {self.step}). fix: a lower optimizer.lr, or precision=fp32",
+                errors.DIVERGED, f"the loss is {loss} (step {self.step}). fix: a lower optimizer.lr, or precision=fp32"
             )
         rate = done * self.settings["batch_tokens"] / (self._clock() - self.mark)
         values = {
@@ -175,21 +152,13 @@ class Trainer:
     def evaluate(self) -> None:
         with self._aside():
             score = evaluate(
-                self.objective,
-                self.corpus,
-                self.settings["context"],
-                self.micro,
-                self.precision,
-                self.ranks,
+                self.objective, self.corpus, self.settings["context"], self.micro, self.precision, self.ranks
             )
         self.log.write(
-            self.step,
-            tokens=self.step * self.settings["batch_tokens"],
-            seconds=round(self.seconds, 3),
-            **score,
+            self.step, tokens=self.step * self.settings["batch_tokens"], seconds=round(self.seconds, 3), **score
         )
         self.log.say(
-            f"step {self.step}  held-out text: {score['val_loss']:.4f} nats per token, {score['val_bpb']:.4f} bits per byte"
+            f"step {self.step}  held out: {score['val_loss']:.4f} nats per token, {score['val_bpb']:.4f} bits per byte"
         )
 
     def sample(self) -> None:
@@ -225,14 +194,12 @@ class Trainer:
             "metrics_bytes": self.log.nbytes,
         }
         with self._aside():
-            checkpoint.save(
-                self.run,
-                self.step,
-                self.model,
-                self.settings["model"],
-                self.corpus.tokenizer.proto,
-                state,
-            )
+            checkpoint.save(self.run, self.step, self.model, self.settings["model"], self.corpus.tokenizer.proto, state)
+
+    def finish(self) -> None:
+        if self.ranks.first:
+            self.log.close()
+            self.log.say(f"done: {self.run}, and  python generate.py --run {self.run} PROMPT")
 
     @property
     def seconds(self) -> float:

@@ -1,7 +1,7 @@
-"""Softmax attention: `heads` queries share `kv_heads` keys and values. Vaswani et al., 1706.03762; Ainslie et al., 2305.13245.
+"""Softmax attention: `heads` queries share `kv_heads` keys and values. Vaswani, 1706.03762; Ainslie, 2305.13245.
 
-kv_heads = heads is multi-head attention, kv_heads = 1 is multi-query, all between is grouped-query. With a `window`, a token
-sees that many positions, itself included, and the cache holds no more (Beltagy et al., 2004.05150).
+kv_heads = heads is multi-head attention, kv_heads = 1 is multi-query, all between is grouped-query. With a
+`window`, a token sees that many positions, itself included, and the cache holds no more (Beltagy, 2004.05150).
 """
 
 import torch
@@ -14,7 +14,7 @@ from model.positions import Positions
 
 
 class SoftmaxAttention(Attention):
-    """`qk_norm` is null, or before_rope: queries and keys are normalised over the head dimension, with a weight (Qwen3).
+    """`qk_norm` is null, or before_rope: queries and keys are normalised within each head, with a weight (Qwen3).
 
     Raises ValueError where heads do not divide dim, kv_heads do not divide heads, or a head has an odd dimension.
     """
@@ -35,11 +35,11 @@ class SoftmaxAttention(Attention):
         super().__init__()
         if dim % heads or heads % kv_heads:
             raise ValueError(
-                f"heads must divide dim, and kv_heads must divide heads (got {dim=} {heads=} {kv_heads=}). fix: change one of them"
+                f"heads must divide dim, and kv_heads heads (got {dim=} {heads=} {kv_heads=}). fix: change one of them"
             )
         if dim // heads % 2:
             raise ValueError(
-                f"RoPE turns pairs, so a head's dimension must be even (got {dim=} / {heads=} = {dim // heads}). fix: change one of them"
+                f"RoPE needs an even head dimension (got {dim=} / {heads=} = {dim // heads}). fix: change one of them"
             )
         if qk_norm not in (None, "before_rope"):
             raise ValueError(f"attention.qk_norm is unknown (got {qk_norm!r}). fix: null or before_rope")

@@ -1,0 +1,97 @@
+"""What the tests share: variants by their yaml, models whose every parameter matters, the commands run in place."""
+
+import os
+
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", WANDB_MODE="disabled")  # before anything reads them
+
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from model.build import build
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+DATASETS = ROOT.parent / "shared" / "datasets"
+VARIANTS = sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml"))
+TINY = (
+    "model=tiny",
+    "context=64",
+    "batch_tokens=512",
+    "max_minutes=null",
+    "log_every=1",
+    "device=cpu",
+    "compile=false",
+)
+close = torch.testing.assert_close
+
+torch.set_num_threads(1)
+
+
+def settings_of(*overrides: str) -> dict:
+    """The resolved config of `python train.py ...`."""
+    with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
+        return OmegaConf.to_container(compose("train", overrides=["name=test", *overrides]), resolve=True)
+
+
+def tree_of(variant: str, *overrides: str) -> dict:
+    """The model of a variant, tiny."""
+    tiny = ("model=tiny", "model.depth=3", "model.vocab_size=128", "context=64")
+    return settings_of(f"attention={variant}", *tiny, *overrides)["model"]
+
+
+def redraw(model: torch.nn.Module) -> torch.nn.Module:
+    """Every parameter from a normal distribution, norm weights near 1: what starts at zero would hide a broken law."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(1 + 0.2 * noise if "norm" in name else 0.5 * noise if p.ndim < 2 else noise * p.shape[1] ** -0.5)
+    return model
+
+
+@pytest.fixture(params=[*VARIANTS, "gqa attention.window=5", "llama model.tied=true"])
+def model(request):
+    return redraw(build(tree_of(*request.param.split()))).double().eval()
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capfd):
+    """Runs `python FILE ARGUMENTS` in this process, in a folder of its own -> exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(file: str, *arguments: str) -> Result:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", [str(ROOT / file), *arguments])
+        try:
+            runpy.run_path(str(ROOT / file), run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        return Result(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def story(tmp_path) -> Path:
+    """A text of 60 short documents that a tiny model learns in a few steps."""
+    names = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Fay")
+    things = ("a red ball", "an old map", "the blue cup", "a small dog", "one warm hat")
+    lines = [f"{a} had {t}. {b} saw {t} and said: may I have {t}, {a}?\n" for a in names for b in names for t in things]
+    path = tmp_path / "story.txt"
+    path.write_text("<|endoftext|>\n".join("".join(lines[i : i + 3]) for i in range(0, len(lines), 3)))
+    return path

@@ -1,0 +1,62 @@
+"""Configs build only what model/ defines, completely specified, and the same weights everywhere."""
+
+import pytest
+import torch
+
+from model.build import build
+from model.initialise import initialise
+from tests.conftest import VARIANTS, tree_of
+
+HOSTILE = [
+    "model.layers.torch.hub.load",
+    "model.layers.torch",
+    "model.layers.F.relu",
+    "model.build.import_module",
+    "model.build.Path",
+    "model.cache.Tensor",
+    "model.attention.softmax.Linear",  # ours, but not from there
+    "model.attention.base.Handed",
+    "model.layers.SwiGLU.__init__",
+    "model..layers.SwiGLU",
+    "model.nothing.Here",
+    "os.system",
+    "torch.hub.load",
+    "",
+]
+
+
+@pytest.mark.parametrize("target", HOSTILE)
+def test_hostile_targets_are_refused(target):
+    with pytest.raises(ValueError, match="written in model/"):
+        build({"_target_": target})
+
+
+@pytest.mark.parametrize("change", [{"colour": 3}, {"dim": 8}, {"kv_heads": None}])
+def test_a_knob_too_many_or_too_few_is_refused(change):
+    tree = tree_of("gqa")["attention"] | change
+    tree = {key: value for key, value in tree.items() if value is not None or key == "window"}
+    with pytest.raises(ValueError, match="SoftmaxAttention: missing"):
+        build(tree)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_first_weights_do_not_depend_on_how_a_model_is_built(variant):
+    plain = build(tree_of(variant))
+    initialise(plain, seed=3)
+    with torch.device("meta"):
+        late = build(tree_of(variant))
+    late.to_empty(device="cpu")
+    torch.manual_seed(99)
+    initialise(late, seed=3)
+    for (name, a), b in zip(plain.named_parameters(), late.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert a.any() != name.endswith(("o_proj.weight", "down_proj.weight")), name
+
+
+def test_variants_share_the_weights_they_share():
+    first, second = build(tree_of("gqa")), build(tree_of("llama"))
+    initialise(first, seed=3), initialise(second, seed=3)
+    assert torch.equal(first.embed.weight, second.embed.weight)
+    assert not torch.equal(first.blocks[0].ffn.up_proj.weight, first.blocks[1].ffn.up_proj.weight)
+    initialise(second, seed=4)
+    assert not torch.equal(first.embed.weight, second.embed.weight)

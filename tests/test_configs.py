@@ -1,0 +1,86 @@
+"""A yaml lists every knob of what it builds: no default hides in code, so a saved config stays complete."""
+
+import inspect
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from model.build import build, find
+from tests.conftest import CONFIGS, settings_of
+from training import config
+
+TARGETS = [path for path in sorted(CONFIGS.glob("*/*.yaml")) if "_target_" in OmegaConf.load(path)]
+MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
+VARIANTS = sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml"))
+GROUPS = ("data", "optimizer", "schedule", "experiment")
+
+
+@pytest.mark.parametrize("path", TARGETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_yaml_keys_are_the_constructors(path):
+    knobs = set(OmegaConf.load(path)) - {"_target_", "_partial_"}
+    target = OmegaConf.load(path)._target_
+    parameters = inspect.signature(find(target, target.partition(".")[0])).parameters.values()
+    assert knobs == {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize("size", MODELS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_size_takes_every_attention(size, variant):
+    with torch.device("meta"):
+        model = build(settings_of(f"model={size}", f"attention={variant}")["model"])
+    assert model(torch.zeros(1, 3, dtype=torch.int64, device="meta")).shape == (1, 3, 4096)
+
+
+SIZES = {"124m": 125e6, "350m": 335e6, "1b": 1.12e9}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_size_is_what_its_name_says(size):
+    with torch.device("meta"):
+        model = build(settings_of(f"model={size}", "data.vocab_size=32000")["model"])
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(SIZES[size], rel=0.05)
+
+
+@pytest.mark.parametrize("choice", [f"{g}={p.stem}" for g in GROUPS for p in sorted((CONFIGS / g).glob("*.yaml"))])
+def test_every_choice_composes_without_a_fault(choice):
+    assert config.problems(settings_of(choice), world=1) == []
+
+
+FAULTS = {
+    "optimizer.lr=nan": "optimizer.lr must be a number from 0 (got nan)",
+    "schedule.warmup=-1": "schedule.warmup must be",
+    "steps=0": "steps must be null or a whole number from 1 (got 0)",
+    "max_minutes=inf": "max_minutes must be null or a number above 0 (got inf)",
+    "seed=true": "seed must be a whole number from 0 (got True)",
+    "compile=1": "compile must be auto or true or false (got 1)",
+    "name=a/b": "name must be letters",
+    "batch_tokens=1000": "fix: batch_tokens=768",
+    "max_minutes=null": "the run has no end",
+    "+colour=blue": "unknown key (colour)",
+    "~wandb": "wandb is missing",
+}
+
+
+@pytest.mark.parametrize("override", FAULTS)
+def test_a_fault_of_the_config_is_named(override):
+    (found,) = config.problems(settings_of(override), world=1)
+    assert FAULTS[override] in found and "fix: " in found
+
+
+def test_all_faults_are_told_at_once():
+    assert len(config.problems(settings_of("steps=0", "seed=-1", "optimizer.lr=-2", "log_every=0.5"), world=1)) == 4
+
+
+def test_a_micro_batch_divides_what_a_device_gets():
+    settings = settings_of("batch_tokens=6144", "context=256", "micro_batch=10")  # 24 sequences
+    assert [config.micro_batch(settings, world) for world in (1, 2, 3, 8)] == [8, 6, 8, 3]
+
+
+def test_run_folders_count_up_and_the_newest_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fresh, again = ({"run_dir": None, "name": "a", "resume": resume} for resume in (False, True))
+    assert [str(config.claim(fresh)) for _ in range(3)] == ["runs/a", "runs/a-2", "runs/a-3"]
+    (tmp_path / "runs/a-2").rmdir()
+    assert str(config.claim(again)) == "runs/a-3"
+    assert str(config.claim(fresh)) == "runs/a-2"

@@ -1,0 +1,185 @@
+"""The contract every attention variant keeps. A new yaml in configs/attention is tested by being there.
+
+In fp64, where two orders of summing agree to 1e-7: what differs by more is wrong.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.positions import Positions
+from model.sampling import decode_step, generate, sample
+from tests.conftest import close
+
+greedy = partial(sample, temperature=0)
+TOKENS = torch.randint(128, (3, 13), generator=torch.Generator().manual_seed(1))
+
+
+def new_cache(model, batch=3, capacity=16):
+    return model.new_cache(batch, capacity, torch.float64, "cpu")
+
+
+def feed(model, cache, tokens, chunks, valid=None):
+    """Logits of tokens (B, T) read in chunks of these lengths."""
+    valids = [None] * len(chunks) if valid is None else valid.split(chunks, dim=1)
+    return torch.cat(
+        [model(t, cache, valid=v) for t, v in zip(tokens.split(chunks, dim=1), valids, strict=True)], dim=1
+    )
+
+
+def test_the_mixer_matters_in_every_layer(model):
+    logits = model(TOKENS)
+    for block in model.blocks:
+        weight = block.attention.o_proj.weight.data
+        kept = weight.clone()
+        weight.zero_()
+        assert (model(TOKENS) - logits).abs().max() > 1e-2
+        weight.copy_(kept)
+
+
+def test_the_future_is_invisible(model):
+    changed = TOKENS.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 128
+    close(model(TOKENS)[:, :7], model(changed)[:, :7])
+
+
+@pytest.mark.parametrize("chunks", [(13,), (1,) * 13, (5, 1, 1, 6), (2, 11)])
+def test_cached_decoding_matches_the_full_forward(model, chunks):
+    close(feed(model, new_cache(model), TOKENS, chunks), model(TOKENS))
+
+
+@pytest.mark.parametrize("chunks", [(13,), (1,) * 13, (4, 1, 8)])
+def test_a_row_of_a_ragged_batch_equals_the_row_alone(model, chunks):
+    valid = torch.ones(3, 13, dtype=torch.bool)
+    valid[0, :6] = valid[1, 9:] = valid[2, 3:5] = valid[2, 11] = False  # left, right, and within
+    cache = new_cache(model)
+    together, uncached = feed(model, cache, TOKENS, chunks, valid), model(TOKENS, valid=valid)
+    assert cache.lengths.tolist() == valid.sum(1).tolist()
+    for row in range(3):
+        alone = model(TOKENS[row, valid[row]][None])[0]
+        close(together[row, valid[row]], alone)
+        close(uncached[row, valid[row]], alone)
+
+
+def test_padding_changes_nothing_in_the_cache(model):
+    cache = new_cache(model)
+    model(TOKENS[:, :7], cache)
+    before = [[b.clone() for b in layer.buffers] for layer in cache.layers]
+    model(TOKENS[:, 7:10], cache, valid=torch.zeros(3, 3, dtype=torch.bool))
+    assert cache.lengths.tolist() == [7, 7, 7]
+    for layer, kept in zip(cache.layers, before, strict=True):
+        for new, old in zip(layer.held(), kept, strict=True):
+            assert torch.equal(new, old[:, : new.shape[1]])
+
+
+def test_a_cache_stays_where_it_was_allocated(model):
+    cache = new_cache(model)
+    where = [t.data_ptr() for t in (cache.lengths, *(b for layer in cache.layers for b in layer.buffers))]
+    feed(model, cache, TOKENS, (6, 1, 6))
+    assert where == [t.data_ptr() for t in (cache.lengths, *(b for layer in cache.layers for b in layer.buffers))]
+
+
+def test_no_two_tokens_of_a_chunk_take_one_slot():
+    valid = torch.arange(13) != torch.tensor([[2], [12], [20]])
+    slots = Positions(TOKENS, torch.tensor([0, 3, 50]), valid, None).slots(5)
+    for row in slots:  # two writes to one slot come in any order on a GPU
+        assert row[row < 5].sort().values.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_packed_documents_equal_each_alone(model):
+    documents = torch.tensor([0] * 6 + [1] * 7).expand(3, -1)
+    apart = torch.cat((model(TOKENS[:, :6]), model(TOKENS[:, 6:])), dim=1)
+    close(model(TOKENS, documents=documents), apart, rtol=1e-4, atol=1e-4)  # other angles, of fp32 tables
+
+
+def test_rows_can_be_reset_and_copied(model):
+    cache = new_cache(model)
+    model(TOKENS[:, :7], cache)
+    cache.reset(torch.tensor([1, 2]))
+    cache.copy_rows(torch.tensor([0]), torch.tensor([2]))
+    logits = model(TOKENS[:, 7:9], cache)
+    close(logits[1], model(TOKENS[1:2, 7:9])[0])
+    close(logits[2], model(torch.cat((TOKENS[:1, :7], TOKENS[2:, 7:9]), dim=1))[0, 7:])
+
+
+def test_a_rewound_cache_goes_on_or_refuses(model):
+    cache = new_cache(model)
+    model(TOKENS[:, :9], cache)
+    if not all(layer.can_rewind for layer in cache.layers):
+        with pytest.raises(ValueError, match="cannot be rewound"):
+            cache.rewind(torch.tensor([4, 6, 9]))
+        return
+    cache.rewind(torch.tensor([4, 6, 9]))
+    logits = model(TOKENS[:, 9:12], cache)
+    for row, length in enumerate((4, 6, 9)):
+        alone = model(torch.cat((TOKENS[row, :length], TOKENS[row, 9:12]))[None])[0, length:]
+        close(logits[row], alone)
+
+
+def test_every_parameter_learns(model):
+    model(TOKENS).square().mean().backward()
+    assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+
+
+@pytest.mark.parametrize("capacity", [3, 64])
+def test_cache_bytes_are_the_stated_formula(model, capacity):
+    for dtype in (torch.float32, torch.bfloat16):
+        stated = sum(block.attention.cache_bytes(capacity, dtype.itemsize) for block in model.blocks)
+        assert model.new_cache(5, capacity, dtype, "cpu").nbytes == 5 * stated
+
+
+def test_a_decode_step_compiles_once(model):
+    graphs = []
+    torch._dynamo.reset()
+    step = torch.compile(
+        decode_step, fullgraph=True, dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph
+    )
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+    compiled = list(generate(model, prompts, 101, greedy, cache=new_cache(model, capacity=64), step=step))
+    assert len(graphs) == 1
+    assert torch.equal(torch.stack(compiled), torch.stack([*generate(model, prompts, 101, greedy)]))  # past the context
+
+
+def test_training_has_no_graph_break(model):
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    logits = compiled(TOKENS)
+    close(logits, model(TOKENS))
+    logits.square().mean().backward()
+
+
+def test_several_samples_share_one_prefill(model):
+    prompts = [[1, 2, 3], [4, 5]]
+    draws = iter(torch.randint(128, (20, 4), generator=torch.Generator().manual_seed(5)))
+    seen = []
+
+    def draw(logits, _):
+        seen.append(logits)
+        return next(draws)
+
+    list(generate(model, prompts, 5, draw, copies=2, cache=new_cache(model, batch=2)))
+    draws = iter(torch.randint(128, (20, 4), generator=torch.Generator().manual_seed(5)))
+    list(generate(model, [prompts[0], prompts[0], prompts[1], prompts[1]], 5, draw))
+    close(torch.stack(seen[:5]), torch.stack(seen[5:]))
+
+
+def test_bf16_runs(model):
+    model = model.bfloat16()
+    cache = model.new_cache(3, 16, torch.bfloat16, "cpu")
+    assert feed(model, cache, TOKENS, (6, 1, 6)).isfinite().all()
+
+
+def test_masks_are_made_once_and_none_for_plain_causal(model, monkeypatch):
+    masks, kernel = [], F.scaled_dot_product_attention
+
+    def spy(q, k, v, mask, *, is_causal, **rest):
+        masks.append(mask)
+        assert is_causal == (mask is None)
+        return kernel(q, k, v, mask, is_causal=is_causal, **rest)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    windows = {block.attention.window for block in model.blocks if "window" in vars(block.attention)} - {None}
+    model(TOKENS)
+    assert len({id(mask) for mask in masks if mask is not None}) == len(windows)

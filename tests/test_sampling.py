@@ -1,0 +1,86 @@
+"""Sampling draws from the distribution that its knobs describe; nothing else can come out."""
+
+import pytest
+import torch
+
+from model.build import build
+from model.sampling import generate, sample
+from tests.conftest import redraw, tree_of
+
+LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -8.0]])
+
+
+def frequencies(**knobs) -> torch.Tensor:
+    drawn = sample(LOGITS.expand(40_000, -1), generator=torch.Generator().manual_seed(0), **knobs)
+    return drawn.bincount(minlength=6) / 40_000
+
+
+def expected(kept: int, temperature: float = 1.0) -> torch.Tensor:
+    """By the definition: a softmax over the `kept` likeliest."""
+    weights = [(LOGITS[0, i] / temperature).exp().item() if i < kept else 0.0 for i in range(6)]
+    return torch.tensor(weights) / sum(weights)
+
+
+@pytest.mark.parametrize(
+    "knobs, kept",
+    [
+        ({}, 6),
+        ({"temperature": 0.5}, 6),
+        ({"top_k": 3}, 3),
+        ({"top_k": 100}, 6),
+        ({"top_p": 0.5}, 1),  # the likeliest alone has 0.55
+        ({"top_p": 0.6}, 2),
+        ({"top_p": 1e-9}, 1),
+        ({"min_p": 0.2}, 3),  # e^0 1, e^-1 0.37, e^-1.5 0.22, e^-2 0.14
+        ({"min_p": 1.0}, 1),
+        ({"top_k": 4, "top_p": 0.99, "min_p": 0.3}, 2),
+    ],
+)
+def test_draws_follow_the_distribution(knobs, kept):
+    wanted = expected(kept, knobs.get("temperature", 1.0))
+    got = frequencies(**knobs)
+    assert (got - wanted).abs().max() < 0.01
+    assert got[wanted == 0].sum() == 0
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-45])
+def test_no_temperature_is_greedy(temperature):
+    assert sample(LOGITS, temperature=temperature).tolist() == [0]
+
+
+def test_equal_logits_at_the_edge_of_top_k_all_stay():
+    logits = torch.zeros(2000, 4)
+    assert set(sample(logits, top_k=2).tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("logits", [[2.0, 1.5], [-1.0, -1.5]])
+def test_a_penalty_makes_what_was_seen_less_likely_whatever_its_sign(logits):
+    seen = torch.tensor([[True, False]])
+    assert sample(torch.tensor([logits]), seen, temperature=0, repetition_penalty=1.2).tolist() == [0]
+    assert sample(torch.tensor([logits]), seen, temperature=0, repetition_penalty=2.0).tolist() == [1]
+
+
+def test_a_seed_repeats_and_another_does_not():
+    draws = [sample(LOGITS.expand(50, -1), generator=torch.Generator().manual_seed(s)).tolist() for s in (3, 3, 4)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.mark.parametrize("prompts", [[[]], [[1], []], [[1] * 65]])
+def test_prompts_that_cannot_be_read_are_refused(prompts):
+    model = build(tree_of("gqa"))
+    with pytest.raises(ValueError, match="1 to 64 tokens"):
+        next(generate(model, prompts, 1, sample))
+
+
+def test_a_full_context_loses_its_older_half():
+    model = redraw(build(tree_of("gqa"))).double()
+    prompt = list(range(64))
+    read = []
+
+    def draw(logits, seen):
+        read.append(logits)
+        return torch.tensor([7])
+
+    list(generate(model, [prompt], 3, draw))
+    for got, text in zip(read, (prompt, [*prompt[32:], 7], [*prompt[32:], 7, 7]), strict=True):
+        torch.testing.assert_close(got, model(torch.tensor([text]))[:, -1])

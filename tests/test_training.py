@@ -1,0 +1,246 @@
+"""What a step does to the weights, what a checkpoint gives back, what evaluation reports."""
+
+import json
+import math
+import os
+from time import monotonic
+
+import pytest
+import torch
+
+from data import IntegrityError
+from data.loader import Loader
+from data.prepare import prepare
+from model.build import build
+from tests.conftest import TINY, close, settings_of
+from training import checkpoint
+from training.distributed import Ranks
+from training.optimizers import adamw, muon
+from training.schedules import cosine, wsd
+from training.trainer import Trainer
+
+
+@pytest.fixture
+def trainer_of(tmp_path, story):
+    """Makes trainers on the story, each in a run folder of its own unless one is given."""
+    corpus = None
+
+    def make(*overrides: str, run: str | None = None) -> Trainer:
+        nonlocal corpus
+        settings = settings_of(*TINY, "data=text", f"data.path={story}", "data.vocab_size=400", "steps=6", *overrides)
+        if corpus is None:
+            corpus = prepare(build(settings["data"], "data"), tmp_path / "cache")
+        settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
+        loader = Loader(corpus.train, context=64, batch=settings["batch_tokens"] // 64, seed=settings["seed"])
+        folder = tmp_path / (run or f"run{len(list(tmp_path.iterdir()))}")
+        folder.mkdir(exist_ok=True)
+        return Trainer(settings, corpus, loader, folder, Ranks(0, 1, torch.device("cpu")), torch.float32, monotonic())
+
+    return make
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(trainer_of):
+    ends = []
+    for micro in (8, 4, 1):
+        trainer = trainer_of(f"micro_batch={micro}", "optimizer=adamw", "clip=null")
+        for _ in range(3):
+            trainer.optimize()
+        ends.append((weights(trainer), trainer.nats / 3 / 512, trainer.norm))
+    for other in ends[1:]:
+        close(ends[0], other, rtol=1e-4, atol=1e-5)
+
+
+def test_clipping_bounds_the_gradient(trainer_of):
+    free, clipped = (
+        trainer_of("clip=null", "optimizer=adamw"),
+        trainer_of("clip=1e-9", "optimizer=adamw", "optimizer.weight_decay=0"),
+    )
+    before = weights(free)
+    free.optimize(), clipped.optimize()
+    moved = [
+        max((a - b).abs().max() for a, b in zip(before.values(), weights(t).values(), strict=True))
+        for t in (free, clipped)
+    ]
+    assert free.norm == clipped.norm > 0.1  # as it was before clipping
+    assert moved[1] < moved[0] / 5
+
+
+@pytest.mark.parametrize("kind", [adamw, muon])
+def test_only_matrices_decay(kind):
+    model = build(settings_of("model=tiny", "data.vocab_size=400")["model"])
+    more = {} if kind is adamw else {"momentum": 0.9, "embedding_lr": 0.1}
+    optimizers = kind(model, lr=0.1, betas=[0.9, 0.95], weight_decay=0.5, **more)
+    for p in model.parameters():
+        p.data.fill_(1.0)
+        p.grad = torch.zeros_like(p)
+    for optimizer in optimizers:
+        optimizer.step()
+    decayed = {name for name, p in model.named_parameters() if not p.eq(1).all()}
+    matrices = {name for name, p in model.named_parameters() if p.ndim == 2}
+    assert decayed == (matrices if kind is adamw else {name for name in matrices if name.startswith("blocks.")})
+    assert sum(len(group["params"]) for o in optimizers for group in o.param_groups) == len([*model.parameters()])
+
+
+def test_schedules_are_what_they_say():
+    assert [wsd(step, 100, warmup=10, cooldown=0.5, floor=0.1) for step in (0, 9, 10, 50, 75, 100)] == pytest.approx(
+        [0.1, 1, 1, 1, 0.55, 0.1]
+    )
+    assert [cosine(step, 110, warmup=10, floor=0.1) for step in (0, 9, 10, 60, 110)] == pytest.approx(
+        [0.1, 1, 1, 0.55, 0.1]
+    )
+    for schedule in (
+        lambda step: wsd(step, math.inf, warmup=10, cooldown=0.5, floor=0),
+        lambda step: cosine(step, math.inf, warmup=10, floor=0),
+    ):
+        assert schedule(10**6) == 1  # the end is not known yet
+
+
+def test_the_schedule_reaches_every_group(trainer_of):
+    trainer = trainer_of("schedule.warmup=4")
+    trainer.optimize()
+    rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    peaks = trainer.settings["optimizer"]
+    assert rates == pytest.approx([peaks["lr"] / 4, peaks["embedding_lr"] / 4, peaks["lr"] / 4])
+
+
+def test_evaluation_counts_all_nats_and_bytes(trainer_of):
+    trainer = trainer_of("micro_batch=3")
+    for p in trainer.model.parameters():
+        p.data.zero_()  # then every token is as likely as any other
+    trainer.evaluate()
+    (line,) = map(json.loads, (trainer.run / "metrics.jsonl").read_text().splitlines())
+    tokens, pieces = sum(map(len, trainer.corpus.validation)) - 1, trainer.corpus.tokenizer.vocab_size
+    assert line["val_loss"] == pytest.approx(math.log(pieces))
+    assert line["val_bpb"] == pytest.approx(tokens * math.log2(pieces) / trainer.corpus.validation_bytes)
+
+
+def test_evaluation_equals_a_loop_over_windows(trainer_of):
+    trainer = trainer_of()
+    for _ in range(2):
+        trainer.optimize()
+    trainer.evaluate()
+    line = json.loads((trainer.run / "metrics.jsonl").read_text().splitlines()[-1])
+    text = torch.from_numpy(trainer.corpus.validation[0].astype("int64"))
+    nats = 0.0
+    for start in range(0, len(text) - 1, 64):
+        window = text[start : start + 65]
+        logits = trainer.model(window[None, :-1])[0].double()
+        nats -= sum(row.log_softmax(-1)[target].item() for row, target in zip(logits, window[1:], strict=True))
+    assert line["val_loss"] == pytest.approx(nats / (len(text) - 1), rel=1e-5)
+
+
+def test_a_reported_loss_is_the_mean_since_the_last_report(trainer_of):
+    each, together = trainer_of(), trainer_of()
+    losses = []
+    for _ in range(3):
+        each.optimize(), together.optimize()
+        each.report()
+    together.report()
+    losses = [json.loads(line)["train_loss"] for line in (each.run / "metrics.jsonl").read_text().splitlines()]
+    (whole,) = map(json.loads, (together.run / "metrics.jsonl").read_text().splitlines())
+    assert whole["train_loss"] == pytest.approx(sum(losses) / 3, rel=1e-6)
+    assert {"step", "tokens", "seconds", "lr", "grad_norm", "tokens_per_second", "mfu"} <= whole.keys()
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_resumed_run_continues_bit_for_bit(trainer_of, optimizer):
+    whole = trainer_of(f"optimizer={optimizer}")
+    for _ in range(6):
+        whole.optimize()
+        whole.report()
+    first = trainer_of(f"optimizer={optimizer}", run="cut")
+    for _ in range(3):
+        first.optimize()
+        first.report()
+    first.save()
+    first.optimize()
+    first.report()  # work that is lost, its line of metrics too
+    second = trainer_of(f"optimizer={optimizer}", run="cut")
+    second.resume(checkpoint.newest(second.run))
+    assert second.step == 3
+    for _ in range(3):
+        second.optimize()
+        second.report()
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole).values(), weights(second).values(), strict=True))
+    lines = [[json.loads(line) for line in (t.run / "metrics.jsonl").read_text().splitlines()] for t in (whole, second)]
+    assert [line["step"] for line in lines[1]] == [1, 2, 3, 4, 5, 6]
+    assert [line["train_loss"] for line in lines[0]] == [line["train_loss"] for line in lines[1]]
+
+
+def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(trainer_of, capsys):
+    trainer = trainer_of()
+    for _ in range(3):
+        trainer.optimize()
+        trainer.save()
+    folders = sorted(path.name for path in (trainer.run / "checkpoints").iterdir())
+    assert folders == ["step-00000002", "step-00000003"]
+    newest = trainer.run / "checkpoints" / folders[1]
+    assert checkpoint.newest(trainer.run) == newest
+    raw = bytearray((newest / "model.safetensors").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (newest / "model.safetensors").write_bytes(raw)
+    assert checkpoint.newest(trainer.run).name == folders[0]
+    assert "skipped" in capsys.readouterr().err
+    (trainer.run / "checkpoints" / folders[0] / "manifest.json").unlink()
+    with pytest.raises(IntegrityError, match="no checkpoint is whole"):
+        checkpoint.newest(trainer.run)
+    assert len([*(trainer.run / "checkpoints").iterdir()]) == 2  # what is damaged is not deleted
+
+
+def test_a_failed_save_leaves_the_last_one(trainer_of, monkeypatch):
+    trainer = trainer_of()
+    trainer.save()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    trainer.step = 1
+    monkeypatch.setattr(checkpoint, "sync", full)
+    with pytest.raises(OSError, match="No space"):
+        trainer.save()
+    assert os.listdir(trainer.run / "checkpoints") == ["step-00000000"]
+
+
+def test_weights_of_another_shape_are_refused(trainer_of):
+    trainer = trainer_of()
+    trainer.save()
+    other = build(settings_of("model=tiny", "model.depth=3", "data.vocab_size=400")["model"])
+    with pytest.raises(IntegrityError, match="do not fit"):
+        checkpoint.load_weights(other, checkpoint.newest(trainer.run), "cpu")
+
+
+def test_document_mask_changes_what_is_learned(trainer_of):
+    plain, masked = trainer_of(), trainer_of("document_mask=true")
+    for trainer in (plain, masked):
+        for _ in range(2):
+            trainer.optimize()
+    assert plain.nats != masked.nats
+
+
+@pytest.mark.parametrize("minutes", [0.5, 2])
+def test_steps_are_fitted_to_the_minutes(trainer_of, monkeypatch, minutes):
+    trainer = trainer_of(f"max_minutes={minutes}", "steps=null", "eval_every=100000")
+    clock = [trainer.started]
+    monkeypatch.setattr("training.trainer.monotonic", lambda: clock[0])
+    trainer.mark = trainer._clock()
+    fitted = []
+    while trainer.step < trainer.steps:
+        trainer.step += 1
+        clock[0] += 1.0 if trainer.step == 1 else 0.05  # the first compiles
+        trainer.fit()
+        fitted.append(trainer.steps)
+    assert len({steps for steps in fitted if steps < math.inf}) == 1
+    assert 0.8 * 60 * minutes < clock[0] - trainer.started + 5 < 60 * minutes
+
+
+def test_a_diverged_run_ends_before_it_saves(trainer_of):
+    trainer = trainer_of()
+    trainer.optimize()
+    trainer.nats.fill_(math.nan)
+    with pytest.raises(SystemExit) as end:
+        trainer.report()
+    assert end.value.code == 4
