@@ -78,7 +78,7 @@ def train(cfg: DictConfig, started: float) -> None:
                 trainer.save()
     except torch.OutOfMemoryError as error:
         reason, smaller = str(error).partition(". ")[0], max(1, trainer.micro // 2)
-        errors.fail(errors.INPUT, f"{reason} (micro_batch={trainer.micro}). fix: micro_batch={smaller}; results stay")
+        errors.fail(errors.INPUT, f"{reason} (micro_batch={trainer.micro}). fix: micro_batch={smaller}, which changes nothing else")
     trainer.finish()
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from model.transformer import Transformer
 
-ZERO = ("o_proj", "down_proj")  # a block starts as the identity: its output is added to nothing of its own
+ZERO = ("o_proj", "down_proj", "head")  # a block starts as the identity, every token as likely as any other
 
 
 @torch.no_grad()

@@ -109,7 +109,6 @@ BAD_TRAINING = {
 @pytest.mark.parametrize("case", BAD_TRAINING)
 def test_bad_input_to_training_is_a_line_and_a_code(command, story, case):
     Path("empty.txt").touch()
-    Path("latin.txt").write_bytes(b"caf\xe9 \xff")
     Path("latin.txt").write_bytes(b"cafe \xff")
     words, code, value = BAD_TRAINING[case]
     result = command("train.py", *TINY, "steps=2", *words)
@@ -239,7 +238,7 @@ def test_two_processes_learn_what_one_does(tmp_path, story):
         "data=text",
         f"data.path={story}",
         "data.vocab_size=400",
-        "precision=fp32",
+        "micro_batch=4",
     )
     losses = []
     for processes in (0, 2):

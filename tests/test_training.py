@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import sys
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,3 +246,41 @@ def test_a_diverged_run_ends_before_it_saves(trainer_of):
     with pytest.raises(SystemExit) as end:
         trainer.report()
     assert end.value.code == 4
+
+
+def test_wandb_gets_what_metrics_get_and_may_fail(trainer_of, monkeypatch, capsys):
+    logged = []
+    fake = SimpleNamespace(init=lambda **_: fake, log=lambda values, step: logged.append((step, values)), finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    trainer = trainer_of("wandb=online")
+    trainer.optimize()
+    trainer.report()
+    line = json.loads((trainer.run / "metrics.jsonl").read_text())
+    assert logged == [(1, {key: value for key, value in line.items() if key != "step"})]
+
+    def refuse(**_):
+        raise RuntimeError("no account")
+
+    fake.init = refuse
+    trainer_of("wandb=online").optimize()
+    assert "warning: no wandb: no account" in capsys.readouterr().err
+
+
+def test_wandb_offline_writes_into_the_run(trainer_of, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    trainer = trainer_of("wandb=offline")
+    trainer.optimize()
+    trainer.report()
+    trainer.finish()
+    assert [*(trainer.run / "wandb").glob("offline-run-*/*.wandb")]
+
+
+def test_a_bar_and_lines_tell_the_same(trainer_of, monkeypatch, capsys):
+    for watched in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda watched=watched: watched)
+        trainer = trainer_of()
+        trainer.optimize()
+        trainer.report()
+        trainer.finish()
+        told = capsys.readouterr().err
+        assert "tokens/s" in told and "GFLOP/s" in told and "GiB" in told and "min left" in told

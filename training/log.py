@@ -43,20 +43,16 @@ class Log:
         """How it goes: a bar where somebody watches, lines where a file does."""
         if not self.speaks:
             return
-        rate = f"{values['tokens_per_second']:,.0f} tok/s"
-        used = (
-            f"mfu {values['mfu']:.1%}"
-            if values["mfu"] is not None
-            else f"{values['flops_per_second'] / 1e9:,.0f} GFLOP/s"
-        )
-        news = f"loss {values['train_loss']:.3f}  {rate}  {used}  {memory / 2**30:.1f} GiB"
+        speed, left = values["tokens_per_second"], (steps - step) * values["tokens"] / step
+        mfu = f"{values['flops_per_second'] / 1e9:,.0f} GFLOP/s" if values["mfu"] is None else f"mfu {values['mfu']:.1%}"
+        news = f"loss {values['train_loss']:.3f}  {speed:,.0f} tokens/s  {mfu}  {memory / 2**30:.1f} GiB"
+        if steps < float("inf"):
+            news += f"  {left / speed / 60:.1f} min left"
         if not sys.stderr.isatty():
-            left = f"  {values['seconds'] / step * (steps - step) / 60:.1f} min left" if steps < float("inf") else ""
-            return self.say(f"step {step}/{steps:.0f}  {news}{left}")
+            self.say(f"step {step}/{steps:.0f}  {news}")
+            return
         if self.bar is None:
-            self.bar = tqdm(
-                initial=step, dynamic_ncols=True, bar_format="{n_fmt}/{total_fmt} |{bar}| {remaining} left {postfix}"
-            )
+            self.bar = tqdm(dynamic_ncols=True, bar_format="{n_fmt}/{total_fmt} |{bar}| {postfix}")
         self.bar.total = None if steps == float("inf") else int(steps)
         self.bar.set_postfix_str(news, refresh=False)
         self.bar.update(step - self.bar.n)

@@ -87,18 +87,9 @@ class Trainer:
         share = self.loader.batch // self.ranks.world
         starts = range(self.ranks.rank * share, (self.ranks.rank + 1) * share, self.micro)
         for start in starts:
-            inputs, targets = self.loader(self.step, slice(start, start + self.micro))
-            packed = documents(inputs, self.corpus.tokenizer.bos) if self.settings["document_mask"] else None
-            batch = (x if x is None else x.to(self.ranks.device, non_blocking=True) for x in (inputs, targets, packed))
-            with (
-                nullcontext() if start == starts[-1] or self.ranks.world == 1 else self.parallel.no_sync()
-            ):  # exchange once a step
-                with hardware.autocast(self.ranks.device, self.precision):
-                    nats = self.parallel(*batch)
-                self.scaler.scale(
-                    nats * (self.ranks.world / self.settings["batch_tokens"])
-                ).backward()  # ranks are averaged
-            self.nats += nats.detach()
+            last = start == starts[-1]  # ranks exchange gradients once a step
+            with nullcontext() if last or self.ranks.world == 1 else self.parallel.no_sync():
+                self._accumulate(slice(start, start + self.micro))
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"] or math.inf)
@@ -108,22 +99,35 @@ class Trainer:
         self.scaler.update()
         self.step += 1
 
+    def _accumulate(self, rows: slice) -> None:
+        """Adds the gradient of these rows of the batch."""
+        inputs, targets = self.loader(self.step, rows)
+        packed = documents(inputs, self.corpus.tokenizer.bos) if self.settings["document_mask"] else None
+        batch = (x if x is None else x.to(self.ranks.device, non_blocking=True) for x in (inputs, targets, packed))
+        with hardware.autocast(self.ranks.device, self.precision):
+            nats = self.parallel(*batch)
+        self.nats += nats.detach()
+        mean = nats * (self.ranks.world / self.settings["batch_tokens"])  # over the ranks, gradients are averaged
+        self.scaler.scale(mean).backward()
+
     def fit(self) -> None:
-        """Decide, once, after a timed warm-up, how many steps fit into `max_minutes`."""
-        if self.settings["max_minutes"] is None or self.steps < math.inf:
-            return
-        done, now = self.step - self.first, self._clock()
+        """Decides, once, after a timed warm-up, how many steps fit into `max_minutes`."""
+        if self.settings["max_minutes"] is not None and self.steps == math.inf:
+            self.steps = self.ranks.agree(self._fitting_steps())
+
+    def _fitting_steps(self) -> float:
+        done, now, limit = self.step - self.first, self._clock(), 60 * self.settings["max_minutes"]
         if done == 1:
             self.cold = now - self.mark
         if done == COLD:
             self.warm = now
-        if done < COLD + TIMED or now - self.warm < 0.03 * 60 * self.settings["max_minutes"]:
-            return
+        if done < COLD + TIMED or now - self.warm < 0.03 * limit:
+            return math.inf
         each = (now - self.warm) / (done - COLD)
         tokens = sum(map(len, self.corpus.validation))
-        look = 0.4 * each * tokens / self.settings["batch_tokens"] / self.ranks.world  # an evaluation is a forward
-        left = (1 - MARGIN) * (60 * self.settings["max_minutes"] - self.seconds) - look - SPARE - 0.5 * self.cold
-        self.steps = self.ranks.agree(self.step + max(1, int(left / (each + look / self.settings["eval_every"]))))
+        look = 0.4 * each * tokens / self.settings["batch_tokens"]  # seconds an evaluation takes: it is a forward
+        left = (1 - MARGIN) * (limit - self.seconds) - look - SPARE - 0.5 * self.cold  # evaluation is compiled too
+        return self.step + max(1, int(left / (each + look / self.settings["eval_every"])))
 
     def report(self) -> None:
         """What the steps since the last report did; it ends the run with exit code 4 where they did not stay finite."""

@@ -1,0 +1,40 @@
+"""What only a GPU can show: pytest -m gpu."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.build import build
+from model.sampling import decode_step, generate, sample
+from tests.conftest import VARIANTS, redraw, tree_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+greedy = partial(sample, temperature=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_greedy_tokens_are_those_of_the_cpu(variant, compiled):
+    torch._dynamo.reset()
+    model = redraw(build(tree_of(variant))).eval()
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+    expected = torch.stack([*generate(model, prompts, 20, greedy)])
+    step = torch.compile(decode_step, fullgraph=True, dynamic=False) if compiled else decode_step
+    cache = model.cuda().new_cache(3, 32, torch.float32, "cuda")
+    assert torch.equal(torch.stack([*generate(model, prompts, 20, greedy, cache=cache, step=step)]).cpu(), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("words", ["precision=bf16", "precision=bf16 compile=true", "precision=fp16"])
+def test_every_variant_learns(command, story, variant, words):
+    tiny = ("model=tiny", "context=64", "batch_tokens=512", "max_minutes=null", "log_every=1", "steps=50")
+    text = ("data=text", f"data.path={story}", "data.vocab_size=400", "device=cuda", f"attention={variant}")
+    result = command("train.py", *tiny, *text, "compile=false", *words.split())
+    assert result.code == 0, result.err
+    (run,) = Path("runs").iterdir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[49]["train_loss"] < lines[0]["train_loss"] / 2
+    assert command("generate.py", "Ann had", "--device", "cuda", "--max-new-tokens", "10").code == 0

@@ -1,0 +1,41 @@
+"""What the README says to type works, at tiny size."""
+
+import re
+import shlex
+
+import pytest
+
+from tests.conftest import ROOT, TINY
+
+README = (ROOT / "README.md").read_text()
+LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+TRAINING = [line for line in LINES if line.startswith("python train.py")]
+GENERATION = [line for line in LINES if line.startswith("python generate.py")]
+
+
+def test_there_are_commands_to_test():
+    assert len(TRAINING) >= 4 and len(GENERATION) >= 2
+
+
+@pytest.mark.parametrize("line", TRAINING)
+def test_training_commands(command, story, line):
+    (story.parent / "my").mkdir()
+    story.rename(story.parent / "my" / "stories.txt")
+    text = ("data=text", "data.path=my/stories.txt", "data.vocab_size=400")
+    words = [word for word in shlex.split(line, comments=True)[2:] if not word.startswith("max_minutes")]
+    result = command("train.py", *words, *TINY, *text, "steps=2", "batch_tokens=512")
+    assert result.code == 0, result.err
+
+
+@pytest.mark.parametrize("line", GENERATION)
+def test_generation_commands(command, story, line):
+    text = ("data=text", f"data.path={story}", "data.vocab_size=400", "name=stdlib-small-gqa")
+    assert command("train.py", *TINY, *text, "steps=2").code == 0
+    (story.parent / "prompts.txt").write_text("one\nand another")
+    result = command("generate.py", *shlex.split(line, comments=True)[2:], "--max-new-tokens", "3")
+    assert result.code == 0 and result.out, result.err
+
+
+def test_the_test_command_of_ci_is_the_readmes():
+    (test,) = (line for line in LINES if "pytest" in line)
+    assert test in (ROOT / ".ci" / "run").read_text()
