@@ -3,6 +3,10 @@
 Standard output carries new text and nothing else; speed, and what goes wrong, are told on standard error.
 """
 
+from time import perf_counter
+
+STARTED = perf_counter()
+
 import argparse
 import math
 import os
@@ -10,13 +14,10 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import NoReturn
 
 from data.sources import utf8_lines
 from data.tokenizer import Stream, Tokenizer
-
-STARTED = perf_counter()
 
 
 def arguments() -> argparse.Namespace:
@@ -67,52 +68,52 @@ def main(given: argparse.Namespace) -> None:
     import torch
 
     from model.sampling import decode_step, generate, sample
-    from training import checkpoint, errors, hardware
+    from training import errors, hardware
 
     with errors.input_problems():
         device = hardware.pick_device(given.device)
-        if given.dtype == "auto":
-            given.dtype = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+        compiles, _ = hardware.pick_compile({"true": True}.get(given.compile, False), device, is_long=False)
         prompts = read_prompts(given)
-        found = checkpoint.newest(given.run or checkpoint.newest_run(Path("runs")))
-        if found is None:
-            raise ValueError(f"no checkpoint (--run {given.run}). fix: a run folder, with checkpoints/step-* in it")
-    tokenizer = Tokenizer.load(found / "tokenizer.model")
-    model = checkpoint.load_model(found, device)
-    if not all(p.isfinite().all() for p in model.parameters()):
-        errors.fail(errors.DIVERGED, f"weights contain NaN or infinity ({found}). fix: an older checkpoint")
-    model = model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[given.dtype])
+        model, tokenizer = load(given, device)
     tokens = [shortened([tokenizer.bos, *tokenizer.encode(prompt)], model.context) for prompt in prompts]
-
     cache = None
     if not given.no_cache:
         capacity = min(model.context, max(map(len, tokens)) + given.max_new_tokens)
         cache = model.new_cache(len(tokens), capacity, model.embed.weight.dtype, device)
-    draw = partial(
-        sample,
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        min_p=given.min_p,
-        repetition_penalty=given.repetition_penalty,
-        generator=torch.Generator(device).manual_seed(given.seed),
-    )
-    step = torch.compile(decode_step, dynamic=False, fullgraph=True) if given.compile == "true" else decode_step
-    rows = [
-        Row(prompt, Stream(tokenizer), tokenizer.eos, given.stop)
-        for prompt in prompts
-        for _ in range(given.num_samples)
-    ]
+    choices = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    generator = torch.Generator(device).manual_seed(given.seed)
+    draw = partial(sample, generator=generator, **{name: getattr(given, name) for name in choices})
+    step = torch.compile(decode_step, dynamic=False, fullgraph=True) if compiles else decode_step
     steps = generate(model, tokens, given.max_new_tokens, draw, copies=given.num_samples, cache=cache, step=step)
+
+    pairs = [pair for pair in zip(prompts, tokens, strict=True) for _ in range(given.num_samples)]
+    rows = [Row(prompt, Stream(tokenizer, read[-1:]), tokenizer.eos, given.stop) for prompt, read in pairs]
     loaded = perf_counter()
     made, first = write(rows, (drawn.tolist() for drawn in steps))
-    seconds = perf_counter() - first
-    speed = f", {(made - len(rows)) / seconds:,.0f} tokens/s" if made > len(rows) else ""
+    ended, told = perf_counter(), f"{made} tokens; loaded in {loaded - STARTED:.2f} s"
+    if made > 0:
+        told += f", first token {first - loaded:.3f} s later"
+    if made > len(rows):
+        told += f", then {(made - len(rows)) / (ended - first):,.0f} tokens/s"
     held = "no cache" if cache is None else f"{cache.nbytes * given.num_samples:,} bytes of cache"
-    print(
-        f"{made} tokens; loaded in {loaded - STARTED:.2f} s, first token {first - loaded:.3f} s later{speed}, {held}",
-        file=sys.stderr,
-    )
+    print(f"{told}, {held}", file=sys.stderr)
+
+
+def load(given: argparse.Namespace, device):
+    """The model, in the precision asked for, and the tokenizer of a run's newest checkpoint."""
+    import torch
+
+    from training import checkpoint, errors
+
+    found = checkpoint.newest(given.run or checkpoint.newest_run(Path("runs")))
+    if found is None:
+        raise ValueError(f"no checkpoint (--run {given.run}). fix: a run folder, with checkpoints/step-* in it")
+    model = checkpoint.load_model(found, device)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        errors.fail(errors.DIVERGED, f"weights contain NaN or infinity ({found}). fix: an older checkpoint")
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    bf16 = given.dtype == "bf16" or (given.dtype == "auto" and fast)
+    return model.to(torch.bfloat16 if bf16 else torch.float32), Tokenizer.load(found / "tokenizer.model")
 
 
 def read_prompts(given: argparse.Namespace) -> list[str]:

@@ -8,6 +8,7 @@ from time import monotonic
 BEFORE_IMPORTS = monotonic()
 
 import os
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -16,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from data.loader import Loader
+from data.loader import Loader, check_enough
 from data.prepare import Corpus, prepare
 from model.build import build
 from training import checkpoint, config, distributed, errors, hardware
@@ -29,56 +30,50 @@ IMPORTS = monotonic() - BEFORE_IMPORTS  # seconds: max_minutes counts them too
 def main(cfg: DictConfig) -> None:
     started = monotonic() - IMPORTS
     with errors.one_line():
-        train(cfg, started)
+        with errors.input_problems():
+            settings = checked(cfg)
+            device = hardware.pick_device(settings["device"])
+            precision = hardware.pick_precision(settings["precision"], device)
+            compiles, why = hardware.pick_compile(settings["compile"], device, config.is_long(settings))
+            start = initial(settings)
+            corpus, loader = opened(settings)
+            if start is not None:
+                checkpoint.check_same(start, {"model": settings["model"]}, corpus.tokenizer)
+            ranks = distributed.join(device)
+            run = ranks.agree(config.claim(settings) if ranks.first else None)
+            found = checkpoint.newest(run) if settings["resume"] else None
+            if found is not None:
+                checkpoint.check_same(found, config.identity(settings), corpus.tokenizer)
+        try:
+            trainer = Trainer(settings, corpus, loader, run, ranks, precision, started)
+            trainer.log.say(introduction(trainer, f"{'compiled' if compiles else 'not compiled'} ({why})"))
+            trainer.begin(found, start)
+            train(trainer, compiles)
+        except torch.OutOfMemoryError as error:
+            errors.fail(errors.INPUT, out_of_memory(str(error), config.micro_batch(settings, ranks.world)))
     distributed.leave()
 
 
-def train(cfg: DictConfig, started: float) -> None:
-    with errors.input_problems():
-        settings = checked(cfg)
-        device = hardware.pick_device(settings["device"])
-        precision = hardware.pick_precision(settings["precision"], device)
-        compiles, why = hardware.pick_compile(settings["compile"], device, config.is_long(settings))
-        start = initial(settings)
-        corpus, loader = opened(settings)
-        ranks = distributed.join(device)
-        run = ranks.agree(config.claim(settings) if ranks.first else None)
-        found = checkpoint.newest(run) if settings["resume"] else None
-        if found is not None:
-            checkpoint.check_same(found, settings["model"], corpus.tokenizer)
-
-    trainer = Trainer(settings, corpus, loader, run, ranks, precision, started)
-    say = trainer.log.say
-    say(introduction(trainer, f"{'compiled' if compiles else 'not compiled'}, {why}"))
-    if found is not None:
-        trainer.resume(found)
-        say(f"resuming step {trainer.step}")
-    else:
-        trainer.log.cut(0)
-        if settings["resume"]:
-            say(f"nothing to resume in {run}: a fresh start")
-        if start is not None:
-            checkpoint.load_weights(trainer.model, start, ranks.device)
+def train(trainer: Trainer, compiles: bool) -> None:
+    if trainer.step > 0:
+        trainer.log.say(f"resuming step {trainer.step}")
+    elif trainer.settings["resume"]:
+        trainer.log.say(f"nothing to resume in {trainer.run}: a fresh start")
     if trainer.step >= trainer.steps:
-        say(f"already at step {trainer.step} of {trainer.steps} ({run}). To go on: steps=N")
-        return
+        trainer.log.say(f"already at step {trainer.step} of {trainer.steps} ({trainer.run}). To go on: steps=N")
     if compiles:
         trainer.compile()
-    try:
-        while trainer.step < trainer.steps:
-            trainer.optimize()
-            trainer.fit()
-            if trainer.due("log_every"):
-                trainer.report()
-            if trainer.due("eval_every"):
-                trainer.evaluate()
-            if trainer.due("sample_every"):
-                trainer.sample()
-            if trainer.due("save_every"):
-                trainer.save()
-    except torch.OutOfMemoryError as error:
-        reason, smaller = str(error).partition(". ")[0], max(1, trainer.micro // 2)
-        errors.fail(errors.INPUT, f"{reason} (micro_batch={trainer.micro}). fix: micro_batch={smaller}, which changes nothing else")
+    while trainer.step < trainer.steps:
+        trainer.optimize()
+        trainer.fit()
+        if trainer.due("log_every"):
+            trainer.report()
+        if trainer.due("eval_every"):
+            trainer.evaluate()
+        if trainer.due("sample_every"):
+            trainer.sample()
+        if trainer.due("save_every"):
+            trainer.save()
     trainer.finish()
 
 
@@ -86,7 +81,7 @@ def checked(cfg: DictConfig) -> dict:
     """Plain settings that a model and an optimizer can be built from; ends with every fault at once."""
     settings = config.resolved(cfg)
     found = config.problems(settings, int(os.environ.get("WORLD_SIZE", "1")))
-    if not found:
+    if not any(problem.startswith(config.GROUPS) for problem in found):
         try:
             with torch.device("meta"):
                 build(settings["optimizer"], "training")(build(settings["model"]))
@@ -94,7 +89,7 @@ def checked(cfg: DictConfig) -> dict:
         except ValueError as error:
             found.append(str(error))
     if found:
-        errors.fail(errors.INPUT, *found)
+        errors.fail(errors.INPUT, *found, alike=True)
     return settings
 
 
@@ -111,22 +106,31 @@ def initial(settings: dict) -> Path | None:
 
 def opened(settings: dict) -> tuple[Corpus, Loader]:
     """The text, prepared; the model's vocabulary becomes its tokenizer's."""
+    sizes = {"context": settings["context"], "batch": settings["batch_tokens"] // settings["context"]}
+    first = os.environ.get("RANK", "0") == "0"
     source = build(settings["data"], "data")
-    corpus = prepare(source, Path(".cache/data"), quiet=os.environ.get("RANK", "0") != "0")
+    corpus = prepare(source, Path(".cache"), enough=partial(check_enough, **sizes), quiet=not first)
     settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
-    sequences = settings["batch_tokens"] // settings["context"]
-    return corpus, Loader(corpus.train, context=settings["context"], batch=sequences, seed=settings["seed"])
+    return corpus, Loader(corpus.train, **sizes, seed=settings["seed"])
+
+
+def out_of_memory(reason: str, micro: int) -> str:
+    if micro == 1:
+        return f"{reason.partition('. ')[0]} (micro_batch=1). fix: a smaller model or context"
+    fix = f"micro_batch={micro // 2}, with the same batch_tokens: it changes nothing else"
+    return f"{reason.partition('. ')[0]} (micro_batch={micro}). fix: {fix}"
 
 
 def introduction(trainer: Trainer, compilation: str) -> str:
     settings, ranks = trainer.settings, trainer.ranks
     millions = sum(p.numel() for p in trainer.model.parameters()) / 1e6
+    peak = "peak rate unknown, so no MFU" if trainer.peak is None else f"peak {trainer.peak / 1e12:.0f} TFLOP/s"
     forwards = trainer.loader.batch // ranks.world // trainer.micro
     return (
         f"{trainer.run}: {millions:.1f} M parameters, {trainer.flops / 1e6:.0f} MFLOP a token, "
         f"vocabulary {trainer.corpus.tokenizer.vocab_size}, "
         f"{sum(map(len, trainer.corpus.train)) / 1e6:.1f} M tokens of text\n"
-        f"{ranks.device}, {str(trainer.precision).removeprefix('torch.')}, {compilation}; "
+        f"{ranks.device}, {str(trainer.precision).removeprefix('torch.')}, {compilation}, {peak}; "
         f"a step is {settings['batch_tokens']} tokens: "
         f"{trainer.micro} sequences of {settings['context']} x {forwards} forwards x {ranks.world} processes"
     )

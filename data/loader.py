@@ -21,12 +21,7 @@ class Loader:
         self.ends = np.cumsum([len(shard) for shard in shards])
         self.rows = (int(self.ends[-1]) - 1) // context - 1  # one less, so that every offset fits
         self.epoch, self.order = -1, None
-        if self.rows < batch:
-            need = (batch + 1) * context + 1
-            raise ValueError(
-                f"too little text for one batch (have {self.ends[-1]} tokens, need {need}). "
-                "fix: more text, or a smaller batch_tokens or context"
-            )
+        check_enough(int(self.ends[-1]), context, batch)
 
     def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """inputs (B, T) and targets (B, T) of these rows of the batch, int64, one position apart."""
@@ -51,6 +46,13 @@ class Loader:
             if len(piece) == count
             else np.concatenate((piece, self._take(start + len(piece), count - len(piece))))
         )
+
+
+def check_enough(tokens: int, context: int, batch: int) -> None:
+    need = (batch + 1) * context + 1
+    if tokens < need:
+        fix = "more text, or a smaller batch_tokens or context"
+        raise ValueError(f"too little text for one batch (have {tokens} tokens, need {need}). fix: {fix}")
 
 
 def documents(inputs: Tensor, bos: int) -> Tensor:

@@ -10,12 +10,14 @@ import os
 import shutil
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from tqdm import tqdm
@@ -39,9 +41,12 @@ class Corpus:
     tokenizer: Tokenizer
 
 
-def prepare(source: Source, cache: Path, quiet: bool = False) -> Corpus:
+def prepare(
+    source: Source, cache: Path, enough: Callable[[int], None] = lambda tokens: None, quiet: bool = False
+) -> Corpus:
     """Finds the corpus in the cache or builds it. Of processes that call at once, one builds and the others wait.
 
+    `enough` may raise ValueError for the number of training tokens; then nothing is kept.
     Raises ValueError for text that cannot be used, IntegrityError for shards that were changed.
     """
     given = Tokenizer.load(source.tokenizer) if source.tokenizer else None
@@ -49,11 +54,9 @@ def prepare(source: Source, cache: Path, quiet: bool = False) -> Corpus:
     made_from = [source.fingerprint(), given.sha256 if given else source.vocab_size, *code]
     folder = cache / f"{type(source).__name__.lower()}-{sha256(json.dumps(made_from).encode()).hexdigest()[:16]}"
     if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # freed when the process ends, however it ends
+        with alone(folder.with_suffix(".lock")):
             if not folder.exists():
-                build(source, given, folder, quiet)
+                build(source, given, folder, enough, quiet)
     about = json.loads((folder / "about.json").read_text())
     shards = {split: [open_shard(folder / name) for name in about[split]] for split in ("train", "validation")}
     return Corpus(
@@ -61,7 +64,33 @@ def prepare(source: Source, cache: Path, quiet: bool = False) -> Corpus:
     )
 
 
-def build(source: Source, tokenizer: Tokenizer | None, folder: Path, quiet: bool) -> None:
+@contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """One process at a time, until it ends, however it ends. What fails leaves no trace."""
+    with acquired(lock):
+        try:
+            yield
+        except BaseException:
+            lock.unlink()
+            with suppress(OSError):  # it holds other corpora
+                lock.parent.rmdir()
+            raise
+
+
+def acquired(lock: Path) -> IO:
+    while True:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            file = lock.open("w")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+                return file
+            file.close()  # who was here before failed, and took the lock away
+
+
+def build(
+    source: Source, tokenizer: Tokenizer | None, folder: Path, enough: Callable[[int], None], quiet: bool
+) -> None:
     unfinished = folder.with_suffix(".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -70,6 +99,7 @@ def build(source: Source, tokenizer: Tokenizer | None, folder: Path, quiet: bool
             tokenizer = Tokenizer.train(sample(source), source.vocab_size)
         (unfinished / "tokenizer.model").write_bytes(tokenizer.proto)
         about = write_shards(source, tokenizer, unfinished, quiet)
+        enough(about["train_tokens"])
         (unfinished / "about.json").write_text(json.dumps(about, indent=1))
     except BaseException:
         shutil.rmtree(unfinished)
@@ -93,15 +123,17 @@ def sample(source: Source) -> Iterator[str]:
 
 def write_shards(source: Source, tokenizer: Tokenizer, folder: Path, quiet: bool) -> dict:
     train, validation = (ShardWriter(folder / split, tokenizer.vocab_size) for split in ("train", "validation"))
-    held_bytes = 0
+    held_bytes, held_enough = 0, False
     with tqdm(unit=" tokens", unit_scale=True, desc="tokenise", disable=quiet or not sys.stderr.isatty()) as bar:
         for tokens, size, held_out in tokenised(source.documents(), tokenizer):
             if not held_out:
                 train.write(tokens)
                 bar.update(len(tokens))
-            elif held_bytes + size <= VALIDATION or held_bytes == 0:
+            elif held_bytes == 0 or (not held_enough and held_bytes + size <= VALIDATION):
                 validation.write(tokens)
                 held_bytes += size
+            else:
+                held_enough = True
             if source.tokens is not None and train.total >= source.tokens:
                 break
     for split, writer in (("training", train), ("validation", validation)):

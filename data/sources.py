@@ -79,8 +79,10 @@ class Text(Source):
         super().__init__(vocab_size=vocab_size, tokenizer=tokenizer)
         if not path:
             raise ValueError("data.path is needed (got none). fix: data.path=FILE, a glob or a folder")
+        if type(holdout) is not int or holdout < 2:
+            raise ValueError(f"data.holdout must be a whole number from 2 (got {holdout}). fix: 20")
         self.separator, self.text_field, self.holdout = separator, text_field, holdout
-        place = Path(path).expanduser()
+        place = Path(str(path)).expanduser()
         if place.is_dir():
             self.files = sorted(file for file in place.rglob("*") if file.suffix in self.SUFFIXES)
         else:
@@ -127,7 +129,7 @@ class Text(Source):
                 row = json.loads(line) if line.strip() else {self.text_field: ""}
             except json.JSONDecodeError as error:
                 raise ValueError(f"not JSON ({file} line {number}: {error.msg}). fix: one JSON object a line") from None
-            yield self.field(row, f"{file} line {number}")
+            yield text_of(row, self.text_field, f"{file} line {number}")
 
     def parquet(self, file: Path) -> Iterator[str]:
         from pyarrow import ArrowInvalid
@@ -136,16 +138,9 @@ class Text(Source):
         try:
             rows = (row for batch in ParquetFile(file).iter_batches() for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
-                yield self.field(row, f"{file} row {number}")
+                yield text_of(row, self.text_field, f"{file} row {number}")
         except ArrowInvalid as error:
             raise ValueError(f"not parquet ({file}: {error}). fix: another file") from None
-
-    def field(self, row: dict, where: str) -> str:
-        text = row.get(self.text_field) if isinstance(row, dict) else None
-        if not isinstance(text, str):
-            keys = sorted(row) if isinstance(row, dict) else type(row).__name__
-            raise ValueError(f"no text in the field {self.text_field!r} ({where} has {keys}). fix: data.text_field=...")
-        return text
 
 
 class Hub(Source):
@@ -179,8 +174,9 @@ class Hub(Source):
         """Asks the hub for the commit that `revision` names; the next calls read that commit."""
         from huggingface_hub import HfApi
 
-        with self._explained():
-            self.revision = HfApi().dataset_info(self.repo, revision=self.revision).sha
+        if not re.fullmatch("[0-9a-f]{40}", self.revision):  # a commit is its own answer, without a network
+            with self._explained():
+                self.revision = HfApi().dataset_info(self.repo, revision=self.revision).sha
         return json.dumps(vars(self))
 
     def documents(self) -> Documents:
@@ -196,30 +192,34 @@ class Hub(Source):
         streamed = self.tokens is not None
         with self._explained():
             rows = load_dataset(self.repo, self.config, split=split, revision=self.revision, streaming=streamed)
-        if self.text_field not in (rows.column_names or [self.text_field]):
-            raise ValueError(
-                f"no field {self.text_field!r} ({self.repo} has {rows.column_names}). fix: data.text_field=..."
-            )
-        if self.starts is None:
-            yield from (row[self.text_field] for row in rows)
-            return
-        lines = []
-        for row in rows:
-            if re.match(self.starts, row[self.text_field]) and lines:
-                yield "".join(lines)
-                lines = []
-            lines.append(row[self.text_field])
-        yield "".join(lines)
+            lines = []
+            for number, row in enumerate(rows):
+                line = text_of(row, self.text_field, f"{self.repo} {split} row {number}")
+                if lines and (self.starts is None or re.match(self.starts, line)):
+                    yield "".join(lines)
+                    lines = []
+                lines.append(line)
+            yield "".join(lines)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
+        except Exception as error:  # the client's libraries have many kinds
+            if "fix: " in str(error):
+                raise
+            reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ValueError(
                 f"cannot read the dataset ({self.repo}: {reason}). fix: data.repo, or data=stdlib"
             ) from None
+
+
+def text_of(row: object, field: str, where: str) -> str:
+    text = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        keys = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"no text in the field {field!r} ({where} has {keys}). fix: data.text_field=...")
+    return text
 
 
 def content_hash(files: list[Path]) -> str:

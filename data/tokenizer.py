@@ -86,10 +86,13 @@ class Tokenizer:
 
 
 class Stream:
-    """Tokens one at a time to text as soon as it is certain: a character of several bytes waits for its last."""
+    """Tokens, one at a time, to text as soon as it is certain: a character of several bytes waits for its last.
 
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.before, self.pending = tokenizer, [], []
+    `behind` is what comes before them: a word keeps its leading space where it is not the first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, behind: list[int]):
+        self.tokenizer, self.before, self.pending = tokenizer, behind, []
 
     def push(self, token: int) -> str:
         self.pending.append(token)

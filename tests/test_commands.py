@@ -1,15 +1,19 @@
 """The two commands as a user runs them: what they print, what they leave behind, how they end."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from tests.conftest import ROOT, TINY
+from training.trainer import Trainer
 
 SHORT = ("steps=4", "eval_every=2", "sample_every=4", "save_every=2")
 
@@ -58,10 +62,18 @@ def test_nothing_to_resume_starts_fresh_and_says_so(command, story):
     assert result.code == 0 and "nothing to resume" in result.err
 
 
+def test_a_place_where_no_folder_can_be_is_storage(command, story):
+    words = ("data=text", f"data.path={story}", "data.vocab_size=400", f"run_dir={story}/x")
+    result = command("train.py", *TINY, *SHORT, *words)
+    assert result.code == 74 and "fix: another run_dir" in result.err
+
+
 def test_another_model_does_not_take_up_a_run(command, trained, story):
     again = (*TINY, *SHORT, "data=text", f"data.path={story}", "data.vocab_size=400", "resume=true")
     refused = command("train.py", *again, "model.depth=3", f"run_dir={trained}")
     assert refused.code == 2 and "model.depth (checkpoint 2, now 3)" in refused.err
+    refused = command("train.py", *again, "optimizer=adamw", f"run_dir={trained}")
+    assert refused.code == 2 and "optimizer (checkpoint training.optimizers.muon" in refused.err
 
 
 def test_a_run_can_begin_with_the_weights_of_another(command, trained, story):
@@ -69,7 +81,7 @@ def test_a_run_can_begin_with_the_weights_of_another(command, trained, story):
     result = command("train.py", *TINY, *SHORT, "data=text", f"data.path={story}", f"init_from={trained}", "name=more")
     assert result.code == 0, result.err
     after = json.loads(Path("runs/more/metrics.jsonl").read_text().splitlines()[0])
-    assert after["train_loss"] < before[0]["train_loss"] - 0.2
+    assert after["train_loss"] < before[0]["train_loss"] - 0.1
 
 
 def test_a_sweep_gives_each_job_a_run_folder(command, story):
@@ -103,11 +115,20 @@ BAD_TRAINING = {
     "a vocabulary too small": (["data=text", "data.path=story.txt", "data.vocab_size=260"], 2, "260"),
     "nothing to begin with": (["init_from=absent"], 2, "absent"),
     "a dataset that is not reached": (["data=tinystories"], 2, "roneneldan/TinyStories"),
+    "no heads": (["model.heads=0"], 2, "model.heads"),
+    "a negative knob": (["attention.kv_heads=-1"], 2, "attention.kv_heads"),
+    "a window of nothing": (["attention.window=0"], 2, "attention.window"),
+    "a size in words": (["model.dim=wide"], 2, "model.dim"),
+    "one beta": (["optimizer=adamw", "optimizer.betas=[0.9]"], 2, "betas"),
+    "no holdout": (["data=text", "data.path=story.txt", "data.holdout=0"], 2, "holdout"),
+    "a number for a path": (["data=text", "data.path=2024"], 2, "2024"),
+    "faults of a rule and of the model": (["steps=0", "model.heads=3"], 2, "heads=3"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_TRAINING)
-def test_bad_input_to_training_is_a_line_and_a_code(command, story, case):
+def test_bad_input_to_training_is_a_line_and_a_code(command, story, monkeypatch, case):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     Path("empty.txt").touch()
     Path("latin.txt").write_bytes(b"cafe \xff")
     words, code, value = BAD_TRAINING[case]
@@ -115,15 +136,11 @@ def test_bad_input_to_training_is_a_line_and_a_code(command, story, case):
     assert (result.code, result.out) == (code, "")
     lines = result.err.splitlines()
     assert all(line.startswith("error: ") and ". fix: " in line for line in lines) and value in result.err
-    assert len(lines) == (2 if case == "several faults" else 1)
-    assert not Path("runs").exists() and not [*Path().glob(".cache/data/*.tmp")]
+    assert len(lines) == (2 if "faults" in case else 1)
+    assert {path.name for path in Path().iterdir()} == {"story.txt", "empty.txt", "latin.txt"}
 
 
 def test_running_out_of_memory_proposes_a_smaller_micro_batch(command, story, monkeypatch):
-    import torch
-
-    from training.trainer import Trainer
-
     def full(_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Much more text")
 
@@ -134,19 +151,20 @@ def test_running_out_of_memory_proposes_a_smaller_micro_batch(command, story, mo
     assert result.code == 2 and "micro_batch=4" in result.err.splitlines()[-1]
 
 
+CPU = ("--device", "cpu")  # where a batch and a row alone are summed alike
 GREEDY = ("Ann had", "--temperature", "0", "--max-new-tokens", "100")
 
 
 def test_greedy_text_is_the_same_without_a_cache_past_the_context(command, trained):
-    cached = command("generate.py", *GREEDY)
+    cached = command("generate.py", *CPU, *GREEDY)
     assert cached.code == 0 and len(cached.out) > 50
-    assert command("generate.py", *GREEDY, "--no-cache").out == cached.out
+    assert command("generate.py", *CPU, *GREEDY, "--no-cache").out == cached.out
     assert "bytes of cache" in cached.err and "tokens/s" in cached.err
 
 
 def test_samples_differ_and_repeat_with_their_seed(command, trained):
     words = ("Ann had", "--num-samples", "3", "--max-new-tokens", "8", "--top-k", "0", "--top-p", "1")
-    one, same, other = (command("generate.py", *words, "--seed", seed).out for seed in ("1", "1", "2"))
+    one, same, other = (command("generate.py", *CPU, *words, "--seed", seed).out for seed in ("1", "1", "2"))
     assert one == same != other
 
 
@@ -154,37 +172,34 @@ def test_a_ragged_batch_is_each_prompt_alone(command, trained):
     prompts = ["Ann", "Bob had an old map. Cleo", "Dan saw a small dog and said: may I"]
     Path("prompts.txt").write_text("\n".join(prompts))
     rest = ("--temperature", "0", "--max-new-tokens", "12")
-    together = command("generate.py", "--prompt-file", "prompts.txt", *rest)
-    assert together.out == "".join(command("generate.py", prompt, *rest).out for prompt in prompts)
+    together = command("generate.py", *CPU, "--prompt-file", "prompts.txt", *rest)
+    assert together.out == "".join(command("generate.py", *CPU, prompt, *rest).out for prompt in prompts)
 
 
 def test_text_ends_before_the_stop_text(command, trained):
-    free = command("generate.py", *GREEDY).out
+    free = command("generate.py", *CPU, *GREEDY).out
     stop = free[20:26]
-    cut = command("generate.py", *GREEDY, "--stop", stop).out
+    cut = command("generate.py", *CPU, *GREEDY, "--stop", stop).out
     assert cut == free[: free.index(stop)] + "\n"
 
 
 @pytest.mark.parametrize("prompt", ["", "a=b, ${oc.env:HOME} 'x' {y}", "-", "\n", "Жили 🐈"])
 def test_any_prompt_is_a_prompt(command, trained, monkeypatch, prompt):
-    import io
-    from types import SimpleNamespace
-
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"Ann had")))
-    result = command("generate.py", "--max-new-tokens", "3", "--temperature", "0", "--", prompt)
+    result = command("generate.py", *CPU, "--max-new-tokens", "3", "--temperature", "0", "--", prompt)
     assert result.code == 0, result.err
     if prompt == "-":
-        assert result.out == command("generate.py", "Ann had", "--max-new-tokens", "3", "--temperature", "0").out
+        assert result.out == command("generate.py", *CPU, "Ann had", "--max-new-tokens", "3", "--temperature", "0").out
 
 
 def test_a_long_prompt_loses_its_beginning_with_a_warning(command, trained):
-    result = command("generate.py", "Ann had a red ball. " * 40, "--max-new-tokens", "2")
+    result = command("generate.py", *CPU, "Ann had a red ball. " * 40, "--max-new-tokens", "2")
     assert result.code == 0
     assert "context is 64" in result.err
 
 
 def test_no_new_tokens_are_no_text(command, trained):
-    assert command("generate.py", "Ann", "--max-new-tokens", "0").out.strip() == ""
+    assert command("generate.py", *CPU, "Ann", "--max-new-tokens", "0").out.strip() == ""
 
 
 BAD_GENERATION = {
@@ -206,7 +221,8 @@ BAD_GENERATION = {
 
 
 @pytest.mark.parametrize("case", BAD_GENERATION)
-def test_bad_input_to_generation_is_a_line_and_a_code(command, trained, case):
+def test_bad_input_to_generation_is_a_line_and_a_code(command, trained, monkeypatch, case):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     Path("empty.txt").touch()
     Path("latin.txt").write_bytes(b"cafe \xff")
     words, code, value = BAD_GENERATION[case]

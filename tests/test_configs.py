@@ -7,12 +7,11 @@ import torch
 from omegaconf import OmegaConf
 
 from model.build import build, find
-from tests.conftest import CONFIGS, settings_of
+from tests.conftest import CONFIGS, VARIANTS, settings_of
 from training import config
 
 TARGETS = [path for path in sorted(CONFIGS.glob("*/*.yaml")) if "_target_" in OmegaConf.load(path)]
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
-VARIANTS = sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml"))
 GROUPS = ("data", "optimizer", "schedule", "experiment")
 
 

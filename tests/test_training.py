@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import sys
 from time import monotonic
 from types import SimpleNamespace
@@ -36,7 +37,11 @@ def trainer_of(tmp_path, story):
         loader = Loader(corpus.train, context=64, batch=settings["batch_tokens"] // 64, seed=settings["seed"])
         folder = tmp_path / (run or f"run{len(list(tmp_path.iterdir()))}")
         folder.mkdir(exist_ok=True)
-        return Trainer(settings, corpus, loader, folder, Ranks(0, 1, torch.device("cpu")), torch.float32, monotonic())
+        ranks = Ranks(0, 1, torch.device("cpu"))
+        trainer = Trainer(settings, corpus, loader, folder, ranks, torch.float32, monotonic())
+        if not [*folder.glob("checkpoints/*")]:
+            trainer.begin(None, None)
+        return trainer
 
     return make
 
@@ -162,7 +167,7 @@ def test_a_resumed_run_continues_bit_for_bit(trainer_of, optimizer):
     first.optimize()
     first.report()  # work that is lost, its line of metrics too
     second = trainer_of(f"optimizer={optimizer}", run="cut")
-    second.resume(checkpoint.newest(second.run))
+    second.begin(checkpoint.newest(second.run), None)
     assert second.step == 3
     for _ in range(3):
         second.optimize()
@@ -193,18 +198,20 @@ def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(trainer_of, 
     assert len([*(trainer.run / "checkpoints").iterdir()]) == 2  # what is damaged is not deleted
 
 
-def test_a_failed_save_leaves_the_last_one(trainer_of, monkeypatch):
+def test_a_full_disk_leaves_the_last_checkpoint(trainer_of):
     trainer = trainer_of()
     trainer.save()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    trainer.step = 1
-    monkeypatch.setattr(checkpoint, "sync", full)
-    with pytest.raises(OSError, match="No space"):
-        trainer.save()
-    assert os.listdir(trainer.run / "checkpoints") == ["step-00000000"]
+    largest = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (1, 4096, 200_000):
+        trainer.step += 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, largest[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                trainer.save()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, largest)
+        assert os.listdir(trainer.run / "checkpoints") == ["step-00000000"]
+    assert checkpoint.newest(trainer.run) is not None
 
 
 def test_weights_of_another_shape_are_refused(trainer_of):
@@ -216,11 +223,17 @@ def test_weights_of_another_shape_are_refused(trainer_of):
 
 
 def test_document_mask_changes_what_is_learned(trainer_of):
-    plain, masked = trainer_of(), trainer_of("document_mask=true")
+    plain, masked = (trainer_of("data.holdout=4", f"document_mask={mask}") for mask in ("false", "true"))
     for trainer in (plain, masked):
-        for _ in range(2):
+        for _ in range(4):  # what starts at zero has to grow first
             trainer.optimize()
+        trainer.evaluate()
     assert plain.nats != masked.nats
+    scores = [json.loads((t.run / "metrics.jsonl").read_text())["val_loss"] for t in (plain, masked)]
+    masked.settings["document_mask"] = False
+    masked.evaluate()
+    without = json.loads((masked.run / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
+    assert len({*scores, without}) == 3  # what is trained with the mask is judged with it
 
 
 @pytest.mark.parametrize("minutes", [0.5, 2])
@@ -239,18 +252,52 @@ def test_steps_are_fitted_to_the_minutes(trainer_of, monkeypatch, minutes):
     assert 0.8 * 60 * minutes < clock[0] - trainer.started + 5 < 60 * minutes
 
 
-def test_a_diverged_run_ends_before_it_saves(trainer_of):
+@pytest.mark.parametrize("what", ["nats", "norm"])
+def test_what_is_not_finite_is_not_saved(trainer_of, what):
     trainer = trainer_of()
     trainer.optimize()
-    trainer.nats.fill_(math.nan)
-    with pytest.raises(SystemExit) as end:
-        trainer.report()
-    assert end.value.code == 4
+    vars(trainer)[what].fill_(math.nan)
+    for action in (trainer.report, trainer.save):
+        with pytest.raises(SystemExit) as end:
+            action()
+        assert end.value.code == 4
+    assert not [*trainer.run.glob("checkpoints/*")]
+
+
+def test_an_overflow_in_fp16_skips_the_step_of_all(trainer_of):
+    trainer = trainer_of()
+    trainer.scaler = FakeScaler()
+    before = weights(trainer)
+    trainer.optimize()
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), weights(trainer).values(), strict=True))
+    assert trainer.scaler.updated
+
+
+class FakeScaler:
+    """As if one gradient had overflowed."""
+
+    updated = False
+
+    def is_enabled(self):
+        return True
+
+    def scale(self, loss):
+        return loss * torch.tensor(math.inf)
+
+    def unscale_(self, optimizer):
+        pass
+
+    def step(self, optimizer):
+        optimizer.step()
+
+    def update(self):
+        self.updated = True
 
 
 def test_wandb_gets_what_metrics_get_and_may_fail(trainer_of, monkeypatch, capsys):
     logged = []
-    fake = SimpleNamespace(init=lambda **_: fake, log=lambda values, step: logged.append((step, values)), finish=lambda: None)
+    fake = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: None)
+    fake.init = lambda **_: fake
     monkeypatch.setitem(sys.modules, "wandb", fake)
     trainer = trainer_of("wandb=online")
     trainer.optimize()

@@ -3,6 +3,7 @@
 step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manifest.json
 """
 
+import io
 import json
 import os
 import shutil
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialise
 
 from data import IntegrityError
 from data.tokenizer import Tokenizer
@@ -24,20 +26,19 @@ KEPT = 2
 FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.model")
 
 
-def save(run: Path, step: int, model: Transformer, tree: dict, tokenizer: bytes, state: dict) -> Path:
+def save(run: Path, step: int, model: Transformer, trees: dict, tokenizer: bytes, state: dict) -> Path:
     """Survives a crash at any instant: what is named step-* is complete. Removes all but the newest KEPT."""
     folder = run / "checkpoints"
     unfinished, done = folder / f".tmp-{step:08d}", folder / f"step-{step:08d}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
-            unfinished / "model.safetensors",
-            {"format": "pt"},
-        )
-        torch.save(state, unfinished / "state.pt")
-        (unfinished / "config.json").write_text(json.dumps({"model": tree}, indent=1))
+        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        (unfinished / "model.safetensors").write_bytes(serialise(weights, {"format": "pt"}))
+        buffer = io.BytesIO()  # so that a full disk is an OSError
+        torch.save(state, buffer)
+        (unfinished / "state.pt").write_bytes(buffer.getbuffer())
+        (unfinished / "config.json").write_text(json.dumps(trees, indent=1))
         (unfinished / "tokenizer.model").write_bytes(tokenizer)
         for name in FILES:
             sync(unfinished / name)
@@ -119,25 +120,24 @@ def load_weights(model: Transformer, checkpoint: Path, device: torch.device | st
         ) from None
 
 
-def check_same(checkpoint: Path, tree: dict, tokenizer: Tokenizer) -> None:
-    """Raises ValueError where the checkpoint's model is another, IntegrityError where its tokenizer is."""
-    trees = json.loads((checkpoint / "config.json").read_text())["model"], tree
-    then, now = (dict(flat(tree, "model")) for tree in trees)
-    changed = [
-        f"{key} (checkpoint {then.get(key)}, now {now.get(key)})" for key in then | now if then.get(key) != now.get(key)
-    ]
+def check_same(checkpoint: Path, trees: dict, tokenizer: Tokenizer) -> None:
+    """Raises ValueError where one of `trees` is another in the checkpoint, IntegrityError where its tokenizer is."""
+    saved = json.loads((checkpoint / "config.json").read_text())
+    then, now = dict(flat({name: saved[name] for name in trees})), dict(flat(trees))
+    keys = [key for key in then | now if then.get(key) != now.get(key)]
+    changed = [f"{key} (checkpoint {then.get(key)}, now {now.get(key)})" for key in keys]
     if changed:
-        raise ValueError(f"the checkpoint has another {', '.join(changed)}. fix: the old values, or another run_dir")
-    theirs, ours = Tokenizer.load(checkpoint / "tokenizer.model").sha256, tokenizer.sha256
+        raise ValueError(f"{checkpoint} has another {', '.join(changed)}. fix: the old values, or another run_dir")
+    theirs, ours = Tokenizer.load(checkpoint / "tokenizer.model").sha256[:12], tokenizer.sha256[:12]
     if theirs != ours:
         raise IntegrityError(
-            f"the checkpoint has another tokenizer ({theirs[:12]}, now {ours[:12]}). fix: its own text"
+            f"another tokenizer ({checkpoint} {theirs}, now {ours}). fix: the data and init_from it had"
         )
 
 
-def flat(tree: dict, path: str) -> Iterator[tuple[str, object]]:
+def flat(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
     for key, value in tree.items():
-        yield from flat(value, f"{path}.{key}") if isinstance(value, dict) else [(f"{path}.{key}", value)]
+        yield from flat(value, f"{path}{key}.") if isinstance(value, dict) else [(f"{path}{key}", value)]
 
 
 def load_model(checkpoint: Path, device: torch.device | str) -> Transformer:

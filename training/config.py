@@ -8,6 +8,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from training import errors
+
 Rule = tuple[Callable[[object], bool], str]
 
 
@@ -23,6 +25,14 @@ def is_rate(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf
 
 
+def is_size(value: object) -> bool:
+    return type(value) is bool or isinstance(value, dict) or (type(value) is int and value > 0)
+
+
+def is_no_bad_number(value: object) -> bool:
+    return type(value) not in (int, float) or 0 < value < math.inf
+
+
 def leaves(group: object) -> list[tuple[str, object]]:
     """(key, value) of all that a group sets, lists taken apart."""
     if not isinstance(group, dict):
@@ -32,9 +42,10 @@ def leaves(group: object) -> list[tuple[str, object]]:
 
 
 def one_of(*words: object) -> Rule:
-    return lambda value: any(
-        value is word or (value == word and type(value) is type(word)) for word in words
-    ), " or ".join(map(str, words)).lower()
+    def holds(value: object) -> bool:
+        return any(value == word and type(value) is type(word) for word in words)
+
+    return holds, " or ".join(map(str, words)).lower()
 
 
 def optional(rule: Rule) -> Rule:
@@ -69,6 +80,13 @@ RULES: dict[str, Rule] = {
     "init_from": optional(TEXT),
     "wandb": one_of("disabled", "offline", "online"),
 }
+NUMBERS: dict[str, Rule] = {
+    "model": (is_size, "a whole number from 1"),
+    "attention": (is_no_bad_number, "above 0"),
+    "data": (is_no_bad_number, "above 0"),
+    "optimizer": (is_rate, "a number from 0"),
+    "schedule": (is_rate, "a number from 0"),
+}
 
 
 def problems(config: dict, world: int) -> list[str]:
@@ -85,12 +103,9 @@ def problems(config: dict, world: int) -> list[str]:
         for group in GROUPS
         if not isinstance(config[group], dict)
     ]
-    for group in ("optimizer", "schedule"):
-        found += [
-            f"{group}.{key} must be a number from 0 (got {value!r}). fix: change it"
-            for key, value in leaves(config[group])
-            if not is_rate(value)
-        ]
+    for group, (holds, wanted) in NUMBERS.items():
+        wrong = [(key, value) for key, value in leaves(config[group]) if not holds(value)]
+        found += [f"{group}.{key} must be {wanted} (got {value!r}). fix: change it" for key, value in wrong]
     if not found and config["steps"] is None and config["max_minutes"] is None:
         found.append("the run has no end (steps=null, max_minutes=null). fix: give one of them")
     if not found and config["batch_tokens"] % (config["context"] * world):
@@ -112,6 +127,11 @@ def resolved(cfg: DictConfig) -> dict:
     return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
+def identity(config: dict) -> dict:
+    """What a checkpoint and the run that takes it up must have in common."""
+    return {"model": config["model"], "optimizer": config["optimizer"]["_target_"]}
+
+
 def micro_batch(config: dict, world: int) -> int:
     """Sequences per device and forward: the largest number up to micro_batch that divides a device's share."""
     share = config["batch_tokens"] // config["context"] // world
@@ -127,7 +147,10 @@ def claim(config: dict) -> Path:
         run = Path(config["run_dir"]).expanduser()
         if not config["resume"] and list(run.glob("checkpoints/step-*")):
             raise ValueError(f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir")
-        run.mkdir(parents=True, exist_ok=True)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            errors.fail(errors.STORAGE, f"no folder can be made ({run}: {error.strerror}). fix: another run_dir")
         return run
     name = config["name"]
     taken = {

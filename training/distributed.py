@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -18,11 +17,13 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
-    def total(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
-        if self.world > 1:
-            dist.all_reduce(x)
-        return x
+    def total(self, number: float) -> float:
+        """The sum over all ranks."""
+        if self.world == 1:
+            return number
+        x = torch.tensor(number, dtype=torch.float64, device=self.device)
+        dist.all_reduce(x)
+        return x.item()
 
     def agree(self, thing):
         """What the first rank says, on all of them."""
@@ -37,7 +38,12 @@ def join(device: torch.device) -> Ranks:
     if "RANK" not in os.environ:
         return Ranks(0, 1, device)
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= there:
+            raise ValueError(
+                f"more processes than GPUs (process {local + 1} of {there} GPUs). fix: --nproc_per_node={there}"
+            )
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), device)

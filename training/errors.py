@@ -5,27 +5,20 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from data import IntegrityError
 
 BUG, INPUT, INTEGRITY, DIVERGED, STORAGE, INTERRUPTED = 1, 2, 3, 4, 74, 130
-STORAGE_FULL_OR_BROKEN = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EIO,
-    errno.EFBIG,
-    errno.ENOTDIR,
-    errno.EACCES,
-    errno.EPERM,
-}
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 
 
-def fail(code: int, *problems: object) -> None:
-    """Raises SystemExit(code), after a line for each problem: what (values). fix: how."""
-    if os.environ.get("RANK", "0") == "0" or code != INPUT:  # every rank finds the same fault in an input
+def fail(code: int, *problems: object, alike: bool = False) -> NoReturn:
+    """Raises SystemExit(code), after a line for each problem: what (values). fix: how. `alike`: every rank finds it."""
+    if not alike or os.environ.get("RANK", "0") == "0":
         for problem in problems:
-            print("error:", " ".join(str(problem).split()), file=sys.stderr)
+            text = " ".join(str(problem).split())
+            print("error:", text if "fix: " in text else f"{text}. fix: change it", file=sys.stderr)
     raise SystemExit(code)
 
 
@@ -35,11 +28,11 @@ def input_problems() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in STORAGE_FULL_OR_BROKEN:
+        if error.errno in NO_ROOM:
             raise
-        fail(INPUT, f"{error.strerror or error} ({error.filename}). fix: check the path" if error.filename else error)
+        fail(INPUT, f"{error.strerror or error} ({error.filename}). fix: check the path", alike=True)
     except ValueError as error:
-        fail(INPUT, error)
+        fail(INPUT, error, alike=True)
 
 
 @contextmanager
@@ -52,11 +45,11 @@ def one_line(*of_config: type[Exception]) -> Iterator[None]:
     except IntegrityError as error:
         fail(INTEGRITY, error)
     except KeyboardInterrupt:
-        fail(INTERRUPTED, "interrupted. fix: resume=true goes on from the newest checkpoint")
+        fail(INTERRUPTED, "interrupted. fix: call it again; training goes on with resume=true")
     except BrokenPipeError:  # who read our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except OSError as error:
-        if error.errno not in STORAGE_FULL_OR_BROKEN:
+        if error.errno not in NO_ROOM:
             raise
         fail(STORAGE, f"{error.strerror} ({error.filename}). fix: make room, or another place")

@@ -1,16 +1,20 @@
 """What the machine is and can do: device, precision, compiler, peak rate, memory."""
 
 import os
+import re
 import resource
 import shutil
 import sys
+import sysconfig
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 
 # Dense tensor-core peaks in bf16 (V100 and T4: fp16), FLOP/s, from NVIDIA's data sheets. The first that fits counts.
 PEAKS = {
     "B200": 2250e12,
+    "GB200": 2500e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
@@ -20,6 +24,7 @@ PEAKS = {
     "A800": 312e12,
     "A40": 150e12,
     "A10": 125e12,
+    "A10G": 70e12,
     "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
@@ -61,23 +66,27 @@ def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
 
 def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> tuple[bool, str]:
     """Whether to compile, and why. Raises ValueError where it is asked for and nothing here can."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
-        can, lacking = has_triton(), "Triton"
-    else:
-        can, lacking = device.type == "cpu" and compiler is not None, "a C++ compiler"
-    if wanted is True and not can:
+    lacking = lacks_for_compilation(device)
+    if wanted is True and lacking:
         raise ValueError(
             f"torch.compile needs {lacking} (compile=true, {device.type}). fix: install it, or compile=false"
         )
     if wanted == "auto":
-        return (
-            can and is_long,
-            "as the run is long" if can and is_long else "the run is short" if can else f"no {lacking}",
-        )
+        return not lacking and is_long, f"no {lacking}" if lacking else "a long run" if is_long else "a short run"
     return bool(wanted), "as asked"
+
+
+def lacks_for_compilation(device: torch.device) -> str | None:
+    """What torch.compile would miss here."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton"
+    if device.type != "cpu":
+        return "a CPU or a CUDA device"
+    if shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")) is None:
+        return "a C++ compiler"
+    return None if Path(sysconfig.get_path("include"), "Python.h").exists() else "Python's headers"
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
@@ -89,7 +98,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAKS.items() if known in name), None)
+    return next((peak for known, peak in PEAKS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 def peak_memory(device: torch.device) -> int:

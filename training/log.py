@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+from omegaconf import OmegaConf
 from tqdm import tqdm
 
 
@@ -11,17 +12,18 @@ class Log:
     """Only the first rank has one that speaks."""
 
     def __init__(self, run: Path, config: dict, *, speaks: bool):
-        self.run, self.speaks, self.path, self.bar, self.wandb = run, speaks, run / "metrics.jsonl", None, None
-        if speaks:
-            self.path.touch()
-        if speaks and config["wandb"] != "disabled":
-            self.wandb = start_wandb(run, config)
+        self.run, self.config, self.speaks, self.path = run, config, speaks, run / "metrics.jsonl"
+        self.bar = self.wandb = None
 
-    def cut(self, kept: int) -> None:
+    def open(self, kept: int) -> None:
         """Only the first `kept` bytes of metrics.jsonl stand: what came later is done again."""
-        if self.speaks:
-            with self.path.open("ab") as file:
-                file.truncate(kept)
+        if not self.speaks:
+            return
+        with self.path.open("ab") as file:
+            file.truncate(min(kept, file.tell()))
+        OmegaConf.save(self.config, self.run / "config.yaml")
+        if self.config["wandb"] != "disabled":
+            self.wandb = start_wandb(self.run, self.config)
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +46,9 @@ class Log:
         if not self.speaks:
             return
         speed, left = values["tokens_per_second"], (steps - step) * values["tokens"] / step
-        mfu = f"{values['flops_per_second'] / 1e9:,.0f} GFLOP/s" if values["mfu"] is None else f"mfu {values['mfu']:.1%}"
+        mfu = (
+            f"{values['flops_per_second'] / 1e9:,.0f} GFLOP/s" if values["mfu"] is None else f"mfu {values['mfu']:.1%}"
+        )
         news = f"loss {values['train_loss']:.3f}  {speed:,.0f} tokens/s  {mfu}  {memory / 2**30:.1f} GiB"
         if steps < float("inf"):
             news += f"  {left / speed / 60:.1f} min left"

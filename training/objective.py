@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.loader import IGNORED, windows
+from data.loader import IGNORED, documents, windows
 from data.prepare import Corpus
 from model.transformer import Transformer
 from training.distributed import Ranks
@@ -27,13 +27,19 @@ class Objective(nn.Module):
 
 @torch.no_grad()
 def evaluate(
-    objective: nn.Module, corpus: Corpus, context: int, batch: int, precision: torch.dtype, ranks: Ranks
+    objective: nn.Module, corpus: Corpus, settings: dict, batch: int, precision: torch.dtype, ranks: Ranks
 ) -> dict[str, float]:
     """`val_loss` in nats per token and `val_bpb`, over all held-out text in windows that do not overlap."""
-    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    for number, (inputs, targets) in enumerate(windows(corpus.validation, context, batch)):
+    nats = 0.0
+    for number, (inputs, targets) in enumerate(windows(corpus.validation, settings["context"], batch)):
         if number % ranks.world == ranks.rank:
+            packed = documents(inputs, corpus.tokenizer.bos) if settings["document_mask"] else None
             with autocast(ranks.device, precision):
-                total += objective(inputs.to(ranks.device), targets.to(ranks.device))
-    nats, tokens = ranks.total(total).item(), sum(map(len, corpus.validation)) - 1
+                nats += objective(*on(ranks.device, inputs, targets, packed)).item()
+    nats, tokens = ranks.total(nats), sum(map(len, corpus.validation)) - 1
     return {"val_loss": nats / tokens, "val_bpb": nats / math.log(2) / corpus.validation_bytes}
+
+
+def on(device: torch.device, *tensors: Tensor | None) -> list[Tensor | None]:
+    """The same, where they are computed with."""
+    return [x if x is None else x.to(device, non_blocking=True) for x in tensors]

@@ -6,7 +6,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 def adamw(model: nn.Module, *, lr: float, betas: list[float], weight_decay: float) -> list[Optimizer]:
     """AdamW with decay on matrices only. Loshchilov and Hutter, 1711.05101."""
-    _check(lr=lr, weight_decay=weight_decay)
+    _check(betas)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -21,7 +21,7 @@ def muon(
     Jordan et al., kellerjordan.github.io/posts/muon.
     Updates are scaled to the size of AdamW's (Liu et al., 2502.16982), so that `lr` means the same for both.
     """
-    _check(lr=lr, momentum=momentum, weight_decay=weight_decay, embedding_lr=embedding_lr)
+    _check(betas)
     hidden, ends, vectors = [], [], []
     for name, p in model.named_parameters():
         (vectors if p.ndim < 2 else hidden if name.startswith("blocks.") else ends).append(p)
@@ -32,10 +32,9 @@ def muon(
     ]
 
 
-def _check(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not isinstance(number, int | float) or not 0 <= number < float("inf"):
-            raise ValueError(f"optimizer.{name} must be a number from 0 up (got {number}). fix: change it")
+def _check(betas: list[float]) -> None:
+    if len(betas) != 2 or max(betas) >= 1:
+        raise ValueError(f"optimizer.betas must be two numbers below 1 (got {betas}). fix: [0.9, 0.95]")
 
 
 def named_state(optimizers: list[Optimizer], model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -45,15 +44,11 @@ def named_state(optimizers: list[Optimizer], model: nn.Module) -> dict[str, dict
 
 
 def load_named_state(optimizers: list[Optimizer], model: nn.Module, state: dict[str, dict[str, Tensor]]) -> None:
-    """Raises KeyError for a parameter that nothing is known of."""
-    parameters = dict(model.named_parameters())
-    for optimizer in optimizers:
-        own = {p for group in optimizer.param_groups for p in group["params"]}
-        for name, values in state.items():
-            if parameters[name] in own:
-                optimizer.state[parameters[name]] = {
-                    key: value.to(parameters[name].device) if key != "step" else value for key, value in values.items()
-                }
+    """The way back, onto the parameters' devices: the fused optimizers count their steps there too."""
+    owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        if name in state:
+            owner[p].state[p] = {key: value.to(p.device) for key, value in state[name].items()}
 
 
 def set_rates(optimizers: list[Optimizer], multiple: float) -> None:

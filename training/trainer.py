@@ -7,7 +7,6 @@ from pathlib import Path
 from time import monotonic
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +19,7 @@ from model.transformer import Transformer
 from training import checkpoint, config, errors, hardware
 from training.distributed import Ranks
 from training.log import Log
-from training.objective import Objective, evaluate
+from training.objective import Objective, evaluate, on
 from training.optimizers import load_named_state, named_state, set_rates
 
 COLD, TIMED = 3, 8  # steps that compile and fill caches; steps that tell how long one takes
@@ -41,39 +40,46 @@ class Trainer:
         precision: torch.dtype,
         started: float,
     ):
-        self.settings, self.corpus, self.loader, self.run, self.ranks = (settings, corpus, loader, run, ranks)
-        self.precision, self.started, self.aside_seconds, self.earlier_seconds = (precision, started, 0.0, 0.0)
+        self.settings, self.corpus, self.loader, self.run, self.ranks = settings, corpus, loader, run, ranks
         torch.manual_seed(settings["seed"])
         with ranks.device:
             self.model: Transformer = build(settings["model"])
         initialise(self.model, settings["seed"])
+        self.objective = Objective(self.model)
+        self.parallel = self.objective if ranks.world == 1 else DistributedDataParallel(self.objective)
         self.optimizers = build(settings["optimizer"], "training")(self.model)
         self.schedule = build(settings["schedule"], "training")
+        self.precision = precision
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=precision == torch.float16)
-        self.step, self.steps = 0, settings["steps"] or math.inf
         self.log = Log(run, settings, speaks=ranks.first)
-        if ranks.first:
-            OmegaConf.save(settings, run / "config.yaml")
         self.micro = config.micro_batch(settings, ranks.world)
         self.flops, self.peak = self.model.training_flops(), hardware.peak_flops(ranks.device)
-        self.objective = Objective(self.model)
-        self.parallel: nn.Module = self.objective
-        if ranks.world > 1:
-            self.parallel = DistributedDataParallel(self.objective)
-        self.nats = torch.zeros((), device=ranks.device)  # of the steps since the last report, on this rank
-        self.norm, self.first, self.reported, self.mark = self.nats, 0, 0, self._clock()
 
-    def resume(self, found: Path) -> None:
-        """Goes on where this checkpoint of the run ends."""
+        self.step, self.steps = 0, settings["steps"] or math.inf
+        self.fitted = settings["max_minutes"] is None
+        self.norm = torch.zeros((), device=ranks.device)
+        self.nats = torch.zeros((), device=ranks.device)  # of the steps since the last report, on this rank
+        self.started, self.earlier_seconds, self.aside_seconds = started, 0.0, 0.0
+        self.first = self.reported = 0  # steps: where this process began, what metrics have
+        self.mark = self.cold = self.warm = self._clock()  # when: the last report, the first step, the timed steps
+
+    def begin(self, found: Path | None, start: Path | None) -> None:
+        """Goes on where this run's checkpoint `found` ends; or begins, with the weights of `start` if there is one."""
+        if found is None:
+            if start is not None:
+                checkpoint.load_weights(self.model, start, self.ranks.device)
+            self.log.open(kept=0)
+            return
         checkpoint.load_weights(self.model, found, self.ranks.device)
         state = checkpoint.load_state(found)
         load_named_state(self.optimizers, self.model, state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["generator"])
-        self.log.cut(state["metrics_bytes"])
         self.step = self.first = self.reported = state["step"]
-        self.earlier_seconds = state["seconds"]
         self.steps = self.settings["steps"] or state["steps"] or math.inf
+        self.fitted, self.earlier_seconds = self.fitted or state["fitted"], state["seconds"]
+        self.log.open(kept=state["metrics_bytes"])
 
     def compile(self) -> None:
         self.objective.compile(dynamic=False)
@@ -93,8 +99,12 @@ class Trainer:
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"] or math.inf)
+        clean = (
+            not self.scaler.is_enabled() or self.norm.isfinite()
+        )  # what overflows fp16 in one spoils the clipping of all
         for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
+            if clean:
+                self.scaler.step(optimizer)
             optimizer.zero_grad()
         self.scaler.update()
         self.step += 1
@@ -103,17 +113,17 @@ class Trainer:
         """Adds the gradient of these rows of the batch."""
         inputs, targets = self.loader(self.step, rows)
         packed = documents(inputs, self.corpus.tokenizer.bos) if self.settings["document_mask"] else None
-        batch = (x if x is None else x.to(self.ranks.device, non_blocking=True) for x in (inputs, targets, packed))
         with hardware.autocast(self.ranks.device, self.precision):
-            nats = self.parallel(*batch)
+            nats = self.parallel(*on(self.ranks.device, inputs, targets, packed))
         self.nats += nats.detach()
         mean = nats * (self.ranks.world / self.settings["batch_tokens"])  # over the ranks, gradients are averaged
         self.scaler.scale(mean).backward()
 
     def fit(self) -> None:
         """Decides, once, after a timed warm-up, how many steps fit into `max_minutes`."""
-        if self.settings["max_minutes"] is not None and self.steps == math.inf:
-            self.steps = self.ranks.agree(self._fitting_steps())
+        if not self.fitted:
+            fitting = self.ranks.agree(self._fitting_steps())
+            self.steps, self.fitted = min(self.steps, fitting), fitting < math.inf
 
     def _fitting_steps(self) -> float:
         done, now, limit = self.step - self.first, self._clock(), 60 * self.settings["max_minutes"]
@@ -130,34 +140,37 @@ class Trainer:
         return self.step + max(1, int(left / (each + look / self.settings["eval_every"])))
 
     def report(self) -> None:
-        """What the steps since the last report did; it ends the run with exit code 4 where they did not stay finite."""
+        """What the steps since the last report did."""
         done = self.step - self.reported
-        loss = self.ranks.total(self.nats).item() / (done * self.settings["batch_tokens"])
-        if not math.isfinite(loss):
-            errors.fail(
-                errors.DIVERGED, f"the loss is {loss} (step {self.step}). fix: a lower optimizer.lr, or precision=fp32"
-            )
+        loss = self._finite_loss()
         rate = done * self.settings["batch_tokens"] / (self._clock() - self.mark)
         values = {
             "tokens": self.step * self.settings["batch_tokens"],
             "seconds": round(self.seconds, 3),
             "train_loss": loss,
             "lr": self.optimizers[0].param_groups[0]["lr"],
-            "grad_norm": self.norm.item(),
+            "grad_norm": norm if math.isfinite(norm := self.norm.item()) else None,
             "tokens_per_second": rate,
             "flops_per_second": rate * self.flops,
             "mfu": None if self.peak is None else rate * self.flops / self.peak / self.ranks.world,
         }
         self.log.write(self.step, **values)
         self.log.progress(self.step, self.steps, values, hardware.peak_memory(self.ranks.device))
-        self.nats = torch.zeros_like(self.nats)
+        self.nats.zero_()
         self.reported, self.mark = self.step, self._clock()
+
+    def _finite_loss(self) -> float:
+        """The mean since the last report. Ends the run with exit code 4 where training did not stay finite."""
+        done = (self.step - self.reported) * self.settings["batch_tokens"]
+        loss = self.ranks.total(self.nats.item()) / max(1, done)
+        if not math.isfinite(loss) or not (self.scaler.is_enabled() or self.norm.isfinite()):
+            problem = f"training diverged (step {self.step}: loss {loss}, gradient norm {self.norm.item()})"
+            errors.fail(errors.DIVERGED, f"{problem}. fix: a lower optimizer.lr, or precision=fp32", alike=True)
+        return loss
 
     def evaluate(self) -> None:
         with self._aside():
-            score = evaluate(
-                self.objective, self.corpus, self.settings["context"], self.micro, self.precision, self.ranks
-            )
+            score = evaluate(self.objective, self.corpus, self.settings, self.micro, self.precision, self.ranks)
         self.log.write(
             self.step, tokens=self.step * self.settings["batch_tokens"], seconds=round(self.seconds, 3), **score
         )
@@ -186,11 +199,13 @@ class Trainer:
         self.log.say(f"--- a sample at step {self.step}\n{text}\n---")
 
     def save(self) -> None:
+        self._finite_loss()
         if not self.ranks.first:
             return
         state = {
             "step": self.step,
             "steps": None if self.steps == math.inf else self.steps,
+            "fitted": self.fitted,
             "seconds": self.seconds,
             "optimizer": named_state(self.optimizers, self.model),
             "scaler": self.scaler.state_dict(),
@@ -198,7 +213,8 @@ class Trainer:
             "metrics_bytes": self.log.nbytes,
         }
         with self._aside():
-            checkpoint.save(self.run, self.step, self.model, self.settings["model"], self.corpus.tokenizer.proto, state)
+            trees = config.identity(self.settings)
+            checkpoint.save(self.run, self.step, self.model, trees, self.corpus.tokenizer.proto, state)
 
     def finish(self) -> None:
         if self.ranks.first:

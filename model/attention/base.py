@@ -42,12 +42,12 @@ class Attention(nn.Module):
         raise NotImplementedError
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     """q (B, T, H, D), k (B, S, K, D), v (B, S, K, E), visible (B, 1, T, S) -> (B, T, H, E).
 
     H is a multiple of K. visible=None is plain causal, T = S: no mask exists, the fused kernel knows.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
-    y = F.scaled_dot_product_attention(q, k, v, visible, is_causal=visible is None, scale=scale, enable_gqa=gqa)
+    y = F.scaled_dot_product_attention(q, k, v, visible, is_causal=visible is None, enable_gqa=gqa)
     return y.transpose(1, 2)
