@@ -38,7 +38,8 @@ def main(cfg: DictConfig) -> None:
             start = initial(settings)
             corpus, loader = opened(settings)
             if start is not None:
-                checkpoint.check_same(start, {"model": settings["model"]}, corpus.tokenizer)
+                shape = {key: value for key, value in settings["model"].items() if key != "context"}
+                checkpoint.check_same(start, {"model": shape}, corpus.tokenizer)
             ranks = distributed.join(device)
             run = ranks.agree(config.claim(settings) if ranks.first else None)
             found = checkpoint.newest(run) if settings["resume"] else None
@@ -61,6 +62,8 @@ def train(trainer: Trainer, compiles: bool) -> None:
         trainer.log.say(f"nothing to resume in {trainer.run}: a fresh start")
     if trainer.step >= trainer.steps:
         trainer.log.say(f"already at step {trainer.step} of {trainer.steps} ({trainer.run}). To go on: steps=N")
+        return
+    trainer.log.open(trainer.metrics_bytes)
     if compiles:
         trainer.compile()
     while trainer.step < trainer.steps:

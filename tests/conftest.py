@@ -8,13 +8,18 @@ import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from data.loader import Loader
+from data.prepare import prepare
 from model.build import build
+from training.distributed import Ranks
+from training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -95,3 +100,30 @@ def story(tmp_path) -> Path:
     path = tmp_path / "story.txt"
     path.write_text("<|endoftext|>\n".join("".join(lines[i : i + 3]) for i in range(0, len(lines), 3)))
     return path
+
+
+@pytest.fixture
+def trainer_of(tmp_path, story):
+    """Makes trainers on the story, each in a run folder of its own unless one is given."""
+    corpus = None
+
+    def make(*overrides: str, run: str | None = None) -> Trainer:
+        nonlocal corpus
+        settings = settings_of(*TINY, "data=text", f"data.path={story}", "data.vocab_size=400", "steps=6", *overrides)
+        if corpus is None:
+            corpus = prepare(build(settings["data"], "data"), tmp_path / "cache")
+        settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
+        loader = Loader(corpus.train, context=64, batch=settings["batch_tokens"] // 64, seed=settings["seed"])
+        folder = tmp_path / (run or f"run{len(list(tmp_path.iterdir()))}")
+        folder.mkdir(exist_ok=True)
+        ranks = Ranks(0, 1, torch.device("cpu"))
+        trainer = Trainer(settings, corpus, loader, folder, ranks, torch.float32, monotonic())
+        if not [*folder.glob("checkpoints/*")]:
+            trainer.log.open(0)
+        return trainer
+
+    return make
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}

@@ -1,53 +1,17 @@
-"""What a step does to the weights, what a checkpoint gives back, what evaluation reports."""
+"""What a step does to the weights, and what is reported of it."""
 
 import json
 import math
-import os
-import resource
 import sys
-from time import monotonic
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from data import IntegrityError
-from data.loader import Loader
-from data.prepare import prepare
 from model.build import build
-from tests.conftest import TINY, close, settings_of
-from training import checkpoint
-from training.distributed import Ranks
+from tests.conftest import close, settings_of, weights
 from training.optimizers import adamw, muon
 from training.schedules import cosine, wsd
-from training.trainer import Trainer
-
-
-@pytest.fixture
-def trainer_of(tmp_path, story):
-    """Makes trainers on the story, each in a run folder of its own unless one is given."""
-    corpus = None
-
-    def make(*overrides: str, run: str | None = None) -> Trainer:
-        nonlocal corpus
-        settings = settings_of(*TINY, "data=text", f"data.path={story}", "data.vocab_size=400", "steps=6", *overrides)
-        if corpus is None:
-            corpus = prepare(build(settings["data"], "data"), tmp_path / "cache")
-        settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
-        loader = Loader(corpus.train, context=64, batch=settings["batch_tokens"] // 64, seed=settings["seed"])
-        folder = tmp_path / (run or f"run{len(list(tmp_path.iterdir()))}")
-        folder.mkdir(exist_ok=True)
-        ranks = Ranks(0, 1, torch.device("cpu"))
-        trainer = Trainer(settings, corpus, loader, folder, ranks, torch.float32, monotonic())
-        if not [*folder.glob("checkpoints/*")]:
-            trainer.begin(None, None)
-        return trainer
-
-    return make
-
-
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch(trainer_of):
@@ -153,75 +117,6 @@ def test_a_reported_loss_is_the_mean_since_the_last_report(trainer_of):
     assert {"step", "tokens", "seconds", "lr", "grad_norm", "tokens_per_second", "mfu"} <= whole.keys()
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_resumed_run_continues_bit_for_bit(trainer_of, optimizer):
-    whole = trainer_of(f"optimizer={optimizer}")
-    for _ in range(6):
-        whole.optimize()
-        whole.report()
-    first = trainer_of(f"optimizer={optimizer}", run="cut")
-    for _ in range(3):
-        first.optimize()
-        first.report()
-    first.save()
-    first.optimize()
-    first.report()  # work that is lost, its line of metrics too
-    second = trainer_of(f"optimizer={optimizer}", run="cut")
-    second.begin(checkpoint.newest(second.run), None)
-    assert second.step == 3
-    for _ in range(3):
-        second.optimize()
-        second.report()
-    assert all(torch.equal(a, b) for a, b in zip(weights(whole).values(), weights(second).values(), strict=True))
-    lines = [[json.loads(line) for line in (t.run / "metrics.jsonl").read_text().splitlines()] for t in (whole, second)]
-    assert [line["step"] for line in lines[1]] == [1, 2, 3, 4, 5, 6]
-    assert [line["train_loss"] for line in lines[0]] == [line["train_loss"] for line in lines[1]]
-
-
-def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(trainer_of, capsys):
-    trainer = trainer_of()
-    for _ in range(3):
-        trainer.optimize()
-        trainer.save()
-    folders = sorted(path.name for path in (trainer.run / "checkpoints").iterdir())
-    assert folders == ["step-00000002", "step-00000003"]
-    newest = trainer.run / "checkpoints" / folders[1]
-    assert checkpoint.newest(trainer.run) == newest
-    raw = bytearray((newest / "model.safetensors").read_bytes())
-    raw[len(raw) // 2] ^= 1
-    (newest / "model.safetensors").write_bytes(raw)
-    assert checkpoint.newest(trainer.run).name == folders[0]
-    assert "skipped" in capsys.readouterr().err
-    (trainer.run / "checkpoints" / folders[0] / "manifest.json").unlink()
-    with pytest.raises(IntegrityError, match="no checkpoint is whole"):
-        checkpoint.newest(trainer.run)
-    assert len([*(trainer.run / "checkpoints").iterdir()]) == 2  # what is damaged is not deleted
-
-
-def test_a_full_disk_leaves_the_last_checkpoint(trainer_of):
-    trainer = trainer_of()
-    trainer.save()
-    largest = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for limit in (1, 4096, 200_000):
-        trainer.step += 1
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, largest[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                trainer.save()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, largest)
-        assert os.listdir(trainer.run / "checkpoints") == ["step-00000000"]
-    assert checkpoint.newest(trainer.run) is not None
-
-
-def test_weights_of_another_shape_are_refused(trainer_of):
-    trainer = trainer_of()
-    trainer.save()
-    other = build(settings_of("model=tiny", "model.depth=3", "data.vocab_size=400")["model"])
-    with pytest.raises(IntegrityError, match="do not fit"):
-        checkpoint.load_weights(other, checkpoint.newest(trainer.run), "cpu")
-
-
 def test_document_mask_changes_what_is_learned(trainer_of):
     plain, masked = (trainer_of("data.holdout=4", f"document_mask={mask}") for mask in ("false", "true"))
     for trainer in (plain, masked):
@@ -250,18 +145,6 @@ def test_steps_are_fitted_to_the_minutes(trainer_of, monkeypatch, minutes):
         fitted.append(trainer.steps)
     assert len({steps for steps in fitted if steps < math.inf}) == 1
     assert 0.8 * 60 * minutes < clock[0] - trainer.started + 5 < 60 * minutes
-
-
-@pytest.mark.parametrize("what", ["nats", "norm"])
-def test_what_is_not_finite_is_not_saved(trainer_of, what):
-    trainer = trainer_of()
-    trainer.optimize()
-    vars(trainer)[what].fill_(math.nan)
-    for action in (trainer.report, trainer.save):
-        with pytest.raises(SystemExit) as end:
-            action()
-        assert end.value.code == 4
-    assert not [*trainer.run.glob("checkpoints/*")]
 
 
 def test_an_overflow_in_fp16_skips_the_step_of_all(trainer_of):

@@ -124,8 +124,8 @@ def check_same(checkpoint: Path, trees: dict, tokenizer: Tokenizer) -> None:
     """Raises ValueError where one of `trees` is another in the checkpoint, IntegrityError where its tokenizer is."""
     saved = json.loads((checkpoint / "config.json").read_text())
     then, now = dict(flat({name: saved[name] for name in trees})), dict(flat(trees))
-    keys = [key for key in then | now if then.get(key) != now.get(key)]
-    changed = [f"{key} (checkpoint {then.get(key)}, now {now.get(key)})" for key in keys]
+    keys = [key for key in now if then.get(key) != now[key]]
+    changed = [f"{key} (checkpoint {then.get(key)}, now {now[key]})" for key in keys]
     if changed:
         raise ValueError(f"{checkpoint} has another {', '.join(changed)}. fix: the old values, or another run_dir")
     theirs, ours = Tokenizer.load(checkpoint / "tokenizer.model").sha256[:12], tokenizer.sha256[:12]

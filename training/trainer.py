@@ -60,6 +60,7 @@ class Trainer:
         self.norm = torch.zeros((), device=ranks.device)
         self.nats = torch.zeros((), device=ranks.device)  # of the steps since the last report, on this rank
         self.started, self.earlier_seconds, self.aside_seconds = started, 0.0, 0.0
+        self.metrics_bytes = 0  # that stand when the run begins
         self.first = self.reported = 0  # steps: where this process began, what metrics have
         self.mark = self.cold = self.warm = self._clock()  # when: the last report, the first step, the timed steps
 
@@ -68,7 +69,6 @@ class Trainer:
         if found is None:
             if start is not None:
                 checkpoint.load_weights(self.model, start, self.ranks.device)
-            self.log.open(kept=0)
             return
         checkpoint.load_weights(self.model, found, self.ranks.device)
         state = checkpoint.load_state(found)
@@ -79,7 +79,7 @@ class Trainer:
         self.step = self.first = self.reported = state["step"]
         self.steps = self.settings["steps"] or state["steps"] or math.inf
         self.fitted, self.earlier_seconds = self.fitted or state["fitted"], state["seconds"]
-        self.log.open(kept=state["metrics_bytes"])
+        self.metrics_bytes = state["metrics_bytes"]
 
     def compile(self) -> None:
         self.objective.compile(dynamic=False)

@@ -1,0 +1,96 @@
+"""What a checkpoint gives back, and what never becomes one."""
+
+import json
+import math
+import os
+import resource
+
+import pytest
+import torch
+
+from data import IntegrityError
+from model.build import build
+from tests.conftest import settings_of, weights
+from training import checkpoint
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_resumed_run_continues_bit_for_bit(trainer_of, optimizer):
+    whole = trainer_of(f"optimizer={optimizer}")
+    for _ in range(6):
+        whole.optimize()
+        whole.report()
+    first = trainer_of(f"optimizer={optimizer}", run="cut")
+    for _ in range(3):
+        first.optimize()
+        first.report()
+    first.save()
+    first.optimize()
+    first.report()  # work that is lost, its line of metrics too
+    second = trainer_of(f"optimizer={optimizer}", run="cut")
+    second.begin(checkpoint.newest(second.run), None)
+    second.log.open(second.metrics_bytes)
+    assert second.step == 3
+    for _ in range(3):
+        second.optimize()
+        second.report()
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole).values(), weights(second).values(), strict=True))
+    lines = [[json.loads(line) for line in (t.run / "metrics.jsonl").read_text().splitlines()] for t in (whole, second)]
+    assert [line["step"] for line in lines[1]] == [1, 2, 3, 4, 5, 6]
+    assert [line["train_loss"] for line in lines[0]] == [line["train_loss"] for line in lines[1]]
+
+
+def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(trainer_of, capsys):
+    trainer = trainer_of()
+    for _ in range(3):
+        trainer.optimize()
+        trainer.save()
+    folders = sorted(path.name for path in (trainer.run / "checkpoints").iterdir())
+    assert folders == ["step-00000002", "step-00000003"]
+    newest = trainer.run / "checkpoints" / folders[1]
+    assert checkpoint.newest(trainer.run) == newest
+    raw = bytearray((newest / "model.safetensors").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (newest / "model.safetensors").write_bytes(raw)
+    assert checkpoint.newest(trainer.run).name == folders[0]
+    assert "skipped" in capsys.readouterr().err
+    (trainer.run / "checkpoints" / folders[0] / "manifest.json").unlink()
+    with pytest.raises(IntegrityError, match="no checkpoint is whole"):
+        checkpoint.newest(trainer.run)
+    assert len([*(trainer.run / "checkpoints").iterdir()]) == 2  # what is damaged is not deleted
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(trainer_of):
+    trainer = trainer_of()
+    trainer.save()
+    largest = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (1, 4096, 200_000):
+        trainer.step += 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, largest[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                trainer.save()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, largest)
+        assert os.listdir(trainer.run / "checkpoints") == ["step-00000000"]
+    assert checkpoint.newest(trainer.run) is not None
+
+
+def test_weights_of_another_shape_are_refused(trainer_of):
+    trainer = trainer_of()
+    trainer.save()
+    other = build(settings_of("model=tiny", "model.depth=3", "data.vocab_size=400")["model"])
+    with pytest.raises(IntegrityError, match="do not fit"):
+        checkpoint.load_weights(other, checkpoint.newest(trainer.run), "cpu")
+
+
+@pytest.mark.parametrize("what", ["nats", "norm"])
+def test_what_is_not_finite_is_not_saved(trainer_of, what):
+    trainer = trainer_of()
+    trainer.optimize()
+    vars(trainer)[what].fill_(math.nan)
+    for action in (trainer.report, trainer.save):
+        with pytest.raises(SystemExit) as end:
+            action()
+        assert end.value.code == 4
+    assert not [*trainer.run.glob("checkpoints/*")]
