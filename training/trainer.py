@@ -99,11 +99,9 @@ class Trainer:
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"] or math.inf)
-        clean = (
-            not self.scaler.is_enabled() or self.norm.isfinite()
-        )  # what overflows fp16 in one spoils the clipping of all
+        overflows = self.scaler.is_enabled() and not self.norm.isfinite()  # then clipping spoils every gradient
         for optimizer in self.optimizers:
-            if clean:
+            if not overflows:
                 self.scaler.step(optimizer)
             optimizer.zero_grad()
         self.scaler.update()
