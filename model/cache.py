@@ -53,11 +53,13 @@ class KVCache(LayerCache):
         batch: int,
         capacity: int,
         window: int | None,
+        chunk: int | None,
         *features: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.window, self.size = window, capacity if window is None else min(capacity, window)
+        self.window, self.chunk = window, chunk
+        self.size = min(capacity, window or capacity, chunk or capacity)
         self.turns = self.size < capacity
         self.can_rewind = not self.turns
         super().__init__(*(torch.zeros(batch, self.size + 1, *shape, dtype=dtype, device=device) for shape in features))
@@ -69,9 +71,9 @@ class KVCache(LayerCache):
         ):  # a chunk overwrites what its first tokens still see: read before writing
             seen = [torch.cat((held, x), dim=1) for held, x in zip(self.held(), new, strict=True)]
             self._write(positions, new)
-            return seen, positions.visible_slots_then_new(self.size, self.window)
+            return seen, positions.visible_slots_then_new(self.size, self.window, self.chunk)
         self._write(positions, new)
-        return self.held(), positions.visible_slots(self.size, self.window)
+        return self.held(), positions.visible_slots(self.size, self.window, self.chunk)
 
     def held(self) -> list[Tensor]:
         return [buffer[:, : self.size] for buffer in self.buffers]

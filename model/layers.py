@@ -11,14 +11,23 @@ def precise(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, T, H, D): each pair (x[i], x[i + D/2]) turned by its angle. Su et al., 2104.09864."""
-    a, b = precise(x).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+    """x (B, T, H, D): of its first R dimensions, each pair (x[i], x[i + R/2]) turned by its angle. Su, 2104.09864.
+
+    R is twice the width of the tables (B, T, 1, R/2); the dimensions after R stay.
+    """
+    turned = 2 * cos.shape[-1]
+    a, b = precise(x[..., :turned]).chunk(2, dim=-1)
+    return torch.cat(((a * cos - b * sin).type_as(x), (b * cos + a * sin).type_as(x), x[..., turned:]), dim=-1)
 
 
 class Linear(nn.Linear):
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, bias: bool = False):
+        super().__init__(inputs, outputs, bias)
+
+
+def rms(x: Tensor) -> Tensor:
+    """x / rms(x) over the last axis, without a weight."""
+    return F.rms_norm(precise(x), x.shape[-1:], eps=1e-6).type_as(x)
 
 
 class RMSNorm(nn.RMSNorm):

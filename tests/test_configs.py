@@ -10,7 +10,9 @@ from model.build import build, find
 from tests.conftest import CONFIGS, VARIANTS, settings_of
 from training import config
 
-TARGETS = [path for path in sorted(CONFIGS.glob("*/*.yaml")) if "_target_" in OmegaConf.load(path)]
+TARGETS = [
+    path for group in ("data", "model", "optimizer", "schedule") for path in sorted((CONFIGS / group).glob("*.yaml"))
+]
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 GROUPS = ("data", "optimizer", "schedule", "experiment")
 

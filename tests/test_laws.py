@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+from model.attention import softmax
+from model.attention.base import attend
 from model.positions import Positions
 from model.sampling import decode_step, generate, sample
 from tests.conftest import close
@@ -172,14 +173,12 @@ def test_bf16_runs(model):
 
 
 def test_masks_are_made_once_and_none_for_plain_causal(model, monkeypatch):
-    masks, kernel = [], F.scaled_dot_product_attention
-
-    def spy(q, k, v, mask, *, is_causal, **rest):
-        masks.append(mask)
-        assert is_causal == (mask is None)
-        return kernel(q, k, v, mask, is_causal=is_causal, **rest)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    windows = {block.attention.window for block in model.blocks if "window" in vars(block.attention)} - {None}
+    masks = []
+    monkeypatch.setattr(
+        softmax, "attend", lambda q, k, v, mask, **how: (masks.append(mask), attend(q, k, v, mask, **how))[1]
+    )
     model(TOKENS)
-    assert len({id(mask) for mask in masks if mask is not None}) == len(windows)
+    softmaxes = [block.attention for block in model.blocks if isinstance(block.attention, softmax.SoftmaxAttention)]
+    kinds = [(a.window, a.chunk, a.softcap or a.sink is not None) for a in softmaxes]
+    assert [mask is None for mask in masks] == [not any(kind) for kind in kinds]
+    assert len({id(mask) for mask in masks}) == len(set(kinds))

@@ -30,7 +30,7 @@ def is_size(value: object) -> bool:
 
 
 def is_no_bad_number(value: object) -> bool:
-    return type(value) not in (int, float) or 0 < value < math.inf
+    return type(value) not in (int, float) or 0 <= value < math.inf
 
 
 def leaves(group: object) -> list[tuple[str, object]]:
@@ -82,8 +82,8 @@ RULES: dict[str, Rule] = {
 }
 NUMBERS: dict[str, Rule] = {
     "model": (is_size, "a whole number from 1"),
-    "attention": (is_no_bad_number, "above 0"),
-    "data": (is_no_bad_number, "above 0"),
+    "attention": (is_no_bad_number, "from 0"),
+    "data": (is_no_bad_number, "from 0"),
     "optimizer": (is_rate, "a number from 0"),
     "schedule": (is_rate, "a number from 0"),
 }

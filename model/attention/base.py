@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import LayerCache
+from model.layers import precise
 from model.positions import Positions
 
 Handed = dict[str, tuple[Tensor | None, ...]]  # what earlier layers of this forward hand to later ones
@@ -42,12 +43,42 @@ class Attention(nn.Module):
         raise NotImplementedError
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """q (B, T, H, D), k (B, S, K, D), v (B, S, K, E), visible (B, 1, T, S) -> (B, T, H, E).
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    *,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """q (B, T, H, D), k (B, S, K, D), v (B, S, K, E), visible (B, 1, T, S), sink (H,) -> (B, T, H, E).
 
     H is a multiple of K. visible=None is plain causal, T = S: no mask exists, the fused kernel knows.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    gqa = q.shape[1] != k.shape[1]
-    y = F.scaled_dot_product_attention(q, k, v, visible, is_causal=visible is None, enable_gqa=gqa)
+    if softcap is None and sink is None:
+        causal, gqa = visible is None, q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, visible, dropout, causal, scale=scale, enable_gqa=gqa)
+    else:
+        y = by_scores(q, k, v, visible, softcap, sink, dropout)
     return y.transpose(1, 2)
+
+
+def by_scores(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float | None, sink: Tensor | None, dropout: float
+) -> Tensor:
+    """The same, q (B, H, T, D) and so on, with every score in memory: for what no fused kernel can do."""
+    q, k, v = q.unflatten(1, (k.shape[1], -1)), k.unsqueeze(2), v.unsqueeze(2)  # (B, K, H/K, T, D), (B, K, 1, S, D)
+    scores = precise(q @ k.mT) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~visible.unsqueeze(2), -torch.inf)
+    if sink is None:
+        weights = scores.softmax(dim=-1)
+    else:  # one more score, of nothing
+        extra = precise(sink).view(*q.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1]
+    return (F.dropout(weights, dropout).type_as(v) @ v).flatten(1, 2)

@@ -1,22 +1,25 @@
-"""Softmax attention: `heads` queries share `kv_heads` keys and values. Vaswani, 1706.03762; Ainslie, 2305.13245.
+"""Softmax attention as a product of independent choices. Vaswani et al., 1706.03762.
 
-kv_heads = heads is multi-head attention, kv_heads = 1 is multi-query, all between is grouped-query. With a
-`window`, a token sees that many positions, itself included, and the cache holds no more (Beltagy, 2004.05150).
+Projections: `heads` queries share `kv_heads` keys and values (grouped queries: Ainslie, 2305.13245). Positions: RoPE,
+or none (NoPE: Kazemnejad, 2305.19466). QK-norm: none, before RoPE with a weight (Qwen3), after it without (Llama 4).
+Mask: the whole past, a `window` (Beltagy, 2004.05150) or a `chunk` (Llama 4). Scores: a soft-cap (Gemma 2), a learned
+sink (gpt-oss). Output: plain or gated (2505.06708).
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.attention.base import Attention, attend
 from model.cache import KVCache
-from model.layers import Linear, RMSNorm, rotate
-from model.positions import Positions
+from model.layers import Linear, RMSNorm, rms, rotate
+from model.positions import Positions, Scaling
 
 
 class SoftmaxAttention(Attention):
-    """`qk_norm` is null, or before_rope: queries and keys are normalised within each head, with a weight (Qwen3).
+    """Raises ValueError for choices that do not go together.
 
-    Raises ValueError where heads do not divide dim, kv_heads do not divide heads, or a head has an odd dimension.
+    `rope_base` null: no positions. `window` and `chunk` are in tokens: a token sees the `window` newest, itself
+    included, or those of its own chunk; a cache holds no more.
     """
 
     def __init__(
@@ -28,53 +31,81 @@ class SoftmaxAttention(Attention):
         depth: int,
         *,
         kv_heads: int,
-        rope_base: float,
+        rope_base: float | None,
         qk_norm: str | None,
-        window: int | None,
+        rope_fraction: float = 1.0,
+        rope_scaling: Scaling | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
+        softcap: float | None = None,
+        sink: bool = False,
+        gated: bool = False,
+        dropout: float = 0.0,
+        bias: bool = False,
     ):
         super().__init__()
+        head_dim, sizes = dim // heads, {"kv_heads": kv_heads, "rope_base": rope_base, "window": window, "chunk": chunk}
+        for name, size in sizes.items():
+            if size is not None and size <= 0:
+                raise ValueError(f"attention.{name} must be above 0 (got {size}). fix: change it")
         if dim % heads or heads % kv_heads:
             raise ValueError(
-                f"heads must divide dim, and kv_heads heads (got {dim=} {heads=} {kv_heads=}). fix: change one of them"
+                f"heads must divide dim, and kv_heads heads ({dim=} {heads=} {kv_heads=}). fix: change one"
             )
-        if dim // heads % 2:
-            raise ValueError(
-                f"RoPE needs an even head dimension (got {dim=} / {heads=} = {dim // heads}). fix: change one of them"
-            )
-        if qk_norm not in (None, "before_rope"):
-            raise ValueError(f"attention.qk_norm is unknown (got {qk_norm!r}). fix: null or before_rope")
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
-        self.rope_base, self.window = rope_base, window
-        self.q_proj = Linear(dim, dim)
-        self.k_proj = Linear(dim, kv_heads * self.head_dim)
-        self.v_proj = Linear(dim, kv_heads * self.head_dim)
-        self.o_proj = Linear(dim, dim)
-        self.q_norm = RMSNorm(self.head_dim) if qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim) if qk_norm else None
+        rotary_dim = round(head_dim * rope_fraction)
+        if rope_base is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
+            given = f"{dim=} / {heads=} x {rope_fraction=} is {head_dim * rope_fraction:g}"
+            raise ValueError(f"RoPE needs an even part of the head dimension ({given}). fix: change one of them")
+        if qk_norm not in (None, "before_rope", "after_rope"):
+            raise ValueError(f"attention.qk_norm is unknown (got {qk_norm!r}). fix: null, before_rope or after_rope")
+        if window is not None and chunk is not None:
+            raise ValueError(f"a layer has a window or a chunk, not both ({window=} {chunk=}). fix: one of them null")
+        self.rotary = rotary_dim, rope_base, rope_scaling
+        self.heads, self.kv_heads, self.head_dim, self.qk_norm = heads, kv_heads, head_dim, qk_norm
+        self.rope_base, self.window, self.chunk, self.softcap, self.dropout = rope_base, window, chunk, softcap, dropout
+        self.q_proj = Linear(dim, dim, bias)
+        self.k_proj = Linear(dim, kv_heads * head_dim, bias)
+        self.v_proj = Linear(dim, kv_heads * head_dim, bias)
+        self.o_proj = Linear(dim, dim, bias)
+        self.gate_proj = Linear(dim, dim, bias) if gated else None
+        self.q_norm = RMSNorm(head_dim) if qk_norm == "before_rope" else None
+        self.k_norm = RMSNorm(head_dim) if qk_norm == "before_rope" else None
+        self.sink = nn.Parameter(torch.empty(heads)) if sink else None
 
     def mix(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:
         q = self.q_proj(x).unflatten(-1, (self.heads, -1))  # (B, T, H, D)
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, -1))  # (B, T, K, D)
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))  # (B, T, K, D)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rotary = positions.rotary(self.head_dim, self.rope_base)
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        q, k = self.place(q, self.q_norm, positions), self.place(k, self.k_norm, positions)
         if cache is None:
-            visible = positions.visible(self.window)
+            visible = positions.visible(
+                self.window, self.chunk, explicit=self.softcap is not None or self.sink is not None
+            )
         else:
             (k, v), visible = cache.extend(positions, k, v)  # (B, S, K, D)
-        return self.o_proj(attend(q, k, v, visible).flatten(-2))
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, visible, softcap=self.softcap, sink=self.sink, dropout=dropout).flatten(-2)
+        return self.o_proj(y if self.gate_proj is None else y * self.gate_proj(x).sigmoid())
+
+    def place(self, x: Tensor, norm: RMSNorm | None, positions: Positions) -> Tensor:
+        """Queries or keys (B, T, H, D), normalised and turned to their positions."""
+        x = x if norm is None else norm(x)
+        x = x if self.rope_base is None else rotate(x, *positions.rotary(*self.rotary))
+        return rms(x) if self.qk_norm == "after_rope" else x
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> KVCache:
         feature = (self.kv_heads, self.head_dim)
-        return KVCache(batch, capacity, self.window, feature, feature, dtype=dtype, device=device)
+        return KVCache(batch, capacity, self.window, self.chunk, feature, feature, dtype=dtype, device=device)
 
     def cache_bytes(self, capacity: int, itemsize: int) -> int:
-        slots = capacity if self.window is None else min(capacity, self.window)
+        slots = min(capacity, self.window or capacity, self.chunk or capacity)
         return (slots + 1) * 2 * self.kv_heads * self.head_dim * itemsize
 
     def score_flops(self, context: int) -> float:
-        window = context if self.window is None else min(context, self.window)
-        seen = window - window * (window - 1) / (2 * context)  # positions a token sees, averaged over the context
+        most = min(context, self.window or context, self.chunk or context)
+        short = most * (most - 1) / 2  # what the first tokens of a sequence, or of each chunk, see less
+        seen = most - short / (context if self.chunk is None else most)
         return 4 * self.heads * self.head_dim * seen
+
+    def initial(self, name: str) -> Tensor:
+        return torch.zeros(self.heads)  # the sink weighs as much as a score of 0

@@ -1,0 +1,154 @@
+"""Logits equal those of an independent implementation, the class of `transformers` that can express a variant."""
+
+import pytest
+import torch
+
+from model.build import build
+from tests.conftest import close, redraw, tree_of
+
+RENAMED = {
+    "embed.": "model.embed_tokens.",
+    "blocks.": "model.layers.",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.": "self_attn.",
+    "ffn.": "mlp.",
+    "head.": "lm_head.",
+    "self_attn.sink": "self_attn.sinks",
+}
+FULL, LOCAL = "full_attention", "sliding_attention"
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SLIDING = {"use_sliding_window": True, "sliding_window": 5}
+DEEPSEEK = {
+    "first_k_dense_replace": 3, "num_mtp_layers": 0, "n_routed_experts": 2, "n_group": 1, "topk_group": 1,
+    "num_experts_per_tok": 1, "moe_intermediate_size": 8, "kv_lora_rank": 64, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32, "v_head_dim": 48, "rope_interleave": False, "num_key_value_heads": 4, "head_dim": 16,
+}  # fmt: skip
+SCALED = "attention.rope_scaling={_target_:model.rope."
+# variant and overrides: the class, and what its config says beyond the shape
+CLASSES = {
+    "llama": ("Llama", {}),
+    "llama attention.bias=true": ("Llama", {"attention_bias": True}),
+    "gqa": ("Qwen3", {}),
+    f"llama {SCALED}Linear,factor:4}}": ("Llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}}),
+    f"llama {SCALED}Llama3,factor:8,low:1,high:4,context:16}}": (
+        "Llama",
+        {
+            "rope_parameters": ROPE | {
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    f"llama {SCALED}YaRN,factor:4,fast:8,slow:1,context:16}}": (
+        "Llama",
+        {
+            "rope_parameters": ROPE | {
+                "rope_type": "yarn", "factor": 4.0, "beta_fast": 8, "beta_slow": 1,
+                "original_max_position_embeddings": 16,
+            },
+            "max_position_embeddings": 64,
+        },
+    ),
+    "gated attention.rope_fraction=0.5": (
+        "Qwen3_5",
+        {"layer_types": [FULL] * 3, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+    ),
+    "mqa": ("Qwen3", {}),
+    "mha": ("Qwen3", {}),
+    "sliding_window": ("Qwen3", SLIDING | {"layer_types": [LOCAL] * 3}),
+    "sliding_window attention.qk_norm=null": ("Mistral", {"sliding_window": 5}),
+    "local_global": ("Qwen3", SLIDING | {"layer_types": [LOCAL, LOCAL, FULL]}),
+    "nope attention.kinds.rope.qk_norm=null attention.kinds.nope.qk_norm=null": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 1, 0], "use_sliding_window": False, "layer_types": [FULL] * 3},
+    ),
+    "chunked": (
+        "Llama4",
+        {
+            "moe_layers": [], "intermediate_size_mlp": 128, "attention_chunk_size": 5, "no_rope_layers": [1, 1, 0],
+            "layer_types": ["chunked_attention"] * 2 + [FULL], "attn_temperature_tuning": False, "use_qk_norm": True,
+        },
+    ),
+    "l2norm": (
+        "Llama4",
+        {
+            "moe_layers": [], "intermediate_size_mlp": 128, "no_rope_layers": [1, 1, 1],
+            "layer_types": [FULL] * 3, "attn_temperature_tuning": False, "use_qk_norm": True,
+            "attention_chunk_size": 99,
+        },
+    ),
+    "sink": ("GraniteSWA", {"attention_multiplier": 16**-0.5, "sliding_window": 99, "layer_types": [FULL] * 3}),
+    "mla": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": None}),
+    "mla attention.query_rank=24": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": 24}),
+    "gated": ("Qwen3_5", {"layer_types": [FULL] * 3, "rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}),
+}  # fmt: skip
+
+
+def counterpart(kind: str, tree: dict, more: dict) -> torch.nn.Module:
+    import transformers
+
+    attention = tree["attention"]
+    while "kinds" in attention:
+        attention = next(iter(attention["kinds"].values()))
+    shape = {
+        "vocab_size": tree["vocab_size"],
+        "hidden_size": tree["dim"],
+        "intermediate_size": tree["hidden"],
+        "num_hidden_layers": tree["depth"],
+        "num_attention_heads": tree["heads"],
+        "num_key_value_heads": attention.get("kv_heads", tree["heads"]),
+        "head_dim": tree["dim"] // tree["heads"],
+        "rope_parameters": ROPE,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        "attn_implementation": "eager",
+    }
+    config = kind + ("TextConfig" if kind in ("Llama4", "Qwen3_5") else "Config")
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, config)(**shape | more)).eval()
+
+
+def theirs_of(kind: str, weights: dict[str, torch.Tensor], heads: int) -> dict[str, torch.Tensor]:
+    """Our weights under their names, in their layout."""
+    for short, long in RENAMED.items():
+        weights = {name.replace(short, long, 1) if short in name else name: w for name, w in weights.items()}
+    weights["model.norm.weight"] = weights.pop("norm.weight")
+    if kind == "Llama4":
+        weights = {name.replace(".mlp.", ".feed_forward."): w for name, w in weights.items()}
+        for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight"))]:
+            pairs = weights[name].unflatten(0, (-1, 2, 8))  # a head's halves, which they have side by side
+            weights[name] = pairs.transpose(1, 2).reshape(weights[name].shape)
+    if kind == "DeepseekV3":
+        latent = {
+            "q_down_proj": "q_a_proj",
+            "q_down_norm": "q_a_layernorm",
+            "latent_norm": "kv_a_layernorm",
+            "kv_proj": "kv_b_proj",
+        }
+        if any("q_down_proj" in name for name in weights):
+            weights = {name.replace(".q_proj", ".q_b_proj"): w for name, w in weights.items()}
+        for short, long in latent.items():
+            weights = {name.replace(f".{short}", f".{long}"): w for name, w in weights.items()}
+        for name in [name for name in weights if "latent_proj" in name]:
+            rope = weights.pop(name.replace("latent_proj", "rope_proj"))
+            weights[name.replace("latent_proj", "kv_a_proj_with_mqa")] = torch.cat((weights.pop(name), rope))
+    if kind == "Qwen3_5":
+        for name in [name for name in weights if name.endswith("gate_proj.weight") and "self_attn" in name]:
+            gate, q = weights.pop(name), name.replace("gate_proj", "q_proj")
+            both = torch.cat((weights[q].unflatten(0, (heads, -1)), gate.unflatten(0, (heads, -1))), dim=1)
+            weights[q] = both.flatten(0, 1)
+        weights = {name: w - 1 if "norm" in name else w for name, w in weights.items()}
+    return weights
+
+
+@pytest.mark.parametrize("variant", CLASSES)
+def test_logits_equal_those_of_transformers(variant):
+    kind, more = CLASSES[variant]
+    tree = tree_of(*variant.split())
+    ours = redraw(build(tree)).eval()
+    theirs = counterpart(kind, tree, more)
+    theirs.load_state_dict(theirs_of(kind, ours.state_dict(), tree["heads"]))
+    tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
