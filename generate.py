@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}. fix: python generate.py --help\n")
+        self.exit(2, f"error: {message}. fix: quote the prompt; python generate.py --help\n")
 
 
 def number(kind: type, least: float, most: float = sys.maxsize) -> Callable[[str], float]:
@@ -57,7 +57,8 @@ def number(kind: type, least: float, most: float = sys.maxsize) -> Callable[[str
 
     def parse(text: str) -> float:
         if not least <= kind(text) <= most:
-            raise argparse.ArgumentTypeError(f"not from {least} to {most}: {text}")
+            most_too = f" to {most:g}" if most < sys.maxsize else ""
+            raise argparse.ArgumentTypeError(f"must be from {least:g}{most_too}, got {text}")
         return kind(text)
 
     parse.__name__ = kind.__name__
@@ -119,7 +120,7 @@ def load(given: argparse.Namespace, device):
 def read_prompts(given: argparse.Namespace) -> list[str]:
     """Raises ValueError for what is not UTF-8, and for a file without a line."""
     if given.prompt_file is not None:
-        prompts = [line.rstrip("\r\n") for line in utf8_lines(given.prompt_file)]
+        prompts = [line.rstrip("\r\n") for line in utf8_lines(given.prompt_file) if line.strip()]
         if not prompts:
             raise ValueError(f"no prompts ({given.prompt_file} is empty). fix: one prompt a line")
         return prompts

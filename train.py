@@ -8,6 +8,8 @@ from time import monotonic
 BEFORE_IMPORTS = monotonic()
 
 import os
+import re
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -56,13 +58,13 @@ def main(cfg: DictConfig) -> None:
 
 
 def train(trainer: Trainer, compiles: bool) -> None:
+    if trainer.step >= trainer.steps:
+        trainer.log.say(f"already at step {trainer.step} of {trainer.steps} ({trainer.run}). To go on: steps=N")
+        return
     if trainer.step > 0:
         trainer.log.say(f"resuming step {trainer.step}")
     elif trainer.settings["resume"]:
         trainer.log.say(f"nothing to resume in {trainer.run}: a fresh start")
-    if trainer.step >= trainer.steps:
-        trainer.log.say(f"already at step {trainer.step} of {trainer.steps} ({trainer.run}). To go on: steps=N")
-        return
     trainer.log.open(trainer.metrics_bytes)
     if compiles:
         trainer.compile()
@@ -87,9 +89,11 @@ def checked(cfg: DictConfig) -> dict:
     if not any(problem.startswith(config.GROUPS) for problem in found):
         try:
             with torch.device("meta"):
-                build(settings["optimizer"], "training")(build(settings["model"]))
+                model = build(settings["model"])
+                build(settings["optimizer"], "training")(model)
+                model(torch.zeros(1, 2, dtype=torch.int64), model.new_cache(1, 2, torch.float32, "meta"))
             build(settings["schedule"], "training")(0, 1)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # a knob of the wrong kind fails somewhere inside
             found.append(str(error))
     if found:
         errors.fail(errors.INPUT, *found, alike=True)
@@ -141,5 +145,9 @@ def introduction(trainer: Trainer, compilation: str) -> str:
 
 if __name__ == "__main__":
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands its errors on instead of printing them
+    keys = (*config.RULES, *config.GROUPS)
+    for word in sys.argv[1:]:
+        if word.startswith("--") and re.split("[=.]", word[2:])[0] in keys:
+            errors.fail(errors.INPUT, f"keys are written without dashes (got {word}). fix: {word[2:]}")
     with errors.one_line(HydraException, OmegaConfBaseException):
         main()

@@ -210,7 +210,7 @@ class Hub(Source):
                 raise
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ValueError(
-                f"cannot read the dataset ({self.repo}: {reason}). fix: data.repo, or data=stdlib"
+                f"cannot read the dataset ({self.repo}: {reason}). fix: check network and data.repo, or data=stdlib"
             ) from None
 
 

@@ -47,6 +47,5 @@ def check(target: Callable, given: set[str], later: bool) -> None:
     missing = {name for name, p in knobs.items() if p.default is p.empty} - given
     unknown = given - knobs.keys()
     if missing or unknown:
-        raise ValueError(
-            f"{target.__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}. fix: knobs are {sorted(knobs)}"
-        )
+        wrong = [f"{word} {sorted(names)}" for word, names in (("missing", missing), ("unknown", unknown)) if names]
+        raise ValueError(f"{target.__name__}: {', '.join(wrong)}. fix: its knobs are {sorted(knobs)}")

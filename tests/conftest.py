@@ -6,7 +6,9 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", WANDB_MODE="disabled"
 
 import runpy
 import sys
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from time import monotonic
 
@@ -43,13 +45,18 @@ torch.set_num_threads(1)
 
 def settings_of(*overrides: str) -> dict:
     """The resolved config of `python train.py ...`."""
+    return deepcopy(composed(*overrides))
+
+
+@cache
+def composed(*overrides: str) -> dict:
     with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
         return OmegaConf.to_container(compose("train", overrides=["name=test", *overrides]), resolve=True)
 
 
 def tree_of(variant: str, *overrides: str) -> dict:
     """The model of a variant, tiny."""
-    tiny = ("model=tiny", "model.depth=3", "model.vocab_size=128", "context=64")
+    tiny = ("model=tiny", "model.depth=2", "model.vocab_size=128", "context=64")
     return shrink(settings_of(f"attention={variant}", *tiny, *overrides)["model"])
 
 

@@ -35,7 +35,7 @@ def test_hostile_targets_are_refused(target):
 def test_a_knob_too_many_or_too_few_is_refused(change):
     tree = tree_of("gqa")["attention"] | change
     tree = {key: value for key, value in tree.items() if value is not None or key == "window"}
-    with pytest.raises(ValueError, match="SoftmaxAttention: missing"):
+    with pytest.raises(ValueError, match="SoftmaxAttention: "):
         build(tree)
 
 
@@ -50,7 +50,7 @@ def test_first_weights_do_not_depend_on_how_a_model_is_built(variant):
     initialise(late, seed=3)
     for (name, a), b in zip(plain.named_parameters(), late.parameters(), strict=True):
         assert torch.equal(a, b), name
-        assert a.any() != name.endswith(("o_proj.weight", "down_proj.weight", "head.weight")), name
+        assert a.any() != name.endswith(("o_proj.weight", "down_proj.weight", "head.weight", "sink")), name
 
 
 def test_variants_share_the_weights_they_share():

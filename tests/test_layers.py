@@ -67,7 +67,7 @@ def test_attention_is_a_softmax_over_what_is_visible(heads, kv_heads, window):
 
 
 def test_a_window_cache_holds_no_more_than_the_window():
-    cache = KVCache(1, 4096, 256, (1, 2), dtype=torch.float32, device="cpu")
+    cache = KVCache(1, 4096, 256, None, (1, 2), dtype=torch.float32, device="cpu")
     assert cache.nbytes == (256 + 1) * 2 * 4
 
 

@@ -145,7 +145,7 @@ def theirs_of(kind: str, weights: dict[str, torch.Tensor], heads: int) -> dict[s
 @pytest.mark.parametrize("variant", CLASSES)
 def test_logits_equal_those_of_transformers(variant):
     kind, more = CLASSES[variant]
-    tree = tree_of(*variant.split())
+    tree = tree_of(*variant.split(), "model.depth=3")
     ours = redraw(build(tree)).eval()
     theirs = counterpart(kind, tree, more)
     theirs.load_state_dict(theirs_of(kind, ours.state_dict(), tree["heads"]))

@@ -213,4 +213,4 @@ def test_a_bar_and_lines_tell_the_same(trainer_of, monkeypatch, capsys):
         trainer.report()
         trainer.finish()
         told = capsys.readouterr().err
-        assert "tokens/s" in told and "GFLOP/s" in told and "GiB" in told and "min left" in told
+        assert "tokens/s" in told and "GFLOP/s" in told and "GiB" in told and "0:00:00 left" in told

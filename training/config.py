@@ -157,7 +157,8 @@ def claim(config: dict) -> Path:
         run.name: run for run in Path("runs").glob(f"{name}*") if re.fullmatch(rf"{re.escape(name)}(-\d+)?", run.name)
     }
     if config["resume"] and taken:
-        return max(taken.values(), key=lambda run: int(run.name[len(name) + 1 :] or 1))
+        saved = [run for run in taken.values() if list(run.glob("checkpoints/step-*"))]
+        return max(saved or taken.values(), key=lambda run: int(run.name[len(name) + 1 :] or 1))
     for number in count(1):
         run = Path("runs", name if number == 1 else f"{name}-{number}")
         try:

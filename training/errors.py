@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,11 +42,12 @@ def one_line(*of_config: type[Exception]) -> Iterator[None]:
     try:
         yield
     except of_config as error:
-        fail(BUG, f"{error}. fix: configs/ has the keys and what they may be")
+        text = re.split(r"\nTo append|\nConfig search path|\nSee https", str(error))[0]
+        fail(BUG, f"{text}. fix: configs/ has the keys; a value with spaces or commas is quoted twice: 'key=\"a b\"'")
     except IntegrityError as error:
         fail(INTEGRITY, error)
     except KeyboardInterrupt:
-        fail(INTERRUPTED, "interrupted. fix: call it again; training goes on with resume=true")
+        fail(INTERRUPTED, "interrupted. fix: call it again; resume=true goes on from the last checkpoint")
     except BrokenPipeError:  # who read our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None

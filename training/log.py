@@ -2,6 +2,7 @@
 
 import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -51,9 +52,9 @@ class Log:
         )
         news = f"loss {values['train_loss']:.3f}  {speed:,.0f} tokens/s  {mfu}  {memory / 2**30:.1f} GiB"
         if steps < float("inf"):
-            news += f"  {left / speed / 60:.1f} min left"
+            news += f"  {timedelta(seconds=round(left / speed))} left"
         if not sys.stderr.isatty():
-            self.say(f"step {step}/{steps:.0f}  {news}")
+            self.say(f"step {step}" + (f"/{steps}" if steps < float("inf") else "") + f"  {news}")
             return
         if self.bar is None:
             self.bar = tqdm(dynamic_ncols=True, bar_format="{n_fmt}/{total_fmt} |{bar}| {postfix}")

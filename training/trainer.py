@@ -56,7 +56,7 @@ class Trainer:
         self.flops, self.peak = self.model.training_flops(), hardware.peak_flops(ranks.device)
 
         self.step, self.steps = 0, settings["steps"] or math.inf
-        self.fitted = settings["max_minutes"] is None
+        self.fitted, self.compiled = settings["max_minutes"] is None, False
         self.norm = torch.zeros((), device=ranks.device)
         self.nats = torch.zeros((), device=ranks.device)  # of the steps since the last report, on this rank
         self.started, self.earlier_seconds, self.aside_seconds = started, 0.0, 0.0
@@ -82,6 +82,7 @@ class Trainer:
         self.metrics_bytes = state["metrics_bytes"]
 
     def compile(self) -> None:
+        self.compiled = True
         self.objective.compile(dynamic=False)
 
     def due(self, every: str) -> bool:
@@ -121,6 +122,8 @@ class Trainer:
         """Decides, once, after a timed warm-up, how many steps fit into `max_minutes`."""
         if not self.fitted:
             fitting = self.ranks.agree(self._fitting_steps())
+            if fitting < self.steps < math.inf:
+                self.log.say(f"max_minutes={self.settings['max_minutes']} has room for {fitting} of {self.steps} steps")
             self.steps, self.fitted = min(self.steps, fitting), fitting < math.inf
 
     def _fitting_steps(self) -> float:
@@ -129,12 +132,14 @@ class Trainer:
             self.cold = now - self.mark
         if done == COLD:
             self.warm = now
-        if done < COLD + TIMED or now - self.warm < 0.03 * limit:
+        enough = done >= COLD + TIMED and now - self.warm > 0.03 * limit
+        if done <= COLD or not (enough or self.seconds > 0.5 * limit):
             return math.inf
         each = (now - self.warm) / (done - COLD)
         tokens = sum(map(len, self.corpus.validation))
         look = 0.4 * each * tokens / self.settings["batch_tokens"]  # seconds an evaluation takes: it is a forward
-        left = (1 - MARGIN) * (limit - self.seconds) - look - SPARE - 0.5 * self.cold  # evaluation is compiled too
+        look_first = look + (0.5 * self.cold if self.compiled else 0)  # and is compiled too
+        left = (1 - MARGIN) * (limit - self.seconds) - look_first - SPARE
         return self.step + max(1, int(left / (each + look / self.settings["eval_every"])))
 
     def report(self) -> None:
@@ -217,7 +222,7 @@ class Trainer:
     def finish(self) -> None:
         if self.ranks.first:
             self.log.close()
-            self.log.say(f"done: {self.run}, and  python generate.py --run {self.run} PROMPT")
+            self.log.say(f'done. Now try: python generate.py --run {self.run} "PROMPT"')
 
     @property
     def seconds(self) -> float:

@@ -16,6 +16,7 @@ class Attention(nn.Module):
 
     It is constructed with what its layer knows, then its own knobs:
     (dim, heads, context, layer, depth, *, ...). Projections, positions, mask and what to remember are its own affair.
+    Its last map is called o_proj and begins at zero; its norms have `norm` in their names.
     """
 
     def forward(

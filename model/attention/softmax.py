@@ -44,10 +44,12 @@ class SoftmaxAttention(Attention):
         bias: bool = False,
     ):
         super().__init__()
-        head_dim, sizes = dim // heads, {"kv_heads": kv_heads, "rope_base": rope_base, "window": window, "chunk": chunk}
-        for name, size in sizes.items():
-            if size is not None and size <= 0:
-                raise ValueError(f"attention.{name} must be above 0 (got {size}). fix: change it")
+        head_dim = dim // heads
+        for name, size in (("kv_heads", kv_heads), ("window", window), ("chunk", chunk)):
+            if size is not None and (type(size) is not int or size < 1):
+                raise ValueError(f"attention.{name} must be a whole number from 1 (got {size!r}). fix: change it")
+        if rope_base is not None and not rope_base > 1:
+            raise ValueError(f"attention.rope_base must be above 1 (got {rope_base!r}). fix: 10000")
         if dim % heads or heads % kv_heads:
             raise ValueError(
                 f"heads must divide dim, and kv_heads heads ({dim=} {heads=} {kv_heads=}). fix: change one"
