@@ -50,5 +50,7 @@ def join(device: torch.device) -> Ranks:
 
 
 def leave() -> None:
+    """Together: gloo's thread may still hold the last reduced tensor, and to end it at that moment hangs."""
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
