@@ -54,7 +54,7 @@ def main(cfg: DictConfig) -> None:
             train(trainer, compiles)
         except torch.OutOfMemoryError as error:
             errors.fail(errors.INPUT, out_of_memory(str(error), config.micro_batch(settings, ranks.world)))
-    distributed.leave()
+    distributed.leave(trainer)
 
 
 def train(trainer: Trainer, compiles: bool) -> None:
@@ -151,3 +151,4 @@ if __name__ == "__main__":
             errors.fail(errors.INPUT, f"keys are written without dashes (got {word}). fix: {word[2:]}")
     with errors.one_line(HydraException, OmegaConfBaseException):
         main()
+    distributed.end()
