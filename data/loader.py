@@ -28,7 +28,7 @@ class Loader:
         numbers = range(step * self.batch, (step + 1) * self.batch)[rows]
         taken = np.stack([self._take(self._start(number), self.context + 1) for number in numbers])
         taken = torch.from_numpy(taken.astype(np.int64))
-        return taken[:, :-1], taken[:, 1:]
+        return taken[:, :-1].contiguous(), taken[:, 1:].contiguous()
 
     def _start(self, number: int) -> int:
         epoch, row = divmod(number, self.rows)

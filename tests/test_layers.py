@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.attention import base
 from model.attention.base import attend
 from model.build import build
 from model.cache import KVCache
@@ -53,9 +54,13 @@ def test_rope_turns_each_pair_by_its_angle():
 
 @pytest.mark.parametrize("heads, kv_heads", [(6, 6), (6, 3), (6, 1)])
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_is_a_softmax_over_what_is_visible(heads, kv_heads, window):
+def test_attention_is_a_softmax_over_what_is_visible(heads, kv_heads, window, monkeypatch):
     q, k, v = random(2, 7, heads, 4), random(2, 7, kv_heads, 4), random(2, 7, kv_heads, 4)
-    y = attend(q, k, v, Positions(torch.zeros(2, 7), None, None, None).visible(window))
+    visible = Positions(torch.zeros(2, 7), None, None, None).visible(window)
+    y = attend(q, k, v, visible)
+    monkeypatch.setattr(base, "BLOCK", 3)
+    by_heads = (x.transpose(1, 2) for x in (q, k, v))
+    close(base.by_scores(*by_heads, visible, None, None, 0.0, None).transpose(1, 2), y)
     for b in range(2):
         for t in range(7):
             for h in range(heads):

@@ -10,7 +10,7 @@ import torch
 
 from model.build import build
 from tests.conftest import close, settings_of, weights
-from training.optimizers import adamw, muon
+from training.optimizers import Muon, adamw, muon
 from training.schedules import cosine, wsd
 
 
@@ -38,6 +38,22 @@ def test_clipping_bounds_the_gradient(trainer_of):
     ]
     assert free.norm == clipped.norm > 0.1  # as it was before clipping
     assert moved[1] < moved[0] / 5
+
+
+def test_muon_steps_as_torch_does():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(24, 16), (16, 16), (16, 24), (24, 16), (16, 40)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2}
+    steppers = Muon(ours, **settings), torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **settings)
+    for _ in range(4):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator)
+            b.grad = a.grad.clone()
+        for stepper in steppers:
+            stepper.step()
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b, rtol=0, atol=1e-3)  # a hundredth of what a weight moves by in a step, for bf16
 
 
 @pytest.mark.parametrize("kind", [adamw, muon])
@@ -102,6 +118,16 @@ def test_evaluation_equals_a_loop_over_windows(trainer_of):
         logits = trainer.model(window[None, :-1])[0].double()
         nats -= sum(row.log_softmax(-1)[target].item() for row, target in zip(logits, window[1:], strict=True))
     assert line["val_loss"] == pytest.approx(nats / (len(text) - 1), rel=1e-5)
+
+
+def test_evaluation_runs_what_training_compiled(trainer_of):
+    trainer, graphs = trainer_of("micro_batch=4"), []
+    torch._dynamo.reset()
+    trainer.objective.compile(dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph)
+    trainer.optimize()
+    trainer.evaluate()
+    trainer.optimize()
+    assert len(graphs) == 1
 
 
 def test_a_reported_loss_is_the_mean_since_the_last_report(trainer_of):

@@ -25,17 +25,21 @@ class Objective(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-@torch.no_grad()
 def evaluate(
     objective: nn.Module, corpus: Corpus, settings: dict, batch: int, precision: torch.dtype, ranks: Ranks
 ) -> dict[str, float]:
-    """`val_loss` in nats per token and `val_bpb`, over all held-out text in windows that do not overlap."""
+    """`val_loss` in nats per token and `val_bpb`, over all held-out text in windows that do not overlap.
+
+    Gradients stay enabled and are thrown away: what training has compiled serves here too.
+    """
     nats = 0.0
+    objective.eval()
     for number, (inputs, targets) in enumerate(windows(corpus.validation, settings["context"], batch)):
         if number % ranks.world == ranks.rank:
             packed = documents(inputs, corpus.tokenizer.bos) if settings["document_mask"] else None
             with autocast(ranks.device, precision):
                 nats += objective(*on(ranks.device, inputs, targets, packed)).item()
+    objective.train()
     nats, tokens = ranks.total(nats), sum(map(len, corpus.validation)) - 1
     return {"val_loss": nats / tokens, "val_bpb": nats / math.log(2) / corpus.validation_bytes}
 

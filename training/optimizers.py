@@ -1,7 +1,57 @@
 """Optimizers over a model's parameters, as a list that steps together."""
 
+from collections import defaultdict
+
+import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
+
+
+class Muon(Optimizer):
+    """Momentum whose update of each matrix is made orthogonal. Jordan et al., kellerjordan.github.io/posts/muon.
+
+    Updates are as large as AdamW's, 0.2 (Liu et al., 2502.16982), so that `lr` means the same for both.
+    """
+
+    def __init__(self, matrices: list[Tensor], *, lr: float, momentum: float, weight_decay: float):
+        super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            alike = defaultdict(list)  # orthogonalised together
+            for p in group["params"]:
+                if p.grad is not None:
+                    alike[tuple(sorted(p.shape))].append(p)
+            for (_, longer), matrices in alike.items():
+                self._step(
+                    matrices, 0.2 * longer**0.5, **{key: group[key] for key in ("lr", "momentum", "weight_decay")}
+                )
+
+    def _step(self, matrices: list[Tensor], size: float, lr: float, momentum: float, weight_decay: float) -> None:
+        grads = [p.grad for p in matrices]
+        for p in matrices:
+            if p not in self.state:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        means = [self.state[p]["momentum_buffer"] for p in matrices]
+        torch._foreach_lerp_(means, grads, 1 - momentum)
+        updates = torch._foreach_lerp(grads, means, momentum)  # Nesterov's
+        tall = [update.shape[0] > update.shape[1] for update in updates]
+        wide = torch.stack([update.mT if turned else update for update, turned in zip(updates, tall, strict=True)])
+        wide = orthogonal(wide).to(matrices[0].dtype).unbind()
+        updates = [update.mT if turned else update for update, turned in zip(wide, tall, strict=True)]
+        torch._foreach_mul_(matrices, 1 - lr * weight_decay)
+        torch._foreach_add_(matrices, updates, alpha=-lr * size)
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """x (N, R, C), R <= C -> bf16, with all singular values near 1, by five Newton-Schulz steps."""
+    x = x.bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x
 
 
 def adamw(model: nn.Module, *, lr: float, betas: list[float], weight_decay: float) -> list[Optimizer]:
@@ -16,18 +66,14 @@ def adamw(model: nn.Module, *, lr: float, betas: list[float], weight_decay: floa
 def muon(
     model: nn.Module, *, lr: float, momentum: float, weight_decay: float, embedding_lr: float, betas: list[float]
 ) -> list[Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW without decay for embedding, head and vectors.
-
-    Jordan et al., kellerjordan.github.io/posts/muon.
-    Updates are scaled to the size of AdamW's (Liu et al., 2502.16982), so that `lr` means the same for both.
-    """
+    """Muon for the matrices inside the blocks, AdamW without decay for embedding, head and vectors."""
     _check(betas)
     hidden, ends, vectors = [], [], []
     for name, p in model.named_parameters():
-        (vectors if p.ndim < 2 else hidden if name.startswith("blocks.") else ends).append(p)
+        (vectors if p.ndim != 2 else hidden if name.startswith("blocks.") else ends).append(p)
     groups = [{"params": ends, "lr": embedding_lr}, {"params": vectors}]
     return [
-        Muon(hidden, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+        Muon(hidden, lr=lr, momentum=momentum, weight_decay=weight_decay),
         AdamW(groups, lr=lr, betas=tuple(betas), weight_decay=0.0, fused=True),
     ]
 

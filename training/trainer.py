@@ -22,7 +22,8 @@ from training.log import Log
 from training.objective import Objective, evaluate, on
 from training.optimizers import load_named_state, named_state, set_rates
 
-COLD, TIMED = 3, 8  # steps that compile and fill caches; steps that tell how long one takes
+COLD = 3  # steps that compile and fill caches
+TIMED = 0.1  # of the time left: what tells how long a step takes
 SPARE = 5.0  # seconds for the last checkpoint, sample and picture
 MARGIN = 0.03  # of the minutes left, for a machine that slows down
 
@@ -56,13 +57,13 @@ class Trainer:
         self.flops, self.peak = self.model.training_flops(), hardware.peak_flops(ranks.device)
 
         self.step, self.steps = 0, settings["steps"] or math.inf
-        self.fitted, self.compiled = settings["max_minutes"] is None, False
+        self.fitted = settings["max_minutes"] is None
         self.norm = torch.zeros((), device=ranks.device)
         self.nats = torch.zeros((), device=ranks.device)  # of the steps since the last report, on this rank
         self.started, self.earlier_seconds, self.aside_seconds = started, 0.0, 0.0
         self.metrics_bytes = 0  # that stand when the run begins
         self.first = self.reported = 0  # steps: where this process began, what metrics have
-        self.mark = self.cold = self.warm = self._clock()  # when: the last report, the first step, the timed steps
+        self.mark = self.warm = self._clock()  # when: the last report, the first timed step
 
     def begin(self, found: Path | None, start: Path | None) -> None:
         """Goes on where this run's checkpoint `found` ends; or begins, with the weights of `start` if there is one."""
@@ -82,7 +83,6 @@ class Trainer:
         self.metrics_bytes = state["metrics_bytes"]
 
     def compile(self) -> None:
-        self.compiled = True
         self.objective.compile(dynamic=False)
 
     def due(self, every: str) -> bool:
@@ -128,18 +128,15 @@ class Trainer:
 
     def _fitting_steps(self) -> float:
         done, now, limit = self.step - self.first, self._clock(), 60 * self.settings["max_minutes"]
-        if done == 1:
-            self.cold = now - self.mark
         if done == COLD:
             self.warm = now
-        enough = done >= COLD + TIMED and now - self.warm > 0.03 * limit
-        if done <= COLD or not (enough or self.seconds > 0.5 * limit):
+        left = limit - self.seconds
+        if done <= COLD or (now - self.warm < TIMED * left and left > 0.5 * limit):
             return math.inf
         each = (now - self.warm) / (done - COLD)
-        tokens = sum(map(len, self.corpus.validation))
-        look = 0.4 * each * tokens / self.settings["batch_tokens"]  # seconds an evaluation takes: it is a forward
-        look_first = look + (0.5 * self.cold if self.compiled else 0)  # and is compiled too
-        left = (1 - MARGIN) * (limit - self.seconds) - look_first - SPARE
+        # an evaluation is a forward over what is held out, of the time that a step with its backward takes
+        look = 0.4 * each * sum(map(len, self.corpus.validation)) / self.settings["batch_tokens"]
+        left = (1 - MARGIN) * left - look - SPARE
         return self.step + max(1, int(left / (each + look / self.settings["eval_every"])))
 
     def report(self) -> None:

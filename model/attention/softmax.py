@@ -80,12 +80,10 @@ class SoftmaxAttention(Attention):
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))  # (B, T, K, D)
         q, k = self.place(q, self.q_norm, positions), self.place(k, self.k_norm, positions)
         if cache is None:
-            visible = positions.visible(
-                self.window, self.chunk, explicit=self.softcap is not None or self.sink is not None
-            )
+            visible = positions.visible(self.window, self.chunk)
         else:
             (k, v), visible = cache.extend(positions, k, v)  # (B, S, K, D)
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout if self.dropout and self.training else 0.0
         y = attend(q, k, v, visible, softcap=self.softcap, sink=self.sink, dropout=dropout).flatten(-2)
         return self.o_proj(y if self.gate_proj is None else y * self.gate_proj(x).sigmoid())
 
