@@ -86,13 +86,12 @@ def by_scores(
         time, blocks = torch.arange(q.shape[2], device=q.device), []
         for start in range(0, q.shape[2], BLOCK):
             end = min(start + BLOCK, q.shape[2])
-            seen = time[:end] <= time[start:end, None]
+            seen = (time[:end] <= time[start:end, None])[None, None]
             parts = q[:, :, start:end], k[:, :, :end], v[:, :, :end]
             blocks.append(by_scores(*parts, seen, softcap, sink, dropout, scale))
         return torch.cat(blocks, dim=2)
-    heads = q.shape[1] // k.shape[1], q.shape[2]  # those of a group lie in one product: (B, K, H/K * T, S)
-    scores = precise(q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) @ k.mT).unflatten(2, heads).flatten(1, 2)
-    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = precise(q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -101,5 +100,4 @@ def by_scores(
     else:  # one more score, of nothing
         extra = precise(sink).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1]
-    weights = F.dropout(weights, dropout).type_as(v).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-    return (weights @ v).unflatten(2, heads).flatten(1, 2)
+    return F.dropout(weights, dropout).type_as(v) @ v
