@@ -42,10 +42,17 @@ def find(path: str, package: str) -> Callable:
 
 def check(target: Callable, given: set[str], later: bool) -> None:
     """Every keyword-only parameter is a knob, and has to be there unless it has a default."""
-    parameters = inspect.signature(target).parameters.values()
-    knobs = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY or not later}
+    knobs = {p.name: p for p in parameters(target) if p.kind is p.KEYWORD_ONLY or not later}
     missing = {name for name, p in knobs.items() if p.default is p.empty} - given
     unknown = given - knobs.keys()
     if missing or unknown:
         wrong = [f"{word} {sorted(names)}" for word, names in (("missing", missing), ("unknown", unknown)) if names]
         raise ValueError(f"{target.__name__}: {', '.join(wrong)}. fix: its knobs are {sorted(knobs)}")
+
+
+def parameters(target: Callable) -> list[inspect.Parameter]:
+    """Those of the base class too, where a class hands `**knobs` on to it."""
+    named = list(inspect.signature(target).parameters.values())
+    return (
+        named[:-1] + parameters(target.__base__) if named and named[-1].kind is inspect.Parameter.VAR_KEYWORD else named
+    )

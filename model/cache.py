@@ -114,5 +114,5 @@ class Cache:
     def rewind(self, lengths: Tensor) -> None:
         """Forget all but the first `lengths` (B,) tokens of each row."""
         if not all(layer.can_rewind for layer in self.layers):
-            raise ValueError("a window that has turned cannot be rewound. fix: keep a copy of its rows")
+            raise ValueError("a turned window or a state cannot be rewound. fix: keep a copy of its rows")
         self.lengths.copy_(torch.minimum(self.lengths, lengths))

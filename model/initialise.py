@@ -26,8 +26,8 @@ def draw(path: str, module: nn.Module, name: str, generator: torch.Generator) ->
             return torch.ones(module.normalized_shape)
         case nn.Embedding():
             return torch.randn(module.weight.shape, generator=generator) * 0.02
-        case nn.Linear() if path.endswith(ZERO):
-            return torch.zeros(module.weight.shape)
+        case nn.Linear() if name == "bias" or path.endswith(ZERO):
+            return torch.zeros(getattr(module, name).shape)
         case nn.Linear():
             return torch.randn(module.weight.shape, generator=generator) * module.in_features**-0.5
         case _:

@@ -8,8 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from model.attention import softmax
-from model.attention.base import attend
+from model.initialise import initialise
 from model.positions import Positions
 from model.sampling import decode_step, generate, sample
 from tests.conftest import close
@@ -119,6 +118,11 @@ def test_a_rewound_cache_goes_on_or_refuses(model):
         close(logits[row], alone)
 
 
+def test_a_block_begins_as_the_identity(model):
+    initialise(model, 0)
+    close(model.hidden(TOKENS), model.norm(model.embed(TOKENS)))
+
+
 def test_every_parameter_learns(model):
     model(TOKENS).square().mean().backward()
     assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
@@ -173,12 +177,8 @@ def test_bf16_runs(model):
 
 
 def test_masks_are_made_once_and_none_for_plain_causal(model, monkeypatch):
-    masks = []
-    monkeypatch.setattr(
-        softmax, "attend", lambda q, k, v, mask, **how: (masks.append(mask), attend(q, k, v, mask, **how))[1]
-    )
+    asked, visible = [], Positions.visible
+    monkeypatch.setattr(Positions, "visible", lambda *about: asked.append((about[1:], visible(*about))) or asked[-1][1])
     model(TOKENS)
-    softmaxes = [block.attention for block in model.blocks if isinstance(block.attention, softmax.SoftmaxAttention)]
-    kinds = [(a.window, a.chunk) for a in softmaxes]
-    assert [mask is None for mask in masks] == [not any(kind) for kind in kinds]
-    assert len({id(mask) for mask in masks}) == len(set(kinds))
+    assert all((mask is None) == (not any(about)) for about, mask in asked)
+    assert len({id(mask) for _, mask in asked}) == len({about for about, _ in asked})

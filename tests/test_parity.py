@@ -24,6 +24,11 @@ DEEPSEEK = {
     "num_experts_per_tok": 1, "moe_intermediate_size": 8, "kv_lora_rank": 64, "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 32, "v_head_dim": 48, "rope_interleave": False, "num_key_value_heads": 4, "head_dim": 16,
 }  # fmt: skip
+DELTA = {
+    "taps": "conv1d.weight", "decay_rate": "A_log", "decay_bias": "dt_bias", "decay_proj.weight": "in_proj_a.weight",
+    "write_proj.weight": "in_proj_b.weight", "gate_proj.weight": "in_proj_z.weight", "out_norm.weight": "norm.weight",
+    "o_proj.weight": "out_proj.weight",
+}  # fmt: skip
 SCALED = "attention.rope_scaling={_target_:model.rope."
 # variant and overrides: the class, and what its config says beyond the shape
 CLASSES = {
@@ -81,6 +86,15 @@ CLASSES = {
     "sink": ("GraniteSWA", {"attention_multiplier": 16**-0.5, "sliding_window": 99, "layer_types": [FULL] * 3}),
     "mla": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": None}),
     "mla attention.query_rank=24": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": 24}),
+    "differential attention.qk_norm=null": ("DiffLlama", {}),
+    "delta attention.kinds.full.gated=true": (
+        "Qwen3_5",
+        {
+            "layer_types": ["linear_attention"] * 2 + [FULL], "rope_parameters": ROPE | {"partial_rotary_factor": 1.0},
+            "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+    ),
     "gated": ("Qwen3_5", {"layer_types": [FULL] * 3, "rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}),
 }  # fmt: skip
 
@@ -89,8 +103,8 @@ def counterpart(kind: str, tree: dict, more: dict) -> torch.nn.Module:
     import transformers
 
     attention = tree["attention"]
-    while "kinds" in attention:
-        attention = next(iter(attention["kinds"].values()))
+    if "kinds" in attention:
+        attention = attention["kinds"][attention["pattern"][-1]]
     shape = {
         "vocab_size": tree["vocab_size"],
         "hidden_size": tree["dim"],
@@ -133,12 +147,22 @@ def theirs_of(kind: str, weights: dict[str, torch.Tensor], heads: int) -> dict[s
         for name in [name for name in weights if "latent_proj" in name]:
             rope = weights.pop(name.replace("latent_proj", "rope_proj"))
             weights[name.replace("latent_proj", "kv_a_proj_with_mqa")] = torch.cat((weights.pop(name), rope))
+    if kind == "DiffLlama":
+        for name in [name for name in weights if name.endswith("pairs")]:
+            for part, w in zip(("q1", "k1", "q2", "k2"), weights.pop(name), strict=True):
+                weights[name.replace("pairs", f"lambda_{part}")] = w
     if kind == "Qwen3_5":
+        for name in [name for name in weights if name.endswith("taps")]:
+            layer = name.removesuffix("self_attn.taps")
+            for ours, theirs in DELTA.items():
+                weights[f"{layer}linear_attn.{theirs}"] = weights.pop(f"{layer}self_attn.{ours}")
+            parts = [weights.pop(f"{layer}self_attn.{x}_proj.weight") for x in "qkv"]
+            weights[f"{layer}linear_attn.in_proj_qkv.weight"] = torch.cat(parts)
         for name in [name for name in weights if name.endswith("gate_proj.weight") and "self_attn" in name]:
             gate, q = weights.pop(name), name.replace("gate_proj", "q_proj")
             both = torch.cat((weights[q].unflatten(0, (heads, -1)), gate.unflatten(0, (heads, -1))), dim=1)
             weights[q] = both.flatten(0, 1)
-        weights = {name: w - 1 if "norm" in name else w for name, w in weights.items()}
+        weights = {name: w - 1 if "norm" in name and "linear_attn" not in name else w for name, w in weights.items()}
     return weights
 
 

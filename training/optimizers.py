@@ -57,8 +57,8 @@ def orthogonal(x: Tensor) -> Tensor:
 def adamw(model: nn.Module, *, lr: float, betas: list[float], weight_decay: float) -> list[Optimizer]:
     """AdamW with decay on matrices only. Loshchilov and Hutter, 1711.05101."""
     _check(betas)
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [AdamW(groups, lr=lr, betas=tuple(betas), fused=True)]
 

@@ -83,9 +83,13 @@ class SoftmaxAttention(Attention):
             visible = positions.visible(self.window, self.chunk)
         else:
             (k, v), visible = cache.extend(positions, k, v)  # (B, S, K, D)
-        dropout = self.dropout if self.dropout and self.training else 0.0
-        y = attend(q, k, v, visible, softcap=self.softcap, sink=self.sink, dropout=dropout).flatten(-2)
+        y = self.read(q, k, v, visible).flatten(-2)
         return self.o_proj(y if self.gate_proj is None else y * self.gate_proj(x).sigmoid())
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """q (B, T, H, D), k and v (B, S, K, D) -> (B, T, H, D)"""
+        dropout = self.dropout if self.dropout and self.training else 0.0
+        return attend(q, k, v, visible, softcap=self.softcap, sink=self.sink, dropout=dropout)
 
     def place(self, x: Tensor, norm: RMSNorm | None, positions: Positions) -> Tensor:
         """Queries or keys (B, T, H, D), normalised and turned to their positions."""
