@@ -39,6 +39,7 @@ def arguments() -> argparse.Namespace:
     add("--stop", help="end before this text")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 on a GPU that has it, else fp32")
+    add("--cache-dtype", choices=("auto", "fp32", "bf16", "int8"), default="auto", help="auto: that of the weights")
     add("--compile", choices=("auto", "true", "false"), default="auto", help="the decode step; auto: false")
     add("--no-cache", action="store_true", help="read everything again for every token: the same text, slower")
     given = parser.parse_args()
@@ -80,7 +81,8 @@ def main(given: argparse.Namespace) -> None:
     cache = None
     if not given.no_cache:
         capacity = min(model.context, max(map(len, tokens)) + given.max_new_tokens)
-        cache = model.new_cache(len(tokens), capacity, model.embed.weight.dtype, device)
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+        cache = model.new_cache(len(tokens), capacity, dtypes.get(given.cache_dtype, model.embed.weight.dtype), device)
     choices = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     generator = torch.Generator(device).manual_seed(given.seed)
     draw = partial(sample, generator=generator, **{name: getattr(given, name) for name in choices})

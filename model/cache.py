@@ -45,7 +45,8 @@ class LayerCache:
 class KVCache(LayerCache):
     """The newest positions of each row: position p is in slot p mod size, so a full cache is a ring that never turns.
 
-    A feature of shape (K, D) takes a buffer (B, size + 1, K, D). The last slot takes what must not be kept.
+    A feature of shape (K, D) takes a buffer (B, size + 1, K, D). The last slot takes what must not be kept. In int8,
+    each vector of D has a scale, in a second buffer (B, size + 1, K, 1), fp16.
     """
 
     def __init__(
@@ -62,27 +63,47 @@ class KVCache(LayerCache):
         self.size = min(capacity, window or capacity, chunk or capacity)
         self.turns = self.size < capacity
         self.can_rewind = not self.turns
-        super().__init__(*(torch.zeros(batch, self.size + 1, *shape, dtype=dtype, device=device) for shape in features))
+        kept = [((*shape,), dtype) for shape in features]
+        if dtype == torch.int8:
+            kept += [((*shape[:-1], 1), torch.float16) for shape in features]
+        super().__init__(
+            *(torch.zeros(batch, self.size + 1, *shape, dtype=kind, device=device) for shape, kind in kept)
+        )
 
     def extend(self, positions: Positions, *new: Tensor) -> tuple[list[Tensor], Tensor]:
         """Keep (B, T, ...) tensors; return each with all that may be seen, (B, S, ...), and what sees what."""
         if (
             self.turns and new[0].shape[1] > 1
         ):  # a chunk overwrites what its first tokens still see: read before writing
-            seen = [torch.cat((held, x), dim=1) for held, x in zip(self.held(), new, strict=True)]
+            seen = [torch.cat((held, x), dim=1) for held, x in zip(self._read(new), new, strict=True)]
             self._write(positions, new)
             return seen, positions.visible_slots_then_new(self.size, self.window, self.chunk)
         self._write(positions, new)
-        return self.held(), positions.visible_slots(self.size, self.window, self.chunk)
+        return self._read(new), positions.visible_slots(self.size, self.window, self.chunk)
 
     def held(self) -> list[Tensor]:
         return [buffer[:, : self.size] for buffer in self.buffers]
 
+    def _read(self, new: tuple[Tensor, ...]) -> list[Tensor]:
+        held, count = self.held(), len(new)
+        if len(held) > count:
+            held = [x * scale for x, scale in zip(held[:count], held[count:], strict=True)]
+        return [x.type_as(like) for x, like in zip(held, new, strict=True)]
+
     def _write(self, positions: Positions, new: tuple[Tensor, ...]) -> None:
+        if len(self.buffers) > len(new):
+            scales = [x.abs().amax(dim=-1, keepdim=True) / 127 for x in new]
+            scales = [scale.clamp(min=1e-7).half() for scale in scales]
+            new = (*((x / scale).round().clamp(-127, 127) for x, scale in zip(new, scales, strict=True)), *scales)
         slots = positions.slots(self.size)
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
         for buffer, x in zip(self.buffers, new, strict=True):
             buffer[rows, slots] = x.to(buffer.dtype)
+
+
+def slot_bytes(dtype: torch.dtype, *features: tuple[int, int]) -> int:
+    """What a KVCache holds a token in, by arithmetic alone."""
+    return sum(kinds * (size * dtype.itemsize + 2 * (dtype == torch.int8)) for kinds, size in features)
 
 
 class Cache:

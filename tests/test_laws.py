@@ -94,6 +94,12 @@ def test_packed_documents_equal_each_alone(model):
     close(model(TOKENS, documents=documents), apart, rtol=1e-4, atol=1e-4)  # other angles, of fp32 tables
 
 
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.int8, 0.05)])
+def test_a_cache_in_less_precision_is_nearly_exact(model, dtype, error):
+    logits = feed(model, model.new_cache(3, 16, dtype, "cpu"), TOKENS, (6, 1, 1, 5))
+    assert (logits - model(TOKENS)).std() < error * logits.std()
+
+
 def test_rows_can_be_reset_and_copied(model):
     cache = new_cache(model)
     model(TOKENS[:, :7], cache)
@@ -130,8 +136,8 @@ def test_every_parameter_learns(model):
 
 @pytest.mark.parametrize("capacity", [3, 64])
 def test_cache_bytes_are_the_stated_formula(model, capacity):
-    for dtype in (torch.float32, torch.bfloat16):
-        stated = sum(block.attention.cache_bytes(capacity, dtype.itemsize) for block in model.blocks)
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        stated = sum(block.attention.cache_bytes(capacity, dtype) for block in model.blocks)
         assert model.new_cache(5, capacity, dtype, "cpu").nbytes == 5 * stated
 
 

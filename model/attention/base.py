@@ -32,7 +32,7 @@ class Attention(nn.Module):
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> LayerCache:
         raise NotImplementedError
 
-    def cache_bytes(self, capacity: int, itemsize: int) -> int:
+    def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
         """What a row of the cache costs, by arithmetic alone."""
         raise NotImplementedError
 

@@ -49,7 +49,8 @@ class GatedDelta(Attention):
         ids = positions.ids[:, :, None]
         decay = decay.masked_fill(ids == 0, -60.0)  # e^-60 is left of the document before
         write, decay = (y.masked_fill(ids < 0, 0.0) for y in (write, decay))  # padding: S_t = S_{t-1}
-        state = q.new_zeros(x.shape[0], self.heads, self.head_dim, self.head_dim) if cache is None else cache.state
+        empty = (x.shape[0], self.heads, self.head_dim, self.head_dim)
+        state = q.new_zeros(empty) if cache is None else cache.state.type_as(q)
         with torch.autocast(x.device.type, enabled=False):
             y, state = delta_rule(q * self.head_dim**-0.5, k, v, write, decay, state, self.chunk)
         if cache is not None:
@@ -76,11 +77,13 @@ class GatedDelta(Attention):
         return y
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> "StateCache":
+        dtype = dtype if dtype.is_floating_point else torch.bfloat16
         state = torch.zeros(batch, self.heads, self.head_dim, self.head_dim, dtype=dtype, device=device)
         inputs = torch.zeros(batch, self.kernel - 1, 3 * self.heads * self.head_dim, dtype=dtype, device=device)
         return StateCache(precise(state), inputs)  # the state accumulates
 
-    def cache_bytes(self, capacity: int, itemsize: int) -> int:
+    def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
+        itemsize = dtype.itemsize if dtype.is_floating_point else 2
         return self.heads * self.head_dim * (self.head_dim * max(itemsize, 4) + 3 * (self.kernel - 1) * itemsize)
 
     def score_flops(self, context: int) -> float:

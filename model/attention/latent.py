@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import Attention, attend
-from model.cache import KVCache
+from model.cache import KVCache, slot_bytes
 from model.layers import Linear, RMSNorm, rotate
 from model.positions import Positions, Scaling
 
@@ -83,8 +83,8 @@ class LatentAttention(Attention):
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> KVCache:
         return KVCache(batch, capacity, None, None, (1, self.rank + self.rope_dim), dtype=dtype, device=device)
 
-    def cache_bytes(self, capacity: int, itemsize: int) -> int:
-        return (capacity + 1) * (self.rank + self.rope_dim) * itemsize
+    def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
+        return (capacity + 1) * slot_bytes(dtype, (1, self.rank + self.rope_dim))
 
     def score_flops(self, context: int) -> float:
         return 2 * self.heads * self.value_dim * (context + 1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import Attention, attend
-from model.cache import KVCache
+from model.cache import KVCache, slot_bytes
 from model.layers import Linear, RMSNorm, rms, rotate
 from model.positions import Positions, Scaling
 
@@ -101,9 +101,9 @@ class SoftmaxAttention(Attention):
         feature = (self.kv_heads, self.head_dim)
         return KVCache(batch, capacity, self.window, self.chunk, feature, feature, dtype=dtype, device=device)
 
-    def cache_bytes(self, capacity: int, itemsize: int) -> int:
+    def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
         slots = min(capacity, self.window or capacity, self.chunk or capacity)
-        return (slots + 1) * 2 * self.kv_heads * self.head_dim * itemsize
+        return (slots + 1) * slot_bytes(dtype, *[(self.kv_heads, self.head_dim)] * 2)
 
     def score_flops(self, context: int) -> float:
         most = min(context, self.window or context, self.chunk or context)
