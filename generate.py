@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
     add("--cache-dtype", choices=("auto", "fp32", "bf16", "int8"), default="auto", help="auto: that of the weights")
     add("--compile", choices=("auto", "true", "false"), default="auto", help="the decode step; auto: false")
     add("--no-cache", action="store_true", help="read everything again for every token: the same text, slower")
+    add("--attention-map", type=Path, help="draw what each token of the prompt attends to, and end: a .png or .svg")
     given = parser.parse_args()
     if (given.prompt is None) == (given.prompt_file is None):
         parser.error("one of a prompt and --prompt-file is needed")
@@ -78,6 +79,12 @@ def main(given: argparse.Namespace) -> None:
         prompts = read_prompts(given)
         model, tokenizer = load(given, device)
     tokens = [shortened([tokenizer.bos, *tokenizer.encode(prompt)], model.context) for prompt in prompts]
+    if given.attention_map is not None:
+        from tools import attention_map
+
+        with errors.input_problems():
+            attention_map.draw(model, tokens[0], tokenizer.pieces.id_to_piece(tokens[0]), given.attention_map)
+        return
     cache = None
     if not given.no_cache:
         capacity = min(model.context, max(map(len, tokens)) + given.max_new_tokens)

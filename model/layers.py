@@ -1,5 +1,7 @@
 """The parts every decoder layer is made of: rotary positions, norms, SwiGLU."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,6 +10,11 @@ from torch import Tensor, nn
 def precise(x: Tensor) -> Tensor:
     """x in fp32, or what it is in when that is finer."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def unmixed(device: torch.device) -> AbstractContextManager:
+    """What is computed inside stays as precise as its inputs, also where autocast would round them."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

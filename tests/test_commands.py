@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +166,22 @@ def test_greedy_text_is_the_same_without_a_cache_past_the_context(command, train
     assert cached.code == 0 and len(cached.out) > 50
     assert command("generate.py", *CPU, *GREEDY, "--no-cache").out == cached.out
     assert "bytes of cache" in cached.err and "tokens/s" in cached.err
+
+
+def test_a_cache_in_int8_is_smaller_and_says_so(command, trained):
+    exact, small = (command("generate.py", *CPU, *GREEDY, *words).err for words in ((), ("--cache-dtype", "int8")))
+    exact, small = (int(re.search(r"([\d,]+) bytes of cache", err)[1].replace(",", "")) for err in (exact, small))
+    assert small == exact * (16 + 2) / (4 * 16)  # of head dimension 16, with a scale each
+
+
+@pytest.mark.parametrize("words", [(), ("attention=delta", "model.depth=3")])
+def test_attention_can_be_drawn(command, story, words):
+    text = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=2")
+    assert command("train.py", *TINY, *text, *words).code == 0
+    result = command("generate.py", *CPU, "Ann had $3 and $4", "--attention-map", "map.png")
+    assert result.code == 0, result.err
+    assert Path("map.png").read_bytes().startswith(b"\x89PNG")
+    assert command("generate.py", *CPU, "Ann", "--attention-map", "map.wav").code == 2
 
 
 def test_samples_differ_and_repeat_with_their_seed(command, trained):

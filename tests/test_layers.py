@@ -1,18 +1,24 @@
 """Layers against plain references: loops from the formulas, in float64; whole models against transformers."""
 
+import cmath
+import itertools
 import math
+import operator
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from model.attention import base
 from model.attention.base import attend
+from model.attention.latent import LatentAttention
+from model.attention.softmax import SoftmaxAttention
 from model.build import build
 from model.cache import KVCache
 from model.layers import RMSNorm, SwiGLU, rotate
 from model.positions import Positions
-from tests.conftest import close, tree_of
+from tests.conftest import close, redraw, settings_of, tree_of
 
 
 def random(*shape: int) -> Tensor:
@@ -80,3 +86,58 @@ def test_a_window_cache_holds_no_more_than_the_window():
 def test_heads_that_do_not_fit_are_refused(dim, heads, kv_heads):
     with pytest.raises(ValueError, match="fix: "):
         build(tree_of("gqa", f"model.dim={dim}", f"model.heads={heads}", f"attention.kv_heads={kv_heads}"))
+
+
+def test_a_window_holds_its_positions_whatever_the_prompt():
+    attention = {"_target_": "model.attention.softmax.SoftmaxAttention", "_partial_": True, "kv_heads": 2}
+    knobs = {"rope_base": 10000.0, "qk_norm": "before_rope", "window": 256}
+    tree = settings_of("model=tiny", "model.vocab_size=128", "context=8192")["model"] | {"attention": attention | knobs}
+    model = redraw(build(tree)).eval()
+    tokens = torch.randint(128, (1, 4096 + 3), generator=torch.Generator().manual_seed(1))
+    cache = model.new_cache(1, 8192, torch.float32, "cpu")
+    with torch.no_grad():
+        logits = [model(part, cache) for part in tokens.split([512] * 8 + [1] * 3, dim=1)]
+        close(torch.cat(logits, dim=1)[:, -600:], model(tokens)[:, -600:], rtol=0, atol=1e-4)
+    head_dim = tree["dim"] // tree["heads"]
+    assert cache.nbytes == tree["depth"] * (256 + 1) * 2 * 2 * head_dim * 4  # a slot more, for padding
+    assert all(layer.size == 256 for layer in cache.layers)
+
+
+def test_the_block_of_the_classic_walkthrough():
+    """Hidden 128, 16 heads of 8, 4 key-value heads, RoPE, then QK-norm without weight: number by number."""
+    layer = SoftmaxAttention(128, 16, 10, 0, 1, kv_heads=4, rope_base=10000.0, qk_norm="after_rope").double()
+    x = random(2, 10, 128)
+    q, k, v = (x @ w.weight.detach().T for w in (layer.q_proj, layer.k_proj, layer.v_proj))
+
+    def placed(row, t):  # eight numbers at position t, turned and normalised
+        turned = [0.0] * 8
+        for i in range(4):
+            pair = complex(row[i], row[i + 4]) * cmath.exp(1j * t * 10000 ** (-i / 4))
+            turned[i], turned[i + 4] = pair.real, pair.imag
+        size = math.sqrt(sum(a * a for a in turned) / 8 + 1e-6)
+        return [a / size for a in turned]
+
+    y = torch.zeros(2, 10, 128, dtype=torch.float64)
+    for b, t, h in itertools.product(range(2), range(10), range(16)):
+        shared = slice(h // 4 * 8, h // 4 * 8 + 8)
+        query = placed(q[b, t, 8 * h : 8 * h + 8], t)
+        keys = [placed(k[b, s, shared], s) for s in range(t + 1)]
+        scores = [math.exp(sum(map(operator.mul, query, key)) / math.sqrt(8)) for key in keys]
+        for s in range(t + 1):
+            y[b, t, 8 * h : 8 * h + 8] += scores[s] / sum(scores) * v[b, s, shared]
+    expected = y @ layer.o_proj.weight.T
+    close(layer.mix(x, Positions(x[..., 0], None, None, None), None), expected, rtol=0, atol=1e-6)
+
+
+def test_absorption_halves_the_work_of_a_step():
+    layer = LatentAttention(256, 8, 4096, 0, 1, rank=64, head_dim=32, rope_dim=16, rope_base=10000.0)
+    cache, seen = layer.new_cache(1, 2049, torch.float32, "cpu"), torch.tensor([2048])
+    assert cache.nbytes == (2049 + 1) * (64 + 16) * 4  # bytes a token: latent and rope, once for all heads
+    work = {}
+    for way in ("absorbed", "expanded"):
+        layer.absorbed = getattr(layer, way)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            work[way] = layer.mix(random(1, 1, 256).float(), Positions(torch.zeros(1, 1), seen, None, None), cache)
+        work[way + " FLOP"] = counter.get_total_flops()
+    close(work["absorbed"], work["expanded"], rtol=0, atol=1e-4)
+    assert work["absorbed FLOP"] < work["expanded FLOP"] / 2

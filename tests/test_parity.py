@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from model.build import build
+from model.positions import Positions
 from tests.conftest import close, redraw, tree_of
+from tools import attention_map
 
 RENAMED = {
     "embed.": "model.embed_tokens.",
@@ -166,13 +168,68 @@ def theirs_of(kind: str, weights: dict[str, torch.Tensor], heads: int) -> dict[s
     return weights
 
 
-@pytest.mark.parametrize("variant", CLASSES)
-def test_logits_equal_those_of_transformers(variant):
+def both_of(variant: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     kind, more = CLASSES[variant]
     tree = tree_of(*variant.split(), "model.depth=3")
     ours = redraw(build(tree)).eval()
     theirs = counterpart(kind, tree, more)
     theirs.load_state_dict(theirs_of(kind, ours.state_dict(), tree["heads"]))
+    return ours, theirs
+
+
+def compare(variant: str) -> tuple[float, float]:
+    """Largest differences of logits, in fp32: to theirs, and from our cached forward to our full one."""
+    ours, theirs = both_of(variant)
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+        full, cache = ours(tokens), ours.new_cache(2, 33, torch.float32, "cpu")
+        cached = torch.cat([ours(chunk, cache) for chunk in tokens.split([14, 1, 1, 17], dim=1)], dim=1)
+        return (full - theirs(tokens).logits).abs().max().item(), (cached - full).abs().max().item()
+
+
+@pytest.mark.parametrize("variant", CLASSES)
+def test_logits_equal_those_of_transformers(variant):
+    assert max(compare(variant)) < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["gqa", "sliding_window", "mla"])
+def test_attention_maps_equal_those_of_transformers(variant):
+    ours, theirs = both_of(variant)
+    tokens = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens, output_attentions=True).attentions
+    for mine, layer in zip(attention_map.weights(ours, tokens[0].tolist()), expected, strict=True):
+        close(mine, layer[0], atol=1e-5, rtol=0)
+
+
+def compare_softcap() -> float:
+    """No class has our block around a soft-cap: the layer alone."""
+    from transformers import Gemma2Config
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2RotaryEmbedding
+
+    tree = tree_of("softcap", "attention.qk_norm=null", "attention.softcap=2.0")
+    ours = redraw(build(tree)).blocks[1].attention
+    config = Gemma2Config(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=16,
+        attn_logit_softcapping=2.0, num_hidden_layers=2, layer_types=[FULL] * 2, rope_parameters=ROPE,
+        attn_implementation="eager",
+    )  # fmt: skip
+    theirs = Gemma2Attention(config, 1).eval()
+    theirs.load_state_dict(ours.state_dict())
+    x = 3 * torch.randn(2, 33, 64, generator=torch.Generator().manual_seed(1))
+    positions = Positions(x[..., 0], None, None, None)
+    mask = torch.zeros(33, 33).masked_fill(~torch.ones(33, 33, dtype=torch.bool).tril(), -torch.inf)
+    with torch.no_grad():
+        y, _ = theirs(x, Gemma2RotaryEmbedding(config)(x, positions.ids), mask)
+        return (ours.mix(x, positions, None) - y).abs().max().item()
+
+
+def test_a_softcap_equals_that_of_gemma():
+    assert compare_softcap() < 1e-4
+
+
+if __name__ == "__main__":  # python -m tests.test_parity: the table of docs/results.md
+    print("| attention= | class of transformers | largest difference | cached to full |\n|---|---|---|---|")
+    for variant, (kind, _) in CLASSES.items():
+        print(f"| `{variant}` | {kind}ForCausalLM | {compare(variant)[0]:.0e} | {compare(variant)[1]:.0e} |")
+    print(f"| `softcap` | Gemma2Attention | {compare_softcap():.0e} | |")

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from model.build import build
-from tests.conftest import close, settings_of, weights
+from tests.conftest import VARIANTS, close, settings_of, weights
 from training.optimizers import Muon, adamw, muon
 from training.schedules import cosine, wsd
 
@@ -128,6 +129,32 @@ def test_evaluation_runs_what_training_compiled(trainer_of):
     trainer.evaluate()
     trainer.optimize()
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_every_variant_learns(trainer_of, variant, precision):
+    trainer = trainer_of(f"attention={variant}", "document_mask=true", "steps=50", "batch_tokens=256")
+    trainer.precision = precision
+    losses = []
+    for _ in range(50):
+        trainer.optimize()
+        losses.append(trainer.nats.item() / 256)
+        trainer.nats.zero_()
+    assert max(losses[-5:]) < losses[0] / 2
+
+
+@pytest.mark.parametrize("variant", ["gqa", "mla"])
+def test_a_cache_in_int8_costs_less_than_a_hundredth_of_a_nat(trainer_of, variant):
+    trainer = trainer_of(f"attention={variant}", "steps=50")
+    for _ in range(50):
+        trainer.optimize()
+    inputs, targets = trainer.loader(50)
+    cache = trainer.model.new_cache(len(inputs), 64, torch.int8, "cpu")
+    with torch.no_grad():
+        both = trainer.model(inputs), torch.cat([trainer.model(part, cache) for part in inputs.split(8, dim=1)], dim=1)
+    exact, small = (F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() for logits in both)
+    assert exact < 3 and abs(small - exact) < 0.01
 
 
 def test_a_reported_loss_is_the_mean_since_the_last_report(trainer_of):

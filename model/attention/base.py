@@ -12,6 +12,9 @@ BLOCK, DENSE = 128, 1024  # queries of a block; tokens up to which scores may li
 Handed = dict[str, tuple[Tensor | None, ...]]  # what earlier layers of this forward hand to later ones
 
 
+watched: list[Tensor] | None = None  # a list: every `attend` adds its weights (B, H, T, S), for whom looks at them
+
+
 class Attention(nn.Module):
     """Maps (B, T, D) to (B, T, D); every token sees itself and its past.
 
@@ -62,6 +65,9 @@ def attend(
     CPU and up to `DENSE` tokens, plain products of a few query blocks take less time than that kernel.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if watched is not None:
+        each = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:2], -1, -1)
+        watched.append(by_scores(q, k, each, visible, softcap, sink, 0.0, scale))
     dense = visible is None and q.shape[2] <= DENSE and q.device.type == "cpu" and torch.compiler.is_compiling()
     if softcap is None and sink is None and not dense:
         causal, gqa = visible is None, q.shape[1] != k.shape[1]

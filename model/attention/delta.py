@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from model.attention.base import Attention
 from model.cache import LayerCache
-from model.layers import Linear, RMSNorm, precise
+from model.layers import Linear, RMSNorm, precise, unmixed
 from model.positions import Positions
 
 
@@ -51,7 +51,7 @@ class GatedDelta(Attention):
         write, decay = (y.masked_fill(ids < 0, 0.0) for y in (write, decay))  # padding: S_t = S_{t-1}
         empty = (x.shape[0], self.heads, self.head_dim, self.head_dim)
         state = q.new_zeros(empty) if cache is None else cache.state.type_as(q)
-        with torch.autocast(x.device.type, enabled=False):
+        with unmixed(x.device):
             y, state = delta_rule(q * self.head_dim**-0.5, k, v, write, decay, state, self.chunk)
         if cache is not None:
             cache.state.copy_(state)

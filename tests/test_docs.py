@@ -1,4 +1,4 @@
-"""What the README says to type works, at tiny size."""
+"""What the documents say to type works, at tiny size."""
 
 import re
 import shlex
@@ -39,3 +39,11 @@ def test_generation_commands(command, story, line):
 def test_the_test_command_of_ci_is_the_readmes():
     (test,) = (line for line in LINES if "pytest" in line)
     assert test in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_attention_tutorial_runs(capsys):
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "attention.md").read_text(), re.DOTALL)
+    assert len(snippets) > 15
+    session: dict = {}
+    for snippet in snippets:
+        exec(compile(snippet, "docs/attention.md", "exec"), session)

@@ -1,0 +1,39 @@
+"""The cost card against what is really allocated."""
+
+import torch
+
+from model.build import build
+from tests.conftest import VARIANTS, settings_of
+from tools import cost
+from training.objective import Objective
+
+WORDS = ("model=tiny", "context=64", "batch_tokens=512", "micro_batch=2", "data.vocab_size=128")
+
+
+def test_the_card_has_every_attention(command):
+    result = command("tools/cost.py", *WORDS)
+    assert result.code == 0 and [line.split()[0] for line in result.out.splitlines()[1:-3]] == VARIANTS
+
+
+def test_figures_are_those_of_the_real_thing():
+    settings = settings_of(*WORDS, "attention=local_global")
+    model = build(settings["model"])
+    weights = sum(p.numel() for p in model.parameters())
+    activations = cost.kept(Objective(model), torch.zeros(2, 64, dtype=torch.int64))
+    moments = sum(p.numel() * (1 if p.ndim == 2 and "blocks" in name else 2) for name, p in model.named_parameters())
+    assert cost.cost("local_global", [*WORDS]) == (
+        "local_global",
+        f"{weights / 1e6:.2f} M",
+        f"{model.training_flops() / 1e6:.1f}",
+        f"{2 * 2 * model.blocks[0].attention.head_dim * 2 * len(model.blocks):,}",
+        f"{model.new_cache(1, 64, torch.bfloat16, 'cpu').nbytes / 1e6:.2f}",
+        f"{(4 * (2 * weights + moments) + activations) / 1e9:.2f}",
+    )
+
+
+def test_a_choice_of_attentions_and_a_wrong_one(command):
+    chosen = command("tools/cost.py", *WORDS, "attention=mla,gqa")
+    assert [line.split()[0] for line in chosen.out.splitlines()[1:3]] == ["mla", "gqa"]
+    wrong = command("tools/cost.py", *WORDS, "attention=none")
+    assert wrong.code == 1 and wrong.err.startswith("error: ") and wrong.err.count("\n") == 1
+    assert command("tools/cost.py", *WORDS, "batch_tokens=100").code == 2

@@ -1,0 +1,1 @@
+"""Commands around training: python -m tools.NAME"""
