@@ -28,7 +28,11 @@ CONFIGS = ROOT / "configs"
 DATASETS = ROOT.parent / "shared" / "datasets"
 VARIANTS = sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml"))
 YARN = "attention.rope_scaling={_target_:model.rope.YaRN,factor:4,fast:8,slow:1,context:16}"
-EXTRAS = ("llama model.tied=true attention.bias=true", f"gqa attention.rope_fraction=0.5 {YARN}")
+EXTRAS = (
+    "llama model.tied=true attention.bias=true",
+    f"gqa attention.rope_fraction=0.5 {YARN}",
+    "shared_kv attention.share=half attention.window=5 model.depth=4",
+)
 TINY = (
     "model=tiny",
     "context=64",

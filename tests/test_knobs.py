@@ -16,12 +16,13 @@ SCALINGS = (
 
 
 def softmax(draw: random.Random, heads: int) -> dict:
-    kind = draw.choice(("softmax.Softmax", "softmax.Softmax", "differential.Differential"))
+    kinds = ("softmax.SoftmaxAttention", "differential.DifferentialAttention", "differential.DifferentialAttentionV2")
+    kind = draw.choice((*kinds, kinds[0], "across.ValueResidualAttention"))
     rotates, kv_heads = draw.random() < 0.8, [n for n in (1, 2, 3, 4, 6) if heads % n == 0]
     window, chunk = draw.choice(((None, None), (draw.randint(1, 14), None), (None, draw.randint(1, 14))))
     return {
-        "_target_": f"model.attention.{kind}Attention",
-        "kv_heads": draw.choice([n for n in kv_heads if n % 2 == 0] if "differential" in kind else kv_heads),
+        "_target_": f"model.attention.{kind}",
+        "kv_heads": draw.choice([n for n in kv_heads if n % 2 == 0] if kind == kinds[1] else kv_heads),
         "rope_base": draw.choice((100.0, 10000.0)) if rotates else None,
         "rope_fraction": draw.choice((1.0, 0.5)),
         "rope_scaling": draw.choice((None, *SCALINGS)) if rotates else None,
@@ -31,7 +32,7 @@ def softmax(draw: random.Random, heads: int) -> dict:
         "softcap": draw.choice((None, None, 5.0)),
         "sink": draw.random() < 0.3,
         "gated": draw.random() < 0.3,
-        "dropout": draw.choice((0.0, 0.5)),
+        "dropout": 0.0 if kind == kinds[1] else draw.choice((0.0, 0.5)),
         "bias": draw.random() < 0.3,
     }
 
@@ -59,7 +60,12 @@ def drawn(seed: int) -> dict:
     heads = draw.choice((4, 6))
     kinds = [{"_partial_": True} | draw.choice((softmax, softmax, softmax, latent, delta))(draw, heads) for _ in "ab"]
     mixed = {"_target_": "model.attention.interleave.interleave", "_partial_": True, "pattern": ["a", "b"]}
-    attention = kinds[0] if draw.random() < 0.5 else mixed | {"kinds": dict(zip("ab", kinds, strict=True))}
+    kinds.sort(key=lambda kind: "across" not in kind["_target_"])  # one that takes from its own kind is alone
+    attention = (
+        kinds[0]
+        if "across" in kinds[0]["_target_"] or draw.random() < 0.5
+        else mixed | {"kinds": dict(zip("ab", kinds, strict=True))}
+    )
     shape = {"vocab_size": 128, "depth": 2, "heads": heads, "dim": 16 * heads, "tied": draw.random() < 0.3}
     return settings_of("model=tiny", "context=64")["model"] | shape | {"attention": attention}
 

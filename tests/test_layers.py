@@ -141,3 +141,48 @@ def test_absorption_halves_the_work_of_a_step():
         work[way + " FLOP"] = counter.get_total_flops()
     close(work["absorbed"], work["expanded"], rtol=0, atol=1e-4)
     assert work["absorbed FLOP"] < work["expanded FLOP"] / 2
+
+
+def layers_of(variant: str) -> list:
+    return [block.attention for block in redraw(build(tree_of(variant))).double().eval().blocks]
+
+
+def test_a_difference_with_no_noise_is_grouped_attention():
+    (_, layer), (_, plain) = layers_of("differential_v2"), layers_of("gqa")
+    x = random(2, 9, 64)
+    positions = Positions(x[..., 0], None, None, None)
+    weights = layer.state_dict()
+    weights["q_proj.weight"] = weights["q_proj.weight"].unflatten(0, (4, 2, 16))[:, 0].flatten(0, 1)  # of even heads
+    weights.pop("share_proj.weight")
+    plain.load_state_dict(weights)
+    layer.share_proj.forward = lambda x: torch.full((2, 9, 4), -torch.inf)
+    close(layer.mix(x, positions, None), plain.mix(x, positions, None))
+
+
+def test_shared_keys_and_values_are_those_of_the_layer_before():
+    first, second = layers_of("shared_kv")
+    x, later = random(2, 9, 64), random(1, 9, 65, 2).reshape(-1)[: 2 * 9 * 64].reshape(2, 9, 64)
+    positions = Positions(x[..., 0], None, None, None)
+    _, handed = first(x, positions, None, {})
+    y, _ = second(later, positions, None, handed)
+    first.q_proj, first.q_norm, first.o_proj = second.q_proj, second.q_norm, second.o_proj
+    k, v = first.keys_values(x, positions)
+    q = first.place(first.q_proj(later).unflatten(-1, (4, 16)), first.q_norm, positions)
+    k, v = (z.repeat_interleave(2, dim=2).transpose(1, 2) for z in (k, v))
+    scores = (q.transpose(1, 2) @ k.mT / 4).masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), -torch.inf)
+    close(y, second.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)))
+    with pytest.raises(ValueError, match="layer=1"):
+        second(later, positions, None, {})
+
+
+def test_values_mix_with_the_first_layers_by_their_share():
+    first, second = layers_of("value_residual")
+    x = random(2, 9, 64)
+    positions = Positions(x[..., 0], None, None, None)
+    _, handed = first(x, positions, None, {})
+    for share in (0.0, 1.0):
+        second.share.data.fill_(share)
+        (_, plain) = layers_of("gqa")
+        plain.load_state_dict({name: w for name, w in second.state_dict().items() if name != "share"})
+        plain.v_proj = first.v_proj if share == 1.0 else plain.v_proj
+        close(second(x, positions, None, handed)[0], plain.mix(x, positions, None))

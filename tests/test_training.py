@@ -144,6 +144,18 @@ def test_every_variant_learns(trainer_of, variant, precision):
     assert max(losses[-5:]) < losses[0] / 2
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_learns_the_same_when_compiled(trainer_of, variant):
+    eager, compiled = (trainer_of(f"attention={variant}", "batch_tokens=256") for _ in range(2))
+    torch._dynamo.reset()
+    compiled.objective.compile(dynamic=False, fullgraph=True)
+    for _ in range(3):
+        eager.optimize()
+        compiled.optimize()
+    close(compiled.nats, eager.nats, rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("variant", ["gqa", "mla"])
 def test_a_cache_in_int8_costs_less_than_a_hundredth_of_a_nat(trainer_of, variant):
     trainer = trainer_of(f"attention={variant}", "steps=50")

@@ -48,6 +48,17 @@ class Attention(nn.Module):
         raise NotImplementedError
 
 
+def check(base: float | None = None, dropout: float = 0.0, **sizes: int | None) -> None:
+    """Raises ValueError for a knob that no attention can have."""
+    for name, size in sizes.items():
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"attention.{name} must be a whole number from 1 (got {size!r}). fix: change it")
+    if base is not None and not base > 1:
+        raise ValueError(f"attention.rope_base must be above 1 (got {base!r}). fix: 10000")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"attention.dropout must be from 0 to below 1 (got {dropout!r}). fix: 0.0")
+
+
 def attend(
     q: Tensor,
     k: Tensor,

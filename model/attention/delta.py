@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention.base import Attention
+from model.attention.base import Attention, check
 from model.cache import LayerCache
 from model.layers import Linear, RMSNorm, precise, unmixed
 from model.positions import Positions
@@ -23,9 +23,7 @@ class GatedDelta(Attention):
         self, dim: int, heads: int, context: int, layer: int, depth: int, *, head_dim: int, kernel: int, chunk: int
     ):
         super().__init__()
-        for name, size in (("head_dim", head_dim), ("kernel", kernel), ("chunk", chunk)):
-            if type(size) is not int or size < 1:
-                raise ValueError(f"attention.{name} must be a whole number from 1 (got {size!r}). fix: change it")
+        check(head_dim=head_dim, kernel=kernel, chunk=chunk)
         self.heads, self.head_dim, self.kernel, self.chunk = heads, head_dim, kernel, chunk
         self.q_proj = Linear(dim, heads * head_dim)
         self.k_proj = Linear(dim, heads * head_dim)

@@ -1,4 +1,6 @@
-"""Differential attention: what a second softmax sees too is taken away as noise. Ye et al., 2410.05258."""
+"""Differential attention: what a second softmax sees too is taken away as noise. Ye et al., 2410.05258; its version 2:
+Microsoft, "Differential Transformer V2", 2026.
+"""
 
 from math import exp
 
@@ -6,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.softmax import SoftmaxAttention
-from model.layers import rms
+from model.layers import Linear, rms
 
 
 class DifferentialAttention(SoftmaxAttention):
     """Head h and head h + H/2 make a pair: (softmax of one - lambda x softmax of the other) x the values of both.
 
-    Takes the knobs of SoftmaxAttention. Raises ValueError where heads or kv_heads are odd.
+    Takes the knobs of SoftmaxAttention. Raises ValueError where kv_heads are odd, and for dropout: of
+    which softmax, the paper does not say.
     """
 
     def __init__(self, dim: int, heads: int, context: int, layer: int, depth: int, **knobs):
@@ -22,19 +25,47 @@ class DifferentialAttention(SoftmaxAttention):
             raise ValueError(
                 f"differential attention pairs its heads: kv_heads must be even ({given}). fix: change one"
             )
+        if self.dropout:
+            given = f"dropout={self.dropout}, {type(self).__name__}"
+            raise ValueError(f"weights that are a difference have no dropout ({given}). fix: attention.dropout=0")
         self.least = 0.8 - 0.6 * exp(-0.3 * layer)
         self.pairs = nn.Parameter(torch.empty(4, self.head_dim))  # q1, k1, q2, k2
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    def read(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         halves = [
-            super(DifferentialAttention, self).read(q, k, x.repeat(1, 1, 2, 1), visible) for x in v.chunk(2, dim=2)
+            super(DifferentialAttention, self).read(x, q, k, w.repeat(1, 1, 2, 1), visible) for w in v.chunk(2, dim=2)
         ]
         seen, noise = torch.cat(halves, dim=-1).chunk(2, dim=2)  # (B, T, H/2, 2 D)
         q1, k1, q2, k2 = self.pairs.double()
         share = ((q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.least).type_as(seen)
         return (1 - self.least) * rms(seen - share * noise)
 
+    def score_flops(self, context: int) -> float:
+        return 1.5 * super().score_flops(context)  # values twice as wide
+
     def initial(self, name: str) -> Tensor:
         if name != "pairs":
             return super().initial(name)
         return 0.1 * torch.randn(4, self.head_dim, generator=torch.Generator().manual_seed(0))
+
+
+class DifferentialAttentionV2(SoftmaxAttention):
+    """Twice the queries: of heads 2h and 2h + 1, which share keys and values, the second is taken from the first, by a
+    share that each token sets. Takes the knobs of SoftmaxAttention.
+    """
+
+    def __init__(self, dim: int, heads: int, context: int, layer: int, depth: int, **knobs):
+        super().__init__(dim, heads, context, layer, depth, **knobs)
+        self.q_proj = Linear(dim, 2 * dim, knobs.get("bias", False))
+        self.share_proj = Linear(dim, heads)
+        self.sink = None if self.sink is None else nn.Parameter(torch.empty(2 * heads))
+
+    def read(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        seen, noise = super().read(x, q, k, v, visible).unflatten(2, (-1, 2)).unbind(dim=3)  # (B, T, H, D)
+        return seen - self.share_proj(x).sigmoid()[..., None] * noise
+
+    def score_flops(self, context: int) -> float:
+        return 2 * super().score_flops(context)
+
+    def initial(self, name: str) -> Tensor:
+        return torch.zeros(self.sink.shape)

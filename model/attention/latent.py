@@ -7,7 +7,7 @@ latents themselves (absorbed): the read-out matrices move from the S cached toke
 import torch
 from torch import Tensor
 
-from model.attention.base import Attention, attend
+from model.attention.base import Attention, attend, check
 from model.cache import KVCache, slot_bytes
 from model.layers import Linear, RMSNorm, rotate
 from model.positions import Positions, Scaling
@@ -35,6 +35,7 @@ class LatentAttention(Attention):
         rope_scaling: Scaling | None = None,
     ):
         super().__init__()
+        check(rope_base, rank=rank, head_dim=head_dim, rope_dim=rope_dim, query_rank=query_rank)
         if rope_dim % 2:
             raise ValueError(f"RoPE turns pairs, so attention.rope_dim must be even (got {rope_dim}). fix: change it")
         self.heads, self.rank, self.head_dim, self.rope_dim = heads, rank, head_dim, rope_dim

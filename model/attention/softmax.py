@@ -9,7 +9,7 @@ sink (gpt-oss). Output: plain or gated (2505.06708).
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import Attention, attend
+from model.attention.base import Attention, attend, check
 from model.cache import KVCache, slot_bytes
 from model.layers import Linear, RMSNorm, rms, rotate
 from model.positions import Positions, Scaling
@@ -45,16 +45,14 @@ class SoftmaxAttention(Attention):
     ):
         super().__init__()
         head_dim = dim // heads
-        for name, size in (("kv_heads", kv_heads), ("window", window), ("chunk", chunk)):
-            if size is not None and (type(size) is not int or size < 1):
-                raise ValueError(f"attention.{name} must be a whole number from 1 (got {size!r}). fix: change it")
-        if rope_base is not None and not rope_base > 1:
-            raise ValueError(f"attention.rope_base must be above 1 (got {rope_base!r}). fix: 10000")
+        check(rope_base, dropout, kv_heads=kv_heads, window=window, chunk=chunk)
+        if softcap is not None and not softcap > 0:
+            raise ValueError(f"attention.softcap must be above 0 (got {softcap!r}). fix: null")
         if dim % heads or heads % kv_heads:
             raise ValueError(
                 f"heads must divide dim, and kv_heads heads ({dim=} {heads=} {kv_heads=}). fix: change one"
             )
-        rotary_dim = round(head_dim * rope_fraction)
+        rotary_dim = int(head_dim * rope_fraction)
         if rope_base is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
             given = f"{dim=} / {heads=} x {rope_fraction=} is {head_dim * rope_fraction:g}"
             raise ValueError(f"RoPE needs an even part of the head dimension ({given}). fix: change one of them")
@@ -75,19 +73,31 @@ class SoftmaxAttention(Attention):
         self.sink = nn.Parameter(torch.empty(heads)) if sink else None
 
     def mix(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:
-        q = self.q_proj(x).unflatten(-1, (self.heads, -1))  # (B, T, H, D)
-        k = self.k_proj(x).unflatten(-1, (self.kv_heads, -1))  # (B, T, K, D)
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))  # (B, T, K, D)
-        q, k = self.place(q, self.q_norm, positions), self.place(k, self.k_norm, positions)
+        k, v = self.keys_values(x, positions)
+        return self.answer(x, positions, *self.remember(k, v, positions, cache))
+
+    def keys_values(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """x (B, T, D) -> k and v (B, T, K, D/H)"""
+        k, v = (proj(x).unflatten(-1, (self.kv_heads, -1)) for proj in (self.k_proj, self.v_proj))
+        return self.place(k, self.k_norm, positions), v
+
+    def remember(
+        self, k: Tensor, v: Tensor, positions: Positions, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """All that may be seen, k and v (B, S, K, D/H), and what sees what."""
         if cache is None:
-            visible = positions.visible(self.window, self.chunk)
-        else:
-            (k, v), visible = cache.extend(positions, k, v)  # (B, S, K, D)
-        y = self.read(q, k, v, visible).flatten(-2)
+            return k, v, positions.visible(self.window, self.chunk)
+        (k, v), visible = cache.extend(positions, k, v)
+        return k, v, visible
+
+    def answer(self, x: Tensor, positions: Positions, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """What the tokens x (B, T, D) find there."""
+        q = self.place(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), self.q_norm, positions)
+        y = self.read(x, q, k, v, visible).flatten(-2)
         return self.o_proj(y if self.gate_proj is None else y * self.gate_proj(x).sigmoid())
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        """q (B, T, H, D), k and v (B, S, K, D) -> (B, T, H, D)"""
+    def read(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """q (B, T, H, D/H) -> (B, T, H, D/H)"""
         dropout = self.dropout if self.dropout and self.training else 0.0
         return attend(q, k, v, visible, softcap=self.softcap, sink=self.sink, dropout=dropout)
 
