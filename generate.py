@@ -46,6 +46,8 @@ def arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if (given.prompt is None) == (given.prompt_file is None):
         parser.error("one of a prompt and --prompt-file is needed")
+    if given.attention_map is not None and given.prompt is None:
+        parser.error("--attention-map draws one prompt, not a --prompt-file")
     return given
 
 

@@ -60,7 +60,7 @@ class KVCache(LayerCache):
         device: torch.device,
     ):
         self.window, self.chunk = window, chunk
-        self.size = min(capacity, window or capacity, chunk or capacity)
+        self.size = min(n for n in (capacity, window, chunk) if n is not None)
         self.turns = self.size < capacity
         self.can_rewind = not self.turns
         kept = [((*shape,), dtype) for shape in features]

@@ -31,4 +31,4 @@ def draw(path: str, module: nn.Module, name: str, generator: torch.Generator) ->
         case nn.Linear():
             return torch.randn(module.weight.shape, generator=generator) * module.in_features**-0.5
         case _:
-            return module.initial(name)
+            return module.initial(name, generator)

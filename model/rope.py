@@ -17,6 +17,10 @@ class Linear:
 
     factor: float
 
+    def __post_init__(self):
+        if not self.factor >= 1:
+            raise ValueError(f"rope_scaling.factor must be from 1 (got {self.factor!r}). fix: change it")
+
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
         return frequency / self.factor, 1.0
 
@@ -29,6 +33,12 @@ class Llama3:
     low: float
     high: float
     context: int
+
+    def __post_init__(self):
+        if not (self.factor >= 1 and 0 < self.low < self.high and self.context > 0):
+            raise ValueError(
+                f"rope_scaling needs factor >= 1, 0 < low < high, context > 0 (got {self}). fix: change one"
+            )
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
         turns = self.context * frequency / (2 * math.pi)
@@ -44,6 +54,12 @@ class YaRN:
     fast: float
     slow: float
     context: int
+
+    def __post_init__(self):
+        if not (self.factor >= 1 and 0 < self.slow < self.fast and self.context > 0):
+            raise ValueError(
+                f"rope_scaling needs factor >= 1, 0 < slow < fast, context > 0 (got {self}). fix: change one"
+            )
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
         def turning(turns: float) -> float:

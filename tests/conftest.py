@@ -42,6 +42,7 @@ TINY = (
     "device=cpu",
     "compile=false",
 )
+SHORT = ("steps=4", "eval_every=2", "sample_every=4", "save_every=2")
 close = torch.testing.assert_close
 
 torch.set_num_threads(1)
@@ -123,6 +124,14 @@ def story(tmp_path) -> Path:
     path = tmp_path / "story.txt"
     path.write_text("<|endoftext|>\n".join("".join(lines[i : i + 3]) for i in range(0, len(lines), 3)))
     return path
+
+
+@pytest.fixture
+def trained(command, story):
+    """A tiny run on the story."""
+    result = command("train.py", *TINY, *SHORT, "data=text", f"data.path={story}", "data.vocab_size=400")
+    assert result.code == 0, result.err
+    return Path("runs/text-tiny-gqa")
 
 
 @pytest.fixture

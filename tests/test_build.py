@@ -50,7 +50,9 @@ def test_first_weights_do_not_depend_on_how_a_model_is_built(variant):
     initialise(late, seed=3)
     for (name, a), b in zip(plain.named_parameters(), late.parameters(), strict=True):
         assert torch.equal(a, b), name
-        assert a.any() != name.endswith(("o_proj.weight", "down_proj.weight", "head.weight", "sink")), name
+        assert a.any() != name.endswith(("o_proj.weight", "down_proj.weight", "head.weight", "sink", "decay_rate")), (
+            name
+        )
 
 
 def test_variants_share_the_weights_they_share():
@@ -60,3 +62,12 @@ def test_variants_share_the_weights_they_share():
     assert not torch.equal(first.blocks[0].ffn.up_proj.weight, first.blocks[1].ffn.up_proj.weight)
     initialise(second, seed=4)
     assert not torch.equal(first.embed.weight, second.embed.weight)
+
+
+def test_layers_and_seeds_begin_apart():
+    values = []
+    for seed in (0, 7):
+        model = build(tree_of("differential"))
+        initialise(model, seed)
+        values += [tuple(block.attention.q1.tolist()) for block in model.blocks]
+    assert len(set(values)) == 4

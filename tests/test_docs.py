@@ -33,7 +33,8 @@ def test_generation_commands(command, story, line):
     assert command("train.py", *TINY, *text, "steps=2").code == 0
     (story.parent / "prompts.txt").write_text("one\nand another")
     result = command("generate.py", *shlex.split(line, comments=True)[2:], "--max-new-tokens", "3")
-    assert result.code == 0 and " tokens; loaded in " in result.err, result.err
+    assert result.code == 0, result.err
+    assert " tokens; loaded in " in result.err or "map.png" in line
 
 
 def test_the_test_command_of_ci_is_the_readmes():

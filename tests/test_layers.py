@@ -62,7 +62,7 @@ def test_rope_turns_each_pair_by_its_angle():
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_is_a_softmax_over_what_is_visible(heads, kv_heads, window, monkeypatch):
     q, k, v = random(2, 7, heads, 4), random(2, 7, kv_heads, 4), random(2, 7, kv_heads, 4)
-    visible = Positions(torch.zeros(2, 7), None, None, None).visible(window)
+    visible = Positions(torch.zeros(2, 7), None, None, None).visible(window, None)
     y = attend(q, k, v, visible)
     monkeypatch.setattr(base, "BLOCK", 3)
     by_heads = (x.transpose(1, 2) for x in (q, k, v))

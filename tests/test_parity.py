@@ -23,8 +23,8 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 DEEPSEEK = {
     "first_k_dense_replace": 3, "num_mtp_layers": 0, "n_routed_experts": 2, "n_group": 1, "topk_group": 1,
-    "num_experts_per_tok": 1, "moe_intermediate_size": 8, "kv_lora_rank": 64, "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32, "v_head_dim": 48, "rope_interleave": False, "num_key_value_heads": 4, "head_dim": 16,
+    "num_experts_per_tok": 1, "moe_intermediate_size": 8, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 24, "rope_interleave": False, "num_key_value_heads": 4, "head_dim": 8,
 }  # fmt: skip
 DELTA = {
     "taps": "conv1d.weight", "decay_rate": "A_log", "decay_bias": "dt_bias", "decay_proj.weight": "in_proj_a.weight",
@@ -88,13 +88,17 @@ CLASSES = {
     "sink": ("GraniteSWA", {"attention_multiplier": 16**-0.5, "sliding_window": 99, "layer_types": [FULL] * 3}),
     "mla": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": None}),
     "mla attention.query_rank=24": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": 24}),
+    "mla attention.query_rank=24 attention.bias=true": (
+        "DeepseekV3",
+        DEEPSEEK | {"q_lora_rank": 24, "attention_bias": True},
+    ),
     "differential attention.qk_norm=null": ("DiffLlama", {}),
     "delta attention.kinds.full.gated=true": (
         "Qwen3_5",
         {
             "layer_types": ["linear_attention"] * 2 + [FULL], "rope_parameters": ROPE | {"partial_rotary_factor": 1.0},
-            "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
+            "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
         },
     ),
     "gated": ("Qwen3_5", {"layer_types": [FULL] * 3, "rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}),
@@ -146,13 +150,12 @@ def theirs_of(kind: str, weights: dict[str, torch.Tensor], heads: int) -> dict[s
             weights = {name.replace(".q_proj", ".q_b_proj"): w for name, w in weights.items()}
         for short, long in latent.items():
             weights = {name.replace(f".{short}", f".{long}"): w for name, w in weights.items()}
-        for name in [name for name in weights if "latent_proj" in name]:
+        for name in [name for name in weights if "latent_proj" in name]:  # weights and biases
             rope = weights.pop(name.replace("latent_proj", "rope_proj"))
             weights[name.replace("latent_proj", "kv_a_proj_with_mqa")] = torch.cat((weights.pop(name), rope))
     if kind == "DiffLlama":
-        for name in [name for name in weights if name.endswith("pairs")]:
-            for part, w in zip(("q1", "k1", "q2", "k2"), weights.pop(name), strict=True):
-                weights[name.replace("pairs", f"lambda_{part}")] = w
+        for part in ("q1", "k1", "q2", "k2"):
+            weights = {name.replace(f"self_attn.{part}", f"self_attn.lambda_{part}"): w for name, w in weights.items()}
     if kind == "Qwen3_5":
         for name in [name for name in weights if name.endswith("taps")]:
             layer = name.removesuffix("self_attn.taps")

@@ -1,12 +1,11 @@
 """The attention weights of a prompt as a picture: a row a layer, a column a head."""
 
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from model.attention import base
+from model.attention.base import watching
 from model.transformer import Transformer
 
 
@@ -14,9 +13,8 @@ from model.transformer import Transformer
 def weights(model: Transformer, tokens: list[int]) -> list[Tensor | None]:
     """Of each layer (H, T, T), row i what token i sees; None for a layer that is no softmax.
 
-    For differential attention these are both softmaxes, the first half of the heads less the second.
+    For differential attention these are both softmaxes of each pair of heads.
     """
-    watched: list[Tensor] = []
     found: list[Tensor | None] = []
 
     def take(*_) -> None:
@@ -24,7 +22,7 @@ def weights(model: Transformer, tokens: list[int]) -> list[Tensor | None]:
         watched.clear()
 
     hooks = [block.attention.register_forward_hook(take) for block in model.blocks]
-    with patch.object(base, "watched", watched):
+    with watching() as watched:
         model(torch.tensor([tokens], device=model.embed.weight.device))
     for hook in hooks:
         hook.remove()
@@ -44,7 +42,7 @@ def draw(model: Transformer, tokens: list[int], labels: list[str], path: Path) -
     figure = Figure(figsize=(heads * size + 1, len(layers) * size + 1), layout="constrained")
     grid = figure.subplots(len(layers), heads, squeeze=False, sharex=True, sharey=True)
     for row, (number, layer) in zip(grid, layers, strict=True):
-        for head, (axes, seen) in enumerate(zip(row, layer, strict=True)):
+        for head, (axes, seen) in enumerate(zip(row, layer, strict=False)):
             axes.imshow(seen.numpy(), cmap="magma", vmin=0, vmax=1, interpolation="nearest")
             axes.set_title(f"layer {number} head {head}", fontsize=7)
             if len(tokens) <= 48:

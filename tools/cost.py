@@ -9,9 +9,11 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.build import ROOT, build
+from train import checked
 from training import config, errors
 from training.objective import Objective
 
@@ -40,15 +42,7 @@ def values(override) -> list:
 
 def cost(name: str, words: list[str]) -> tuple[str, ...]:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        settings = config.resolved(compose("train", ["name=cost", *words]))
-    with errors.input_problems():
-        return figures(name, settings)
-
-
-def figures(name: str, settings: dict) -> tuple[str, ...]:
-    found = config.problems(settings, 1)
-    if found:
-        errors.fail(errors.INPUT, *found)
+        settings = checked(compose("train", ["name=cost", *words]))
     context, batch = settings["context"], config.micro_batch(settings, 1)
     with FakeTensorMode():
         model = build(settings["model"])
@@ -89,5 +83,5 @@ def kept(objective: Objective, tokens: torch.Tensor) -> int:
 
 
 if __name__ == "__main__":
-    with errors.one_line(HydraException):
+    with errors.one_line(HydraException, OmegaConfBaseException):
         main(sys.argv[1:])

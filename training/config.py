@@ -26,7 +26,7 @@ def is_rate(value: object) -> bool:
 
 
 def is_size(value: object) -> bool:
-    return type(value) is bool or isinstance(value, dict) or (type(value) is int and value > 0)
+    return type(value) is bool or (type(value) is int and value > 0)
 
 
 def is_no_bad_number(value: object) -> bool:
@@ -34,11 +34,14 @@ def is_no_bad_number(value: object) -> bool:
 
 
 def leaves(group: object) -> list[tuple[str, object]]:
-    """(key, value) of all that a group sets, lists taken apart."""
-    if not isinstance(group, dict):
-        return []
-    pairs = [(key, value) for key, value in group.items() if key not in ("_target_", "_partial_")]
-    return [(key, each) for key, value in pairs for each in (value if isinstance(value, list) else [value])]
+    """(key, value) of all that a group sets, lists and groups in it taken apart. A model's attention is apart."""
+    found = []
+    for key, value in group.items() if isinstance(group, dict) else ():
+        if isinstance(value, dict) and key != "attention":
+            found += [(f"{key}.{inner}", each) for inner, each in leaves(value)]
+        elif key not in ("_target_", "_partial_", "attention"):
+            found += [(key, each) for each in (value if isinstance(value, list) else [value])]
+    return found
 
 
 def one_of(*words: object) -> Rule:

@@ -81,8 +81,9 @@ def lacks_for_compilation(device: torch.device) -> str | None:
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
-        return None if has_triton() else "Triton"
-    if device.type != "cpu":
+        if not has_triton():
+            return "Triton"
+    elif device.type != "cpu":
         return "a CPU or a CUDA device"
     if shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")) is None:
         return "a C++ compiler"

@@ -42,7 +42,6 @@ class Trainer:
         started: float,
     ):
         self.settings, self.corpus, self.loader, self.run, self.ranks = settings, corpus, loader, run, ranks
-        torch.manual_seed(settings["seed"])
         with ranks.device:
             self.model: Transformer = build(settings["model"])
         initialise(self.model, settings["seed"])
@@ -76,7 +75,6 @@ class Trainer:
         load_named_state(self.optimizers, self.model, state["optimizer"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["generator"])
         self.step = self.first = self.reported = state["step"]
         self.steps = self.settings["steps"] or state["steps"] or math.inf
         self.fitted, self.earlier_seconds = self.fitted or state["fitted"], state["seconds"]
@@ -90,6 +88,9 @@ class Trainer:
 
     def optimize(self) -> None:
         """One optimizer step over `batch_tokens` tokens of all ranks."""
+        torch.manual_seed(
+            (self.settings["seed"] * 2**32 + self.step) * self.ranks.world + self.ranks.rank
+        )  # of dropout
         set_rates(self.optimizers, self.schedule(self.step, self.steps))
         share = self.loader.batch // self.ranks.world
         starts = range(self.ranks.rank * share, (self.ranks.rank + 1) * share, self.micro)
@@ -190,9 +191,11 @@ class Trainer:
             def draw(logits: Tensor, seen: Tensor) -> Tensor:
                 return sample(logits, seen, temperature=0.8, top_k=50, generator=generator)
 
+            self.model.eval()
             tokens = [
                 token.item() for token in generate(self.model, [[tokenizer.bos]], capacity - 1, draw, cache=cache)
             ]
+            self.model.train()
             text = tokenizer.decode(tokens[: tokens.index(tokenizer.eos)] if tokenizer.eos in tokens else tokens)
             with (self.run / "samples.txt").open("a") as file:
                 file.write(f"--- step {self.step}\n{text}\n")
@@ -209,7 +212,6 @@ class Trainer:
             "seconds": self.seconds,
             "optimizer": named_state(self.optimizers, self.model),
             "scaler": self.scaler.state_dict(),
-            "generator": torch.get_rng_state(),
             "metrics_bytes": self.log.nbytes,
         }
         with self._aside():

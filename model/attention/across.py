@@ -55,8 +55,8 @@ class ValueResidualAttention(SoftmaxAttention):
             v = v + self.share.type_as(v) * (taken(handed, "values", self.layer)[0] - v)
         return self.answer(x, positions, *self.remember(k, v, positions, cache)), handed
 
-    def initial(self, name: str) -> Tensor:
-        return torch.full((1,), 0.5) if name == "share" else super().initial(name)
+    def initial(self, name: str, generator: torch.Generator) -> Tensor:
+        return torch.full((1,), 0.5) if name == "share" else super().initial(name, generator)
 
 
 def taken(handed: Handed, what: str, layer: int) -> tuple[Tensor | None, ...]:

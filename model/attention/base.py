@@ -1,5 +1,8 @@
 """The contract of an attention variant, and the one kernel call they share."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ BLOCK, DENSE = 128, 1024  # queries of a block; tokens up to which scores may li
 Handed = dict[str, tuple[Tensor | None, ...]]  # what earlier layers of this forward hand to later ones
 
 
-watched: list[Tensor] | None = None  # a list: every `attend` adds its weights (B, H, T, S), for whom looks at them
+watched: list[Tensor] | None = None
 
 
 class Attention(nn.Module):
@@ -43,9 +46,20 @@ class Attention(nn.Module):
         """Floating-point operations of one token's forward outside the weights, averaged over a full context."""
         raise NotImplementedError
 
-    def initial(self, name: str) -> Tensor:
+    def initial(self, name: str, generator: torch.Generator) -> Tensor:
         """The first value of a parameter that belongs to no torch module."""
         raise NotImplementedError
+
+
+@contextmanager
+def watching() -> Iterator[list[Tensor]]:
+    """Inside, every `attend` adds its weights (B, H, T, S) to the list."""
+    global watched
+    watched = []
+    try:
+        yield watched
+    finally:
+        watched = None
 
 
 def check(base: float | None = None, dropout: float = 0.0, **sizes: int | None) -> None:
@@ -108,7 +122,7 @@ def by_scores(
             blocks.append(by_scores(*parts, seen, softcap, sink, dropout, scale))
         return torch.cat(blocks, dim=2)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = precise(q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = precise(q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.mT)
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~visible, -torch.inf)

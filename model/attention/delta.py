@@ -20,10 +20,20 @@ class GatedDelta(Attention):
     """Raises ValueError for sizes that are no whole numbers from 1."""
 
     def __init__(
-        self, dim: int, heads: int, context: int, layer: int, depth: int, *, head_dim: int, kernel: int, chunk: int
+        self,
+        dim: int,
+        heads: int,
+        context: int,
+        layer: int,
+        depth: int,
+        *,
+        head_dim: int | None,
+        kernel: int,
+        chunk: int,
     ):
         super().__init__()
         check(head_dim=head_dim, kernel=kernel, chunk=chunk)
+        head_dim = dim // heads if head_dim is None else head_dim
         self.heads, self.head_dim, self.kernel, self.chunk = heads, head_dim, kernel, chunk
         self.q_proj = Linear(dim, heads * head_dim)
         self.k_proj = Linear(dim, heads * head_dim)
@@ -43,7 +53,9 @@ class GatedDelta(Attention):
         q, k, v = (precise(y).unflatten(-1, (self.heads, -1)) for y in mixed.chunk(3, dim=-1))  # (B, T, H, D)
         q, k = (y * (y.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
         write = precise(self.write_proj(x)).sigmoid()  # b (B, T, H)
-        decay = -self.decay_rate.exp() * F.softplus(precise(self.decay_proj(x)) + self.decay_bias)  # log a (B, T, H)
+        decay = -precise(self.decay_rate).exp() * F.softplus(
+            precise(self.decay_proj(x)) + precise(self.decay_bias)
+        )  # log a (B, T, H)
         ids = positions.ids[:, :, None]
         decay = decay.masked_fill(ids == 0, -60.0)  # e^-60 is left of the document before
         write, decay = (y.masked_fill(ids < 0, 0.0) for y in (write, decay))  # padding: S_t = S_{t-1}
@@ -87,7 +99,7 @@ class GatedDelta(Attention):
     def score_flops(self, context: int) -> float:
         return self.heads * self.head_dim * (8 * min(self.chunk, context) + 6 * self.head_dim + 6 * self.kernel)
 
-    def initial(self, name: str) -> Tensor:
+    def initial(self, name: str, generator: torch.Generator) -> Tensor:
         if name == "taps":  # at first a token passes as it is
             return F.one_hot(torch.tensor(self.kernel - 1), self.kernel).expand(self.taps.shape)
         return torch.zeros(self.heads) if name == "decay_rate" else torch.linspace(-6.0, 0.0, self.heads)

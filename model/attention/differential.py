@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.softmax import SoftmaxAttention
-from model.layers import Linear, rms
+from model.layers import Linear, precise, rms
 
 
 class DifferentialAttention(SoftmaxAttention):
@@ -29,24 +29,26 @@ class DifferentialAttention(SoftmaxAttention):
             given = f"dropout={self.dropout}, {type(self).__name__}"
             raise ValueError(f"weights that are a difference have no dropout ({given}). fix: attention.dropout=0")
         self.least = 0.8 - 0.6 * exp(-0.3 * layer)
-        self.pairs = nn.Parameter(torch.empty(4, self.head_dim))  # q1, k1, q2, k2
+        self.q1, self.k1, self.q2, self.k2 = (nn.Parameter(torch.empty(self.head_dim)) for _ in range(4))
 
     def read(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         halves = [
             super(DifferentialAttention, self).read(x, q, k, w.repeat(1, 1, 2, 1), visible) for w in v.chunk(2, dim=2)
         ]
         seen, noise = torch.cat(halves, dim=-1).chunk(2, dim=2)  # (B, T, H/2, 2 D)
-        q1, k1, q2, k2 = self.pairs.double()
+        q1, k1, q2, k2 = map(precise, (self.q1, self.k1, self.q2, self.k2))
         share = ((q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.least).type_as(seen)
         return (1 - self.least) * rms(seen - share * noise)
 
     def score_flops(self, context: int) -> float:
         return 1.5 * super().score_flops(context)  # values twice as wide
 
-    def initial(self, name: str) -> Tensor:
-        if name != "pairs":
-            return super().initial(name)
-        return 0.1 * torch.randn(4, self.head_dim, generator=torch.Generator().manual_seed(0))
+    def initial(self, name: str, generator: torch.Generator) -> Tensor:
+        return (
+            super().initial(name, generator)
+            if name == "sink"
+            else 0.1 * torch.randn(self.head_dim, generator=generator)
+        )
 
 
 class DifferentialAttentionV2(SoftmaxAttention):
@@ -56,7 +58,7 @@ class DifferentialAttentionV2(SoftmaxAttention):
 
     def __init__(self, dim: int, heads: int, context: int, layer: int, depth: int, **knobs):
         super().__init__(dim, heads, context, layer, depth, **knobs)
-        self.q_proj = Linear(dim, 2 * dim, knobs.get("bias", False))
+        self.q_proj = Linear(dim, 2 * dim, self.q_proj.bias is not None)
         self.share_proj = Linear(dim, heads)
         self.sink = None if self.sink is None else nn.Parameter(torch.empty(2 * heads))
 
@@ -67,5 +69,5 @@ class DifferentialAttentionV2(SoftmaxAttention):
     def score_flops(self, context: int) -> float:
         return 2 * super().score_flops(context)
 
-    def initial(self, name: str) -> Tensor:
+    def initial(self, name: str, generator: torch.Generator) -> Tensor:
         return torch.zeros(self.sink.shape)

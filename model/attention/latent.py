@@ -27,28 +27,33 @@ class LatentAttention(Attention):
         layer: int,
         depth: int,
         *,
-        rank: int,
-        head_dim: int,
-        rope_dim: int,
+        rank: int | None,
+        head_dim: int | None,
+        rope_dim: int | None,
         rope_base: float,
         query_rank: int | None = None,
         rope_scaling: Scaling | None = None,
+        dropout: float = 0.0,
+        bias: bool = False,
     ):
         super().__init__()
-        check(rope_base, rank=rank, head_dim=head_dim, rope_dim=rope_dim, query_rank=query_rank)
+        check(rope_base, dropout, rank=rank, head_dim=head_dim, rope_dim=rope_dim, query_rank=query_rank)
+        head_dim = dim // heads if head_dim is None else head_dim
+        rank = 2 * head_dim if rank is None else rank
+        rope_dim = head_dim // 2 if rope_dim is None else rope_dim
         if rope_dim % 2:
             raise ValueError(f"RoPE turns pairs, so attention.rope_dim must be even (got {rope_dim}). fix: change it")
-        self.heads, self.rank, self.head_dim, self.rope_dim = heads, rank, head_dim, rope_dim
+        self.heads, self.rank, self.head_dim, self.rope_dim, self.dropout = heads, rank, head_dim, rope_dim, dropout
         self.value_dim = head_dim + rope_dim
         self.rotary = rope_dim, rope_base, rope_scaling
-        self.q_down_proj = None if query_rank is None else Linear(dim, query_rank)
+        self.q_down_proj = None if query_rank is None else Linear(dim, query_rank, bias)
         self.q_down_norm = None if query_rank is None else RMSNorm(query_rank)
         self.q_proj = Linear(query_rank or dim, heads * (head_dim + rope_dim))
-        self.latent_proj = Linear(dim, rank)
+        self.latent_proj = Linear(dim, rank, bias)
         self.latent_norm = RMSNorm(rank)
-        self.rope_proj = Linear(dim, rope_dim)
+        self.rope_proj = Linear(dim, rope_dim, bias)
         self.kv_proj = Linear(rank, heads * (head_dim + self.value_dim))
-        self.o_proj = Linear(heads * self.value_dim, dim)
+        self.o_proj = Linear(heads * self.value_dim, dim, bias)
 
     def mix(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:
         tables = positions.rotary(*self.rotary)
@@ -58,7 +63,7 @@ class LatentAttention(Attention):
         k_rope = rotate(self.rope_proj(x).unsqueeze(2), *tables)
         latent = torch.cat((self.latent_norm(self.latent_proj(x)).unsqueeze(2), k_rope), dim=-1)  # (B, T, 1, rank+R)
         if cache is None:
-            return self.o_proj(self.expanded(q, q_rope, latent, positions.visible(None)).flatten(-2))
+            return self.o_proj(self.expanded(q, q_rope, latent, positions.visible(None, None)).flatten(-2))
         (latent,), visible = cache.extend(positions, latent)
         # multiplications a cached token and head cost: T (2 rank + R) absorbed, 2 rank D + T (2 D + R) expanded
         few = x.shape[1] * (self.rank - self.head_dim) < self.rank * self.head_dim
@@ -71,7 +76,8 @@ class LatentAttention(Attention):
         both = self.kv_proj(latent.squeeze(2)).unflatten(-1, (self.heads, -1))
         k, v = both.split([self.head_dim, self.value_dim], dim=-1)
         k = torch.cat((k, k_rope.expand(-1, -1, self.heads, -1)), dim=-1)  # (B, S, H, D+R)
-        return attend(torch.cat((q, q_rope), dim=-1), k, v, visible)
+        dropout = self.dropout if self.dropout and self.training else 0.0
+        return attend(torch.cat((q, q_rope), dim=-1), k, v, visible, dropout=dropout)
 
     def absorbed(self, q: Tensor, q_rope: Tensor, latent: Tensor, visible: Tensor) -> Tensor:
         """The same, with the latents as one key and value for all heads."""

@@ -45,6 +45,8 @@ class SoftmaxAttention(Attention):
     ):
         super().__init__()
         head_dim = dim // heads
+        if rope_base is None and rope_scaling is not None:
+            raise ValueError(f"there is no RoPE to scale ({rope_base=} {rope_scaling=}). fix: one of them")
         check(rope_base, dropout, kv_heads=kv_heads, window=window, chunk=chunk)
         if softcap is not None and not softcap > 0:
             raise ValueError(f"attention.softcap must be above 0 (got {softcap!r}). fix: null")
@@ -112,14 +114,14 @@ class SoftmaxAttention(Attention):
         return KVCache(batch, capacity, self.window, self.chunk, feature, feature, dtype=dtype, device=device)
 
     def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
-        slots = min(capacity, self.window or capacity, self.chunk or capacity)
+        slots = min(n for n in (capacity, self.window, self.chunk) if n is not None)
         return (slots + 1) * slot_bytes(dtype, *[(self.kv_heads, self.head_dim)] * 2)
 
     def score_flops(self, context: int) -> float:
-        most = min(context, self.window or context, self.chunk or context)
+        most = min(n for n in (context, self.window, self.chunk) if n is not None)
         short = most * (most - 1) / 2  # what the first tokens of a sequence, or of each chunk, see less
         seen = most - short / (context if self.chunk is None else most)
         return 4 * self.heads * self.head_dim * seen
 
-    def initial(self, name: str) -> Tensor:
+    def initial(self, name: str, generator: torch.Generator) -> Tensor:
         return torch.zeros(self.heads)  # the sink weighs as much as a score of 0
