@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from model.build import build, find
+from model.build import build, find, parameters
 from tests.conftest import CONFIGS, VARIANTS, settings_of
 from training import config
 
@@ -23,6 +23,14 @@ def test_yaml_keys_are_the_constructors(path):
     target = OmegaConf.load(path)._target_
     parameters = inspect.signature(find(target, target.partition(".")[0])).parameters.values()
     assert knobs == {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_attention_lists_every_knob(variant):
+    tree = settings_of(f"attention={variant}")["attention"]
+    for kind in tree.get("kinds", {"": tree}).values():
+        knobs = {p.name for p in parameters(find(kind["_target_"], "model")) if p.kind is p.KEYWORD_ONLY}
+        assert set(kind) - {"_target_", "_partial_"} == knobs
 
 
 @pytest.mark.parametrize("size, variant", [(size, "gqa") for size in MODELS] + [("15m", name) for name in VARIANTS])

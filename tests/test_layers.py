@@ -77,6 +77,50 @@ def test_attention_is_a_softmax_over_what_is_visible(heads, kv_heads, window, mo
                 close(y[b, t, h], mean)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window, softcap, sinks", [(None, 2.0, 0), (3, None, 0), (3, None, 4), (None, 2.0, 4)])
+def test_flex_attention_is_the_same(window, softcap, sinks):
+    q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
+    visible = Positions(torch.zeros(2, 9), None, None, None).visible(window, None)
+    sink = random(sinks).float() if sinks else None
+    expected = base.by_scores(q, k, v, visible, softcap, sink, 0.0, None)
+    close(base.by_flex(q, k, v, visible, softcap, sink, None), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+@pytest.mark.parametrize("window, softcap", [(16, None), (16, 2.0), (None, 2.0)])
+def test_flex_attention_compiles(window, softcap):
+    torch._dynamo.reset()
+    q, k, v = (random(2, heads, 128, 16).float() for heads in (4, 2, 2))
+    visible = Positions(torch.zeros(2, 128), None, None, None).visible(window, None)
+    with torch.no_grad():  # without a GPU there is no backward
+        y = torch.compile(base.by_flex, fullgraph=True, dynamic=False)(q, k, v, visible, softcap, None, None)
+    close(y, base.by_scores(q, k, v, visible, softcap, None, 0.0, None), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "mla", "softcap", "differential_v2"])
+def test_dropout_acts_in_training_alone(variant):
+    layer = redraw(build(tree_of(variant, "attention.dropout=0.5"))).blocks[0].attention
+    x = random(2, 9, 64).float()
+    positions = Positions(x[..., 0], None, None, None)
+    assert (layer.mix(x, positions, None) - layer.mix(x, positions, None)).abs().max() > 1e-3
+    layer.eval()
+    close(layer.mix(x, positions, None), layer.mix(x, positions, None), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "mla", "sliding_window", "chunked"])
+def test_operations_on_scores_are_counted_where_they_are_visible(variant):
+    for block in build(tree_of(variant)).blocks:
+        layer = block.attention
+        window, chunk = getattr(layer, "window", None), getattr(layer, "chunk", None)
+        pairs = [(i, j) for i in range(13) for j in range(i + 1)]
+        pairs = [(i, j) for i, j in pairs if window is None or i - j < window]
+        pairs = [(i, j) for i, j in pairs if chunk is None or i // chunk == j // chunk]
+        each = 2 * 2 * layer.heads * getattr(layer, "value_dim", layer.head_dim)  # a product with k and one with v
+        assert layer.score_flops(13) * 13 == pytest.approx(each * len(pairs))
+
+
 def test_a_window_cache_holds_no_more_than_the_window():
     cache = KVCache(1, 4096, 256, None, (1, 2), dtype=torch.float32, device="cpu")
     assert cache.nbytes == (256 + 1) * 2 * 4

@@ -145,6 +145,7 @@ def test_every_variant_learns(trainer_of, variant, precision):
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_learns_the_same_when_compiled(trainer_of, variant):
     eager, compiled = (trainer_of(f"attention={variant}", "batch_tokens=256") for _ in range(2))

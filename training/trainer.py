@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import takewhile
 from pathlib import Path
 from time import monotonic
 
@@ -192,11 +193,11 @@ class Trainer:
                 return sample(logits, seen, temperature=0.8, top_k=50, generator=generator)
 
             self.model.eval()
-            tokens = [
+            tokens = (
                 token.item() for token in generate(self.model, [[tokenizer.bos]], capacity - 1, draw, cache=cache)
-            ]
+            )
+            text = tokenizer.decode(list(takewhile(lambda token: token != tokenizer.eos, tokens)))
             self.model.train()
-            text = tokenizer.decode(tokens[: tokens.index(tokenizer.eos)] if tokenizer.eos in tokens else tokens)
             with (self.run / "samples.txt").open("a") as file:
                 file.write(f"--- step {self.step}\n{text}\n")
         self.log.say(f"--- a sample at step {self.step}\n{text}\n---")

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from model.cache import LayerCache
 from model.layers import precise
@@ -87,19 +88,52 @@ def attend(
     """q (B, T, H, D), k (B, S, K, D), v (B, S, K, E), visible (B, 1, T, S), sink (H,) -> (B, T, H, E).
 
     H is a multiple of K. visible=None is plain causal, T = S: no mask exists, the fused kernel knows. Compiled for a
-    CPU and up to `DENSE` tokens, plain products of a few query blocks take less time than that kernel.
+    CPU and up to `DENSE` tokens, plain products of a few query blocks take less time than that kernel; compiled for
+    CUDA, whatever is not plain and as long as its keys goes to FlexAttention.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if watched is not None:
         each = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:2], -1, -1)
         watched.append(by_scores(q, k, each, visible, softcap, sink, 0.0, scale))
-    dense = visible is None and q.shape[2] <= DENSE and q.device.type == "cpu" and torch.compiler.is_compiling()
-    if softcap is None and sink is None and not dense:
+    compiled, plain = torch.compiler.is_compiling(), softcap is None and sink is None
+    if compiled and q.is_cuda and q.shape[2] == k.shape[2] and not (plain and visible is None) and dropout == 0:
+        return by_flex(q, k, v, visible, softcap, sink, scale).transpose(1, 2)
+    dense = compiled and q.device.type == "cpu" and visible is None and q.shape[2] <= DENSE
+    if plain and not dense:
         causal, gqa = visible is None, q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(q, k, v, visible, dropout, causal, scale=scale, enable_gqa=gqa)
     else:
         y = by_scores(q, k, v, visible, softcap, sink, dropout, scale)
     return y.transpose(1, 2)
+
+
+def by_flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """The same, q (B, H, T, D) and so on, skipping blocks that nobody sees, with no score in memory. 2412.05496."""
+    every = None if visible is None else visible.expand(q.shape[0], -1, -1, -1)
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i if every is None else every[b, 0, i, j]
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return softcap * (score / softcap).tanh()
+
+    batch = None if every is None else q.shape[0]
+    mask = create_block_mask(seen, batch, None, q.shape[2], k.shape[2], device=q.device)
+    how = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    how["score_mod"] = None if softcap is None else capped
+    if sink is None:
+        return flex_attention(q, k, v, **how)
+    y, extra = flex_attention(q, k, v, **how, return_aux=AuxRequest(lse=True))
+    # the sink is one more exponential in the sum
+    return y * (extra.lse - precise(sink)[:, None]).sigmoid()[..., None].type_as(y)
 
 
 def by_scores(

@@ -118,10 +118,13 @@ class SoftmaxAttention(Attention):
         return (slots + 1) * slot_bytes(dtype, *[(self.kv_heads, self.head_dim)] * 2)
 
     def score_flops(self, context: int) -> float:
-        most = min(n for n in (context, self.window, self.chunk) if n is not None)
-        short = most * (most - 1) / 2  # what the first tokens of a sequence, or of each chunk, see less
-        seen = most - short / (context if self.chunk is None else most)
-        return 4 * self.heads * self.head_dim * seen
+        if self.chunk is None:
+            most = context if self.window is None else min(context, self.window)
+            pairs = most * (most + 1) / 2 + (context - most) * most
+        else:
+            whole, rest = divmod(context, self.chunk)
+            pairs = whole * self.chunk * (self.chunk + 1) / 2 + rest * (rest + 1) / 2
+        return 4 * self.heads * self.head_dim * pairs / context
 
     def initial(self, name: str, generator: torch.Generator) -> Tensor:
         return torch.zeros(self.heads)  # the sink weighs as much as a score of 0
