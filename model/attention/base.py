@@ -48,8 +48,8 @@ class Attention(nn.Module):
         raise NotImplementedError
 
     def initial(self, name: str, generator: torch.Generator) -> Tensor:
-        """The first value of a parameter that belongs to no torch module."""
-        raise NotImplementedError
+        """The first value of a parameter that belongs to no torch module: a sink weighs as much as a score of 0."""
+        return torch.zeros(getattr(self, name).shape)
 
 
 @contextmanager

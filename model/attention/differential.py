@@ -44,11 +44,8 @@ class DifferentialAttention(SoftmaxAttention):
         return 1.5 * super().score_flops(context)  # values twice as wide
 
     def initial(self, name: str, generator: torch.Generator) -> Tensor:
-        return (
-            super().initial(name, generator)
-            if name == "sink"
-            else 0.1 * torch.randn(self.head_dim, generator=generator)
-        )
+        zero = super().initial(name, generator)
+        return zero if name == "sink" else 0.1 * torch.randn(zero.shape, generator=generator)
 
 
 class DifferentialAttentionV2(SoftmaxAttention):
@@ -68,6 +65,3 @@ class DifferentialAttentionV2(SoftmaxAttention):
 
     def score_flops(self, context: int) -> float:
         return 2 * super().score_flops(context)
-
-    def initial(self, name: str, generator: torch.Generator) -> Tensor:
-        return torch.zeros(self.sink.shape)

@@ -125,6 +125,3 @@ class SoftmaxAttention(Attention):
             whole, rest = divmod(context, self.chunk)
             pairs = whole * self.chunk * (self.chunk + 1) / 2 + rest * (rest + 1) / 2
         return 4 * self.heads * self.head_dim * pairs / context
-
-    def initial(self, name: str, generator: torch.Generator) -> Tensor:
-        return torch.zeros(self.heads)  # the sink weighs as much as a score of 0
