@@ -86,6 +86,7 @@ def main(given: argparse.Namespace) -> None:
 
         with errors.input_problems():
             attention_map.draw(model, tokens[0], tokenizer.pieces.id_to_piece(tokens[0]), given.attention_map)
+        print(f"drawn: {given.attention_map}", file=sys.stderr)
         return
     cache = None
     if not given.no_cache:

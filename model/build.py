@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import UnionType
+from typing import get_args, get_origin
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,7 +27,7 @@ def build(tree, package: str = "model"):
         return {key: build(branch, package) for key, branch in tree.items()}
     target, later = find(tree["_target_"], package), tree.get("_partial_", False)
     knobs = {key: build(branch, package) for key, branch in tree.items() if key not in ("_target_", "_partial_")}
-    check(target, set(knobs), later)
+    check(target, knobs, later)
     return partial(target, **knobs) if later else target(**knobs)
 
 
@@ -40,14 +42,30 @@ def find(path: str, package: str) -> Callable:
     return found
 
 
-def check(target: Callable, given: set[str], later: bool) -> None:
-    """Every keyword-only parameter is a knob, and has to be there unless it has a default."""
+def check(target: Callable, given: dict, later: bool) -> None:
+    """Every keyword-only parameter is a knob, of the kind it says, and has to be there unless it has a default."""
     knobs = {p.name: p for p in parameters(target) if p.kind is p.KEYWORD_ONLY or not later}
-    missing = {name for name, p in knobs.items() if p.default is p.empty} - given
-    unknown = given - knobs.keys()
+    missing = {name for name, p in knobs.items() if p.default is p.empty} - given.keys()
+    unknown = given.keys() - knobs.keys()
     if missing or unknown:
         wrong = [f"{word} {sorted(names)}" for word, names in (("missing", missing), ("unknown", unknown)) if names]
         raise ValueError(f"{target.__name__}: {', '.join(wrong)}. fix: its knobs are {sorted(knobs)}")
+
+    for name, value in given.items():
+        kind = knobs[name].annotation
+        if not fits(value, kind):
+            kind = getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind).partition("[")[0]
+            raise ValueError(f"{target.__name__}: {name} must be {kind} (got {value!r}). fix: change it")
+
+
+def fits(value: object, kind: object) -> bool:
+    """Whether a knob annotated so may have this value; a whole number is a number too, a flag is not."""
+    if isinstance(kind, UnionType):
+        return any(fits(value, each) for each in get_args(kind))
+    kind = get_origin(kind) or kind
+    if kind in (bool, int, float, str):
+        return type(value) in ((int, float) if kind is float else (kind,))
+    return isinstance(value, kind)
 
 
 def parameters(target: Callable) -> list[inspect.Parameter]:

@@ -62,7 +62,10 @@ def composed(*overrides: str) -> dict:
 def tree_of(variant: str, *overrides: str) -> dict:
     """The model of a variant, tiny."""
     tiny = ("model=tiny", "model.depth=2", "model.vocab_size=128", "context=64")
-    return shrink(settings_of(f"attention={variant}", *tiny, *overrides)["model"])
+    tree = shrink(settings_of(f"attention={variant}", *tiny, *overrides)["model"])
+    pattern = tree["attention"].get("pattern", [])
+    every = next((n for n in range(len(pattern)) if set(pattern[-n:]) == set(pattern) and n > 0), len(pattern))
+    return tree | {"depth": max(tree["depth"], every)}  # every kind of layer
 
 
 def shrink(tree):

@@ -8,7 +8,7 @@ import sys
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf.errors import OmegaConfBaseException
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -26,7 +26,14 @@ def main(words: list[str]) -> None:
     if asked:
         words = [word for word in words if not word.startswith("attention=")]
         names = [str(name) for override in asked for name in values(override)]
-    rows = [cost(name, [*words, f"attention={name}"]) for name in names]
+    rows = []
+    for name in names:
+        try:
+            rows.append(cost(name, [*words, f"attention={name}"]))
+        except ConfigCompositionException:  # a knob that this attention does not have
+            if asked:
+                raise
+            rows.append((name, *["-"] * (len(COLUMNS) - 1)))
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
     for row in (COLUMNS, *rows):
         print("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]))
@@ -42,7 +49,10 @@ def values(override) -> list:
 
 def cost(name: str, words: list[str]) -> tuple[str, ...]:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        settings = checked(compose("train", ["name=cost", *words]))
+        cfg = compose("train", ["name=cost", *words])
+    if not any(word.startswith("batch_tokens=") for word in words):
+        cfg.batch_tokens = cfg.micro_batch * cfg.context
+    settings = checked(cfg)
     context, batch = settings["context"], config.micro_batch(settings, 1)
     with FakeTensorMode():
         model = build(settings["model"])

@@ -43,7 +43,10 @@ def one_line(*of_config: type[Exception]) -> Iterator[None]:
         yield
     except of_config as error:
         text = re.split(r"\nTo append|\nConfig search path|\nSee https", str(error))[0]
-        fail(BUG, f"{text}. fix: configs/ has the keys; a value with spaces or commas is quoted twice: 'key=\"a b\"'")
+        fix = "configs/ has the keys; a value with spaces or commas is quoted twice: 'key=\"a b\"'"
+        if "Could not override" in text:
+            fix = "configs/ lists the keys of what is chosen; a kind of layer has its own: attention.kinds.NAME.KEY"
+        fail(BUG, f"{text.rstrip('.')}. fix: {fix}")
     except IntegrityError as error:
         fail(INTEGRITY, error)
     except KeyboardInterrupt:
