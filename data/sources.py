@@ -7,6 +7,7 @@ import json
 import re
 import sysconfig
 import tokenize
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from glob import glob
@@ -21,7 +22,7 @@ def chosen(identity: str, holdout: int) -> bool:
     return int(sha256(identity.encode()).hexdigest(), 16) % holdout == 0
 
 
-class Source:
+class Source(ABC):
     """Text, and the tokenizer for it: a file `tokenizer`, or one of `vocab_size` pieces trained on the documents."""
 
     def __init__(self, *, vocab_size: int, tokenizer: str | None):
@@ -33,11 +34,13 @@ class Source:
 
     tokens: int | None = None  # to stop at; None: take all
 
+    @abstractmethod
     def fingerprint(self) -> str:
-        raise NotImplementedError
+        """The same where the documents are, another where they differ."""
 
+    @abstractmethod
     def documents(self) -> Documents:
-        raise NotImplementedError
+        """Each with whether it is held out, in an order that never changes."""
 
 
 class Stdlib(Source):

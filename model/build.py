@@ -50,7 +50,6 @@ def check(target: Callable, given: dict, later: bool) -> None:
     if missing or unknown:
         wrong = [f"{word} {sorted(names)}" for word, names in (("missing", missing), ("unknown", unknown)) if names]
         raise ValueError(f"{target.__name__}: {', '.join(wrong)}. fix: its knobs are {sorted(knobs)}")
-
     for name, value in given.items():
         kind = knobs[name].annotation
         if not fits(value, kind):

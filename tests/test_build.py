@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from model.attention.base import Attention
 from model.build import build
 from model.initialise import initialise
 from tests.conftest import VARIANTS, tree_of
@@ -71,3 +72,12 @@ def test_layers_and_seeds_begin_apart():
         initialise(model, seed)
         values += [tuple(block.attention.q1.tolist()) for block in model.blocks]
     assert len(set(values)) == 4
+
+
+def test_an_attention_says_what_it_lacks():
+    class Half(Attention):
+        def mix(self, x, positions, cache):
+            return x
+
+    with pytest.raises(TypeError, match=r"Half.*cache_bytes.*new_cache.*score_flops"):
+        Half()

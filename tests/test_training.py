@@ -170,6 +170,10 @@ def test_a_cache_in_int8_costs_less_than_a_hundredth_of_a_nat(trainer_of, varian
     assert exact < 3 and abs(small - exact) < 0.01
 
 
+def test_any_seed_can_be_drawn_from(trainer_of):
+    trainer_of(f"seed={2**60}").optimize()
+
+
 def test_a_reported_loss_is_the_mean_since_the_last_report(trainer_of):
     each, together = trainer_of(), trainer_of()
     losses = []

@@ -89,9 +89,8 @@ class Trainer:
 
     def optimize(self) -> None:
         """One optimizer step over `batch_tokens` tokens of all ranks."""
-        torch.manual_seed(
-            (self.settings["seed"] * 2**32 + self.step) * self.ranks.world + self.ranks.rank
-        )  # of dropout
+        draw = (self.settings["seed"] * 2**32 + self.step) * self.ranks.world + self.ranks.rank
+        torch.manual_seed(draw % 2**63)  # of dropout
         set_rates(self.optimizers, self.schedule(self.step, self.steps))
         share = self.loader.batch // self.ranks.world
         starts = range(self.ranks.rank * share, (self.ranks.rank + 1) * share, self.micro)

@@ -1,5 +1,6 @@
 """The contract of an attention variant, and the one kernel call they share."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,7 @@ Handed = dict[str, tuple[Tensor | None, ...]]  # what earlier layers of this for
 watched: list[Tensor] | None = None
 
 
-class Attention(nn.Module):
+class Attention(nn.Module, ABC):
     """Maps (B, T, D) to (B, T, D); every token sees itself and its past.
 
     It is constructed with what its layer knows, then its own knobs:
@@ -33,19 +34,21 @@ class Attention(nn.Module):
         """A variant that takes from or gives to other layers overrides this; all others only `mix`."""
         return self.mix(x, positions, cache), handed
 
+    @abstractmethod
     def mix(self, x: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
-        raise NotImplementedError
+        """x (B, T, D) -> (B, T, D), with a cache also of what came before."""
 
+    @abstractmethod
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> LayerCache:
-        raise NotImplementedError
+        """Empty, with room for `capacity` tokens in each row."""
 
+    @abstractmethod
     def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
         """What a row of the cache costs, by arithmetic alone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def score_flops(self, context: int) -> float:
         """Floating-point operations of one token's forward outside the weights, averaged over a full context."""
-        raise NotImplementedError
 
     def initial(self, name: str, generator: torch.Generator) -> Tensor:
         """The first value of a parameter that belongs to no torch module: a sink weighs as much as a score of 0."""
@@ -66,7 +69,7 @@ def watching() -> Iterator[list[Tensor]]:
 def check(base: float | None = None, dropout: float = 0.0, **sizes: int | None) -> None:
     """Raises ValueError for a knob that no attention can have."""
     for name, size in sizes.items():
-        if size is not None and (type(size) is not int or size < 1):
+        if size is not None and size < 1:
             raise ValueError(f"attention.{name} must be a whole number from 1 (got {size!r}). fix: change it")
     if base is not None and not base > 1:
         raise ValueError(f"attention.rope_base must be above 1 (got {base!r}). fix: 10000")
