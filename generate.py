@@ -116,17 +116,17 @@ def load(given: argparse.Namespace, device):
     """The model, in the precision asked for, and the tokenizer of a run's newest checkpoint."""
     import torch
 
-    from training import checkpoint, errors
+    from training import checkpoint, errors, folder
 
-    found = checkpoint.newest(given.run or checkpoint.newest_run(Path("runs")))
+    found = checkpoint.newest(given.run or folder.newest_run(Path("runs")))
     if found is None:
         raise ValueError(f"no checkpoint (--run {given.run}). fix: a run folder, with checkpoints/step-* in it")
-    model = checkpoint.load_model(found, device)
-    if not all(p.isfinite().all() for p in model.parameters()):
-        errors.fail(errors.DIVERGED, f"weights contain NaN or infinity ({found}). fix: an older checkpoint")
     fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     bf16 = given.dtype == "bf16" or (given.dtype == "auto" and fast)
-    return model.to(torch.bfloat16 if bf16 else torch.float32), Tokenizer.load(found / "tokenizer.model")
+    model = checkpoint.load_model(found, device, torch.bfloat16 if bf16 else torch.float32)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        errors.fail(errors.DIVERGED, f"weights contain NaN or infinity ({found}). fix: an older checkpoint")
+    return model, Tokenizer.load(found / "tokenizer.model")
 
 
 def read_prompts(given: argparse.Namespace) -> list[str]:

@@ -22,7 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from data.loader import Loader, check_enough
 from data.prepare import Corpus, prepare
 from model.build import build
-from training import checkpoint, config, distributed, errors, hardware
+from training import checkpoint, config, distributed, errors, folder, hardware
+from training.signals import Signals
 from training.trainer import Trainer
 
 IMPORTS = monotonic() - BEFORE_IMPORTS  # seconds: max_minutes counts them too
@@ -31,7 +32,7 @@ IMPORTS = monotonic() - BEFORE_IMPORTS  # seconds: max_minutes counts them too
 @hydra.main(config_path="configs", config_name="train", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     started = monotonic() - IMPORTS
-    with errors.one_line():
+    with Signals() as signals, errors.one_line():
         with errors.input_problems():
             settings = checked(cfg)
             device = hardware.pick_device(settings["device"])
@@ -40,46 +41,51 @@ def main(cfg: DictConfig) -> None:
             start = initial(settings)
             corpus, loader = opened(settings)
             if start is not None:
-                shape = {key: value for key, value in settings["model"].items() if key != "context"}
-                checkpoint.check_same(start, {"model": shape}, corpus.tokenizer)
+                config.check_shape(checkpoint.config_of(start), settings, start)
+                checkpoint.check_tokenizer(start, corpus.tokenizer)
             ranks = distributed.join(device)
-            run = ranks.agree(config.claim(settings) if ranks.first else None)
-            found = checkpoint.newest(run) if settings["resume"] else None
-            if found is not None:
-                checkpoint.check_same(found, config.identity(settings), corpus.tokenizer)
-        try:
-            trainer = Trainer(settings, corpus, loader, run, ranks, precision, started)
-            trainer.log.say(introduction(trainer, f"{'compiled' if compiles else 'not compiled'} ({why})"))
-            trainer.begin(found, start)
-            train(trainer, compiles)
-        except torch.OutOfMemoryError as error:
-            errors.fail(errors.INPUT, out_of_memory(str(error), config.micro_batch(settings, ranks.world)))
-    distributed.leave(trainer)
+        with folder.claimed(settings, ranks) as run:
+            try:
+                trainer = Trainer(settings, corpus, loader, run, ranks, precision, signals, started)
+                trainer.log.say(introduction(trainer, f"{'compiled' if compiles else 'not compiled'} ({why})"))
+                code = train(trainer, compiles, start)
+            except RuntimeError as error:
+                if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                    raise
+                errors.fail(errors.INPUT, out_of_memory(str(error), config.micro_batch(settings, ranks.world)))
+            ranks.meet()
+    if code:
+        raise SystemExit(code)
 
 
-def train(trainer: Trainer, compiles: bool) -> None:
-    if trainer.step >= trainer.steps:
-        trainer.log.say(f"already at step {trainer.step} of {trainer.steps} ({trainer.run}). To go on: steps=N")
-        return
-    if trainer.step > 0:
-        trainer.log.say(f"resuming step {trainer.step}")
-    elif trainer.settings["resume"]:
-        trainer.log.say(f"nothing to resume in {trainer.run}: a fresh start")
-    trainer.log.open(trainer.metrics_bytes)
+def train(trainer: Trainer, compiles: bool, start: Path | None = None) -> int:
+    """From where it stands to the end -> 0, or the exit code where a signal ended it."""
     if compiles:
         trainer.compile()
-    while trainer.step < trainer.steps:
-        trainer.optimize()
-        trainer.fit()
-        if trainer.due("log_every"):
-            trainer.report()
-        if trainer.due("eval_every"):
+    trainer.begin(start)
+    if trainer.step >= trainer.steps and not trainer.pending:
+        trainer.log.say(f"already at step {trainer.step} of {trainer.steps} ({trainer.run}). To go on: steps=N")
+        return 0
+    trainer.log.open(trainer.kept)
+    while trainer.pending or trainer.step < trainer.steps:
+        if not trainer.pending:
+            trainer.optimize()
+            trainer.fit()
+            if trainer.due("log_every"):
+                trainer.report()
+            trainer.pending = trainer.due("eval_every")
+        if trainer.pending and not trainer.stopping:
             trainer.evaluate()
-        if trainer.due("sample_every"):
+        if trainer.due("sample_every") and not trainer.stopping:
             trainer.sample()
-        if trainer.due("save_every"):
+        if trainer.due("save_every") or trainer.stopping:
             trainer.save()
+        if trainer.stopping:
+            trainer.log.close()
+            trainer.log.say(f"step {trainer.step} is saved in {trainer.run}. To go on: the same words and resume=true")
+            return trainer.stopping
     trainer.finish()
+    return 0
 
 
 def checked(cfg: DictConfig) -> dict:
@@ -149,6 +155,5 @@ if __name__ == "__main__":
     for word in sys.argv[1:]:
         if word.startswith("--") and re.split("[=.]", word[2:])[0] in keys:
             errors.fail(errors.INPUT, f"keys are written without dashes (got {word}). fix: {word[2:]}")
-    with errors.one_line(HydraException, OmegaConfBaseException):
+    with distributed.ended(), errors.one_line(HydraException, OmegaConfBaseException):
         main()
-    distributed.end()

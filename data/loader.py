@@ -30,6 +30,12 @@ class Loader:
         taken = torch.from_numpy(taken.astype(np.int64))
         return taken[:, :-1].contiguous(), taken[:, 1:].contiguous()
 
+    def places(self, step: int) -> str:
+        """Where the rows of a batch lie, for a reader."""
+        starts = [self._start(number) for number in range(step * self.batch, (step + 1) * self.batch)]
+        some = ", ".join(map(str, starts[:8])) + (" and so on" if len(starts) > 8 else "")
+        return f"{self.batch} rows of epoch {step * self.batch // self.rows}, from the tokens {some}"
+
     def _start(self, number: int) -> int:
         epoch, row = divmod(number, self.rows)
         if epoch != self.epoch:

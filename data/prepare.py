@@ -1,13 +1,12 @@
 """Documents to token shards, once: later runs find them by what they are made from.
 
-A build happens under a lock in a folder of its own, and is renamed when whole: what has the right name is complete.
+A build happens under a lock, in a sealed folder: what has the right name is complete.
 """
 
 import fcntl
 import json
 import multiprocessing
 import os
-import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,15 +16,18 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from threading import Thread
 from typing import IO
 
 import numpy as np
 from tqdm import tqdm
 
+from data.sealed import Unsealed, hold, verified, written
 from data.shards import ShardWriter, open_shard
 from data.sources import Source
 from data.tokenizer import Tokenizer
 
+SPLITS = ("train", "validation")
 SAMPLE = 50_000_000  # characters a tokenizer is trained on
 VALIDATION = 2_000_000  # bytes held out at most, at whole documents
 BATCH = 256  # documents handed to a process at once
@@ -33,12 +35,13 @@ BATCH = 256  # documents handed to a process at once
 
 @dataclass
 class Corpus:
-    """Token shards of both splits, and the UTF-8 bytes that the validation tokens stand for."""
+    """Token shards of both splits, the UTF-8 bytes that the validation tokens stand for, and the hash of all shards."""
 
     train: list[np.ndarray]
     validation: list[np.ndarray]
     validation_bytes: int
     tokenizer: Tokenizer
+    sha256: str
 
 
 def prepare(
@@ -57,10 +60,14 @@ def prepare(
         with alone(folder.with_suffix(".lock")):
             if not folder.exists():
                 build(source, given, folder, enough, quiet)
-    about = json.loads((folder / "about.json").read_text())
-    shards = {split: [open_shard(folder / name) for name in about[split]] for split in ("train", "validation")}
+    about = verified(folder, f"delete {folder}, it is made again")
+    shards = {split: [open_shard(folder / name, about["dtype"]) for name in about[split]] for split in SPLITS}
+    content = json.dumps([about["files"][name]["sha256"] for split in SPLITS for name in about[split]])
     return Corpus(
-        **shards, validation_bytes=about["validation_bytes"], tokenizer=Tokenizer.load(folder / "tokenizer.model")
+        **shards,
+        validation_bytes=about["validation_bytes"],
+        tokenizer=Tokenizer.load(folder / "tokenizer.model"),
+        sha256=sha256(content.encode()).hexdigest(),
     )
 
 
@@ -82,7 +89,7 @@ def acquired(lock: Path) -> IO:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
             file = lock.open("w")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            hold(file, fcntl.LOCK_EX)
             if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
                 return file
             file.close()  # who was here before failed, and took the lock away
@@ -91,23 +98,12 @@ def acquired(lock: Path) -> IO:
 def build(
     source: Source, tokenizer: Tokenizer | None, folder: Path, enough: Callable[[int], None], quiet: bool
 ) -> None:
-    unfinished = folder.with_suffix(".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    try:
+    with written(folder) as unsealed:
         if tokenizer is None:
             tokenizer = Tokenizer.train(sample(source), source.vocab_size)
-        (unfinished / "tokenizer.model").write_bytes(tokenizer.proto)
-        about = write_shards(source, tokenizer, unfinished, quiet)
-        enough(about["train_tokens"])
-        (unfinished / "about.json").write_text(json.dumps(about, indent=1))
-    except BaseException:
-        shutil.rmtree(unfinished)
-        raise
-    for name in ("tokenizer.model", "about.json"):
-        with (unfinished / name).open("rb") as file:
-            os.fsync(file.fileno())
-    unfinished.rename(folder)
+        unsealed.about = write_shards(source, tokenizer, unsealed, quiet)
+        unsealed.create("tokenizer.model").write(tokenizer.proto)
+        enough(unsealed.about["train_tokens"])
 
 
 def sample(source: Source) -> Iterator[str]:
@@ -121,8 +117,8 @@ def sample(source: Source) -> Iterator[str]:
             yield text
 
 
-def write_shards(source: Source, tokenizer: Tokenizer, folder: Path, quiet: bool) -> dict:
-    train, validation = (ShardWriter(folder / split, tokenizer.vocab_size) for split in ("train", "validation"))
+def write_shards(source: Source, tokenizer: Tokenizer, folder: Unsealed, quiet: bool) -> dict:
+    train, validation = (ShardWriter(folder, split, tokenizer.vocab_size) for split in SPLITS)
     held_bytes, held_enough = 0, False
     with tqdm(unit=" tokens", unit_scale=True, desc="tokenise", disable=quiet or not sys.stderr.isatty()) as bar:
         for tokens, size, held_out in tokenised(source.documents(), tokenizer):
@@ -137,7 +133,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path, quiet: bool
             if source.tokens is not None and train.total >= source.tokens:
                 break
     for split, writer in (("training", train), ("validation", validation)):
-        writer.close()
+        writer.flush()
         if not writer.names:
             raise ValueError(f"no {split} text (of {type(source).__name__}). fix: more documents")
     return {
@@ -145,6 +141,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path, quiet: bool
         "validation": validation.names,
         "validation_bytes": held_bytes,
         "train_tokens": train.total,
+        "dtype": train.dtype.name,
     }
 
 
@@ -164,6 +161,13 @@ def tokenised(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> It
 def _start(proto: bytes) -> None:
     global _tokenizer  # of this worker process
     _tokenizer = Tokenizer(proto)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever, and hold its lock."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _encode(batch: list[tuple[str, bool]]) -> list[tuple[np.ndarray, int, bool]]:

@@ -1,69 +1,43 @@
-"""Token ids on disk: files of one header line and raw integers, memory-mapped when read."""
+"""Token ids on disk: files of raw integers in a sealed folder, memory-mapped when read."""
 
-import json
-import os
-from hashlib import file_digest, sha256
 from pathlib import Path
 
 import numpy as np
 
-from data import IntegrityError
+from data.sealed import Unsealed
 
-HEADER = 256  # bytes: JSON, padded with spaces
 LARGEST = 2**28  # tokens in a file
+TOGETHER = 2**20  # tokens written at once
 
 
 class ShardWriter:
     """Writes `stem`-00000.bin and so on. uint16 where the vocabulary fits, else uint32."""
 
-    def __init__(self, stem: Path, vocab_size: int):
-        self.stem, self.vocab_size, self.dtype = (
-            stem,
-            vocab_size,
-            np.dtype("uint16" if vocab_size <= 2**16 else "uint32"),
-        )
-        self.names, self.total, self.file = [], 0, None
+    def __init__(self, folder: Unsealed, stem: str, vocab_size: int):
+        self.folder, self.stem, self.vocab_size = folder, stem, vocab_size
+        self.dtype = np.dtype("uint16" if vocab_size <= 2**16 else "uint32")
+        self.names, self.total, self.count, self.waiting, self.waits = [], 0, LARGEST, [], 0
 
     def write(self, tokens: np.ndarray) -> None:
-        assert tokens.min() >= 0 and tokens.max() < self.vocab_size  # a cast would wrap silently
-        if self.file is None or self.count + len(tokens) > LARGEST:
-            self.close()
-            self.names.append(f"{self.stem.name}-{len(self.names):05d}.bin")
-            self.file, self.count, self.hash = ((self.stem.parent / self.names[-1]).open("wb"), 0, sha256())
-            self.file.write(b" " * HEADER)
-        raw = tokens.astype(self.dtype).tobytes()
-        self.file.write(raw)
-        self.hash.update(raw)
-        self.count += len(tokens)
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:  # a cast would wrap silently
+            raise OverflowError(f"a token outside the vocabulary ({tokens.min()} to {tokens.max()}, {self.vocab_size})")
+        self.waiting.append(tokens)
+        self.waits += len(tokens)
         self.total += len(tokens)
+        if self.waits >= TOGETHER:
+            self.flush()
 
-    def close(self) -> None:
-        if self.file is None:
+    def flush(self) -> None:
+        if self.waits == 0:
             return
-        header = {"format": 1, "dtype": self.dtype.name, "count": self.count, "sha256": self.hash.hexdigest()}
-        self.file.seek(0)
-        self.file.write(json.dumps(header).encode().ljust(HEADER - 1) + b"\n")
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        self.file = None
+        if self.count + self.waits > LARGEST:
+            self.names.append(f"{self.stem}-{len(self.names):05d}.bin")
+            self.file, self.count = self.folder.create(self.names[-1]), 0
+        self.file.write(np.concatenate(self.waiting).astype(self.dtype).tobytes())
+        self.count += self.waits
+        self.waiting, self.waits = [], 0
 
 
-def open_shard(path: Path) -> np.ndarray:
-    """The tokens of a file, mapped. Raises IntegrityError where size or hash are not the header's."""
-    with path.open("rb") as file:
-        try:
-            header = json.loads(file.read(HEADER))
-            if header["format"] != 1:
-                raise ValueError(f"made by a later version, format {header['format']}")
-            dtype, count, digest = np.dtype(header["dtype"]), header["count"], header["sha256"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise IntegrityError(
-                f"no token shard ({path}: {error}). fix: delete its folder, it is made again"
-            ) from None
-        size = path.stat().st_size
-        if size != HEADER + count * dtype.itemsize or file_digest(file, "sha256").hexdigest() != digest:
-            raise IntegrityError(
-                f"damaged token shard ({path}, {size} bytes for {count} tokens). fix: delete its folder"
-            )
-    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER, shape=(count,))
+def open_shard(path: Path, dtype: str) -> np.ndarray:
+    """The tokens of a file, mapped."""
+    return np.memmap(path, dtype=np.dtype(dtype), mode="r")

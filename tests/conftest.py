@@ -21,6 +21,7 @@ from data.loader import Loader
 from data.prepare import prepare
 from model.build import build
 from training.distributed import Ranks
+from training.signals import Signals
 from training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -152,9 +153,9 @@ def trainer_of(tmp_path, story):
         folder = tmp_path / (run or f"run{len(list(tmp_path.iterdir()))}")
         folder.mkdir(exist_ok=True)
         ranks = Ranks(0, 1, torch.device("cpu"))
-        trainer = Trainer(settings, corpus, loader, folder, ranks, torch.float32, monotonic())
+        trainer = Trainer(settings, corpus, loader, folder, ranks, torch.float32, Signals(), monotonic())
         if not [*folder.glob("checkpoints/*")]:
-            trainer.log.open(0)
+            trainer.log.open({})
         return trainer
 
     return make

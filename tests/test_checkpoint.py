@@ -27,9 +27,9 @@ def test_a_resumed_run_continues_bit_for_bit(trainer_of, optimizer):
     first.save()
     first.optimize()
     first.report()  # work that is lost, its line of metrics too
-    second = trainer_of(f"optimizer={optimizer}", run="cut")
-    second.begin(checkpoint.newest(second.run), None)
-    second.log.open(second.metrics_bytes)
+    second = trainer_of(f"optimizer={optimizer}", "resume=true", run="cut")
+    second.begin(None)
+    second.log.open(second.kept)
     assert second.step == 3
     for _ in range(3):
         second.optimize()
@@ -60,37 +60,52 @@ def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(trainer_of, 
     assert len([*(trainer.run / "checkpoints").iterdir()]) == 2  # what is damaged is not deleted
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(trainer_of):
+def test_a_full_disk_leaves_the_last_checkpoint(trainer_of, capsys):
     trainer = trainer_of()
+    trainer.optimize()
     trainer.save()
     largest = resource.getrlimit(resource.RLIMIT_FSIZE)
     for limit in (1, 4096, 200_000):
         trainer.step += 1
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, largest[1]))
         try:
-            with pytest.raises(OSError, match="File too large"):
+            with pytest.raises(SystemExit) as end:
                 trainer.save()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, largest)
-        assert os.listdir(trainer.run / "checkpoints") == ["step-00000000"]
+        assert (
+            end.value.code == 74 and "File too large" in (err := capsys.readouterr().err) and "step 1 is there" in err
+        )
+        assert os.listdir(trainer.run / "checkpoints") == ["step-00000001"]
     assert checkpoint.newest(trainer.run) is not None
 
 
 def test_weights_of_another_shape_are_refused(trainer_of):
     trainer = trainer_of()
+    trainer.optimize()
     trainer.save()
     other = build(settings_of("model=tiny", "model.depth=3", "data.vocab_size=400")["model"])
-    with pytest.raises(IntegrityError, match="do not fit"):
-        checkpoint.load_weights(other, checkpoint.newest(trainer.run), "cpu")
+    with pytest.raises(IntegrityError, match="not the model's weights"):
+        checkpoint.load_weights(other, checkpoint.newest(trainer.run))
 
 
-@pytest.mark.parametrize("what", ["nats", "norm"])
-def test_what_is_not_finite_is_not_saved(trainer_of, what):
-    trainer = trainer_of()
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_reaches_neither_weights_nor_disk(trainer_of, optimizer, value, capsys):
+    trainer = trainer_of(f"optimizer={optimizer}")
     trainer.optimize()
-    vars(trainer)[what].fill_(math.nan)
+    before, forward = weights(trainer), trainer.parallel
+    trainer.parallel = lambda *batch: forward(*batch) * value
+    trainer.optimize()
+    trainer.parallel = forward
+    trainer.optimize()
+    after = weights(trainer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    assert all(value.isfinite().all() for state in states for value in state.values())
     for action in (trainer.report, trainer.save):
         with pytest.raises(SystemExit) as end:
             action()
         assert end.value.code == 4
+        assert "at step 2, whose batch is 8 rows of epoch 0, from the tokens" in capsys.readouterr().err
     assert not [*trainer.run.glob("checkpoints/*")]

@@ -21,7 +21,7 @@ def test_a_run_leaves_everything_in_its_folder(trained):
     files = {path.relative_to(trained).as_posix() for path in trained.rglob("*") if path.is_file()}
     inside = ("model.safetensors", "state.pt", "config.json", "tokenizer.model", "manifest.json")
     saved = {f"checkpoints/step-{step:08d}/{name}" for step in (2, 4) for name in inside}
-    assert files == {"config.yaml", "metrics.jsonl", "samples.txt", "loss.png", *saved}
+    assert files == {".lock", "config.yaml", "metrics.jsonl", "samples.txt", "loss.png", *saved}
     assert {path.name for path in Path().iterdir()} == {"runs", ".cache", "story.txt"}  # Hydra leaves nothing
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
@@ -62,9 +62,9 @@ def test_a_place_where_no_folder_can_be_is_storage(command, story):
 def test_another_model_does_not_take_up_a_run(command, trained, story):
     again = (*TINY, *SHORT, "data=text", f"data.path={story}", "data.vocab_size=400", "resume=true")
     refused = command("train.py", *again, "model.depth=3", f"run_dir={trained}")
-    assert refused.code == 2 and "model.depth (checkpoint 2, now 3)" in refused.err
+    assert refused.code == 2 and "model.depth (then 2, now 3)" in refused.err
     refused = command("train.py", *again, "optimizer=adamw", f"run_dir={trained}")
-    assert refused.code == 2 and "optimizer (checkpoint training.optimizers.muon" in refused.err
+    assert refused.code == 2 and "optimizer._target_ (then training.optimizers.muon" in refused.err
 
 
 def test_a_run_can_begin_with_the_weights_of_another(command, trained, story):

@@ -1,6 +1,7 @@
 """A yaml lists every knob of what it builds: no default hides in code, so a saved config stays complete."""
 
 import inspect
+import shutil
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from omegaconf import OmegaConf
 
 from model.build import build, find, parameters
 from tests.conftest import CONFIGS, VARIANTS, settings_of
-from training import config
+from training import config, folder
+from training.distributed import Ranks
 
 TARGETS = [
     path for group in ("data", "model", "optimizer", "schedule") for path in sorted((CONFIGS / group).glob("*.yaml"))
@@ -88,9 +90,14 @@ def test_a_micro_batch_divides_what_a_device_gets():
 def test_run_folders_count_up_and_the_newest_is_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fresh, again = ({"run_dir": None, "name": "a", "resume": resume} for resume in (False, True))
-    assert [str(config.claim(fresh)) for _ in range(3)] == ["runs/a", "runs/a-2", "runs/a-3"]
-    (tmp_path / "runs/a-2").rmdir()
-    assert str(config.claim(again)) == "runs/a-3"
+
+    def claimed(settings: dict) -> str:
+        with folder.claimed(settings, Ranks(0, 1, torch.device("cpu"))) as run:
+            return str(run)
+
+    assert [claimed(fresh) for _ in range(3)] == ["runs/a", "runs/a-2", "runs/a-3"]
+    shutil.rmtree("runs/a-2")
+    assert claimed(again) == "runs/a-3"
     (tmp_path / "runs/a/checkpoints/step-00000001").mkdir(parents=True)
-    assert str(config.claim(again)) == "runs/a"  # the newest that has something to resume
-    assert str(config.claim(fresh)) == "runs/a-2"
+    assert claimed(again) == "runs/a"  # the newest that has something to resume
+    assert claimed(fresh) == "runs/a-2"

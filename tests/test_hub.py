@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from data.sealed import verified
 from tests.conftest import ROOT, TINY
 
 COMMIT = hashlib.sha1(b"the only commit").hexdigest()
@@ -106,7 +107,7 @@ def test_a_public_dataset_is_downloaded_or_streamed(tmp_path, hub, tokens):
     endpoint, asked = hub
     done = train(tmp_path, endpoint, f"data.tokens={tokens}")
     assert done.returncode == 0, done.stderr[-3000:]
-    (about,) = (json.loads(path.read_text()) for path in tmp_path.glob(".cache/*/about.json"))
+    (about,) = (verified(path.parent, "") for path in tmp_path.glob(".cache/*/manifest.json"))
     assert about["train_tokens"] >= 4000 and (tokens == "null" or about["train_tokens"] < 4100)
     assert any(COMMIT in path for path in asked)  # the commit that the key of the cache names is the one that is read
 

@@ -249,7 +249,7 @@ class FakeScaler:
 
 def test_wandb_gets_what_metrics_get_and_may_fail(trainer_of, monkeypatch, capsys):
     logged = []
-    fake = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: None)
+    fake = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: None, id="one")
     fake.init = lambda **_: fake
     monkeypatch.setitem(sys.modules, "wandb", fake)
     trainer = trainer_of("wandb=online")

@@ -1,95 +1,83 @@
-"""A checkpoint is a folder that is whole or not there: written aside, sealed by a manifest, renamed.
+"""A checkpoint is a sealed folder.
 
 step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manifest.json
 """
 
-import io
+import errno
 import json
-import os
 import shutil
+import struct
 import sys
-from collections.abc import Iterator
-from hashlib import file_digest, sha256
+import time
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from safetensors.torch import save as serialise
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from data import IntegrityError
+from data import IntegrityError, sealed
 from data.tokenizer import Tokenizer
 from model.build import build
 from model.transformer import Transformer
 
 KEPT = 2
 FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.model")
+FIX = "use an older checkpoint, or train anew in another folder"
+
+
+def make_ready(run: Path, model: Transformer) -> None:
+    """Removes what a crash left. Raises OSError where two checkpoints would not fit."""
+    sealed.tidy(run / "checkpoints")
+    needed = 2 * 3 * sum(p.nbytes for p in model.parameters())  # an optimizer has up to two numbers a weight
+    free = shutil.disk_usage(run).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"two checkpoints need {needed / 1e6:.0f} MB, free are {free / 1e6:.0f}", str(run))
 
 
 def save(run: Path, step: int, model: Transformer, trees: dict, tokenizer: bytes, state: dict) -> Path:
     """Survives a crash at any instant: what is named step-* is complete. Removes all but the newest KEPT."""
     folder = run / "checkpoints"
-    unfinished, done = folder / f".tmp-{step:08d}", folder / f"step-{step:08d}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        (unfinished / "model.safetensors").write_bytes(serialise(weights, {"format": "pt"}))
-        buffer = io.BytesIO()  # so that a full disk is an OSError
-        torch.save(state, buffer)
-        (unfinished / "state.pt").write_bytes(buffer.getbuffer())
-        (unfinished / "config.json").write_text(json.dumps(trees, indent=1))
-        (unfinished / "tokenizer.model").write_bytes(tokenizer)
-        for name in FILES:
-            sync(unfinished / name)
-        files = {
-            name: {"size": (unfinished / name).stat().st_size, "sha256": digest(unfinished / name)} for name in FILES
-        }
-        body = json.dumps({"format": 1, "step": step, "files": files}, indent=1)
-        (unfinished / "manifest.json").write_text(f"{body}\n{sha256(body.encode()).hexdigest()}\n")
-        sync(unfinished / "manifest.json")
-        sync(unfinished)
-        shutil.rmtree(done, ignore_errors=True)
-        unfinished.rename(done)
-        sync(folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    for old in sorted(folder.glob("step-*"))[:-KEPT]:
-        trash = old.with_name(f".trash-{old.name}")
-        old.rename(trash)
-        shutil.rmtree(trash)
+    done = folder / f"step-{step:08d}"
+    if done.exists() or done.is_symlink():  # a damaged one, or it would have been resumed
+        done.rename(done.with_name(f"damaged-{time.time_ns()}-{done.name}"))
+    with sealed.written(done) as unsealed:
+        write_weights(unsealed.create("model.safetensors"), model.state_dict())
+        torch.serialization.set_crc32_options(False)  # the manifest has a better sum
+        try:
+            torch.save(state, unsealed.create("state.pt"))
+        except RuntimeError as error:  # torch's own, about what a full disk did to it
+            raise error.__context__ or error from None
+        unsealed.create("config.json").write(json.dumps(trees, indent=1).encode())
+        unsealed.create("tokenizer.model").write(tokenizer)
+        unsealed.about = {"step": step}
+    for path in (run, run.parent):  # the names of the folders themselves
+        sealed.sync(path)
+    for old in sorted(path for path in folder.glob("step-*") if path <= done)[:-KEPT]:
+        sealed.remove(old)
     return done
 
 
-def sync(path: Path) -> None:
-    """Onto the disk itself, not just into the system's memory."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+def write_weights(file: sealed.HashedFile, weights: dict[str, Tensor]) -> None:
+    """The format of huggingface.co/docs/safetensors, written as a stream: its library would copy all weights first."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    weights = {name: tensor.contiguous().cpu() for name, tensor in weights.items()}
+    for name, tensor in weights.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    file.write(struct.pack("<Q", len(head)) + head)
+    for tensor in weights.values():
+        assert tensor.dtype == torch.float32
+        file.write(memoryview(tensor.numpy()))
 
 
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
-
-
-def verify(checkpoint: Path) -> dict:
-    """The manifest. Raises IntegrityError where it, or a file that it names, is not what was written."""
-    try:
-        body, _, rest = (checkpoint / "manifest.json").read_text().rpartition("\n}\n")
-        if sha256(f"{body}\n}}".encode()).hexdigest() != rest.strip():
-            raise IntegrityError(f"damaged manifest ({checkpoint}). fix: use an older checkpoint")
-        manifest = json.loads(f"{body}\n}}")
-        for name in FILES:
-            said = manifest["files"][name]
-            if (checkpoint / name).stat().st_size != said["size"] or digest(checkpoint / name) != said["sha256"]:
-                raise IntegrityError(f"damaged file ({checkpoint / name}). fix: use an older checkpoint")
-    except (OSError, UnicodeDecodeError) as error:
-        raise IntegrityError(f"incomplete checkpoint ({checkpoint}: {error}). fix: use an older checkpoint") from None
-    return manifest
+def verify(checkpoint: Path) -> None:
+    """Raises IntegrityError where a file is missing, or not what was written."""
+    missing = set(FILES) - sealed.verified(checkpoint, FIX)["files"].keys()
+    if missing:
+        raise IntegrityError(f"incomplete checkpoint ({checkpoint} has no {', '.join(sorted(missing))}). fix: {FIX}")
 
 
 def newest(run: Path) -> Path | None:
@@ -106,28 +94,49 @@ def newest(run: Path) -> Path | None:
     return None
 
 
-def load_state(checkpoint: Path) -> dict:
-    return torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
-
-
-def load_weights(model: Transformer, checkpoint: Path, device: torch.device | str, assign: bool = False) -> None:
-    """Raises IntegrityError where names or shapes are not the model's."""
+def load_state(checkpoint: Path, needed: set[str]) -> dict:
+    """Raises IntegrityError for what is not plain tensors, numbers and text: nothing in it is ever run."""
     try:
-        model.load_state_dict(load_file(checkpoint / "model.safetensors", device=str(device)), assign=assign)
-    except (SafetensorError, RuntimeError) as error:
+        state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+        if missing := needed - state.keys():
+            raise LookupError(f"no {', '.join(sorted(missing))}")
+        return state
+    except (UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
         raise IntegrityError(
-            f"weights do not fit the model ({checkpoint}: {error}). fix: the config that they were trained with"
+            f"unsafe or unreadable content ({checkpoint / 'state.pt'}: {reason}). fix: {FIX}"
         ) from None
 
 
-def check_same(checkpoint: Path, trees: dict, tokenizer: Tokenizer) -> None:
-    """Raises ValueError where one of `trees` is another in the checkpoint, IntegrityError where its tokenizer is."""
-    saved = json.loads((checkpoint / "config.json").read_text())
-    then, now = dict(flat({name: saved[name] for name in trees})), dict(flat(trees))
-    keys = [key for key in now if then.get(key) != now[key]]
-    changed = [f"{key} (checkpoint {then.get(key)}, now {now[key]})" for key in keys]
-    if changed:
-        raise ValueError(f"{checkpoint} has another {', '.join(changed)}. fix: the old values, or another run_dir")
+@torch.no_grad()
+def load_weights(model: Transformer, checkpoint: Path) -> None:
+    """One tensor at a time, so that memory holds little more than the model.
+
+    Raises IntegrityError where names or shapes are not the model's.
+    """
+    path, weights = checkpoint / "model.safetensors", model.state_dict()
+    try:
+        with safe_open(path, "pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        other = [
+            name for name in {**weights, **shapes} if name not in weights or shapes.get(name) != weights[name].shape
+        ]
+        if other:
+            raise IntegrityError(f"not the model's weights ({path}: {', '.join(other[:3])}). fix: {FIX}")
+        for name, tensor in weights.items():
+            with safe_open(path, "pt") as file:  # opened anew, so that what was read is let go
+                tensor.copy_(file.get_tensor(name))
+    except SafetensorError as error:
+        raise IntegrityError(f"not weights ({path}: {error}). fix: {FIX}") from None
+
+
+def config_of(checkpoint: Path) -> dict:
+    """The settings of the run that wrote it, as plain data."""
+    return json.loads((checkpoint / "config.json").read_text())
+
+
+def check_tokenizer(checkpoint: Path, tokenizer: Tokenizer) -> None:
+    """Raises IntegrityError where it is not the checkpoint's own."""
     theirs, ours = Tokenizer.load(checkpoint / "tokenizer.model").sha256[:12], tokenizer.sha256[:12]
     if theirs != ours:
         raise IntegrityError(
@@ -135,23 +144,12 @@ def check_same(checkpoint: Path, trees: dict, tokenizer: Tokenizer) -> None:
         )
 
 
-def flat(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in tree.items():
-        yield from flat(value, f"{path}{key}.") if isinstance(value, dict) else [(f"{path}{key}", value)]
-
-
-def load_model(checkpoint: Path, device: torch.device | str) -> Transformer:
-    """The model of a checkpoint, in fp32, built from the config in it."""
-    tree = json.loads((checkpoint / "config.json").read_text())["model"]
-    with torch.device("meta"):
-        model = build(tree)
-    load_weights(model, checkpoint, device, assign=True)
+def load_model(checkpoint: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The model of a checkpoint, built from the config in it."""
+    try:
+        with torch.device("meta"):
+            model = build(config_of(checkpoint)["model"]).to(dtype)
+    except (ValueError, TypeError, LookupError) as error:
+        raise IntegrityError(f"not a model's config ({checkpoint / 'config.json'}: {error}). fix: {FIX}") from None
+    load_weights(model.to_empty(device=device), checkpoint)
     return model.eval()
-
-
-def newest_run(root: Path) -> Path:
-    """The run that saved last. Raises ValueError where there is none."""
-    saved = sorted(root.glob("*/checkpoints/step-*"), key=lambda path: path.stat().st_mtime_ns)
-    if not saved:
-        raise ValueError(f"no trained model (in {root}/). fix: python train.py, or --run FOLDER")
-    return saved[-1].parents[1]

@@ -2,13 +2,10 @@
 
 import math
 import re
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
-
-from training import errors
 
 Rule = tuple[Callable[[object], bool], str]
 
@@ -130,42 +127,46 @@ def resolved(cfg: DictConfig) -> dict:
     return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
-def identity(config: dict) -> dict:
-    """What a checkpoint and the run that takes it up must have in common."""
-    return {"model": config["model"], "optimizer": config["optimizer"]["_target_"]}
+# What a run that goes on must have as it was: with another it would be another run. All else may change, and is said.
+FIXED = ("model.", "optimizer._target_", "text", "seed", "context", "batch_tokens", "document_mask")
+UNSAID = ("name", "run_dir", "resume", "attention.", "init_from", "wandb")  # attention: the model has it
+
+
+def changes(then: dict, now: dict) -> dict[str, str]:
+    """What is not as it was: 'then, now' by the key's path."""
+    then, now = dict(flat(then)), dict(flat(now))
+    keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and not key.startswith(UNSAID)]
+    return {key: f"{key} (then {then.get(key)}, now {now.get(key)})" for key in keys}
+
+
+def check_resumed(then: dict, now: dict, where: Path) -> str:
+    """What changed that may change, as a text for its owner. Raises ValueError for what may not."""
+    found = changes(then, now)
+    if fixed := [text for key, text in found.items() if key.startswith(FIXED)]:
+        raise ValueError(
+            f"{where} was made with another {', '.join(fixed)}. fix: the old values to resume it, or init_from= and "
+            "another run_dir to begin with its weights"
+        )
+    free = [text for key, text in found.items() if not key.startswith("machine.")]
+    machine = [text for key, text in found.items() if key.startswith("machine.")]
+    said = [f"changed since {where.name}: {', '.join(free)}"] if free else []
+    said += [f"warning: not to the bit what it would have been: {', '.join(machine)}"] if machine else []
+    return "\n".join(said)
+
+
+def check_shape(then: dict, now: dict, where: Path) -> None:
+    """Raises ValueError where the weights of one do not fit the other; the context may change."""
+    found = changes({"model": then["model"]}, {"model": now["model"]})
+    if other := [text for key, text in found.items() if key != "model.context"]:
+        raise ValueError(f"{where} has another {', '.join(other)}. fix: the old values")
+
+
+def flat(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        yield from flat(value, f"{path}{key}.") if isinstance(value, dict) else [(f"{path}{key}", value)]
 
 
 def micro_batch(config: dict, world: int) -> int:
     """Sequences per device and forward: the largest number up to micro_batch that divides a device's share."""
     share = config["batch_tokens"] // config["context"] // world
     return max(n for n in range(1, min(config["micro_batch"], share) + 1) if share % n == 0)
-
-
-def claim(config: dict) -> Path:
-    """The folder of this run: run_dir, or the next free runs/name, or the newest of those when it is to go on.
-
-    Raises ValueError for a folder that holds a run already and is not to be resumed.
-    """
-    if config["run_dir"] is not None:
-        run = Path(config["run_dir"]).expanduser()
-        if not config["resume"] and list(run.glob("checkpoints/step-*")):
-            raise ValueError(f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir")
-        try:
-            run.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            errors.fail(errors.STORAGE, f"no folder can be made ({run}: {error.strerror}). fix: another run_dir")
-        return run
-    name = config["name"]
-    taken = {
-        run.name: run for run in Path("runs").glob(f"{name}*") if re.fullmatch(rf"{re.escape(name)}(-\d+)?", run.name)
-    }
-    if config["resume"] and taken:
-        saved = [run for run in taken.values() if list(run.glob("checkpoints/step-*"))]
-        return max(saved or taken.values(), key=lambda run: int(run.name[len(name) + 1 :] or 1))
-    for number in count(1):
-        run = Path("runs", name if number == 1 else f"{name}-{number}")
-        try:
-            run.mkdir(parents=True)
-            return run
-        except FileExistsError:
-            continue

@@ -2,10 +2,16 @@
 
 import os
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from training import errors
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,23 @@ class Ranks:
             return number
         x = torch.tensor(number, dtype=torch.float64, device=self.device)
         dist.all_reduce(x)
+        return x.item()
+
+    def earliest(self, x: Tensor) -> None:
+        """Makes a number on the device the smallest of all ranks."""
+        if self.world > 1:
+            dist.all_reduce(x, dist.ReduceOp.MIN)
+
+    def meet(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def most(self, number: int) -> int:
+        """The largest of all ranks; the hosts wait for each other, the devices for nobody."""
+        if self.world == 1:
+            return number
+        x = torch.tensor(number)
+        dist.all_reduce(x, dist.ReduceOp.MAX)
         return x.item()
 
     def agree(self, thing):
@@ -46,24 +69,26 @@ def join(device: torch.device) -> Ranks:
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
-KEPT = []  # what holds on to a process group that has ended
-
-
-def leave(*holders: object) -> None:
-    """End the process group together. What used it is kept until `end`: gloo's destructor can wait for ever there."""
-    if dist.is_initialized():
-        KEPT.extend(holders)
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def end() -> None:
-    """The last words of a process that had a group: it goes without destructors."""
-    if KEPT:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+@contextmanager
+def ended() -> Iterator[None]:
+    """Around a whole process: one that had a group goes without destructors, for gloo's can wait for ever there."""
+    code = errors.BUG
+    try:
+        yield
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+        raise
+    except BaseException:
+        if "RANK" in os.environ:
+            traceback.print_exc()
+        raise
+    finally:
+        if "RANK" in os.environ:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from data import IntegrityError
 
-BUG, INPUT, INTEGRITY, DIVERGED, STORAGE, INTERRUPTED = 1, 2, 3, 4, 74, 130
+BUG, INPUT, INTEGRITY, DIVERGED, STORAGE, PREEMPTED, INTERRUPTED = 1, 2, 3, 4, 74, 75, 130
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 
 
@@ -50,7 +50,7 @@ def one_line(*of_config: type[Exception]) -> Iterator[None]:
     except IntegrityError as error:
         fail(INTEGRITY, error)
     except KeyboardInterrupt:
-        fail(INTERRUPTED, "interrupted. fix: call it again; resume=true goes on from the last checkpoint")
+        fail(INTERRUPTED, "interrupted. fix: call it again")
     except BrokenPipeError:  # who read our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None

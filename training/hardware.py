@@ -1,6 +1,7 @@
 """What the machine is and can do: device, precision, compiler, peak rate, memory."""
 
 import os
+import platform
 import re
 import resource
 import shutil
@@ -92,6 +93,18 @@ def lacks_for_compilation(device: torch.device) -> str | None:
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+
+
+def fingerprint(device: torch.device, precision: torch.dtype, compiled: bool) -> dict[str, str | int | bool]:
+    """What decides on the last bits of a result, beside the program."""
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return {
+        "torch": torch.__version__,
+        "device": f"{device.type} {platform.machine()} {chip}",
+        "threads": torch.get_num_threads(),
+        "precision": str(precision).removeprefix("torch."),
+        "compiled": compiled,
+    }
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -1,9 +1,15 @@
 """What a run tells: metrics.jsonl, a progress bar or lines, Weights & Biases where wanted, loss.png at the end."""
 
+import errno
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
+from threading import Thread
 
 from omegaconf import OmegaConf
 from tqdm import tqdm
@@ -12,35 +18,66 @@ from tqdm import tqdm
 class Log:
     """Only the first rank has one that speaks."""
 
-    def __init__(self, run: Path, config: dict, *, speaks: bool):
-        self.run, self.config, self.speaks, self.path = run, config, speaks, run / "metrics.jsonl"
-        self.bar = self.wandb = None
+    FILES = ("metrics.jsonl", "samples.txt")
 
-    def open(self, kept: int) -> None:
-        """Only the first `kept` bytes of metrics.jsonl stand: what came later is done again."""
+    def __init__(self, run: Path, config: dict, *, speaks: bool):
+        self.run, self.config, self.speaks = run, config, speaks
+        self.bar = self.wandb = self.wandb_id = None
+        self.sizes, self.hashes, self.full = (
+            dict.fromkeys(self.FILES, 0),
+            {name: sha256() for name in self.FILES},
+            False,
+        )
+
+    def open(self, kept: dict) -> None:
+        """The files are cut to what a checkpoint has `kept` of them: what came later is done again."""
         if not self.speaks:
             return
-        with self.path.open("ab") as file:
-            file.truncate(min(kept, file.tell()))
+        for name in self.FILES:
+            size, digest = kept.get(name, (0, sha256().hexdigest()))
+            with (self.run / name).open("ab+") as file:
+                file.truncate(min(size, file.tell()))
+                file.seek(0)
+                self.hashes[name].update(file.read())
+                self.sizes[name] = file.tell()
+            if self.hashes[name].hexdigest() != digest:
+                self.say(f"warning: not what was written ({self.run / name}): it was changed after the checkpoint")
         OmegaConf.save(self.config, self.run / "config.yaml")
         if self.config["wandb"] != "disabled":
-            self.wandb = start_wandb(self.run, self.config)
+            self.start_wandb(kept.get("wandb"))
 
-    @property
-    def nbytes(self) -> int:
-        return self.path.stat().st_size if self.speaks else 0
+    def kept(self) -> dict:
+        """For a checkpoint: how far the files go, and what the run is called elsewhere."""
+        files = {name: (self.sizes[name], self.hashes[name].hexdigest()) for name in self.FILES}
+        return files | {"wandb": self.wandb_id}
 
     def say(self, text: str) -> None:
         if self.speaks:
             tqdm.write(text, file=sys.stderr)
 
+    def append(self, name: str, text: str) -> None:
+        """All of it or nothing. A disk that is full costs a warning: it is no reason to lose a run."""
+        raw = text.encode()
+        try:
+            with (self.run / name).open("ab", buffering=0) as file:
+                if (file.write(raw) or 0) < len(raw):
+                    file.truncate(self.sizes[name])
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self.full:
+                self.say(f"warning: not written ({self.run / name}: {error.strerror}): training goes on")
+            self.full = True
+            return
+        self.sizes[name] += len(raw)
+        self.hashes[name].update(raw)
+
     def write(self, step: int, **values: float | None) -> None:
         """A line of metrics.jsonl."""
         if self.speaks:
-            with self.path.open("a") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
-            if self.wandb is not None:
-                self.wandb.log(values, step=step)
+            self.append("metrics.jsonl", json.dumps({"step": step, **values}) + "\n")
+            with self._wandb_may_fail():
+                if self.wandb is not None:
+                    self.wandb.log(values, step=step)
 
     def progress(self, step: int, steps: float, values: dict[str, float | None], memory: int) -> None:
         """How it goes: a bar where somebody watches, lines where a file does."""
@@ -67,20 +104,27 @@ class Log:
             return
         if self.bar is not None:
             self.bar.close()
-        plot(self.path, self.run / "loss.png")
         if self.wandb is not None:
-            self.wandb.finish()
+            finishing = Thread(target=self.wandb.finish, daemon=True)  # which may wait for a network
+            finishing.start()
+            finishing.join(timeout=20)
 
+    def start_wandb(self, known: str | None) -> None:
+        with self._wandb_may_fail():
+            import wandb
 
-def start_wandb(run: Path, config: dict):
-    """A wandb run, or None after one warning: metrics.jsonl is the truth, and training goes on."""
-    try:
-        import wandb
+            given = {"name": self.run.name, "dir": self.run, "config": self.config, "mode": self.config["wandb"]}
+            self.wandb = wandb.init(project="attend", id=known, resume="allow", **given)
+            self.wandb_id = self.wandb.id
 
-        return wandb.init(project="attend", name=run.name, dir=run, config=config, mode=config["wandb"], resume="allow")
-    except Exception as error:  # whatever is wrong with an account or a network is no reason to lose a run
-        print(f"warning: no wandb: {' '.join(str(error).split())}", file=sys.stderr)
-        return None
+    @contextmanager
+    def _wandb_may_fail(self) -> Iterator[None]:
+        """After one warning there is none: metrics.jsonl is the truth."""
+        try:
+            yield
+        except Exception as error:  # whatever is wrong with an account or a network is no reason to lose a run
+            self.say(f"warning: no wandb: {' '.join(str(error).split())}")
+            self.wandb = None
 
 
 def plot(metrics: Path, picture: Path) -> None:

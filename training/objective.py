@@ -1,6 +1,8 @@
-"""What training lowers and evaluation reports: the nats of the next token."""
+"""What training lowers and evaluation reports, the nats of the next token; and a look at the text itself."""
 
 import math
+from collections.abc import Callable
+from itertools import takewhile
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,8 @@ from torch import Tensor, nn
 
 from data.loader import IGNORED, documents, windows
 from data.prepare import Corpus
+from data.tokenizer import Tokenizer
+from model import sampling
 from model.transformer import Transformer
 from training.distributed import Ranks
 from training.hardware import autocast
@@ -26,22 +30,49 @@ class Objective(nn.Module):
 
 
 def evaluate(
-    objective: nn.Module, corpus: Corpus, settings: dict, batch: int, precision: torch.dtype, ranks: Ranks
-) -> dict[str, float]:
+    objective: nn.Module,
+    corpus: Corpus,
+    settings: dict,
+    batch: int,
+    precision: torch.dtype,
+    ranks: Ranks,
+    stop: Callable[[], int],
+) -> dict[str, float] | None:
     """`val_loss` in nats per token and `val_bpb`, over all held-out text in windows that do not overlap.
 
-    Gradients stay enabled and are thrown away: what training has compiled serves here too.
+    Gradients stay enabled and are thrown away: what training has compiled serves here too. None where `stop` says so.
     """
-    nats = 0.0
+    nats, stopped = 0.0, False
     objective.eval()
     for number, (inputs, targets) in enumerate(windows(corpus.validation, settings["context"], batch)):
+        if stopped := bool(stop()):
+            break
         if number % ranks.world == ranks.rank:
             packed = documents(inputs, corpus.tokenizer.bos) if settings["document_mask"] else None
             with autocast(ranks.device, precision):
                 nats += objective(*on(ranks.device, inputs, targets, packed)).item()
     objective.train()
+    if stopped:
+        return None
     nats, tokens = ranks.total(nats), sum(map(len, corpus.validation)) - 1
     return {"val_loss": nats / tokens, "val_bpb": nats / math.log(2) / corpus.validation_bytes}
+
+
+def sample(model: Transformer, tokenizer: Tokenizer, seed: int, stop: Callable[[], int]) -> str:
+    """Text from nothing, up to its end or 192 tokens."""
+    device, capacity = model.embed.weight.device, min(192, model.context)
+    generator = torch.Generator(device).manual_seed(seed)
+    cache = model.new_cache(1, capacity, torch.float32, device)
+
+    def draw(logits: Tensor, seen: Tensor) -> Tensor:
+        return sampling.sample(logits, seen, temperature=0.8, top_k=50, generator=generator)
+
+    model.eval()
+    drawn = sampling.generate(model, [[tokenizer.bos]], capacity - 1, draw, cache=cache)
+    tokens = takewhile(lambda token: token != tokenizer.eos and not stop(), (token.item() for token in drawn))
+    text = tokenizer.decode(list(tokens))
+    model.train()
+    return text
 
 
 def on(device: torch.device, *tensors: Tensor | None) -> list[Tensor | None]:

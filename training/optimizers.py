@@ -6,12 +6,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from data import IntegrityError
+
 
 class Muon(Optimizer):
     """Momentum whose update of each matrix is made orthogonal. Jordan et al., kellerjordan.github.io/posts/muon.
 
     Updates are as large as AdamW's, 0.2 (Liu et al., 2502.16982), so that `lr` means the same for both.
+    As torch's fused optimizers, it does nothing where `found_inf`, a number on the device, is 1.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(self, matrices: list[Tensor], *, lr: float, momentum: float, weight_decay: float):
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -29,19 +34,22 @@ class Muon(Optimizer):
                 )
 
     def _step(self, matrices: list[Tensor], size: float, lr: float, momentum: float, weight_decay: float) -> None:
-        grads = [p.grad for p in matrices]
         for p in matrices:
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        means = [self.state[p]["momentum_buffer"] for p in matrices]
+        grads, means = [p.grad for p in matrices], [self.state[p]["momentum_buffer"] for p in matrices]
+        rate = torch.as_tensor(lr, device=matrices[0].device)
+        if self.found_inf is not None:  # then a mean is mixed with itself, and moves nothing
+            rate = rate * (1 - self.found_inf)
+            grads = [torch.where(self.found_inf > 0, mean, grad) for mean, grad in zip(means, grads, strict=True)]
         torch._foreach_lerp_(means, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, means, momentum)  # Nesterov's
         tall = [update.shape[0] > update.shape[1] for update in updates]
         wide = torch.stack([update.mT if turned else update for update, turned in zip(updates, tall, strict=True)])
-        wide = orthogonal(wide).to(matrices[0].dtype).unbind()
+        wide = (orthogonal(wide).to(matrices[0].dtype) * (-size * rate)).unbind()
         updates = [update.mT if turned else update for update, turned in zip(wide, tall, strict=True)]
-        torch._foreach_mul_(matrices, 1 - lr * weight_decay)
-        torch._foreach_add_(matrices, updates, alpha=-lr * size)
+        torch._foreach_mul_(matrices, 1 - rate * weight_decay)
+        torch._foreach_add_(matrices, updates)
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -86,7 +94,8 @@ def _check(betas: list[float]) -> None:
 def named_state(optimizers: list[Optimizer], model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """What the optimizers remember of each parameter, by its name."""
     state = {p: values for optimizer in optimizers for p, values in optimizer.state.items()}
-    return {name: state[p] for name, p in model.named_parameters() if p in state}
+    named = {name: state[p] for name, p in model.named_parameters() if p in state}
+    return {name: {key: value.cpu() for key, value in values.items()} for name, values in named.items()}
 
 
 def load_named_state(optimizers: list[Optimizer], model: nn.Module, state: dict[str, dict[str, Tensor]]) -> None:
@@ -94,6 +103,8 @@ def load_named_state(optimizers: list[Optimizer], model: nn.Module, state: dict[
     owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
         if name in state:
+            if other := [key for key, value in state[name].items() if value.ndim and value.shape != p.shape]:
+                raise IntegrityError(f"not this optimizer's state ({name}: {', '.join(other)}). fix: another run_dir")
             owner[p].state[p] = {key: value.to(p.device) for key, value in state[name].items()}
 
 

@@ -1,32 +1,33 @@
 """One run: what it has learned, where it stands, and what it can do next."""
 
 import math
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import takewhile
 from pathlib import Path
 from time import monotonic
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Loader, documents
 from data.prepare import Corpus
 from model.build import build
 from model.initialise import initialise
-from model.sampling import generate, sample
 from model.transformer import Transformer
 from training import checkpoint, config, errors, hardware
 from training.distributed import Ranks
-from training.log import Log
-from training.objective import Objective, evaluate, on
+from training.log import Log, plot
+from training.objective import Objective, evaluate, on, sample
 from training.optimizers import load_named_state, named_state, set_rates
+from training.signals import Signals
 
 COLD = 3  # steps that compile and fill caches
 TIMED = 0.1  # of the time left: what tells how long a step takes
 SPARE = 5.0  # seconds for the last checkpoint, sample and picture
 MARGIN = 0.03  # of the minutes left, for a machine that slows down
+NEVER = 2**62  # a step that does not come
 
 
 class Trainer:
@@ -40,6 +41,7 @@ class Trainer:
         run: Path,
         ranks: Ranks,
         precision: torch.dtype,
+        signals: Signals,
         started: float,
     ):
         self.settings, self.corpus, self.loader, self.run, self.ranks = settings, corpus, loader, run, ranks
@@ -50,39 +52,58 @@ class Trainer:
         self.parallel = self.objective if ranks.world == 1 else DistributedDataParallel(self.objective)
         self.optimizers = build(settings["optimizer"], "training")(self.model)
         self.schedule = build(settings["schedule"], "training")
-        self.precision = precision
+        self.precision, self.signals, self.stopping = precision, signals, 0  # stopping: the exit code, once it is due
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=precision == torch.float16)
         self.log = Log(run, settings, speaks=ranks.first)
-        self.micro = config.micro_batch(settings, ranks.world)
+        self.micro, self.compiled = config.micro_batch(settings, ranks.world), False
         self.flops, self.peak = self.model.training_flops(), hardware.peak_flops(ranks.device)
 
         self.step, self.steps = 0, settings["steps"] or math.inf
         self.fitted = settings["max_minutes"] is None
         self.norm = torch.zeros((), device=ranks.device)
         self.nats = torch.zeros((), device=ranks.device)  # of the steps since the last report, on this rank
+        self.diverged = torch.full((), NEVER, device=ranks.device)  # the first step that was not finite
+        self.found_inf = torch.zeros((), device=ranks.device)  # 1 from then on: optimizer steps do nothing
+        if not self.scaler.is_enabled():  # which has one of its own
+            for optimizer in self.optimizers:
+                optimizer.grad_scale, optimizer.found_inf = None, self.found_inf
         self.started, self.earlier_seconds, self.aside_seconds = started, 0.0, 0.0
-        self.metrics_bytes = 0  # that stand when the run begins
-        self.first = self.reported = 0  # steps: where this process began, what metrics have
+        self.kept = {}  # of the log's files, when the run begins
+        self.first = self.reported = self.saved = 0  # steps: where this process began, what metrics and disk have
+        self.pending = False  # whether this step's evaluation is still to be done
         self.mark = self.warm = self._clock()  # when: the last report, the first timed step
 
-    def begin(self, found: Path | None, start: Path | None) -> None:
-        """Goes on where this run's checkpoint `found` ends; or begins, with the weights of `start` if there is one."""
+    def begin(self, start: Path | None) -> None:
+        """Goes on where this run's newest checkpoint ends, if it is to; else begins, with the weights of `start`."""
+        if self.ranks.first:
+            checkpoint.make_ready(self.run, self.model)
+        found = checkpoint.newest(self.run) if self.ranks.first and self.settings["resume"] else None
+        found = self.ranks.agree(found)
         if found is None:
             if start is not None:
-                checkpoint.load_weights(self.model, start, self.ranks.device)
+                checkpoint.load_weights(self.model, start)
+            if self.settings["resume"]:
+                self.log.say(f"nothing to resume in {self.run}: a fresh start")
             return
-        checkpoint.load_weights(self.model, found, self.ranks.device)
-        state = checkpoint.load_state(found)
+        with errors.input_problems():
+            said = config.check_resumed(checkpoint.config_of(found), self.identity(), found)
+        checkpoint.check_tokenizer(found, self.corpus.tokenizer)
+        checkpoint.load_weights(self.model, found)
+        state = checkpoint.load_state(found, set(self.state()))
         load_named_state(self.optimizers, self.model, state["optimizer"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        self.step = self.first = self.reported = state["step"]
+        self.step = self.first = self.saved = state["step"]
         self.steps = self.settings["steps"] or state["steps"] or math.inf
         self.fitted, self.earlier_seconds = self.fitted or state["fitted"], state["seconds"]
-        self.metrics_bytes = state["metrics_bytes"]
+        self.reported, self.pending, self.kept = state["reported"], state["pending"], state["log"]
+        if self.ranks.first:
+            self.nats.copy_(state["nats"])
+        self.log.say(f"resuming step {self.step}\n{said}".rstrip())
 
     def compile(self) -> None:
         self.objective.compile(dynamic=False)
+        self.compiled = True
 
     def due(self, every: str) -> bool:
         return self.step % self.settings[every] == 0 or self.step == self.steps
@@ -102,12 +123,29 @@ class Trainer:
             self.scaler.unscale_(optimizer)
         self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"] or math.inf)
         overflows = self.scaler.is_enabled() and not self.norm.isfinite()  # then clipping spoils every gradient
+        self._watch()
         for optimizer in self.optimizers:
             if not overflows:
                 self.scaler.step(optimizer)
             optimizer.zero_grad()
         self.scaler.update()
         self.step += 1
+        self.signals.note()  # from now on there is something to save
+        self.poll()
+
+    def _watch(self) -> None:
+        """Notes, on the device, the first step that is not finite: nobody waits for it."""
+        finite = self.nats.isfinite()
+        if not self.scaler.is_enabled():
+            finite = finite & self.norm.isfinite()
+        self.diverged.copy_(torch.where(finite, NEVER, self.step + 1).minimum(self.diverged))
+        self.ranks.earliest(self.diverged)
+        self.found_inf.copy_(self.diverged < NEVER)
+
+    def poll(self) -> int:
+        """The exit code, on all ranks alike, where a signal asked one of them to end."""
+        self.stopping = self.stopping or self.ranks.most(self.signals.code)
+        return self.stopping
 
     def _accumulate(self, rows: slice) -> None:
         """Adds the gradient of these rows of the batch."""
@@ -142,13 +180,14 @@ class Trainer:
 
     def report(self) -> None:
         """What the steps since the last report did."""
-        done = self.step - self.reported
-        loss = self._finite_loss()
+        self.check_finite()
+        done = self.step - max(self.reported, self.first)
         rate = done * self.settings["batch_tokens"] / (self._clock() - self.mark)
+        tokens = (self.step - self.reported) * self.settings["batch_tokens"]
         values = {
             "tokens": self.step * self.settings["batch_tokens"],
             "seconds": round(self.seconds, 3),
-            "train_loss": loss,
+            "train_loss": self.ranks.total(self.nats.item()) / tokens,
             "lr": self.optimizers[0].param_groups[0]["lr"],
             "grad_norm": norm if math.isfinite(norm := self.norm.item()) else None,
             "tokens_per_second": rate,
@@ -160,18 +199,27 @@ class Trainer:
         self.nats.zero_()
         self.reported, self.mark = self.step, self._clock()
 
-    def _finite_loss(self) -> float:
-        """The mean since the last report. Ends the run with exit code 4 where training did not stay finite."""
-        done = (self.step - self.reported) * self.settings["batch_tokens"]
-        loss = self.ranks.total(self.nats.item()) / max(1, done)
-        if not math.isfinite(loss) or not (self.scaler.is_enabled() or self.norm.isfinite()):
-            problem = f"training diverged (step {self.step}: loss {loss}, gradient norm {self.norm.item()})"
-            errors.fail(errors.DIVERGED, f"{problem}. fix: a lower optimizer.lr, or precision=fp32", alike=True)
-        return loss
+    def check_finite(self) -> None:
+        """Ends the run with exit code 4 where training did not stay finite. Nothing of that is in the weights."""
+        step = int(self.diverged)
+        if step < NEVER:
+            problem = f"training diverged (at step {step}, whose batch is {self.loader.places(step - 1)})"
+            fix = f"a lower optimizer.lr, or precision=fp32; resume=true goes on from step {self.saved}"
+            errors.fail(errors.DIVERGED, f"{problem}. fix: {fix}", alike=True)
 
     def evaluate(self) -> None:
+        """Leaves it pending where a signal comes."""
         with self._aside():
-            score = evaluate(self.objective, self.corpus, self.settings, self.micro, self.precision, self.ranks)
+            score = evaluate(
+                self.objective, self.corpus, self.settings, self.micro, self.precision, self.ranks, self.poll
+            )
+        if score is None:
+            return
+        self.pending = False
+        if not math.isfinite(score["val_loss"]):
+            errors.fail(
+                errors.DIVERGED, f"evaluation is not finite (step {self.step}). fix: precision=fp32", alike=True
+            )
         self.log.write(
             self.step, tokens=self.step * self.settings["batch_tokens"], seconds=round(self.seconds, 3), **score
         )
@@ -184,44 +232,57 @@ class Trainer:
         if not self.ranks.first:
             return
         with self._aside():
-            generator = torch.Generator(self.ranks.device).manual_seed(self.step)
-            tokenizer, capacity = self.corpus.tokenizer, min(192, self.settings["context"])
-            cache = self.model.new_cache(1, capacity, torch.float32, self.ranks.device)
-
-            def draw(logits: Tensor, seen: Tensor) -> Tensor:
-                return sample(logits, seen, temperature=0.8, top_k=50, generator=generator)
-
-            self.model.eval()
-            tokens = (
-                token.item() for token in generate(self.model, [[tokenizer.bos]], capacity - 1, draw, cache=cache)
-            )
-            text = tokenizer.decode(list(takewhile(lambda token: token != tokenizer.eos, tokens)))
-            self.model.train()
-            with (self.run / "samples.txt").open("a") as file:
-                file.write(f"--- step {self.step}\n{text}\n")
+            text = sample(self.model, self.corpus.tokenizer, self.step, lambda: self.signals.code)
+            self.log.append("samples.txt", f"--- step {self.step}\n{text}\n")
         self.log.say(f"--- a sample at step {self.step}\n{text}\n---")
 
-    def save(self) -> None:
-        self._finite_loss()
-        if not self.ranks.first:
-            return
-        state = {
+    def state(self) -> dict:
+        """All that a run knows beside its weights, as plain data."""
+        return {
             "step": self.step,
             "steps": None if self.steps == math.inf else self.steps,
             "fitted": self.fitted,
             "seconds": self.seconds,
             "optimizer": named_state(self.optimizers, self.model),
             "scaler": self.scaler.state_dict(),
-            "metrics_bytes": self.log.nbytes,
+            "nats": self.nats.cpu(),
+            "reported": self.reported,
+            "pending": self.pending,
+            "log": self.log.kept(),
         }
-        with self._aside():
-            trees = config.identity(self.settings)
-            checkpoint.save(self.run, self.step, self.model, trees, self.corpus.tokenizer.proto, state)
+
+    def identity(self) -> dict:
+        """What a run that goes on is compared with: its settings, its text, and what decides on the last bits."""
+        machine = hardware.fingerprint(self.ranks.device, self.precision, self.compiled)
+        machine |= {"processes": self.ranks.world, "micro_batch": self.micro}
+        return self.settings | {"text": self.corpus.sha256, "machine": machine}
+
+    def save(self) -> None:
+        if self.saved == self.step:
+            return
+        self.check_finite()
+        nats = self.ranks.total(self.nats.item())
+        self.nats.fill_(nats if self.ranks.first else 0.0)
+        if self.ranks.first:
+            with self._aside():
+                proto = self.corpus.tokenizer.proto
+                try:
+                    checkpoint.save(self.run, self.step, self.model, self.identity(), proto, self.state())
+                except OSError as error:
+                    free = shutil.disk_usage(self.run).free / 1e6
+                    problem = f"step {self.step} cannot be saved ({self.run}: {error.strerror}, {free:.0f} MB free)"
+                    fix = f"make room, then resume=true: step {self.saved} is there" if self.saved else "make room"
+                    errors.fail(errors.STORAGE, f"{problem}. fix: {fix}")
+        self.saved = self.step
 
     def finish(self) -> None:
+        self.log.close()
         if self.ranks.first:
-            self.log.close()
-            self.log.say(f'done. Now try: python generate.py --run {self.run} "PROMPT"')
+            try:
+                plot(self.run / "metrics.jsonl", self.run / "loss.png")
+            except (OSError, ValueError, LookupError) as error:
+                self.log.say(f"warning: no loss.png: {error}")
+        self.log.say(f'done. Now try: python generate.py --run {self.run} "PROMPT"')
 
     @property
     def seconds(self) -> float:
