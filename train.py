@@ -8,7 +8,6 @@ from time import monotonic
 BEFORE_IMPORTS = monotonic()
 
 import os
-import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -73,10 +72,10 @@ def train(trainer: Trainer, compiles: bool, start: Path | None = None) -> int:
             trainer.fit()
             if trainer.due("log_every"):
                 trainer.report()
-            trainer.pending = trainer.due("eval_every")
-        if trainer.pending and not trainer.stopping:
+            trainer.pending = [what for what in ("eval", "sample") if trainer.due(f"{what}_every")]
+        if "eval" in trainer.pending and not trainer.stopping:
             trainer.evaluate()
-        if trainer.due("sample_every") and not trainer.stopping:
+        if "sample" in trainer.pending and not trainer.stopping:
             trainer.sample()
         if trainer.due("save_every") or trainer.stopping:
             trainer.save()
@@ -99,7 +98,7 @@ def checked(cfg: DictConfig) -> dict:
                 build(settings["optimizer"], "training")(model)
                 model(torch.zeros(1, 2, dtype=torch.int64), model.new_cache(1, 2, torch.float32, "meta"))
             build(settings["schedule"], "training")(0, 1)
-        except (ValueError, TypeError) as error:  # a knob of the wrong kind fails somewhere inside
+        except (ValueError, TypeError, RuntimeError) as error:  # a knob of the wrong kind fails somewhere inside
             found.append(str(error))
     if found:
         errors.fail(errors.INPUT, *found, alike=True)
@@ -151,9 +150,12 @@ def introduction(trainer: Trainer, compilation: str) -> str:
 
 if __name__ == "__main__":
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands its errors on instead of printing them
-    keys = (*config.RULES, *config.GROUPS)
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))  # Hydra wants it first
     for word in sys.argv[1:]:
-        if word.startswith("--") and re.split("[=.]", word[2:])[0] in keys:
+        key, _, value = word.lstrip("-").partition("=")
+        if word.startswith("--") and key.split(".")[0] in (*config.RULES, *config.GROUPS):
             errors.fail(errors.INPUT, f"keys are written without dashes (got {word}). fix: {word[2:]}")
+        if key in config.GROUPS and value in ("", "null"):
+            errors.fail(errors.INPUT, f"nothing is chosen (got {word}). fix: {key}= one of configs/{key}/")
     with distributed.ended(), errors.one_line(HydraException, OmegaConfBaseException):
         main()

@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -155,7 +156,12 @@ def tokenised(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> It
                 ahead.append(pool.submit(_encode, batch))
             if not ahead:
                 return
-            yield from ahead.popleft().result()
+            try:
+                yield from ahead.popleft().result()
+            except BrokenProcessPool:
+                raise ValueError(
+                    "a process that tokenises was killed (of memory?). fix: free some, or less text"
+                ) from None
 
 
 def _start(proto: bytes) -> None:

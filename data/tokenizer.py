@@ -19,7 +19,7 @@ class Tokenizer:
     def __init__(self, proto: bytes):
         try:
             self.pieces = spm.SentencePieceProcessor(model_proto=proto)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise ValueError(f"not a SentencePiece model ({error}). fix: another tokenizer.model") from None
         self.proto, self.sha256 = proto, sha256(proto).hexdigest()
         self.vocab_size, self.bos, self.eos = (self.pieces.vocab_size(), self.pieces.bos_id(), self.pieces.eos_id())

@@ -119,15 +119,19 @@ def command(tmp_path, monkeypatch, capfd):
     return run
 
 
-@pytest.fixture
-def story(tmp_path) -> Path:
+def tell(folder: Path) -> Path:
     """A text of 60 short documents that a tiny model learns in a few steps."""
     names = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Fay")
     things = ("a red ball", "an old map", "the blue cup", "a small dog", "one warm hat")
     lines = [f"{a} had {t}. {b} saw {t} and said: may I have {t}, {a}?\n" for a in names for b in names for t in things]
-    path = tmp_path / "story.txt"
+    path = folder / "story.txt"
     path.write_text("<|endoftext|>\n".join("".join(lines[i : i + 3]) for i in range(0, len(lines), 3)))
     return path
+
+
+@pytest.fixture
+def story(tmp_path) -> Path:
+    return tell(tmp_path)
 
 
 @pytest.fixture

@@ -55,6 +55,8 @@ BAD_TRAINING = {
     "a knob in words": (["attention.kv_heads=zero"], 2, "zero"),
     "a base in words": (["attention.rope_base=x"], 2, "(got 'x')"),
     "a key with dashes": (["--attention=mha"], 2, "fix: attention=mha"),
+    "a group of nothing": (["attention=null"], 2, "configs/attention/"),
+    "no name for a group": (["data="], 2, "data="),
     "a share above one": (["schedule.cooldown=2"], 2, "cooldown"),
     "no holdout": (["data=text", "data.path=story.txt", "data.holdout=0"], 2, "holdout"),
     "a number for a path": (["data=text", "data.path=2024"], 2, "2024"),

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from pickle import UnpicklingError
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -53,9 +54,14 @@ def save(run: Path, step: int, model: Transformer, trees: dict, tokenizer: bytes
         unsealed.about = {"step": step}
     for path in (run, run.parent):  # the names of the folders themselves
         sealed.sync(path)
-    for old in sorted(path for path in folder.glob("step-*") if path <= done)[:-KEPT]:
-        sealed.remove(old)
+    prune(done)
     return done
+
+
+def prune(good: Path) -> None:
+    """Keeps KEPT up to one that is good, and those after it, which are not and are their owner's to judge."""
+    for old in sorted(path for path in good.parent.glob("step-*") if path <= good)[:-KEPT]:
+        sealed.remove(old)
 
 
 def write_weights(file: sealed.HashedFile, weights: dict[str, Tensor]) -> None:
@@ -97,6 +103,8 @@ def newest(run: Path) -> Path | None:
 def load_state(checkpoint: Path, needed: set[str]) -> dict:
     """Raises IntegrityError for what is not plain tensors, numbers and text: nothing in it is ever run."""
     try:
+        if not is_zipfile(checkpoint / "state.pt"):  # torch would read older formats too
+            raise ValueError("not a zip file")
         state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
         if missing := needed - state.keys():
             raise LookupError(f"no {', '.join(sorted(missing))}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+LARGEST = 2**24  # of a size
 Rule = tuple[Callable[[object], bool], str]
 
 
@@ -23,7 +24,7 @@ def is_rate(value: object) -> bool:
 
 
 def is_size(value: object) -> bool:
-    return type(value) is bool or (type(value) is int and value > 0)
+    return type(value) is bool or (type(value) is int and 0 < value <= LARGEST)
 
 
 def is_no_bad_number(value: object) -> bool:
@@ -81,7 +82,7 @@ RULES: dict[str, Rule] = {
     "wandb": one_of("disabled", "offline", "online"),
 }
 NUMBERS: dict[str, Rule] = {
-    "model": (is_size, "a whole number from 1"),
+    "model": (is_size, f"a whole number from 1 to {LARGEST}"),
     "attention": (is_no_bad_number, "from 0"),
     "data": (is_no_bad_number, "from 0"),
     "optimizer": (is_rate, "a number from 0"),
@@ -92,19 +93,15 @@ NUMBERS: dict[str, Rule] = {
 def problems(config: dict, world: int) -> list[str]:
     """A sentence for each key that is unknown, missing or out of range. `config` is resolved."""
     found = [f"unknown key ({key}). fix: remove it" for key in config if key not in RULES and key not in GROUPS]
-    missing = [key for key in (*RULES, *GROUPS) if key not in config]
-    if missing:
-        return [*found, *(f"{key} is missing. fix: give it back" for key in missing)]
+    found += [f"{key} is missing. fix: give it back" for key in (*RULES, *GROUPS) if key not in config]
     for key, (holds, wanted) in RULES.items():
-        if not holds(config[key]):
+        if key in config and not holds(config[key]):
             found.append(f"{key} must be {wanted} (got {config[key]!r}). fix: change it")
-    found += [
-        f"{group} must be a group (got {config[group]!r}). fix: {group}=NAME"
-        for group in GROUPS
-        if not isinstance(config[group], dict)
-    ]
+    for group in GROUPS:
+        if group in config and not isinstance(config[group], dict):
+            found.append(f"{group} must be a group (got {config[group]!r}). fix: {group}=NAME")
     for group, (holds, wanted) in NUMBERS.items():
-        wrong = [(key, value) for key, value in leaves(config[group]) if not holds(value)]
+        wrong = [(key, value) for key, value in leaves(config.get(group)) if not holds(value)]
         found += [f"{group}.{key} must be {wanted} (got {value!r}). fix: change it" for key, value in wrong]
     if not found and config["steps"] is None and config["max_minutes"] is None:
         found.append("the run has no end (steps=null, max_minutes=null). fix: give one of them")

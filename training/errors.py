@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from data import IntegrityError
@@ -19,7 +19,8 @@ def fail(code: int, *problems: object, alike: bool = False) -> NoReturn:
     if not alike or os.environ.get("RANK", "0") == "0":
         for problem in problems:
             text = " ".join(str(problem).split())
-            print("error:", text if "fix: " in text else f"{text}. fix: change it", file=sys.stderr)
+            with suppress(OSError):
+                print("error:", text if "fix: " in text else f"{text}. fix: change it", file=sys.stderr)
     raise SystemExit(code)
 
 

@@ -36,9 +36,10 @@ class Log:
         for name in self.FILES:
             size, digest = kept.get(name, (0, sha256().hexdigest()))
             with (self.run / name).open("ab+") as file:
-                file.truncate(min(size, file.tell()))
+                if file.tell() > size:
+                    file.truncate(size)
                 file.seek(0)
-                self.hashes[name].update(file.read())
+                self.hashes[name].update(file.read(size))
                 self.sizes[name] = file.tell()
             if self.hashes[name].hexdigest() != digest:
                 self.say(f"warning: not what was written ({self.run / name}): it was changed after the checkpoint")
@@ -53,10 +54,17 @@ class Log:
 
     def say(self, text: str) -> None:
         if self.speaks:
-            tqdm.write(text, file=sys.stderr)
+            try:
+                tqdm.write(text, file=sys.stderr)
+            except BrokenPipeError:  # nobody reads on
+                raise
+            except OSError:  # a file on a full disk
+                pass
 
     def append(self, name: str, text: str) -> None:
         """All of it or nothing. A disk that is full costs a warning: it is no reason to lose a run."""
+        if not self.speaks:
+            return
         raw = text.encode()
         try:
             with (self.run / name).open("ab", buffering=0) as file:
@@ -73,11 +81,10 @@ class Log:
 
     def write(self, step: int, **values: float | None) -> None:
         """A line of metrics.jsonl."""
-        if self.speaks:
-            self.append("metrics.jsonl", json.dumps({"step": step, **values}) + "\n")
+        self.append("metrics.jsonl", json.dumps({"step": step, **values}) + "\n")
+        if self.wandb is not None:
             with self._wandb_may_fail():
-                if self.wandb is not None:
-                    self.wandb.log(values, step=step)
+                self.wandb.log(values, step=step)
 
     def progress(self, step: int, steps: float, values: dict[str, float | None], memory: int) -> None:
         """How it goes: a bar where somebody watches, lines where a file does."""
@@ -146,6 +153,7 @@ def plot(metrics: Path, picture: Path) -> None:
         ylabel="nats per token",
         title=f"{picture.parent.name}" + (f": {bpb[-1]:.3f} bits per byte" if bpb else ""),
     )
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import monotonic
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -70,7 +71,7 @@ class Trainer:
         self.started, self.earlier_seconds, self.aside_seconds = started, 0.0, 0.0
         self.kept = {}  # of the log's files, when the run begins
         self.first = self.reported = self.saved = 0  # steps: where this process began, what metrics and disk have
-        self.pending = False  # whether this step's evaluation is still to be done
+        self.pending = []  # what this step still has to do: "eval", "sample"
         self.mark = self.warm = self._clock()  # when: the last report, the first timed step
 
     def begin(self, start: Path | None) -> None:
@@ -78,6 +79,8 @@ class Trainer:
         if self.ranks.first:
             checkpoint.make_ready(self.run, self.model)
         found = checkpoint.newest(self.run) if self.ranks.first and self.settings["resume"] else None
+        if found is not None:
+            checkpoint.prune(found)
         found = self.ranks.agree(found)
         if found is None:
             if start is not None:
@@ -203,37 +206,37 @@ class Trainer:
         """Ends the run with exit code 4 where training did not stay finite. Nothing of that is in the weights."""
         step = int(self.diverged)
         if step < NEVER:
-            problem = f"training diverged (at step {step}, whose batch is {self.loader.places(step - 1)})"
-            fix = f"a lower optimizer.lr, or precision=fp32; resume=true goes on from step {self.saved}"
-            errors.fail(errors.DIVERGED, f"{problem}. fix: {fix}", alike=True)
+            self._diverged(f"at step {step}, whose batch is {self.loader.places(step - 1)}")
+
+    def _diverged(self, where: str) -> NoReturn:
+        fix = f"a lower optimizer.lr, or precision=fp32; resume=true goes on from step {self.saved}"
+        errors.fail(errors.DIVERGED, f"training diverged ({where}). fix: {fix}", alike=True)
 
     def evaluate(self) -> None:
         """Leaves it pending where a signal comes."""
         with self._aside():
-            score = evaluate(
-                self.objective, self.corpus, self.settings, self.micro, self.precision, self.ranks, self.poll
-            )
+            how = self.settings, self.micro, self.precision, self.ranks, self.poll
+            score = evaluate(self.objective, self.corpus, *how)
         if score is None:
             return
-        self.pending = False
+        self.pending = [what for what in self.pending if what != "eval"]
         if not math.isfinite(score["val_loss"]):
-            errors.fail(
-                errors.DIVERGED, f"evaluation is not finite (step {self.step}). fix: precision=fp32", alike=True
-            )
-        self.log.write(
-            self.step, tokens=self.step * self.settings["batch_tokens"], seconds=round(self.seconds, 3), **score
-        )
-        self.log.say(
-            f"step {self.step}  held out: {score['val_loss']:.4f} nats per token, {score['val_bpb']:.4f} bits per byte"
-        )
+            self._diverged(f"step {self.step}: evaluation is not finite")
+        tokens, seconds = self.step * self.settings["batch_tokens"], round(self.seconds, 3)
+        self.log.write(self.step, tokens=tokens, seconds=seconds, **score)
+        told = f"{score['val_loss']:.4f} nats per token, {score['val_bpb']:.4f} bits per byte"
+        self.log.say(f"step {self.step}  held out: {told}")
 
     def sample(self) -> None:
-        """Text from nothing, in samples.txt and on the screen."""
-        if not self.ranks.first:
+        """Text from nothing, in samples.txt and on the screen. Leaves it pending where a signal comes."""
+        text = ""
+        if self.ranks.first:
+            with self._aside():
+                text = sample(self.model, self.corpus.tokenizer, self.step, lambda: self.signals.code)
+        if self.poll():
             return
-        with self._aside():
-            text = sample(self.model, self.corpus.tokenizer, self.step, lambda: self.signals.code)
-            self.log.append("samples.txt", f"--- step {self.step}\n{text}\n")
+        self.pending = []
+        self.log.append("samples.txt", f"--- step {self.step}\n{text}\n")
         self.log.say(f"--- a sample at step {self.step}\n{text}\n---")
 
     def state(self) -> dict:
@@ -261,6 +264,8 @@ class Trainer:
         if self.saved == self.step:
             return
         self.check_finite()
+        if not all(p.isfinite().all() for p in self.model.parameters()):  # the step itself was too long
+            self._diverged(f"step {self.step} made the weights infinite")
         nats = self.ranks.total(self.nats.item())
         self.nats.fill_(nats if self.ranks.first else 0.0)
         if self.ranks.first:
@@ -269,10 +274,10 @@ class Trainer:
                 try:
                     checkpoint.save(self.run, self.step, self.model, self.identity(), proto, self.state())
                 except OSError as error:
-                    free = shutil.disk_usage(self.run).free / 1e6
-                    problem = f"step {self.step} cannot be saved ({self.run}: {error.strerror}, {free:.0f} MB free)"
-                    fix = f"make room, then resume=true: step {self.saved} is there" if self.saved else "make room"
-                    errors.fail(errors.STORAGE, f"{problem}. fix: {fix}")
+                    there = f"step {self.saved} is there" if self.saved else "nothing is"
+                    free = f"{shutil.disk_usage(self.run).free / 1e6:.0f} MB are free"
+                    problem = f"step {self.step} cannot be saved, {there}: {error.strerror}, {free}"
+                    raise OSError(error.errno, problem, str(self.run)) from None
         self.saved = self.step
 
     def finish(self) -> None:

@@ -1,0 +1,169 @@
+"""Runs of four tiny steps in forked processes that can be killed anywhere, and what they leave behind."""
+
+import itertools
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from time import monotonic
+
+import torch
+
+from data import sealed
+from data.loader import Loader
+from data.prepare import Corpus
+from tests.conftest import TINY, settings_of
+from train import train
+from training import checkpoint, errors, folder
+from training.distributed import Ranks
+from training.signals import Signals
+from training.trainer import Trainer
+
+WORDS = ("context=16", "batch_tokens=64", "model.depth=1", "attention.dropout=0.1", "resume=true", "data=text")
+STEPS = ("steps=4", "save_every=1", "eval_every=2", "sample_every=2", "log_every=3")
+FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
+Action = Callable[[], object]
+
+
+@dataclass
+class Job:
+    """A run in `root`/run, on a corpus that is prepared."""
+
+    corpus: Corpus
+    root: Path
+
+    def __call__(self, *words: str) -> int:
+        """As `python train.py resume=true`: goes on where the last one ended -> the exit code."""
+        settings = settings_of(*TINY, *WORDS, *STEPS, f"run_dir={self.root}/run", *words)
+        settings["model"]["vocab_size"] = self.corpus.tokenizer.vocab_size
+        loader = Loader(self.corpus.train, context=16, batch=settings["batch_tokens"] // 16, seed=settings["seed"])
+        ranks = Ranks(0, 1, torch.device("cpu"))
+        with Signals() as signals, errors.one_line(), folder.claimed(settings, ranks) as run:
+            trainer = Trainer(settings, self.corpus, loader, run, ranks, torch.float32, signals, monotonic())
+            return train(trainer, compiles=False)
+
+    def fresh(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.root.mkdir(parents=True)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        return sorted((self.root / "run" / "checkpoints").glob("step-*"))
+
+    def curve(self) -> list:
+        """What of a run must not depend on where it was cut: metrics without clocks, and the last weights."""
+        lines = [json.loads(line) for line in (self.root / "run" / "metrics.jsonl").read_text().splitlines()]
+        timed = {"seconds", "tokens_per_second", "flops_per_second", "mfu"}
+        curve = [{key: value for key, value in line.items() if key not in timed} for line in lines]
+        last = self.checkpoints[-1]
+        samples = (self.root / "run" / "samples.txt").read_text()
+        return [*curve, samples, last.name, sha256((last / "model.safetensors").read_bytes()).hexdigest()]
+
+    def leftovers(self) -> list[str]:
+        """What nobody needs any more."""
+        there = {path.name for path in (self.root / "run" / "checkpoints").iterdir()}
+        return sorted(there - {"step-00000003", "step-00000004"})
+
+
+def forked(action: Action, *before: Action) -> int:
+    """The exit code of a process that does `action`; negative for the signal that killed it."""
+    return finish(start(action, *before))
+
+
+def start(action: Action, *before: Action) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid > 0:
+        return pid
+    code = 1
+    try:
+        for prepare in before:
+            prepare()
+        code = action() or 0
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def finish(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def killed_at(event: int, root: Path) -> Action:
+    """SIGKILL before the file operation of this number below `root`."""
+    numbers = itertools.count(1)
+
+    def hook(name: str, arguments: tuple) -> None:
+        if name in FILE_EVENTS and arguments and str(arguments[0]).startswith(str(root)) and next(numbers) == event:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return partial(sys.addaudithook, hook)
+
+
+def at_most(nbytes: int) -> Action:
+    """A full disk: no file can grow beyond so many bytes."""
+    return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+
+def losing_power(record: Path) -> Action:
+    """Notes every file that reached the disk, as step-00000001/state.pt."""
+
+    def patch() -> None:
+        fsync = os.fsync
+
+        def noted(descriptor: int) -> None:
+            fsync(descriptor)
+            path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            with record.open("a") as file:
+                file.write(f"{path.parent.name.removeprefix('.tmp-')}/{path.name}\n")
+
+        os.fsync = noted
+
+    return patch
+
+
+def lose_power(record: Path, checkpoints: list[Path]) -> None:
+    """Empties the files that never reached the disk."""
+    safe = set(record.read_text().split()) if record.exists() else set()
+    for path in (path for each in checkpoints for path in each.iterdir()):
+        if f"{path.parent.name}/{path.name}" not in safe:
+            os.truncate(path, 0)
+
+
+def trusting() -> None:
+    """A loader as most are: what has the right name is good."""
+    sealed.verified = lambda folder, fix: json.loads((folder / "manifest.json").read_bytes()[: -sealed.SEAL])
+    checkpoint.verify = lambda folder: None
+
+
+def in_place() -> None:
+    """A saver as most are: it writes into the folder that it will be, and the loader trusts it."""
+
+    @contextmanager
+    def written(folder: Path):
+        folder.mkdir(parents=True)
+        unsealed = sealed.Unsealed(folder)
+        yield unsealed
+        for file in unsealed.files.values():
+            file.close()
+
+    sealed.written = written
+    trusting()
+
+
+def unsynced() -> None:
+    """A saver that leaves it to the system when its files reach the disk."""
+    os.fsync = lambda descriptor: None

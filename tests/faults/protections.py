@@ -1,0 +1,73 @@
+"""Takes out one protection at a time, on a copy, and tells which test turns red:  python -m tests.faults.protections"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see it)
+    "sync to the disk": ("data/sealed.py", "os.fsync(self.file.fileno())", "pass", "crashes.py -k power_cut"),
+    "hashes of files": ("data/sealed.py", 'hexdigest() != said["sha256"]', "hexdigest() is None", "damage.py"),
+    "hash of the manifest": ("data/sealed.py", "if raw[-SEAL:] != ", "if None == ", "damage.py -k flipped"),
+    "a folder aside": ("data/sealed.py", 'Unsealed(folder.with_name(f".tmp-{folder.name}"))', "Unsealed(folder)", ""),
+    "no links": ("data/sealed.py", "path.is_symlink() or folder.is_symlink()", "False", "damage.py"),
+    "the lock": ("data/sealed.py", "        fcntl.flock(lock, how)", "        pass", "storage.py -k one_run"),
+    "workers that end": (
+        "data/prepare.py",
+        "Thread(target=_end_with_parent, daemon=True).start()",
+        "pass",
+        "storage.py",
+    ),
+    "nothing is unpickled": ("training/checkpoint.py", "weights_only=True", "weights_only=False", "damage.py"),
+    "the older checkpoint": ("training/checkpoint.py", "KEPT = 2", "KEPT = 1", "signals.py"),
+    "the optimizer": ("training/trainer.py", "load_named_state(self.optimizers", "(lambda *_: 0)(self", "resume.py"),
+    "the place in the data": (
+        "data/loader.py",
+        "numbers = range(step * self.batch",
+        "numbers = range(0 * self.batch",
+        "resume.py",
+    ),
+    "the draw of a step": ("training/trainer.py", "torch.manual_seed(draw % 2**63)", "pass", "resume.py"),
+    "what is finite": (
+        "training/trainer.py",
+        "self.found_inf.copy_(self.diverged < NEVER)",
+        "pass",
+        "../test_checkpoint.py",
+    ),
+    "signals": ("training/trainer.py", "self.signals.note()", "pass", "signals.py -k saves_and_ends"),
+    "the log's length": ("training/log.py", "file.truncate(size)", "pass", "crashes.py -k every_crash"),
+}
+
+
+def seen(folder: Path, what: str) -> str | None:
+    """The first test that fails without this protection."""
+    file, line, instead, tests = PROTECTIONS[what]
+    text = (ROOT / file).read_text()
+    assert text.count(line) == 1, (file, line)
+    (folder / file).write_text(text.replace(line, instead))
+    name, *rest = (tests or "crashes.py -k every_crash").split()
+    path = f"tests/{name[3:]}" if name.startswith("../") else f"tests/faults/test_{name}"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", path, *rest]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    (folder / file).write_text(text)
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    return failed[0].split()[1] if failed else None
+
+
+def main() -> int:
+    missed = 0
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "copy"
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "runs"))
+        for what in PROTECTIONS:
+            test = seen(folder, what)
+            missed += test is None
+            print(f"without {what}: {test or 'NOTHING TURNS RED'}", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Killed at any instant, a run loses nothing that it had saved, and goes on as if it had not been killed."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests.faults import harness
+from tests.faults.harness import Job, finish, forked, killed_at, start
+from training import checkpoint
+
+
+def judged(job: Job, code: int, whole: Job) -> list[str]:
+    """What is wrong with a run that was killed and then finished."""
+    if code != 0:
+        return [f"exit code {code}"]
+    found = [] if job.curve() == whole.curve() else ["another curve"]
+    return found + [f"left over: {name}" for name in job.leftovers()]
+
+
+def every_crash_point(job: Job, whole: Job, *broken) -> tuple[int, list[str]]:
+    """Kills before each file operation in turn, and once more in the run that goes on."""
+    found, event = [], 0
+    while True:
+        event += 1
+        job.fresh()
+        if forked(job, *broken, killed_at(event, job.root)) != -signal.SIGKILL:
+            return event - 1, found
+        forked(job, *broken, killed_at(1 + event * 7 % 50, job.root))
+        found += [f"operation {event}: {problem}" for problem in judged(job, forked(job, *broken), whole)]
+        if broken and found:
+            return event, found
+
+
+def random_kills(job: Job, whole: Job, kills: int, seed: int) -> list[str]:
+    """Runs that are killed three times each, whenever it happens to be, before one goes to the end."""
+    draw, found = random.Random(seed), []
+    began = time.monotonic()
+    job.fresh()
+    assert forked(job) == 0
+    usual = time.monotonic() - began
+    for number in range(kills // 3):
+        job.fresh()
+        for _ in range(3):
+            pid = start(job)
+            time.sleep(draw.uniform(0, usual))
+            os.kill(pid, signal.SIGKILL)
+            finish(pid)
+        found += [f"chain {number} of seed {seed}: {problem}" for problem in judged(job, forked(job), whole)]
+    return found
+
+
+def kills_in_saves(job: Job, whole: Job, kills: int, *broken) -> list[str]:
+    """Killed at a random instant of a save, between any two instructions."""
+    draw, found, usual = random.Random(0), [], 0.02
+    for number in range(kills):
+        job.fresh()
+        reading, writing = os.pipe()
+        pid = start(job, *broken, lambda writing=writing: telling(writing))
+        for _ in range(1 + number % 4):
+            os.read(reading, 1)
+        time.sleep(draw.uniform(0, usual))
+        os.kill(pid, signal.SIGKILL)
+        finish(pid)
+        os.close(reading)
+        os.close(writing)
+        found += [f"kill {number}: {problem}" for problem in judged(job, forked(job, *broken), whole)]
+        if broken and found:
+            return found
+    return found
+
+
+def telling(writing: int) -> None:
+    """Says through a pipe when a save begins."""
+    save = checkpoint.save
+
+    def told(*arguments):
+        os.write(writing, b"s")
+        return save(*arguments)
+
+    checkpoint.save = told
+
+
+def power_cuts(job: Job, whole: Job, events: range, *broken) -> list[str]:
+    """Killed, and what was not yet on the disk is gone: what was saved before is not."""
+    found, record = [], job.root.parent / "record"
+    for event in events:
+        job.fresh()
+        record.unlink(missing_ok=True)
+        forked(job, harness.losing_power(record), *broken, killed_at(event, job.root))
+        there = job.checkpoints
+        harness.lose_power(record, there)
+        for path in there:
+            try:
+                checkpoint.verify(path)
+            except Exception:
+                found.append(f"operation {event}: {path.name} was lost")
+        found += [f"operation {event}: {problem}" for problem in judged(job, forked(job), whole)]
+    return found
+
+
+def test_every_crash_point(job, whole):
+    points, found = every_crash_point(job, whole)
+    assert points > 60 and found == []
+
+
+def test_the_crash_points_see_a_saver_that_writes_in_place(job, whole):
+    assert every_crash_point(job, whole, harness.in_place)[1]
+
+
+def test_random_kills(job, whole):
+    assert random_kills(job, whole, 15, seed=0) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_hundred_random_kills(job, whole, seed):
+    assert random_kills(job, whole, 102, seed) == []
+
+
+def test_kills_in_saves(job, whole):
+    assert kills_in_saves(job, whole, 12) == []
+
+
+def test_kills_in_saves_see_a_saver_that_writes_in_place(job, whole):
+    assert kills_in_saves(job, whole, 30, harness.in_place)
+
+
+def test_a_power_cut_takes_nothing_that_was_saved(job, whole):
+    assert power_cuts(job, whole, range(20, 120, 9)) == []
+
+
+def test_power_cuts_see_a_saver_that_does_not_sync(job, whole):
+    assert power_cuts(job, whole, range(60, 120, 20), harness.unsynced)

@@ -1,0 +1,239 @@
+"""What lies on disk is what was written there, or it is not loaded; and nothing in it is ever run."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import IntegrityError, sealed
+from data.prepare import prepare
+from data.sources import Text
+from model.build import build
+from tests.conftest import redraw, tree_of
+from tests.faults import harness
+from tests.faults.harness import Job, forked
+from training import checkpoint
+
+
+def flip(path: Path, draw: random.Random) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
+    path.write_bytes(raw)
+
+
+def cut(path: Path, draw: random.Random) -> None:
+    os.truncate(path, draw.randrange(path.stat().st_size))
+
+
+def empty(path: Path, _: random.Random) -> None:
+    os.truncate(path, 0)
+
+
+def delete(path: Path, _: random.Random) -> None:
+    path.unlink()
+
+
+def swap(path: Path, draw: random.Random) -> None:
+    other = draw.choice([file for file in path.parents[1].rglob("*") if file.is_file() and file != path])
+    path.rename(path.with_name("aside")), other.rename(path), path.with_name("aside").rename(other)
+
+
+def link(path: Path, _: random.Random) -> None:
+    path.rename(path.parents[2] / "elsewhere"), path.symlink_to(path.parents[2] / "elsewhere")
+
+
+@pytest.fixture
+def spoiled(job, whole):
+    """A copy of the run that went well, to be damaged again and again."""
+    job.root.mkdir()
+
+    def renew() -> Job:
+        shutil.rmtree(job.root / "run", ignore_errors=True)
+        return shutil.copytree(whole.root / "run", job.root / "run") and job
+
+    return renew
+
+
+def damage(renew, ways: list, tries: int) -> list[str]:
+    """The damage that was not noticed: the newest checkpoint was taken though it is not what was saved."""
+    draw, missed = random.Random(0), []
+    for number in range(tries):
+        job = renew()
+        path = draw.choice([path for folder in job.checkpoints for path in sorted(folder.iterdir())])
+        before, way = path.read_bytes(), ways[number % len(ways)]
+        way(path, draw)
+        try:
+            taken = checkpoint.newest(job.root / "run")
+        except IntegrityError:  # both were hit
+            taken = way is swap or None
+        same = path.is_file() and not path.is_symlink() and path.read_bytes() == before
+        if not taken or (path.parent == taken and not same):
+            missed.append(f"{way.__name__} of {path.name}")
+        if not same and not path.parent.exists():
+            missed.append(f"{path.parent} was deleted")
+    return missed
+
+
+def test_a_thousand_flipped_bits_are_seen(spoiled, capfd):
+    assert damage(spoiled, [flip], 1000) == []
+    assert "damaged file" in capfd.readouterr().err
+
+
+def test_other_damage_is_seen(spoiled):
+    assert damage(spoiled, [cut, empty, delete, swap, link], 200) == []
+
+
+@pytest.mark.parametrize("ways", [[flip], [swap]])
+def test_the_damage_is_loaded_where_nothing_is_verified(spoiled, ways, monkeypatch):
+    for module, name in ((sealed, "verified"), (checkpoint, "verify")):  # as harness.trusting, and taken back
+        monkeypatch.setattr(module, name, vars(module)[name])
+    harness.trusting()
+    assert len(damage(spoiled, ways, 20)) > 5
+
+
+def test_a_damaged_checkpoint_is_skipped_and_kept(spoiled, whole, capfd):
+    job = spoiled()
+    newest = job.checkpoints[-1]
+    flip(newest / "state.pt", random.Random(0))
+    raw = (newest / "state.pt").read_bytes()
+    assert forked(job) == 0
+    assert "skipped: damaged file" in capfd.readouterr().err
+    (aside,) = (job.root / "run" / "checkpoints").glob("damaged-*")
+    assert (aside / "state.pt").read_bytes() == raw and job.curve() == whole.curve()
+
+
+def test_metrics_that_were_changed_are_said(spoiled, capfd):
+    job = spoiled()
+    flip(job.root / "run" / "metrics.jsonl", random.Random(0))
+    assert forked(lambda: job("steps=5")) == 0
+    assert "not what was written" in capfd.readouterr().err
+
+
+def forge(folder: Path, name: str, raw: bytes) -> None:
+    """Puts a file into a checkpoint under a manifest that agrees: what an attacker would do."""
+    about = json.loads((folder / "manifest.json").read_bytes()[: -sealed.SEAL])
+    rest = {other: (folder / other).read_bytes() for other in about["files"]} | {name: raw}
+    shutil.rmtree(folder)
+    with sealed.written(folder) as unsealed:
+        for other, content in rest.items():
+            unsealed.create(other).write(content)
+        unsealed.about = {"step": about["step"]}
+
+
+class Canary:
+    """Leaves a file behind where it is unpickled by what runs what it reads."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def forged_config(tree_change: dict) -> bytes:
+    return json.dumps({"model": tree_of("gqa") | tree_change}).encode()
+
+
+def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("SECRET", "the-value-of-a-secret")
+    canary = tmp_path / "canary"
+    states = tmp_path / "state"
+    torch.save({"optimizer": Canary(canary)}, states)
+    forgeries = [("state.pt", states.read_bytes()), ("state.pt", pickle.dumps(Canary(canary)))]
+    targets = ("os.system", "model.layers.torch.hub.load", "training.config.Path.touch", "pathlib.Path.touch")
+    forgeries += [("config.json", forged_config({"attention": {"_target_": target}})) for target in targets]
+    forgeries += [("config.json", forged_config({"attention": "${oc.env:SECRET}"}))]
+    forgeries += [("config.json", b"!!python/object/apply:os.system [touch canary]"), ("model.safetensors", b"x" * 99)]
+    for name, raw in forgeries:
+        job = spoiled()
+        for folder in job.checkpoints:
+            forge(folder, name, raw)
+        code = forked(job) if name == "state.pt" else forked(lambda job=job: loaded(job.root / "run"))
+        told = capfd.readouterr().err
+        assert code == 3 and "error: " in told and "fix: " in told and "Traceback" not in told, told
+        assert not canary.exists() and "the-value-of-a-secret" not in told
+
+
+def loaded(run: Path) -> None:
+    from training import errors
+
+    with errors.one_line():
+        checkpoint.load_model(checkpoint.newest(run), "cpu")
+
+
+def test_a_name_in_a_manifest_leads_nowhere_else(tmp_path):
+    (tmp_path / "secret").write_bytes(b"x")
+    for name in ("../secret", str(tmp_path / "secret"), "a/../../secret", "link"):
+        folder = tmp_path / "folder"
+        with sealed.written(folder):
+            pass
+        (folder / "link").symlink_to(tmp_path / "secret")
+        about = {"format": sealed.FORMAT, "name": "folder", "files": {name: {"size": 1, "sha256": "?"}}}
+        body = f"{json.dumps(about)}\n".encode()
+        (folder / "manifest.json").write_bytes(body + f"{sealed.sha256(body).hexdigest()}\n".encode())
+        with pytest.raises(IntegrityError, match="leads elsewhere"):
+            sealed.verified(folder, "")
+        sealed.remove(folder)
+
+
+def test_what_a_link_leads_to_is_not_removed(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    (tmp_path / "step-00000001").symlink_to(tmp_path / "mine")
+    sealed.remove(tmp_path / "step-00000001")
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "file"]
+
+
+def test_the_weights_are_readable_by_their_own_library(tmp_path):
+    from safetensors.torch import load_file
+
+    model = redraw(build(tree_of("gqa")))
+    with sealed.written(tmp_path / "x") as unsealed:
+        checkpoint.write_weights(unsealed.create("model.safetensors"), model.state_dict())
+    read = load_file(tmp_path / "x" / "model.safetensors")
+    assert read.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, read[name]) for name, value in model.state_dict().items())
+
+
+def source(path: Path) -> Text:
+    return Text(
+        path=str(path), text_field="text", separator="<|endoftext|>", holdout=20, vocab_size=400, tokenizer=None
+    )
+
+
+def test_a_damaged_corpus_is_refused(tmp_path, story):
+    draw = random.Random(0)
+    prepare(source(story), tmp_path / "cache")
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    shutil.copytree(folder, tmp_path / "good")
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["manifest.json", "tokenizer.model", "train-00000.bin", "validation-00000.bin"]
+    for way in (flip, cut, empty, delete, link):
+        for name in names:
+            way(folder / name, draw)
+            with pytest.raises(IntegrityError, match="it is made again"):
+                prepare(source(story), tmp_path / "cache")
+            shutil.rmtree(folder)
+            shutil.copytree(tmp_path / "good", folder)
+    swap(folder / "train-00000.bin", random.Random(1))
+    with pytest.raises(IntegrityError, match="it is made again"):
+        prepare(source(story), tmp_path / "cache")
+
+
+def test_a_corpus_is_whole_wherever_its_preparation_is_killed(tmp_path, story):
+    expected = prepare(source(story), tmp_path / "whole").sha256
+    event, cache = 0, tmp_path / "cache"
+    while True:
+        event += 1
+        shutil.rmtree(cache, ignore_errors=True)
+        if forked(lambda: prepare(source(story), cache) and None, harness.killed_at(event, cache)) != -signal.SIGKILL:
+            break
+        assert prepare(source(story), cache).sha256 == expected
+        assert not list(cache.glob(".t*"))
+    assert event > 10

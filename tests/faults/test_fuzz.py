@@ -1,0 +1,212 @@
+"""Whatever is given: one line a problem, an exit code that says whose it is, and nothing written."""
+
+import ast
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+import train
+from data import IntegrityError
+from data.prepare import prepare
+from data.tokenizer import Tokenizer
+from tests.conftest import CONFIGS, ROOT, SHORT, TINY, settings_of
+from tests.faults.test_damage import source
+from training import errors, hardware
+from training.config import RULES, flat
+
+VALUES = (
+    "",
+    "null",
+    "nan",
+    "inf",
+    "-inf",
+    "-1",
+    "0",
+    "1",
+    "2",
+    "3",
+    "0.5",
+    "1e-30",
+    "1e30",
+    "1e400",
+    str(2**63),
+    "abc",
+)
+VALUES += (
+    "[1]",
+    "[]",
+    "[a,b]",
+    "{a:1}",
+    "{}",
+    "${x}",
+    "${oc.env:HOME}",
+    "../x",
+    "'a b'",
+    "é🐈",
+    "true",
+    "'",
+    "${",
+    "x=y",
+)
+GROUPS = ("model=tiny", "attention=mla", "attention=local_global", "attention=delta", "optimizer=adamw", "data=text")
+GROUPS += ("schedule=cosine", "attention=absent", "model=../../x", "experiment=tinystories", "data=tinystories")
+
+
+def words_of(draw: random.Random) -> list[str]:
+    """A group or none, and one to three keys with anything for a value; now and then an unknown one."""
+    words = draw.sample(GROUPS, draw.randint(0, 2))
+    keys = [*RULES, *dict(flat(settings_of(*(word for word in words if "absent" not in word and ".." not in word))))]
+    for _ in range(draw.randint(1, 3)):
+        key = draw.choice(keys)
+        key = draw.choice([key] * 12 + [f"+{key}", f"++{key}", f"{key}.more", "new", "+new", "~seed", f"+{key}.new"])
+        words.append(key if key.startswith("~") else f"{key}={draw.choice(VALUES)}")
+    return words
+
+
+def outcome(words: list[str]) -> int | str:
+    """The exit code before any data is opened."""
+    try:
+        with errors.one_line(HydraException, OmegaConfBaseException), errors.input_problems():
+            with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
+                settings = train.checked(compose("train", overrides=["name=test", *words]))
+            hardware.pick_precision(settings["precision"], hardware.pick_device(settings["device"]))
+        return 0
+    except SystemExit as end:
+        return end.code
+    except Exception as error:
+        return repr(error)
+
+
+def fuzzed(cases: int, seed: int, capfd) -> list:
+    draw, found = random.Random(seed), []
+    for _ in range(cases):
+        words = words_of(draw)
+        code, told = outcome(words), capfd.readouterr()
+        lines = told.err.splitlines()
+        alike = all(line.startswith("error: ") and "fix: " in line for line in lines)
+        if code not in (0, 1, 2) or not alike or bool(lines) != (code != 0) or told.out:
+            found.append((words, code, told.err))
+    return found
+
+
+def test_any_config_is_taken_or_refused_in_words(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert fuzzed(100, 0, capfd) == [] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_five_hundred_configs_are_taken_or_refused_in_words(capfd, tmp_path, monkeypatch, seed):
+    monkeypatch.chdir(tmp_path)
+    assert fuzzed(500, seed, capfd) == [] and not list(tmp_path.iterdir())
+
+
+def test_the_fuzz_sees_rules_that_are_missing(capfd, monkeypatch):
+    monkeypatch.setattr(train.config, "problems", lambda settings, world: [])
+    assert fuzzed(60, 0, capfd)
+
+
+@pytest.mark.parametrize("words, code", [(["new=1"], 1), (["+new=1"], 2), (["+seed.new=1"], 2), (["~seed"], 2)])
+def test_what_no_key_is_named_is_unknown(words, code, capfd):
+    assert outcome(words) == code
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def commands(cases: int, seed: int, folder: Path, story: Path) -> list:
+    """As a user types them."""
+    draw, found = random.Random(seed), []
+    text = ("data=text", f"data.path={story}", "data.vocab_size=400")
+    for _ in range(cases):
+        words = [*TINY, *SHORT, "steps=1", *text, *words_of(draw)]
+        environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), *words],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            timeout=120,
+        )
+        told = done.stderr.decode()
+        written = list(folder.iterdir())
+        if done.returncode not in (0, 1, 2) or "Traceback" in told or (done.returncode and (written or done.stdout)):
+            found.append((words, done.returncode, told))
+        if done.returncode and not all(line.startswith("error: ") for line in told.splitlines()):
+            found.append((words, done.returncode, told))
+        for path in written:
+            subprocess.run(["rm", "-r", str(path)], check=True)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
+def test_ten_fuzzed_commands(tmp_path, story, seed):
+    (tmp_path / "here").mkdir()
+    assert commands(10, seed, tmp_path / "here", story) == []
+
+
+def test_any_file_is_read_or_refused_in_words(tmp_path):
+    draw = random.Random(0)
+    good = {
+        "txt": "\n<|endoftext|>\n".join(f"story {number}" for number in range(50)).encode(),
+        "jsonl": b"".join(b'{"text": "story %d"}\n' % number for number in range(50)),
+        "parquet": b"PAR1" + bytes(range(200)) + b"PAR1",
+    }
+    refused = 0
+    for number in range(60):
+        kind = draw.choice([*good])
+        raw = bytearray(good[kind]) if draw.random() < 0.7 else bytearray(draw.randbytes(draw.randint(0, 3000)))
+        for _ in range(draw.randint(0, 3) if raw else 0):
+            raw[draw.randrange(len(raw))] = draw.randrange(256)
+        path = tmp_path / f"{number}.{kind}"
+        path.write_bytes(raw[: draw.randint(0, len(raw))] if draw.random() < 0.5 else raw)
+        try:
+            prepare(source(path), tmp_path / "cache", quiet=True)
+        except ValueError as error:
+            refused += 1
+            assert "fix: " in str(error)
+    assert 10 < refused < 60
+
+
+def test_any_tokenizer_is_taken_or_refused_in_words(tmp_path, story):
+    proto = Tokenizer.train(["one two three"] * 99, 300).proto
+    draw, path = random.Random(0), tmp_path / "tokenizer.model"
+    for _ in range(100):
+        raw = bytearray(proto)
+        for _ in range(draw.randint(0, 4)):
+            raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
+        path.write_bytes(raw[: draw.choice([len(raw), len(raw), draw.randrange(len(raw))])])
+        try:
+            Tokenizer.load(path).encode("one four\n")
+        except (ValueError, IntegrityError) as error:
+            assert "fix: " in str(error)
+
+
+FORBIDDEN = {"eval", "exec", "compile", "system", "popen", "unsafe_load", "instantiate", "__import__", "loads"}
+
+
+def test_no_code_runs_what_it_reads():
+    for path in (path for path in ROOT.rglob("*.py") if not {"tests", ".venv", ".cache"} & set(path.parts)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {alias.name for alias in node.names} | {getattr(node, "module", "")}
+                assert not {"pickle", "marshal", "shelve", "dill"} & (names - {"UnpicklingError"}) or names == {
+                    "pickle",
+                    "UnpicklingError",
+                }, path
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called.rpartition(".")[2] not in FORBIDDEN or called in ALLOWED, (path, called)
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert given.get("shell") != "True" and "trust_remote_code" not in given, path
+                assert called != "torch.load" or given["weights_only"] == "True", path
+
+
+ALLOWED = {"re.compile", "torch.compile", "json.loads", "trainer.compile", "self.objective.compile", "self.model.eval"}
+ALLOWED |= {"objective.eval", "model.eval", "trainer.model.eval"}

@@ -1,0 +1,150 @@
+"""A run that goes on is the run that would have been: to the bit, or it says what is another."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, TINY
+from tests.faults.harness import forked
+from training import config, trainer
+from training.signals import Signals
+
+
+def one_step_only() -> None:
+    """As if a signal came in every first step of a process."""
+
+    def note(self):
+        self.noting, self.code = True, 75
+
+    Signals.note = note
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("words", [(), ("micro_batch=1",), ("optimizer=adamw", "eval_every=100"), ("save_every=100",)])
+def test_a_run_cut_after_every_step_is_the_whole_run(job, precision, words, monkeypatch):
+    cast = trainer.hardware.autocast
+    monkeypatch.setattr(trainer.hardware, "autocast", lambda device, _: cast(device, getattr(trainer.torch, precision)))
+    job.fresh()
+    assert forked(lambda: job(*words)) == 0
+    expected = job.curve()
+    job.fresh()
+    codes = [forked(lambda: job(*words), one_step_only) for _ in range(4)]
+    assert codes == [75] * 4 and forked(lambda: job(*words)) == 0
+    assert job.curve() == expected
+
+
+@pytest.mark.parametrize("broken", ["named_state", "reported", "pending", "reseeded"])
+def test_the_cut_run_sees_what_is_not_restored(job, whole, broken):
+    def forget() -> None:
+        one_step_only()
+        begin = trainer.Trainer.begin
+
+        def begin_without(self, start):
+            begin(self, start)
+            if broken in ("reported", "pending"):
+                setattr(self, broken, {"reported": self.step, "pending": []}[broken])
+            if broken == "reseeded":
+                self.loader.seed += self.step
+
+        trainer.Trainer.begin = begin_without
+        if broken == "named_state":
+            trainer.load_named_state = lambda *_: None
+
+    job.fresh()
+    for _ in range(4):
+        forked(job, forget)
+    assert forked(job, forget) == 0
+    assert job.curve() != whole.curve()
+
+
+def test_looking_does_not_change_what_is_learned(job, whole):
+    job.fresh()
+    assert forked(lambda: job("eval_every=1", "sample_every=3", "log_every=1", "save_every=4")) == 0
+    assert job.curve()[-1] == whole.curve()[-1]
+
+
+FIXED = {"seed": 1, "context": 32, "batch_tokens": 128, "document_mask": True, "text": "b", "model": {"dim": 2}}
+FREE = {"steps": 9, "eval_every": 9, "clip": None, "schedule": {"warmup": 9}, "precision": "fp32", "micro_batch": 9}
+THEN = {"seed": 0, "context": 16, "batch_tokens": 64, "document_mask": False, "text": "a", "model": {"dim": 1}}
+THEN |= {"steps": 1, "eval_every": 1, "clip": 1.0, "schedule": {"warmup": 1}, "precision": "bf16", "micro_batch": 1}
+THEN |= {"machine": {"threads": 1}, "resume": False, "name": "a"}
+
+
+@pytest.mark.parametrize("key", [*FIXED, *FREE])
+def test_what_may_change_is_said_and_what_may_not_is_refused(key):
+    now = THEN | {key: (FIXED | FREE)[key]}
+    if key in FIXED:
+        with pytest.raises(ValueError, match=rf"{key}[.a-z]* \(then .*, now .*\)\. fix: "):
+            config.check_resumed(THEN, now, Path("step-00000001"))
+    else:
+        assert f"changed since step-00000001: {key}" in config.check_resumed(THEN, now, Path("step-00000001"))
+
+
+def test_another_machine_is_a_warning_that_names_it():
+    said = config.check_resumed(THEN, THEN | {"machine": {"threads": 2}, "resume": True}, Path("step-00000001"))
+    assert said == "warning: not to the bit what it would have been: machine.threads (then 1, now 2)"
+
+
+def test_a_changed_seed_or_text_is_refused_by_the_command(job, capfd):
+    job.fresh()
+    assert forked(lambda: job("steps=2")) == 0
+    for word in ("seed=1", "batch_tokens=128", "model.tied=true"):
+        assert forked(lambda word=word: job(word)) == 2
+        assert f"{word.partition('=')[0]} (then" in capfd.readouterr().err
+    assert forked(lambda: job("optimizer.lr=0.001")) == 0
+    assert "changed since step-00000002: optimizer.lr (then 0.02, now 0.001), steps (then 2" in capfd.readouterr().err
+
+
+LOADING = """
+import re, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import torch
+from model.build import build
+from training import checkpoint
+torch.set_num_threads(1)
+tree = checkpoint.config_of(Path(sys.argv[2]))["model"]
+with torch.device("meta"):
+    build(tree)
+memory = lambda kind: int(re.search(kind + ".*?([0-9]+)", Path("/proc/self/status").read_text())[1]) * 1024
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+before = memory("VmRSS")
+model = checkpoint.load_model(Path(sys.argv[2]), "cpu")
+print((memory("VmHWM") - before) / sum(p.nbytes for p in model.parameters()))
+"""
+
+
+def test_loading_takes_little_more_memory_than_the_weights(job):
+    job.fresh()
+    assert forked(lambda: job("steps=1", "model.dim=512", "model.depth=12", "model.heads=8", "model.hidden=2048")) == 0
+    command = [sys.executable, "-c", LOADING, str(ROOT), str(job.checkpoints[-1])]
+    share = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert 0.9 < share < 1.2
+
+
+@pytest.mark.long
+def test_a_compiled_run_goes_on_to_the_bit(tmp_path, story):
+    def run(folder: str, seconds: float | None) -> int:
+        words = ("data=text", f"data.path={story}", "data.vocab_size=400", f"run_dir={folder}", "resume=true")
+        words = (*TINY, *words, "compile=true", "steps=40", "save_every=10", "attention.dropout=0.1")
+        process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *words], cwd=tmp_path, env=os.environ)
+        metrics = tmp_path / folder / "metrics.jsonl"
+        while seconds is not None and not (metrics.exists() and metrics.read_text().count("\n") > seconds):
+            time.sleep(0.01)
+        if seconds is not None:
+            process.send_signal(signal.SIGTERM)
+        return process.wait(timeout=300)
+
+    def curve(folder: str) -> list:
+        lines = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
+        return [(line["step"], line.get("train_loss"), line.get("grad_norm"), line.get("val_loss")) for line in lines]
+
+    assert run("whole", None) == 0
+    assert [run("cut", 7), run("cut", 19), run("cut", None)] == [75, 75, 0]
+    assert curve("cut") == curve("whole")

@@ -1,0 +1,118 @@
+"""A signal ends a run within a step, saved, with the exit code that says so; it goes on as if nothing had been."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, TINY
+from tests.faults.harness import forked
+from training import checkpoint, trainer
+
+CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
+
+
+def sending(number: int, where: tuple[object, str], call: int, again: bool = False):
+    """The process sends itself a signal at this call of a function."""
+
+    def patch() -> None:
+        owner, name = where
+        wrapped, calls = getattr(owner, name), []
+
+        def noisy(*arguments, **named):
+            calls.append(name)
+            if len(calls) == call or (again and len(calls) > call):
+                os.kill(os.getpid(), number)
+            return wrapped(*arguments, **named)
+
+        setattr(owner, name, noisy)
+
+    return patch
+
+
+PLACES = {
+    "step": ((trainer.Trainer, "_accumulate"), 3, "step-00000003"),
+    "evaluation": ((trainer, "evaluate"), 1, "step-00000002"),
+    "last evaluation": ((trainer, "evaluate"), 2, "step-00000004"),
+    "sample": ((trainer, "sample"), 1, "step-00000002"),
+    "save": ((checkpoint, "save"), 2, "step-00000003"),
+}
+
+
+@pytest.mark.parametrize("number", CODES)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_signal_saves_and_ends(job, whole, number, place, capfd):
+    job.fresh()
+    where, call, saved = PLACES[place]
+    assert forked(job, sending(number, where, call)) == CODES[number]
+    assert job.checkpoints[-1].name == saved
+    assert "resume=true" in capfd.readouterr().err
+    assert forked(job) == 0
+    assert job.curve() == whole.curve() and job.leftovers() == []
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_signal_in_the_first_step_ends_at_once(job, whole, number, capfd):
+    job.fresh()
+    assert forked(job, sending(number, (trainer.Trainer, "_accumulate"), 1)) == CODES[number]
+    assert "ended at once" in capfd.readouterr().err and job.checkpoints == []
+    assert forked(job) == 0 and job.curve() == whole.curve()
+
+
+def test_a_second_ctrl_c_ends_at_once(job, whole):
+    job.fresh()
+    noisy = sending(signal.SIGINT, (trainer.Trainer, "_accumulate"), 3)
+    assert forked(job, noisy, sending(signal.SIGINT, (checkpoint, "write_weights"), 3)) == 130
+    assert job.checkpoints[-1].name == "step-00000002" and job.leftovers() == ["step-00000001", "step-00000002"]
+    assert forked(job) == 0 and job.curve() == whole.curve()
+
+
+def test_a_signal_that_comes_again_and_again_saves_once(job, whole):
+    job.fresh()
+    assert forked(job, sending(signal.SIGTERM, (trainer.Trainer, "_accumulate"), 3, again=True)) == 75
+    assert job.checkpoints[-1].name == "step-00000003"
+
+
+def torchrun(folder: Path, story: Path, *words: str) -> subprocess.Popen:
+    """Two processes that train until they are told to end."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    text = ("data=text", f"data.path={story}", "data.vocab_size=400", "run_dir=run", "save_every=5", "steps=100000")
+    command = [*start, str(ROOT / "train.py"), *TINY, *text, "model.depth=1", "eval_every=100000", *words]
+    return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+
+
+def wait_for_steps(run: Path, steps: int) -> None:
+    for _ in range(600):
+        if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") > steps:
+            return
+        time.sleep(0.1)
+    raise TimeoutError(run)
+
+
+def test_a_signal_to_one_of_two_processes_saves_and_ends_both(tmp_path, story):
+    launcher = torchrun(tmp_path, story)
+    wait_for_steps(tmp_path / "run", 3)
+    os.kill(ranks_of(launcher)[-1], signal.SIGTERM)
+    told = launcher.communicate(timeout=60)[1]
+    assert re.findall(r"exitcode +: (-?\d+)", told) == ["75", "75"]
+    assert "resume=true" in told
+    newest = checkpoint.newest(tmp_path / "run")
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert newest.name == f"step-{steps[-1]:08d}"
+
+    launcher = torchrun(tmp_path, story, "resume=true")
+    wait_for_steps(tmp_path / "run", len(steps) + 6)
+    os.kill(ranks_of(launcher)[-1], signal.SIGKILL)  # now one dies
+    assert launcher.wait(timeout=60) != 0
+    launcher.stderr.close()
+    assert checkpoint.newest(tmp_path / "run").name > newest.name

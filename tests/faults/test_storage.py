@@ -1,0 +1,152 @@
+"""A full disk costs no checkpoint, a second run no folder, a killed preparation no lock."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from data.prepare import prepare
+from data.tokenizer import Tokenizer
+from tests.conftest import TINY
+from tests.faults.harness import at_most, finish, forked, start
+from tests.faults.test_damage import source
+from training import checkpoint, folder
+
+
+@pytest.mark.parametrize("room", [5000, 20_000, 60_000, 150_000])
+def test_a_full_disk_costs_no_checkpoint(job, whole, room, capfd):
+    files = [path.stat().st_size for path in whole.checkpoints[-1].iterdir()]
+    assert room < max(files)
+    job.fresh()
+    assert forked(lambda: job("steps=2", "save_every=2")) == 0
+    assert forked(job, at_most(room)) == 74
+    told = capfd.readouterr().err
+    assert "error: step 3 cannot be saved, step 2 is there: File too large, " in told and "fix: make room" in told
+    assert [path.name for path in (job.root / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+    assert forked(job) == 0 and job.checkpoints[-1].name == "step-00000004"
+
+
+def full(name: str) -> None:
+    """What is appended to this file finds a full disk."""
+    opened = Path.open
+
+    def full_or_not(path, mode="r", buffering=-1, **named):
+        path = Path("/dev/full") if path.name == name and buffering == 0 else path
+        return opened(path, mode, buffering, **named)
+
+    Path.open = full_or_not
+
+
+def test_full_metrics_cost_a_warning(job, whole, capfd):
+    job.fresh()
+    assert forked(job, lambda: full("metrics.jsonl")) == 0
+    assert capfd.readouterr().err.count("training goes on") == 1
+    assert job.curve()[-3:] == whole.curve()[-3:]  # samples and weights
+
+
+def test_metrics_are_written_whole_or_not(job):
+    job.fresh()
+    words = ("steps=40", "log_every=1", "save_every=40", "eval_every=40")
+    assert forked(lambda: job(*words), at_most(4000)) == 74  # standard error is full too
+    lines = [json.loads(line)["step"] for line in (job.root / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == sorted(set(lines)) and 5 < len(lines) < 40
+
+
+def test_too_little_room_is_said_before_the_first_step(job, monkeypatch, capfd):
+    job.fresh()
+    room = namedtuple("Room", "total used free")(10**6, 10**6, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
+    with pytest.raises(SystemExit) as end:
+        job()
+    told = capfd.readouterr().err
+    assert end.value.code == 74 and "two checkpoints need" in told and "fix: make room" in told
+    assert not job.checkpoints and not (job.root / "run" / "metrics.jsonl").exists()
+
+
+def test_one_run_in_a_folder(job, capfd):
+    job.fresh()
+    assert forked(lambda: job("steps=2")) == 0
+    before = {path: path.read_bytes() for path in (job.root / "run").rglob("*") if path.is_file()}
+    with (job.root / "run" / ".lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert forked(job) == 2
+        told = capfd.readouterr().err
+        assert f"the folder is in use (run_dir={job.root}/run: process " in told
+    assert before == {path: path.read_bytes() for path in (job.root / "run").rglob("*") if path.is_file()}
+    assert forked(job) == 0
+
+
+def test_the_test_of_the_lock_sees_that_there_is_none(job, monkeypatch, capfd):
+    monkeypatch.setattr(folder, "hold", lambda lock, how: None)
+    with pytest.raises(AssertionError, match="assert 0 == 2"):
+        test_one_run_in_a_folder(job, capfd)
+
+
+def test_a_lock_does_not_outlive_its_process(job):
+    job.fresh()
+    pid = start(lambda: job("steps=100000"))
+    while not (job.root / "run" / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    finish(pid)
+    assert forked(lambda: job("steps=3")) == 0
+
+
+def test_a_file_system_without_locks_is_a_warning(job, monkeypatch, capfd):
+    def none(lock, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    job.fresh()
+    monkeypatch.setattr(fcntl, "flock", none)
+    assert job() == 0
+    assert "no locks on this file system" in capfd.readouterr().err
+
+
+def test_a_killed_preparation_leaves_no_process_and_no_lock(tmp_path, story, monkeypatch):
+    slow = Tokenizer.document
+    monkeypatch.setattr(Tokenizer, "document", lambda self, text: time.sleep(1) or slow(self, text))
+    cache = tmp_path / "cache"
+    pid = start(lambda: prepare(source(story), cache) and None)
+    while not list(cache.glob(".tmp-*/*.bin")) and not children(pid):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    workers = children(pid)
+    os.kill(pid, signal.SIGKILL)
+    finish(pid)
+    assert workers
+    monkeypatch.undo()
+    began = time.monotonic()
+    assert prepare(source(story), cache).validation_bytes > 0
+    assert time.monotonic() - began < 20 and not [worker for worker in workers if alive(worker)]
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_steps_that_are_no_longer_named_so_are_not_resumed(job):
+    job.fresh()
+    assert forked(lambda: job("steps=2")) == 0
+    job.checkpoints[-1].rename(job.checkpoints[-1].with_name("step-00000009"))
+    assert checkpoint.newest(job.root / "run").name == "step-00000001"
+
+
+def test_a_place_that_cannot_be_written_is_storage(command, story):
+    Path("file").touch()
+    words = ("steps=2", "data=text", f"data.path={story}", "data.vocab_size=400", "run_dir=file/run")
+    result = command("train.py", *TINY, *words)
+    assert result.code == 74 and "fix: another run_dir" in result.err.splitlines()[-1]
