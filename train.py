@@ -41,7 +41,6 @@ def main(cfg: DictConfig) -> None:
             corpus, loader = opened(settings)
             if start is not None:
                 config.check_shape(checkpoint.config_of(start), settings, start)
-                checkpoint.check_tokenizer(start, corpus.tokenizer)
             ranks = distributed.join(device)
         with folder.claimed(settings, ranks) as run:
             try:
@@ -127,24 +126,19 @@ def opened(settings: dict) -> tuple[Corpus, Loader]:
 
 
 def out_of_memory(reason: str, micro: int) -> str:
-    if micro == 1:
-        return f"{reason.partition('. ')[0]} (micro_batch=1). fix: a smaller model or context"
-    fix = f"micro_batch={micro // 2}, with the same batch_tokens: it changes nothing else"
+    fix = f"micro_batch={micro // 2}, which changes nothing else" if micro > 1 else "a smaller model or context"
     return f"{reason.partition('. ')[0]} (micro_batch={micro}). fix: {fix}"
 
 
 def introduction(trainer: Trainer, compilation: str) -> str:
-    settings, ranks = trainer.settings, trainer.ranks
+    corpus, ranks, precision = trainer.corpus, trainer.ranks, str(trainer.precision).removeprefix("torch.")
     millions = sum(p.numel() for p in trainer.model.parameters()) / 1e6
+    text = f"vocabulary {corpus.tokenizer.vocab_size}, {sum(map(len, corpus.train)) / 1e6:.1f} M tokens of text"
     peak = "peak rate unknown, so no MFU" if trainer.peak is None else f"peak {trainer.peak / 1e12:.0f} TFLOP/s"
-    forwards = trainer.loader.batch // ranks.world // trainer.micro
+    batch = f"{trainer.micro} sequences x {trainer.loader.batch // ranks.world // trainer.micro} forwards"
     return (
-        f"{trainer.run}: {millions:.1f} M parameters, {trainer.flops / 1e6:.0f} MFLOP a token, "
-        f"vocabulary {trainer.corpus.tokenizer.vocab_size}, "
-        f"{sum(map(len, trainer.corpus.train)) / 1e6:.1f} M tokens of text\n"
-        f"{ranks.device}, {str(trainer.precision).removeprefix('torch.')}, {compilation}, {peak}; "
-        f"a step is {settings['batch_tokens']} tokens: "
-        f"{trainer.micro} sequences of {settings['context']} x {forwards} forwards x {ranks.world} processes"
+        f"{trainer.run}: {millions:.1f} M parameters, {trainer.flops / 1e6:.0f} MFLOP a token, {text}\n"
+        f"{ranks.device}, {precision}, {compilation}, {peak}; a step is {batch} x {ranks.world} processes"
     )
 
 

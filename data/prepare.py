@@ -5,6 +5,7 @@ A build happens under a lock, in a sealed folder: what has the right name is com
 
 import fcntl
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -18,7 +19,6 @@ from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from threading import Thread
-from typing import IO
 
 import numpy as np
 from tqdm import tqdm
@@ -58,9 +58,9 @@ def prepare(
     made_from = [source.fingerprint(), given.sha256 if given else source.vocab_size, *code]
     folder = cache / f"{type(source).__name__.lower()}-{sha256(json.dumps(made_from).encode()).hexdigest()[:16]}"
     if not folder.exists():
-        with alone(folder.with_suffix(".lock")):
+        with alone(cache.parent):
             if not folder.exists():
-                build(source, given, folder, enough, quiet)
+                make(source, given, folder, enough, quiet)
     about = verified(folder, f"delete {folder}, it is made again")
     shards = {split: [open_shard(folder / name, about["dtype"]) for name in about[split]] for split in SPLITS}
     content = json.dumps([about["files"][name]["sha256"] for split in SPLITS for name in about[split]])
@@ -73,38 +73,28 @@ def prepare(
 
 
 @contextmanager
-def alone(lock: Path) -> Iterator[None]:
-    """One process at a time, until it ends, however it ends. What fails leaves no trace."""
-    with acquired(lock):
-        try:
-            yield
-        except BaseException:
-            lock.unlink()
-            with suppress(OSError):  # it holds other corpora
-                lock.parent.rmdir()
-            raise
+def alone(place: Path) -> Iterator[None]:
+    """One process at a time prepares in this folder, until it ends, however it ends: a lock that leaves no file."""
+    opened = os.open(place, os.O_RDONLY)
+    try:
+        hold(opened, fcntl.LOCK_EX, place)
+        yield
+    finally:
+        os.close(opened)
 
 
-def acquired(lock: Path) -> IO:
-    while True:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            file = lock.open("w")
-            hold(file, fcntl.LOCK_EX)
-            if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
-                return file
-            file.close()  # who was here before failed, and took the lock away
-
-
-def build(
-    source: Source, tokenizer: Tokenizer | None, folder: Path, enough: Callable[[int], None], quiet: bool
-) -> None:
-    with written(folder) as unsealed:
-        if tokenizer is None:
-            tokenizer = Tokenizer.train(sample(source), source.vocab_size)
-        unsealed.about = write_shards(source, tokenizer, unsealed, quiet)
-        unsealed.create("tokenizer.model").write(tokenizer.proto)
-        enough(unsealed.about["train_tokens"])
+def make(source: Source, tokenizer: Tokenizer | None, folder: Path, enough: Callable[[int], None], quiet: bool) -> None:
+    try:
+        with written(folder) as unsealed:
+            if tokenizer is None:
+                tokenizer = Tokenizer.train(sample(source), source.vocab_size)
+            unsealed.about = write_shards(source, tokenizer, unsealed, quiet)
+            unsealed.create("tokenizer.model").write(tokenizer.proto)
+            enough(unsealed.about["train_tokens"])
+    except BaseException:
+        with suppress(OSError):  # it holds other corpora
+            folder.parent.rmdir()
+        raise
 
 
 def sample(source: Source) -> Iterator[str]:
@@ -131,7 +121,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Unsealed, quiet: 
                 held_bytes += size
             else:
                 held_enough = True
-            if source.tokens is not None and train.total >= source.tokens:
+            if train.total >= (source.tokens or math.inf):
                 break
     for split, writer in (("training", train), ("validation", validation)):
         writer.flush()

@@ -125,14 +125,14 @@ def tidy(place: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def hold(lock: IO, how: int) -> None:
+def hold(lock: IO | int, how: int, name: Path) -> None:
     """Locks a file until it is closed or the process ends, as fcntl.flock."""
     try:
         fcntl.flock(lock, how)
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF):
             raise
-        print(f"warning: no locks on this file system ({lock.name}): run nothing twice in it", file=sys.stderr)
+        print(f"warning: no locks on this file system ({name}): run nothing twice in it", file=sys.stderr)
 
 
 def sync(folder: Path) -> None:

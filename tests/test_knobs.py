@@ -16,7 +16,7 @@ SCALINGS = (
 
 
 def softmax(draw: random.Random, heads: int) -> dict:
-    kinds = ("softmax.SoftmaxAttention", "differential.DifferentialAttention", "differential.DifferentialAttentionV2")
+    kinds = ("softmax.SoftmaxAttention", "differential.DifferentialAttention")
     kind = draw.choice((*kinds, kinds[0], "across.ValueResidualAttention"))
     rotates, kv_heads = draw.random() < 0.8, [n for n in (1, 2, 3, 4, 6) if heads % n == 0]
     window, chunk = draw.choice(((None, None), (draw.randint(1, 14), None), (None, draw.randint(1, 14))))

@@ -99,7 +99,7 @@ def test_flex_attention_compiles(window, softcap):
     close(y, base.by_scores(q, k, v, visible, softcap, None, 0.0, None), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["gqa", "mla", "softcap", "differential_v2"])
+@pytest.mark.parametrize("variant", ["gqa", "mla", "softcap"])
 def test_dropout_acts_in_training_alone(variant):
     layer = redraw(build(tree_of(variant, "attention.dropout=0.5"))).blocks[0].attention
     x = random(2, 9, 64).float()
@@ -189,18 +189,6 @@ def test_absorption_halves_the_work_of_a_step():
 
 def layers_of(variant: str) -> list:
     return [block.attention for block in redraw(build(tree_of(variant))).double().eval().blocks]
-
-
-def test_a_difference_with_no_noise_is_grouped_attention():
-    (_, layer), (_, plain) = layers_of("differential_v2"), layers_of("gqa")
-    x = random(2, 9, 64)
-    positions = Positions(x[..., 0], None, None, None)
-    weights = layer.state_dict()
-    weights["q_proj.weight"] = weights["q_proj.weight"].unflatten(0, (4, 2, 16))[:, 0].flatten(0, 1)  # of even heads
-    weights.pop("share_proj.weight")
-    plain.load_state_dict(weights)
-    layer.share_proj.forward = lambda x: torch.full((2, 9, 4), -torch.inf)
-    close(layer.mix(x, positions, None), plain.mix(x, positions, None))
 
 
 def test_shared_keys_and_values_are_those_of_the_layer_before():

@@ -161,7 +161,7 @@ def test_a_corpus_is_built_once_and_again_when_its_text_changes(tmp_path, story,
     from data import prepare as module
 
     built = []
-    monkeypatch.setattr(module, "build", lambda *a, build=module.build: (built.append(a), build(*a)))
+    monkeypatch.setattr(module, "make", lambda *a, make=module.make: (built.append(a), make(*a)))
     prepare(text_source(story), tmp_path / "cache")
     prepare(text_source(story), tmp_path / "cache")
     assert len(built) == 1
@@ -198,7 +198,7 @@ def test_four_processes_build_one_corpus(tmp_path, story):
     code = (
         "import sys; sys.path.insert(0, sys.argv[3])\n"
         "from pathlib import Path; from data import prepare as m; from data.sources import Text\n"
-        "m.build = lambda *a, b=m.build: (print('built'), b(*a))\n"
+        "m.make = lambda *a, make=m.make: (print('built'), make(*a))\n"
         "knobs = dict(text_field='text', separator='<|endoftext|>', holdout=20, vocab_size=400, tokenizer=None)\n"
         "m.prepare(Text(path=sys.argv[1], **knobs), Path(sys.argv[2]))\n"
     )

@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from data import IntegrityError, sealed
-from data.tokenizer import Tokenizer
 from model.build import build
 from model.transformer import Transformer
 
@@ -141,15 +140,6 @@ def load_weights(model: Transformer, checkpoint: Path) -> None:
 def config_of(checkpoint: Path) -> dict:
     """The settings of the run that wrote it, as plain data."""
     return json.loads((checkpoint / "config.json").read_text())
-
-
-def check_tokenizer(checkpoint: Path, tokenizer: Tokenizer) -> None:
-    """Raises IntegrityError where it is not the checkpoint's own."""
-    theirs, ours = Tokenizer.load(checkpoint / "tokenizer.model").sha256[:12], tokenizer.sha256[:12]
-    if theirs != ours:
-        raise IntegrityError(
-            f"another tokenizer ({checkpoint} {theirs}, now {ours}). fix: the data and init_from it had"
-        )
 
 
 def load_model(checkpoint: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Transformer:

@@ -32,14 +32,10 @@ def is_no_bad_number(value: object) -> bool:
 
 
 def leaves(group: object) -> list[tuple[str, object]]:
-    """(key, value) of all that a group sets, lists and groups in it taken apart. A model's attention is apart."""
-    found = []
-    for key, value in group.items() if isinstance(group, dict) else ():
-        if isinstance(value, dict) and key != "attention":
-            found += [(f"{key}.{inner}", each) for inner, each in leaves(value)]
-        elif key not in ("_target_", "_partial_", "attention"):
-            found += [(key, each) for each in (value if isinstance(value, list) else [value])]
-    return found
+    """(key, value) of all that a group sets, lists taken apart. A model's attention is apart."""
+    named = flat(group if isinstance(group, dict) else {})
+    named = [(key, value) for key, value in named if not re.search(r"^attention|_target_|_partial_", key)]
+    return [(key, each) for key, value in named for each in (value if isinstance(value, list) else [value])]
 
 
 def one_of(*words: object) -> Rule:
@@ -107,9 +103,7 @@ def problems(config: dict, world: int) -> list[str]:
         found.append("the run has no end (steps=null, max_minutes=null). fix: give one of them")
     if not found and config["batch_tokens"] % (config["context"] * world):
         nearest = max(1, config["batch_tokens"] // (config["context"] * world)) * config["context"] * world
-        given = f"batch_tokens={config['batch_tokens']} context={config['context']}" + (
-            f" processes={world}" if world > 1 else ""
-        )
+        given = f"batch_tokens={config['batch_tokens']} context={config['context']} processes={world}"
         found.append(f"a batch must be whole sequences for every process ({given}). fix: batch_tokens={nearest}")
     return found
 

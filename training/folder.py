@@ -62,7 +62,7 @@ def locked(run: Path) -> IO:
     """Its open lock. Raises ValueError where another process has it."""
     lock = (run / ".lock").open("a+")
     try:
-        hold(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        hold(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, run)
     except BlockingIOError:
         with lock:
             lock.seek(0)

@@ -133,9 +133,17 @@ class Log:
             self.say(f"warning: no wandb: {' '.join(str(error).split())}")
             self.wandb = None
 
+    def plot(self) -> None:
+        """loss.png: training and validation loss over tokens."""
+        if not self.speaks:
+            return
+        try:
+            draw(self.run / "metrics.jsonl", self.run / "loss.png")
+        except (OSError, ValueError, LookupError) as error:
+            self.say(f"warning: no loss.png: {error}")
 
-def plot(metrics: Path, picture: Path) -> None:
-    """Training and validation loss over tokens."""
+
+def draw(metrics: Path, picture: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

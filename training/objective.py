@@ -15,6 +15,7 @@ from model import sampling
 from model.transformer import Transformer
 from training.distributed import Ranks
 from training.hardware import autocast
+from training.signals import Signals
 
 
 class Objective(nn.Module):
@@ -58,8 +59,8 @@ def evaluate(
     return {"val_loss": nats / tokens, "val_bpb": nats / math.log(2) / corpus.validation_bytes}
 
 
-def sample(model: Transformer, tokenizer: Tokenizer, seed: int, stop: Callable[[], int]) -> str:
-    """Text from nothing, up to its end or 192 tokens."""
+def sample(model: Transformer, tokenizer: Tokenizer, seed: int, signals: Signals) -> str:
+    """Text from nothing, up to its end or 192 tokens, or a signal."""
     device, capacity = model.embed.weight.device, min(192, model.context)
     generator = torch.Generator(device).manual_seed(seed)
     cache = model.new_cache(1, capacity, torch.float32, device)
@@ -69,7 +70,7 @@ def sample(model: Transformer, tokenizer: Tokenizer, seed: int, stop: Callable[[
 
     model.eval()
     drawn = sampling.generate(model, [[tokenizer.bos]], capacity - 1, draw, cache=cache)
-    tokens = takewhile(lambda token: token != tokenizer.eos and not stop(), (token.item() for token in drawn))
+    tokens = takewhile(lambda token: token != tokenizer.eos and not signals.code, (token.item() for token in drawn))
     text = tokenizer.decode(list(tokens))
     model.train()
     return text

@@ -19,7 +19,7 @@ from model.initialise import initialise
 from model.transformer import Transformer
 from training import checkpoint, config, errors, hardware
 from training.distributed import Ranks
-from training.log import Log, plot
+from training.log import Log
 from training.objective import Objective, evaluate, on, sample
 from training.optimizers import load_named_state, named_state, set_rates
 from training.signals import Signals
@@ -79,8 +79,6 @@ class Trainer:
         if self.ranks.first:
             checkpoint.make_ready(self.run, self.model)
         found = checkpoint.newest(self.run) if self.ranks.first and self.settings["resume"] else None
-        if found is not None:
-            checkpoint.prune(found)
         found = self.ranks.agree(found)
         if found is None:
             if start is not None:
@@ -88,16 +86,17 @@ class Trainer:
             if self.settings["resume"]:
                 self.log.say(f"nothing to resume in {self.run}: a fresh start")
             return
+        if self.ranks.first:
+            checkpoint.prune(found)
         with errors.input_problems():
             said = config.check_resumed(checkpoint.config_of(found), self.identity(), found)
-        checkpoint.check_tokenizer(found, self.corpus.tokenizer)
         checkpoint.load_weights(self.model, found)
         state = checkpoint.load_state(found, set(self.state()))
         load_named_state(self.optimizers, self.model, state["optimizer"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.step = self.first = self.saved = state["step"]
-        self.steps = self.settings["steps"] or state["steps"] or math.inf
+        self.steps = self.settings["steps"] or state["steps"]
         self.fitted, self.earlier_seconds = self.fitted or state["fitted"], state["seconds"]
         self.reported, self.pending, self.kept = state["reported"], state["pending"], state["log"]
         if self.ranks.first:
@@ -145,11 +144,6 @@ class Trainer:
         self.ranks.earliest(self.diverged)
         self.found_inf.copy_(self.diverged < NEVER)
 
-    def poll(self) -> int:
-        """The exit code, on all ranks alike, where a signal asked one of them to end."""
-        self.stopping = self.stopping or self.ranks.most(self.signals.code)
-        return self.stopping
-
     def _accumulate(self, rows: slice) -> None:
         """Adds the gradient of these rows of the batch."""
         inputs, targets = self.loader(self.step, rows)
@@ -159,6 +153,11 @@ class Trainer:
         self.nats += nats.detach()
         mean = nats * (self.ranks.world / self.settings["batch_tokens"])  # over the ranks, gradients are averaged
         self.scaler.scale(mean).backward()
+
+    def poll(self) -> int:
+        """The exit code, on all ranks alike, where a signal asked one of them to end."""
+        self.stopping = self.stopping or self.ranks.most(self.signals.code)
+        return self.stopping
 
     def fit(self) -> None:
         """Decides, once, after a timed warm-up, how many steps fit into `max_minutes`."""
@@ -229,10 +228,8 @@ class Trainer:
 
     def sample(self) -> None:
         """Text from nothing, in samples.txt and on the screen. Leaves it pending where a signal comes."""
-        text = ""
-        if self.ranks.first:
-            with self._aside():
-                text = sample(self.model, self.corpus.tokenizer, self.step, lambda: self.signals.code)
+        with self._aside():
+            text = sample(self.model, self.corpus.tokenizer, self.step, self.signals) if self.ranks.first else ""
         if self.poll():
             return
         self.pending = []
@@ -243,7 +240,7 @@ class Trainer:
         """All that a run knows beside its weights, as plain data."""
         return {
             "step": self.step,
-            "steps": None if self.steps == math.inf else self.steps,
+            "steps": self.steps,
             "fitted": self.fitted,
             "seconds": self.seconds,
             "optimizer": named_state(self.optimizers, self.model),
@@ -258,7 +255,7 @@ class Trainer:
         """What a run that goes on is compared with: its settings, its text, and what decides on the last bits."""
         machine = hardware.fingerprint(self.ranks.device, self.precision, self.compiled)
         machine |= {"processes": self.ranks.world, "micro_batch": self.micro}
-        return self.settings | {"text": self.corpus.sha256, "machine": machine}
+        return self.settings | {"text": self.corpus.sha256[:16], "machine": machine}
 
     def save(self) -> None:
         if self.saved == self.step:
@@ -282,11 +279,7 @@ class Trainer:
 
     def finish(self) -> None:
         self.log.close()
-        if self.ranks.first:
-            try:
-                plot(self.run / "metrics.jsonl", self.run / "loss.png")
-            except (OSError, ValueError, LookupError) as error:
-                self.log.say(f"warning: no loss.png: {error}")
+        self.log.plot()
         self.log.say(f'done. Now try: python generate.py --run {self.run} "PROMPT"')
 
     @property

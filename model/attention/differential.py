@@ -1,6 +1,4 @@
-"""Differential attention: what a second softmax sees too is taken away as noise. Ye et al., 2410.05258; its version 2:
-Microsoft, "Differential Transformer V2", 2026.
-"""
+"""Differential attention: what a second softmax sees too is taken away as noise. Ye et al., 2410.05258."""
 
 from math import exp
 
@@ -8,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.softmax import SoftmaxAttention
-from model.layers import Linear, precise, rms
+from model.layers import precise, rms
 
 
 class DifferentialAttention(SoftmaxAttention):
@@ -21,12 +19,9 @@ class DifferentialAttention(SoftmaxAttention):
     def __init__(self, dim: int, heads: int, context: int, layer: int, depth: int, **knobs):
         super().__init__(dim, heads, context, layer, depth, **knobs)
         if self.kv_heads % 2:
-            given = f"{heads=} kv_heads={self.kv_heads}"
-            raise ValueError(
-                f"differential attention pairs its heads: kv_heads must be even ({given}). fix: change one"
-            )
+            raise ValueError(f"heads come in pairs: kv_heads must be even ({heads=} kv_heads={self.kv_heads}). fix: 2")
         if self.dropout:
-            given = f"dropout={self.dropout}, {type(self).__name__}"
+            given = f"dropout={self.dropout}, DifferentialAttention"
             raise ValueError(f"weights that are a difference have no dropout ({given}). fix: attention.dropout=0")
         self.least = 0.8 - 0.6 * exp(-0.3 * layer)
         self.q1, self.k1, self.q2, self.k2 = (nn.Parameter(torch.empty(self.head_dim)) for _ in range(4))
@@ -46,22 +41,3 @@ class DifferentialAttention(SoftmaxAttention):
     def initial(self, name: str, generator: torch.Generator) -> Tensor:
         zero = super().initial(name, generator)
         return zero if name == "sink" else 0.1 * torch.randn(zero.shape, generator=generator)
-
-
-class DifferentialAttentionV2(SoftmaxAttention):
-    """Twice the queries: of heads 2h and 2h + 1, which share keys and values, the second is taken from the first, by a
-    share that each token sets. Takes the knobs of SoftmaxAttention.
-    """
-
-    def __init__(self, dim: int, heads: int, context: int, layer: int, depth: int, **knobs):
-        super().__init__(dim, heads, context, layer, depth, **knobs)
-        self.q_proj = Linear(dim, 2 * dim, self.q_proj.bias is not None)
-        self.share_proj = Linear(dim, heads)
-        self.sink = None if self.sink is None else nn.Parameter(torch.empty(2 * heads))
-
-    def read(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        seen, noise = super().read(x, q, k, v, visible).unflatten(2, (-1, 2)).unbind(dim=3)  # (B, T, H, D)
-        return seen - self.share_proj(x).sigmoid()[..., None] * noise
-
-    def score_flops(self, context: int) -> float:
-        return 2 * super().score_flops(context)

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from threading import RLock
 from time import monotonic
 
 import torch
+from tqdm import tqdm
 
 from data import sealed
 from data.loader import Loader
@@ -28,6 +30,7 @@ from training.distributed import Ranks
 from training.signals import Signals
 from training.trainer import Trainer
 
+tqdm.set_lock(RLock())  # its own is shared with forked processes, and one that is killed may hold it
 WORDS = ("context=16", "batch_tokens=64", "model.depth=1", "attention.dropout=0.1", "resume=true", "data=text")
 STEPS = ("steps=4", "save_every=1", "eval_every=2", "sample_every=2", "log_every=3")
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
