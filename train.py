@@ -9,6 +9,7 @@ BEFORE_IMPORTS = monotonic()
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -33,10 +34,8 @@ def main(cfg: DictConfig) -> None:
     started = monotonic() - IMPORTS
     with Signals() as signals, errors.one_line():
         with errors.input_problems():
-            settings = checked(cfg)
-            device = hardware.pick_device(settings["device"])
-            precision = hardware.pick_precision(settings["precision"], device)
-            compiles, why = hardware.pick_compile(settings["compile"], device, config.is_long(settings))
+            settings = checked(cfg, chosen_machine, initial, lambda settings: build(settings["data"], "data"))
+            device, precision, (compiles, why) = chosen_machine(settings)
             start = initial(settings)
             corpus, loader = opened(settings)
             if start is not None:
@@ -86,22 +85,33 @@ def train(trainer: Trainer, compiles: bool, start: Path | None = None) -> int:
     return 0
 
 
-def checked(cfg: DictConfig) -> dict:
-    """Plain settings that a model and an optimizer can be built from; ends with every fault at once."""
+def checked(cfg: DictConfig, *more: Callable[[dict], object]) -> dict:
+    """Plain settings that a model and an optimizer can be built from; ends with every fault at once, of `more` too."""
     settings = config.resolved(cfg)
     found = config.problems(settings, int(os.environ.get("WORLD_SIZE", "1")))
-    if not any(problem.startswith(config.GROUPS) for problem in found):
-        try:
-            with torch.device("meta"):
-                model = build(settings["model"])
-                build(settings["optimizer"], "training")(model)
-                model(torch.zeros(1, 2, dtype=torch.int64), model.new_cache(1, 2, torch.float32, "meta"))
-            build(settings["schedule"], "training")(0, 1)
-        except (ValueError, TypeError, RuntimeError) as error:  # a knob of the wrong kind fails somewhere inside
-            found.append(str(error))
+    if not any(problem.startswith((*config.GROUPS, "device", "precision", "compile")) for problem in found):
+        for attempt in (meta_build, lambda settings: build(settings["schedule"], "training")(0, 1), *more):
+            try:
+                attempt(settings)
+            except (ValueError, TypeError, RuntimeError) as error:  # a knob of the wrong kind fails somewhere inside
+                found.append(str(error))
     if found:
         errors.fail(errors.INPUT, *found, alike=True)
     return settings
+
+
+def meta_build(settings: dict) -> None:
+    """The model and its optimizer, as shapes without memory."""
+    with torch.device("meta"):
+        model = build(settings["model"])
+        build(settings["optimizer"], "training")(model)
+        model(torch.zeros(1, 2, dtype=torch.int64), model.new_cache(1, 2, torch.float32, "meta"))
+
+
+def chosen_machine(settings: dict) -> tuple[torch.device, torch.dtype, tuple[bool, str]]:
+    device = hardware.pick_device(settings["device"])
+    precision = hardware.pick_precision(settings["precision"], device)
+    return device, precision, hardware.pick_compile(settings["compile"], device, config.is_long(settings))
 
 
 def initial(settings: dict) -> Path | None:

@@ -8,12 +8,14 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
+import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
@@ -23,7 +25,7 @@ from threading import Thread
 import numpy as np
 from tqdm import tqdm
 
-from data.sealed import Unsealed, hold, verified, written
+from data.sealed import Unsealed, hold, tidy, verified, written
 from data.shards import ShardWriter, open_shard
 from data.sources import Source
 from data.tokenizer import Tokenizer
@@ -58,7 +60,7 @@ def prepare(
     made_from = [source.fingerprint(), given.sha256 if given else source.vocab_size, *code]
     folder = cache / f"{type(source).__name__.lower()}-{sha256(json.dumps(made_from).encode()).hexdigest()[:16]}"
     if not folder.exists():
-        with alone(cache.parent):
+        with alone(cache):
             if not folder.exists():
                 make(source, given, folder, enough, quiet)
     about = verified(folder, f"delete {folder}, it is made again")
@@ -73,28 +75,27 @@ def prepare(
 
 
 @contextmanager
-def alone(place: Path) -> Iterator[None]:
-    """One process at a time prepares in this folder, until it ends, however it ends: a lock that leaves no file."""
-    opened = os.open(place, os.O_RDONLY)
-    try:
-        hold(opened, fcntl.LOCK_EX, place)
-        yield
-    finally:
-        os.close(opened)
+def alone(cache: Path) -> Iterator[None]:
+    """One process at a time prepares, until it ends, however it ends. What fails leaves no trace."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / ".lock").open("w") as lock:
+        hold(lock, fcntl.LOCK_EX)
+        tidy(cache)
+        try:
+            yield
+        except BaseException:
+            if [path.name for path in cache.iterdir()] == [".lock"]:
+                shutil.rmtree(cache)
+            raise
 
 
 def make(source: Source, tokenizer: Tokenizer | None, folder: Path, enough: Callable[[int], None], quiet: bool) -> None:
-    try:
-        with written(folder) as unsealed:
-            if tokenizer is None:
-                tokenizer = Tokenizer.train(sample(source), source.vocab_size)
-            unsealed.about = write_shards(source, tokenizer, unsealed, quiet)
-            unsealed.create("tokenizer.model").write(tokenizer.proto)
-            enough(unsealed.about["train_tokens"])
-    except BaseException:
-        with suppress(OSError):  # it holds other corpora
-            folder.parent.rmdir()
-        raise
+    with written(folder) as unsealed:
+        if tokenizer is None:
+            tokenizer = Tokenizer.train(sample(source), source.vocab_size)
+        unsealed.about = write_shards(source, tokenizer, unsealed, quiet)
+        unsealed.create("tokenizer.model").write(tokenizer.proto)
+        enough(unsealed.about["train_tokens"])
 
 
 def sample(source: Source) -> Iterator[str]:
@@ -157,6 +158,9 @@ def tokenised(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> It
 def _start(proto: bytes) -> None:
     global _tokenizer  # of this worker process
     _tokenizer = Tokenizer(proto)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # its parent's to answer
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     Thread(target=_end_with_parent, daemon=True).start()
 
 

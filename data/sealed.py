@@ -76,7 +76,7 @@ def written(folder: Path) -> Iterator[Unsealed]:
         sync(folder.parent)
     except BaseException:
         for file in unsealed.files.values():
-            with suppress(OSError):
+            with suppress(OSError, ValueError):  # closed already
                 file.close()
         shutil.rmtree(unsealed.folder, ignore_errors=True)
         raise
@@ -125,14 +125,14 @@ def tidy(place: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def hold(lock: IO | int, how: int, name: Path) -> None:
+def hold(lock: IO, how: int) -> None:
     """Locks a file until it is closed or the process ends, as fcntl.flock."""
     try:
         fcntl.flock(lock, how)
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF):
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
             raise
-        print(f"warning: no locks on this file system ({name}): run nothing twice in it", file=sys.stderr)
+        print(f"warning: no locks on this file system ({lock.name}): run nothing twice in it", file=sys.stderr)
 
 
 def sync(folder: Path) -> None:

@@ -61,6 +61,11 @@ BAD_TRAINING = {
     "no holdout": (["data=text", "data.path=story.txt", "data.holdout=0"], 2, "holdout"),
     "a number for a path": (["data=text", "data.path=2024"], 2, "2024"),
     "faults of a rule and of the model": (["steps=0", "model.heads=3"], 2, "heads=3"),
+    "faults of everything": (
+        ["device=cuda", "init_from=absent", "data=text", "model.heads=7", "schedule.cooldown=2", "steps=0"],
+        2,
+        "data.path",
+    ),
 }
 
 
@@ -74,7 +79,7 @@ def test_bad_input_to_training_is_a_line_and_a_code(command, story, monkeypatch,
     assert (result.code, result.out) == (code, "")
     lines = result.err.splitlines()
     assert all(line.startswith("error: ") and ". fix: " in line for line in lines) and value in result.err
-    assert len(lines) == (2 if "faults" in case else 1)
+    assert len(lines) == {"faults of everything": 6}.get(case, 2 if "faults" in case else 1)
     assert {path.name for path in Path().iterdir()} == {"story.txt", "empty.txt", "latin.txt"}
 
 

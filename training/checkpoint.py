@@ -39,8 +39,6 @@ def save(run: Path, step: int, model: Transformer, trees: dict, tokenizer: bytes
     """Survives a crash at any instant: what is named step-* is complete. Removes all but the newest KEPT."""
     folder = run / "checkpoints"
     done = folder / f"step-{step:08d}"
-    if done.exists() or done.is_symlink():  # a damaged one, or it would have been resumed
-        done.rename(done.with_name(f"damaged-{time.time_ns()}-{done.name}"))
     with sealed.written(done) as unsealed:
         write_weights(unsealed.create("model.safetensors"), model.state_dict())
         torch.serialization.set_crc32_options(False)  # the manifest has a better sum
@@ -58,8 +56,11 @@ def save(run: Path, step: int, model: Transformer, trees: dict, tokenizer: bytes
 
 
 def prune(good: Path) -> None:
-    """Keeps KEPT up to one that is good, and those after it, which are not and are their owner's to judge."""
-    for old in sorted(path for path in good.parent.glob("step-*") if path <= good)[:-KEPT]:
+    """Keeps KEPT, the last of which is good: those after it are damaged, and set aside for their owner."""
+    for path in good.parent.glob("step-*"):
+        if path > good:
+            path.rename(path.with_name(f"damaged-{time.time_ns()}-{path.name}"))
+    for old in sorted(good.parent.glob("step-*"))[:-KEPT]:
         sealed.remove(old)
 
 
@@ -117,29 +118,35 @@ def load_state(checkpoint: Path, needed: set[str]) -> dict:
 
 @torch.no_grad()
 def load_weights(model: Transformer, checkpoint: Path) -> None:
-    """One tensor at a time, so that memory holds little more than the model.
+    """One tensor at a time, so that memory holds little more than the model."""
+    check_weights(model, checkpoint)
+    for name, tensor in model.state_dict().items():
+        with safe_open(checkpoint / "model.safetensors", "pt") as file:  # opened anew, so that what was read is let go
+            tensor.copy_(file.get_tensor(name))
 
-    Raises IntegrityError where names or shapes are not the model's.
-    """
+
+def check_weights(model: Transformer, checkpoint: Path) -> None:
+    """Raises IntegrityError where names or shapes are not the model's."""
     path, weights = checkpoint / "model.safetensors", model.state_dict()
     try:
         with safe_open(path, "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        other = [
-            name for name in {**weights, **shapes} if name not in weights or shapes.get(name) != weights[name].shape
-        ]
-        if other:
-            raise IntegrityError(f"not the model's weights ({path}: {', '.join(other[:3])}). fix: {FIX}")
-        for name, tensor in weights.items():
-            with safe_open(path, "pt") as file:  # opened anew, so that what was read is let go
-                tensor.copy_(file.get_tensor(name))
     except SafetensorError as error:
         raise IntegrityError(f"not weights ({path}: {error}). fix: {FIX}") from None
+    other = [name for name in {**weights, **shapes} if name not in weights or shapes.get(name) != weights[name].shape]
+    if other:
+        raise IntegrityError(f"not the model's weights ({path}: {', '.join(other[:3])}). fix: {FIX}")
 
 
 def config_of(checkpoint: Path) -> dict:
     """The settings of the run that wrote it, as plain data."""
-    return json.loads((checkpoint / "config.json").read_text())
+    try:
+        settings = json.loads((checkpoint / "config.json").read_text())
+        if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
+            raise ValueError("no model in it")
+        return settings
+    except ValueError as error:
+        raise IntegrityError(f"not a run's settings ({checkpoint / 'config.json'}: {error}). fix: {FIX}") from None
 
 
 def load_model(checkpoint: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -147,7 +154,8 @@ def load_model(checkpoint: Path, device: torch.device | str, dtype: torch.dtype 
     try:
         with torch.device("meta"):
             model = build(config_of(checkpoint)["model"]).to(dtype)
-    except (ValueError, TypeError, LookupError) as error:
+    except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise IntegrityError(f"not a model's config ({checkpoint / 'config.json'}: {error}). fix: {FIX}") from None
+    check_weights(model, checkpoint)
     load_weights(model.to_empty(device=device), checkpoint)
     return model.eval()

@@ -3,7 +3,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -49,11 +49,19 @@ class Ranks:
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return x.item()
 
-    def agree(self, thing):
-        """What the first rank says, on all of them."""
-        said = [thing]
+    def agreed(self, action: Callable):
+        """What `action` gives on the first rank, on all of them; where it ends the process there, all end."""
+        said = [None, 0]
+        if self.first:
+            try:
+                with errors.one_line():
+                    said[0] = action()
+            except SystemExit as end:
+                said[1] = end.code
         if self.world > 1:
             dist.broadcast_object_list(said)
+        if said[1]:
+            raise SystemExit(said[1])
         return said[0]
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -22,21 +22,22 @@ def claimed(config: dict, ranks: Ranks) -> Iterator[Path]:
 
     Ends with exit code 2 for a folder that is in use, or holds a run already and is not to be resumed.
     """
-    if not ranks.first:
-        yield ranks.agree(None)
-        return
+    with ExitStack() as held:
+        yield ranks.agreed(lambda: claim(config, held))
+
+
+def claim(config: dict, held: ExitStack) -> Path:
     with errors.input_problems():
         try:
             run = chosen(config)
-            if list(run.glob("checkpoints/step-*")) and not config["resume"]:
-                raise ValueError(f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir")
             run.mkdir(parents=True, exist_ok=True)
-            lock = locked(run)
+            held.enter_context(locked(run))
         except OSError as error:
             problem = f"no run can be kept there ({error.filename}: {error.strerror})"
             errors.fail(errors.STORAGE, f"{problem}. fix: another run_dir, or room")
-    with lock:
-        yield ranks.agree(run)
+        if list(run.glob("checkpoints/step-*")) and not config["resume"]:
+            raise ValueError(f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir")
+    return run
 
 
 def chosen(config: dict) -> Path:
@@ -62,7 +63,7 @@ def locked(run: Path) -> IO:
     """Its open lock. Raises ValueError where another process has it."""
     lock = (run / ".lock").open("a+")
     try:
-        hold(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, run)
+        hold(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         with lock:
             lock.seek(0)

@@ -10,7 +10,10 @@ import sysconfig
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import numpy as np
 import torch
+
+from training.distributed import Ranks
 
 # Dense tensor-core peaks in bf16 (V100 and T4: fp16), FLOP/s, from NVIDIA's data sheets. The first that fits counts.
 PEAKS = {
@@ -86,16 +89,25 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
-def fingerprint(device: torch.device, precision: torch.dtype, compiled: bool) -> dict[str, str | int | bool]:
+def fingerprint(ranks: Ranks, precision: torch.dtype, compiled: bool, micro: int) -> dict[str, str | int | bool]:
     """What decides on the last bits of a result, beside the program."""
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    cuda = ranks.device.type == "cuda"
+    chip = torch.cuda.get_device_name(ranks.device) if cuda else torch.backends.cpu.get_cpu_capability()
     return {
         "torch": torch.__version__,
-        "device": f"{device.type} {platform.machine()} {chip}",
+        "numpy": np.__version__,
+        "device": f"{ranks.device.type} {platform.machine()} {chip}",
         "threads": torch.get_num_threads(),
+        "processes": ranks.world,
         "precision": str(precision).removeprefix("torch."),
         "compiled": compiled,
+        "micro_batch": micro,
     }
+
+
+def finest(device: torch.device) -> torch.dtype:
+    """For sums that must not depend on their order: fp64, where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def peak_flops(device: torch.device) -> float | None:

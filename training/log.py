@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -54,12 +54,8 @@ class Log:
 
     def say(self, text: str) -> None:
         if self.speaks:
-            try:
+            with suppress(OSError):  # nobody reads on, or it is a file on a full disk
                 tqdm.write(text, file=sys.stderr)
-            except BrokenPipeError:  # nobody reads on
-                raise
-            except OSError:  # a file on a full disk
-                pass
 
     def append(self, name: str, text: str) -> None:
         """All of it or nothing. A disk that is full costs a warning: it is no reason to lose a run."""

@@ -38,9 +38,9 @@ class Muon(Optimizer):
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         grads, means = [p.grad for p in matrices], [self.state[p]["momentum_buffer"] for p in matrices]
-        rate = torch.as_tensor(lr, device=matrices[0].device)
+        rate = lr
         if self.found_inf is not None:  # then a mean is mixed with itself, and moves nothing
-            rate = rate * (1 - self.found_inf)
+            rate = lr * (1 - self.found_inf)
             grads = [torch.where(self.found_inf > 0, mean, grad) for mean, grad in zip(means, grads, strict=True)]
         torch._foreach_lerp_(means, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, means, momentum)  # Nesterov's
@@ -100,12 +100,14 @@ def named_state(optimizers: list[Optimizer], model: nn.Module) -> dict[str, dict
 
 def load_named_state(optimizers: list[Optimizer], model: nn.Module, state: dict[str, dict[str, Tensor]]) -> None:
     """The way back, onto the parameters' devices: the fused optimizers count their steps there too."""
+    if set(state) != {name for name, _ in model.named_parameters()}:
+        raise IntegrityError("the optimizer's state has other parameters (than the model). fix: another run_dir")
     owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
-        if name in state:
-            if other := [key for key, value in state[name].items() if value.ndim and value.shape != p.shape]:
-                raise IntegrityError(f"not this optimizer's state ({name}: {', '.join(other)}). fix: another run_dir")
-            owner[p].state[p] = {key: value.to(p.device) for key, value in state[name].items()}
+        keys = {"momentum_buffer"} if isinstance(owner[p], Muon) else {"step", "exp_avg", "exp_avg_sq"}
+        if set(state[name]) != keys or any(value.shape not in (p.shape, ()) for value in state[name].values()):
+            raise IntegrityError(f"not this optimizer's state ({name} has {sorted(state[name])}). fix: another run_dir")
+        owner[p].state[p] = {key: value.to(p.device) for key, value in state[name].items()}
 
 
 def set_rates(optimizers: list[Optimizer], multiple: float) -> None:

@@ -23,8 +23,9 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+        if "RANK" not in os.environ:  # torchrun may still send some
+            for number, handler in self.before.items():
+                signal.signal(number, handler)
 
     def note(self) -> None:
         self.noting = True

@@ -1,7 +1,6 @@
 """One run: what it has learned, where it stands, and what it can do next."""
 
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -62,7 +61,7 @@ class Trainer:
         self.step, self.steps = 0, settings["steps"] or math.inf
         self.fitted = settings["max_minutes"] is None
         self.norm = torch.zeros((), device=ranks.device)
-        self.nats = torch.zeros((), device=ranks.device)  # of the steps since the last report, on this rank
+        self.nats = torch.zeros((), dtype=hardware.finest(ranks.device), device=ranks.device)  # since the last report
         self.diverged = torch.full((), NEVER, device=ranks.device)  # the first step that was not finite
         self.found_inf = torch.zeros((), device=ranks.device)  # 1 from then on: optimizer steps do nothing
         if not self.scaler.is_enabled():  # which has one of its own
@@ -76,32 +75,36 @@ class Trainer:
 
     def begin(self, start: Path | None) -> None:
         """Goes on where this run's newest checkpoint ends, if it is to; else begins, with the weights of `start`."""
-        if self.ranks.first:
-            checkpoint.make_ready(self.run, self.model)
-        found = checkpoint.newest(self.run) if self.ranks.first and self.settings["resume"] else None
-        found = self.ranks.agree(found)
+        found = self.ranks.agreed(self._found)
         if found is None:
             if start is not None:
                 checkpoint.load_weights(self.model, start)
             if self.settings["resume"]:
                 self.log.say(f"nothing to resume in {self.run}: a fresh start")
             return
-        if self.ranks.first:
-            checkpoint.prune(found)
+        then = checkpoint.config_of(found)
         with errors.input_problems():
-            said = config.check_resumed(checkpoint.config_of(found), self.identity(), found)
+            said = config.check_resumed(then, self.identity(), found)
         checkpoint.load_weights(self.model, found)
         state = checkpoint.load_state(found, set(self.state()))
         load_named_state(self.optimizers, self.model, state["optimizer"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.step = self.first = self.saved = state["step"]
-        self.steps = self.settings["steps"] or state["steps"]
+        same = self.settings["steps"] == then["steps"]
+        self.steps = state["steps"] if same else self.settings["steps"] or math.inf
         self.fitted, self.earlier_seconds = self.fitted or state["fitted"], state["seconds"]
         self.reported, self.pending, self.kept = state["reported"], state["pending"], state["log"]
         if self.ranks.first:
             self.nats.copy_(state["nats"])
         self.log.say(f"resuming step {self.step}\n{said}".rstrip())
+
+    def _found(self) -> Path | None:
+        checkpoint.make_ready(self.run, self.model)
+        found = checkpoint.newest(self.run) if self.settings["resume"] else None
+        if found is not None:
+            checkpoint.prune(found)
+        return found
 
     def compile(self) -> None:
         self.objective.compile(dynamic=False)
@@ -138,7 +141,7 @@ class Trainer:
     def _watch(self) -> None:
         """Notes, on the device, the first step that is not finite: nobody waits for it."""
         finite = self.nats.isfinite()
-        if not self.scaler.is_enabled():
+        if not self.scaler.is_enabled() or self.scaler.get_scale() < 1:  # which has a remedy until then
             finite = finite & self.norm.isfinite()
         self.diverged.copy_(torch.where(finite, NEVER, self.step + 1).minimum(self.diverged))
         self.ranks.earliest(self.diverged)
@@ -162,7 +165,7 @@ class Trainer:
     def fit(self) -> None:
         """Decides, once, after a timed warm-up, how many steps fit into `max_minutes`."""
         if not self.fitted:
-            fitting = self.ranks.agree(self._fitting_steps())
+            fitting = self.ranks.agreed(self._fitting_steps)
             if fitting < self.steps < math.inf:
                 self.log.say(f"max_minutes={self.settings['max_minutes']} has room for {fitting} of {self.steps} steps")
             self.steps, self.fitted = min(self.steps, fitting), fitting < math.inf
@@ -253,8 +256,7 @@ class Trainer:
 
     def identity(self) -> dict:
         """What a run that goes on is compared with: its settings, its text, and what decides on the last bits."""
-        machine = hardware.fingerprint(self.ranks.device, self.precision, self.compiled)
-        machine |= {"processes": self.ranks.world, "micro_batch": self.micro}
+        machine = hardware.fingerprint(self.ranks, self.precision, self.compiled, self.micro)
         return self.settings | {"text": self.corpus.sha256[:16], "machine": machine}
 
     def save(self) -> None:
@@ -265,17 +267,17 @@ class Trainer:
             self._diverged(f"step {self.step} made the weights infinite")
         nats = self.ranks.total(self.nats.item())
         self.nats.fill_(nats if self.ranks.first else 0.0)
-        if self.ranks.first:
-            with self._aside():
-                proto = self.corpus.tokenizer.proto
-                try:
-                    checkpoint.save(self.run, self.step, self.model, self.identity(), proto, self.state())
-                except OSError as error:
-                    there = f"step {self.saved} is there" if self.saved else "nothing is"
-                    free = f"{shutil.disk_usage(self.run).free / 1e6:.0f} MB are free"
-                    problem = f"step {self.step} cannot be saved, {there}: {error.strerror}, {free}"
-                    raise OSError(error.errno, problem, str(self.run)) from None
+        with self._aside():
+            self.ranks.agreed(self._save)
         self.saved = self.step
+
+    def _save(self) -> None:
+        try:
+            checkpoint.save(self.run, self.step, self.model, self.identity(), self.corpus.tokenizer.proto, self.state())
+        except OSError as error:
+            there = f"step {self.saved} is there" if self.saved else "nothing is"
+            problem = f"step {self.step} cannot be saved, {there} ({self.run}: {error.strerror})"
+            errors.fail(errors.STORAGE, f"{problem}. fix: make room, then resume=true")
 
     def finish(self) -> None:
         self.log.close()

@@ -15,7 +15,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from threading import RLock
-from time import monotonic
+from time import monotonic, sleep
 
 import torch
 from tqdm import tqdm
@@ -23,6 +23,7 @@ from tqdm import tqdm
 from data import sealed
 from data.loader import Loader
 from data.prepare import Corpus
+from data.sources import Text
 from tests.conftest import TINY, settings_of
 from train import train
 from training import checkpoint, errors, folder
@@ -110,8 +111,10 @@ def killed_at(event: int, root: Path) -> Action:
     numbers = itertools.count(1)
 
     def hook(name: str, arguments: tuple) -> None:
-        if name in FILE_EVENTS and arguments and str(arguments[0]).startswith(str(root)) and next(numbers) == event:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if name in FILE_EVENTS and arguments:
+            within = name in ("os.remove", "os.rmdir") and arguments[1] >= 0  # what rmtree names in an open folder
+            if (within or str(arguments[0]).startswith(str(root))) and next(numbers) == event:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     return partial(sys.addaudithook, hook)
 
@@ -170,3 +173,21 @@ def in_place() -> None:
 def unsynced() -> None:
     """A saver that leaves it to the system when its files reach the disk."""
     os.fsync = lambda descriptor: None
+
+
+def source(path: Path) -> Text:
+    return Text(
+        path=str(path), text_field="text", separator="<|endoftext|>", holdout=20, vocab_size=400, tokenizer=None
+    )
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    end = monotonic() + seconds
+    while not condition():
+        if monotonic() > end:
+            raise TimeoutError(condition)
+        sleep(0.01)

@@ -24,6 +24,7 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
         "pass",
         "storage.py",
     ),
+    "workers that ignore signals": ("data/prepare.py", "signal.signal(number, signal.SIG_IGN)", "pass", "signals.py"),
     "nothing is unpickled": ("training/checkpoint.py", "weights_only=True", "weights_only=False", "damage.py"),
     "the older checkpoint": ("training/checkpoint.py", "KEPT = 2", "KEPT = 1", "signals.py"),
     "the optimizer": ("training/trainer.py", "load_named_state(self.optimizers", "(lambda *_: 0)(self", "resume.py"),

@@ -1,12 +1,15 @@
 """Killed at any instant, a run loses nothing that it had saved, and goes on as if it had not been killed."""
 
+import errno
 import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
+from data import sealed
 from tests.faults import harness
 from tests.faults.harness import Job, finish, forked, killed_at, start
 from training import checkpoint
@@ -59,13 +62,13 @@ def kills_in_saves(job: Job, whole: Job, kills: int, *broken) -> list[str]:
         job.fresh()
         reading, writing = os.pipe()
         pid = start(job, *broken, lambda writing=writing: telling(writing))
+        os.close(writing)
         for _ in range(1 + number % 4):
             os.read(reading, 1)
         time.sleep(draw.uniform(0, usual))
         os.kill(pid, signal.SIGKILL)
         finish(pid)
         os.close(reading)
-        os.close(writing)
         found += [f"kill {number}: {problem}" for problem in judged(job, forked(job, *broken), whole)]
         if broken and found:
             return found
@@ -130,6 +133,42 @@ def test_kills_in_saves_see_a_saver_that_writes_in_place(job, whole):
 
 def test_a_power_cut_takes_nothing_that_was_saved(job, whole):
     assert power_cuts(job, whole, range(20, 120, 9)) == []
+
+
+def test_files_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
+    trace, fsync, rename = [], os.fsync, Path.rename
+
+    def noted(descriptor: int) -> None:
+        trace.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def named(path: Path, to: Path) -> None:
+        trace.append(f"rename to {to.name}")
+        rename(path, to)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", named)
+    with sealed.written(tmp_path / "folder") as unsealed:
+        for name in ("a", "b"):
+            unsealed.create(name).write(b"x")
+    assert trace == ["a", "b", "manifest.json", ".tmp-folder", "rename to folder", tmp_path.name]
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_a_disk_that_fails_at_any_file_leaves_nothing_half_made(tmp_path, monkeypatch, number):
+    calls, fsync = [], os.fsync
+
+    def failing(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="No space"), sealed.written(tmp_path / "folder") as unsealed:
+        for name in ("a", "b"):
+            unsealed.create(name).write(b"x")
+    assert not list(tmp_path.iterdir())
 
 
 def test_power_cuts_see_a_saver_that_does_not_sync(job, whole):

@@ -17,7 +17,7 @@ from data import IntegrityError
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
 from tests.conftest import CONFIGS, ROOT, SHORT, TINY, settings_of
-from tests.faults.test_damage import source
+from tests.faults.harness import source
 from training import errors, hardware
 from training.config import RULES, flat
 

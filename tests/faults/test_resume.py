@@ -63,6 +63,15 @@ def test_the_cut_run_sees_what_is_not_restored(job, whole, broken):
     assert job.curve() != whole.curve()
 
 
+def test_fitted_steps_stay_though_both_bounds_are_given(job, monkeypatch):
+    monkeypatch.setattr(trainer.Trainer, "_fitting_steps", lambda self: 4)
+    job.fresh()
+    assert forked(lambda: job("steps=100", "max_minutes=1"), one_step_only) == 75
+    monkeypatch.setattr(trainer.Trainer, "_fitting_steps", lambda self: 7)
+    assert forked(lambda: job("steps=100", "max_minutes=1")) == 0
+    assert job.checkpoints[-1].name == "step-00000004"
+
+
 def test_looking_does_not_change_what_is_learned(job, whole):
     job.fresh()
     assert forked(lambda: job("eval_every=1", "sample_every=3", "log_every=1", "save_every=4")) == 0

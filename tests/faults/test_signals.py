@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from data.prepare import prepare
+from data.tokenizer import Tokenizer
 from tests.conftest import ROOT, TINY
-from tests.faults.harness import forked
+from tests.faults.harness import children, finish, forked, source, start, wait_for
 from training import checkpoint, trainer
+from training.signals import Signals
 
 CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 
@@ -79,6 +82,26 @@ def test_a_signal_that_comes_again_and_again_saves_once(job, whole):
     assert job.checkpoints[-1].name == "step-00000003"
 
 
+@pytest.mark.parametrize("number, group", [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_a_signal_in_a_preparation_ends_all_its_processes(tmp_path, story, monkeypatch, number, group, capfd):
+    document = Tokenizer.document
+    monkeypatch.setattr(Tokenizer, "document", lambda self, text: time.sleep(0.2) or document(self, text))
+
+    def preparing() -> None:
+        os.setsid()
+        with Signals():
+            prepare(source(story), tmp_path / "cache")
+
+    pid = start(preparing)
+    wait_for(lambda: children(pid))
+    time.sleep(0.5)
+    os.killpg(pid, number) if group else os.kill(pid, number)
+    signal.alarm(30)  # it did hang
+    assert finish(pid) == CODES[number]
+    signal.alarm(0)
+    assert capfd.readouterr().err.count("ended at once") == 1 and not (tmp_path / "cache").exists()
+
+
 def torchrun(folder: Path, story: Path, *words: str) -> subprocess.Popen:
     """Two processes that train until they are told to end."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
@@ -92,11 +115,8 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
 
 
 def wait_for_steps(run: Path, steps: int) -> None:
-    for _ in range(600):
-        if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") > steps:
-            return
-        time.sleep(0.1)
-    raise TimeoutError(run)
+    metrics = run / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > steps)
 
 
 def test_a_signal_to_one_of_two_processes_saves_and_ends_both(tmp_path, story):
