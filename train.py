@@ -15,7 +15,9 @@ from pathlib import Path
 
 import hydra
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -41,7 +43,7 @@ def main(cfg: DictConfig) -> None:
             if start is not None:
                 config.check_shape(checkpoint.config_of(start), settings, start)
             ranks = distributed.join(device)
-        with folder.claimed(settings, ranks) as run:
+        with folder.claimed(settings, ranks, HydraConfig.get().mode == RunMode.MULTIRUN) as run:
             try:
                 trainer = Trainer(settings, corpus, loader, run, ranks, precision, signals, started)
                 trainer.log.say(introduction(trainer, f"{'compiled' if compiles else 'not compiled'} ({why})"))

@@ -22,6 +22,7 @@ from model.build import build
 from model.transformer import Transformer
 
 KEPT = 2
+STEPS = "step-" + 8 * "[0-9]"
 FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.model")
 FIX = "use an older checkpoint, or train anew in another folder"
 
@@ -29,10 +30,12 @@ FIX = "use an older checkpoint, or train anew in another folder"
 def make_ready(run: Path, model: Transformer) -> None:
     """Removes what a crash left. Raises OSError where two checkpoints would not fit."""
     sealed.tidy(run / "checkpoints")
-    needed = 2 * 3 * sum(p.nbytes for p in model.parameters())  # an optimizer has up to two numbers a weight
+    needed = (KEPT + 1) * 3 * sum(p.nbytes for p in model.parameters())  # an optimizer has up to two numbers a weight
     free = shutil.disk_usage(run).free
     if free < needed:
-        raise OSError(errno.ENOSPC, f"two checkpoints need {needed / 1e6:.0f} MB, free are {free / 1e6:.0f}", str(run))
+        raise OSError(
+            errno.ENOSPC, f"{KEPT + 1} checkpoints need {needed / 1e6:.1f} MB, free are {free / 1e6:.1f}", str(run)
+        )
 
 
 def save(run: Path, step: int, model: Transformer, trees: dict, tokenizer: bytes, state: dict) -> Path:
@@ -57,10 +60,10 @@ def save(run: Path, step: int, model: Transformer, trees: dict, tokenizer: bytes
 
 def prune(good: Path) -> None:
     """Keeps KEPT, the last of which is good: those after it are damaged, and set aside for their owner."""
-    for path in good.parent.glob("step-*"):
+    for path in good.parent.glob(STEPS):
         if path > good:
             path.rename(path.with_name(f"damaged-{time.time_ns()}-{path.name}"))
-    for old in sorted(good.parent.glob("step-*"))[:-KEPT]:
+    for old in sorted(good.parent.glob(STEPS))[:-KEPT]:
         sealed.remove(old)
 
 
@@ -88,13 +91,13 @@ def verify(checkpoint: Path) -> None:
 
 def newest(run: Path) -> Path | None:
     """The newest checkpoint that verifies; None where there is none. Raises IntegrityError where all are damaged."""
-    found = sorted((run / "checkpoints").glob("step-*"), reverse=True)
+    found = sorted((run / "checkpoints").glob(STEPS), reverse=True)
     for checkpoint in found:
         try:
             verify(checkpoint)
             return checkpoint
         except IntegrityError as error:
-            print(f"warning: skipped: {error}", file=sys.stderr)
+            print(f"warning: skipped: {str(error).partition('. fix: ')[0]}", file=sys.stderr)
     if found:
         raise IntegrityError(f"no checkpoint is whole ({len(found)} in {run}). fix: train anew in another folder")
     return None

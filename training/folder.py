@@ -11,25 +11,36 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
+from omegaconf import OmegaConf
+from yaml import YAMLError
+
 from data.sealed import hold
 from training import errors
+from training.config import changes
 from training.distributed import Ranks
 
 
 @contextmanager
-def claimed(config: dict, ranks: Ranks) -> Iterator[Path]:
-    """run_dir, or the next free runs/name, or the newest of those when it is to go on; locked for all ranks.
+def claimed(config: dict, ranks: Ranks, sweeping: bool = False) -> Iterator[Path]:
+    """run_dir, or the next free runs/name, or when it is to go on the newest of those with the same words, or at all.
 
-    Ends with exit code 2 for a folder that is in use, or holds a run already and is not to be resumed.
+    Locked for all ranks. One of a sweep never takes up a run that has other words. Ends with exit code 2 for a folder
+    that is in use, holds something else, or a run already and is not to be resumed.
     """
     with ExitStack() as held:
-        yield ranks.agreed(lambda: claim(config, held))
+        yield ranks.agreed(lambda: claim(config, sweeping, held))
 
 
-def claim(config: dict, held: ExitStack) -> Path:
+def claim(config: dict, sweeping: bool, held: ExitStack) -> Path:
     with errors.input_problems():
         try:
-            run = chosen(config)
+            run = chosen(config, sweeping)
+            if (
+                run.is_dir()
+                and any(run.iterdir())
+                and not {".lock", "checkpoints"} & {path.name for path in run.iterdir()}
+            ):
+                raise ValueError(f"the folder holds other files (run_dir={run}). fix: another run_dir")
             run.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(run))
         except OSError as error:
@@ -40,7 +51,7 @@ def claim(config: dict, held: ExitStack) -> Path:
     return run
 
 
-def chosen(config: dict) -> Path:
+def chosen(config: dict, sweeping: bool) -> Path:
     if config["run_dir"] is not None:
         return Path(config["run_dir"]).expanduser()
     name = config["name"]
@@ -49,7 +60,9 @@ def chosen(config: dict) -> Path:
     }
     if config["resume"] and taken:
         saved = [run for run in taken.values() if list(run.glob("checkpoints/step-*"))]
-        return max(saved or taken.values(), key=lambda run: int(run.name[len(name) + 1 :] or 1))
+        alike = [run for run in taken.values() if same_words(run, config)]
+        if among := alike or ([] if sweeping else saved or taken.values()):
+            return max(among, key=lambda run: int(run.name[len(name) + 1 :] or 1))
     for number in count(1):
         run = Path("runs", name if number == 1 else f"{name}-{number}")
         try:
@@ -57,6 +70,15 @@ def chosen(config: dict) -> Path:
             return run
         except FileExistsError:
             continue
+
+
+def same_words(run: Path, config: dict) -> bool:
+    """Whether it was begun with these settings, how long and how often it looks apart."""
+    try:
+        changed = changes(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")), config)
+    except (OSError, ValueError, YAMLError):
+        return False
+    return not [key for key in changed if key not in ("steps", "max_minutes") and not key.endswith("_every")]
 
 
 def locked(run: Path) -> IO:

@@ -1,4 +1,4 @@
-"""What the system or the user asks of a run by SIGTERM, SIGUSR1 and Ctrl-C: to save, and to end."""
+"""What the system or the user asks of a run by SIGTERM, SIGUSR1, SIGHUP and Ctrl-C: to save, and to end."""
 
 import os
 import signal
@@ -6,7 +6,8 @@ from types import FrameType
 
 from training import errors
 
-CODES = {signal.SIGTERM: errors.PREEMPTED, signal.SIGUSR1: errors.PREEMPTED, signal.SIGINT: errors.INTERRUPTED}
+CODES = dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), errors.PREEMPTED)
+CODES[signal.SIGINT] = errors.INTERRUPTED
 
 
 class Signals:
@@ -19,7 +20,8 @@ class Signals:
         self.code, self.noting = 0, False
 
     def __enter__(self) -> "Signals":
-        self.before = {number: signal.signal(number, self._handle) for number in CODES}
+        heard = [number for number in CODES if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP]
+        self.before = {number: signal.signal(number, self._handle) for number in heard}  # nohup stays what it is
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -31,8 +33,11 @@ class Signals:
         self.noting = True
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number).name
         again = self.code != 0 and number == signal.SIGINT and "RANK" not in os.environ
         if not self.noting or again:
-            name = signal.Signals(number).name
-            errors.fail(CODES[number], f"ended at once ({name}). fix: the same words and resume=true")
+            lost = "what came after the last save is lost" if again else "there was nothing new to save"
+            errors.fail(CODES[number], f"ended at once, {lost} ({name}). fix: call it again, with resume=true to go on")
+        if not self.code:
+            os.write(2, f"{name}: saving after this step; Ctrl-C again ends at once, unsaved\n".encode())
         self.code = self.code or CODES[number]

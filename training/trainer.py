@@ -23,8 +23,7 @@ from training.objective import Objective, evaluate, on, sample
 from training.optimizers import load_named_state, named_state, set_rates
 from training.signals import Signals
 
-COLD = 3  # steps that compile and fill caches
-TIMED = 0.1  # of the time left: what tells how long a step takes
+COLD, TIMED = 3, 0.1  # steps that compile and fill caches; of the time left, what tells how long a step takes
 SPARE = 5.0  # seconds for the last checkpoint, sample and picture
 MARGIN = 0.03  # of the minutes left, for a machine that slows down
 NEVER = 2**62  # a step that does not come
@@ -79,6 +78,7 @@ class Trainer:
         if found is None:
             if start is not None:
                 checkpoint.load_weights(self.model, start)
+                self.log.say(f"beginning with the weights of {start}")
             if self.settings["resume"]:
                 self.log.say(f"nothing to resume in {self.run}: a fresh start")
             return

@@ -65,7 +65,7 @@ def test_too_little_room_is_said_before_the_first_step(job, monkeypatch, capfd):
     with pytest.raises(SystemExit) as end:
         job()
     told = capfd.readouterr().err
-    assert end.value.code == 74 and "two checkpoints need" in told and "fix: make room" in told
+    assert end.value.code == 74 and "3 checkpoints need" in told and "fix: make room" in told
     assert not job.checkpoints and not (job.root / "run" / "metrics.jsonl").exists()
 
 
@@ -142,3 +142,32 @@ def test_a_place_that_cannot_be_written_is_storage(command, story):
     words = ("steps=2", "data=text", f"data.path={story}", "data.vocab_size=400", "run_dir=file/run")
     result = command("train.py", *TINY, *words)
     assert result.code == 74 and "fix: another run_dir" in result.err.splitlines()[-1]
+
+
+def test_a_folder_of_other_files_is_not_taken(command, story):
+    Path("mine").mkdir()
+    Path("mine/config.yaml").write_text("my: config")
+    words = ("steps=2", "data=text", f"data.path={story}", "data.vocab_size=400", "run_dir=mine")
+    for more in ((), ("resume=true",)):
+        result = command("train.py", *TINY, *words, *more)
+        assert result.code == 2 and "holds other files" in result.err
+    assert [path.read_text() for path in Path("mine").iterdir()] == ["my: config"]
+
+
+def test_each_run_of_a_sweep_takes_up_its_own(command, story):
+    words = ("-m", *TINY, "data=text", f"data.path={story}", "data.vocab_size=400", "save_every=2")
+    assert command("train.py", *words, "optimizer.lr=0.01,0.02", "steps=2").code == 0
+    assert command("train.py", *words, "optimizer.lr=0.01,0.02,0.03", "steps=4", "resume=true").code == 0
+    runs = sorted(path for path in Path("runs").iterdir() if path.is_dir())
+    rates = [next(line for line in (run / "config.yaml").read_text().splitlines() if "  lr:" in line) for run in runs]
+    assert rates == ["  lr: 0.01", "  lr: 0.02", "  lr: 0.03"]
+    assert all((run / "checkpoints" / "step-00000004").is_dir() for run in runs)
+
+
+def test_a_copy_in_the_folder_of_checkpoints_is_left_alone(job):
+    job.fresh()
+    assert forked(lambda: job("steps=2")) == 0
+    shutil.copytree(job.checkpoints[-1], job.checkpoints[-1].with_name("step-00000002.bak"))
+    assert forked(job) == 0
+    names = {path.name for path in (job.root / "run" / "checkpoints").iterdir()}
+    assert names == {"step-00000002.bak", "step-00000003", "step-00000004"}
