@@ -1,6 +1,7 @@
 """Killed at any instant, a run loses nothing that it had saved, and goes on as if it had not been killed."""
 
 import errno
+import itertools
 import os
 import random
 import signal
@@ -23,15 +24,15 @@ def judged(job: Job, code: int, whole: Job) -> list[str]:
     return found + [f"left over: {name}" for name in job.leftovers()]
 
 
-def every_crash_point(job: Job, whole: Job, *broken) -> tuple[int, list[str]]:
-    """Kills before each file operation in turn, and once more in the run that goes on."""
-    found, event = [], 0
-    while True:
-        event += 1
+def every_crash_point(job: Job, whole: Job, *broken, first: int = 1, stride: int = 1) -> tuple[int, list[str]]:
+    """Kills before each file operation in turn, and every third time once more in the run that goes on."""
+    found = []
+    for event in itertools.count(first, stride):
         job.fresh()
         if forked(job, *broken, killed_at(event, job.root)) != -signal.SIGKILL:
             return event - 1, found
-        forked(job, *broken, killed_at(1 + event * 7 % 50, job.root))
+        if event % 3 == 0:
+            forked(job, *broken, killed_at(1 + event * 7 % 50, job.root))
         found += [f"operation {event}: {problem}" for problem in judged(job, forked(job, *broken), whole)]
         if broken and found:
             return event, found
@@ -104,8 +105,9 @@ def power_cuts(job: Job, whole: Job, events: range, *broken) -> list[str]:
     return found
 
 
-def test_every_crash_point(job, whole):
-    points, found = every_crash_point(job, whole)
+@pytest.mark.parametrize("first", [1, 2])
+def test_every_crash_point(job, whole, first):
+    points, found = every_crash_point(job, whole, first=first, stride=2)
     assert points > 60 and found == []
 
 

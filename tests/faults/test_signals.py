@@ -85,7 +85,7 @@ def test_a_signal_that_comes_again_and_again_saves_once(job, whole):
 @pytest.mark.parametrize("number, group", [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_signal_in_a_preparation_ends_all_its_processes(tmp_path, story, monkeypatch, number, group, capfd):
     document = Tokenizer.document
-    monkeypatch.setattr(Tokenizer, "document", lambda self, text: time.sleep(0.2) or document(self, text))
+    monkeypatch.setattr(Tokenizer, "document", lambda self, text: time.sleep(0.03) or document(self, text))
 
     def preparing() -> None:
         os.setsid()
