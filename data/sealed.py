@@ -54,7 +54,8 @@ class Unsealed:
         self.folder, self.files, self.about = folder, {}, {}
 
     def create(self, name: str) -> HashedFile:
-        return self.files.setdefault(name, HashedFile(self.folder / name))
+        self.files[name] = HashedFile(self.folder / name)
+        return self.files[name]
 
 
 @contextmanager

@@ -120,16 +120,20 @@ def load_state(checkpoint: Path, needed: set[str]) -> dict:
 
 
 @torch.no_grad()
-def load_weights(model: Transformer, checkpoint: Path) -> None:
-    """One tensor at a time, so that memory holds little more than the model."""
+def load_weights(model: Transformer, checkpoint: Path, device: torch.device | str | None = None) -> None:
+    """One tensor at a time, so that memory holds little more than the model; `device`: where a meta model gets its own.
+
+    Raises IntegrityError where names or shapes are not the model's.
+    """
     check_weights(model, checkpoint)
+    if device is not None:
+        model.to_empty(device=device)
     for name, tensor in model.state_dict().items():
         with safe_open(checkpoint / "model.safetensors", "pt") as file:  # opened anew, so that what was read is let go
             tensor.copy_(file.get_tensor(name))
 
 
 def check_weights(model: Transformer, checkpoint: Path) -> None:
-    """Raises IntegrityError where names or shapes are not the model's."""
     path, weights = checkpoint / "model.safetensors", model.state_dict()
     try:
         with safe_open(path, "pt") as file:
@@ -159,6 +163,5 @@ def load_model(checkpoint: Path, device: torch.device | str, dtype: torch.dtype 
             model = build(config_of(checkpoint)["model"]).to(dtype)
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise IntegrityError(f"not a model's config ({checkpoint / 'config.json'}: {error}). fix: {FIX}") from None
-    check_weights(model, checkpoint)
-    load_weights(model.to_empty(device=device), checkpoint)
+    load_weights(model, checkpoint, device)
     return model.eval()

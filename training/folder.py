@@ -35,11 +35,8 @@ def claim(config: dict, sweeping: bool, held: ExitStack) -> Path:
     with errors.input_problems():
         try:
             run = chosen(config, sweeping)
-            if (
-                run.is_dir()
-                and any(run.iterdir())
-                and not {".lock", "checkpoints"} & {path.name for path in run.iterdir()}
-            ):
+            there = {path.name for path in run.iterdir()} if run.is_dir() else set()
+            if there and not {".lock", "checkpoints"} & there:
                 raise ValueError(f"the folder holds other files (run_dir={run}). fix: another run_dir")
             run.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(run))
