@@ -163,9 +163,11 @@ def by_scores(
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~visible, -torch.inf)
-    if sink is None:
-        weights = scores.softmax(dim=-1)
-    else:  # one more score, of nothing
-        extra = precise(sink).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1]
-    return F.dropout(weights, dropout).type_as(v) @ v
+    highest, total = scores.detach().amax(dim=-1, keepdim=True), 0.0
+    if sink is not None:  # one more score, of nothing
+        extra = precise(sink).view(-1, 1, 1)
+        highest = highest.maximum(extra.detach())
+        total = (extra - highest).exp()
+    weights = (scores - highest).exp()
+    total = total + weights.sum(dim=-1, keepdim=True)
+    return (F.dropout(weights, dropout).type_as(v) @ v / total).type_as(v)  # so the backward sums over features alone
