@@ -78,7 +78,12 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)"""
-        return F.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
+        return F.linear(hidden, self.unembedding)
+
+    @property
+    def unembedding(self) -> Tensor:
+        """(V, D)"""
+        return self.embed.weight if self.head is None else self.head.weight
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> Cache:
         """Room for `capacity` tokens in each of `batch` rows."""

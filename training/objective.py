@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import takewhile
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,44 @@ from data.loader import IGNORED, documents, windows
 from data.prepare import Corpus
 from data.tokenizer import Tokenizer
 from model import sampling
+from model.layers import precise
 from model.transformer import Transformer
 from training.distributed import Ranks
 from training.hardware import autocast
 from training.signals import Signals
+
+AT_ONCE = 2**26  # logits in memory
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """hidden (N, D), weight (V, D), targets (N,) -> summed nats; never more than AT_ONCE logits are in memory.
+
+    The gradient is made in the forward, while the logits are there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        rows, columns = max(1, AT_ONCE // len(weight)), torch.arange(len(weight), device=weight.device).int()
+        nats, hidden_grads, weight_grad = 0.0, [], 0.0
+        for h, target in zip(hidden.split(rows), targets[:, None].split(rows), strict=True):
+            scores, counts = F.linear(h, weight), target != IGNORED
+            logits = precise(scores)
+            highest = logits.amax(dim=-1, keepdim=True)
+            weights = (logits - highest).exp()
+            total = weights.sum(dim=-1, keepdim=True)
+            chosen = logits.gather(-1, target.clamp(min=0))
+            nats = nats + ((total.log() + highest - chosen) * counts).sum()
+            shares = weights * (counts / total)
+            slope = torch.where(columns == target.int(), shares - 1, shares).type_as(scores)
+            hidden_grads.append(slope @ weight)
+            weight_grad = weight_grad + precise(slope.mT @ h)
+        ctx.save_for_backward(torch.cat(hidden_grads).type_as(hidden), weight_grad.type_as(weight))
+        return nats
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        return grad * hidden_grad, grad * weight_grad, None
 
 
 class Objective(nn.Module):
@@ -26,8 +61,8 @@ class Objective(nn.Module):
         self.model = model
 
     def forward(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        logits = self.model(inputs, documents=documents)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        hidden = self.model.hidden(inputs, documents=documents)
+        return LinearCrossEntropy.apply(hidden.flatten(0, 1), self.model.unembedding, targets.flatten())
 
 
 def evaluate(
