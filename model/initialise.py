@@ -1,5 +1,6 @@
 """First values of all parameters, each from a generator of its own: two models that share a name share its value."""
 
+from collections.abc import Callable
 from hashlib import sha256
 
 import torch
@@ -11,13 +12,13 @@ ZERO = ("o_proj", "down_proj", "head")  # a block starts as the identity, every 
 
 
 @torch.no_grad()
-def initialise(model: Transformer, seed: int) -> None:
-    """Drawn on the CPU in fp32 whatever the device, so meta-device and sharded models get the same."""
+def initialise(model: Transformer, seed: int, like: Callable[[Tensor, Tensor], Tensor] = torch.Tensor.to) -> None:
+    """Drawn on the CPU in fp32 whatever the device; `like` spreads a value as its parameter is spread over devices."""
     for path, parameter in model.named_parameters():
         owner, _, name = path.rpartition(".")
         digest = sha256(f"{seed} {path}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
-        parameter.copy_(draw(owner, model.get_submodule(owner), name, generator))
+        parameter.copy_(like(draw(owner, model.get_submodule(owner), name, generator), parameter))
 
 
 def draw(path: str, module: nn.Module, name: str, generator: torch.Generator) -> Tensor:

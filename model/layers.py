@@ -1,4 +1,4 @@
-"""The parts every decoder layer is made of: rotary positions, norms, SwiGLU."""
+"""The parts every decoder layer is made of: rotary positions, norms, feed-forwards."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,6 +15,11 @@ def precise(x: Tensor) -> Tensor:
 def unmixed(device: torch.device) -> AbstractContextManager:
     """What is computed inside stays as precise as its inputs, also where autocast would round them."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def capped(x: Tensor, most: float | None) -> Tensor:
+    """x bent by a tanh to stay within +-most. Gemma 2, 2408.00118."""
+    return x if most is None else (most * (precise(x) / most).tanh()).type_as(x)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -58,3 +63,15 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ReLUSquared(nn.Module):
+    """relu(up(x))^2, projected back down, (B, T, D) to (B, T, D). So et al., 2109.08668."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.up_proj = Linear(dim, hidden)
+        self.down_proj = Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.relu(self.up_proj(x)).square())

@@ -1,5 +1,6 @@
 """The decoder: embed, `depth` x (attention, feed-forward), normalise, predict. Touvron et al., 2302.13971."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -8,19 +9,21 @@ from torch import Tensor, nn
 
 from model.attention.base import Attention, Handed
 from model.cache import Cache, LayerCache
-from model.layers import Linear, RMSNorm, SwiGLU
+from model.layers import Linear, RMSNorm, SwiGLU, capped
 from model.positions import Positions
 
 
 class Block(nn.Module):
     """Pre-norm: x + attention(norm(x)), then x + ffn(norm(x))."""
 
+    feed_forward = SwiGLU
+
     def __init__(self, dim: int, hidden: int, attention: Attention):
         super().__init__()
         self.attention_norm = RMSNorm(dim)
         self.attention = attention
         self.ffn_norm = RMSNorm(dim)
-        self.ffn = SwiGLU(dim, hidden)
+        self.ffn = self.feed_forward(dim, hidden)
 
     def forward(
         self, x: Tensor, positions: Positions, cache: LayerCache | None, handed: Handed
@@ -31,7 +34,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """With `tied`, the embedding is the head too."""
+    """With `tied`, the embedding is the head too; `softcap` bounds the logits."""
+
+    block = Block
 
     def __init__(
         self,
@@ -44,12 +49,15 @@ class Transformer(nn.Module):
         context: int,
         tied: bool,
         attention: Callable[..., Attention],
+        softcap: float | None = None,
     ):
         super().__init__()
-        self.context = context
+        if softcap is not None and not 0 < softcap < math.inf:
+            raise ValueError(f"model.softcap must be a number above 0 (got {softcap!r}). fix: null")
+        self.context, self.softcap = context, softcap
         self.embed = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(
-            Block(dim, hidden, attention(dim, heads, context, layer, depth)) for layer in range(depth)
+            self.block(dim, hidden, attention(dim, heads, context, layer, depth)) for layer in range(depth)
         )
         self.norm = RMSNorm(dim)
         self.head = None if tied else Linear(dim, vocab_size)
@@ -68,7 +76,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """tokens (B, T) -> (B, T, D), ready for the head."""
         positions = Positions(tokens, None if cache is None else cache.lengths, valid, documents)
-        x, handed = self.embed(tokens), {}
+        x, handed = self.enter(tokens)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer in zip(self.blocks, layers, strict=True):
             x, handed = block(x, positions, layer, handed)
@@ -76,9 +84,13 @@ class Transformer(nn.Module):
             cache.lengths.copy_(positions.lengths)
         return self.norm(x)
 
+    def enter(self, tokens: Tensor) -> tuple[Tensor, Handed]:
+        """What the first block gets: tokens (B, T) -> (B, T, D), and what else the layers may need of them."""
+        return self.embed(tokens), {}
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)"""
-        return F.linear(hidden, self.unembedding)
+        return capped(F.linear(hidden, self.unembedding), self.softcap)
 
     @property
     def unembedding(self) -> Tensor:
@@ -93,11 +105,9 @@ class Transformer(nn.Module):
     def training_flops(self) -> float:
         """Floating-point operations a token costs to train on at full context: forward, and twice that backward.
 
-        Matrices count 2 a weight (the embedding is a lookup), attention scores their causal half.
+        Matrices count 2 a weight (embeddings are lookups), attention scores their causal half.
         """
-        matrices = sum(
-            p.numel()
-            for name, p in self.named_parameters()
-            if p.ndim == 2 and (name != "embed.weight" or self.head is None)
-        )
+        lookups = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
+        matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2) - sum(p.numel() for p in lookups)
+        matrices += self.embed.weight.numel() if self.head is None else 0
         return 3 * (2 * matrices + sum(block.attention.score_flops(self.context) for block in self.blocks))

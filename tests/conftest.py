@@ -33,6 +33,8 @@ EXTRAS = (
     "llama model.tied=true attention.bias=true",
     f"gqa attention.rope_fraction=0.5 {YARN}",
     "shared_kv attention.share=half attention.window=5 model.depth=4",
+    "value_residual model._target_=model.speedrun.Speedrun model.softcap=15.0",
+    "local_global model._target_=model.speedrun.Speedrun",
 )
 TINY = (
     "model=tiny",

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -185,15 +186,40 @@ def test_two_processes_learn_what_one_does(tmp_path, story):
         "data.vocab_size=400",
         "micro_batch=4",
     )
-    losses = []
-    for processes in (0, 2):
-        done = run(*words, f"run_dir=run{processes}", processes=processes, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in (tmp_path / f"run{processes}" / "metrics.jsonl").read_text().splitlines()]
-        losses.append([line.get("train_loss", line.get("val_loss")) for line in lines])
-    assert len(losses[0]) == 51
-    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
-    assert losses[0][-1] < losses[0][0] - 1
+    done = [run(*words, f"run_dir=run{n}", processes=n, folder=tmp_path) for n in (0, 2)]
+    assert [each.returncode for each in done] == [0, 0], done[1].stderr
+    alone, both = losses_of(tmp_path / "run0"), losses_of(tmp_path / "run2")
+    assert len(alone) == 51 and alone[-1] < alone[0] - 1
+    assert alone == pytest.approx(both, abs=1e-3)
+
+
+@pytest.mark.parametrize("more", [(), ("precision=bf16", "activation_checkpointing=true", "attention=value_residual")])
+def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(tmp_path, story, more):
+    words = (
+        str(ROOT / "train.py"),
+        *TINY,
+        *("steps=4", "eval_every=2", "sample_every=2", "save_every=2"),
+        *("data=text", f"data.path={story}", "data.vocab_size=400", "micro_batch=2", "optimizer=adamw", *more),
+    )
+    assert run(*words, "run_dir=alone", folder=tmp_path).returncode == 0
+    done = run(*words, "run_dir=spread", "sharded=true", processes=2, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    close = 1e-2 if more else 1e-5
+    assert losses_of(tmp_path / "alone") == pytest.approx(losses_of(tmp_path / "spread"), abs=close)
+    if not more:
+        assert (tmp_path / "alone" / "samples.txt").read_text() == (tmp_path / "spread" / "samples.txt").read_text()
+    shutil.rmtree(tmp_path / "spread" / "checkpoints" / "step-00000004")
+    for processes in (0, 1, 4)[: 1 if more else 3]:
+        shutil.copytree(tmp_path / "spread", tmp_path / f"on{processes}")
+        resume = (f"run_dir=on{processes}", "resume=true", f"sharded={str(processes > 1).lower()}")
+        done = run(*words, *resume, processes=processes, folder=tmp_path)
+        assert done.returncode == 0 and "resuming step 2" in done.stderr, done.stderr
+        assert losses_of(tmp_path / f"on{processes}") == pytest.approx(losses_of(tmp_path / "spread"), abs=close)
+
+
+def losses_of(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line.get("train_loss", line.get("val_loss")) for line in lines]
 
 
 def test_a_reader_that_has_enough_is_no_error(trained):

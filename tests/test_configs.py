@@ -1,11 +1,9 @@
 """A yaml lists every knob of what it builds: no default hides in code, so a saved config stays complete."""
 
-import inspect
 import shutil
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from model.build import build, find, parameters
 from tests.conftest import CONFIGS, VARIANTS, settings_of
@@ -21,10 +19,9 @@ GROUPS = ("data", "optimizer", "schedule", "experiment")
 
 @pytest.mark.parametrize("path", TARGETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_yaml_keys_are_the_constructors(path):
-    knobs = set(OmegaConf.load(path)) - {"_target_", "_partial_"}
-    target = OmegaConf.load(path)._target_
-    parameters = inspect.signature(find(target, target.partition(".")[0])).parameters.values()
-    assert knobs == {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    tree = settings_of(f"{path.parent.name}={path.stem}")[path.parent.name]
+    found = find(tree["_target_"], tree["_target_"].partition(".")[0])
+    assert set(tree) - {"_target_", "_partial_"} == {p.name for p in parameters(found) if p.kind is p.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -82,9 +79,27 @@ def test_all_faults_are_told_at_once():
     assert len(config.problems(settings_of("steps=0", "seed=-1", "optimizer.lr=-2", "log_every=0.5"), world=1)) == 4
 
 
-def test_a_micro_batch_divides_what_a_device_gets():
-    settings = settings_of("batch_tokens=6144", "context=256", "micro_batch=10")  # 24 sequences
-    assert [config.micro_batch(settings, world) for world in (1, 2, 3, 8)] == [8, 6, 8, 3]
+@pytest.mark.parametrize(
+    "tokens, micro, world, fix",
+    [
+        (4096, 8, 1, None),
+        (1792, 8, 1, None),  # one smaller micro-batch
+        (5120, 8, 1, "batch_tokens=4096 or 6144, or micro_batch=5"),
+        (1000, 8, 1, "batch_tokens=768 or 1024"),
+        (100, 8, 1, "batch_tokens=256"),
+        (6400, 8, 2, "batch_tokens=4096 or 8192"),
+        (768, 8, 2, "batch_tokens=512 or 1024"),
+    ],
+)
+def test_a_batch_that_micro_batches_cannot_fill_is_refused_with_the_nearest(tokens, micro, world, fix):
+    settings = settings_of(f"batch_tokens={tokens}", "context=256", f"micro_batch={micro}")
+    found = config.problems(settings, world)
+    assert [problem.partition("fix: ")[2] for problem in found] == ([] if fix is None else [fix])
+    if fix is None:
+        assert tokens // 256 // world % config.micro_batch(settings, world) == 0
+    else:  # what is proposed works
+        for word in fix.replace(" or ", " batch_tokens=").replace(", batch_tokens=micro", " micro").split():
+            assert not config.problems(settings | {word.split("=")[0]: int(word.split("=")[1])}, world), word
 
 
 def test_run_folders_count_up_and_the_newest_is_resumed(tmp_path, monkeypatch):

@@ -126,7 +126,7 @@ def test_a_rewound_cache_goes_on_or_refuses(model):
 
 def test_a_block_begins_as_the_identity(model):
     initialise(model, 0)
-    close(model.hidden(TOKENS), model.norm(model.embed(TOKENS)))
+    close(model.hidden(TOKENS), model.norm(model.enter(TOKENS)[0]))
 
 
 def test_every_parameter_learns(model):

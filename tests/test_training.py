@@ -195,7 +195,7 @@ def test_document_mask_changes_what_is_learned(trainer_of):
         trainer.evaluate()
     assert plain.norm != masked.norm
     scores = [json.loads((t.run / "metrics.jsonl").read_text())["val_loss"] for t in (plain, masked)]
-    masked.settings["document_mask"] = False
+    masked.objective.bos = None
     masked.evaluate()
     without = json.loads((masked.run / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
     assert len({*scores, without}) == 3  # what is trained with the mask is judged with it

@@ -20,6 +20,7 @@ from torch import Tensor
 from data import IntegrityError, sealed
 from model.build import build
 from model.transformer import Transformer
+from training.distributed import like
 
 KEPT = 2
 STEPS = "step-" + 8 * "[0-9]"
@@ -27,8 +28,8 @@ FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.model")
 FIX = "use an older checkpoint, or train anew in another folder"
 
 
-def make_ready(run: Path, model: Transformer) -> None:
-    """Removes what a crash left. Raises OSError where two checkpoints would not fit."""
+def ready(run: Path, model: Transformer, resume: bool) -> Path | None:
+    """Removes what a crash left -> what to go on from. Raises OSError where two checkpoints would not fit."""
     sealed.tidy(run / "checkpoints")
     needed = (KEPT + 1) * 3 * sum(p.nbytes for p in model.parameters())  # an optimizer has up to two numbers a weight
     free = shutil.disk_usage(run).free
@@ -36,14 +37,18 @@ def make_ready(run: Path, model: Transformer) -> None:
         raise OSError(
             errno.ENOSPC, f"{KEPT + 1} checkpoints need {needed / 1e6:.1f} MB, free are {free / 1e6:.1f}", str(run)
         )
+    found = newest(run) if resume else None
+    if found is not None:
+        prune(found)
+    return found
 
 
-def save(run: Path, step: int, model: Transformer, trees: dict, tokenizer: bytes, state: dict) -> Path:
+def save(run: Path, step: int, weights: dict[str, Tensor], trees: dict, tokenizer: bytes, state: dict) -> Path:
     """Survives a crash at any instant: what is named step-* is complete. Removes all but the newest KEPT."""
     folder = run / "checkpoints"
     done = folder / f"step-{step:08d}"
     with sealed.written(done) as unsealed:
-        write_weights(unsealed.create("model.safetensors"), model.state_dict())
+        write_weights(unsealed.create("model.safetensors"), weights)
         torch.serialization.set_crc32_options(False)  # the manifest has a better sum
         try:
             torch.save(state, unsealed.create("state.pt"))
@@ -130,7 +135,7 @@ def load_weights(model: Transformer, checkpoint: Path, device: torch.device | st
         model.to_empty(device=device)
     for name, tensor in model.state_dict().items():
         with safe_open(checkpoint / "model.safetensors", "pt") as file:  # opened anew, so that what was read is let go
-            tensor.copy_(file.get_tensor(name))
+            tensor.copy_(like(file.get_tensor(name), tensor))
 
 
 def check_weights(model: Transformer, checkpoint: Path) -> None:

@@ -32,9 +32,9 @@ def is_no_bad_number(value: object) -> bool:
 
 
 def leaves(group: object) -> list[tuple[str, object]]:
-    """(key, value) of all that a group sets, lists taken apart. A model's attention is apart."""
+    """(key, value) of all that a group sets, lists taken apart. A model's attention and soft-cap are apart."""
     named = flat(group if isinstance(group, dict) else {})
-    named = [(key, value) for key, value in named if not re.search(r"^attention|_target_|_partial_", key)]
+    named = [(key, value) for key, value in named if not re.search(r"^(attention|softcap)|_target_|_partial_", key)]
     return [(key, each) for key, value in named for each in (value if isinstance(value, list) else [value])]
 
 
@@ -68,6 +68,9 @@ RULES: dict[str, Rule] = {
     "batch_tokens": whole(1),
     "micro_batch": whole(1),
     "clip": optional((number_above_zero, "a number above 0")),
+    "sharded": FLAG,
+    "activation_checkpointing": FLAG,
+    "z_loss": (is_rate, "a number from 0"),
     "eval_every": whole(1),
     "save_every": whole(1),
     "sample_every": whole(1),
@@ -101,11 +104,25 @@ def problems(config: dict, world: int) -> list[str]:
         found += [f"{group}.{key} must be {wanted} (got {value!r}). fix: change it" for key, value in wrong]
     if not found and config["steps"] is None and config["max_minutes"] is None:
         found.append("the run has no end (steps=null, max_minutes=null). fix: give one of them")
-    if not found and config["batch_tokens"] % (config["context"] * world):
-        nearest = max(1, config["batch_tokens"] // (config["context"] * world)) * config["context"] * world
-        given = f"batch_tokens={config['batch_tokens']} context={config['context']} processes={world}"
-        found.append(f"a batch must be whole sequences for every process ({given}). fix: batch_tokens={nearest}")
+    if not found and config["sharded"] and world == 1:
+        found.append("one process has nobody to share with (sharded=true). fix: torchrun --nproc_per_node=N")
+    if not found:
+        found += batch_problems(config["batch_tokens"], config["micro_batch"], config["context"] * world, world)
     return found
+
+
+def batch_problems(tokens: int, micro: int, unit: int, world: int) -> list[str]:
+    """`unit`: tokens of one sequence for every process."""
+    share = tokens // unit
+    if tokens % unit == 0 and (share < micro or share % micro == 0):
+        return []
+    every = 1 if tokens < micro * unit else micro
+    near = [n * unit for n in (share // every * every, (share // every + 1) * every) if n > 0]
+    fixes = [f"batch_tokens={' or '.join(map(str, near))}"]
+    if tokens % unit == 0:
+        fixes.append(f"micro_batch={max(n for n in range(1, micro) if share % n == 0)}")
+    given = f"batch_tokens={tokens} micro_batch={micro} context={unit // world} processes={world}"
+    return [f"a batch must be whole micro-batches for every process ({given}). fix: {', or '.join(fixes)}"]
 
 
 def is_long(config: dict) -> bool:
@@ -158,6 +175,5 @@ def flat(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def micro_batch(config: dict, world: int) -> int:
-    """Sequences per device and forward: the largest number up to micro_batch that divides a device's share."""
-    share = config["batch_tokens"] // config["context"] // world
-    return max(n for n in range(1, min(config["micro_batch"], share) + 1) if share % n == 0)
+    """Sequences per device and forward."""
+    return min(config["micro_batch"], config["batch_tokens"] // config["context"] // world)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from training import errors
 
@@ -49,6 +49,11 @@ class Ranks:
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return x.item()
 
+    def gathered(self, x: Tensor) -> Tensor | None:
+        """All of what may be spread, on the first process's CPU."""
+        x = whole(x)
+        return x.cpu() if self.first else None
+
     def agreed(self, action: Callable):
         """What `action` gives on the first rank, on all of them; where it ends the process there, all end."""
         said = [None, 0]
@@ -79,6 +84,43 @@ def join(device: torch.device) -> Ranks:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
+def shard(model: nn.Module, ranks: Ranks, precision: torch.dtype) -> None:
+    """Spreads weights, gradients and the optimizers' state over all processes; a block is whole only while it computes,
+    in the precision of its products. FSDP: Zhao et al., 2304.11277.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    policy = MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "hidden")
+
+
+def is_shard(x: Tensor) -> bool:
+    if not dist.is_available() or not dist.is_initialized():  # the next line takes time
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of it; every process calls."""
+    return x.full_tensor() if is_shard(x) else x
+
+
+def like(x: Tensor, target: Tensor) -> Tensor:
+    """x, spread as `target` is; every process has all of it, and keeps its own part."""
+    if not is_shard(target):
+        return x.to(target.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 
 
 @contextmanager

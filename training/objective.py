@@ -2,22 +2,26 @@
 
 import math
 from collections.abc import Callable
-from itertools import takewhile
+from functools import partial
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from data.loader import IGNORED, documents, windows
 from data.prepare import Corpus
 from data.tokenizer import Tokenizer
 from model import sampling
-from model.layers import precise
+from model.build import build
+from model.initialise import initialise
+from model.layers import capped, precise
 from model.transformer import Transformer
-from training.distributed import Ranks
+from training.distributed import Ranks, like, shard
 from training.hardware import autocast
-from training.signals import Signals
 
 AT_ONCE = 2**26  # logits in memory
 
@@ -25,50 +29,61 @@ AT_ONCE = 2**26  # logits in memory
 class LinearCrossEntropy(torch.autograd.Function):
     """hidden (N, D), weight (V, D), targets (N,) -> summed nats; never more than AT_ONCE logits are in memory.
 
-    The gradient is made in the forward, while the logits are there.
+    The gradient is made in the forward, while the logits are there: that of nats + z_loss * log(Z)^2, Z the sum of
+    exponentials (Chowdhery et al., 2204.02311). `softcap` bounds the logits.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, z_loss: float
+    ) -> Tensor:
         rows, columns = max(1, AT_ONCE // len(weight)), torch.arange(len(weight), device=weight.device).int()
         nats, hidden_grads, weight_grad = 0.0, [], 0.0
         for h, target in zip(hidden.split(rows), targets[:, None].split(rows), strict=True):
             scores, counts = F.linear(h, weight), target != IGNORED
-            logits = precise(scores)
+            logits = capped(precise(scores), softcap)
             highest = logits.amax(dim=-1, keepdim=True)
             weights = (logits - highest).exp()
             total = weights.sum(dim=-1, keepdim=True)
-            chosen = logits.gather(-1, target.clamp(min=0))
-            nats = nats + ((total.log() + highest - chosen) * counts).sum()
-            shares = weights * (counts / total)
-            slope = torch.where(columns == target.int(), shares - 1, shares).type_as(scores)
+            log_z, chosen = total.log() + highest, logits.gather(-1, target.clamp(min=0))
+            nats = nats + ((log_z - chosen) * counts).sum()
+            shares = weights * (counts * (1 + 2 * z_loss * log_z) / total)
+            slope = torch.where(columns == target.int(), shares - 1, shares)
+            if softcap is not None:
+                slope = slope * (1 - (logits / softcap) ** 2)
+            slope = slope.type_as(scores)
             hidden_grads.append(slope @ weight)
             weight_grad = weight_grad + precise(slope.mT @ h)
         ctx.save_for_backward(torch.cat(hidden_grads).type_as(hidden), weight_grad.type_as(weight))
         return nats
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return grad * hidden_grad, grad * weight_grad, None
+        return grad * hidden_grad, grad * weight_grad, None, None, None
 
 
 class Objective(nn.Module):
-    """inputs, targets, documents (B, T) -> summed nats. The one thing that is compiled and made parallel."""
+    """inputs, targets (B, T) -> summed nats. The one thing that is compiled and made parallel.
 
-    def __init__(self, model: Transformer):
+    `bos` begins each document, if none is to see another.
+    """
+
+    def __init__(self, model: Transformer, *, z_loss: float, bos: int | None):
         super().__init__()
-        self.model = model
+        self.model, self.z_loss, self.bos = model, z_loss, bos
 
-    def forward(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        hidden = self.model.hidden(inputs, documents=documents)
-        return LinearCrossEntropy.apply(hidden.flatten(0, 1), self.model.unembedding, targets.flatten())
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        packed = None if self.bos is None else documents(inputs, self.bos)
+        hidden = self.model.hidden(inputs, documents=packed).flatten(0, 1)
+        how = self.model.softcap, self.z_loss
+        return LinearCrossEntropy.apply(hidden, self.model.unembedding, targets.flatten(), *how)
 
 
 def evaluate(
     objective: nn.Module,
     corpus: Corpus,
-    settings: dict,
+    context: int,
     batch: int,
     precision: torch.dtype,
     ranks: Ranks,
@@ -79,14 +94,13 @@ def evaluate(
     Gradients stay enabled and are thrown away: what training has compiled serves here too. None where `stop` says so.
     """
     nats, stopped = 0.0, False
+    batches = iter(windows(corpus.validation, context, batch))
     objective.eval()
-    for number, (inputs, targets) in enumerate(windows(corpus.validation, settings["context"], batch)):
-        if stopped := bool(stop()):
-            break
-        if number % ranks.world == ranks.rank:
-            packed = documents(inputs, corpus.tokenizer.bos) if settings["document_mask"] else None
-            with autocast(ranks.device, precision):
-                nats += objective(*on(ranks.device, inputs, targets, packed)).item()
+    while (each := list(islice(batches, ranks.world))) and not stopped:
+        inputs, targets = each[min(ranks.rank, len(each) - 1)]  # the last ones may only keep the others company
+        with autocast(ranks.device, precision):
+            found = objective(*on(ranks.device, inputs, targets)).item()
+        nats, stopped = nats + found * (ranks.rank < len(each)), bool(stop())
     objective.train()
     if stopped:
         return None
@@ -94,8 +108,8 @@ def evaluate(
     return {"val_loss": nats / tokens, "val_bpb": nats / math.log(2) / corpus.validation_bytes}
 
 
-def sample(model: Transformer, tokenizer: Tokenizer, seed: int, signals: Signals) -> str:
-    """Text from nothing, up to its end or 192 tokens, or a signal."""
+def sample(model: Transformer, tokenizer: Tokenizer, seed: int, stop: Callable[[], int]) -> str:
+    """Text from nothing, up to its end or 192 tokens, or until `stop` says so."""
     device, capacity = model.embed.weight.device, min(192, model.context)
     generator = torch.Generator(device).manual_seed(seed)
     cache = model.new_cache(1, capacity, torch.float32, device)
@@ -105,13 +119,31 @@ def sample(model: Transformer, tokenizer: Tokenizer, seed: int, signals: Signals
 
     model.eval()
     drawn = sampling.generate(model, [[tokenizer.bos]], capacity - 1, draw, cache=cache)
-    tokens = takewhile(lambda token: token != tokenizer.eos and not signals.code, (token.item() for token in drawn))
+    tokens = takewhile(lambda token: token != tokenizer.eos and not stop(), (token.item() for token in drawn))
     text = tokenizer.decode(list(tokens))
     model.train()
     return text
 
 
-def on(device: torch.device, *tensors: Tensor | None) -> list[Tensor | None]:
+def on(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """The same, where they are computed with; pinned on the way to a GPU, so that nobody waits."""
-    pinned = [x if x is None or device.type != "cuda" else x.pin_memory() for x in tensors]
-    return [x if x is None else x.to(device, non_blocking=True) for x in pinned]
+    return [(x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True) for x in tensors]
+
+
+def prepared(settings: dict, bos: int | None, ranks: Ranks, precision: torch.dtype) -> tuple[Objective, nn.Module]:
+    """The objective of a model at its first step, and what makes it parallel.
+
+    With `activation_checkpointing`, a block keeps its input alone and computes the rest again. Chen et al., 1604.06174.
+    """
+    with torch.device("meta"):
+        model = build(settings["model"])
+    if settings["activation_checkpointing"]:
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # what layers share is made once
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if settings["sharded"]:
+        shard(model, ranks, precision)
+    initialise(model.to_empty(device=ranks.device), settings["seed"], like)
+    objective = Objective(model, z_loss=settings["z_loss"], bos=bos)
+    alone = ranks.world == 1 or settings["sharded"]
+    return objective, objective if alone else DistributedDataParallel(objective)

@@ -7,6 +7,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from data import IntegrityError
+from training.distributed import Ranks, like, whole
+
+TOGETHER = 2**28  # weights whose update is made at once
 
 
 class Muon(Optimizer):
@@ -28,10 +31,11 @@ class Muon(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     alike[tuple(sorted(p.shape))].append(p)
-            for (_, longer), matrices in alike.items():
-                self._step(
-                    matrices, 0.2 * longer**0.5, **{key: group[key] for key in ("lr", "momentum", "weight_decay")}
-                )
+            knobs = {key: group[key] for key in ("lr", "momentum", "weight_decay")}
+            for (shorter, longer), matrices in alike.items():
+                count = max(1, TOGETHER // (shorter * longer))
+                for start in range(0, len(matrices), count):
+                    self._step(matrices[start : start + count], 0.2 * longer**0.5, **knobs)
 
     def _step(self, matrices: list[Tensor], size: float, lr: float, momentum: float, weight_decay: float) -> None:
         for p in matrices:
@@ -43,11 +47,12 @@ class Muon(Optimizer):
             rate = lr * (1 - self.found_inf)
             grads = [torch.where(self.found_inf > 0, mean, grad) for mean, grad in zip(means, grads, strict=True)]
         torch._foreach_lerp_(means, grads, 1 - momentum)
-        updates = torch._foreach_lerp(grads, means, momentum)  # Nesterov's
+        updates = [whole(update) for update in torch._foreach_lerp(grads, means, momentum)]  # Nesterov's
         tall = [update.shape[0] > update.shape[1] for update in updates]
         wide = torch.stack([update.mT if turned else update for update, turned in zip(updates, tall, strict=True)])
         wide = (orthogonal(wide).to(matrices[0].dtype) * (-size * rate)).unbind()
         updates = [update.mT if turned else update for update, turned in zip(wide, tall, strict=True)]
+        updates = [like(update, p) for update, p in zip(updates, matrices, strict=True)]
         torch._foreach_mul_(matrices, 1 - rate * weight_decay)
         torch._foreach_add_(matrices, updates)
 
@@ -91,11 +96,11 @@ def _check(betas: list[float]) -> None:
         raise ValueError(f"optimizer.betas must be two numbers below 1 (got {betas}). fix: [0.9, 0.95]")
 
 
-def named_state(optimizers: list[Optimizer], model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """What the optimizers remember of each parameter, by its name."""
+def named_state(optimizers: list[Optimizer], model: nn.Module, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
+    """What the optimizers remember of each parameter, by its name, for the first process."""
     state = {p: values for optimizer in optimizers for p, values in optimizer.state.items()}
     named = {name: state[p] for name, p in model.named_parameters() if p in state}
-    return {name: {key: value.cpu() for key, value in values.items()} for name, values in named.items()}
+    return {name: {key: ranks.gathered(value) for key, value in values.items()} for name, values in named.items()}
 
 
 def load_named_state(optimizers: list[Optimizer], model: nn.Module, state: dict[str, dict[str, Tensor]]) -> None:
@@ -107,7 +112,9 @@ def load_named_state(optimizers: list[Optimizer], model: nn.Module, state: dict[
         keys = {"momentum_buffer"} if isinstance(owner[p], Muon) else {"step", "exp_avg", "exp_avg_sq"}
         if set(state[name]) != keys or any(value.shape not in (p.shape, ()) for value in state[name].values()):
             raise IntegrityError(f"not this optimizer's state ({name} has {sorted(state[name])}). fix: another run_dir")
-        owner[p].state[p] = {key: value.to(p.device) for key, value in state[name].items()}
+        owner[p].state[p] = {
+            key: like(value, p) if value.shape == p.shape else value.to(p.device) for key, value in state[name].items()
+        }
 
 
 def set_rates(optimizers: list[Optimizer], multiple: float) -> None:

@@ -9,17 +9,14 @@ from typing import NoReturn
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from data.loader import Loader, documents
+from data.loader import Loader
 from data.prepare import Corpus
 from model.build import build
-from model.initialise import initialise
-from model.transformer import Transformer
-from training import checkpoint, config, errors, hardware
+from training import checkpoint, config, distributed, errors, hardware
 from training.distributed import Ranks
 from training.log import Log
-from training.objective import Objective, evaluate, on, sample
+from training.objective import evaluate, on, prepared, sample
 from training.optimizers import load_named_state, named_state, set_rates
 from training.signals import Signals
 
@@ -44,11 +41,9 @@ class Trainer:
         started: float,
     ):
         self.settings, self.corpus, self.loader, self.run, self.ranks = settings, corpus, loader, run, ranks
-        with ranks.device:
-            self.model: Transformer = build(settings["model"])
-        initialise(self.model, settings["seed"])
-        self.objective = Objective(self.model)
-        self.parallel = self.objective if ranks.world == 1 else DistributedDataParallel(self.objective)
+        bos, self.sharded = corpus.tokenizer.bos if settings["document_mask"] else None, settings["sharded"]
+        self.objective, self.parallel = prepared(settings, bos, ranks, precision)
+        self.model = self.objective.model
         self.optimizers = build(settings["optimizer"], "training")(self.model)
         self.schedule = build(settings["schedule"], "training")
         self.precision, self.signals, self.stopping = precision, signals, 0  # stopping: the exit code, once it is due
@@ -74,7 +69,7 @@ class Trainer:
 
     def begin(self, start: Path | None) -> None:
         """Goes on where this run's newest checkpoint ends, if it is to; else begins, with the weights of `start`."""
-        found = self.ranks.agreed(self._found)
+        found = self.ranks.agreed(lambda: checkpoint.ready(self.run, self.model, self.settings["resume"]))
         if found is None:
             if start is not None:
                 checkpoint.load_weights(self.model, start)
@@ -99,15 +94,9 @@ class Trainer:
             self.nats.copy_(state["nats"])
         self.log.say(f"resuming step {self.step}\n{said}".rstrip())
 
-    def _found(self) -> Path | None:
-        checkpoint.make_ready(self.run, self.model)
-        found = checkpoint.newest(self.run) if self.settings["resume"] else None
-        if found is not None:
-            checkpoint.prune(found)
-        return found
-
     def compile(self) -> None:
-        self.objective.compile(dynamic=False)
+        for module in self.model.blocks if self.sharded else [self.objective]:  # between blocks, weights arrive
+            module.compile(dynamic=False)
         self.compiled = True
 
     def due(self, every: str) -> bool:
@@ -122,11 +111,12 @@ class Trainer:
         starts = range(self.ranks.rank * share, (self.ranks.rank + 1) * share, self.micro)
         for start in starts:
             last = start == starts[-1]  # ranks exchange gradients once a step
-            with nullcontext() if last or self.ranks.world == 1 else self.parallel.no_sync():
+            with nullcontext() if last or self.parallel is self.objective else self.parallel.no_sync():
                 self._accumulate(slice(start, start + self.micro))
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"] or math.inf)
+        clip = self.settings["clip"] or math.inf
+        self.norm = distributed.whole(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
         overflows = self.scaler.is_enabled() and not self.norm.isfinite()  # then clipping spoils every gradient
         self._watch()
         for optimizer in self.optimizers:
@@ -149,10 +139,8 @@ class Trainer:
 
     def _accumulate(self, rows: slice) -> None:
         """Adds the gradient of these rows of the batch."""
-        inputs, targets = self.loader(self.step, rows)
-        packed = documents(inputs, self.corpus.tokenizer.bos) if self.settings["document_mask"] else None
         with hardware.autocast(self.ranks.device, self.precision):
-            nats = self.parallel(*on(self.ranks.device, inputs, targets, packed))
+            nats = self.parallel(*on(self.ranks.device, *self.loader(self.step, rows)))
         self.nats += nats.detach()
         mean = nats * (self.ranks.world / self.settings["batch_tokens"])  # over the ranks, gradients are averaged
         self.scaler.scale(mean).backward()
@@ -189,9 +177,7 @@ class Trainer:
         done = self.step - max(self.reported, self.first)
         rate = done * self.settings["batch_tokens"] / (self._clock() - self.mark)
         tokens = (self.step - self.reported) * self.settings["batch_tokens"]
-        values = {
-            "tokens": self.step * self.settings["batch_tokens"],
-            "seconds": round(self.seconds, 3),
+        values = self._where() | {
             "train_loss": self.ranks.total(self.nats.item()) / tokens,
             "lr": self.optimizers[0].param_groups[0]["lr"],
             "grad_norm": norm if math.isfinite(norm := self.norm.item()) else None,
@@ -217,22 +203,24 @@ class Trainer:
     def evaluate(self) -> None:
         """Leaves it pending where a signal comes."""
         with self._aside():
-            how = self.settings, self.micro, self.precision, self.ranks, self.poll
+            how = self.settings["context"], self.micro, self.precision, self.ranks, self.poll
             score = evaluate(self.objective, self.corpus, *how)
         if score is None:
             return
         self.pending = [what for what in self.pending if what != "eval"]
         if not math.isfinite(score["val_loss"]):
             self._diverged(f"step {self.step}: evaluation is not finite")
-        tokens, seconds = self.step * self.settings["batch_tokens"], round(self.seconds, 3)
-        self.log.write(self.step, tokens=tokens, seconds=seconds, **score)
+        self.log.write(self.step, **self._where(), **score)
         told = f"{score['val_loss']:.4f} nats per token, {score['val_bpb']:.4f} bits per byte"
         self.log.say(f"step {self.step}  held out: {told}")
 
     def sample(self) -> None:
         """Text from nothing, in samples.txt and on the screen. Leaves it pending where a signal comes."""
         with self._aside():
-            text = sample(self.model, self.corpus.tokenizer, self.step, self.signals) if self.ranks.first else ""
+            stop, text = self.poll if self.sharded else lambda: self.signals.code, ""
+            if self.ranks.first or self.sharded:  # shards need each other for every token, and come as products want
+                with hardware.autocast(self.ranks.device, self.precision if self.sharded else torch.float32):
+                    text = sample(self.model, self.corpus.tokenizer, self.step, stop)
         if self.poll():
             return
         self.pending = []
@@ -246,7 +234,7 @@ class Trainer:
             "steps": self.steps,
             "fitted": self.fitted,
             "seconds": self.seconds,
-            "optimizer": named_state(self.optimizers, self.model),
+            "optimizer": named_state(self.optimizers, self.model, self.ranks),
             "scaler": self.scaler.state_dict(),
             "nats": self.nats.cpu(),
             "reported": self.reported,
@@ -268,12 +256,14 @@ class Trainer:
         nats = self.ranks.total(self.nats.item())
         self.nats.fill_(nats if self.ranks.first else 0.0)
         with self._aside():
-            self.ranks.agreed(self._save)
+            weights = {name: self.ranks.gathered(p) for name, p in self.model.state_dict().items()}
+            what = weights, self.identity(), self.corpus.tokenizer.proto, self.state()
+            self.ranks.agreed(lambda: self._save(*what))
         self.saved = self.step
 
-    def _save(self) -> None:
+    def _save(self, *what) -> None:
         try:
-            checkpoint.save(self.run, self.step, self.model, self.identity(), self.corpus.tokenizer.proto, self.state())
+            checkpoint.save(self.run, self.step, *what)
         except OSError as error:
             there = f"step {self.saved} is there" if self.saved else "nothing is"
             problem = f"step {self.step} cannot be saved, {there} ({self.run}: {error.strerror})"
@@ -283,6 +273,9 @@ class Trainer:
         self.log.close()
         self.log.plot()
         self.log.say(f'done. Now try: python generate.py --run {self.run} "PROMPT"')
+
+    def _where(self) -> dict[str, float]:
+        return {"tokens": self.step * self.settings["batch_tokens"], "seconds": round(self.seconds, 3)}
 
     @property
     def seconds(self) -> float:

@@ -46,13 +46,14 @@ class ValueResidualAttention(SoftmaxAttention):
         super().__init__(dim, heads, context, layer, depth, **knobs)
         self.layer = layer
         self.share = nn.Parameter(torch.empty(1)) if layer > 0 else None
+        self.value_width = self.kv_heads * self.head_dim if layer > 0 else None
 
     def forward(self, x: Tensor, positions: Positions, cache: KVCache | None, handed: Handed) -> tuple[Tensor, Handed]:
         k, v = self.keys_values(x, positions)
         if self.share is None:
             handed = handed | {"values": (v,)}
         else:
-            v = v + self.share.type_as(v) * (taken(handed, "values", self.layer)[0] - v)
+            v = v + self.share.type_as(v) * (taken(handed, "values", self.layer)[0].view_as(v) - v)
         return self.answer(x, positions, *self.remember(k, v, positions, cache)), handed
 
     def initial(self, name: str, generator: torch.Generator) -> Tensor:

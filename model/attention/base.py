@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from model.cache import LayerCache
-from model.layers import precise
+from model.layers import capped, precise
 from model.positions import Positions
 
 BLOCK, DENSE = 128, 1024  # queries of a block; tokens up to which scores may lie in memory
@@ -27,6 +27,8 @@ class Attention(nn.Module, ABC):
     (dim, heads, context, layer, depth, *, ...). Projections, positions, mask and what to remember are its own affair.
     Its last map is called o_proj and begins at zero; its norms have `norm` in their names.
     """
+
+    value_width: int | None = None  # width of the values that it takes from before it
 
     def forward(
         self, x: Tensor, positions: Positions, cache: LayerCache | None, handed: Handed
@@ -125,13 +127,13 @@ def by_flex(
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return j <= i if every is None else every[b, 0, i, j]
 
-    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return softcap * (score / softcap).tanh()
+    def bent(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return capped(score, softcap)
 
     batch = None if every is None else q.shape[0]
     mask = create_block_mask(seen, batch, None, q.shape[2], k.shape[2], device=q.device)
     how = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    how["score_mod"] = None if softcap is None else capped
+    how["score_mod"] = None if softcap is None else bent
     if sink is None:
         return flex_attention(q, k, v, **how)
     y, extra = flex_attention(q, k, v, **how, return_aux=AuxRequest(lse=True))
@@ -159,9 +161,7 @@ def by_scores(
             blocks.append(by_scores(*parts, seen, softcap, sink, dropout, scale))
         return torch.cat(blocks, dim=2)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = precise(q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.mT)
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
+    scores = capped(precise(q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.mT), softcap)
     scores = scores.masked_fill(~visible, -torch.inf)
     highest, total = scores.detach().amax(dim=-1, keepdim=True), 0.0
     if sink is not None:  # one more score, of nothing

@@ -208,5 +208,5 @@ def test_no_code_runs_what_it_reads():
                 assert called != "torch.load" or given["weights_only"] == "True", path
 
 
-ALLOWED = {"re.compile", "torch.compile", "json.loads", "trainer.compile", "self.objective.compile", "self.model.eval"}
+ALLOWED = {"re.compile", "torch.compile", "json.loads", "trainer.compile", "module.compile", "self.model.eval"}
 ALLOWED |= {"objective.eval", "model.eval", "trainer.model.eval"}

@@ -1,0 +1,66 @@
+"""The loss and its gradient, against autograd in float64 and torch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data.loader import IGNORED
+from tests.conftest import close
+from training import objective
+from training.objective import LinearCrossEntropy
+
+
+def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 9, generator=generator, dtype=dtype).requires_grad_() for n in (23, 31))
+    targets = torch.randint(0, 31, (23,), generator=generator)
+    targets[[0, 7, 22]] = IGNORED
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize("softcap", [None, 2.5])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("at_once", [1, 31 * 5, 2**20])  # one row, five, all
+def test_loss_and_gradient_are_those_of_all_logits(monkeypatch, softcap, z_loss, at_once):
+    monkeypatch.setattr(objective, "AT_ONCE", at_once)
+    hidden, weight, targets = example(torch.float64)
+    ours = LinearCrossEntropy.apply(hidden, weight, targets, softcap, z_loss)
+    grads = torch.autograd.grad(3 * ours, (hidden, weight))
+    logits = hidden @ weight.T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    nats = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    squares = logits.logsumexp(-1)[targets != IGNORED].square().sum()
+    close(ours, nats)  # what is reported has no z-loss in it
+    close(grads, torch.autograd.grad(3 * (nats + z_loss * squares), (hidden, weight)))
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13's own, not in this one")
+def test_loss_is_that_of_torch():
+    hidden, weight, targets = example(torch.float32)
+    ours = LinearCrossEntropy.apply(hidden, weight, targets, None, 0.0)
+    theirs = F.linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORED, reduction="sum")
+    close(ours, theirs)
+    close(torch.autograd.grad(ours, (hidden, weight)), torch.autograd.grad(theirs, (hidden, weight)))
+
+
+def test_rows_without_a_target_have_no_gradient():
+    hidden, weight, targets = example(torch.float64)
+    (grad,) = torch.autograd.grad(LinearCrossEntropy.apply(hidden, weight, targets, None, 0.1), hidden)
+    assert grad[[0, 7, 22]].eq(0).all() and grad[1:7].ne(0).all()
+
+
+def test_a_loss_of_huge_logits_stays_finite():
+    hidden, weight, targets = example(torch.float32)
+    nats = LinearCrossEntropy.apply(hidden * 1e4, weight, targets, None, 0.0)
+    assert nats.isfinite() and all(g.isfinite().all() for g in torch.autograd.grad(nats, (hidden, weight)))
+
+
+def test_z_loss_keeps_the_sum_of_exponentials_near_one(trainer_of):
+    ends = []
+    for z_loss in (0.0, 1.0):
+        trainer = trainer_of(f"z_loss={z_loss}", "optimizer=adamw", "optimizer.lr=0.1", "schedule.warmup=1")
+        for _ in range(6):
+            trainer.optimize()
+        logits = trainer.model(trainer.loader(6)[0])
+        ends.append(logits.logsumexp(-1).abs().mean().item())
+    assert ends[1] < 0.5 * ends[0]
