@@ -1,5 +1,6 @@
 """The cost card against what is really allocated."""
 
+import pytest
 import torch
 
 from model.build import build
@@ -20,10 +21,9 @@ def test_figures_are_those_of_the_real_thing():
     settings = settings_of(*words, "attention=local_global")
     model = build(settings["model"])
     weights = sum(p.numel() for p in model.parameters())
-    activations = cost.kept(Objective(model), torch.zeros(2, 64, dtype=torch.int64))
+    activations = cost.kept(Objective(model, z_loss=0.0, bos=None), torch.zeros(2, 64, dtype=torch.int64))
     moments = sum(p.numel() * (1 if p.ndim == 2 and "blocks" in name else 2) for name, p in model.named_parameters())
-    assert cost.cost("local_global", [*words]) == (
-        "local_global",
+    assert cost.Cost([*words, "attention=local_global"]).alone() == (
         f"{weights / 1e6:.2f} M",
         f"{model.training_flops() / 1e6:.1f}",
         f"{2 * 2 * model.blocks[0].attention.head_dim * 2 * len(model.blocks):,}",
@@ -38,3 +38,19 @@ def test_a_choice_of_attentions_and_a_wrong_one(command):
     wrong = command("tools/cost.py", *WORDS, "attention=none")
     assert wrong.code == 1 and wrong.err.startswith("error: ") and wrong.err.count("\n") == 1
     assert command("tools/cost.py", *WORDS, "batch_tokens=100").code == 2
+
+
+def test_more_gpus_hold_less_and_reach_more(command):
+    result = command("tools/cost.py", *WORDS, "attention=gqa,mla", "gpus=1,4", "optimizer=adamw")
+    rows = [line.split() for line in result.out.splitlines()[1:5]]
+    assert [(row[0], row[3]) for row in rows] == [("gqa", "1"), ("gqa", "4"), ("mla", "1"), ("mla", "4")]
+    found = cost.Cost([*WORDS, "attention=gqa", "optimizer=adamw", "model.dim=512", "model.depth=8"])
+    one, four = found.at_scale(1), found.at_scale(4)
+    assert one[2] == one[3] == four[2] > four[3] > four[4]
+    assert float(four[5].replace(",", "")) == pytest.approx(4 * float(one[5].replace(",", "")), rel=1e-3)
+
+
+@pytest.mark.parametrize("gpus", ["0", "many", "1.5"])
+def test_a_number_of_gpus_that_cannot_be(command, gpus):
+    result = command("tools/cost.py", *WORDS, f"gpus={gpus}")
+    assert result.code == 2 and result.err.count("\n") == 1

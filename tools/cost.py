@@ -1,6 +1,7 @@
 """What every attention would cost, before anything is trained:  python -m tools.cost model=124m context=4096
 
-The words are those of train.py. Nothing is computed: weights and activations are shapes without memory.
+The words are those of train.py; gpus=8, or gpus=1,8,64, shows what that many would hold and reach. Nothing is computed:
+weights and activations are shapes without memory.
 """
 
 import sys
@@ -18,65 +19,94 @@ from training import config, errors
 from training.objective import Objective
 
 COLUMNS = ("attention", "parameters", "MFLOP/token", "KV bytes/token", "KV MB at context", "training GB")
+SCALE = ("attention", "parameters", "GPUs", "GB each", "sharded", "and checkpointed", "tokens/s", "days")
+PEAK, MFU, TOKENS = 989e12, 0.4, 20  # of an H100; of it, what such runs reach; that a run sees for each parameter
 
 
 def main(words: list[str]) -> None:
-    asked = [word for word in OverridesParser.create().parse_overrides(words) if word.key_or_group == "attention"]
-    names = sorted(path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml"))
-    if asked:
-        words = [word for word in words if not word.startswith("attention=")]
-        names = [str(name) for override in asked for name in values(override)]
+    overrides = OverridesParser.create().parse_overrides(words)
+    gpus = [n for override in overrides if override.key_or_group == "gpus" for n in values(override)]
+    if wrong := [n for n in gpus if type(n) is not int or n < 1]:
+        errors.fail(errors.INPUT, f"gpus must be a whole number from 1 (got {wrong[0]!r}). fix: gpus=8")
+    asked = [str(name) for override in overrides if override.key_or_group == "attention" for name in values(override)]
+    words = [word for word in words if not word.startswith(("attention=", "gpus="))]
     rows = []
-    for name in names:
+    for name in asked or sorted(path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml")):
         try:
-            rows.append(cost(name, [*words, f"attention={name}"]))
+            found = Cost([*words, f"attention={name}"])
+            rows += [(name, *found.at_scale(n)) for n in gpus] or [(name, *found.alone())]
         except ConfigCompositionException:  # a knob that this attention does not have
             if asked:
                 raise
-            rows.append((name, *["-"] * (len(COLUMNS) - 1)))
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    for row in (COLUMNS, *rows):
+            rows.append((name, *["-"] * (len(SCALE if gpus else COLUMNS) - 1)))
+    rows = [SCALE if gpus else COLUMNS, *rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
         print("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]))
+    note = f"tokens/s at {MFU:.0%} of {PEAK / 1e12:.0f} TFLOP/s each, assumed; days for {TOKENS} tokens a parameter."
     print(
-        "\nKV bytes are of one row in bf16. training GB: fp32 weights, gradients and optimizer, and what a forward of"
+        "\nGB: fp32 weights, gradients and optimizer, and what a forward of micro_batch sequences keeps in bf16 for its"
     )
-    print("micro_batch sequences keeps for its backward in bf16 without torch.compile, which keeps less.")
+    print("backward without torch.compile, which keeps less.", note if gpus else "KV bytes are of one row in bf16.")
 
 
 def values(override) -> list:
     return list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
 
 
-def cost(name: str, words: list[str]) -> tuple[str, ...]:
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        cfg = compose("train", ["name=cost", *words])
-    if not any(word.startswith("batch_tokens=") for word in words):
-        cfg.batch_tokens = cfg.micro_batch * cfg.context
-    settings = checked(cfg)
-    context, batch = settings["context"], config.micro_batch(settings, 1)
-    with FakeTensorMode():
-        model = build(settings["model"])
-        optimizers = build(settings["optimizer"], "training")(model)
-        activations = kept(Objective(model), torch.zeros(batch, context, dtype=torch.int64))
-    weights = sum(p.numel() for p in model.parameters())
-    moments = sum(
-        p.numel() * (1 if "momentum" in group else 2)  # Muon's one, AdamW's two
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-    )
+class Cost:
+    """Of the model and the batch that these words describe."""
 
-    def cached(tokens: int) -> int:
-        return sum(block.attention.cache_bytes(tokens, torch.bfloat16) for block in model.blocks)
+    def __init__(self, words: list[str]):
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            cfg = compose("train", ["name=cost", *words])
+        if not any(word.startswith("batch_tokens=") for word in words):
+            cfg.batch_tokens = cfg.micro_batch * cfg.context
+        settings = checked(cfg)
+        self.context, self.batch = settings["context"], config.micro_batch(settings, 1)
+        with FakeTensorMode():
+            self.model = build(settings["model"])
+            optimizers = build(settings["optimizer"], "training")(self.model)
+            tokens = torch.zeros(self.batch, self.context, dtype=torch.int64)
+            self.activations = kept(Objective(self.model, z_loss=0.0, bos=None), tokens)
+        self.weights = sum(p.numel() for p in self.model.parameters())
+        moments = sum(
+            p.numel() * (1 if "momentum" in group else 2)  # Muon's one, AdamW's two
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
+        self.state = 4 * (2 * self.weights + moments)  # bytes
 
-    return (
-        name,
-        f"{weights / 1e6:.2f} M",
-        f"{model.training_flops() / 1e6:.1f}",
-        f"{cached(2) - cached(1):,}",
-        f"{cached(context) / 1e6:.2f}",
-        f"{(4 * (2 * weights + moments) + activations) / 1e9:.2f}",
-    )
+    def alone(self) -> tuple[str, ...]:
+        def cached(tokens: int) -> int:
+            return sum(block.attention.cache_bytes(tokens, torch.bfloat16) for block in self.model.blocks)
+
+        return (
+            f"{self.weights / 1e6:.2f} M",
+            f"{self.model.training_flops() / 1e6:.1f}",
+            f"{cached(2) - cached(1):,}",
+            f"{cached(self.context) / 1e6:.2f}",
+            f"{(self.state + self.activations) / 1e9:.2f}",
+        )
+
+    def at_scale(self, gpus: int) -> tuple[str, ...]:
+        """Sharded, two blocks in bf16 and the ends in fp32 are whole at a time; checkpointed, one block keeps all."""
+        depth, width = len(self.model.blocks), self.model.embed.weight.shape[1]
+        block = sum(p.numel() for p in self.model.blocks.parameters()) / depth
+        gathered = 2 * 2 * block + 2 * 4 * (self.weights - depth * block) if gpus > 1 else 0
+        sharded = self.state / gpus + gathered
+        inputs = 4 * depth * self.batch * self.context * width
+        rate = MFU * PEAK * gpus / self.model.training_flops()
+        return (
+            f"{self.weights / 1e9:.2f} B",
+            str(gpus),
+            f"{(self.state + self.activations) / 1e9:.1f}",
+            f"{(sharded + self.activations) / 1e9:.1f}",
+            f"{(sharded + inputs + self.activations / depth) / 1e9:.1f}",
+            f"{rate:,.0f}",
+            f"{TOKENS * self.weights / rate / 86400:,.1f}",
+        )
 
 
 def kept(objective: Objective, tokens: torch.Tensor) -> int:
