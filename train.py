@@ -43,6 +43,7 @@ def main(cfg: DictConfig) -> None:
             if start is not None:
                 config.check_shape(checkpoint.config_of(start), settings, start)
             ranks = distributed.join(device)
+        hardware.keep_freed_memory(device)
         with folder.claimed(settings, ranks, HydraConfig.get().mode == RunMode.MULTIRUN) as run:
             try:
                 trainer = Trainer(settings, corpus, loader, run, ranks, precision, signals, started)

@@ -1,5 +1,6 @@
 """What the machine is and can do: device, precision, compiler, peak rate, memory."""
 
+import ctypes
 import os
 import platform
 import re
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 
 from training.distributed import Ranks
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 # Dense tensor-core peaks in bf16 (V100 and T4: fp16), FLOP/s, from NVIDIA's data sheets. The first that fits counts.
 PEAKS = {
@@ -83,6 +86,14 @@ def lacks_for_compilation(device: torch.device) -> str | None:
     if shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")) is None:
         return "a C++ compiler"
     return None if Path(sysconfig.get_path("include"), "Python.h").exists() else "Python's headers"
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """With glibc on a CPU, memory that is freed stays with the process: fresh pages would be zeroed at every step."""
+    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
