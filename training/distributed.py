@@ -114,6 +114,18 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if is_shard(x) else x
 
 
+def divided(make: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """make(x), x (N, ...) the same on all processes, each of which makes a part of the N."""
+    if not dist.is_available() or not dist.is_initialized():
+        return make(x)
+    count = -(-len(x) // dist.get_world_size())
+    numbers = torch.arange(dist.get_rank() * count, (dist.get_rank() + 1) * count, device=x.device)
+    mine = make(x[numbers % len(x)])
+    made = mine.new_empty(count * dist.get_world_size(), *mine.shape[1:])
+    dist.all_gather_into_tensor(made, mine)
+    return made[: len(x)]
+
+
 def like(x: Tensor, target: Tensor) -> Tensor:
     """x, spread as `target` is; every process has all of it, and keeps its own part."""
     if not is_shard(target):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from data import IntegrityError
-from training.distributed import Ranks, like, whole
+from training.distributed import Ranks, divided, like, whole
 
 TOGETHER = 2**28  # weights whose update is made at once
 
@@ -50,7 +50,7 @@ class Muon(Optimizer):
         updates = [whole(update) for update in torch._foreach_lerp(grads, means, momentum)]  # Nesterov's
         tall = [update.shape[0] > update.shape[1] for update in updates]
         wide = torch.stack([update.mT if turned else update for update, turned in zip(updates, tall, strict=True)])
-        wide = (orthogonal(wide).to(matrices[0].dtype) * (-size * rate)).unbind()
+        wide = (divided(orthogonal, wide).to(matrices[0].dtype) * (-size * rate)).unbind()
         updates = [update.mT if turned else update for update, turned in zip(wide, tall, strict=True)]
         updates = [like(update, p) for update, p in zip(updates, matrices, strict=True)]
         torch._foreach_mul_(matrices, 1 - rate * weight_decay)
