@@ -26,7 +26,16 @@ def one_step_only() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("words", [(), ("micro_batch=1",), ("optimizer=adamw", "eval_every=100"), ("save_every=100",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("micro_batch=1",),
+        ("optimizer=adamw", "eval_every=100"),
+        ("save_every=100",),
+        ("activation_checkpointing=true", "z_loss=0.1", "experiment=speedrun", "model.dim=64", "model.heads=4"),
+    ],
+)
 def test_a_run_cut_after_every_step_is_the_whole_run(job, precision, words, monkeypatch):
     cast = trainer.hardware.autocast
     monkeypatch.setattr(trainer.hardware, "autocast", lambda device, _: cast(device, getattr(trainer.torch, precision)))
