@@ -8,6 +8,7 @@ JSON lines.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def compare(names: list[str], words: list[str]) -> None:
     settings_of(words)  # which may end here
     start = [sys.executable, "-m", "tools.bench", "as"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
     running = {name: subprocess.Popen([*start, name, *words], **pipes) for name in names}
     turns = {name: [] for name in names}
     for number in range(ROUNDS + 1):  # the first compiles
@@ -123,7 +125,7 @@ def ours(words: list[str]) -> Competitor:
 
 
 def transformers(words: list[str]) -> Competitor:
-    """As its users have it: torch's fused AdamW, autocast to bf16, torch.compile of the whole."""
+    """Torch's fused AdamW, autocast and torch.compile of the whole, as its users have it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings, device = settings_of(words)
@@ -140,12 +142,13 @@ def transformers(words: list[str]) -> Competitor:
     )
     model = LlamaForCausalLM(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    forward = torch.compile(model)
+    forward = model if settings["compile"] is False else torch.compile(model)
+    precision = hardware.pick_precision(settings["precision"], device)
     tokens = torch.randint(0, shape["vocab_size"], (batch, context), device=device)
 
     def step() -> None:
         for part in tokens.split(settings["micro_batch"]):
-            with hardware.autocast(device, torch.bfloat16):
+            with hardware.autocast(device, precision):
                 loss = forward(input_ids=part, labels=part, use_cache=False).loss
             (loss * len(part) / batch).backward()
         optimizer.step()

@@ -1,0 +1,49 @@
+"""The benchmarks measure what they say; how fast anything is, is not tested."""
+
+import json
+
+import pytest
+import torch
+
+from tests.conftest import TINY
+from tools import bench
+
+WORDS = [*TINY, "attention=llama", "data.vocab_size=512", "optimizer=adamw", "precision=fp32"]
+
+
+def test_competitors_train_the_same_shape():
+    (step, work, device), (other, same, _) = bench.ours(WORDS), bench.transformers(WORDS)
+    assert work == same and work["tokens"] == 512 and device.type == "cpu"
+    step(), other()
+
+
+def test_tokenising_is_measured_in_turns(story, monkeypatch, capfd):
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    bench.main(["data", "data=text", f"data.path={story}", "data.vocab_size=400"])
+    out, err = capfd.readouterr()
+    ours, theirs, ratios = map(json.loads, out.splitlines())
+    assert (ours["name"], theirs["name"]) == ("our_tokens", "sentencepiece")
+    assert ratios["speed"] == pytest.approx(ours["bytes_per_second"] / theirs["bytes_per_second"], rel=1e-2)
+    assert err.count("turn ") == 4
+
+
+def test_competitors_tokenise_the_same(story):
+    words = ["data=text", f"data.path={story}", "data.vocab_size=400"]
+    (ours, work, _), (theirs, same, _) = bench.our_tokens(words), bench.sentencepiece(words)
+    assert work == same and ours() == sum(len(tokens) + 2 for tokens in theirs())  # BOS and EOS
+
+
+def test_utilisation_is_of_the_best_product():
+    turn = {"seconds": 2.0, "work": {"tokens": 100, "flops": 1e9}, "memory": 7, "ceiling": 1e9}
+    line = bench.summary("x", [turn | {"seconds": 9.0}, turn, turn | {"ceiling": 2e9}])
+    assert (line["tokens_per_second"], line["mfu"], line["first_seconds"]) == (50, 0.25, 9.0)
+
+
+def test_a_product_is_timed():
+    assert bench.product(torch.device("cpu")) > 1e8
+
+
+@pytest.mark.parametrize("words", [[], ["nothing"], ["as"], ["as", "nobody"], ["train", "model=none"]])
+def test_what_cannot_be_measured_is_a_line(command, words):
+    result = command("tools/bench.py", *words)
+    assert result.code in (1, 2) and result.err.startswith("error: ") and result.err.count("\n") == 1
