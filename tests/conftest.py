@@ -158,7 +158,7 @@ def trainer_of(tmp_path, story):
         loader = Loader(corpus.train, context=64, batch=settings["batch_tokens"] // 64, seed=settings["seed"])
         folder = tmp_path / (run or f"run{len(list(tmp_path.iterdir()))}")
         folder.mkdir(exist_ok=True)
-        ranks = Ranks(0, 1, torch.device("cpu"))
+        ranks = Ranks(0, 1, torch.device(settings["device"]))
         trainer = Trainer(settings, corpus, loader, folder, ranks, torch.float32, Signals(), monotonic())
         if not [*folder.glob("checkpoints/*")]:
             trainer.log.open({})

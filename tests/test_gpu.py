@@ -38,3 +38,25 @@ def test_every_variant_learns(command, story, variant, words):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines[49]["train_loss"] < lines[0]["train_loss"] / 2
     assert command("generate.py", "Ann had", "--device", "cuda", "--max-new-tokens", "10").code == 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_no_step_waits_for_the_device(trainer_of, optimizer):
+    trainer = trainer_of("device=cuda", f"optimizer={optimizer}", "micro_batch=4")
+    trainer.optimize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            trainer.optimize()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("words", ["experiment=speedrun", "activation_checkpointing=true z_loss=1e-4"])
+def test_options_learn(command, story, words):
+    tiny = ("context=64", "batch_tokens=512", "max_minutes=null", "log_every=1", "steps=50", "compile=true")
+    text = ("data=text", f"data.path={story}", "data.vocab_size=400", "device=cuda")
+    assert command("train.py", *words.split(), *tiny, *text).code == 0
+    (run,) = Path("runs").iterdir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[49]["train_loss"] < lines[0]["train_loss"] / 2
