@@ -20,7 +20,7 @@ class ShortcutBlock(Block):
     feed_forward = ReLUSquared
 
     def __init__(self, dim: int, hidden: int, attention: Attention):
-        super().__init__(dim, hidden, attention)
+        super().__init__(dim, 3 * hidden // 2, attention)  # two matrices, as large as the three of SwiGLU
         self.shortcut = nn.Parameter(torch.empty(1))
 
     def forward(

@@ -46,7 +46,7 @@ def test_more_gpus_hold_less_and_reach_more(command):
     assert [(row[0], row[3]) for row in rows] == [("gqa", "1"), ("gqa", "4"), ("mla", "1"), ("mla", "4")]
     found = cost.Cost([*WORDS, "attention=gqa", "optimizer=adamw", "model.dim=512", "model.depth=8"])
     one, four = found.at_scale(1), found.at_scale(4)
-    assert one[2] == one[3] == four[2] > four[3] > four[4]
+    assert one[2] == four[2] and one[3] == "-" and float(four[2]) > float(four[3]) > float(four[4])
     assert float(four[5].replace(",", "")) == pytest.approx(4 * float(one[5].replace(",", "")), rel=1e-3)
 
 

@@ -1,11 +1,12 @@
-"""The loss and its gradient, against autograd in float64 and torch's own."""
+"""The loss and its gradient, against autograd in float64 and torch's own; blocks that are computed again."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from data.loader import IGNORED
-from tests.conftest import close
+from tests.conftest import VARIANTS, close, weights
+from tools.cost import kept
 from training import objective
 from training.objective import LinearCrossEntropy
 
@@ -22,7 +23,7 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("at_once", [1, 31 * 5, 2**20])  # one row, five, all
 def test_loss_and_gradient_are_those_of_all_logits(monkeypatch, softcap, z_loss, at_once):
-    monkeypatch.setattr(objective, "AT_ONCE", at_once)
+    monkeypatch.setitem(objective.AT_ONCE, "cpu", at_once)
     hidden, weight, targets = example(torch.float64)
     ours = LinearCrossEntropy.apply(hidden, weight, targets, softcap, z_loss)
     grads = torch.autograd.grad(3 * ours, (hidden, weight))
@@ -64,3 +65,49 @@ def test_z_loss_keeps_the_sum_of_exponentials_near_one(trainer_of):
         logits = trainer.model(trainer.loader(6)[0])
         ends.append(logits.logsumexp(-1).abs().mean().item())
     assert ends[1] < 0.5 * ends[0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_recomputed_blocks_learn_the_same_and_keep_less(trainer_of, variant):
+    words = (f"attention={variant}", "model.depth=4", "document_mask=true")
+    plain, lean = (trainer_of(*words, f"activation_checkpointing={flag}") for flag in ("false", "true"))
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    assert kept(lean.objective, tokens) < kept(plain.objective, tokens) / 4
+    for trainer in (plain, lean):
+        for _ in range(3):
+            trainer.optimize()
+    close(weights(lean), weights(plain))
+
+
+def test_recomputed_blocks_drop_the_same_weights(trainer_of):
+    words = ("attention.dropout=0.5", "optimizer=adamw")
+    plain, lean = (trainer_of(*words, f"activation_checkpointing={flag}") for flag in ("false", "true"))
+    for trainer in (plain, lean):
+        for _ in range(4):
+            trainer.optimize()
+    close(weights(lean), weights(plain))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the compiler itself
+@pytest.mark.parametrize("attention", ["gqa", "local_global"])
+def test_recomputed_blocks_are_compiled_each_by_itself(trainer_of, attention):
+    trainer, graphs = trainer_of(f"attention={attention}", "model.depth=4", "activation_checkpointing=true"), []
+    torch._dynamo.reset()
+    for block in trainer.model.blocks:  # as where they are sharded
+        block.compile(dynamic=False, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    trainer.optimize()
+    assert 2 <= len(graphs) <= 4
+
+
+@pytest.mark.parametrize("attention", ["value_residual", "local_global"])
+def test_a_speedrun_learns_recomputed_in_one_graph(trainer_of, attention):
+    words = ("experiment=speedrun", f"attention={attention}", "model.dim=64", "model.heads=4", "model.hidden=96")
+    trainer = trainer_of(*words, "z_loss=1e-4", "activation_checkpointing=true", "steps=50", "batch_tokens=256")
+    torch._dynamo.reset()
+    trainer.objective.compile(dynamic=False, fullgraph=True, backend="aot_eager")
+    trainer.optimize()
+    first = trainer.nats.item()
+    for _ in range(49):
+        trainer.nats.zero_()
+        trainer.optimize()
+    assert trainer.nats.item() < first / 2

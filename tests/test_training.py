@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from model.build import build
 from tests.conftest import VARIANTS, close, settings_of, weights
-from tools.cost import kept
 from training.optimizers import Muon, adamw, muon
 from training.schedules import cosine, wsd
 
@@ -143,41 +142,6 @@ def test_every_variant_learns(trainer_of, variant, precision):
         losses.append(trainer.nats.item() / 256)
         trainer.nats.zero_()
     assert max(losses[-5:]) < losses[0] / 2
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_recomputed_blocks_learn_the_same_and_keep_less(trainer_of, variant):
-    words = (f"attention={variant}", "model.depth=4", "document_mask=true")
-    plain, lean = (trainer_of(*words, f"activation_checkpointing={flag}") for flag in ("false", "true"))
-    tokens = torch.zeros(2, 64, dtype=torch.int64)
-    assert kept(lean.objective, tokens) < kept(plain.objective, tokens) / 4
-    for trainer in (plain, lean):
-        for _ in range(3):
-            trainer.optimize()
-    close(weights(lean), weights(plain))
-
-
-def test_recomputed_blocks_drop_the_same_weights(trainer_of):
-    words = ("attention.dropout=0.5", "optimizer=adamw")
-    plain, lean = (trainer_of(*words, f"activation_checkpointing={flag}") for flag in ("false", "true"))
-    for trainer in (plain, lean):
-        for _ in range(4):
-            trainer.optimize()
-    close(weights(lean), weights(plain))
-
-
-@pytest.mark.parametrize("attention", ["value_residual", "local_global"])
-def test_a_speedrun_learns_recomputed_in_one_graph(trainer_of, attention):
-    words = ("experiment=speedrun", f"attention={attention}", "model.dim=64", "model.heads=4", "model.hidden=96")
-    trainer = trainer_of(*words, "z_loss=1e-4", "activation_checkpointing=true", "steps=50", "batch_tokens=256")
-    torch._dynamo.reset()
-    trainer.objective.compile(dynamic=False, fullgraph=True, backend="aot_eager")
-    trainer.optimize()
-    first = trainer.nats.item()
-    for _ in range(49):
-        trainer.nats.zero_()
-        trainer.optimize()
-    assert trainer.nats.item() < first / 2
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """How fast this is beside what others have, on this machine:
 
-python -m tools.bench train model=15m    a training step, and one of `transformers`' Llama of the same shape
-python -m tools.bench data data=stdlib   tokenising, and SentencePiece alone
+python -m tools.bench train model=15m attention=llama optimizer=adamw   a step, and one of `transformers`' Llama
+python -m tools.bench data data=stdlib                                  tokenising, and SentencePiece alone
 
 The words are those of train.py. Competitors are processes that live side by side and work in turns; what comes out are
 JSON lines.
@@ -12,7 +12,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -90,25 +89,20 @@ def compete(step: Callable[[], object], work: dict[str, float], device: torch.de
         steps, began = min(1 + number, 2), perf_counter()
         for _ in range(steps):
             step()
-        synchronise(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         turn = {"seconds": (perf_counter() - began) / steps, "work": work, "memory": hardware.peak_memory(device)}
-        turn["ceiling"] = max(product(device) for _ in range(-(-PRODUCTS // ROUNDS))) if "flops" in work else 0.0
+        products = -(-PRODUCTS // ROUNDS) if "flops" in work else 0
+        turn["ceiling"] = hardware.peak_flops(device) or max((product() for _ in range(products)), default=0.0)
         print(json.dumps(turn), flush=True)
 
 
-def product(device: torch.device) -> float:
-    """FLOP/s of a product of 4096 x 4096 matrices in bf16."""
-    a, b = (torch.randn(4096, 4096, dtype=torch.bfloat16, device=device) for _ in range(2))
-    synchronise(device)
+def product() -> float:
+    """FLOP/s of a product of 4096 x 4096 matrices in bf16, on a CPU."""
+    a, b = (torch.randn(4096, 4096, dtype=torch.bfloat16) for _ in range(2))
     began = perf_counter()
     a @ b
-    synchronise(device)
     return 2 * 4096**3 / (perf_counter() - began)
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def ours(words: list[str]) -> Competitor:
@@ -117,8 +111,8 @@ def ours(words: list[str]) -> Competitor:
     tokens = np.random.default_rng(0).integers(0, size, 100 * settings["batch_tokens"]).astype(np.uint32)
     loader = Loader([tokens], context=settings["context"], batch=batch, seed=0)
     precision = hardware.pick_precision(settings["precision"], device)
-    corpus, run = Corpus([tokens], [tokens[:1000]], 1, None, ""), Path(tempfile.mkdtemp())
-    trainer = Trainer(settings, corpus, loader, run, Ranks(0, 1, device), precision, Signals(), perf_counter())
+    corpus, nowhere = Corpus([tokens], [tokens[:1000]], 1, None, ""), Path(os.devnull)
+    trainer = Trainer(settings, corpus, loader, nowhere, Ranks(0, 1, device), precision, Signals(), perf_counter())
     if settings["compile"] is not False:
         trainer.compile()
     return trainer.optimize, done(settings), device
@@ -130,6 +124,8 @@ def transformers(words: list[str]) -> Competitor:
 
     settings, device = settings_of(words)
     shape, context, batch = settings["model"], settings["context"], settings["batch_tokens"] // settings["context"]
+    if shape["attention"].get("qk_norm", "") is not None or settings["document_mask"]:
+        errors.fail(errors.INPUT, "LlamaForCausalLM has another shape. fix: attention=llama document_mask=false")
     config = LlamaConfig(
         vocab_size=shape["vocab_size"],
         hidden_size=shape["dim"],

@@ -62,13 +62,18 @@ class Cost:
             cfg = compose("train", ["name=cost", *words])
         if not any(word.startswith("batch_tokens=") for word in words):
             cfg.batch_tokens = cfg.micro_batch * cfg.context
+        cfg.sharded = False
         settings = checked(cfg)
         self.context, self.batch = settings["context"], config.micro_batch(settings, 1)
         with FakeTensorMode():
             self.model = build(settings["model"])
             optimizers = build(settings["optimizer"], "training")(self.model)
-            tokens = torch.zeros(self.batch, self.context, dtype=torch.int64)
-            self.activations = kept(Objective(self.model, z_loss=0.0, bos=None), tokens)
+            objective, tokens = (
+                Objective(self.model, z_loss=0.0, bos=None),
+                torch.zeros(self.batch, self.context).long(),
+            )
+            self.kept = kept(objective, tokens)
+            self.activations = kept(objective, torch.cat((tokens, tokens))) - self.kept  # without weights in bf16
         self.weights = sum(p.numel() for p in self.model.parameters())
         moments = sum(
             p.numel() * (1 if "momentum" in group else 2)  # Muon's one, AdamW's two
@@ -87,23 +92,25 @@ class Cost:
             f"{self.model.training_flops() / 1e6:.1f}",
             f"{cached(2) - cached(1):,}",
             f"{cached(self.context) / 1e6:.2f}",
-            f"{(self.state + self.activations) / 1e9:.2f}",
+            f"{(self.state + self.kept) / 1e9:.2f}",
         )
 
     def at_scale(self, gpus: int) -> tuple[str, ...]:
-        """Sharded, two blocks in bf16 and the ends in fp32 are whole at a time; checkpointed, one block keeps all."""
+        """Sharded, two blocks in bf16, a block's gradient and the ends in fp32 are whole at a time; checkpointed, one
+        block keeps all.
+        """
         depth, width = len(self.model.blocks), self.model.embed.weight.shape[1]
         block = sum(p.numel() for p in self.model.blocks.parameters()) / depth
-        gathered = 2 * 2 * block + 2 * 4 * (self.weights - depth * block) if gpus > 1 else 0
-        sharded = self.state / gpus + gathered
+        gathered = (2 * 2 + 2 + 4) * block + 2 * 4 * (self.weights - depth * block)
+        sharded = self.state / gpus + gathered + 4 * self.model.unembedding.numel()  # its gradient, until the backward
         inputs = 4 * depth * self.batch * self.context * width
         rate = MFU * PEAK * gpus / self.model.training_flops()
+        spread = (sharded + self.activations, sharded + inputs + self.activations / depth)
         return (
             f"{self.weights / 1e9:.2f} B",
             str(gpus),
-            f"{(self.state + self.activations) / 1e9:.1f}",
-            f"{(sharded + self.activations) / 1e9:.1f}",
-            f"{(sharded + inputs + self.activations / depth) / 1e9:.1f}",
+            f"{(self.state + self.kept) / 1e9:.1f}",
+            *(f"{size / 1e9:.1f}" if gpus > 1 else "-" for size in spread),
             f"{rate:,.0f}",
             f"{TOKENS * self.weights / rate / 86400:,.1f}",
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 from data import IntegrityError, sealed
 from model.build import build
 from model.transformer import Transformer
-from training.distributed import like
+from training.distributed import distribute
 
 KEPT = 2
 STEPS = "step-" + 8 * "[0-9]"
@@ -135,7 +135,7 @@ def load_weights(model: Transformer, checkpoint: Path, device: torch.device | st
         model.to_empty(device=device)
     for name, tensor in model.state_dict().items():
         with safe_open(checkpoint / "model.safetensors", "pt") as file:  # opened anew, so that what was read is let go
-            tensor.copy_(like(file.get_tensor(name), tensor))
+            tensor.copy_(distribute(file.get_tensor(name), tensor))
 
 
 def check_weights(model: Transformer, checkpoint: Path) -> None:

@@ -51,7 +51,7 @@ class Ranks:
 
     def gathered(self, x: Tensor) -> Tensor | None:
         """All of what may be spread, on the first process's CPU."""
-        x = whole(x)
+        x = full_tensor(x)
         return x.cpu() if self.first else None
 
     def agreed(self, action: Callable):
@@ -109,7 +109,7 @@ def is_shard(x: Tensor) -> bool:
     return isinstance(x, DTensor)
 
 
-def whole(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """All of it; every process calls."""
     return x.full_tensor() if is_shard(x) else x
 
@@ -126,7 +126,7 @@ def divided(make: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return made[: len(x)]
 
 
-def like(x: Tensor, target: Tensor) -> Tensor:
+def distribute(x: Tensor, target: Tensor) -> Tensor:
     """x, spread as `target` is; every process has all of it, and keeps its own part."""
     if not is_shard(target):
         return x.to(target.device)

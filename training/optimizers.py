@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from data import IntegrityError
-from training.distributed import Ranks, divided, like, whole
+from training.distributed import Ranks, distribute, divided, full_tensor
 
 TOGETHER = 2**28  # weights whose update is made at once
 
@@ -47,12 +47,12 @@ class Muon(Optimizer):
             rate = lr * (1 - self.found_inf)
             grads = [torch.where(self.found_inf > 0, mean, grad) for mean, grad in zip(means, grads, strict=True)]
         torch._foreach_lerp_(means, grads, 1 - momentum)
-        updates = [whole(update) for update in torch._foreach_lerp(grads, means, momentum)]  # Nesterov's
+        updates = [full_tensor(update) for update in torch._foreach_lerp(grads, means, momentum)]  # Nesterov's
         tall = [update.shape[0] > update.shape[1] for update in updates]
         wide = torch.stack([update.mT if turned else update for update, turned in zip(updates, tall, strict=True)])
         wide = (divided(orthogonal, wide).to(matrices[0].dtype) * (-size * rate)).unbind()
         updates = [update.mT if turned else update for update, turned in zip(wide, tall, strict=True)]
-        updates = [like(update, p) for update, p in zip(updates, matrices, strict=True)]
+        updates = [distribute(update, p) for update, p in zip(updates, matrices, strict=True)]
         torch._foreach_mul_(matrices, 1 - rate * weight_decay)
         torch._foreach_add_(matrices, updates)
 
@@ -81,6 +81,8 @@ def muon(
 ) -> list[Optimizer]:
     """Muon for the matrices inside the blocks, AdamW without decay for embedding, head and vectors."""
     _check(betas)
+    if momentum >= 1:
+        raise ValueError(f"optimizer.momentum must be below 1 (got {momentum}). fix: 0.95")
     hidden, ends, vectors = [], [], []
     for name, p in model.named_parameters():
         (vectors if p.ndim != 2 else hidden if name.startswith("blocks.") else ends).append(p)
@@ -113,7 +115,8 @@ def load_named_state(optimizers: list[Optimizer], model: nn.Module, state: dict[
         if set(state[name]) != keys or any(value.shape not in (p.shape, ()) for value in state[name].values()):
             raise IntegrityError(f"not this optimizer's state ({name} has {sorted(state[name])}). fix: another run_dir")
         owner[p].state[p] = {
-            key: like(value, p) if value.shape == p.shape else value.to(p.device) for key, value in state[name].items()
+            key: distribute(value, p) if value.shape == p.shape else value.to(p.device)
+            for key, value in state[name].items()
         }
 
 

@@ -95,6 +95,7 @@ class Trainer:
         self.log.say(f"resuming step {self.step}\n{said}".rstrip())
 
     def compile(self) -> None:
+        torch._dynamo.config.recompile_limit = 64  # blocks that share their code but not their constants
         for module in self.model.blocks if self.sharded else [self.objective]:  # between blocks, weights arrive
             module.compile(dynamic=False)
         self.compiled = True
@@ -110,13 +111,13 @@ class Trainer:
         share = self.loader.batch // self.ranks.world
         starts = range(self.ranks.rank * share, (self.ranks.rank + 1) * share, self.micro)
         for start in starts:
-            last = start == starts[-1]  # ranks exchange gradients once a step
+            last = start == starts[-1]  # copies exchange gradients once a step
             with nullcontext() if last or self.parallel is self.objective else self.parallel.no_sync():
                 self._accumulate(slice(start, start + self.micro))
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         clip = self.settings["clip"] or math.inf
-        self.norm = distributed.whole(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
+        self.norm = distributed.full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
         overflows = self.scaler.is_enabled() and not self.norm.isfinite()  # then clipping spoils every gradient
         self._watch()
         for optimizer in self.optimizers:
@@ -166,8 +167,9 @@ class Trainer:
         if done <= COLD or (now - self.warm < TIMED * left and left > 0.5 * limit):
             return math.inf
         each = (now - self.warm) / (done - COLD)
-        # an evaluation is a forward over what is held out, of the time that a step with its backward takes
-        look = 0.4 * each * sum(map(len, self.corpus.validation)) / self.settings["batch_tokens"]
+        # an evaluation is a forward over what is held out, in which the head makes its gradients too
+        share = 0.4 + 0.6 * 6 * self.model.unembedding.numel() / self.flops
+        look = share * each * sum(map(len, self.corpus.validation)) / self.settings["batch_tokens"]
         left = (1 - MARGIN) * left - look - SPARE
         return self.step + max(1, int(left / (each + look / self.settings["eval_every"])))
 
@@ -251,7 +253,9 @@ class Trainer:
         if self.saved == self.step:
             return
         self.check_finite()
-        if not all(p.isfinite().all() for p in self.model.parameters()):  # the step itself was too long
+        if not all(
+            distributed.full_tensor(p.isfinite().all()) for p in self.model.parameters()
+        ):  # the step itself was too long
             self._diverged(f"step {self.step} made the weights infinite")
         nats = self.ranks.total(self.nats.item())
         self.nats.fill_(nats if self.ranks.first else 0.0)

@@ -62,5 +62,5 @@ class ValueResidualAttention(SoftmaxAttention):
 
 def taken(handed: Handed, what: str, layer: int) -> tuple[Tensor | None, ...]:
     if what not in handed:
-        raise ValueError(f"no layer before hands on what this one takes ({what=} {layer=}). fix: another pattern")
+        raise ValueError(f"no layer before hands on what this one takes ({what=} {layer=}). fix: another attention")
     return handed[what]

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -141,6 +142,21 @@ def by_flex(
     return y * (extra.lse - precise(sink)[:, None]).sigmoid()[..., None].type_as(y)
 
 
+class Exponential(torch.autograd.Function):
+    """e^x as `dtype`, which is all that stays in memory for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        y = x.exp().to(dtype)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return precise(grad) * precise(y), None
+
+
 def by_scores(
     q: Tensor,
     k: Tensor,
@@ -168,6 +184,6 @@ def by_scores(
         extra = precise(sink).view(-1, 1, 1)
         highest = highest.maximum(extra.detach())
         total = (extra - highest).exp()
-    weights = (scores - highest).exp()
-    total = total + weights.sum(dim=-1, keepdim=True)
-    return (F.dropout(weights, dropout).type_as(v) @ v / total).type_as(v)  # so the backward sums over features alone
+    weights = Exponential.apply(scores - highest, v.dtype)
+    total = total + precise(weights).sum(dim=-1, keepdim=True)
+    return (F.dropout(weights, dropout) @ v / total).type_as(v)  # so the backward sums over features alone
