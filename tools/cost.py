@@ -68,10 +68,8 @@ class Cost:
         with FakeTensorMode():
             self.model = build(settings["model"])
             optimizers = build(settings["optimizer"], "training")(self.model)
-            objective, tokens = (
-                Objective(self.model, z_loss=0.0, bos=None),
-                torch.zeros(self.batch, self.context).long(),
-            )
+            objective = Objective(self.model, z_loss=0.0, bos=None)
+            tokens = torch.zeros(self.batch, self.context, dtype=torch.int64)
             self.kept = kept(objective, tokens)
             self.activations = kept(objective, torch.cat((tokens, tokens))) - self.kept  # without weights in bf16
         self.weights = sum(p.numel() for p in self.model.parameters())
