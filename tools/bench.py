@@ -124,8 +124,9 @@ def transformers(words: list[str]) -> Competitor:
 
     settings, device = settings_of(words)
     shape, context, batch = settings["model"], settings["context"], settings["batch_tokens"] // settings["context"]
-    if shape["attention"].get("qk_norm", "") is not None or settings["document_mask"]:
-        errors.fail(errors.INPUT, "LlamaForCausalLM has another shape. fix: attention=llama document_mask=false")
+    llama = shape["_target_"] == "model.transformer.Transformer" and shape["softcap"] is None
+    if not llama or shape["attention"].get("qk_norm", "") is not None or settings["document_mask"]:
+        errors.fail(errors.INPUT, "LlamaForCausalLM has another shape. fix: attention=llama, and nothing else of ours")
     config = LlamaConfig(
         vocab_size=shape["vocab_size"],
         hidden_size=shape["dim"],

@@ -122,7 +122,7 @@ def divided(make: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     numbers = torch.arange(dist.get_rank() * count, (dist.get_rank() + 1) * count, device=x.device)
     mine = make(x[numbers % len(x)])
     made = mine.new_empty(count * dist.get_world_size(), *mine.shape[1:])
-    dist.all_gather_into_tensor(made, mine)
+    dist.all_gather(list(made.split(count)), mine)
     return made[: len(x)]
 
 

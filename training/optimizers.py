@@ -82,7 +82,7 @@ def muon(
     """Muon for the matrices inside the blocks, AdamW without decay for embedding, head and vectors."""
     _check(betas)
     if momentum >= 1:
-        raise ValueError(f"optimizer.momentum must be below 1 (got {momentum}). fix: 0.95")
+        raise ValueError(f"optimizer.momentum must be below 1 (got {momentum}). fix: 0.85")
     hidden, ends, vectors = [], [], []
     for name, p in model.named_parameters():
         (vectors if p.ndim != 2 else hidden if name.startswith("blocks.") else ends).append(p)
