@@ -218,3 +218,19 @@ def test_values_mix_with_the_first_layers_by_their_share():
         plain.load_state_dict({name: w for name, w in second.state_dict().items() if name != "share"})
         plain.v_proj = first.v_proj if share == 1.0 else plain.v_proj
         close(second(x, positions, None, handed)[0], plain.mix(x, positions, None))
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_gradients_through_scores_are_those_of_a_softmax(sink):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 200, 8), (2, 2, 200, 8), (2, 2, 200, 6), (4,))  # more queries than a block
+    q, k, v, extra = (torch.randn(shape, generator=generator).double().requires_grad_() for shape in shapes)
+    ours = base.by_scores(q, k, v, None, None, extra if sink else None, 0.0, None)
+    every_k, every_v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    scores = (q @ every_k.mT * 8**-0.5).masked_fill(torch.ones(200, 200).triu(1).bool(), -torch.inf)
+    column = extra.view(-1, 1, 1).expand(2, 4, 200, 1)
+    weights = (torch.cat((scores, column), dim=-1) if sink else scores).softmax(dim=-1)[..., :200]
+    inputs = (q, k, v, extra) if sink else (q, k, v)
+    grads = [torch.autograd.grad((y**3).sum(), inputs) for y in (ours, weights @ every_v)]
+    close(ours, weights @ every_v)
+    close(*grads)
