@@ -253,9 +253,8 @@ class Trainer:
         if self.saved == self.step:
             return
         self.check_finite()
-        if not all(
-            distributed.full_tensor(p.isfinite().all()) for p in self.model.parameters()
-        ):  # the step itself was too long
+        finite = [distributed.full_tensor(p.isfinite().all()) for p in self.model.parameters()]
+        if not all(finite):  # the step itself was too long
             self._diverged(f"step {self.step} made the weights infinite")
         nats = self.ranks.total(self.nats.item())
         self.nats.fill_(nats if self.ranks.first else 0.0)
