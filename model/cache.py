@@ -4,6 +4,7 @@ How much of a row is in use is one tensor for all layers, so a step never change
 and a decode step compiled once serves every length.
 """
 
+from collections.abc import Callable
 from copy import copy
 
 import torch
@@ -28,18 +29,15 @@ class LayerCache:
         """What may be read."""
         return list(self.buffers)
 
-    def repeat(self, copies: int) -> "LayerCache":
+    def map(self, change: Callable[[Tensor], Tensor]) -> "LayerCache":
+        """The same, of other buffers."""
         other = copy(self)
-        other.buffers = tuple(buffer.repeat_interleave(copies, dim=0) for buffer in self.buffers)
+        other.buffers = tuple(map(change, self.buffers))
         return other
 
-    def reset(self, rows: Tensor) -> None:
-        for buffer in self.buffers:
-            buffer[rows] = 0
-
-    def copy_rows(self, source: Tensor, target: Tensor) -> None:
-        for buffer in self.buffers:
-            buffer[target] = buffer[source]
+    def copy_(self, other: "LayerCache") -> None:
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+            mine.copy_(theirs)
 
 
 class KVCache(LayerCache):
@@ -116,24 +114,26 @@ class Cache:
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
-    def repeat(self, copies: int) -> "Cache":
-        """A new cache that holds each row `copies` times, side by side."""
-        return Cache(self.lengths.repeat_interleave(copies), [layer.repeat(copies) for layer in self.layers])
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Cache":
+        """A cache of other tensors, each made from one of these."""
+        return Cache(change(self.lengths), [layer.map(change) for layer in self.layers])
 
-    def reset(self, rows: Tensor) -> None:
-        """Empty these rows for new sequences."""
-        self.lengths[rows] = 0
-        for layer in self.layers:
-            layer.reset(rows)
+    def row(self, number: int) -> "Cache":
+        """One row, in place: what is written there is written here."""
+        return self.map(lambda tensor: tensor[number : number + 1])
 
-    def copy_rows(self, source: Tensor, target: Tensor) -> None:
-        """Let the rows `target` go on from where the rows `source` are."""
-        self.lengths[target] = self.lengths[source]
-        for layer in self.layers:
-            layer.copy_rows(source, target)
+    def copy_(self, other: "Cache") -> None:
+        """Go on from where a cache of the same shape is."""
+        self.lengths.copy_(other.lengths)
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.copy_(theirs)
+
+    def reset(self) -> None:
+        """Empty it for new sequences."""
+        self.map(Tensor.zero_)
 
     def rewind(self, lengths: Tensor) -> None:
         """Forget all but the first `lengths` (B,) tokens of each row."""
         if not all(layer.can_rewind for layer in self.layers):
-            raise ValueError("a turned window or a state cannot be rewound. fix: keep a copy of its rows")
+            raise ValueError("a turned window or a state cannot be rewound. fix: keep a copy")
         self.lengths.copy_(torch.minimum(self.lengths, lengths))

@@ -1,19 +1,13 @@
-"""Turning logits into tokens, and prompts into text one step at a time."""
-
-from collections.abc import Callable, Iterator
+"""Turning logits into tokens. What is drawn depends on the logits, a key and a place, and on nothing drawn before."""
 
 import torch
 from torch import Tensor
 
-from model.cache import Cache
-from model.transformer import Transformer
-
-Step = Callable[[Transformer, Tensor, Cache], Tensor]
-Draw = Callable[[Tensor, Tensor], Tensor]
-
 
 def sample(
     logits: Tensor,
+    keys: Tensor,
+    places: Tensor,
     seen: Tensor | None = None,
     *,
     temperature: float = 1.0,
@@ -21,10 +15,11 @@ def sample(
     top_p: float = 1.0,
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
-    generator: torch.Generator | None = None,
 ) -> Tensor:
-    """logits (B, V) -> tokens (B,). temperature = 0 is greedy; top_k = 0, top_p = 1 and min_p = 0 cut nothing.
+    """logits (B, V), keys and places (B,) int64 -> tokens (B,). temperature = 0 is greedy; top_k = 0, top_p = 1 and
+    min_p = 0 cut nothing.
 
+    A row's `key` is its seed, its `place` counts its draws: the same row draws the same in any batch, at any time.
     `seen` (B, V) says which tokens a row already holds: theirs are divided by the penalty (Keskar et al., 1909.05858).
     Cuts in this order, each on what the one before left: top-k, top-p (1904.09751), min-p (2407.01082).
     """
@@ -34,81 +29,32 @@ def sample(
         logits = torch.where(seen, penalised, logits)
     if temperature < 1e-5:
         return logits.argmax(dim=-1)
-    logits = logits / temperature
-    if 0 < top_k < logits.shape[-1]:
-        kth = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+    vocabulary = logits.shape[-1]
+    if top_p < 1 or 0 < top_k < vocabulary:  # what follows is of the likeliest alone, in their order
+        logits, tokens = logits.topk(min(top_k or vocabulary, vocabulary))
+    else:
+        tokens = torch.arange(vocabulary, device=logits.device).expand_as(logits)
+    probability = (logits / temperature).softmax(dim=-1)
     if top_p < 1:
-        ranked, order = logits.sort(dim=-1, descending=True)
-        probability = ranked.softmax(dim=-1)
         outside = probability.cumsum(dim=-1) - probability >= top_p  # the first is always inside
-        logits = logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
-    probability = logits.softmax(dim=-1)
+        probability = probability.masked_fill(outside, 0.0)
     if min_p > 0:
         probability = probability.masked_fill(probability < min_p * probability.amax(dim=-1, keepdim=True), 0.0)
-    noise = torch.empty_like(probability).exponential_(generator=generator)
-    return (probability / noise).argmax(dim=-1)  # exponential races: as multinomial, without asking the host
+    fastest = (probability / exponential(keys, places, tokens)).argmax(dim=-1, keepdim=True)
+    return tokens.gather(1, fastest).squeeze(1)
 
 
-def decode_step(model: Transformer, tokens: Tensor, cache: Cache) -> Tensor:
-    """tokens (B, 1) -> logits (B, V). Compiled once, it serves every length up to the capacity."""
-    return model(tokens, cache)[:, -1]
-
-
-def prefill(model: Transformer, rows: list[list[int]], cache: Cache | None, chunk: int) -> Tensor:
-    """Read what is new of each row, `chunk` tokens at a time -> the logits (B, V) after each."""
-    width, device = max(map(len, rows)), model.embed.weight.device
-    padded = torch.tensor([[-1] * (width - len(row)) + row for row in rows], device=device)
-    ragged = any(len(row) != width for row in rows)
-    for tokens in padded.split(width if cache is None else chunk, dim=1):
-        hidden = model.hidden(tokens.clamp(min=0), cache, tokens >= 0 if ragged else None)
-    return model.logits(hidden[:, -1])  # padded on the left, so that the last column is everyone's last token
-
-
-@torch.inference_mode()
-def generate(
-    model: Transformer,
-    prompts: list[list[int]],
-    max_new: int,
-    draw: Draw,
-    *,
-    copies: int = 1,
-    cache: Cache | None = None,
-    step: Step = decode_step,
-    chunk: int = 512,
-) -> Iterator[Tensor]:
-    """Up to `max_new` tensors (B,) as they are drawn, for `copies` rows of each prompt.
-
-    `cache` is empty, with a row for each prompt and room for min(context, prompt + max_new) tokens; without one,
-    everything is read again for every token, to the same text. A row longer than the context loses its older half.
-    Raises ValueError for an empty prompt or one longer than the context.
+def exponential(keys: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+    """Of each of the tokens (B, V), a draw from an exponential distribution: the first arrival of races at their
+    probabilities is a draw from them.
     """
-    if not all(0 < len(prompt) <= model.context for prompt in prompts):
-        raise ValueError(f"prompts must have 1 to {model.context} tokens (got {[*map(len, prompts)]}). fix: cut them")
-    texts = [list(prompt) for prompt in prompts for _ in range(copies)]
-    logits = prefill(model, prompts, cache, chunk).repeat_interleave(copies, dim=0)
-    if cache is not None and copies > 1:
-        cache = cache.repeat(copies)
-    seen = torch.zeros_like(logits, dtype=torch.bool)
-    for row, text in enumerate(texts):
-        seen[row, text] = True
-    for new in range(max_new):
-        tokens = draw(logits, seen)
-        yield tokens
-        if new + 1 == max_new:
-            return
-        seen.scatter_(1, tokens[:, None], True)
-        for text, token in zip(texts, tokens.tolist(), strict=True):
-            text.append(token)
-        full = [len(text) > model.context for text in texts]
-        for text in (text for text, is_full in zip(texts, full, strict=True) if is_full):
-            del text[: model.context // 2]
-        if cache is None:
-            logits = prefill(model, texts, None, chunk)
-        elif any(full):
-            cache.reset(torch.tensor(full, device=tokens.device).nonzero().flatten())
-            logits = prefill(
-                model, [text if is_full else text[-1:] for text, is_full in zip(texts, full, strict=True)], cache, chunk
-            )
-        else:
-            logits = step(model, tokens[:, None], cache)
+    bits = scattered(scattered(scattered(keys) + places)[:, None] + tokens)
+    return -((((bits >> 41) & 0x7FFFFF) + 0.5) / 2**23).log()  # of 23 bits, so that none is 0 or 1 in fp32
+
+
+def scattered(x: Tensor) -> Tensor:
+    """int64 to int64, as if at random: splitmix64 (Steele et al., 10.1145/2660193.2660195)."""
+    x = (x + 1) * -0x61C8864680B583EB
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)

@@ -90,7 +90,8 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)"""
-        return capped(F.linear(hidden, self.unembedding), self.softcap)
+        predicted = F.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
+        return capped(predicted, self.softcap)
 
     @property
     def unembedding(self) -> Tensor:

@@ -8,7 +8,7 @@ import runpy
 import sys
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from time import monotonic
 
@@ -20,6 +20,8 @@ from omegaconf import OmegaConf
 from data.loader import Loader
 from data.prepare import prepare
 from model.build import build
+from model.generation import Text, generate
+from model.sampling import sample
 from training.distributed import Ranks
 from training.signals import Signals
 from training.trainer import Trainer
@@ -47,6 +49,7 @@ TINY = (
 )
 SHORT = ("steps=4", "eval_every=2", "sample_every=4", "save_every=2")
 close = torch.testing.assert_close
+greedy = partial(sample, temperature=0)
 
 torch.set_num_threads(1)
 
@@ -79,6 +82,16 @@ def shrink(tree):
         key: 5 if key in ("window", "chunk") and isinstance(value, int) else shrink(value)
         for key, value in tree.items()
     }
+
+
+def continued(model, prompts: list[list[int]], most: int, draw=greedy, rows: int = 0, capacity: int = 64, **more):
+    """What is drawn after each prompt, `rows` of them at a time; without rows, without a cache."""
+    weight, texts = model.embed.weight, [Text(prompt, most, key) for key, prompt in enumerate(prompts)]
+    cache = model.new_cache(rows, capacity, weight.dtype, weight.device) if rows else None
+    drawn = {id(text): [] for text in texts}
+    for text in generate(model, texts, draw, cache=cache, **more):
+        drawn[id(text)].append(text.tokens[-1])
+    return [*drawn.values()]
 
 
 def redraw(model: torch.nn.Module) -> torch.nn.Module:

@@ -1,18 +1,16 @@
 """What only a GPU can show: pytest -m gpu."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from model.build import build
-from model.sampling import decode_step, generate, sample
-from tests.conftest import VARIANTS, redraw, tree_of
+from model.generation import compiled_step, decode_step
+from tests.conftest import VARIANTS, continued, redraw, tree_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-greedy = partial(sample, temperature=0)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -21,10 +19,11 @@ def test_greedy_tokens_are_those_of_the_cpu(variant, compiled):
     torch._dynamo.reset()
     model = redraw(build(tree_of(variant))).eval()
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
-    expected = torch.stack([*generate(model, prompts, 20, greedy)])
-    step = torch.compile(decode_step, fullgraph=True, dynamic=False) if compiled else decode_step
-    cache = model.cuda().new_cache(3, 32, torch.float32, "cuda")
-    assert torch.equal(torch.stack([*generate(model, prompts, 20, greedy, cache=cache, step=step)]).cpu(), expected)
+    expected = continued(model, prompts, 20)
+    step = compiled_step(torch.device("cuda")) if compiled else decode_step
+    for guesses in (0, 3):
+        assert continued(model.cuda(), prompts, 20, rows=2, capacity=32, step=step, guesses=guesses) == expected
+        step = compiled_step(torch.device("cuda")) if compiled else decode_step  # of another cache
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -7,13 +7,17 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
+from model import generation
+from model.generation import compiled_step, decode_step, prefill
 from model.initialise import initialise
+from model.matvec import for_few_tokens
 from model.positions import Positions
-from model.sampling import decode_step, generate, sample
-from tests.conftest import close
+from model.sampling import sample
+from tests.conftest import close, continued, greedy
 
-greedy = partial(sample, temperature=0)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 TOKENS = torch.randint(128, (3, 13), generator=torch.Generator().manual_seed(1))
 
 
@@ -103,8 +107,8 @@ def test_a_cache_in_less_precision_is_nearly_exact(model, dtype, error):
 def test_rows_can_be_reset_and_copied(model):
     cache = new_cache(model)
     model(TOKENS[:, :7], cache)
-    cache.reset(torch.tensor([1, 2]))
-    cache.copy_rows(torch.tensor([0]), torch.tensor([2]))
+    cache.row(1).reset()
+    cache.row(2).copy_(cache.row(0))
     logits = model(TOKENS[:, 7:9], cache)
     close(logits[1], model(TOKENS[1:2, 7:9])[0])
     close(logits[2], model(torch.cat((TOKENS[:1, :7], TOKENS[2:, 7:9]), dim=1))[0, 7:])
@@ -142,15 +146,33 @@ def test_cache_bytes_are_the_stated_formula(model, capacity):
 
 
 def test_a_decode_step_compiles_once(model):
-    graphs = []
     torch._dynamo.reset()
+    graphs = []
     step = torch.compile(
         decode_step, fullgraph=True, dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph
     )
-    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
-    compiled = list(generate(model, prompts, 101, greedy, cache=new_cache(model, capacity=64), step=step))
+    compiled = continued(model, PROMPTS, 101, rows=3, step=step)
     assert len(graphs) == 1
-    assert torch.equal(torch.stack(compiled), torch.stack([*generate(model, prompts, 101, greedy)]))  # past the context
+    assert compiled == continued(model, PROMPTS, 101)  # past the context
+
+
+@pytest.mark.long
+def test_a_thousand_tokens_are_never_compiled_again(model):
+    torch._dynamo.reset()
+    model = model.float()
+    for_few_tokens(model, int8=False)
+    compiled = continued(model, PROMPTS[:3], 1000, rows=3, step=compiled_step(torch.device("cpu")))
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"] and not counters["recompiles"]
+    assert [text[:40] for text in compiled] == [continued(model, [prompt], 40, rows=1)[0] for prompt in PROMPTS[:3]]
+
+
+@pytest.mark.parametrize("draw", [greedy, partial(sample, temperature=2.0, top_k=100, repetition_penalty=1.1)])
+def test_a_text_is_the_same_alone_in_a_batch_with_guesses_and_without_a_cache(model, draw):
+    """Past the context, with fewer rows than texts."""
+    prompts = [*PROMPTS[:2], [3, 1, 4] * 20]
+    expected = continued(model, prompts, 12, draw)
+    assert continued(model, prompts, 12, draw, rows=2) == expected
+    assert continued(model, prompts, 12, draw, rows=3, guesses=3) == expected
 
 
 def test_training_has_no_graph_break(model):
@@ -161,19 +183,12 @@ def test_training_has_no_graph_break(model):
     logits.square().mean().backward()
 
 
-def test_several_samples_share_one_prefill(model):
-    prompts = [[1, 2, 3], [4, 5]]
-    draws = iter(torch.randint(128, (20, 4), generator=torch.Generator().manual_seed(5)))
-    seen = []
-
-    def draw(logits, _):
-        seen.append(logits)
-        return next(draws)
-
-    list(generate(model, prompts, 5, draw, copies=2, cache=new_cache(model, batch=2)))
-    draws = iter(torch.randint(128, (20, 4), generator=torch.Generator().manual_seed(5)))
-    list(generate(model, [prompts[0], prompts[0], prompts[1], prompts[1]], 5, draw))
-    close(torch.stack(seen[:5]), torch.stack(seen[5:]))
+def test_several_samples_share_one_prefill(model, monkeypatch):
+    prompts, read = [PROMPTS[0]] * 3 + [PROMPTS[2]], []
+    monkeypatch.setattr(generation, "prefill", lambda *about: read.append(about[1]) or prefill(*about))
+    drawn = continued(model, prompts, 9, sample, rows=4)
+    assert read == [PROMPTS[0], PROMPTS[2]] and len(set(map(tuple, drawn))) == 4
+    assert drawn == continued(model, prompts, 9, sample)
 
 
 def test_bf16_runs(model):

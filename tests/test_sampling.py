@@ -4,14 +4,19 @@ import pytest
 import torch
 
 from model.build import build
-from model.sampling import generate, sample
-from tests.conftest import redraw, tree_of
+from model.sampling import exponential, sample
+from tests.conftest import continued, redraw, tree_of
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -8.0]])
 
 
+def draws(logits: torch.Tensor, seed: int = 0, **knobs) -> torch.Tensor:
+    """The first of as many texts as there are rows."""
+    return sample(logits, seed + torch.arange(len(logits)), torch.zeros(len(logits), dtype=torch.int64), **knobs)
+
+
 def frequencies(**knobs) -> torch.Tensor:
-    drawn = sample(LOGITS.expand(40_000, -1), generator=torch.Generator().manual_seed(0), **knobs)
+    drawn = draws(LOGITS.expand(40_000, -1), **knobs)
     return drawn.bincount(minlength=6) / 40_000
 
 
@@ -45,31 +50,36 @@ def test_draws_follow_the_distribution(knobs, kept):
 
 @pytest.mark.parametrize("temperature", [0, 1e-45])
 def test_no_temperature_is_greedy(temperature):
-    assert sample(LOGITS, temperature=temperature).tolist() == [0]
+    assert draws(LOGITS, temperature=temperature).tolist() == [0]
 
 
-def test_equal_logits_at_the_edge_of_top_k_all_stay():
-    logits = torch.zeros(2000, 4)
-    assert set(sample(logits, top_k=2).tolist()) == {0, 1, 2, 3}
+def test_the_noise_is_exponential_and_unrelated_between_keys_places_and_tokens():
+    grid = exponential(torch.arange(60), torch.zeros(60, dtype=torch.int64), torch.arange(1000).expand(60, -1))
+    later = exponential(torch.arange(60), torch.ones(60, dtype=torch.int64), torch.arange(1000).expand(60, -1))
+    uniform = (-torch.stack((grid, later))).exp()
+    assert abs(uniform.mean() - 1 / 2) < 5e-3 and abs(uniform.var() - 1 / 12) < 2e-3
+    assert 0 < uniform.min() < 1e-4 and 1 - 1e-4 < uniform.max() < 1
+    for one, other in ((uniform[0], uniform[1]), (uniform[0, 1:], uniform[0, :-1]), (grid[:, 1:], grid[:, :-1])):
+        assert abs(torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1]) < 0.02
 
 
 @pytest.mark.parametrize("logits", [[2.0, 1.5], [-1.0, -1.5]])
 def test_a_penalty_makes_what_was_seen_less_likely_whatever_its_sign(logits):
     seen = torch.tensor([[True, False]])
-    assert sample(torch.tensor([logits]), seen, temperature=0, repetition_penalty=1.2).tolist() == [0]
-    assert sample(torch.tensor([logits]), seen, temperature=0, repetition_penalty=2.0).tolist() == [1]
+    assert draws(torch.tensor([logits]), seen=seen, temperature=0, repetition_penalty=1.2).tolist() == [0]
+    assert draws(torch.tensor([logits]), seen=seen, temperature=0, repetition_penalty=2.0).tolist() == [1]
 
 
 def test_a_seed_repeats_and_another_does_not():
-    draws = [sample(LOGITS.expand(50, -1), generator=torch.Generator().manual_seed(s)).tolist() for s in (3, 3, 4)]
-    assert draws[0] == draws[1] != draws[2]
+    one, same, other = (draws(LOGITS.expand(50, -1), 1000 * seed).tolist() for seed in (3, 3, 4))
+    assert one == same != other
 
 
 @pytest.mark.parametrize("prompts", [[[]], [[1], []], [[1] * 65]])
 def test_prompts_that_cannot_be_read_are_refused(prompts):
     model = build(tree_of("gqa"))
     with pytest.raises(ValueError, match="1 to 64 tokens"):
-        next(generate(model, prompts, 1, sample))
+        continued(model, prompts, 1, rows=2)
 
 
 def test_a_full_context_loses_its_older_half():
@@ -77,10 +87,10 @@ def test_a_full_context_loses_its_older_half():
     prompt = list(range(64))
     read = []
 
-    def draw(logits, seen):
-        read.append(logits)
+    def draw(logits, *_):
+        read.append(logits.clone())
         return torch.tensor([7])
 
-    list(generate(model, [prompt], 3, draw))
+    continued(model, [prompt], 3, draw)
     for got, text in zip(read, (prompt, [*prompt[32:], 7], [*prompt[32:], 7, 7]), strict=True):
         torch.testing.assert_close(got, model(torch.tensor([text]))[:, -1])

@@ -83,9 +83,13 @@ def lacks_for_compilation(device: torch.device) -> str | None:
             return "Triton"
     elif device.type != "cpu":
         return "a CPU or a CUDA device"
-    if shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")) is None:
+    if cpp_compiler() is None:
         return "a C++ compiler"
     return None if Path(sysconfig.get_path("include"), "Python.h").exists() else "Python's headers"
+
+
+def cpp_compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
 
 
 def keep_freed_memory(device: torch.device) -> None:

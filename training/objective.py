@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable
-from itertools import islice, takewhile
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from data.prepare import Corpus
 from data.tokenizer import Tokenizer
 from model import sampling
 from model.build import build
+from model.generation import Text, generate
 from model.initialise import initialise
 from model.layers import capped, precise
 from model.transformer import Transformer
@@ -112,19 +114,14 @@ def evaluate(
 
 def sample(model: Transformer, tokenizer: Tokenizer, seed: int, stop: Callable[[], int]) -> str:
     """Text from nothing, up to its end or 192 tokens, or until `stop` says so."""
-    device, capacity = model.embed.weight.device, min(192, model.context)
-    generator = torch.Generator(device).manual_seed(seed)
-    cache = model.new_cache(1, capacity, torch.float32, device)
-
-    def draw(logits: Tensor, seen: Tensor) -> Tensor:
-        return sampling.sample(logits, seen, temperature=0.8, top_k=50, generator=generator)
-
+    capacity = min(192, model.context)
+    cache = model.new_cache(1, capacity, torch.float32, model.embed.weight.device)
+    text = Text([tokenizer.bos], capacity - 1, key=seed)
     model.eval()
-    drawn = sampling.generate(model, [[tokenizer.bos]], capacity - 1, draw, cache=cache)
-    tokens = takewhile(lambda token: token != tokenizer.eos and not stop(), (token.item() for token in drawn))
-    text = tokenizer.decode(list(tokens))
+    for _ in generate(model, [text], partial(sampling.sample, temperature=0.8, top_k=50), cache=cache):
+        text.done |= text.tokens[-1] == tokenizer.eos or bool(stop())
     model.train()
-    return text
+    return tokenizer.decode(text.tokens)
 
 
 def on(device: torch.device, *tensors: Tensor) -> list[Tensor]:

@@ -94,8 +94,8 @@ def attend(
     """q (B, T, H, D), k (B, S, K, D), v (B, S, K, E), visible (B, 1, T, S), sink (H,) -> (B, T, H, E).
 
     H is a multiple of K. visible=None is plain causal, T = S: no mask exists, the fused kernel knows. Compiled for a
-    CPU and up to `DENSE` tokens, plain products of a few query blocks take less time than that kernel; compiled for
-    CUDA, whatever is not plain and as long as its keys goes to FlexAttention.
+    CPU and up to `DENSE` tokens, plain products of a few query blocks take less time than that kernel, and so do sums
+    where T = 1; compiled for CUDA, whatever is not plain and as long as its keys goes to FlexAttention.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if watched is not None:
@@ -104,7 +104,7 @@ def attend(
     compiled, plain = torch.compiler.is_compiling(), softcap is None and sink is None
     if compiled and q.is_cuda and q.shape[2] == k.shape[2] and not (plain and visible is None) and dropout == 0:
         return by_flex(q, k, v, visible, softcap, sink, scale).transpose(1, 2)
-    dense = compiled and q.device.type == "cpu" and visible is None and q.shape[2] <= DENSE
+    dense = compiled and q.device.type == "cpu" and (q.shape[2] == 1 or (visible is None and q.shape[2] <= DENSE))
     if plain and not dense:
         causal, gqa = visible is None, q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(q, k, v, visible, dropout, causal, scale=scale, enable_gqa=gqa)
@@ -177,7 +177,8 @@ def by_scores(
             blocks.append(by_scores(*parts, seen, softcap, sink, dropout, scale))
         return torch.cat(blocks, dim=2)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = capped(precise(q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.mT), softcap)
+    product = summed if q.shape[2] == 1 and torch.compiler.is_compiling() else torch.matmul
+    scores = capped(precise(product(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT)), softcap)
     scores = scores.masked_fill(~visible, -torch.inf)
     highest, total = scores.detach().amax(dim=-1, keepdim=True), 0.0
     if sink is not None:  # one more score, of nothing
@@ -186,4 +187,10 @@ def by_scores(
         total = (extra - highest).exp()
     weights = Exponential.apply(scores - highest, v.dtype)
     total = total + precise(weights).sum(dim=-1, keepdim=True)
-    return (F.dropout(weights, dropout) @ v / total).type_as(v)  # so the backward sums over features alone
+    y = product(F.dropout(weights, dropout), v)
+    return (y / total).type_as(v)  # so the backward sums over features alone
+
+
+def summed(row: Tensor, matrix: Tensor) -> Tensor:
+    """(..., 1, N) x (..., N, M), which the compiler makes one loop of, without a call."""
+    return (precise(row).mT * precise(matrix)).sum(dim=-2, keepdim=True)

@@ -1,0 +1,86 @@
+"""Linear maps of a few tokens, as fast as their weights are read from memory.
+
+On a CPU torch's products reach a quarter of its bandwidth; matvec.cpp, compiled once where a compiler is, most of it.
+"""
+
+import hashlib
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.layers import Linear
+from model.transformer import Transformer
+
+FEW = 16  # tokens up to which reading the weights takes longer than multiplying
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-w", "-DAT_PARALLEL_OPENMP=1")
+
+
+def load(folder: Path, compiler: str | None) -> bool:
+    """Whether matvec.cpp is at hand: from `folder`, or compiled to there where there is a compiler."""
+    if hasattr(torch.ops.attend, "matvec"):
+        return True
+    about = Path("/proc/cpuinfo")
+    features = {line for line in about.read_text().splitlines() if "flags" in line} if about.exists() else ()
+    same = f"{torch.__version__} {platform.machine()} {sorted(features)} {FLAGS}".encode() + SOURCE.read_bytes()
+    library = folder / f"matvec-{hashlib.sha256(same).hexdigest()[:16]}.so"
+    if not library.exists() and (compiler is None or not compiled(library, compiler)):
+        return False
+    torch.ops.load_library(library)
+    torch.library.register_fake("attend::matvec")(lambda x, w: x.new_empty(*x.shape[:-1], len(w)))
+    return True
+
+
+def compiled(library: Path, compiler: str) -> bool:
+    torch_folder = Path(torch.__file__).parent
+    include = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
+    link = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
+    library.parent.mkdir(parents=True, exist_ok=True)
+    half = library.with_suffix(f".{os.getpid()}")
+    done = subprocess.run([compiler, *FLAGS, *include, SOURCE, "-o", half, *link], capture_output=True)
+    if done.returncode == 0:
+        half.replace(library)
+    return done.returncode == 0
+
+
+class FewTokensLinear(nn.Module):
+    """(..., N) to (..., M), as the Linear that it is made of; in `int8`, with a scale for each output."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, int8: bool):
+        super().__init__()
+        self.bias, self.scale = bias, None
+        if int8:
+            largest = weight.float().abs().amax(dim=1) / 127
+            self.scale = largest.clamp(min=1e-9).to(weight.dtype)
+            weight = (weight / self.scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+        self.kept = nn.Parameter(weight.contiguous(), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.kept if self.scale is None else self.kept.to(self.scale.dtype) * self.scale[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        few = x.device.type == "cpu" and x.numel() <= FEW * x.shape[-1] and x.dtype != torch.float64
+        if self.scale is not None and few and x.shape[-1] % 16 == 0:  # torch's kernel is wrong for other sizes
+            y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.kept, self.scale).view(*x.shape[:-1], -1)
+        elif self.scale is not None:
+            y = F.linear(x, self.kept.to(x.dtype)) * self.scale
+        elif few and hasattr(torch.ops.attend, "matvec"):
+            y = torch.ops.attend.matvec(x.contiguous(), self.kept)
+        else:
+            return F.linear(x, self.kept, self.bias)
+        return y if self.bias is None else y + self.bias
+
+
+def for_few_tokens(model: Transformer, int8: bool) -> None:
+    """Changes the linear maps of a model in place, the head included: from now on it decodes, and learns no more."""
+    model.head = FewTokensLinear(model.unembedding.detach(), None, int8)
+    for parent in [*model.modules()]:
+        for name, child in parent.named_children():
+            if isinstance(child, Linear):
+                setattr(parent, name, FewTokensLinear(child.weight.detach(), child.bias, int8))
