@@ -6,21 +6,14 @@ A build happens under a lock, in a sealed folder: what has the right name is com
 import fcntl
 import json
 import math
-import multiprocessing
-import os
 import shutil
-import signal
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 from tqdm import tqdm
@@ -33,7 +26,7 @@ from data.tokenizer import Tokenizer
 SPLITS = ("train", "validation")
 SAMPLE = 50_000_000  # characters a tokenizer is trained on
 VALIDATION = 2_000_000  # bytes held out at most, at whole documents
-BATCH = 256  # documents handed to a process at once
+BATCH = 256  # documents tokenised together
 
 
 @dataclass
@@ -138,37 +131,9 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Unsealed, quiet: 
 
 
 def tokenised(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, bool]]:
-    """(tokens, UTF-8 bytes, held out) of each document, in order, made by as many processes as there are cores."""
-    documents, workers = iter(documents), os.cpu_count()
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start, (tokenizer.proto,)) as pool:
-        ahead = deque()
-        while True:
-            while len(ahead) <= 2 * workers and (batch := list(islice(documents, BATCH))):
-                ahead.append(pool.submit(_encode, batch))
-            if not ahead:
-                return
-            try:
-                yield from ahead.popleft().result()
-            except BrokenProcessPool:
-                raise ValueError(
-                    "a process that tokenises was killed (of memory?). fix: free some, or less text"
-                ) from None
-
-
-def _start(proto: bytes) -> None:
-    global _tokenizer  # of this worker process
-    _tokenizer = Tokenizer(proto)
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # its parent's to answer
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever, and hold its lock."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _encode(batch: list[tuple[str, bool]]) -> list[tuple[np.ndarray, int, bool]]:
-    return [(_tokenizer.document(text), len(text.encode()), held_out) for text, held_out in batch]
+    """(tokens, UTF-8 bytes, held out) of each document, in order."""
+    documents = iter(documents)
+    while batch := list(islice(documents, BATCH)):
+        texts = [text for text, _ in batch]
+        for tokens, (text, held_out) in zip(tokenizer.documents(texts), batch, strict=True):
+            yield tokens, len(text.encode()), held_out

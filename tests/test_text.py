@@ -208,8 +208,8 @@ def test_four_processes_build_one_corpus(tmp_path, story):
     assert [process.returncode for process in running] == [0] * 4
 
 
-def test_a_worker_that_fails_fails_the_preparation(tmp_path, story, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "document", lambda self, text: 1 // 0)
+def test_a_preparation_that_fails_leaves_nothing(tmp_path, story, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "documents", lambda self, texts: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         prepare(text_source(story), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()

@@ -181,10 +181,6 @@ def source(path: Path) -> Text:
     )
 
 
-def children(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
     end = monotonic() + seconds
     while not condition():

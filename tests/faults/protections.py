@@ -18,13 +18,6 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
     "a folder aside": ("data/sealed.py", 'Unsealed(folder.with_name(f".tmp-{folder.name}"))', "Unsealed(folder)", ""),
     "no links": ("data/sealed.py", "path.is_symlink() or folder.is_symlink()", "False", "damage.py"),
     "the lock": ("data/sealed.py", "        fcntl.flock(lock, how)", "        pass", "storage.py -k one_run"),
-    "workers that end": (
-        "data/prepare.py",
-        "Thread(target=_end_with_parent, daemon=True).start()",
-        "pass",
-        "storage.py",
-    ),
-    "workers that ignore signals": ("data/prepare.py", "signal.signal(number, signal.SIG_IGN)", "pass", "signals.py"),
     "nothing is unpickled": ("training/checkpoint.py", "weights_only=True", "weights_only=False", "damage.py"),
     "the older checkpoint": ("training/checkpoint.py", "KEPT = 2", "KEPT = 1", "signals.py"),
     "the optimizer": ("training/trainer.py", "load_named_state(self.optimizers", "(lambda *_: 0)(self", "resume.py"),
@@ -55,7 +48,7 @@ def seen(folder: Path, what: str) -> str | None:
     name, *rest = (tests or "crashes.py -k every_crash").split()
     path = f"tests/{name[3:]}" if name.startswith("../") else f"tests/faults/test_{name}"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", path, *rest]
-    with (folder / "told").open("w+") as told:  # a pipe would stay open in workers that do not end
+    with (folder / "told").open("w+") as told:
         process = subprocess.Popen(command, cwd=folder, stdout=told, stderr=told, start_new_session=True)
         process.wait()
         with suppress(ProcessLookupError):
