@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 def build(tree, package: str = "model"):
     """Calls every `_target_` of the tree, innermost first; with `_partial_: true` its caller adds the rest.
 
-    Raises ValueError for a target outside `package` and for knobs that are not its own.
+    Raises ValueError for a target outside `package` and for a knob of another kind, TypeError for one that is not its.
     """
     if isinstance(tree, list):
         return [build(branch, package) for branch in tree]
@@ -27,7 +27,7 @@ def build(tree, package: str = "model"):
         return {key: build(branch, package) for key, branch in tree.items()}
     target, later = find(tree["_target_"], package), tree.get("_partial_", False)
     knobs = {key: build(branch, package) for key, branch in tree.items() if key not in ("_target_", "_partial_")}
-    check(target, knobs, later)
+    check(target, knobs)
     return partial(target, **knobs) if later else target(**knobs)
 
 
@@ -36,25 +36,16 @@ def find(path: str, package: str) -> Callable:
     files = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (ROOT / package).rglob("*.py")}
     found = vars(import_module(module)).get(name) if module in files else None
     if not (inspect.isclass(found) or inspect.isfunction(found)) or found.__module__ != module:
-        raise ValueError(
-            f"_target_ must be a class or function written in {package}/ (got {path!r}). fix: name one of its own"
-        )
+        raise ValueError(f"_target_ must be a class or function written in {package}/ (got {path!r}). fix: one of them")
     return found
 
 
-def check(target: Callable, given: dict, later: bool) -> None:
-    """Every keyword-only parameter is a knob, of the kind it says, and has to be there unless it has a default."""
-    knobs = {p.name: p for p in parameters(target) if p.kind is p.KEYWORD_ONLY or not later}
-    missing = {name for name, p in knobs.items() if p.default is p.empty} - given.keys()
-    unknown = given.keys() - knobs.keys()
-    if missing or unknown:
-        wrong = [f"{word} {sorted(names)}" for word, names in (("missing", missing), ("unknown", unknown)) if names]
-        raise ValueError(f"{target.__name__}: {', '.join(wrong)}. fix: its knobs are {sorted(knobs)}")
-    for name, value in given.items():
-        kind = knobs[name].annotation
-        if not fits(value, kind):
-            kind = getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind).partition("[")[0]
-            raise ValueError(f"{target.__name__}: {name} must be {kind} (got {value!r}). fix: change it")
+def check(target: Callable, given: dict) -> None:
+    """A knob is of the kind that its annotation says. Which knobs there are, the call itself checks."""
+    for p in parameters(target):
+        if p.name in given and not fits(given[p.name], p.annotation):
+            kind = inspect.formatannotation(p.annotation).partition("[")[0]
+            raise ValueError(f"{target.__name__}: {p.name} must be {kind} (got {given[p.name]!r}). fix: change it")
 
 
 def fits(value: object, kind: object) -> bool:
@@ -70,6 +61,6 @@ def fits(value: object, kind: object) -> bool:
 def parameters(target: Callable) -> list[inspect.Parameter]:
     """Those of the base class too, where a class hands `**knobs` on to it."""
     named = list(inspect.signature(target).parameters.values())
-    return (
-        named[:-1] + parameters(target.__base__) if named and named[-1].kind is inspect.Parameter.VAR_KEYWORD else named
-    )
+    if named and named[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        return named[:-1] + parameters(target.__base__)
+    return named
