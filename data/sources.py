@@ -10,6 +10,7 @@ import tokenize
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from glob import glob
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -22,17 +23,17 @@ def chosen(identity: str, holdout: int) -> bool:
     return int(sha256(identity.encode()).hexdigest(), 16) % holdout == 0
 
 
+@dataclass(kw_only=True)
 class Source(ABC):
     """Text, and the tokenizer for it: a file `tokenizer`, or one of `vocab_size` pieces trained on the documents."""
 
-    def __init__(self, *, vocab_size: int, tokenizer: str | None):
-        if not isinstance(vocab_size, int) or not 300 <= vocab_size <= 2**24:
-            raise ValueError(
-                f"data.vocab_size needs room for 256 bytes and some pieces (got {vocab_size}). fix: 4096 for small text"
-            )
-        self.vocab_size, self.tokenizer = vocab_size, tokenizer
+    tokens = None  # to stop at; None: take all
+    vocab_size: int
+    tokenizer: str | None
 
-    tokens: int | None = None  # to stop at; None: take all
+    def __post_init__(self):
+        if self.vocab_size < 300:
+            raise ValueError(f"data.vocab_size needs room for 256 bytes and more (got {self.vocab_size}). fix: 4096")
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -43,13 +44,14 @@ class Source(ABC):
         """Each with whether it is held out, in an order that never changes."""
 
 
+@dataclass(kw_only=True)
 class Stdlib(Source):
     """The Python standard library's own sources: real text that needs no download. One file in 20 is held out."""
 
     SKIPPED = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
-    def __init__(self, *, vocab_size: int, tokenizer: str | None):
-        super().__init__(vocab_size=vocab_size, tokenizer=tokenizer)
+    def __post_init__(self):
+        super().__post_init__()
         self.root = Path(sysconfig.get_paths()["stdlib"])
         relative = (path.relative_to(self.root) for path in self.root.rglob("*.py"))
         self.files = sorted(path.as_posix() for path in relative if not self.SKIPPED & set(path.parts))
@@ -65,35 +67,35 @@ class Stdlib(Source):
                 yield source.read(), chosen(file, 20)
 
 
+@dataclass(kw_only=True)
 class Text(Source):
     """The user's own files: `path` is a file, a glob, or a folder of .txt, .jsonl and .parquet.
 
-    A .txt is cut into documents at lines that are just `separator`; a .jsonl or .parquet has one a row, in
-    `text_field`.
+    A .txt is cut into documents at lines that are just `separator`; others have one a row, in `text_field`.
     One document in `holdout`, by its hash, is held out: at least one, or the last 5 % of a lone one.
     Raises ValueError for what cannot be read as text.
     """
 
     SUFFIXES = (".txt", ".jsonl", ".parquet")
 
-    def __init__(
-        self, *, path: str | None, text_field: str, separator: str, holdout: int, vocab_size: int, tokenizer: str | None
-    ):
-        super().__init__(vocab_size=vocab_size, tokenizer=tokenizer)
-        if not path:
+    path: str | None
+    text_field: str
+    separator: str
+    holdout: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.path:
             raise ValueError("data.path is needed (got none). fix: data.path=FILE, a glob or a folder")
-        if type(holdout) is not int or holdout < 2:
-            raise ValueError(f"data.holdout must be a whole number from 2 (got {holdout}). fix: 20")
-        self.separator, self.text_field, self.holdout = separator, text_field, holdout
-        place = Path(str(path)).expanduser()
+        if self.holdout < 2:
+            raise ValueError(f"data.holdout must be from 2 (got {self.holdout}). fix: 20")
+        place = Path(self.path).expanduser()
         if place.is_dir():
             self.files = sorted(file for file in place.rglob("*") if file.suffix in self.SUFFIXES)
         else:
             self.files = [place] if place.is_file() else sorted(map(Path, glob(str(place), recursive=True)))
         if not self.files:
-            raise ValueError(
-                f"no text found (data.path={path}). fix: a file, a glob, or a folder of {', '.join(self.SUFFIXES)}"
-            )
+            raise ValueError(f"no text found (data.path={self.path}). fix: a glob, a file, a folder of {self.SUFFIXES}")
 
     def fingerprint(self) -> str:
         return f"{content_hash(self.files)} {self.text_field} {self.separator} {self.holdout}"
@@ -146,6 +148,7 @@ class Text(Source):
             raise ValueError(f"not parquet ({file}: {error}). fix: another file") from None
 
 
+@dataclass(kw_only=True)
 class Hub(Source):
     """A public dataset of the Hugging Face hub, read with `datasets`.
 
@@ -154,24 +157,15 @@ class Hub(Source):
     begin a document.
     """
 
-    def __init__(
-        self,
-        *,
-        repo: str,
-        config: str | None,
-        revision: str,
-        train: str,
-        validation: str | None,
-        text_field: str,
-        starts: str | None,
-        tokens: int | None,
-        holdout: int,
-        vocab_size: int,
-        tokenizer: str | None,
-    ):
-        super().__init__(vocab_size=vocab_size, tokenizer=tokenizer)
-        self.repo, self.config, self.revision, self.train, self.validation = (repo, config, revision, train, validation)
-        self.text_field, self.starts, self.tokens, self.holdout = (text_field, starts, tokens, holdout)
+    repo: str
+    config: str | None
+    revision: str
+    train: str
+    validation: str | None
+    text_field: str
+    starts: str | None
+    tokens: int | None
+    holdout: int
 
     def fingerprint(self) -> str:
         """Asks the hub for the commit that `revision` names; the next calls read that commit."""
@@ -212,9 +206,7 @@ class Hub(Source):
             if "fix: " in str(error):
                 raise
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-            raise ValueError(
-                f"cannot read the dataset ({self.repo}: {reason}). fix: check network and data.repo, or data=stdlib"
-            ) from None
+            raise ValueError(f"cannot read the dataset ({self.repo}: {reason}). fix: network, or data.repo") from None
 
 
 def text_of(row: object, field: str, where: str) -> str:
@@ -244,7 +236,5 @@ def utf8_lines(file: Path) -> Iterator[str]:
             try:
                 yield line.decode().removeprefix("\ufeff" if offset == 0 else "")
             except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"not UTF-8 ({file} at byte {offset + error.start}). fix: convert it, or leave it out"
-                ) from None
+                raise ValueError(f"not UTF-8 ({file} at byte {offset + error.start}). fix: convert it") from None
             offset += len(line)

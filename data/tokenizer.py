@@ -24,9 +24,7 @@ class Tokenizer:
         self.proto, self.sha256 = proto, sha256(proto).hexdigest()
         self.vocab_size, self.bos, self.eos = (self.pieces.vocab_size(), self.pieces.bos_id(), self.pieces.eos_id())
         if self.bos < 0 or self.eos < 0:
-            raise ValueError(
-                f"the tokenizer has no BOS or no EOS (ids {self.bos}, {self.eos}). fix: train it with both"
-            )
+            raise ValueError(f"a tokenizer needs BOS and EOS (ids {self.bos}, {self.eos}). fix: train it with both")
         self.sign = [self.pieces.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
 
     @classmethod
@@ -34,9 +32,7 @@ class Tokenizer:
         try:
             return cls(Path(path).expanduser().read_bytes())
         except OSError as error:
-            raise ValueError(
-                f"cannot read the tokenizer ({path}: {error.strerror}). fix: the path of a tokenizer.model"
-            ) from None
+            raise ValueError(f"no tokenizer ({path}: {error.strerror}). fix: a path of one") from None
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -66,9 +62,8 @@ class Tokenizer:
             )
         except RuntimeError as error:
             reason = str(error).rpartition("] ")[2].partition("\n")[0]
-            raise ValueError(
-                f"no tokenizer from this text ({vocab_size=}: {reason}). fix: more text, or another data.vocab_size"
-            ) from None
+            fix = "more text, or another data.vocab_size"
+            raise ValueError(f"no tokenizer from this text ({vocab_size=}: {reason}). fix: {fix}") from None
         return cls(written.getvalue())
 
     def encode(self, text: str) -> list[int]:

@@ -51,9 +51,7 @@ class SoftmaxAttention(Attention):
         if softcap is not None and not softcap > 0:
             raise ValueError(f"attention.softcap must be above 0 (got {softcap!r}). fix: null")
         if dim % heads or heads % kv_heads:
-            raise ValueError(
-                f"heads must divide dim, and kv_heads heads ({dim=} {heads=} {kv_heads=}). fix: change one"
-            )
+            raise ValueError(f"heads divide dim, and kv_heads heads (got {dim=} {heads=} {kv_heads=}). fix: change one")
         rotary_dim = int(head_dim * rope_fraction)
         if rope_base is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
             given = f"{dim=} / {heads=} x {rope_fraction=} is {head_dim * rope_fraction:g}"
