@@ -8,7 +8,6 @@ import sys
 
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf.errors import OmegaConfBaseException
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,17 +23,16 @@ PEAK, MFU, TOKENS = 989e12, 0.4, 20  # of an H100; of it, what such runs reach; 
 
 
 def main(words: list[str]) -> None:
-    overrides = OverridesParser.create().parse_overrides(words)
-    gpus = [n for override in overrides if override.key_or_group == "gpus" for n in values(override)]
-    if wrong := [n for n in gpus if type(n) is not int or n < 1]:
+    gpus = listed(words, "gpus")
+    if wrong := [n for n in gpus if not n.isdecimal() or int(n) < 1]:
         errors.fail(errors.INPUT, f"gpus must be a whole number from 1 (got {wrong[0]!r}). fix: gpus=8")
-    asked = [str(name) for override in overrides if override.key_or_group == "attention" for name in values(override)]
+    asked = listed(words, "attention")
     words = [word for word in words if not word.startswith(("attention=", "gpus="))]
     rows = []
     for name in asked or sorted(path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml")):
         try:
             found = Cost([*words, f"attention={name}"])
-            rows += [(name, *found.at_scale(n)) for n in gpus] or [(name, *found.alone())]
+            rows += [(name, *found.at_scale(int(n))) for n in gpus] or [(name, *found.alone())]
         except ConfigCompositionException:  # a knob that this attention does not have
             if asked:
                 raise
@@ -50,8 +48,8 @@ def main(words: list[str]) -> None:
     print("backward without torch.compile, which keeps less.", note if gpus else "KV bytes are of one row in bf16.")
 
 
-def values(override) -> list:
-    return list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+def listed(words: list[str], key: str) -> list[str]:
+    return [value for word in words if word.startswith(f"{key}=") for value in word.partition("=")[2].split(",")]
 
 
 class Cost:
