@@ -151,15 +151,9 @@ def check_resumed(then: dict, now: dict, where: Path) -> str:
     """What changed that may change, as a text for its owner. Raises ValueError for what may not."""
     found = changes(then, now)
     if fixed := [text for key, text in found.items() if key.startswith(FIXED)]:
-        raise ValueError(
-            f"{where} was made with another {', '.join(fixed)}. fix: the old values to resume it, or init_from= and "
-            "another run_dir to begin with its weights"
-        )
-    free = [text for key, text in found.items() if not key.startswith("machine.")]
-    machine = [text for key, text in found.items() if key.startswith("machine.")]
-    said = [f"changed since {where.name}: {', '.join(free)}"] if free else []
-    said += [f"warning: not to the bit what it would have been: {', '.join(machine)}"] if machine else []
-    return "\n".join(said)
+        fix = "the old values to resume it, or another run_dir, with init_from= to begin with its weights"
+        raise ValueError(f"{where} was made with another {', '.join(fixed)}. fix: {fix}")
+    return f"changed since {where.name}: {', '.join(found.values())}" if found else ""
 
 
 def check_shape(then: dict, now: dict, where: Path) -> None:

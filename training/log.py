@@ -91,8 +91,6 @@ class Log:
         self.bar.update(step - self.bar.n)
 
     def close(self) -> None:
-        if not self.speaks:
-            return
         if self.bar is not None:
             self.bar.close()
         if self.wandb is not None:

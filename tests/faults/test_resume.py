@@ -104,9 +104,9 @@ def test_what_may_change_is_said_and_what_may_not_is_refused(key):
         assert f"changed since step-00000001: {key}" in config.check_resumed(THEN, now, Path("step-00000001"))
 
 
-def test_another_machine_is_a_warning_that_names_it():
+def test_another_machine_is_said():
     said = config.check_resumed(THEN, THEN | {"machine": {"threads": 2}, "resume": True}, Path("step-00000001"))
-    assert said == "warning: not to the bit what it would have been: machine.threads (then 1, now 2)"
+    assert said == "changed since step-00000001: machine.threads (then 1, now 2)"
 
 
 def test_a_changed_seed_or_text_is_refused_by_the_command(job, capfd):
