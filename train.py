@@ -144,14 +144,12 @@ def out_of_memory(reason: str, micro: int) -> str:
 
 
 def introduction(trainer: Trainer, compilation: str) -> str:
-    corpus, ranks, precision = trainer.corpus, trainer.ranks, str(trainer.precision).removeprefix("torch.")
     millions = sum(p.numel() for p in trainer.model.parameters()) / 1e6
-    text = f"vocabulary {corpus.tokenizer.vocab_size}, {sum(map(len, corpus.train)) / 1e6:.1f} M tokens of text"
+    text = f"{sum(map(len, trainer.corpus.train)) / 1e6:.1f} M tokens of text"
     peak = "peak rate unknown, so no MFU" if trainer.peak is None else f"peak {trainer.peak / 1e12:.0f} TFLOP/s"
-    batch = f"{trainer.micro} sequences x {trainer.loader.batch // ranks.world // trainer.micro} forwards"
     return (
         f"{trainer.run}: {millions:.1f} M parameters, {trainer.flops / 1e6:.0f} MFLOP a token, {text}\n"
-        f"{ranks.device}, {precision}, {compilation}, {peak}; a step is {batch} x {ranks.world} processes"
+        f"{trainer.ranks.world} x {trainer.ranks.device}, {trainer.precision}, {compilation}, {peak}"
     )
 
 
