@@ -136,10 +136,38 @@ def test_a_ragged_batch_is_each_prompt_alone(command, trained):
     assert together.out == "".join(command("generate.py", *CPU, prompt, *rest).out for prompt in prompts)
 
 
+def test_json_lines_are_answered_by_json_lines(command, trained):
+    prompts = ["Ann", 'Bob\nsaid: "may I', "Жили"]
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    rest = ("--temperature", "0", "--max-new-tokens", "12")
+    result = command("generate.py", *CPU, "--prompt-file", "prompts.jsonl", "--batch-size", "2", *rest)
+    expected = [{"prompt": p, "text": command("generate.py", *CPU, p, *rest).out[:-1]} for p in prompts]
+    assert [json.loads(line) for line in result.out.splitlines()] == expected
+
+
+def test_a_conversation_goes_on_from_the_text_before(command, trained, monkeypatch):
+    lines = SimpleNamespace(buffer=io.BytesIO(b"Ann had\n\nBob saw\n"), isatty=lambda: False)
+    monkeypatch.setattr(sys, "stdin", lines)
+    result = command("generate.py", *CPU, "--interactive", "--temperature", "0", "--max-new-tokens", "9")
+    first = command("generate.py", *CPU, "Ann had", "--temperature", "0", "--max-new-tokens", "9").out
+    assert result.code == 0 and result.out.startswith(first) and "18 tokens" in result.err
+    assert (
+        result.out[len(first) :] != command("generate.py", *CPU, "Bob saw", *GREEDY[1:3], "--max-new-tokens", "9").out
+    )
+
+
+def test_guesses_and_fewer_bits_change_the_speed_alone(command, trained):
+    plain = command("generate.py", *CPU, *GREEDY)
+    assert command("generate.py", *CPU, *GREEDY, "--prompt-lookup", "4").out == plain.out
+    assert "text-tiny-gqa step-00000004" in plain.err
+    for dtype in ("bf16", "int8"):
+        assert command("generate.py", *CPU, *GREEDY, "--dtype", dtype).code == 0
+
+
 def test_text_ends_before_the_stop_text(command, trained):
     free = command("generate.py", *CPU, *GREEDY).out
     stop = free[20:26]
-    cut = command("generate.py", *CPU, *GREEDY, "--stop", stop).out
+    cut = command("generate.py", *CPU, *GREEDY, "--stop", "@@@", "--stop", stop).out
     assert cut == free[: free.index(stop)] + "\n"
 
 

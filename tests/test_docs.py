@@ -1,7 +1,10 @@
 """What the documents say to type works, at tiny size."""
 
+import io
 import re
 import shlex
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,7 +31,8 @@ def test_training_commands(command, story, line):
 
 
 @pytest.mark.parametrize("line", GENERATION)
-def test_generation_commands(command, story, line):
+def test_generation_commands(command, story, line, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"import\n"), isatty=lambda: False))
     text = ("data=text", f"data.path={story}", "data.vocab_size=400", "name=stdlib-small-gqa")
     assert command("train.py", *TINY, *text, "steps=2").code == 0
     (story.parent / "prompts.txt").write_text("one\nand another")

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from model import generation
-from model.generation import compiled_step, decode_step, prefill
+from model.generation import Text, compiled_step, decode_step, generate, prefill
 from model.initialise import initialise
 from model.matvec import for_few_tokens
 from model.positions import Positions
@@ -181,6 +181,14 @@ def test_training_has_no_graph_break(model):
     logits = compiled(TOKENS)
     close(logits, model(TOKENS))
     logits.square().mean().backward()
+
+
+def test_a_text_goes_on_from_what_the_cache_holds(model):
+    cache, said = new_cache(model, batch=1, capacity=64), Text(PROMPTS[2], 5)
+    list(generate(model, [said], greedy, cache=cache))
+    more = Text([*said.tokens, 9, 8], 5, held=int(cache.lengths[0]))
+    list(generate(model, [more], greedy, cache=cache))
+    assert more.tokens[14:] == continued(model, [more.tokens[:14]], 5)[0]
 
 
 def test_several_samples_share_one_prefill(model, monkeypatch):

@@ -72,6 +72,8 @@ BAD_TRAINING = {
 @pytest.mark.parametrize("case", BAD_TRAINING)
 def test_bad_input_to_training_is_a_line_and_a_code(command, story, monkeypatch, case):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    Path("lines.jsonl").write_text('{"prompt": "a"}\n\n{"text": "a"}\n')
     Path("empty.txt").touch()
     Path("latin.txt").write_bytes(b"cafe \xff")
     words, code, value = BAD_TRAINING[case]
@@ -98,12 +100,18 @@ BAD_GENERATION = {
     "a missing file": (["--prompt-file", "absent.txt"], 2, "absent.txt"),
     "an empty file": (["--prompt-file", "empty.txt"], 2, "empty.txt"),
     "a file that is no text": (["--prompt-file", "latin.txt"], 2, "byte 5"),
+    "JSON without a prompt": (["--prompt-file", "lines.jsonl"], 2, "line 3"),
+    "no kernel for int8": (["a", "--device", "mps", "--dtype", "int8"], 2, "int8"),
+    "a prompt and a file": (["a", "--prompt-file", "latin.txt"], 2, "--prompt-file"),
+    "a conversation without a cache": (["--interactive", "--no-cache"], 2, "cache"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_GENERATION)
 def test_bad_input_to_generation_is_a_line_and_a_code(command, trained, monkeypatch, case):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    Path("lines.jsonl").write_text('{"prompt": "a"}\n\n{"text": "a"}\n')
     Path("empty.txt").touch()
     Path("latin.txt").write_bytes(b"cafe \xff")
     words, code, value = BAD_GENERATION[case]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from model.build import build
+from model.generation import decode_step
 from model.sampling import exponential, sample
 from tests.conftest import continued, redraw, tree_of
 
@@ -94,3 +95,43 @@ def test_a_full_context_loses_its_older_half():
     continued(model, [prompt], 3, draw)
     for got, text in zip(read, (prompt, [*prompt[32:], 7], [*prompt[32:], 7, 7]), strict=True):
         torch.testing.assert_close(got, model(torch.tensor([text]))[:, -1])
+
+
+def test_right_guesses_save_steps_and_change_no_logits():
+    """A text that repeats itself: what follows is guessed, and read four tokens at a time."""
+    model, prompt = redraw(build(tree_of("delta"))).double(), [5, 6, 7] * 4
+    found = {}
+
+    def draw(logits, keys, places, seen):
+        found.setdefault(int(places), []).append(logits.clone())
+        return 5 + places % 3
+
+    steps = []
+    plain = continued(model, [prompt], 12, draw, rows=1)
+    read = {place: logits.pop() for place, logits in found.items()}
+
+    def step(*about):
+        steps.append(about[1].shape[1])
+        return decode_step(*about)
+
+    assert continued(model, [prompt], 12, draw, rows=1, step=step, guesses=3) == plain == [[5, 6, 7] * 4]
+    assert steps == [4, 4, 4]
+    for place, each in found.items():
+        for logits in each:
+            torch.testing.assert_close(logits, read[place])
+
+
+def test_a_wrong_guess_is_read_but_never_kept():
+    model, read = redraw(build(tree_of("gqa"))).double(), {}
+    tokens = iter([5, 6, 9, 5, 6, 4, 5, 6, 8])
+
+    def draw(logits, keys, places, seen):
+        if int(places) not in read:
+            read[int(places)] = logits.clone(), next(tokens)
+        torch.testing.assert_close(logits, read[int(places)][0])
+        return torch.tensor([read[int(places)][1]])
+
+    (drawn,) = continued(model, [[5, 6, 7]], 9, draw, rows=1, guesses=3)
+    assert drawn == [5, 6, 9, 5, 6, 4, 5, 6, 8]
+    for place, (logits, _) in read.items():
+        torch.testing.assert_close(logits, model(torch.tensor([[5, 6, 7, *drawn[:place]]]))[:, -1])

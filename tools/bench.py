@@ -2,6 +2,7 @@
 
 python -m tools.bench train model=15m attention=llama optimizer=adamw   a step, and one of `transformers`' Llama
 python -m tools.bench data data=stdlib                                  tokenising, and SentencePiece alone
+python -m tools.bench decode model=15m attention=llama precision=bf16   text, and `generate` of `transformers`
 
 The words are those of train.py. Competitors are processes that live side by side and work in turns; what comes out are
 JSON lines.
@@ -9,10 +10,12 @@ JSON lines.
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -26,26 +29,34 @@ from omegaconf.errors import OmegaConfBaseException
 from data.loader import Loader
 from data.prepare import Corpus, sample, tokenised
 from data.tokenizer import Tokenizer
+from model import matvec
 from model.build import ROOT, build
+from model.generation import Text, compiled_step, decode_step, generate
+from model.sampling import sample as sampled
 from train import checked
 from training import errors, hardware
 from training.distributed import Ranks
 from training.signals import Signals
 from training.trainer import Trainer
 
-ROUNDS, PRODUCTS = 8, 20  # turns of each competitor; matrix products in all, the best of which is the ceiling
+ROUNDS, PROBES = 8, 20  # turns of each competitor; probes of the machine in all, the best of which is the ceiling
+CASES = (1, 256), (8, 256), (1, 2048), (8, 2048)  # rows that are decoded together, tokens of each at its end
+NEW = 255  # of them are drawn
 Competitor = tuple[Callable[[], object], dict[str, float], torch.device]  # a step, what it does, where
 
 
 def main(words: list[str]) -> None:
     match words:
+        case ["decode", *rest]:
+            for rows, length in CASES:
+                compare(DECODERS, [f"context={length + 1}", f"batch_tokens={rows * (length + 1)}", *rest])
         case [kind, *rest] if kind in KINDS:
             compare(KINDS[kind], rest)
         case ["as", name, *rest] if name in COMPETITORS:
             compete(*COMPETITORS[name](rest))
         case _:
             problem = f"nothing to measure (got {' '.join(words) or 'no words'})"
-            errors.fail(errors.INPUT, f"{problem}. fix: python -m tools.bench {' or '.join(KINDS)}")
+            errors.fail(errors.INPUT, f"{problem}. fix: python -m tools.bench {' or '.join([*KINDS, 'decode'])}")
 
 
 def compare(names: list[str], words: list[str]) -> None:
@@ -66,35 +77,50 @@ def compare(names: list[str], words: list[str]) -> None:
     for process in running.values():
         process.communicate()
     lines = [summary(name, each) for name, each in turns.items()]
-    pairs = list(zip(*turns.values(), strict=True))[1:]
-    speed = statistics.median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs)
-    memory = lines[0]["peak_memory_bytes"] / lines[1]["peak_memory_bytes"]
-    for line in (*lines, {"speed": round(speed, 3), "peak_memory": round(memory, 3)}):
+    best = max(lines[1:], key=lambda line: 1 / line["seconds"])
+    pairs = zip(turns[names[0]][1:], turns[best["name"]][1:], strict=True)
+    ratios = {"speed": statistics.median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs)}
+    ratios["peak_memory"] = lines[0]["peak_memory_bytes"] / best["peak_memory_bytes"]
+    for line in (*lines, {name: round(ratio, 3) for name, ratio in ratios.items()}):
         print(json.dumps(line))
 
 
 def summary(name: str, turns: list[dict]) -> dict:
-    seconds = statistics.median(turn["seconds"] for turn in turns[1:])
-    done = {f"{what}_per_second": round(much / seconds) for what, much in turns[0]["work"].items()}
-    ceiling = max(turn["ceiling"] for turn in turns)
+    """Medians of all turns but the first, which compiles."""
+    work, ceiling = turns[0]["work"], max(turn["ceiling"] for turn in turns)
+    middle = {key: statistics.median(turn[key] for turn in turns[1:]) for key in turns[0] if key.endswith("seconds")}
+    rates = {f"{what}_per_second": round(much / middle["seconds"]) for what, much in work.items()}
     if ceiling:
-        done["mfu"] = round(turns[0]["work"]["flops"] / seconds / ceiling, 3)
-    return {"name": name, **done, "peak_memory_bytes": turns[-1]["memory"], "first_seconds": turns[0]["seconds"]}
+        of_ceiling, what = ("mfu", "flops") if "flops" in work else ("bandwidth_share", "bytes_read")
+        rates[of_ceiling] = round(work[what] / middle["seconds"] / ceiling, 3)
+    rounded = {key: round(value, 4) for key, value in middle.items()}
+    first = {"cold_seconds": round(turns[0]["seconds"], 2), "cache_bytes": turns[0].get("cache_bytes")}
+    return {"name": name, **rounded, **rates, "peak_memory_bytes": turns[-1]["memory"], **first}
 
 
 def compete(step: Callable[[], object], work: dict[str, float], device: torch.device) -> None:
-    """Two steps when it is told to, by a line; the first time one, which compiles."""
+    """Two steps when it is told to, by a line; the first time one, which compiles. Of text, one, which times itself."""
     hardware.keep_freed_memory(device)
     for number, _ in enumerate(sys.stdin):
-        steps, began = min(1 + number, 2), perf_counter()
+        steps, began = 1 if number == 0 or "bytes_read" in work else 2, perf_counter()
         for _ in range(steps):
-            step()
+            own = step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         turn = {"seconds": (perf_counter() - began) / steps, "work": work, "memory": hardware.peak_memory(device)}
-        products = -(-PRODUCTS // ROUNDS) if "flops" in work else 0
-        turn["ceiling"] = hardware.peak_flops(device) or max((product() for _ in range(products)), default=0.0)
-        print(json.dumps(turn), flush=True)
+        probe = {"flops": product, "bytes_read": partial(bandwidth, device)}.get([*work][-1], float)
+        known = hardware.peak_flops(device) if "flops" in work else None
+        turn["ceiling"] = known or max(probe() for _ in range(-(-PROBES // ROUNDS)))
+        print(json.dumps(turn | (own if isinstance(own, dict) else {})), flush=True)
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes/s at which numbers are read and summed."""
+    x = torch.ones(2**28 if device.type == "cuda" else 2**26, device=device)
+    x.sum().item()
+    began = perf_counter()
+    x.sum().item()
+    return x.nbytes / (perf_counter() - began)
 
 
 def product() -> float:
@@ -120,28 +146,13 @@ def ours(words: list[str]) -> Competitor:
 
 def transformers(words: list[str]) -> Competitor:
     """Torch's fused AdamW, autocast and torch.compile of the whole, as its users have it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     settings, device = settings_of(words)
-    shape, context, batch = settings["model"], settings["context"], settings["batch_tokens"] // settings["context"]
-    llama = shape["_target_"] == "model.transformer.Transformer" and shape["softcap"] is None
-    if not llama or shape["attention"].get("qk_norm", "") is not None or settings["document_mask"]:
-        errors.fail(errors.INPUT, "LlamaForCausalLM has another shape. fix: attention=llama, and nothing else of ours")
-    config = LlamaConfig(
-        vocab_size=shape["vocab_size"],
-        hidden_size=shape["dim"],
-        intermediate_size=shape["hidden"],
-        num_hidden_layers=shape["depth"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["attention"]["kv_heads"],
-        max_position_embeddings=context,
-        tie_word_embeddings=shape["tied"],
-    )
-    model = LlamaForCausalLM(config).to(device)
+    context, batch = settings["context"], settings["batch_tokens"] // settings["context"]
+    model = llama(settings).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     forward = model if settings["compile"] is False else torch.compile(model)
     precision = hardware.pick_precision(settings["precision"], device)
-    tokens = torch.randint(0, shape["vocab_size"], (batch, context), device=device)
+    tokens = torch.randint(0, settings["model"]["vocab_size"], (batch, context), device=device)
 
     def step() -> None:
         for part in tokens.split(settings["micro_batch"]):
@@ -152,6 +163,29 @@ def transformers(words: list[str]) -> Competitor:
         optimizer.zero_grad()
 
     return step, done(settings), device
+
+
+def llama(settings: dict):
+    """The same shape in `transformers`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = settings["model"]
+    llama = shape["_target_"] == "model.transformer.Transformer" and shape["softcap"] is None
+    if not llama or shape["attention"].get("qk_norm", "") is not None or settings["document_mask"]:
+        errors.fail(errors.INPUT, "LlamaForCausalLM has another shape. fix: attention=llama, and nothing else of ours")
+    config = LlamaConfig(
+        vocab_size=shape["vocab_size"],
+        hidden_size=shape["dim"],
+        intermediate_size=shape["hidden"],
+        num_hidden_layers=shape["depth"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["attention"]["kv_heads"],
+        max_position_embeddings=settings["context"],
+        tie_word_embeddings=shape["tied"],
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
 
 
 def done(settings: dict) -> dict[str, float]:
@@ -181,14 +215,82 @@ def text_of(words: list[str]) -> tuple[Tokenizer, list[str], dict[str, int]]:
     return tokenizer, texts, {"bytes": sum(len(text.encode()) for text in texts)}
 
 
+def decoded_case(words: list[str]):
+    """Settings, device, a model of `transformers`, prompts (B, T), and what drawing NEW tokens takes."""
+    settings, device = settings_of(words)
+    rows, prompt = settings["batch_tokens"] // settings["context"], settings["context"] - NEW - 1
+    torch.manual_seed(0)
+    theirs, dtype = llama(settings), hardware.pick_precision(settings["precision"], device)
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.05) if p.ndim > 1 else torch.nn.init.ones_(p)
+    theirs = theirs.to(device, dtype).eval()
+    prompts = torch.randint(settings["model"]["vocab_size"], (rows, prompt), device=device)
+    shape = settings["model"]
+    token = 2 * shape["depth"] * shape["attention"]["kv_heads"] * shape["dim"] // shape["heads"] * dtype.itemsize
+    weights = sum(p.nbytes for p in theirs.parameters()) - (0 if shape["tied"] else theirs.lm_head.weight.nbytes)
+    read = (NEW - 1) * (weights + rows * token * (prompt + NEW / 2))
+    return settings, device, theirs, prompts, {"tokens": rows * (NEW - 1), "bytes_read": read}
+
+
+def our_text(words: list[str]) -> Competitor:
+    settings, device, theirs, prompts, work = decoded_case(words)
+    model = build(settings["model"]).to(device, theirs.dtype).eval()
+    names = {"layers": "blocks", "self_attn": "attention", "input_layernorm": "attention_norm", "mlp": "ffn"}
+    names |= {"post_attention_layernorm": "ffn_norm", "embed_tokens": "embed", "lm_head": "head", r"^model\.": ""}
+    weights = theirs.state_dict()
+    for old, new in names.items():
+        weights = {re.sub(old, new, name): weight for name, weight in weights.items()}
+    model.load_state_dict(weights, strict=not settings["model"]["tied"])
+    if settings["compile"] is not False and device.type == "cpu":
+        matvec.load(ROOT / ".cache", hardware.cpp_compiler())
+    matvec.for_few_tokens(model, int8=False)
+    step = decode_step if settings["compile"] is False else compiled_step(device)
+    cache = model.new_cache(len(prompts), settings["context"] - 1, theirs.dtype, device)
+
+    def run() -> dict:
+        texts, began = [Text(prompt, NEW) for prompt in prompts.tolist()], perf_counter()
+        for number, _ in enumerate(generate(model, texts, greedy, cache=cache, step=step), start=1):
+            if number == len(texts):
+                first = perf_counter()
+        run.drawn = [text.tokens for text in texts]
+        measured = {"seconds": perf_counter() - first, "first_token_seconds": first - began}
+        return measured | {"cache_bytes": cache.nbytes}
+
+    return run, work, device
+
+
+def transformers_text(kind: str, words: list[str]) -> Competitor:
+    from transformers import DynamicCache, StaticCache
+
+    settings, device, model, prompts, work = decoded_case(words)
+    if kind == "compiled":
+        model.forward = torch.compile(model.forward, dynamic=False)
+
+    def run() -> dict:
+        ticks, kept = [perf_counter()], DynamicCache(config=model.config)
+        if kind != "dynamic":
+            kept = StaticCache(config=model.config, max_cache_len=settings["context"] - 1)
+        tick = [lambda ids, *_: ticks.append(perf_counter()) or torch.zeros(len(ids), dtype=torch.bool, device=device)]
+        options = {"do_sample": False, "max_new_tokens": NEW, "past_key_values": kept, "pad_token_id": 0}
+        run.drawn = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options, stopping_criteria=tick)
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in kept.layers)
+        measured = {"seconds": ticks[-1] - ticks[1], "first_token_seconds": ticks[1] - ticks[0]}
+        return measured | {"cache_bytes": held}
+
+    return run, work, device
+
+
 def settings_of(words: list[str]) -> tuple[dict, torch.device]:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         settings = checked(compose("train", ["name=bench", "max_minutes=null", "steps=1000000", *words]))
     return settings, hardware.pick_device(settings["device"])
 
 
-COMPETITORS = {function.__name__: function for function in (ours, transformers, our_tokens, sentencepiece)}
 KINDS = {"train": ["ours", "transformers"], "data": ["our_tokens", "sentencepiece"]}
+DECODERS = ["our_text", "dynamic", "static", "compiled"]  # the others: caches of transformers
+COMPETITORS = {function.__name__: function for function in (ours, transformers, our_tokens, sentencepiece, our_text)}
+COMPETITORS |= {kind: partial(transformers_text, kind) for kind in DECODERS[1:]}
+greedy = partial(sampled, temperature=0)
 
 if __name__ == "__main__":
     with errors.one_line(HydraException, OmegaConfBaseException):

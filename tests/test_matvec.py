@@ -1,0 +1,58 @@
+"""Products of a few tokens are those of float64, by whichever way; a model for decoding is the model."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import matvec
+from model.build import build
+from model.layers import Linear
+from tests.conftest import ROOT, close, redraw, tree_of
+from training.hardware import cpp_compiler
+
+
+@pytest.fixture
+def compiled():
+    if not matvec.load(ROOT / ".cache", cpp_compiler()):
+        pytest.skip("no C++ compiler")
+
+
+@pytest.mark.parametrize("outputs, inputs", [(64, 48), (7, 21), (1, 5), (130, 96), (4, 300)])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 7, 16, 40])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("int8", [False, True])
+def test_products_are_those_of_float64(compiled, outputs, inputs, tokens, dtype, error, int8):
+    generator = torch.Generator().manual_seed(0)
+    linear = Linear(inputs, outputs, bias=True)
+    for p in linear.parameters():
+        torch.nn.init.normal_(p, generator=generator)
+    x = torch.randn(tokens, 1, inputs, generator=generator).to(dtype)
+    few = matvec.FewTokensLinear(linear.weight.detach().to(dtype), linear.bias.detach().to(dtype), int8)
+    if int8:
+        assert few.kept.dtype == torch.int8
+        scale = linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127  # half a step, and a rounded scale
+        assert ((few.weight - linear.weight).abs() <= 0.5 * scale + 2 * error * scale * 127).all()
+    expected = F.linear(x.double(), few.weight.double(), few.bias.double())
+    y = few(x)
+    assert y.dtype == dtype and (y - expected).abs().max() <= error * expected.abs().max()
+
+
+@pytest.mark.parametrize("variant", ["gqa", "mla", "delta", "gated"])
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_a_model_for_decoding_is_the_model(compiled, variant, tied):
+    model = redraw(build(tree_of(variant, f"model.tied={tied}"))).eval()
+    tokens = torch.randint(128, (2, 7), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact = model(tokens)
+        matvec.for_few_tokens(model, int8=False)
+        close(model(tokens), exact, rtol=1e-4, atol=1e-4)
+        matvec.for_few_tokens(rounded := redraw(build(tree_of(variant, f"model.tied={tied}"))).eval(), int8=True)
+        assert 0 < (rounded(tokens) - exact).std() < 0.03 * exact.std()
+    assert not any(type(module) is Linear for module in model.modules())
+
+
+def test_without_a_compiler_torch_multiplies(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.ops, "attend", object())
+    assert not matvec.load(tmp_path, None) and not matvec.load(tmp_path, "false")
+    few, x = matvec.FewTokensLinear(torch.randn(4, 8), None, int8=False), torch.randn(1, 8)
+    close(few(x), x @ few.weight.T)
