@@ -29,6 +29,10 @@ class LayerCache:
         """What may be read."""
         return list(self.buffers)
 
+    def first(self, count: int) -> "LayerCache":
+        """The same, in place, for rows that will have up to `count` tokens: no more than these are looked at."""
+        return self
+
     def map(self, change: Callable[[Tensor], Tensor]) -> "LayerCache":
         """The same, of other buffers."""
         other = copy(self)
@@ -77,10 +81,20 @@ class KVCache(LayerCache):
             self._write(positions, new)
             return seen, positions.visible_slots_then_new(self.size, self.window, self.chunk)
         self._write(positions, new)
+        if new[0].shape[1] == self.size and positions.valid is None:  # all that it holds is new
+            plain = self.window is None and self.chunk is None
+            return list(new), None if plain else positions.visible(self.window, self.chunk)
         return self._read(new), positions.visible_slots(self.size, self.window, self.chunk)
 
     def held(self) -> list[Tensor]:
         return [buffer[:, : self.size] for buffer in self.buffers]
+
+    def first(self, count: int) -> "KVCache":
+        if count >= self.size:
+            return self
+        part = self.map(lambda buffer: buffer[:, : count + 1])  # what must not be kept goes where nothing is yet
+        part.size, part.turns = count, False
+        return part
 
     def _read(self, new: tuple[Tensor, ...]) -> list[Tensor]:
         held, count = self.held(), len(new)
@@ -121,6 +135,10 @@ class Cache:
     def row(self, number: int) -> "Cache":
         """One row, in place: what is written there is written here."""
         return self.map(lambda tensor: tensor[number : number + 1])
+
+    def first(self, count: int) -> "Cache":
+        """The same, in place, while rows have up to `count` tokens: no more than these are looked at."""
+        return Cache(self.lengths, [layer.first(count) for layer in self.layers])
 
     def copy_(self, other: "Cache") -> None:
         """Go on from where a cache of the same shape is."""

@@ -52,12 +52,16 @@ def compiled_step(device: torch.device) -> Step:
     return quick
 
 
-def prefill(model: Transformer, tokens: list[int], cache: Cache | None, chunk: int) -> Tensor:
-    """Read a row, `chunk` tokens at a time -> the logits (V,) after it."""
-    device = model.embed.weight.device
-    for part in torch.tensor([tokens], device=device).split(len(tokens) if cache is None else chunk, dim=1):
-        hidden = model.hidden(part, cache)
-    return model.logits(hidden[0, -1])
+def prefill(model: Transformer, rows: list[list[int]], cache: Cache | None, chunk: int) -> Tensor:
+    """Read what is new of each row, `chunk` tokens at a time -> the logits (B, V) after each."""
+    width, device = max(map(len, rows)), model.embed.weight.device
+    padded = torch.tensor([[-1] * (width - len(row)) + row for row in rows], device=device)
+    ragged, end = any(len(row) < width for row in rows), 0 if cache is None else int(cache.lengths.max())
+    for tokens in padded.split(width if cache is None else chunk, dim=1):
+        end += tokens.shape[1]
+        part = None if cache is None else cache.first(end)
+        hidden = model.hidden(tokens.clamp(min=0), part, tokens >= 0 if ragged else None)
+    return model.logits(hidden[:, -1])  # padded on the left, so that the last column is everyone's last token
 
 
 @torch.inference_mode()
@@ -68,7 +72,7 @@ def generate(
     *,
     cache: Cache | None = None,
     step: Step = decode_step,
-    chunk: int = 512,
+    chunk: int = 2048,
     guesses: int = 0,
 ) -> Iterator[Text]:
     """Yields each text with a token more, as they are drawn.
@@ -160,7 +164,7 @@ class Rows:
 
     def fill(self) -> bool:
         """Gives rows that are done the next texts, and reads anew what has outgrown the context -> is there work?"""
-        read: tuple[int, list[int]] | None = None
+        due = []
         for row, text in enumerate(self.texts):
             if text is None or text.done:
                 text = self.texts[row] = next((text for text in self.waiting if not text.done), None)
@@ -174,23 +178,31 @@ class Rows:
             if len(text.tokens) > self.model.context:
                 del text.tokens[: self.model.context // 2]
                 text.held = 0
-            if read is not None and read[1] == text.tokens:  # several samples share what is read once
-                self.cache.row(row).copy_(self.cache.row(read[0]))
-                self.logits[row] = self.logits[read[0]]
-            else:
-                self.read(row, text)
-            read = None if self.cache is None else (row, list(text.tokens))
-            self.seen[row] = False
+            due.append((row, text))
+        self.read(due)
+        for row, text in due:
+            text.held, self.seen[row] = 0, False
             self.seen[row, text.tokens] = True
             self.keys[row], self.places[row] = text.key, text.drawn
         return any(self.texts)
 
-    def read(self, row: int, text: Text) -> None:
-        cache = None if self.cache is None else self.cache.row(row)
-        if cache is not None and text.held == 0:
-            cache.reset()
-        self.logits[row] = prefill(self.model, text.tokens[text.held :], cache, self.chunk)
-        text.held = 0
+    def read(self, due: list[tuple[int, Text]]) -> None:
+        """All rows at once where that wastes little; else one after the other, and equal ones once."""
+        new = [text.tokens[text.held :] for _, text in due]
+        apart = len(set(map(tuple, new))) == len(self.texts) and not any(text.held for _, text in due)
+        if self.cache is not None and apart and len(new) * max(map(len, new)) <= 2 * sum(map(len, new)):
+            self.cache.reset()
+            self.logits = prefill(self.model, new, self.cache, self.chunk)
+            return
+        for number, (row, text) in enumerate(due):
+            cache = None if self.cache is None else self.cache.row(row)
+            if cache is not None and number > 0 and new[number] == new[number - 1] and text.held == 0:
+                cache.copy_(self.cache.row(due[number - 1][0]))
+                self.logits[row] = self.logits[due[number - 1][0]]
+                continue
+            if cache is not None and text.held == 0:
+                cache.reset()
+            self.logits[row] = prefill(self.model, [new[number]], cache, self.chunk)[0]
 
     def live(self) -> Tensor:
         return torch.tensor([text is not None and not text.done for text in self.texts], device=self.logits.device)

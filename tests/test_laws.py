@@ -156,6 +156,14 @@ def test_a_decode_step_compiles_once(model):
     assert compiled == continued(model, PROMPTS, 101)  # past the context
 
 
+def test_eight_ragged_rows_say_in_fp32_what_each_says_alone(model):
+    model = model.float()
+    for_few_tokens(model, int8=False)
+    prompts = TOKENS.flatten().split([1, 2, 3, 4, 5, 6, 7, 11])
+    prompts = [prompt.tolist() for prompt in prompts]
+    assert continued(model, prompts, 20, rows=8) == [continued(model, [prompt], 20, rows=1)[0] for prompt in prompts]
+
+
 @pytest.mark.long
 def test_a_thousand_tokens_are_never_compiled_again(model):
     torch._dynamo.reset()
@@ -193,7 +201,7 @@ def test_a_text_goes_on_from_what_the_cache_holds(model):
 
 def test_several_samples_share_one_prefill(model, monkeypatch):
     prompts, read = [PROMPTS[0]] * 3 + [PROMPTS[2]], []
-    monkeypatch.setattr(generation, "prefill", lambda *about: read.append(about[1]) or prefill(*about))
+    monkeypatch.setattr(generation, "prefill", lambda *about: read.extend(about[1]) or prefill(*about))
     drawn = continued(model, prompts, 9, sample, rows=4)
     assert read == [PROMPTS[0], PROMPTS[2]] and len(set(map(tuple, drawn))) == 4
     assert drawn == continued(model, prompts, 9, sample)

@@ -72,8 +72,6 @@ BAD_TRAINING = {
 @pytest.mark.parametrize("case", BAD_TRAINING)
 def test_bad_input_to_training_is_a_line_and_a_code(command, story, monkeypatch, case):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    Path("lines.jsonl").write_text('{"prompt": "a"}\n\n{"text": "a"}\n')
     Path("empty.txt").touch()
     Path("latin.txt").write_bytes(b"cafe \xff")
     words, code, value = BAD_TRAINING[case]

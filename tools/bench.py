@@ -49,7 +49,8 @@ def main(words: list[str]) -> None:
     match words:
         case ["decode", *rest]:
             for rows, length in CASES:
-                compare(DECODERS, [f"context={length + 1}", f"batch_tokens={rows * (length + 1)}", *rest])
+                sizes = [f"context={length + 1}", f"batch_tokens={rows * (length + 1)}"]
+                compare(DECODERS, [*sizes, *rest], rows=rows, length=length)
         case [kind, *rest] if kind in KINDS:
             compare(KINDS[kind], rest)
         case ["as", name, *rest] if name in COMPETITORS:
@@ -59,8 +60,8 @@ def main(words: list[str]) -> None:
             errors.fail(errors.INPUT, f"{problem}. fix: python -m tools.bench {' or '.join([*KINDS, 'decode'])}")
 
 
-def compare(names: list[str], words: list[str]) -> None:
-    """Prints a line for each competitor, and one of ratios, the first to the second."""
+def compare(names: list[str], words: list[str], **case: int) -> None:
+    """Prints a line for each competitor, and one of ratios, the first to the best of the others."""
     settings_of(words)  # which may end here
     start = [sys.executable, "-m", "tools.bench", "as"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -82,7 +83,7 @@ def compare(names: list[str], words: list[str]) -> None:
     ratios = {"speed": statistics.median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs)}
     ratios["peak_memory"] = lines[0]["peak_memory_bytes"] / best["peak_memory_bytes"]
     for line in (*lines, {name: round(ratio, 3) for name, ratio in ratios.items()}):
-        print(json.dumps(line))
+        print(json.dumps(case | line))
 
 
 def summary(name: str, turns: list[dict]) -> dict:
@@ -94,7 +95,8 @@ def summary(name: str, turns: list[dict]) -> dict:
         of_ceiling, what = ("mfu", "flops") if "flops" in work else ("bandwidth_share", "bytes_read")
         rates[of_ceiling] = round(work[what] / middle["seconds"] / ceiling, 3)
     rounded = {key: round(value, 4) for key, value in middle.items()}
-    first = {"cold_seconds": round(turns[0]["seconds"], 2), "cache_bytes": turns[0].get("cache_bytes")}
+    cold = turns[0].get("first_token_seconds", turns[0]["seconds"])
+    first = {"cold_seconds": round(cold, 2), "cache_bytes": turns[0].get("cache_bytes")}
     return {"name": name, **rounded, **rates, "peak_memory_bytes": turns[-1]["memory"], **first}
 
 
