@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
+from threading import Thread
 
 from omegaconf import OmegaConf
 from tqdm import tqdm
@@ -21,26 +23,34 @@ class Log:
     def __init__(self, run: Path, config: dict, *, speaks: bool):
         self.run, self.config, self.speaks = run, config, speaks
         self.bar = self.wandb = self.wandb_id = None
-        self.full = False
+        self.sizes, self.hashes, self.full = (
+            dict.fromkeys(self.FILES, 0),
+            {name: sha256() for name in self.FILES},
+            False,
+        )
 
     def open(self, kept: dict) -> None:
         """The files are cut to what a checkpoint has `kept` of them: what came later is done again."""
         if not self.speaks:
             return
         for name in self.FILES:
-            size = kept.get(name, 0)
-            with (self.run / name).open("ab") as file:
+            size, digest = kept.get(name, (0, sha256().hexdigest()))
+            with (self.run / name).open("ab+") as file:
                 if file.tell() > size:
                     file.truncate(size)
+                file.seek(0)
+                self.hashes[name].update(file.read(size))
+                self.sizes[name] = file.tell()
+            if self.hashes[name].hexdigest() != digest:
+                self.say(f"warning: not what was written ({self.run / name}): it was changed after the checkpoint")
         OmegaConf.save(self.config, self.run / "config.yaml")
         if self.config["wandb"] != "disabled":
             self.start_wandb(kept.get("wandb"))
 
     def kept(self) -> dict:
         """For a checkpoint: how far the files go, and what the run is called elsewhere."""
-        if not self.speaks:
-            return {}
-        return {name: (self.run / name).stat().st_size for name in self.FILES} | {"wandb": self.wandb_id}
+        files = {name: (self.sizes[name], self.hashes[name].hexdigest()) for name in self.FILES}
+        return files | {"wandb": self.wandb_id}
 
     def say(self, text: str) -> None:
         if self.speaks:
@@ -54,14 +64,16 @@ class Log:
         raw = text.encode()
         try:
             with (self.run / name).open("ab", buffering=0) as file:
-                before = file.tell()
                 if (file.write(raw) or 0) < len(raw):
-                    file.truncate(before)
+                    file.truncate(self.sizes[name])
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if not self.full:
                 self.say(f"warning: not written ({self.run / name}: {error.strerror}): training goes on")
             self.full = True
+            return
+        self.sizes[name] += len(raw)
+        self.hashes[name].update(raw)
 
     def write(self, step: int, **values: float | None) -> None:
         """A line of metrics.jsonl."""
@@ -75,14 +87,14 @@ class Log:
         if not self.speaks:
             return
         speed, left = values["tokens_per_second"], (steps - step) * values["tokens"] / step
-        mfu = f"{values['flops_per_second'] / 1e9:,.0f} GFLOP/s"
-        if values["mfu"] is not None:
-            mfu = f"mfu {values['mfu']:.1%}"
+        mfu = (
+            f"{values['flops_per_second'] / 1e9:,.0f} GFLOP/s" if values["mfu"] is None else f"mfu {values['mfu']:.1%}"
+        )
         news = f"loss {values['train_loss']:.3f}  {speed:,.0f} tokens/s  {mfu}  {memory / 2**30:.1f} GiB"
         if steps < float("inf"):
             news += f"  {timedelta(seconds=round(left / speed))} left"
         if not sys.stderr.isatty():
-            self.say(f"step {step}  {news}")
+            self.say(f"step {step}" + (f"/{steps}" if steps < float("inf") else "") + f"  {news}")
             return
         if self.bar is None:
             self.bar = tqdm(dynamic_ncols=True, bar_format="{n_fmt}/{total_fmt} |{bar}| {postfix}")
@@ -94,8 +106,9 @@ class Log:
         if self.bar is not None:
             self.bar.close()
         if self.wandb is not None:
-            with self._wandb_may_fail():
-                self.wandb.finish()
+            finishing = Thread(target=self.wandb.finish, daemon=True)  # which may wait for a network
+            finishing.start()
+            finishing.join(timeout=20)
 
     def start_wandb(self, known: str | None) -> None:
         with self._wandb_may_fail():
@@ -118,14 +131,31 @@ class Log:
         """loss.png: training and validation loss over tokens."""
         if not self.speaks:
             return
-        from matplotlib.figure import Figure
+        try:
+            draw(self.run / "metrics.jsonl", self.run / "loss.png")
+        except (OSError, ValueError, LookupError) as error:
+            self.say(f"warning: no loss.png: {error}")
 
-        lines = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
-        for key, style in (("train_loss", "-"), ("val_loss", "o-")):
-            points = [(line["tokens"], line[key]) for line in lines if key in line]
-            axes.plot([x for x, _ in points], [y for _, y in points], style, label=key)
-        axes.set(xlabel="tokens", ylabel="nats per token", title=self.run.name)
+
+def draw(metrics: Path, picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for key, style, name in (("train_loss", "-", "training"), ("val_loss", "o-", "validation")):
+        points = [(line["tokens"], line[key]) for line in lines if key in line]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name)
+    bpb = [line["val_bpb"] for line in lines if "val_bpb" in line]
+    axes.set(
+        xlabel="tokens",
+        ylabel="nats per token",
+        title=f"{picture.parent.name}" + (f": {bpb[-1]:.3f} bits per byte" if bpb else ""),
+    )
+    if axes.lines:
         axes.legend()
-        figure.savefig(self.run / "loss.png", dpi=120)
+    figure.savefig(picture, dpi=120)
+    pyplot.close(figure)

@@ -107,6 +107,13 @@ def test_a_damaged_checkpoint_is_skipped_and_kept(spoiled, whole, capfd):
     assert (aside / "state.pt").read_bytes() == raw and job.curve() == whole.curve()
 
 
+def test_metrics_that_were_changed_are_said(spoiled, capfd):
+    job = spoiled()
+    flip(job.root / "run" / "metrics.jsonl", random.Random(0))
+    assert forked(lambda: job("steps=5")) == 0
+    assert "not what was written" in capfd.readouterr().err
+
+
 def forge(folder: Path, name: str, raw: bytes) -> None:
     """Puts a file into a checkpoint under a manifest that agrees: what an attacker would do."""
     about = json.loads((folder / "manifest.json").read_bytes()[: -sealed.SEAL])
