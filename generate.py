@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     add("--prompt-file", type=Path, help='one prompt a line; in a .jsonl {"prompt": ...}, and so is what comes out')
     add("--interactive", action="store_true", help="read prompts line by line, each going on from the text before")
     add("--run", type=Path, help="a run folder (default: the one in runs/ that saved last)")
-    add("--max-new-tokens", type=number(int, 0), default=200)
+    add("--max-new-tokens", type=number(int, 1), default=200)
     add("--temperature", type=number(float, 0), default=0.8, help="0: always the likeliest token")
     add("--top-k", type=number(int, 0), default=50, help="choose among so many; 0: among all")
     add("--top-p", type=number(float, 1e-9, 1), default=0.95, help="among the likeliest, this probable together")
@@ -54,8 +54,13 @@ def arguments() -> argparse.Namespace:
         parser.error("one of a prompt, --prompt-file and --interactive is needed")
     if given.attention_map is not None and given.prompt is None:
         parser.error("--attention-map draws one prompt")
-    if given.interactive and (given.no_cache or given.num_samples > 1):
-        parser.error("--interactive goes on from its cache, with one text")
+    if given.interactive and given.num_samples > 1:
+        parser.error("--interactive goes on with one text")
+    of_cache = given.interactive or given.prompt_lookup or given.cache_dtype != "auto" or given.compile == "true"
+    if given.no_cache and of_cache:
+        parser.error("--no-cache leaves nothing to --interactive, --prompt-lookup, --cache-dtype and --compile")
+    if "" in given.stop:
+        parser.error("--stop needs text")
     return given
 
 
@@ -91,7 +96,7 @@ def main(given: argparse.Namespace) -> None:
         steps = given.max_new_tokens * -(-len(prompts) // given.batch_size)
         wanted = {"true": True, "false": False}.get(given.compile, "auto")
         compiles, _ = hardware.pick_compile(wanted, device, steps >= WORTH_COMPILING)
-        model, tokenizer, name = load(given, device, compiles)
+        model, tokenizer, name = load(given, device)
     read = [shortened([tokenizer.bos, *tokenizer.encode(prompt)], model.context) for prompt in prompts]
     if given.attention_map is not None:
         from tools import attention_map
@@ -124,7 +129,7 @@ def main(given: argparse.Namespace) -> None:
     print(f"{told}, {'no cache' if cache is None else f'{cache.nbytes:,} bytes of cache'}", file=sys.stderr)
 
 
-def load(given: argparse.Namespace, device, compiles: bool):
+def load(given: argparse.Namespace, device):
     """The model of a run's newest checkpoint in the precision asked for, its tokenizer and its name."""
     import torch
 
@@ -142,10 +147,7 @@ def load(given: argparse.Namespace, device, compiles: bool):
     if not all(p.isfinite().all() for p in model.parameters()):
         errors.fail(errors.DIVERGED, f"weights contain NaN or infinity ({found}). fix: an older checkpoint")
     if device.type == "cpu":
-        began = perf_counter()
-        matvec.load(CACHE, hardware.cpp_compiler() if compiles else None)
-        if perf_counter() - began > 1:
-            print(f"compiled {matvec.SOURCE.name} in {perf_counter() - began:.1f} s, once", file=sys.stderr)
+        matvec.load(CACHE, hardware.cpp_compiler())
     matvec.for_few_tokens(model, given.dtype == "int8")
     return model, Tokenizer.load(found / "tokenizer.model"), f"{found.parents[1].name} {found.name}"
 
@@ -169,10 +171,10 @@ def is_json(given: argparse.Namespace) -> bool:
 
 
 def prompt_of(line: str, where: str) -> str:
-    with suppress(ValueError, LookupError, TypeError):
+    with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
         prompt = json.loads(line)["prompt"]
-        if isinstance(prompt, str):
-            return prompt
+        prompt.encode()  # half of a surrogate pair is no text
+        return prompt
     raise ValueError(f'no prompt ({where}: {line[:60]}). fix: {{"prompt": "text"}}')
 
 

@@ -74,9 +74,8 @@ class KVCache(LayerCache):
 
     def extend(self, positions: Positions, *new: Tensor) -> tuple[list[Tensor], Tensor]:
         """Keep (B, T, ...) tensors; return each with all that may be seen, (B, S, ...), and what sees what."""
-        if (
-            self.turns and new[0].shape[1] > 1
-        ):  # a chunk overwrites what its first tokens still see: read before writing
+        if self.turns and new[0].shape[1] > 1:
+            # a chunk overwrites what its first tokens still see: read before writing
             seen = [torch.cat((held, x), dim=1) for held, x in zip(self._read(new), new, strict=True)]
             self._write(positions, new)
             return seen, positions.visible_slots_then_new(self.size, self.window, self.chunk)

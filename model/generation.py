@@ -78,9 +78,10 @@ def generate(
     """Yields each text with a token more, as they are drawn.
 
     `cache` has a row for each of the texts that are continued together, and room for min(context, all tokens of the
-    longest); a row that is done takes the next text. Without a cache, everything is read again for every token, to the
-    same text. With `guesses`, what followed the last tokens earlier in a text is read along with them, and kept as far
-    as it is what is drawn: the same text in fewer steps (prompt lookup, github.com/apoorvumang/prompt-lookup-decoding).
+    longest); a row that is done takes the next text, and equal texts that begin together are read once. Without a
+    cache, everything is read again for every token, to the same text. With `guesses`, what followed the last tokens
+    earlier in a text is read along with them, and kept as far as it is what is drawn: the same text in fewer steps
+    (prompt lookup, github.com/apoorvumang/prompt-lookup-decoding).
     Raises ValueError for an empty text or one longer than the context.
     """
     rows = Rows(model, texts, cache, chunk)
@@ -156,9 +157,9 @@ class Rows:
     def __init__(self, model: Transformer, texts: Iterable[Text], cache: Cache | None, chunk: int):
         self.model, self.cache, self.chunk = model, cache, chunk
         self.waiting = iter(texts)
-        size, weight = 1 if cache is None else len(cache.lengths), model.unembedding
+        size, weight = 1 if cache is None else len(cache.lengths), model.embed.weight
         self.texts: list[Text | None] = [None] * size
-        self.logits = weight.new_zeros(size, len(weight))
+        self.logits = torch.zeros(size, len(weight), device=weight.device)
         self.seen = torch.zeros_like(self.logits, dtype=torch.bool)
         self.keys, self.places = torch.zeros(2, size, dtype=torch.int64, device=weight.device)
 
@@ -177,7 +178,6 @@ class Rows:
                 raise ValueError(f"a prompt must have 1 to {self.model.context} tokens ({given}). fix: cut it")
             if len(text.tokens) > self.model.context:
                 del text.tokens[: self.model.context // 2]
-                text.held = 0
             due.append((row, text))
         self.read(due)
         for row, text in due:

@@ -36,6 +36,13 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__(inputs, outputs, bias)
 
+    def reset_parameters(self) -> None:
+        """Nothing is drawn: model/initialise.py does, or a checkpoint. What torch would draw takes long to import."""
+
+
+class Embedding(nn.Embedding):
+    reset_parameters = Linear.reset_parameters
+
 
 def rms(x: Tensor) -> Tensor:
     """x / rms(x) over the last axis, without a weight."""

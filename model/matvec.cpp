@@ -82,6 +82,7 @@ void multiply(const Tensor& x, const Tensor& w, Tensor& y) {
 // x (..., k) and w (n, k), both fp32 or both bf16, contiguous -> (..., n), summed in fp32
 Tensor matvec(const Tensor& x, const Tensor& w) {
   TORCH_CHECK(x.is_contiguous() && w.is_contiguous() && w.dim() == 2 && x.size(-1) == w.size(1));
+  TORCH_CHECK(x.scalar_type() == w.scalar_type());
   auto shape = x.sizes().vec();
   shape.back() = w.size(0);
   Tensor y = at::empty(shape, x.options());

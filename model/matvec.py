@@ -7,7 +7,9 @@ import hashlib
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
+from time import perf_counter
 
 import torch
 import torch.nn.functional as F
@@ -26,26 +28,40 @@ def load(folder: Path, compiler: str | None) -> bool:
     if hasattr(torch.ops.attend, "matvec"):
         return True
     about = Path("/proc/cpuinfo")
-    features = {line for line in about.read_text().splitlines() if "flags" in line} if about.exists() else ()
+    features = (
+        {line for line in about.read_text().splitlines() if line.startswith(("flags", "Features"))}
+        if about.exists()
+        else ()
+    )
     same = f"{torch.__version__} {platform.machine()} {sorted(features)} {FLAGS}".encode() + SOURCE.read_bytes()
     library = folder / f"matvec-{hashlib.sha256(same).hexdigest()[:16]}.so"
-    if not library.exists() and (compiler is None or not compiled(library, compiler)):
+    try:
+        if not library.exists():
+            if compiler is None:
+                return False
+            compile_to(library, compiler)
+        torch.ops.load_library(library)
+    except OSError as error:
+        print(f"note: matvec.cpp is not at hand ({error}), torch multiplies", file=sys.stderr)
         return False
-    torch.ops.load_library(library)
     torch.library.register_fake("attend::matvec")(lambda x, w: x.new_empty(*x.shape[:-1], len(w)))
     return True
 
 
-def compiled(library: Path, compiler: str) -> bool:
-    torch_folder = Path(torch.__file__).parent
+def compile_to(library: Path, compiler: str) -> None:
+    """Raises OSError where that fails."""
+    began, torch_folder = perf_counter(), Path(torch.__file__).parent
     include = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
     link = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
     library.parent.mkdir(parents=True, exist_ok=True)
-    half = library.with_suffix(f".{os.getpid()}")
-    done = subprocess.run([compiler, *FLAGS, *include, SOURCE, "-o", half, *link], capture_output=True)
-    if done.returncode == 0:
-        half.replace(library)
-    return done.returncode == 0
+    aside = library.with_suffix(f".{os.getpid()}")
+    done = subprocess.run([compiler, *FLAGS, *include, SOURCE, "-o", aside, *link], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(f"{compiler}: {' '.join(done.stderr.split())[:200]}")
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
+    aside.replace(library)
+    print(f"compiled {SOURCE.name} in {perf_counter() - began:.1f} s, once", file=sys.stderr)
 
 
 class FewTokensLinear(nn.Module):
@@ -53,11 +69,11 @@ class FewTokensLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, int8: bool):
         super().__init__()
-        self.bias, self.scale = bias, None
+        self.bias, self.by_matvec, scale = bias, hasattr(torch.ops.attend, "matvec"), None
         if int8:
-            largest = weight.float().abs().amax(dim=1) / 127
-            self.scale = largest.clamp(min=1e-9).to(weight.dtype)
-            weight = (weight / self.scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+            scale = (weight.abs().amax(dim=1) / 127).clamp(min=1e-7)
+            weight = (weight.float() / scale[:, None].float()).round().clamp(-127, 127).to(torch.int8)
+        self.register_buffer("scale", scale)
         self.kept = nn.Parameter(weight.contiguous(), requires_grad=False)
 
     @property
@@ -70,7 +86,7 @@ class FewTokensLinear(nn.Module):
             y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.kept, self.scale).view(*x.shape[:-1], -1)
         elif self.scale is not None:
             y = F.linear(x, self.kept.to(x.dtype)) * self.scale
-        elif few and hasattr(torch.ops.attend, "matvec"):
+        elif few and self.by_matvec:
             y = torch.ops.attend.matvec(x.contiguous(), self.kept)
         else:
             return F.linear(x, self.kept, self.bias)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from model.attention.base import Attention, Handed
 from model.cache import LayerCache
-from model.layers import ReLUSquared, rms
+from model.layers import Embedding, ReLUSquared, rms
 from model.positions import Positions
 from model.transformer import Block, Transformer
 
@@ -43,7 +43,7 @@ class Speedrun(Transformer):
 
         super().__init__(attention=after_embedding, **knobs)
         width = self.blocks[0].attention.value_width
-        self.values = None if width is None else nn.Embedding(knobs["vocab_size"], width)
+        self.values = None if width is None else Embedding(knobs["vocab_size"], width)
 
     def enter(self, tokens: Tensor) -> tuple[Tensor, Handed]:
         x = rms(self.embed(tokens))

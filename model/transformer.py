@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from model.attention.base import Attention, Handed
 from model.cache import Cache, LayerCache
-from model.layers import Linear, RMSNorm, SwiGLU, capped
+from model.layers import Embedding, Linear, RMSNorm, SwiGLU, capped
 from model.positions import Positions
 
 
@@ -55,7 +55,7 @@ class Transformer(nn.Module):
         if softcap is not None and not 0 < softcap < math.inf:
             raise ValueError(f"model.softcap must be a number above 0 (got {softcap!r}). fix: null")
         self.context, self.softcap = context, softcap
-        self.embed = nn.Embedding(vocab_size, dim)
+        self.embed = Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(
             self.block(dim, hidden, attention(dim, heads, context, layer, depth)) for layer in range(depth)
         )

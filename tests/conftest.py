@@ -84,13 +84,14 @@ def shrink(tree):
     }
 
 
-def continued(model, prompts: list[list[int]], most: int, draw=greedy, rows: int = 0, capacity: int = 64, **more):
-    """What is drawn after each prompt, `rows` of them at a time; without rows, without a cache."""
+def continued(model, prompts: list[list[int]], most: int, draw=greedy, rows: int = 0, eos: int = -1, **more):
+    """What is drawn after each prompt, up to `eos`, `rows` of them at a time; without rows, without a cache."""
     weight, texts = model.embed.weight, [Text(prompt, most, key) for key, prompt in enumerate(prompts)]
-    cache = model.new_cache(rows, capacity, weight.dtype, weight.device) if rows else None
+    cache = model.new_cache(rows, model.context, weight.dtype, weight.device) if rows else None
     drawn = {id(text): [] for text in texts}
     for text in generate(model, texts, draw, cache=cache, **more):
         drawn[id(text)].append(text.tokens[-1])
+        text.done |= text.tokens[-1] == eos
     return [*drawn.values()]
 
 

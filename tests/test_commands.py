@@ -151,9 +151,8 @@ def test_a_conversation_goes_on_from_the_text_before(command, trained, monkeypat
     result = command("generate.py", *CPU, "--interactive", "--temperature", "0", "--max-new-tokens", "9")
     first = command("generate.py", *CPU, "Ann had", "--temperature", "0", "--max-new-tokens", "9").out
     assert result.code == 0 and result.out.startswith(first) and "18 tokens" in result.err
-    assert (
-        result.out[len(first) :] != command("generate.py", *CPU, "Bob saw", *GREEDY[1:3], "--max-new-tokens", "9").out
-    )
+    both = command("generate.py", *CPU, "Ann had" + first[:-1] + "Bob saw", *GREEDY[1:3], "--max-new-tokens", "9").out
+    assert result.out[len(first) :] == both
 
 
 def test_guesses_and_fewer_bits_change_the_speed_alone(command, trained):
@@ -184,10 +183,6 @@ def test_a_long_prompt_loses_its_beginning_with_a_warning(command, trained):
     result = command("generate.py", *CPU, "Ann had a red ball. " * 40, "--max-new-tokens", "2")
     assert result.code == 0
     assert "context is 64" in result.err
-
-
-def test_no_new_tokens_are_no_text(command, trained):
-    assert command("generate.py", *CPU, "Ann", "--max-new-tokens", "0").out.strip() == ""
 
 
 def test_generation_without_any_run_says_how_to_get_one(command):
@@ -233,7 +228,7 @@ def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(tm
     words = (
         str(ROOT / "train.py"),
         *TINY,
-        *("steps=4", "eval_every=2", "sample_every=2", "save_every=2"),
+        *("steps=4", "eval_every=2", "sample_every=3", "save_every=2"),
         *("data=text", f"data.path={story}", "data.vocab_size=400", *more),
     )
     assert run(*words, "run_dir=alone", folder=tmp_path).returncode == 0

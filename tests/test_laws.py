@@ -4,6 +4,7 @@ In fp64, where two orders of summing agree to 1e-7: what differs by more is wron
 """
 
 from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from model.initialise import initialise
 from model.matvec import for_few_tokens
 from model.positions import Positions
 from model.sampling import sample
-from tests.conftest import close, continued, greedy
+from tests.conftest import close, continued
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 TOKENS = torch.randint(128, (3, 13), generator=torch.Generator().manual_seed(1))
@@ -174,13 +175,26 @@ def test_a_thousand_tokens_are_never_compiled_again(model):
     assert [text[:40] for text in compiled] == [continued(model, [prompt], 40, rows=1)[0] for prompt in PROMPTS[:3]]
 
 
-@pytest.mark.parametrize("draw", [greedy, partial(sample, temperature=2.0, top_k=100, repetition_penalty=1.1)])
-def test_a_text_is_the_same_alone_in_a_batch_with_guesses_and_without_a_cache(model, draw):
-    """Past the context, with fewer rows than texts."""
-    prompts = [*PROMPTS[:2], [3, 1, 4] * 20]
-    expected = continued(model, prompts, 12, draw)
-    assert continued(model, prompts, 12, draw, rows=2) == expected
-    assert continued(model, prompts, 12, draw, rows=3, guesses=3) == expected
+def few(logits, *about, temperature):
+    """Draws of six tokens, so that a text repeats itself and guesses are right now and then."""
+    return sample(logits[:, :6], *about[:2], about[2][:, :6], temperature=temperature, repetition_penalty=1.2)
+
+
+@pytest.mark.parametrize("temperature, eos", [(0, -1), (2.0, -1), (2.0, 5)])
+def test_a_text_is_the_same_alone_in_a_batch_with_guesses_and_without_a_cache(model, temperature, eos):
+    """Past the context, with fewer rows than texts, ends within what was guessed right."""
+    draw, widths = partial(few, temperature=temperature), []
+
+    def step(*about):
+        widths.append(about[1].shape[1])
+        return decode_step(*about)
+
+    random = Random(0)
+    prompts = [random.choices(range(6), k=length) for length in (1, 40, 63, 7, 61)]
+    expected = continued(model, prompts, 14, draw, eos=eos)
+    for rows, guesses in ((2, 0), (1, 5), (5, 3)):
+        assert continued(model, prompts, 14, draw, rows, eos=eos, step=step, guesses=guesses, chunk=9) == expected
+    assert eos == 5 or set(widths) >= {1, 4, 6}
 
 
 def test_training_has_no_graph_break(model):
@@ -191,12 +205,23 @@ def test_training_has_no_graph_break(model):
     logits.square().mean().backward()
 
 
-def test_a_text_goes_on_from_what_the_cache_holds(model):
-    cache, said = new_cache(model, batch=1, capacity=64), Text(PROMPTS[2], 5)
-    list(generate(model, [said], greedy, cache=cache))
-    more = Text([*said.tokens, 9, 8], 5, held=int(cache.lengths[0]))
-    list(generate(model, [more], greedy, cache=cache))
-    assert more.tokens[14:] == continued(model, [more.tokens[:14]], 5)[0]
+@pytest.mark.parametrize("guesses", [0, 3])
+def test_a_text_goes_on_from_what_the_cache_holds(model, guesses):
+    cache, draw = new_cache(model, batch=1, capacity=64), partial(few, temperature=2.0)
+    said, read = Text(PROMPTS[2], 7), 0
+    for turn in range(4):
+        for text in generate(model, [said], draw, cache=cache, guesses=guesses):
+            text.done |= text.tokens[-1] == 5
+        assert read < cache.lengths[0] <= len(said.tokens)
+        read = int(cache.lengths[0])
+        said = Text([*said.tokens, 4, 3, turn], 7, held=read)
+        expected = Text(said.tokens, 7)
+        for text in generate(model, [expected], draw):
+            text.done |= text.tokens[-1] == 5
+        again = Text(said.tokens, 7, held=read)
+        for text in generate(model, [again], draw, cache=cache.map(torch.clone), guesses=guesses):
+            text.done |= text.tokens[-1] == 5
+        assert again.tokens == expected.tokens
 
 
 def test_several_samples_share_one_prefill(model, monkeypatch):

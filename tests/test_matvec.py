@@ -21,7 +21,7 @@ def compiled():
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7, 16, 40])
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 1.2e-2)])
 @pytest.mark.parametrize("int8", [False, True])
-def test_products_are_those_of_float64(compiled, outputs, inputs, tokens, dtype, error, int8):
+def test_products_are_those_of_float64(compiled, outputs, inputs, tokens, dtype, error, int8, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     linear = Linear(inputs, outputs, bias=True)
     for p in linear.parameters():
@@ -33,6 +33,8 @@ def test_products_are_those_of_float64(compiled, outputs, inputs, tokens, dtype,
         scale = linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127  # half a step, and a rounded scale
         assert ((few.weight - linear.weight).abs() <= 0.5 * scale + 2 * error * scale * 127).all()
     expected = F.linear(x.double(), few.weight.double(), few.bias.double())
+    if tokens <= matvec.FEW and not int8:
+        monkeypatch.setattr(F, "linear", None)  # and never asked
     y = few(x)
     assert y.dtype == dtype and (y - expected).abs().max() <= error * expected.abs().max()
 

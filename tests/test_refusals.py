@@ -101,6 +101,11 @@ BAD_GENERATION = {
     "JSON without a prompt": (["--prompt-file", "lines.jsonl"], 2, "line 3"),
     "no kernel for int8": (["a", "--device", "mps", "--dtype", "int8"], 2, "int8"),
     "a prompt and a file": (["a", "--prompt-file", "latin.txt"], 2, "--prompt-file"),
+    "half a character": (["--prompt-file", "half.jsonl"], 2, "line 1"),
+    "deep JSON": (["--prompt-file", "deep.jsonl"], 2, "line 1"),
+    "no text to stop at": (["a", "--stop", ""], 2, "--stop"),
+    "no tokens": (["a", "--max-new-tokens", "0"], 2, "--max-new-tokens"),
+    "guesses without a cache": (["a", "--no-cache", "--prompt-lookup", "3"], 2, "--prompt-lookup"),
     "a conversation without a cache": (["--interactive", "--no-cache"], 2, "cache"),
 }
 
@@ -109,6 +114,8 @@ BAD_GENERATION = {
 def test_bad_input_to_generation_is_a_line_and_a_code(command, trained, monkeypatch, case):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    Path("half.jsonl").write_text('{"prompt": "\\ud800 a"}\n')
+    Path("deep.jsonl").write_text("[" * 200_000)
     Path("lines.jsonl").write_text('{"prompt": "a"}\n\n{"text": "a"}\n')
     Path("empty.txt").touch()
     Path("latin.txt").write_bytes(b"cafe \xff")

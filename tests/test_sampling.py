@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model.build import build
-from model.generation import decode_step
+from model.generation import Text, decode_step, generate
 from model.sampling import exponential, sample
 from tests.conftest import continued, redraw, tree_of
 
@@ -135,3 +135,11 @@ def test_a_wrong_guess_is_read_but_never_kept():
     assert drawn == [5, 6, 9, 5, 6, 4, 5, 6, 8]
     for place, (logits, _) in read.items():
         torch.testing.assert_close(logits, model(torch.tensor([[5, 6, 7, *drawn[:place]]]))[:, -1])
+
+
+def test_an_end_within_right_guesses_is_all_that_the_cache_holds():
+    model = redraw(build(tree_of("gqa"))).double()
+    cache, text = model.new_cache(1, 64, torch.float64, "cpu"), Text([5, 6, 7] * 4, 12)
+    for _ in generate(model, [text], lambda logits, keys, places, seen: 5 + places % 3, cache=cache, guesses=3):
+        text.done = text.tokens[-1] == 6
+    assert text.tokens[12:] == [5, 6] and int(cache.lengths[0]) == 14

@@ -78,7 +78,7 @@ def compare(names: list[str], words: list[str], **case: int) -> None:
     for process in running.values():
         process.communicate()
     lines = [summary(name, each) for name, each in turns.items()]
-    best = max(lines[1:], key=lambda line: 1 / line["seconds"])
+    best = min(lines[1:], key=lambda line: line["seconds"])
     pairs = zip(turns[names[0]][1:], turns[best["name"]][1:], strict=True)
     ratios = {"speed": statistics.median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs)}
     ratios["peak_memory"] = lines[0]["peak_memory_bytes"] / best["peak_memory_bytes"]
@@ -88,7 +88,7 @@ def compare(names: list[str], words: list[str], **case: int) -> None:
 
 def summary(name: str, turns: list[dict]) -> dict:
     """Medians of all turns but the first, which compiles."""
-    work, ceiling = turns[0]["work"], max(turn["ceiling"] for turn in turns)
+    work, ceiling = turns[0]["work"], max(turn["ceiling"] or 0.0 for turn in turns)
     middle = {key: statistics.median(turn[key] for turn in turns[1:]) for key in turns[0] if key.endswith("seconds")}
     rates = {f"{what}_per_second": round(much / middle["seconds"]) for what, much in work.items()}
     if ceiling:
@@ -101,7 +101,7 @@ def summary(name: str, turns: list[dict]) -> dict:
 
 
 def compete(step: Callable[[], object], work: dict[str, float], device: torch.device) -> None:
-    """Two steps when it is told to, by a line; the first time one, which compiles. Of text, one, which times itself."""
+    """Two steps when it is told to, by a line; the first time, and where a step times itself, one."""
     hardware.keep_freed_memory(device)
     for number, _ in enumerate(sys.stdin):
         steps, began = 1 if number == 0 or "bytes_read" in work else 2, perf_counter()
@@ -110,9 +110,10 @@ def compete(step: Callable[[], object], work: dict[str, float], device: torch.de
         if device.type == "cuda":
             torch.cuda.synchronize()
         turn = {"seconds": (perf_counter() - began) / steps, "work": work, "memory": hardware.peak_memory(device)}
-        probe = {"flops": product, "bytes_read": partial(bandwidth, device)}.get([*work][-1], float)
-        known = hardware.peak_flops(device) if "flops" in work else None
-        turn["ceiling"] = known or max(probe() for _ in range(-(-PROBES // ROUNDS)))
+        probe = product if "flops" in work else partial(bandwidth, device) if "bytes_read" in work else None
+        turn["ceiling"] = hardware.peak_flops(device) if probe is product else None
+        if probe is not None and turn["ceiling"] is None:
+            turn["ceiling"] = max(probe() for _ in range(-(-PROBES // ROUNDS)))
         print(json.dumps(turn | (own if isinstance(own, dict) else {})), flush=True)
 
 
@@ -254,9 +255,8 @@ def our_text(words: list[str]) -> Competitor:
         for number, _ in enumerate(generate(model, texts, greedy, cache=cache, step=step), start=1):
             if number == len(texts):
                 first = perf_counter()
-        run.drawn = [text.tokens for text in texts]
         measured = {"seconds": perf_counter() - first, "first_token_seconds": first - began}
-        return measured | {"cache_bytes": cache.nbytes}
+        return measured | {"cache_bytes": cache.nbytes, "tokens": [text.tokens for text in texts]}
 
     return run, work, device
 
@@ -274,10 +274,11 @@ def transformers_text(kind: str, words: list[str]) -> Competitor:
             kept = StaticCache(config=model.config, max_cache_len=settings["context"] - 1)
         tick = [lambda ids, *_: ticks.append(perf_counter()) or torch.zeros(len(ids), dtype=torch.bool, device=device)]
         options = {"do_sample": False, "max_new_tokens": NEW, "past_key_values": kept, "pad_token_id": 0}
-        run.drawn = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options, stopping_criteria=tick)
+        drawn = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options, stopping_criteria=tick)
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in kept.layers)
-        measured = {"seconds": ticks[-1] - ticks[1], "first_token_seconds": ticks[1] - ticks[0]}
-        return measured | {"cache_bytes": held}
+        drawn, ended = drawn.tolist(), perf_counter()
+        measured = {"seconds": ended - ticks[1], "first_token_seconds": ticks[1] - ticks[0]}
+        return measured | {"cache_bytes": held, "tokens": drawn}
 
     return run, work, device
 

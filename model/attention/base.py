@@ -95,7 +95,7 @@ def attend(
 
     H is a multiple of K. visible=None is plain causal, T = S: no mask exists, the fused kernel knows. Compiled for a
     CPU and up to `DENSE` tokens, plain products of a few query blocks take less time than that kernel, and so do sums
-    where T = 1; compiled for CUDA, whatever is not plain and as long as its keys goes to FlexAttention.
+    for T = 1; compiled for CUDA, whatever is not plain and as long as its keys goes to FlexAttention.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if watched is not None:
