@@ -159,7 +159,7 @@ class Rows:
         self.waiting = iter(texts)
         size, weight = 1 if cache is None else len(cache.lengths), model.embed.weight
         self.texts: list[Text | None] = [None] * size
-        self.logits = torch.zeros(size, len(weight), device=weight.device)
+        self.logits = torch.zeros(size, len(weight), dtype=weight.dtype, device=weight.device)
         self.seen = torch.zeros_like(self.logits, dtype=torch.bool)
         self.keys, self.places = torch.zeros(2, size, dtype=torch.int64, device=weight.device)
 

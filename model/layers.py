@@ -37,11 +37,14 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias)
 
     def reset_parameters(self) -> None:
-        """Nothing is drawn: model/initialise.py does, or a checkpoint. What torch would draw takes long to import."""
+        if not self.weight.is_meta:  # where nothing is drawn, after an import that takes long
+            super().reset_parameters()
 
 
 class Embedding(nn.Embedding):
-    reset_parameters = Linear.reset_parameters
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 def rms(x: Tensor) -> Tensor:

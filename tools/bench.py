@@ -223,29 +223,29 @@ def decoded_case(words: list[str]):
     settings, device = settings_of(words)
     rows, prompt = settings["batch_tokens"] // settings["context"], settings["context"] - NEW - 1
     torch.manual_seed(0)
-    theirs, dtype = llama(settings), hardware.pick_precision(settings["precision"], device)
-    for p in theirs.parameters():
+    dtype = hardware.pick_precision(settings["precision"], device)
+    model = llama(settings).to(device, dtype)
+    for p in model.parameters():
         torch.nn.init.normal_(p, std=0.05) if p.ndim > 1 else torch.nn.init.ones_(p)
-    theirs = theirs.to(device, dtype).eval()
+    model.eval()
     prompts = torch.randint(settings["model"]["vocab_size"], (rows, prompt), device=device)
     shape = settings["model"]
     token = 2 * shape["depth"] * shape["attention"]["kv_heads"] * shape["dim"] // shape["heads"] * dtype.itemsize
-    weights = sum(p.nbytes for p in theirs.parameters()) - (0 if shape["tied"] else theirs.lm_head.weight.nbytes)
+    weights = sum(p.nbytes for p in model.parameters()) - (0 if shape["tied"] else model.lm_head.weight.nbytes)
     read = (NEW - 1) * (weights + rows * token * (prompt + NEW / 2))
-    return settings, device, theirs, prompts, {"tokens": rows * (NEW - 1), "bytes_read": read}
+    return settings, device, model, prompts, {"tokens": rows * (NEW - 1), "bytes_read": read}
 
 
 def our_text(words: list[str]) -> Competitor:
     settings, device, theirs, prompts, work = decoded_case(words)
-    model = build(settings["model"]).to(device, theirs.dtype).eval()
+    model = build(settings["model"]).to(device, theirs.dtype)
     names = {"layers": "blocks", "self_attn": "attention", "input_layernorm": "attention_norm", "mlp": "ffn"}
     names |= {"post_attention_layernorm": "ffn_norm", "embed_tokens": "embed", "lm_head": "head", r"^model\.": ""}
     weights = theirs.state_dict()
     for old, new in names.items():
         weights = {re.sub(old, new, name): weight for name, weight in weights.items()}
     model.load_state_dict(weights, strict=not settings["model"]["tied"])
-    if settings["compile"] is not False and device.type == "cpu":
-        matvec.load(ROOT / ".cache", hardware.cpp_compiler())
+    matvec.load(ROOT / ".cache", hardware.cpp_compiler())
     matvec.for_few_tokens(model, int8=False)
     step = decode_step if settings["compile"] is False else compiled_step(device)
     cache = model.new_cache(len(prompts), settings["context"] - 1, theirs.dtype, device)
