@@ -168,6 +168,7 @@ def test_eight_ragged_rows_say_in_fp32_what_each_says_alone(model):
 @pytest.mark.long
 def test_a_thousand_tokens_are_never_compiled_again(model):
     torch._dynamo.reset()
+    counters.clear()
     model = model.float()
     for_few_tokens(model, int8=False)
     compiled = continued(model, PROMPTS[:3], 1000, rows=3, step=compiled_step(torch.device("cpu")))
