@@ -30,9 +30,9 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("prompt", nargs="?", help="text to continue; - reads it from standard input")
     add("--prompt-file", type=Path, help='one prompt a line; in a .jsonl {"prompt": ...}, and so is what comes out')
-    add("--interactive", action="store_true", help="read prompts line by line, each going on from the text before")
+    add("--interactive", action="store_true", help="a prompt a line, each goes on from the text before; Ctrl-D ends")
     add("--run", type=Path, help="a run folder (default: the one in runs/ that saved last)")
-    add("--max-new-tokens", type=number(int, 1), default=200)
+    add("--max-new-tokens", type=number(int, 1), default=200, help="of each continuation")
     add("--temperature", type=number(float, 0), default=0.8, help="0: always the likeliest token")
     add("--top-k", type=number(int, 0), default=50, help="choose among so many; 0: among all")
     add("--top-p", type=number(float, 1e-9, 1), default=0.95, help="among the likeliest, this probable together")
@@ -40,18 +40,23 @@ def arguments() -> argparse.Namespace:
     add("--repetition-penalty", type=number(float, 1e-9), default=1.0, help="1: none")
     add("--num-samples", type=number(int, 1), default=1, help="continuations of each prompt")
     add("--batch-size", type=number(int, 1), default=8, help="continued at a time; who ends makes room for the next")
-    add("--seed", type=number(int, 0), default=0)
+    add("--seed", type=number(int, 0), default=0, help="of a prompt's continuations, in whatever file it stands")
     add("--stop", action="append", default=[], help="end before this text; may be given several times")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", "fp32", "bf16", "int8"), default="auto", help="auto: bf16 on a GPU, else fp32")
-    add("--cache-dtype", choices=("auto", "fp32", "bf16", "int8"), default="auto", help="auto: that of the weights")
+    add(
+        "--cache-dtype",
+        choices=("auto", "fp32", "bf16", "int8"),
+        default="auto",
+        help="auto: of the weights; bf16 if int8",
+    )
     add("--compile", choices=("auto", "true", "false"), default="auto", help="auto: for thousands of tokens")
-    add("--prompt-lookup", type=number(int, 0), default=0, help="guess so many tokens from the text: same text, sooner")
-    add("--no-cache", action="store_true", help="read everything again for every token: the same text, slower")
+    add("--prompt-lookup", type=number(int, 0), default=0, help="guess so many tokens, in fewer steps")
+    add("--no-cache", action="store_true", help="read everything again for every token, slower")
     add("--attention-map", type=Path, help="draw what each token of the prompt attends to, and end: a .png or .svg")
     given = parser.parse_args()
     if (given.prompt is not None) + (given.prompt_file is not None) + given.interactive != 1:
-        parser.error("one of a prompt, --prompt-file and --interactive is needed")
+        parser.error("exactly one of a prompt, --prompt-file and --interactive is needed")
     if given.attention_map is not None and given.prompt is None:
         parser.error("--attention-map draws one prompt")
     if given.interactive and given.num_samples > 1:
@@ -66,7 +71,8 @@ def arguments() -> argparse.Namespace:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}. fix: quote the prompt; python generate.py --help\n")
+        fix = "python generate.py --help; a prompt is quoted, and one with a dash comes after --"
+        self.exit(2, f"error: {message}. fix: {fix}\n")
 
 
 def number(kind: type, least: float, most: float = sys.maxsize) -> Callable[[str], float]:
@@ -96,6 +102,8 @@ def main(given: argparse.Namespace) -> None:
         steps = given.max_new_tokens * -(-len(prompts) // given.batch_size)
         wanted = {"true": True, "false": False}.get(given.compile, "auto")
         compiles, _ = hardware.pick_compile(wanted, device, steps >= WORTH_COMPILING)
+        if compiles:
+            print("compiling at the first step; --compile false begins at once", file=sys.stderr)
         model, tokenizer, name = load(given, device)
     read = [shortened([tokenizer.bos, *tokenizer.encode(prompt)], model.context) for prompt in prompts]
     if given.attention_map is not None:
@@ -115,7 +123,8 @@ def main(given: argparse.Namespace) -> None:
     draw = partial(sample, **{choice: getattr(given, choice) for choice in choices})
     step = compiled_step(device) if compiles else decode_step
     text = partial(Continuation, tokenizer, given.max_new_tokens, given.seed, given.stop, is_json(given))
-    texts = map(text, range(len(read)), read, prompts)
+    samples = (number % given.num_samples for number in range(len(read)))
+    texts = map(text, range(len(read)), samples, read, prompts)
     if given.interactive:
         texts = conversation(text, tokenizer, model.context, cache)
 
@@ -167,7 +176,7 @@ def read_prompts(given: argparse.Namespace) -> list[str]:
 
 
 def is_json(given: argparse.Namespace) -> bool:
-    return given.prompt_file is not None and given.prompt_file.suffix == ".jsonl"
+    return given.prompt_file is not None and given.prompt_file.suffix.lower() == ".jsonl"
 
 
 def prompt_of(line: str, where: str) -> str:

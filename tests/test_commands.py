@@ -128,10 +128,11 @@ def test_samples_differ_and_repeat_with_their_seed(command, trained):
     assert one == same != other
 
 
-def test_a_ragged_batch_is_each_prompt_alone(command, trained):
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_ragged_batch_is_each_prompt_alone(command, trained, temperature):
     prompts = ["Ann", "Bob had an old map. Cleo", "Dan saw a small dog and said: may I"]
     Path("prompts.txt").write_text("\n".join(prompts))
-    rest = ("--temperature", "0", "--max-new-tokens", "12")
+    rest = ("--temperature", temperature, "--max-new-tokens", "12", "--num-samples", "2")
     together = command("generate.py", *CPU, "--prompt-file", "prompts.txt", *rest)
     assert together.out == "".join(command("generate.py", *CPU, prompt, *rest).out for prompt in prompts)
 

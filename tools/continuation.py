@@ -13,7 +13,7 @@ from training.errors import input_problems
 
 
 class Continuation(Text):
-    """Tokens go in, text comes out once no token to come can change it."""
+    """Tokens go in, text comes out once no token to come can change it. `number` of all, `sample` of its prompt."""
 
     def __init__(
         self,
@@ -23,11 +23,12 @@ class Continuation(Text):
         stops: list[str],
         is_json: bool,
         number: int,
+        sample: int,
         tokens: list[int],
         prompt: str,
         held: int = 0,
     ):
-        super().__init__(tokens, most, key=(seed * 1_000_003 + number) % 2**63, held=held)
+        super().__init__(tokens, most, key=(seed * 1_000_003 + sample) % 2**63, held=held)
         self.number, self.prompt, self.is_json = number, prompt, is_json
         self.stops, self.eos, self.stream = stops, tokenizer.eos, Stream(tokenizer, tokens[-1:])
         self.ready, self.unsure = "", ""  # text that stays, and what may become a stop
@@ -88,9 +89,9 @@ def conversation(
         if not (new := tokenizer.encode(line.rstrip("\r\n"))):
             continue
         tokens = [*tokens, *new]
-        said = text(number, tokens, "", int(cache.lengths[0]))
+        said = text(number, number, tokens, "", int(cache.lengths[0]))
         if len(tokens) > context:
-            said = text(number, shortened(tokens, context), "")
+            said = text(number, number, shortened(tokens, context), "")
         yield said
         tokens, number = said.tokens + [tokenizer.bos] * (said.tokens[-1] == tokenizer.eos), number + 1
 
@@ -105,6 +106,6 @@ def decoded(raw: bytes) -> str:
 def shortened(tokens: list[int], context: int) -> list[int]:
     if len(tokens) <= context:
         return tokens
-    told = f"warning: a prompt of {len(tokens)} tokens, the model's context is {context}: its end is used"
+    told = f"warning: a text of {len(tokens)} tokens, the model's context is {context}: its end is used"
     print(told, file=sys.stderr)
     return tokens[1 - context :]
