@@ -28,12 +28,9 @@ def load(folder: Path, compiler: str | None) -> bool:
     if hasattr(torch.ops.attend, "matvec"):
         return True
     about = Path("/proc/cpuinfo")
-    features = (
-        {line for line in about.read_text().splitlines() if line.startswith(("flags", "Features"))}
-        if about.exists()
-        else ()
-    )
-    same = f"{torch.__version__} {platform.machine()} {sorted(features)} {FLAGS}".encode() + SOURCE.read_bytes()
+    lines = about.read_text().splitlines() if about.exists() else []
+    features = sorted({line for line in lines if line.startswith(("flags", "Features"))})  # of an x86, of an Arm
+    same = f"{torch.__version__} {platform.machine()} {features} {FLAGS}".encode() + SOURCE.read_bytes()
     library = folder / f"matvec-{hashlib.sha256(same).hexdigest()[:16]}.so"
     try:
         if not library.exists():
