@@ -14,7 +14,9 @@ import pytest
 import torch
 import yaml
 
+from data.tokenizer import Tokenizer
 from tests.conftest import ROOT, SHORT, TINY
+from tools.continuation import Continuation
 from training.trainer import Trainer
 
 
@@ -162,6 +164,16 @@ def test_guesses_and_fewer_bits_change_the_speed_alone(command, trained):
     assert "text-tiny-gqa step-00000004" in plain.err
     for dtype in ("bf16", "int8"):
         assert command("generate.py", *CPU, *GREEDY, "--dtype", dtype).code == 0
+
+
+def test_a_text_ends_where_its_model_ends_it(story):
+    tokenizer = Tokenizer.train([story.read_text()], 400)
+    text = Continuation(tokenizer, 99, 0, ["old map"], False, 0, 0, [tokenizer.bos], "")
+    for token in [*tokenizer.encode("Ann had an old"), tokenizer.eos]:
+        assert not text.done
+        text.push(token)
+        text.hear()
+    assert text.done and text.ready == "Ann had an old"  # what may have become a stop, too
 
 
 def test_text_ends_before_the_stop_text(command, trained):
