@@ -26,7 +26,9 @@ WORTH_COMPILING = 4000  # steps that take as long as compiling
 
 
 def arguments() -> argparse.Namespace:
-    parser = Parser(description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    hint = "a prompt is quoted, and one with a dash comes after --"
+    about, how = __doc__.partition("\n")[0], argparse.ArgumentDefaultsHelpFormatter
+    parser = Parser(description=about, epilog=hint, formatter_class=how)
     add = parser.add_argument
     add("prompt", nargs="?", help="text to continue; - reads it from standard input")
     add("--prompt-file", type=Path, help='one prompt a line; in a .jsonl {"prompt": ...}, and so is what comes out')
@@ -71,8 +73,7 @@ def arguments() -> argparse.Namespace:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        fix = "python generate.py --help; a prompt is quoted, and one with a dash comes after --"
-        self.exit(2, f"error: {message}. fix: {fix}\n")
+        self.exit(2, f"error: {message}. fix: python {self.prog} --help; {self.epilog}\n")
 
 
 def number(kind: type, least: float, most: float = sys.maxsize) -> Callable[[str], float]:

@@ -16,14 +16,14 @@ from pathlib import Path
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from data.loader import Loader, check_enough
 from data.prepare import Corpus, prepare
-from model.build import build
+from model.build import ROOT, build
 from training import checkpoint, config, distributed, errors, folder, hardware
 from training.signals import Signals
 from training.trainer import Trainer
@@ -50,9 +50,7 @@ def main(cfg: DictConfig) -> None:
                 trainer.log.say(introduction(trainer, f"{'compiled' if compiles else 'not compiled'} ({why})"))
                 code = train(trainer, compiles, start)
             except RuntimeError as error:
-                if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-                    raise
-                errors.fail(errors.INPUT, out_of_memory(str(error), config.micro_batch(settings, ranks.world)))
+                errors.fail(errors.INPUT, out_of_memory(error, config.micro_batch(settings, ranks.world)))
             ranks.meet()
     if code:
         raise SystemExit(code)
@@ -86,6 +84,15 @@ def train(trainer: Trainer, compiles: bool, start: Path | None = None) -> int:
             return trainer.stopping
     trainer.finish()
     return 0
+
+
+def composed(words: list[str]) -> DictConfig:
+    """What these words make of the configs, for other commands."""
+    with hydra.initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        try:
+            return hydra.compose("train", words)
+        except MissingConfigException as error:  # which would pass for a missing file
+            raise HydraException(str(error)) from None
 
 
 def checked(cfg: DictConfig, *more: Callable[[dict], object]) -> dict:
@@ -138,9 +145,12 @@ def opened(settings: dict) -> tuple[Corpus, Loader]:
     return corpus, Loader(corpus.train, **sizes, seed=settings["seed"])
 
 
-def out_of_memory(reason: str, micro: int) -> str:
+def out_of_memory(error: RuntimeError, micro: int) -> str:
+    """What there is to do, if that is the error; raises any other."""
+    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        raise error
     fix = f"micro_batch={micro // 2}, which changes nothing else" if micro > 1 else "a smaller model or context"
-    return f"{reason.partition('. ')[0]} (micro_batch={micro}). fix: {fix}"
+    return f"{str(error).partition('. ')[0]} (micro_batch={micro}). fix: {fix}"
 
 
 def introduction(trainer: Trainer, compilation: str) -> str:

@@ -103,6 +103,10 @@ class Transformer(nn.Module):
         lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         return Cache(lengths, [block.attention.new_cache(batch, capacity, dtype, device) for block in self.blocks])
 
+    def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
+        """What a row of the cache costs, by arithmetic alone."""
+        return sum(block.attention.cache_bytes(capacity, dtype) for block in self.blocks)
+
     def training_flops(self) -> float:
         """Floating-point operations a token costs to train on at full context: forward, and twice that backward.
 

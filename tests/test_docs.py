@@ -4,6 +4,7 @@ import io
 import re
 import shlex
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,15 @@ def test_generation_commands(command, story, line, monkeypatch):
     result = command("generate.py", *shlex.split(line, comments=True)[2:], "--max-new-tokens", "3")
     assert result.code == 0, result.err
     assert " tokens; loaded in " in result.err or "map.png" in line
+
+
+def test_the_comparison_and_its_report(command, story):
+    train, report = (shlex.split(line, comments=True)[3:] for line in LINES if "tools.compare" in line)
+    text = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=2")
+    few = (*TINY, *text, "attention=gqa,mla", "seed=0", "--dir", "runs/stdlib-small-x")
+    assert command("tools/compare.py", *train, *few).code == 0
+    runs = sorted(map(str, Path("runs/stdlib-small-x").glob("*-0")))
+    assert command("tools/compare.py", report[0], *runs).code == 0 and report[1] == "runs/stdlib-small-*"
 
 
 def test_the_test_command_of_ci_is_the_readmes():

@@ -22,7 +22,6 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -31,9 +30,9 @@ from data.prepare import Corpus, sample, tokenised
 from data.tokenizer import Tokenizer
 from model import matvec
 from model.build import ROOT, build
-from model.generation import Text, compiled_step, decode_step, generate
-from model.sampling import sample as sampled
-from train import checked
+from model.generation import compiled_step, decode_step
+from tools.latency import timed
+from train import checked, composed
 from training import errors, hardware
 from training.distributed import Ranks
 from training.signals import Signals
@@ -251,12 +250,8 @@ def our_text(words: list[str]) -> Competitor:
     cache = model.new_cache(len(prompts), settings["context"] - 1, theirs.dtype, device)
 
     def run() -> dict:
-        texts, began = [Text(prompt, NEW) for prompt in prompts.tolist()], perf_counter()
-        for number, _ in enumerate(generate(model, texts, greedy, cache=cache, step=step), start=1):
-            if number == len(texts):
-                first = perf_counter()
-        measured = {"seconds": perf_counter() - first, "first_token_seconds": first - began}
-        return measured | {"cache_bytes": cache.nbytes, "tokens": [text.tokens for text in texts]}
+        first, rest, tokens = timed(model, prompts.tolist(), NEW, cache, step)
+        return {"seconds": rest, "first_token_seconds": first, "cache_bytes": cache.nbytes, "tokens": tokens}
 
     return run, work, device
 
@@ -284,8 +279,7 @@ def transformers_text(kind: str, words: list[str]) -> Competitor:
 
 
 def settings_of(words: list[str]) -> tuple[dict, torch.device]:
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        settings = checked(compose("train", ["name=bench", "max_minutes=null", "steps=1000000", *words]))
+    settings = checked(composed(["name=bench", "max_minutes=null", "steps=1000000", *words]))
     return settings, hardware.pick_device(settings["device"])
 
 
@@ -293,7 +287,6 @@ KINDS = {"train": ["ours", "transformers"], "data": ["our_tokens", "sentencepiec
 DECODERS = ["our_text", "dynamic", "static", "compiled"]  # the others: caches of transformers
 COMPETITORS = {function.__name__: function for function in (ours, transformers, our_tokens, sentencepiece, our_text)}
 COMPETITORS |= {kind: partial(transformers_text, kind) for kind in DECODERS[1:]}
-greedy = partial(sampled, temperature=0)
 
 if __name__ == "__main__":
     with errors.one_line(HydraException, OmegaConfBaseException):

@@ -5,15 +5,15 @@ weights and activations are shapes without memory.
 """
 
 import sys
+from functools import partial
 
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf.errors import OmegaConfBaseException
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.build import ROOT, build
-from train import checked
+from train import checked, composed
 from training import config, errors
 from training.objective import Objective
 
@@ -56,8 +56,7 @@ class Cost:
     """Of the model and the batch that these words describe."""
 
     def __init__(self, words: list[str]):
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            cfg = compose("train", ["name=cost", *words])
+        cfg = composed(["name=cost", *words])
         if not any(word.startswith("batch_tokens=") for word in words):
             cfg.batch_tokens = cfg.micro_batch * cfg.context
         cfg.sharded = False
@@ -80,9 +79,7 @@ class Cost:
         self.state = 4 * (2 * self.weights + moments)  # bytes
 
     def alone(self) -> tuple[str, ...]:
-        def cached(tokens: int) -> int:
-            return sum(block.attention.cache_bytes(tokens, torch.bfloat16) for block in self.model.blocks)
-
+        cached = partial(self.model.cache_bytes, dtype=torch.bfloat16)
         return (
             f"{self.weights / 1e6:.2f} M",
             f"{self.model.training_flops() / 1e6:.1f}",

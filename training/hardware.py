@@ -120,6 +120,13 @@ def fingerprint(ranks: Ranks, precision: torch.dtype, compiled: bool, micro: int
     }
 
 
+def processor() -> str:
+    """Its name, as far as it is known."""
+    known = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", known.read_text()) if known.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
 def finest(device: torch.device) -> torch.dtype:
     """For sums that must not depend on their order: fp64, where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64

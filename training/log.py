@@ -82,7 +82,7 @@ class Log:
             with self._wandb_may_fail():
                 self.wandb.log(values, step=step)
 
-    def progress(self, step: int, steps: float, values: dict[str, float | None], memory: int) -> None:
+    def progress(self, step: int, steps: float, values: dict[str, float | None]) -> None:
         """How it goes: a bar where somebody watches, lines where a file does."""
         if not self.speaks:
             return
@@ -90,7 +90,8 @@ class Log:
         mfu = (
             f"{values['flops_per_second'] / 1e9:,.0f} GFLOP/s" if values["mfu"] is None else f"mfu {values['mfu']:.1%}"
         )
-        news = f"loss {values['train_loss']:.3f}  {speed:,.0f} tokens/s  {mfu}  {memory / 2**30:.1f} GiB"
+        memory = f"{values['peak_memory_bytes'] / 2**30:.1f} GiB"
+        news = f"loss {values['train_loss']:.3f}  {speed:,.0f} tokens/s  {mfu}  {memory}"
         if steps < float("inf"):
             news += f"  {timedelta(seconds=round(left / speed))} left"
         if not sys.stderr.isatty():

@@ -186,9 +186,10 @@ class Trainer:
             "tokens_per_second": rate,
             "flops_per_second": rate * self.flops,
             "mfu": None if self.peak is None else rate * self.flops / self.peak / self.ranks.world,
+            "peak_memory_bytes": hardware.peak_memory(self.ranks.device),
         }
         self.log.write(self.step, **values)
-        self.log.progress(self.step, self.steps, values, hardware.peak_memory(self.ranks.device))
+        self.log.progress(self.step, self.steps, values)
         self.nats.zero_()
         self.reported, self.mark = self.step, self._clock()
 

@@ -1,0 +1,257 @@
+"""A comparison trains what is missing, is fair, and says better or worse only where that is more than chance."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+import train
+from model.build import build
+from tests.conftest import ROOT, TINY, VARIANTS, settings_of
+from tests.faults.harness import wait_for
+from tools import compare, jobs
+from tools.runs import Run, variants
+from tools.verdict import estimate, holm, verdicts
+from training.config import flat
+
+SMALL = (*TINY, "context=16", "batch_tokens=64", "model.depth=1", "steps=4", "eval_every=2", "save_every=1")
+
+
+@pytest.fixture
+def words(story) -> list[str]:
+    return [*SMALL, "data=text", f"data.path={story}", "data.vocab_size=400"]
+
+
+def table(report: Path, head: str) -> list[list[str]]:
+    """Rows of the first table of report.md below this heading."""
+    (block,) = re.findall(rf"## {head}\n\n(\|.*?)\n\n", report.read_text(), re.DOTALL)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()[2:]]
+
+
+def curves(where: Path) -> dict[str, list]:
+    keys = ("step", "train_loss", "val_bpb", "grad_norm")
+    return {
+        path.parent.name: [[json.loads(line).get(key) for key in keys] for line in path.read_text().splitlines()]
+        for path in where.glob("*/metrics.jsonl")
+    }
+
+
+def test_runs_are_trained_once_and_reported(command, words):
+    asked = ("attention=gqa,mqa", "seed=0,1", *words, "--dir", "out")
+    first = command("tools/compare.py", *asked)
+    assert first.code == 0 and "4/4 mqa-1: " in first.err and "mqa: model.hidden=" in first.err, first.err
+    runs = {name: Run.read(Path("out", name)) for name in ("gqa-0", "gqa-1", "mqa-0", "mqa-1")}
+    losses = table(Path("out/report.md"), "Loss")
+    assert [row[:2] for row in losses] == [["gqa", "2"], ["mqa", "2"]]
+    for row in losses:
+        mean = (runs[f"{row[0]}-0"].bpb + runs[f"{row[0]}-1"].bpb) / 2
+        assert float(row[2].split()[0]) == pytest.approx(mean, abs=1e-4)
+    assert losses[0][5] == "baseline" and losses[1][5] in ("worse", "better", "not distinguishable")
+    sizes = {row[0]: row for row in table(Path("out/report.md"), "Size")}
+    for name in ("gqa", "mqa"):
+        model = build(runs[f"{name}-0"].settings["model"])
+        held = model.new_cache(1, 16, torch.bfloat16, "cpu").nbytes
+        assert sizes[name][1] == f"{sum(p.numel() for p in model.parameters()):,}"
+        assert sizes[name][5] == sizes[name][6] == f"{held:,}"
+    assert "attention=mqa" in Path("out/report.md").read_text()
+
+    before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")}
+    again = command("tools/compare.py", *asked)
+    assert again.code == 0 and "4/4" not in again.err and table(Path("out/report.md"), "Loss") == losses
+    assert {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")} == before
+    longer = command("tools/compare.py", *asked, "steps=6")
+    assert longer.code == 0 and {run.lines[-1]["step"] for run in map(Run.read, Path("out").glob("*-?"))} == {6}
+
+
+def test_the_page_needs_nothing_else(command, words):
+    assert command("tools/compare.py", "attention=gqa,mla", *words, "--dir", "out").code == 0
+    page = Path("out/report.html").read_text()
+    assert "http" not in page and "<script" not in page and page.count('src="data:image/png;base64,') == 4
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    opened = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, _) -> None:
+            opened.extend([tag] if tag not in ("meta", "img") else [])
+
+        def handle_endtag(self, tag: str) -> None:
+            assert opened.pop() == tag
+
+    Reader().feed(page)
+    assert opened == []
+    row = table(Path("out/report.md"), "Loss")[1]  # one seed
+    assert "n/a" in row[2] and row[4:] == ["n/a", "n/a"] and "nan" not in Path("out/report.md").read_text()
+
+
+def test_a_run_that_fails_is_a_row(command, words):
+    result = command("tools/compare.py", "optimizer.lr=0.02,1e30", "seed=0,1", *words, "precision=fp32", "--dir", "out")
+    assert result.code == 0, result.err
+    report = Path("out/report.md").read_text()
+    assert "| lr-1e30-0 | exit 4: training diverged" in report and table(Path("out/report.md"), "Loss")[0][1] == "2"
+    command("tools/compare.py", "optimizer.lr=1e30", *words, "precision=fp32", "--dir", "none")
+    assert not Path("none/report.md").exists()
+
+
+def test_a_comparison_that_is_killed_goes_on(words, tmp_path):
+    start = [sys.executable, "-m", "tools.compare", "attention=gqa,mqa", "seed=0,1", *words, "steps=40"]
+    env = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.DEVNULL}
+    subprocess.run([*start, "--dir", "whole"], check=True, **env)
+    cut = subprocess.Popen([*start, "--dir", "cut"], start_new_session=True, **env)
+    wait_for(lambda: [*tmp_path.glob("cut/mqa-0/checkpoints/step-*")])
+    cut.kill()  # and what it was training, in the middle
+    lock = (tmp_path / "cut/mqa-0/.lock").read_text()
+    os.kill(int(re.search(r"process (\d+)", lock)[1]), signal.SIGKILL)
+    cut.wait()
+    assert not Run.read(tmp_path / "cut/mqa-0").done and Run.read(tmp_path / "cut/gqa-0").done
+    finished = (tmp_path / "cut/gqa-0/metrics.jsonl").stat().st_mtime_ns
+    subprocess.run([*start, "--dir", "cut"], check=True, **env)
+    assert (tmp_path / "cut/gqa-0/metrics.jsonl").stat().st_mtime_ns == finished
+    assert curves(tmp_path / "cut") == curves(tmp_path / "whole")
+    for head in ("Loss", "Size"):
+        assert table(tmp_path / "cut/report.md", head) == table(tmp_path / "whole/report.md", head)
+
+
+def test_minutes_are_the_baselines(command, words):
+    timed = [word for word in words if not word.startswith(("steps", "max_minutes"))]
+    result = command("tools/compare.py", "attention=gqa,mha", *timed, "max_minutes=0.15", "--dir", "out")
+    assert result.code == 0, result.err
+    one, other = Run.read(Path("out/gqa-0")), Run.read(Path("out/mha-0"))
+    assert one.tokens == other.tokens and other.settings["max_minutes"] is None
+
+
+def test_a_signal_saves_and_ends(words, tmp_path):
+    start = [sys.executable, "-m", "tools.compare", *words, "steps=1000000", "--dir", "out"]
+    env = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.PIPE}
+    running = subprocess.Popen(start, **env)
+    wait_for(lambda: [*tmp_path.glob("out/run-0/checkpoints/step-*")])
+    running.terminate()
+    assert "the same call goes on" in running.communicate()[1].decode() and running.returncode == 75
+    assert "SIGTERM" in (tmp_path / "out/run-0.log").read_text() and not Run.read(tmp_path / "out/run-0").done
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        (["attention=gqa,magic"], 1, "magic"),
+        (["attention=gqa,mha", "model.heads=3"], 2, "heads=3"),
+        (["run_dir=x,y"], 2, "run_dir"),
+        (["optimizer.lr=interval(0,1)"], 2, "interval"),
+        (["optimizer.lr=0.1,1e-1,.1e0", "model.dim=64,4096"], 2, "--match none"),
+        (["--report", "absent"], 2, "absent"),
+        ([], 2, "fix: python -m tools.compare --help"),
+        (["--attention=gqa"], 2, "without dashes"),
+    ],
+)
+def test_what_cannot_be_compared_is_a_line(command, words, code, said):
+    result = command("tools/compare.py", *words)
+    assert result.code == code and said in result.err and result.err.startswith("error: "), result
+    assert result.err.count("\n") == 1 and not [*Path().iterdir()]
+
+
+def test_a_sweep_of_hydras_is_reported_too(command, words):
+    assert command("train.py", "-m", *words, "attention=gqa", "attention.kv_heads=2,1", "seed=0,1").code == 0
+    runs = sorted(str(path.parent) for path in Path("runs").glob("*/metrics.jsonl"))
+    assert command("tools/compare.py", "--report", *runs, "--dir", "out").code == 0
+    rows = table(Path("out/report.md"), "Loss")
+    assert [row[:2] for row in rows] == [["text-tiny-gqa kv_heads=2", "2"], ["text-tiny-gqa kv_heads=1", "2"]]
+    assert command("tools/compare.py", "--report", *runs, runs[0]).code == 2  # the same twice
+
+
+def test_variants_are_told_apart_by_what_they_are():
+    settings = [settings_of(*TINY, f"seed={seed}", f"steps={steps}") for seed, steps in ((0, 5), (1, 9))]
+    other = settings_of(*TINY, "attention.window=5")
+    runs = [Run(Path(), each, [{"tokens": 1}], True) for each in (*settings, other)]
+    found = {name: [run.settings for run in group] for name, group in variants(runs).items()}
+    assert found == {"test window=None": settings, "test window=5": [other]}
+
+
+@pytest.mark.parametrize("kind", ["params", "flops"])
+@pytest.mark.parametrize("size", ["tiny", "15m", "350m"])
+def test_every_preset_is_made_as_large_as_the_baseline(size, kind):
+    base = compare.SIZES[kind](compare.sized(settings_of(f"model={size}")))
+    for name in VARIANTS:
+        settings = settings_of(f"model={size}", f"attention={name}")
+        hidden = compare.matched(settings, compare.SIZES[kind], base)
+        matched = compare.sized(settings, hidden=hidden)
+        size_of = sum(p.numel() for p in matched.parameters()) if kind == "params" else matched.training_flops()
+        assert abs(size_of / base - 1) <= 0.01, name
+
+
+def test_matching_changes_the_feed_forward_alone():
+    both = [*compare.planned(["attention=gqa,mha", "model=tiny", "seed=3"], "params", Path("out"))]
+    one, other = (dict(flat(job.settings)) for job in both)
+    kept = ("name", "run_dir", "attention.kv_heads", "model.attention.kv_heads")
+    assert {key for key in one if one[key] != other[key]} == {"model.hidden", *kept}
+    assert [job.run for job in both] == [Path("out/gqa-3"), Path("out/mha-3")]
+
+
+def test_tests_are_those_of_scipy():
+    draw = np.random.default_rng(0)
+    ours, theirs = draw.normal(1, 0.01, (2, 5))
+    (verdict,) = verdicts(dict(enumerate(ours)), {"x": dict(enumerate(theirs))}).values()
+    assert verdict.p == pytest.approx(stats.ttest_rel(theirs, ours).pvalue)
+    low, high = stats.ttest_rel(theirs, ours).confidence_interval()
+    found = estimate([*(theirs - ours)])
+    assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high))
+
+
+def test_holm_by_hand():
+    assert holm({"a": 0.04, "b": 0.01, "c": float("nan"), "d": 0.03}) == pytest.approx(
+        {"a": 0.06, "b": 0.03, "c": float("nan"), "d": 0.06}, nan_ok=True
+    )
+
+
+@pytest.mark.parametrize("others, seeds", [(1, 2), (1, 3), (7, 3), (16, 3), (8, 5)])
+def test_chance_is_rarely_called_a_difference(others, seeds):
+    draw, called = np.random.default_rng(0), 0
+    for _ in range(1000):
+        shared = draw.normal(1, 0.01, seeds)  # what a seed does to all
+        losses = [dict(enumerate(shared + draw.normal(0, 0.005, seeds))) for _ in range(others + 1)]
+        found = verdicts(losses[0], {str(n): each for n, each in enumerate(losses[1:])})
+        called += any(verdict.said in ("better", "worse") for verdict in found.values())
+    assert called <= 70
+
+
+def test_a_difference_is_seen():
+    draw, seen = np.random.default_rng(0), 0
+    for _ in range(200):
+        shared = draw.normal(1, 0.05, 3)
+        base, other = (dict(enumerate(shared + more + draw.normal(0, 0.001, 3))) for more in (0, 0.02))
+        seen += verdicts(base, {"x": other})["x"].said == "worse"
+    assert seen >= 190
+
+
+def test_other_seeds_are_paired_in_order():
+    base, other = {0: 1.0, 1: 2.0, 2: 3.0}, {3: 1.1, 4: 2.2, 5: 3.1}
+    assert verdicts(base, {"x": other})["x"].difference.mean == pytest.approx(0.4 / 3)
+    assert verdicts({0: 1.0, 1: 2.0}, {"x": {0: 1.0, 1: 2.0}})["x"].said == "not distinguishable"
+    assert verdicts({0: 1.0, 1: 2.0}, {"x": {0: 0.5, 1: 1.5}})["x"].said == "better"
+
+
+def test_each_gpu_has_a_run_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    wait = "import os, sys, time; open(os.environ['CUDA_VISIBLE_DEVICES'], 'w'); time.sleep(1)\n"
+    wait += "sys.exit(len([name for name in os.listdir() if name in '35']) < 2)"  # unless they ran together
+    monkeypatch.setattr(jobs, "ROOT", tmp_path)
+    (tmp_path / "train.py").write_text(wait)
+    monkeypatch.chdir(tmp_path)
+    both = [jobs.Job(tmp_path / name, [], {"device": "auto"}) for name in ("a", "b")]
+    monkeypatch.setattr(Run, "read", lambda _: SimpleNamespace(bpb=1.0, seconds=1.0, done=False, settings={}))
+    jobs.train_all(both)
+    assert [job.problem for job in both] == [None, None] and {"3", "5"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_hydras_submitit_can_send_a_run_away():
+    names = train.main.__wrapped__.__code__.co_names  # cloudpickle takes along torch.A.B where torch, A and B are named
+    assert "torch" not in names

@@ -1,0 +1,157 @@
+"""Which attention should I use?  python -m tools.compare attention=gqa,mha,mla seed=0,1,2 model=small max_minutes=10
+
+The words are those of train.py, with Hydra's sweeps. Each combination is trained by a process of its own, on a machine
+with several GPUs one on each; the first is the baseline. The same call again skips what is finished, goes on where it
+was cut off, and shares the work with one that is still running. It ends with a report, which
+python -m tools.compare --report RUN...  writes of any runs.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+
+import torch
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from generate import Parser
+from model.build import ROOT, build
+from model.transformer import Transformer
+from tools.jobs import Job, train_all
+from tools.report import write
+from tools.runs import Run
+from train import checked, chosen_machine, composed
+from training import config, errors
+
+CLOSE = 0.005  # how near a matched variant comes to the baseline's size
+SIZES: dict[str, Callable[[Transformer], float]] = {
+    "params": lambda model: sum(p.numel() for p in model.parameters()),
+    "flops": Transformer.training_flops,
+    "none": lambda model: 1.0,
+}
+
+
+def main(given: argparse.Namespace) -> None:
+    kind, said = "compare" if given.words else "report", " ".join(map(str, [given.match, *given.words, *given.report]))
+    where = given.dir or Path("runs", f"{kind}-{sha256(said.encode()).hexdigest()[:8]}")
+    with errors.input_problems():
+        runs = [*map(Run.read, given.report)]
+        jobs = [*planned(given.words, given.match, where)] if given.words else []
+    if jobs:
+        print(f"{len(jobs)} runs in {where}/", file=sys.stderr)
+        lengths = {(job.settings["steps"], job.settings["max_minutes"]) for job in jobs}
+        train_all(as_long_as_the_first(jobs) if len(lengths) == 1 and jobs[0].settings["max_minutes"] else jobs)
+        runs = [Run.read(job.run) for job in jobs if job.problem is None]
+    with errors.input_problems():
+        print(f"written: {write(where, runs, {job.run.name: job.problem for job in jobs if job.problem})}")
+
+
+def planned(words: list[str], match: str, where: Path) -> Iterator[Job]:
+    """A job for each combination, seed by seed. Raises ValueError for what cannot be compared."""
+    choices = swept(words)
+    if own := {"run_dir", "resume"} & choices.keys():
+        raise ValueError(f"a comparison decides on {min(own)} itself. fix: --dir for its folder, no {min(own)}")
+    seeds = choices.pop("seed", ["seed=0"])
+    keys = [key for key, values in choices.items() if len(values) > 1 or key == "name"]
+    variants = {}
+    for combination in product(*choices.values()):
+        named = [word.split("=", 1) for word in combination if word.split("=", 1)[0] in keys]
+        whole = (*config.GROUPS, "name")
+        called = (each if key in whole else f"{key.rpartition('.')[2]}-{each}" for key, each in named)
+        name = re.sub(r"[^\w.-]+", "-", "-".join(called).replace("e+", "e"), flags=re.ASCII).strip("-.") or "run"
+        if name in variants:
+            raise ValueError(f"two variants of one name ({name}). fix: different values")
+        variants[name] = [word for word in combination if not word.startswith("name=")]
+    settings = {name: settings_of([*each, f"name={name}"]) for name, each in variants.items()}
+    target = SIZES[match](sized(next(iter(settings.values()))))
+    for name, tree in settings.items():
+        hidden = matched(tree, SIZES[match], target)
+        if hidden != tree["model"]["hidden"]:
+            print(f"{name}: model.hidden={hidden}, not {tree['model']['hidden']}, for equal {match}", file=sys.stderr)
+            variants[name].append(f"model.hidden={hidden}")
+    for seed, name in product(seeds, variants):
+        run = where / f"{name}-{seed.partition('=')[2]}"
+        place = re.sub(r"([\\()\[\]{}:=,\s])", r"\\\1", str(run))
+        words = [*variants[name], seed, f"name={name}", f"run_dir={place}", "resume=true"]
+        yield Job(run, words, settings_of(words))
+
+
+def swept(words: list[str]) -> dict[str, list[str]]:
+    """Each key with the words that its sweep stands for. Raises ValueError for a sweep without an end."""
+    choices = {}
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        for word in OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(words):
+            key = word.get_key_element()
+            if word.is_sweep_override() and not word.is_discrete_sweep():
+                raise ValueError(f"an interval has no values ({word.input_line}). fix: {key}=A,B,C")
+            values = [f"{key}={value}" for value in word.sweep_string_iterator()] if word.is_sweep_override() else []
+            choices[key] = [*dict.fromkeys(values)] or [word.input_line]
+    return choices
+
+
+def settings_of(words: list[str]) -> dict:
+    return checked(composed(words), chosen_machine)
+
+
+def sized(settings: dict, **sizes: int) -> Transformer:
+    with torch.device("meta"):
+        return build(settings["model"] | sizes)
+
+
+def matched(settings: dict, size: Callable[[Transformer], float], target: float) -> int:
+    """The width of the feed-forward that gives the model this size; its own where that is near enough.
+
+    Raises ValueError where there is none.
+    """
+    own = settings["model"]["hidden"]
+    if abs(size(sized(settings)) / target - 1) <= CLOSE:
+        return own
+    low, high = (size(sized(settings, hidden=hidden)) for hidden in (64, 128))
+    exact = 64 + 64 * (target - low) / (high - low)
+    for unit in (64, 32, 16, 8, 4, 2, 1):  # products like round sizes
+        hidden = round(exact / unit) * unit
+        if hidden > 0 and abs(size(sized(settings, hidden=hidden)) / target - 1) <= CLOSE:
+            return hidden
+    raise ValueError(
+        f"{settings['name']} cannot have the baseline's size (model.hidden={exact:.0f}). fix: --match none"
+    )
+
+
+def as_long_as_the_first(jobs: list[Job]) -> list[Job]:
+    """Changes all others to take as many steps as the first, the baseline, finds room for in max_minutes."""
+    train_all(jobs[:1], later=len(jobs) - 1)
+    if jobs[0].problem is not None:
+        errors.fail(errors.INPUT, f"the baseline has no end ({jobs[0].problem}). fix: see {jobs[0].log}")
+    first = Run.read(jobs[0].run)
+    same = {"max_minutes": None, "steps": first.lines[-1]["step"], "compile": first.settings["machine"]["compiled"]}
+    for job in jobs[1:]:
+        job.settings |= same
+        job.words += [f"{key}={json.dumps(value)}" for key, value in same.items()]
+    return jobs
+
+
+def arguments() -> argparse.Namespace:
+    hint = "words are written without dashes: attention=gqa,mha"
+    parser = Parser("-m tools.compare", None, __doc__, hint, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE,...", help="of train.py; commas sweep")
+    parser.add_argument("--match", choices=SIZES, default="params", help="what the feed-forward's width makes equal")
+    parser.add_argument("--dir", type=Path, help="where runs and report go (default: runs/compare-...)")
+    parser.add_argument("--report", type=Path, nargs="+", default=[], metavar="RUN", help="only report these runs")
+    given = parser.parse_intermixed_args()
+    if bool(given.words) == bool(given.report):
+        parser.error("words to train with, or --report RUN...")
+    return given
+
+
+if __name__ == "__main__":
+    asked = arguments()
+    with errors.one_line(HydraException, OmegaConfBaseException):
+        main(asked)

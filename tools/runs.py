@@ -1,0 +1,111 @@
+"""What runs say of themselves, and which of them are one variant with different seeds."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from model.build import build
+from model.transformer import Transformer
+from training import checkpoint, config
+
+# Said of a run, and no part of which variant it is; `attention.` is in the model.
+LABELS = ("name", "run_dir", "seed", "attention.")
+LENGTHS = ("tokens", "steps", "max_minutes", "resume", "wandb", "device", "compile", "machine")
+
+
+@dataclass
+class Run:
+    """`lines` are those of its metrics; it is `done` when nothing of it is left to do."""
+
+    folder: Path
+    settings: dict
+    lines: list[dict]
+    done: bool
+
+    @classmethod
+    def read(cls, folder: Path) -> "Run":
+        """Raises ValueError where nothing is saved, IntegrityError where nothing of it is whole."""
+        found = checkpoint.newest(folder)
+        if found is None:
+            raise ValueError(f"no checkpoint ({folder}). fix: the folder of a run")
+        state = checkpoint.load_state(found, {"step", "steps", "pending"})
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        done = state["step"] >= state["steps"] and not state["pending"]
+        return cls(folder, checkpoint.config_of(found), lines, done)
+
+    @property
+    def seed(self) -> int:
+        return self.settings["seed"]
+
+    @property
+    def looks(self) -> list[dict]:
+        """At the held-out text."""
+        return [line for line in self.lines if "val_bpb" in line]
+
+    @property
+    def bpb(self) -> float:
+        return self.looks[-1]["val_bpb"]
+
+    @property
+    def tokens(self) -> int:
+        return self.lines[-1]["tokens"]
+
+    @property
+    def seconds(self) -> float:
+        return self.lines[-1]["seconds"]
+
+    @property
+    def command(self) -> str:
+        """As its log has it, where a comparison trained it."""
+        log = self.folder.with_name(f"{self.folder.name}.log")
+        first = log.read_text(errors="replace").partition("\n")[0] if log.exists() else ""
+        return first.removeprefix("$ ") or f"# {self.folder / 'config.yaml'} has its settings"
+
+    @cached_property
+    def model(self) -> Transformer:
+        """Its shapes."""
+        with torch.device("meta"):
+            return build(self.settings["model"])
+
+    @cached_property
+    def flat(self) -> dict[str, str]:
+        """Its settings by their paths, those apart that only label it, and its tokens."""
+        tree = self.settings | {"tokens": self.tokens}
+        return {key: str(value) for key, value in config.flat(tree) if not key.startswith(LABELS)}
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What makes it this variant, and no other."""
+        kept = (key for key in self.flat if not key.startswith(LENGTHS) and not key.endswith("_every"))
+        return {key: self.flat[key] for key in kept}
+
+
+def variants(runs: list[Run]) -> dict[str, list[Run]]:
+    """Runs that differ by their seed alone, by their name; where several go by one name, with what sets them apart.
+
+    Raises ValueError where two runs of a variant have one seed.
+    """
+    alike: dict[tuple, list[Run]] = {}
+    for run in runs:
+        alike.setdefault((run.settings["name"], *run.identity.items()), []).append(run)
+    named = {}
+    for (name, *_), group in alike.items():
+        others = [other[0].identity for (called, *_), other in alike.items() if called == name]
+        mine = group[0].identity
+        apart = [key for key in mine if any(other.get(key) != mine[key] for other in others)]
+        named[" ".join([name, *(f"{key.rpartition('.')[2]}={mine[key]}" for key in apart)])] = group
+        seeds = {}
+        for run in group:
+            if (other := seeds.setdefault(run.seed, run)) is not run:
+                raise ValueError(f"two runs are the same ({other.folder}, {run.folder}). fix: leave out one")
+    return named
+
+
+def differences(runs: list[Run]) -> dict[str, list[str]]:
+    """The settings, and tokens, that are not the same in all of them: their values."""
+    keys = dict.fromkeys(key for run in runs for key in run.flat)
+    values = {key: [*dict.fromkeys(run.flat.get(key, "-") for run in runs)] for key in keys}
+    return {key: found for key, found in values.items() if len(found) > 1}
