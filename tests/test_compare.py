@@ -56,7 +56,7 @@ def test_runs_are_trained_once_and_reported(command, words):
     for row in losses:
         mean = (runs[f"{row[0]}-0"].bpb + runs[f"{row[0]}-1"].bpb) / 2
         assert float(row[2].split()[0]) == pytest.approx(mean, abs=1e-4)
-    assert losses[0][5] == "baseline" and losses[1][5] in ("worse", "better", "not distinguishable")
+    assert losses[0][6] == "baseline" and losses[1][6] in ("worse", "better", "not distinguishable")
     sizes = {row[0]: row for row in table(Path("out/report.md"), "Size")}
     for name in ("gqa", "mqa"):
         model = build(runs[f"{name}-0"].settings["model"])
@@ -69,14 +69,15 @@ def test_runs_are_trained_once_and_reported(command, words):
     again = command("tools/compare.py", *asked)
     assert again.code == 0 and "4/4" not in again.err and table(Path("out/report.md"), "Loss") == losses
     assert {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")} == before
-    longer = command("tools/compare.py", *asked, "steps=6")
-    assert longer.code == 0 and {run.lines[-1]["step"] for run in map(Run.read, Path("out").glob("*-?"))} == {6}
+    other = command("tools/compare.py", *asked, "optimizer.lr=0.01")
+    assert other.code == 2 and "optimizer.lr (then 0.02, now 0.01). fix: another --dir" in other.err
+    assert {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")} == before
 
 
 def test_the_page_needs_nothing_else(command, words):
     assert command("tools/compare.py", "attention=gqa,mla", *words, "--dir", "out").code == 0
     page = Path("out/report.html").read_text()
-    assert "http" not in page and "<script" not in page and page.count('src="data:image/png;base64,') == 4
+    assert "http" not in page and "<script" not in page and page.count('src="data:image/png;base64,') == 2
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     opened = []
 
@@ -90,16 +91,27 @@ def test_the_page_needs_nothing_else(command, words):
     Reader().feed(page)
     assert opened == []
     row = table(Path("out/report.md"), "Loss")[1]  # one seed
-    assert "n/a" in row[2] and row[4:] == ["n/a", "n/a"] and "nan" not in Path("out/report.md").read_text()
+    assert "n/a" in row[2] and row[4:] == ["1", "n/a", "n/a"] and "nan" not in Path("out/report.md").read_text()
 
 
 def test_a_run_that_fails_is_a_row(command, words):
-    result = command("tools/compare.py", "optimizer.lr=0.02,1e30", "seed=0,1", *words, "precision=fp32", "--dir", "out")
-    assert result.code == 0, result.err
-    report = Path("out/report.md").read_text()
-    assert "| lr-1e30-0 | exit 4: training diverged" in report and table(Path("out/report.md"), "Loss")[0][1] == "2"
-    command("tools/compare.py", "optimizer.lr=1e30", *words, "precision=fp32", "--dir", "none")
-    assert not Path("none/report.md").exists()
+    asked = ("optimizer.lr=0.02,1e30", "seed=0,1", *words, "precision=fp32", "--dir", "out")
+    assert command("tools/compare.py", *asked).code == 0
+    report, losses = Path("out/report.md").read_text(), table(Path("out/report.md"), "Loss")
+    assert "| lr-1e30-0 | exit 4: training diverged" in report and [row[:2] for row in losses] == [["lr-0.02", "2"]]
+    Path("out/lr-0.02-0/metrics.jsonl").write_text("{")
+    runs = sorted(str(path.parent) for path in Path("out").glob("*/metrics.jsonl"))
+    assert command("tools/compare.py", "--report", *runs, "--dir", "out").code == 0
+    report, losses = Path("out/report.md").read_text(), table(Path("out/report.md"), "Loss")
+    assert "| lr-0.02-0 | metrics cannot be read" in report and [row[:2] for row in losses] == [["lr-0.02", "1"]]
+
+
+def test_the_baseline_stays_where_its_first_seed_fails(command, words, tmp_path):
+    Path("out/gqa-0").mkdir(parents=True)
+    Path("out/gqa-0/mine").touch()  # where no run may be
+    assert command("tools/compare.py", "attention=gqa,mla", "seed=0,1", *words, "--dir", "out").code == 0
+    rows = table(Path("out/report.md"), "Loss")
+    assert [row[:2] for row in rows] == [["gqa", "1"], ["mla", "2"]] and rows[1][4] == "1"
 
 
 def test_a_comparison_that_is_killed_goes_on(words, tmp_path):
@@ -121,12 +133,38 @@ def test_a_comparison_that_is_killed_goes_on(words, tmp_path):
         assert table(tmp_path / "cut/report.md", head) == table(tmp_path / "whole/report.md", head)
 
 
+def test_two_calls_at_a_time_share_the_runs(words, tmp_path):
+    start = [sys.executable, "-m", "tools.compare", "attention=gqa,mqa", "seed=0,1", *words, "--dir", "out"]
+    env = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(start, **env) for _ in range(2)]
+    told = [process.communicate()[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    trained = re.findall(r"(\w+-\d): [\d.]+ bits per byte", "".join(told))
+    assert sorted(trained) == ["gqa-0", "gqa-1", "mqa-0", "mqa-1"]
+
+
+@pytest.mark.long
+def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
+    words = ("model=tiny", "context=128", "batch_tokens=2048", "max_minutes=null", "steps=150", "compile=false")
+    early, late, cut = (["name=early", "seed=0,1,2"], ["name=late", "seed=3,4,5"], ["name=cut", "attention.window=2"])
+    for chosen in (early, late, [*cut, "seed=0,1,2"]):
+        assert command("tools/compare.py", *words, *chosen, "--dir", "out").code == 0
+    runs = [
+        f"out/{name}-{seed}"
+        for name, first in (("early", 0), ("late", 3), ("cut", 0))
+        for seed in range(first, first + 3)
+    ]
+    assert command("tools/compare.py", "--report", *runs, "--dir", "out").code == 0
+    verdicts = {row[0]: row[6] for row in table(Path("out/report.md"), "Loss")}
+    assert verdicts == {"early": "baseline", "late": "not distinguishable", "cut": "worse"}
+
+
 def test_minutes_are_the_baselines(command, words):
     timed = [word for word in words if not word.startswith(("steps", "max_minutes"))]
     result = command("tools/compare.py", "attention=gqa,mha", *timed, "max_minutes=0.15", "--dir", "out")
     assert result.code == 0, result.err
     one, other = Run.read(Path("out/gqa-0")), Run.read(Path("out/mha-0"))
-    assert one.tokens == other.tokens and other.settings["max_minutes"] is None
+    assert one.last["tokens"] == other.last["tokens"] and other.settings["max_minutes"] is None
 
 
 def test_a_signal_saves_and_ends(words, tmp_path):
@@ -145,6 +183,7 @@ def test_a_signal_saves_and_ends(words, tmp_path):
         (["attention=gqa,magic"], 1, "magic"),
         (["attention=gqa,mha", "model.heads=3"], 2, "heads=3"),
         (["run_dir=x,y"], 2, "run_dir"),
+        (["model.hidden=64,128"], 2, "--match none"),
         (["optimizer.lr=interval(0,1)"], 2, "interval"),
         (["optimizer.lr=0.1,1e-1,.1e0", "model.dim=64,4096"], 2, "--match none"),
         (["--report", "absent"], 2, "absent"),
@@ -231,6 +270,12 @@ def test_a_difference_is_seen():
     assert seen >= 190
 
 
+def test_seeds_that_are_shared_are_pairs():
+    base, other = {0: 1.0, 1: 2.0, 2: 3.0}, {1: 2.1, 2: 3.2, 3: 9.0}
+    found = verdicts(base, {"x": other})["x"]
+    assert found.difference.mean == pytest.approx(0.15) and found.pairs == 2
+
+
 def test_other_seeds_are_paired_in_order():
     base, other = {0: 1.0, 1: 2.0, 2: 3.0}, {3: 1.1, 4: 2.2, 5: 3.1}
     assert verdicts(base, {"x": other})["x"].difference.mean == pytest.approx(0.4 / 3)
@@ -247,7 +292,7 @@ def test_each_gpu_has_a_run_of_its_own(monkeypatch, tmp_path):
     (tmp_path / "train.py").write_text(wait)
     monkeypatch.chdir(tmp_path)
     both = [jobs.Job(tmp_path / name, [], {"device": "auto"}) for name in ("a", "b")]
-    monkeypatch.setattr(Run, "read", lambda _: SimpleNamespace(bpb=1.0, seconds=1.0, done=False, settings={}))
+    monkeypatch.setattr(Run, "read", lambda _: SimpleNamespace(bpb=1.0, done=False, settings={"device": "auto"}))
     jobs.train_all(both)
     assert [job.problem for job in both] == [None, None] and {"3", "5"} <= {path.name for path in tmp_path.iterdir()}
 

@@ -9,6 +9,7 @@ python -m tools.compare --report RUN...  writes of any runs.
 import argparse
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -22,14 +23,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from data import IntegrityError
 from generate import Parser
 from model.build import ROOT, build
 from model.transformer import Transformer
 from tools.jobs import Job, train_all
 from tools.report import write
 from tools.runs import Run
-from train import checked, chosen_machine, composed
-from training import config, errors
+from train import checked, composed
+from training import config, errors, hardware
 
 CLOSE = 0.005  # how near a matched variant comes to the baseline's size
 SIZES: dict[str, Callable[[Transformer], float]] = {
@@ -43,15 +45,20 @@ def main(given: argparse.Namespace) -> None:
     kind, said = "compare" if given.words else "report", " ".join(map(str, [given.match, *given.words, *given.report]))
     where = given.dir or Path("runs", f"{kind}-{sha256(said.encode()).hexdigest()[:8]}")
     with errors.input_problems():
-        runs = [*map(Run.read, given.report)]
         jobs = [*planned(given.words, given.match, where)] if given.words else []
     if jobs:
         print(f"{len(jobs)} runs in {where}/", file=sys.stderr)
         lengths = {(job.settings["steps"], job.settings["max_minutes"]) for job in jobs}
         train_all(as_long_as_the_first(jobs) if len(lengths) == 1 and jobs[0].settings["max_minutes"] else jobs)
-        runs = [Run.read(job.run) for job in jobs if job.problem is None]
+    runs, problems = [], {job.run.name: job.problem for job in jobs if job.problem}
+    for run in given.report or [job.run for job in jobs if job.problem is None]:
+        try:
+            runs.append(Run.read(run))
+        except IntegrityError as error:
+            problems[run.name] = str(error)
+    call = f"python -m tools.compare {shlex.join(sys.argv[1:])}"
     with errors.input_problems():
-        print(f"written: {write(where, runs, {job.run.name: job.problem for job in jobs if job.problem})}")
+        print(f"written: {write(where, runs, problems, jobs[0].settings['name'] if jobs else None, call)}")
 
 
 def planned(words: list[str], match: str, where: Path) -> Iterator[Job]:
@@ -59,6 +66,8 @@ def planned(words: list[str], match: str, where: Path) -> Iterator[Job]:
     choices = swept(words)
     if own := {"run_dir", "resume"} & choices.keys():
         raise ValueError(f"a comparison decides on {min(own)} itself. fix: --dir for its folder, no {min(own)}")
+    if match != "none" and len(choices.get("model.hidden", [])) > 1:
+        raise ValueError(f"model.hidden is what makes sizes equal (--match {match}). fix: --match none")
     seeds = choices.pop("seed", ["seed=0"])
     keys = [key for key, values in choices.items() if len(values) > 1 or key == "name"]
     variants = {}
@@ -79,7 +88,8 @@ def planned(words: list[str], match: str, where: Path) -> Iterator[Job]:
             variants[name].append(f"model.hidden={hidden}")
     for seed, name in product(seeds, variants):
         run = where / f"{name}-{seed.partition('=')[2]}"
-        place = re.sub(r"([\\()\[\]{}:=,\s])", r"\\\1", str(run))
+        plain = re.fullmatch(r"[\w./+-]+", str(run), re.ASCII)
+        place = run if plain else "'" + str(run).replace("'", "\\'") + "'"
         words = [*variants[name], seed, f"name={name}", f"run_dir={place}", "resume=true"]
         yield Job(run, words, settings_of(words))
 
@@ -98,7 +108,7 @@ def swept(words: list[str]) -> dict[str, list[str]]:
 
 
 def settings_of(words: list[str]) -> dict:
-    return checked(composed(words), chosen_machine)
+    return checked(composed(words), lambda settings: hardware.pick_device(settings["device"]))
 
 
 def sized(settings: dict, **sizes: int) -> Transformer:
@@ -126,13 +136,14 @@ def matched(settings: dict, size: Callable[[Transformer], float], target: float)
 
 
 def as_long_as_the_first(jobs: list[Job]) -> list[Job]:
-    """Changes all others to take as many steps as the first, the baseline, finds room for in max_minutes."""
+    """Changes all others to see as many tokens as the first, the baseline, finds time for in max_minutes."""
     train_all(jobs[:1], later=len(jobs) - 1)
     if jobs[0].problem is not None:
         errors.fail(errors.INPUT, f"the baseline has no end ({jobs[0].problem}). fix: see {jobs[0].log}")
     first = Run.read(jobs[0].run)
-    same = {"max_minutes": None, "steps": first.lines[-1]["step"], "compile": first.settings["machine"]["compiled"]}
     for job in jobs[1:]:
+        same = {"max_minutes": None, "compile": first.settings["machine"]["compiled"]}
+        same["steps"] = first.last["tokens"] // job.settings["batch_tokens"]
         job.settings |= same
         job.words += [f"{key}={json.dumps(value)}" for key, value in same.items()]
     return jobs
@@ -144,7 +155,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE,...", help="of train.py; commas sweep")
     parser.add_argument("--match", choices=SIZES, default="params", help="what the feed-forward's width makes equal")
     parser.add_argument("--dir", type=Path, help="where runs and report go (default: runs/compare-...)")
-    parser.add_argument("--report", type=Path, nargs="+", default=[], metavar="RUN", help="only report these runs")
+    parser.add_argument(
+        "--report", type=Path, nargs="+", default=[], metavar="RUN", help="only report; the first is the baseline's"
+    )
     given = parser.parse_intermixed_args()
     if bool(given.words) == bool(given.report):
         parser.error("words to train with, or --report RUN...")

@@ -23,6 +23,8 @@ from tools.runs import Run
 from training import config, errors
 from training.signals import Signals
 
+MADE = ("model.vocab_size", "data.tokenizer")  # settings that a run may find out for itself
+
 
 @dataclass
 class Job:
@@ -49,11 +51,14 @@ class Job:
             return None
 
     def is_finished(self) -> bool:
-        """Whether its words have nothing to add to what is there."""
-        with suppress(IntegrityError, ValueError):
+        """Whether nothing is left to train. Sets `problem` where what is there was trained with other words."""
+        with suppress(IntegrityError):  # train.py tells of it
             run = Run.read(self.run)
             then = {key: value for key, value in run.settings.items() if key in self.settings}
-            return run.done and not config.changes(then, self.settings)
+            other = config.changes(then, self.settings)
+            if told := [text for key, text in other.items() if key not in MADE]:
+                self.problem = f"there is a run with other words: {', '.join(told)}. fix: another --dir"
+            return run.done or self.problem is not None
         return False
 
     def begin(self, log: IO, gpu: str | None) -> subprocess.Popen:
@@ -74,13 +79,12 @@ class Job:
 
     def end(self, code: int) -> str:
         """What came of it, in a line."""
-        if code == 0:
-            run = Run.read(self.run)
-            return f"{run.bpb:.4f} bits per byte in {run.seconds:.0f} s"
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         told = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
-        self.problem = f"exit {code}: {told.removeprefix('error: ')}"
-        return self.problem
+        self.problem = f"exit {code}: {told.removeprefix('error: ')}" if code else None
+        with suppress(IntegrityError):
+            return self.problem or f"{Run.read(self.run).bpb:.4f} bits per byte"
+        return "cannot be read"
 
 
 def train_all(jobs: list[Job], later: int = 0) -> None:
@@ -91,37 +95,41 @@ def train_all(jobs: list[Job], later: int = 0) -> None:
     waiting, running, ended, before, began, total = list(jobs), {}, 0, 0, monotonic(), len(jobs) + later
     free = gpus_of(jobs[0].settings["device"])
 
-    def left() -> timedelta:
+    def left() -> str:
         done = ended + sum(job.share() for job, _, _ in running.values())
-        return timedelta(seconds=round((monotonic() - began) * (total - done) / max(done - before, 1e-3)))
+        if done - before < 0.02:
+            return "? left"
+        return f"{timedelta(seconds=round((monotonic() - began) * (total - done) / (done - before)))} left"
 
     with Signals() as signals, tqdm(total=total, bar_format="{desc} |{bar}|", disable=None) as bar:
         signals.note()
-        while (waiting or running) and not signals.code:
-            for job in [*waiting]:
-                if not free or (log := job.claimed()) is None:
-                    continue
-                waiting.remove(job)
-                with log:
-                    if job.is_finished():
-                        ended, before = ended + 1, before + 1
-                    else:
-                        process = job.begin(log, free[-1])
-                        running[process.pid] = job, process, free.pop()
-            for job, process, gpu in [*running.values()]:
-                if process.poll() is not None:
-                    del running[process.pid]
-                    free.append(gpu)
-                    ended += 1
-                    told = f"{ended}/{total} {job.run.name}: {job.end(process.returncode)}"
-                    tqdm.write(f"{told}; {left()} left", file=sys.stderr)
-            bar.n = ended + sum(job.share() for job, _, _ in running.values())
-            bar.set_description_str(f"{ended} of {total} runs, {left()} left")
-            sleep(0.2)
-        for _, process, _ in running.values():
-            process.terminate()
-        for _, process, _ in running.values():
-            process.wait()
+        try:
+            while (waiting or running) and not signals.code:
+                for job in [*waiting]:
+                    if not free or (log := job.claimed()) is None:
+                        continue
+                    waiting.remove(job)
+                    with log:
+                        if job.is_finished():
+                            ended, before = ended + 1, before + 1
+                        else:
+                            process = job.begin(log, free[-1])
+                            running[process.pid] = job, process, free.pop()
+                for job, process, gpu in [*running.values()]:
+                    if process.poll() is not None:
+                        del running[process.pid]
+                        free.append(gpu)
+                        ended += 1
+                        told = f"{ended}/{total} {job.run.name}: {job.end(process.returncode)}"
+                        tqdm.write(f"{told}; {left()}", file=sys.stderr)
+                bar.n = ended + sum(job.share() for job, _, _ in running.values())
+                bar.set_description_str(f"{ended} of {total} runs, {left()}")
+                sleep(0.2)
+        finally:
+            for _, process, _ in running.values():
+                process.terminate()
+            for _, process, _ in running.values():
+                process.wait()
     if signals.code:
         problem = f"stopped, all is saved ({ended} of {total} runs are finished)"
         errors.fail(signals.code, f"{problem}. fix: the same call goes on")

@@ -15,39 +15,38 @@ from model.sampling import sample
 from model.transformer import Transformer
 from training import hardware
 
-ROWS, NEW, TURNS = (1, 8), 32, 5  # rows that are decoded together; tokens that each draws; turns of every model
+ROWS, NEW, TURNS = (1, 8), 32, 3  # rows that are decoded together; tokens that each draws; turns, and runs in a turn
 greedy = partial(sample, temperature=0)
 
 
-def latencies(runs: dict[str, Path], device: torch.device) -> dict[str, dict[str, tuple[float, float]]]:
+def latencies(runs: dict[str, Path], context: int, device: torch.device) -> dict[str, dict[str, tuple[float, float]]]:
     """By name of the model and by case: ms until the first token, and ms from each to the next. Medians.
 
-    On a CPU models take turns; on a GPU each has its own, compiled. A case: so many rows that end at so many tokens.
+    A case is so many rows that end at so many tokens. On a CPU models take turns; on a GPU steps are compiled.
     """
-    models = {name: load(Namespace(run=run, dtype="auto"), device)[0] for name, run in runs.items()}
     compiles = device.type == "cuda" and hardware.lacks_for_compilation(device) is None
-    rounds, turns = (1, TURNS) if compiles else (TURNS, 1)
-    context, found = min(model.context for model in models.values()), {name: {} for name in models}
-    for rows in ROWS:
-        for length in dict.fromkeys((max(8, context // 4), context)):
-            taken = {name: [] for name in models}
-            for _ in range(rounds):
-                for name, model in models.items():
-                    taken[name] += times(model, rows, length, compiles, turns)
-            for name, pairs in taken.items():
-                found[name][f"{rows} x {length}"] = tuple(1e3 * median(each) for each in zip(*pairs, strict=True))
-    return found
+    cases = [(rows, length) for rows in ROWS for length in (context // 4, context) if length >= 8]
+    taken = {name: {f"{rows} x {length}": [] for rows, length in cases} for name in runs}
+    for _ in range(1 if compiles else TURNS):
+        for name, run in runs.items():
+            model, *_ = load(Namespace(run=run, dtype="auto"), device)
+            for rows, length in cases:
+                taken[name][f"{rows} x {length}"] += times(model, rows, length, compiles)
+    return {
+        name: {case: tuple(1e3 * median(each) for each in zip(*pairs, strict=True)) for case, pairs in found.items()}
+        for name, found in taken.items()
+    }
 
 
-def times(model: Transformer, rows: int, length: int, compiles: bool, turns: int) -> list[tuple[float, float]]:
-    """Seconds until the first token and from one to the next, `turns` times, after one that does not count."""
+def times(model: Transformer, rows: int, length: int, compiles: bool) -> list[tuple[float, float]]:
+    """Seconds until the first token and from one to the next, several times, after one that does not count."""
     weight, new = model.embed.weight, min(NEW, length // 2)
     prompts = torch.randint(len(weight), (rows, length - new), generator=torch.Generator().manual_seed(0)).tolist()
     cache = model.new_cache(rows, length, weight.dtype, weight.device)
     if compiles:
         torch.compiler.reset()
     step, pairs = compiled_step(weight.device) if compiles else decode_step, []
-    for _ in range(1 + turns):
+    for _ in range(1 + TURNS):
         first, rest, _ = timed(model, prompts, new, cache, step)
         pairs.append((first, rest / (new - 1)))
     return pairs[1:]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from data import IntegrityError
 from model.build import build
 from model.transformer import Transformer
 from training import checkpoint, config
@@ -27,18 +28,26 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        """Raises ValueError where nothing is saved, IntegrityError where nothing of it is whole."""
+        """Raises IntegrityError where there is no run, or none that can be read."""
         found = checkpoint.newest(folder)
         if found is None:
-            raise ValueError(f"no checkpoint ({folder}). fix: the folder of a run")
-        state = checkpoint.load_state(found, {"step", "steps", "pending"})
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        done = state["step"] >= state["steps"] and not state["pending"]
+            raise IntegrityError(f"no checkpoint ({folder}). fix: the folder of a run")
+        state, metrics = checkpoint.load_state(found, {"step", "steps", "pending"}), folder / "metrics.jsonl"
+        try:
+            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+            whole = lines[-1]["step"] == state["step"] >= state["steps"] and not state["pending"]
+            done = whole and any("val_bpb" in line for line in lines)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise IntegrityError(f"metrics cannot be read ({metrics}: {error}). fix: train it anew") from None
         return cls(folder, checkpoint.config_of(found), lines, done)
 
     @property
     def seed(self) -> int:
         return self.settings["seed"]
+
+    @property
+    def last(self) -> dict:
+        return self.lines[-1]
 
     @property
     def looks(self) -> list[dict]:
@@ -48,14 +57,6 @@ class Run:
     @property
     def bpb(self) -> float:
         return self.looks[-1]["val_bpb"]
-
-    @property
-    def tokens(self) -> int:
-        return self.lines[-1]["tokens"]
-
-    @property
-    def seconds(self) -> float:
-        return self.lines[-1]["seconds"]
 
     @property
     def command(self) -> str:
@@ -73,7 +74,7 @@ class Run:
     @cached_property
     def flat(self) -> dict[str, str]:
         """Its settings by their paths, those apart that only label it, and its tokens."""
-        tree = self.settings | {"tokens": self.tokens}
+        tree = self.settings | {"tokens": self.last["tokens"]}
         return {key: str(value) for key, value in config.flat(tree) if not key.startswith(LABELS)}
 
     @property
@@ -90,17 +91,17 @@ def variants(runs: list[Run]) -> dict[str, list[Run]]:
     """
     alike: dict[tuple, list[Run]] = {}
     for run in runs:
-        alike.setdefault((run.settings["name"], *run.identity.items()), []).append(run)
+        group = alike.setdefault((run.settings["name"], *run.identity.items()), [])
+        if other := [other for other in group if other.seed == run.seed]:
+            both = f"{other[0].folder}, {run.folder}"
+            raise ValueError(f"two runs are of one variant and seed ({both}). fix: leave out one")
+        group.append(run)
     named = {}
     for (name, *_), group in alike.items():
         others = [other[0].identity for (called, *_), other in alike.items() if called == name]
         mine = group[0].identity
         apart = [key for key in mine if any(other.get(key) != mine[key] for other in others)]
         named[" ".join([name, *(f"{key.rpartition('.')[2]}={mine[key]}" for key in apart)])] = group
-        seeds = {}
-        for run in group:
-            if (other := seeds.setdefault(run.seed, run)) is not run:
-                raise ValueError(f"two runs are the same ({other.folder}, {run.folder}). fix: leave out one")
     return named
 
 

@@ -17,9 +17,10 @@ class Estimate(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`difference` to the baseline; `p` after the correction, NaN where there are no two pairs."""
+    """`difference` to the baseline over so many `pairs`; `p` after the correction, NaN where there are no two."""
 
     difference: Estimate
+    pairs: int
     p: float
     said: str
 
@@ -43,8 +44,8 @@ def verdicts(baseline: dict[int, float], others: dict[str, dict[int, float]]) ->
     for name, p in corrected.items():
         difference = estimate(differences[name])
         said = "not distinguishable" if p > LEVEL else "worse" if difference.mean > 0 else "better"
-        found[name] = Verdict(difference, p, "n/a" if math.isnan(p) else said)
-    return {name: found[name] for name in others}
+        found[name] = Verdict(difference, len(differences[name]), p, "n/a" if math.isnan(p) else said)
+    return found
 
 
 def paired(baseline: dict[int, float], values: dict[int, float]) -> list[float]:

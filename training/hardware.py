@@ -107,7 +107,9 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 def fingerprint(ranks: Ranks, precision: torch.dtype, compiled: bool, micro: int) -> dict[str, str | int | bool]:
     """What decides on the last bits of a result, beside the program."""
     cuda = ranks.device.type == "cuda"
-    chip = torch.cuda.get_device_name(ranks.device) if cuda else torch.backends.cpu.get_cpu_capability()
+    chip = (
+        torch.cuda.get_device_name(ranks.device) if cuda else f"{processor()} {torch.backends.cpu.get_cpu_capability()}"
+    )
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
