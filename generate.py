@@ -28,7 +28,7 @@ WORTH_COMPILING = 4000  # steps that take as long as compiling
 def arguments() -> argparse.Namespace:
     hint = "a prompt is quoted, and one with a dash comes after --"
     about, how = __doc__.partition("\n")[0], argparse.ArgumentDefaultsHelpFormatter
-    parser = Parser(description=about, epilog=hint, formatter_class=how)
+    parser = Parser("python generate.py", description=about, epilog=hint, formatter_class=how)
     add = parser.add_argument
     add("prompt", nargs="?", help="text to continue; - reads it from standard input")
     add("--prompt-file", type=Path, help='one prompt a line; in a .jsonl {"prompt": ...}, and so is what comes out')
@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}. fix: python {self.prog} --help; {self.epilog}\n")
+        self.exit(2, f"error: {message}. fix: {self.prog} --help; {self.epilog}\n")
 
 
 def number(kind: type, least: float, most: float = sys.maxsize) -> Callable[[str], float]:

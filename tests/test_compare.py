@@ -49,7 +49,9 @@ def curves(where: Path) -> dict[str, list]:
 def test_runs_are_trained_once_and_reported(command, words):
     asked = ("attention=gqa,mqa", "seed=0,1", *words, "--dir", "out")
     first = command("tools/compare.py", *asked)
-    assert first.code == 0 and "4/4 mqa-1: " in first.err and "mqa: model.hidden=" in first.err, first.err
+    assert first.code == 0 and "4/4, 0:00:00 left. mqa-1: " in first.err and "mqa: model.hidden=" in first.err, (
+        first.err
+    )
     runs = {name: Run.read(Path("out", name)) for name in ("gqa-0", "gqa-1", "mqa-0", "mqa-1")}
     losses = table(Path("out/report.md"), "Loss")
     assert [row[:2] for row in losses] == [["gqa", "2"], ["mqa", "2"]]
@@ -62,12 +64,14 @@ def test_runs_are_trained_once_and_reported(command, words):
         model = build(runs[f"{name}-0"].settings["model"])
         held = model.new_cache(1, 16, torch.bfloat16, "cpu").nbytes
         assert sizes[name][1] == f"{sum(p.numel() for p in model.parameters()):,}"
-        assert sizes[name][5] == sizes[name][6] == f"{held:,}"
-    assert "attention=mqa" in Path("out/report.md").read_text()
+        assert sizes[name][4] == sizes[name][5] == f"{held:,}"
+    assert "attention=mqa" in Path("out/report.md").read_text() and first.out.startswith("Beside gqa (seeds: 2); ")
 
     before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")}
     again = command("tools/compare.py", *asked)
-    assert again.code == 0 and "4/4" not in again.err and table(Path("out/report.md"), "Loss") == losses
+    assert (
+        again.code == 0 and again.err.count("finished before") == 4 and table(Path("out/report.md"), "Loss") == losses
+    )
     assert {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")} == before
     other = command("tools/compare.py", *asked, "optimizer.lr=0.01")
     assert other.code == 2 and "optimizer.lr (then 0.02, now 0.01). fix: another --dir" in other.err

@@ -42,34 +42,38 @@ SIZES: dict[str, Callable[[Transformer], float]] = {
 
 
 def main(given: argparse.Namespace) -> None:
-    kind, said = "compare" if given.words else "report", " ".join(map(str, [given.match, *given.words, *given.report]))
-    where = given.dir or Path("runs", f"{kind}-{sha256(said.encode()).hexdigest()[:8]}")
     with errors.input_problems():
-        jobs = [*planned(given.words, given.match, where)] if given.words else []
+        jobs = [*planned(given.words, given.match, given.dir)] if given.words else []
     if jobs:
-        print(f"{len(jobs)} runs in {where}/", file=sys.stderr)
+        print(f"{len(jobs)} runs in {jobs[0].run.parent}/", file=sys.stderr)
         lengths = {(job.settings["steps"], job.settings["max_minutes"]) for job in jobs}
         train_all(as_long_as_the_first(jobs) if len(lengths) == 1 and jobs[0].settings["max_minutes"] else jobs)
     runs, problems = [], {job.run.name: job.problem for job in jobs if job.problem}
-    for run in given.report or [job.run for job in jobs if job.problem is None]:
+    folders = [run for run in given.report if run.is_dir() or not run.exists()]  # not the files that a * finds too
+    for run in folders or [job.run for job in jobs if job.problem is None]:
         try:
             runs.append(Run.read(run))
         except IntegrityError as error:
             problems[run.name] = str(error)
-    call = f"python -m tools.compare {shlex.join(sys.argv[1:])}"
+    words = ["--report", *map(str, folders)] if folders else ["--match", given.match, *given.words]
+    where = given.dir or (jobs[0].run.parent if jobs else Path("runs", f"report-{digest(words)}"))
+    call, baseline = f"python -m tools.compare {shlex.join(words)}", jobs[0].settings["name"] if jobs else None
     with errors.input_problems():
-        print(f"written: {write(where, runs, problems, jobs[0].settings['name'] if jobs else None, call)}")
+        print(write(where, runs, problems, baseline, call))
 
 
-def planned(words: list[str], match: str, where: Path) -> Iterator[Job]:
-    """A job for each combination, seed by seed. Raises ValueError for what cannot be compared."""
+def planned(words: list[str], match: str, where: Path | None) -> Iterator[Job]:
+    """A job for each combination, seed by seed, in `where` or a folder for all comparisons with this baseline.
+
+    Raises ValueError for what cannot be compared.
+    """
     choices = swept(words)
     if own := {"run_dir", "resume"} & choices.keys():
         raise ValueError(f"a comparison decides on {min(own)} itself. fix: --dir for its folder, no {min(own)}")
     if match != "none" and len(choices.get("model.hidden", [])) > 1:
         raise ValueError(f"model.hidden is what makes sizes equal (--match {match}). fix: --match none")
     seeds = choices.pop("seed", ["seed=0"])
-    keys = [key for key, values in choices.items() if len(values) > 1 or key == "name"]
+    keys = [key for key, values in choices.items() if len(values) > 1 or key == "name"] or ["attention"]
     variants = {}
     for combination in product(*choices.values()):
         named = [word.split("=", 1) for word in combination if word.split("=", 1)[0] in keys]
@@ -86,12 +90,17 @@ def planned(words: list[str], match: str, where: Path) -> Iterator[Job]:
         if hidden != tree["model"]["hidden"]:
             print(f"{name}: model.hidden={hidden}, not {tree['model']['hidden']}, for equal {match}", file=sys.stderr)
             variants[name].append(f"model.hidden={hidden}")
+    where = where or Path("runs", f"compare-{digest([match, *next(iter(variants.values()))])}")
     for seed, name in product(seeds, variants):
         run = where / f"{name}-{seed.partition('=')[2]}"
         plain = re.fullmatch(r"[\w./+-]+", str(run), re.ASCII)
         place = run if plain else "'" + str(run).replace("'", "\\'") + "'"
         words = [*variants[name], seed, f"name={name}", f"run_dir={place}", "resume=true"]
         yield Job(run, words, settings_of(words))
+
+
+def digest(words: list[str]) -> str:
+    return sha256(" ".join(words).encode()).hexdigest()[:8]
 
 
 def swept(words: list[str]) -> dict[str, list[str]]:
@@ -139,7 +148,8 @@ def as_long_as_the_first(jobs: list[Job]) -> list[Job]:
     """Changes all others to see as many tokens as the first, the baseline, finds time for in max_minutes."""
     train_all(jobs[:1], later=len(jobs) - 1)
     if jobs[0].problem is not None:
-        errors.fail(errors.INPUT, f"the baseline has no end ({jobs[0].problem}). fix: see {jobs[0].log}")
+        why = jobs[0].problem.partition(". fix: ")[0]
+        errors.fail(errors.INPUT, f"the baseline did not come to its end ({why}). fix: see {jobs[0].log}")
     first = Run.read(jobs[0].run)
     for job in jobs[1:]:
         same = {"max_minutes": None, "compile": first.settings["machine"]["compiled"]}
@@ -151,9 +161,11 @@ def as_long_as_the_first(jobs: list[Job]) -> list[Job]:
 
 def arguments() -> argparse.Namespace:
     hint = "words are written without dashes: attention=gqa,mha"
-    parser = Parser("-m tools.compare", None, __doc__, hint, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser("python -m tools.compare", description=__doc__, epilog=hint, formatter_class=form)
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE,...", help="of train.py; commas sweep")
-    parser.add_argument("--match", choices=SIZES, default="params", help="what the feed-forward's width makes equal")
+    match = "what model.hidden makes equal (default: params)"
+    parser.add_argument("--match", choices=SIZES, default="params", help=match)
     parser.add_argument("--dir", type=Path, help="where runs and report go (default: runs/compare-...)")
     parser.add_argument(
         "--report", type=Path, nargs="+", default=[], metavar="RUN", help="only report; the first is the baseline's"

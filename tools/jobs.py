@@ -112,6 +112,8 @@ def train_all(jobs: list[Job], later: int = 0) -> None:
                     with log:
                         if job.is_finished():
                             ended, before = ended + 1, before + 1
+                            told = job.problem or "finished before"
+                            tqdm.write(f"{ended}/{total} {job.run.name}: {told}", file=sys.stderr)
                         else:
                             process = job.begin(log, free[-1])
                             running[process.pid] = job, process, free.pop()
@@ -120,18 +122,17 @@ def train_all(jobs: list[Job], later: int = 0) -> None:
                         del running[process.pid]
                         free.append(gpu)
                         ended += 1
-                        told = f"{ended}/{total} {job.run.name}: {job.end(process.returncode)}"
-                        tqdm.write(f"{told}; {left()}", file=sys.stderr)
+                        told = job.end(process.returncode)
+                        tqdm.write(f"{ended}/{total}, {left()}. {job.run.name}: {told}", file=sys.stderr)
                 bar.n = ended + sum(job.share() for job, _, _ in running.values())
                 bar.set_description_str(f"{ended} of {total} runs, {left()}")
                 sleep(0.2)
         finally:
             for _, process, _ in running.values():
                 process.terminate()
-            for _, process, _ in running.values():
-                process.wait()
+            ended += sum(process.wait() == 0 for _, process, _ in running.values())
     if signals.code:
-        problem = f"stopped, all is saved ({ended} of {total} runs are finished)"
+        problem = f"stopped, what was trained is saved ({ended} of {total} runs are finished)"
         errors.fail(signals.code, f"{problem}. fix: the same call goes on")
 
 

@@ -1,5 +1,6 @@
 """The report of a comparison: report.md, report.html, which needs no other file, and the plots in both."""
 
+import sys
 from base64 import b64encode
 from collections.abc import Callable
 from html import escape
@@ -25,9 +26,9 @@ AXES: dict[str, Callable[[Run, dict], float]] = {
 LOSS = """Held-out bits per byte at the end of training, mean over seeds ± half of its 95 % interval (Student's t). The
 verdict is a paired t-test's, its p corrected for all tests of the table (Holm, 5 % together); intervals are each for
 itself. Runs of one seed are a pair; where no seed is shared, the order of the seeds pairs them. Not distinguishable is
-not equal: the interval of the difference says how large it may be."""
-SIZE = """FLOP of forward and backward at full context. The cache of one row in bf16: what the last token of the context
-adds, and at full context what the formula says and what is allocated."""
+not equal: the interval of the difference says how large it may be. One pair gives no verdict (n/a): more seeds do."""
+SIZE = """FLOP of forward and backward at full context. The cache of one row with a full context, in bf16: by the
+formula, as allocated, and the formula's for each token. It has one slot more than tokens, for padding."""
 SPEED = """Training: median of the log's lines, of which the first compiles; time and memory of a whole process, mean
 over seeds. Decoding with a cache, of the first seed's model, as generate.py loads it, rows x tokens at the end: ms to
 the first token of all rows, and ms from each to the next, medians."""
@@ -35,11 +36,11 @@ EQUAL = "Weights of the same name and shape begin alike at a seed, and batches o
 STYLE = """body { font: 16px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid #8884; text-align: right }
-th:first-child, td:first-child { text-align: left; white-space: nowrap }
+th:first-child, td:first-child, :nth-child(2):last-child { text-align: left }
 img { max-width: 100% } pre { overflow-x: auto; font-size: 12px } :root { color-scheme: light dark }"""
 
 
-def write(where: Path, runs: list[Run], problems: dict[str, str], baseline: str | None, call: str) -> Path:
+def write(where: Path, runs: list[Run], problems: dict[str, str], baseline: str | None, call: str) -> str:
     """`problems`: why a run has no end, by its folder's name; `baseline`: the name of that variant, if not the first.
 
     Raises ValueError where no run has an end.
@@ -47,21 +48,26 @@ def write(where: Path, runs: list[Run], problems: dict[str, str], baseline: str 
     ended = [run for run in runs if run.done]
     problems = problems | {run.folder.name: f"at {run.last['tokens']:,} tokens" for run in runs if not run.done}
     if not ended:
-        raise ValueError(f"no run has an end ({problems}). fix: train one")
+        why = "; ".join(f"{name}: {told.partition('. fix: ')[0]}" for name, told in problems.items())
+        raise ValueError(f"no run came to its end ({why or 'no run'}). fix: train one")
+    for name, told in problems.items():
+        print(f"not in the report: {name} ({told.partition('. fix: ')[0]})", file=sys.stderr)
     groups = variants(ended)
     groups = {name: groups[name] for name in sorted(groups, key=lambda name: name != baseline)}
     where.mkdir(parents=True, exist_ok=True)
-    blocks = page(groups, problems, where, call)
+    note = ""
     if baseline not in (None, *groups):
-        blocks.insert(1, ("p", f"{baseline} has no run with an end: {next(iter(groups))} takes its place."))
+        note = f"No run of {baseline} came to its end: {next(iter(groups))} is the baseline instead. "
+    blocks = page(groups, problems, where, call, note)
     (where / "report.md").write_text("\n\n".join(markdown(*block) for block in blocks) + "\n")
-    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{blocks[0][1]}</title><style>{STYLE}</style>'
+    title = hypertext("title", blocks[0][1], where)
+    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8">{title}<style>{STYLE}</style>'
     body = "\n".join(hypertext(*block, where) for block in blocks)
     (where / "report.html").write_text(f"{head}\n{body}\n</html>\n")
-    return where / "report.html"
+    return f"{blocks[1][1]}\nwritten: {where / 'report.html'}"
 
 
-def page(groups: Groups, problems: dict[str, str], where: Path, call: str) -> list[Block]:
+def page(groups: Groups, problems: dict[str, str], where: Path, call: str, note: str) -> list[Block]:
     scores = {name: {run.seed: run.bpb for run in group} for name, group in groups.items()}
     baseline, *others = groups
     runs = [run for group in groups.values() for run in group]
@@ -71,17 +77,20 @@ def page(groups: Groups, problems: dict[str, str], where: Path, call: str) -> li
     other = [("setting", "values"), *((key, ", ".join(each)) for key, each in differences(runs).items())]
     return [
         ("h1", f"{', '.join(groups)} after {seen} tokens"),
-        ("p", summary(groups, found)),
+        ("p", note + summary(groups, found)),
+        ("pre", call),
         ("img", draw_caches(groups, where / "caches.png")),
         ("h2", "Loss"),
         ("table", losses(scores, found)),
         ("p", LOSS),
-        *([("p", "Without an end:"), ("table", [("run", "why"), *problems.items()])] if problems else []),
+        *([("p", "Not in it:"), ("table", [("run", "why"), *problems.items()])] if problems else []),
         ("h2", "Size"),
         ("table", sizes(groups, device)),
         ("p", SIZE),
         ("h2", "Speed"),
+        ("p", "Training:"),
         ("table", training(groups)),
+        ("p", "Decoding, in ms:"),
         ("table", decoding(groups, device)),
         ("p", SPEED),
         ("h2", "On the way"),
@@ -91,13 +100,13 @@ def page(groups: Groups, problems: dict[str, str], where: Path, call: str) -> li
         ("table", other),
         ("p", ". ".join(f"{key}: {value}" for key, value in runs[0].settings["machine"].items()) + "."),
         ("h2", "Commands"),
-        ("pre", "\n".join([call, "", *(run.command for run in runs)])),
+        ("pre", "\n".join(run.command for run in runs)),
     ]
 
 
 def summary(groups: Groups, found: dict[str, Verdict]) -> str:
     baseline, *_ = groups
-    told = [f"Beside {baseline} ({len(groups[baseline])} runs)"]
+    told = [f"Beside {baseline} (seeds: {len(groups[baseline])})"]
     for said in ("better", "worse", "not distinguishable", "n/a"):
         if names := [name for name, verdict in found.items() if verdict.said == said]:
             told.append(f"{said}: {', '.join(names)}")
@@ -107,7 +116,7 @@ def summary(groups: Groups, found: dict[str, Verdict]) -> str:
         return "; ".join(told) + "."
     difference = found[least].difference
     size, most = f"{cached(groups[least][0]):,.0f} bytes a token", f"{difference.mean + difference.half:+.4f}"
-    return f"{'; '.join(told)}. The smallest cache not shown to be worse: {least}, {size}, at {most} at most (95 %)."
+    return f"{'; '.join(told)}. The smallest cache not shown to be worse: {least}, {size}, {most} at most (95 %)."
 
 
 def cached(run: Run) -> float:
@@ -130,13 +139,12 @@ def losses(scores: dict[str, dict[int, float]], found: dict[str, Verdict]) -> li
 
 
 def sizes(groups: Groups, device: torch.device) -> list[tuple]:
-    rows = [("variant", "parameters", "model.hidden", "MFLOP/token", "KV bytes/token", "at context", "allocated")]
+    rows = [("variant", "parameters", "model.hidden", "MFLOP/token", "KV bytes", "allocated", "per token")]
     for name, (run, *_) in groups.items():
         context, hidden = run.model.context, run.settings["model"]["hidden"]
         weights, flops = sum(p.numel() for p in run.model.parameters()), run.model.training_flops() / 1e6
-        less, full = (run.model.cache_bytes(tokens, BF16) for tokens in (context - 1, context))
-        held = run.model.new_cache(1, context, BF16, device).nbytes
-        rows.append((name, f"{weights:,}", hidden, f"{flops:.2f}", f"{full - less:,}", f"{full:,}", f"{held:,}"))
+        full, held = run.model.cache_bytes(context, BF16), run.model.new_cache(1, context, BF16, device).nbytes
+        rows.append((name, f"{weights:,}", hidden, f"{flops:.2f}", f"{full:,}", f"{held:,}", f"{cached(run):,.0f}"))
     return rows
 
 

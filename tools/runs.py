@@ -12,9 +12,8 @@ from model.build import build
 from model.transformer import Transformer
 from training import checkpoint, config
 
-# Said of a run, and no part of which variant it is; `attention.` is in the model.
-LABELS = ("name", "run_dir", "seed", "attention.")
-LENGTHS = ("tokens", "steps", "max_minutes", "resume", "wandb", "device", "compile", "machine")
+# Of a run alone, or told by others: `tokens` says how long it was, `machine.` on what, `model.` which attention.
+LABELS = ("name", "run_dir", "seed", "attention.", "steps", "max_minutes", "resume", "wandb", "device", "compile")
 
 
 @dataclass
@@ -80,7 +79,7 @@ class Run:
     @property
     def identity(self) -> dict[str, str]:
         """What makes it this variant, and no other."""
-        kept = (key for key in self.flat if not key.startswith(LENGTHS) and not key.endswith("_every"))
+        kept = (key for key in self.flat if not key.startswith(("tokens", "machine.")) and not key.endswith("_every"))
         return {key: self.flat[key] for key in kept}
 
 
