@@ -96,7 +96,7 @@ def page(groups: Groups, problems: dict[str, str], where: Path, call: str, note:
         ("h2", "On the way"),
         ("img", draw_curves(groups, where / "curves.png")),
         ("h2", "What is equal, and what is not"),
-        ("p", f"{EQUAL} Settings that are not the same in all runs:"),
+        ("p", f"{EQUAL} Settings that all runs have, and not the same:"),
         ("table", other),
         ("p", ". ".join(f"{key}: {value}" for key, value in runs[0].settings["machine"].items()) + "."),
         ("h2", "Commands"),
@@ -170,10 +170,12 @@ def draw_caches(groups: Groups, path: Path) -> Path:
     """Bits per byte against cache bytes: the one to share."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for name, group in groups.items():
-        x, y = cached(group[0]), estimate([run.bpb for run in group])
-        axes.errorbar(x, y.mean, yerr=y.half, fmt="o", capsize=3)
-        axes.annotate(name, (x, y.mean), xytext=(7, 4), textcoords="offset points")
+    points = [(cached(runs[0]), estimate([run.bpb for run in runs]), name) for name, runs in groups.items()]
+    colors = {name: f"C{number % 10}" for number, name in enumerate(groups)}  # those of the curves
+    for number, (x, y, name) in enumerate(sorted(points)):
+        axes.errorbar(x, y.mean, yerr=y.half, fmt="o", capsize=3, color=colors[name])
+        side, shift = ("left", 7) if number % 2 else ("right", -7)  # neighbours keep out of each other's way
+        axes.annotate(name, (x, y.mean), xytext=(shift, 4), textcoords="offset points", ha=side)
     axes.set(xlabel="cache bytes per token at full context, bf16", ylabel="bits per byte, 95 % interval over seeds")
     axes.margins(x=0.15)
     figure.savefig(path, dpi=120)

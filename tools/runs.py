@@ -105,7 +105,7 @@ def variants(runs: list[Run]) -> dict[str, list[Run]]:
 
 
 def differences(runs: list[Run]) -> dict[str, list[str]]:
-    """The settings, and tokens, that are not the same in all of them: their values."""
-    keys = dict.fromkeys(key for run in runs for key in run.flat)
-    values = {key: [*dict.fromkeys(run.flat.get(key, "-") for run in runs)] for key in keys}
+    """The values of what all runs have, settings and tokens, but not the same."""
+    keys = [key for key in runs[0].flat if all(key in run.flat for run in runs)]
+    values = {key: [*dict.fromkeys(run.flat[key] for run in runs)] for key in keys}
     return {key: found for key, found in values.items() if len(found) > 1}
