@@ -56,6 +56,7 @@ def main(given: argparse.Namespace) -> None:
         except IntegrityError as error:
             problems[run.name] = str(error)
     words = ["--report", *map(str, folders)] if folders else ["--match", given.match, *given.words]
+    words += ["--dir", str(given.dir)] if given.dir else []
     where = given.dir or (jobs[0].run.parent if jobs else Path("runs", f"report-{digest(words)}"))
     call, baseline = f"python -m tools.compare {shlex.join(words)}", jobs[0].settings["name"] if jobs else None
     with errors.input_problems():
