@@ -37,7 +37,7 @@ STYLE = """body { font: 16px/1.5 system-ui, sans-serif; max-width: 76rem; margin
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid #8884; text-align: right }
 th:first-child, td:first-child, :nth-child(2):last-child { text-align: left }
-img { max-width: 100% } pre { overflow-x: auto; font-size: 12px } :root { color-scheme: light dark }"""
+img { max-width: 100% } pre { white-space: pre-wrap; font-size: 12px } :root { color-scheme: light dark }"""
 
 
 def write(where: Path, runs: list[Run], problems: dict[str, str], baseline: str | None, call: str) -> str:
