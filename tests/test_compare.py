@@ -147,7 +147,9 @@ def test_a_comparison_that_is_killed_goes_on(words, tmp_path):
 
 def test_two_calls_at_a_time_share_the_runs(words, tmp_path):
     both = [begun(tmp_path, "attention=gqa,mqa", "seed=0,1", *words, "--dir", "out") for _ in range(2)]
-    trained = re.findall(r"(\w+-\d): [\d.]+ bits per byte", "".join(map(told, both)))
+    said = "".join(map(told, both))
+    assert "not in the report" not in said
+    trained = re.findall(r"(\w+-\d): [\d.]+ bits per byte", said)
     assert sorted(trained) == ["gqa-0", "gqa-1", "mqa-0", "mqa-1"]
 
 
