@@ -82,7 +82,7 @@ class Job:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         told = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
         self.problem = f"exit {code}: {told.removeprefix('error: ')}" if code else None
-        with suppress(IntegrityError):
+        with suppress(IntegrityError, LookupError):
             return self.problem or f"{Run.read(self.run).bpb:.4f} bits per byte"
         return "cannot be read"
 
@@ -95,8 +95,7 @@ def train_all(jobs: list[Job], later: int = 0) -> None:
     waiting, running, ended, before, began, total = list(jobs), {}, 0, 0, monotonic(), len(jobs) + later
     free = gpus_of(jobs[0].settings["device"])
 
-    def left() -> str:
-        done = ended + sum(job.share() for job, _, _ in running.values())
+    def left(done: float) -> str:
         if done - before < 0.02:
             return "? left"
         return f"{timedelta(seconds=round((monotonic() - began) * (total - done) / (done - before)))} left"
@@ -123,10 +122,10 @@ def train_all(jobs: list[Job], later: int = 0) -> None:
                         free.append(gpu)
                         ended += 1
                         told = job.end(process.returncode)
-                        tqdm.write(f"{ended}/{total}, {left()}. {job.run.name}: {told}", file=sys.stderr)
+                        tqdm.write(f"{ended}/{total}, {left(ended)}. {job.run.name}: {told}", file=sys.stderr)
                 bar.n = ended + sum(job.share() for job, _, _ in running.values())
-                bar.set_description_str(f"{ended} of {total} runs, {left()}")
-                sleep(0.2)
+                bar.set_description_str(f"{ended} of {total} runs, {left(bar.n)}")
+                sleep(0.5)
         finally:
             for _, process, _ in running.values():
                 process.terminate()
