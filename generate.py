@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     add("prompt", nargs="?", help="text to continue; - reads it from standard input")
     add("--prompt-file", type=Path, help='one prompt a line; in a .jsonl {"prompt": ...}, and so is what comes out')
     add("--interactive", action="store_true", help="a prompt a line, each goes on from the text before; Ctrl-D ends")
-    add("--run", type=Path, help="a run folder (default: the one in runs/ that saved last)")
+    add("--run", type=Path, help="a run, a Hugging Face folder or llama2.c's .bin (default: the run that saved last)")
     add("--max-new-tokens", type=number(int, 1), default=200, help="of each continuation")
     add("--temperature", type=number(float, 0), default=0.8, help="0: always the likeliest token")
     add("--top-k", type=number(int, 0), default=50, help="choose among so many; 0: among all")
@@ -148,7 +148,7 @@ def load(given: argparse.Namespace, device):
 
     found = checkpoint.newest(given.run or folder.newest_run(Path("runs")))
     if found is None:
-        raise ValueError(f"no checkpoint (--run {given.run}). fix: a run folder, with checkpoints/step-* in it")
+        raise ValueError(f"no model (--run {given.run}). fix: a folder with checkpoints/step-*, or with config.json")
     if given.dtype == "int8" and device.type == "mps":
         raise ValueError("no products with int8 weights here (--dtype int8, mps). fix: --dtype bf16")
     fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -159,7 +159,8 @@ def load(given: argparse.Namespace, device):
     if device.type == "cpu":
         matvec.load(CACHE, hardware.cpp_compiler())
     matvec.for_few_tokens(model, given.dtype == "int8")
-    return model, Tokenizer.load(found / "tokenizer.model"), f"{found.parents[1].name} {found.name}"
+    name = f"{found.parents[1].name} {found.name}" if (found / "manifest.json").exists() else found.name
+    return model, Tokenizer.load(checkpoint.tokenizer_of(found)), name
 
 
 def read_prompts(given: argparse.Namespace) -> list[str]:

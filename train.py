@@ -36,12 +36,11 @@ def main(cfg: DictConfig) -> None:
     started = monotonic() - IMPORTS
     with Signals() as signals, errors.one_line():
         with errors.input_problems():
-            settings = checked(cfg, chosen_machine, initial, lambda settings: build(settings["data"], "data"))
+            begun = partial(initial, words=HydraConfig.get().overrides.task)
+            settings = checked(cfg, chosen_machine, begun, lambda settings: build(settings["data"], "data"))
             device, precision, (compiles, why) = chosen_machine(settings)
-            start = initial(settings)
+            start = begun(settings)
             corpus, loader = opened(settings)
-            if start is not None:
-                config.check_shape(checkpoint.config_of(start), settings, start)
             ranks = distributed.join(device)
         hardware.keep_freed_memory(device)
         with folder.claimed(settings, ranks, HydraConfig.get().mode == RunMode.MULTIRUN) as run:
@@ -124,14 +123,17 @@ def chosen_machine(settings: dict) -> tuple[torch.device, torch.dtype, tuple[boo
     return device, precision, hardware.pick_compile(settings["compile"], device, config.is_long(settings))
 
 
-def initial(settings: dict) -> Path | None:
-    """The checkpoint to begin with; its tokenizer, the one that its weights know, becomes the run's."""
+def initial(settings: dict, words: list[str]) -> Path | None:
+    """The model to begin with: its shape and its tokenizer become the run's. Raises ValueError if `words` differ."""
     if settings["init_from"] is None:
         return None
     start = checkpoint.newest(Path(settings["init_from"]).expanduser())
     if start is None:
-        raise ValueError(f"no checkpoint (init_from={settings['init_from']}). fix: the folder of a run")
-    settings["data"]["tokenizer"] = str(start / "tokenizer.model")
+        raise ValueError(f"no model (init_from={settings['init_from']}). fix: the folder of a run, or of Hugging Face")
+    tree = checkpoint.config_of(start)["model"] | {"context": settings["context"]}
+    if any(word.startswith(("model", "attention")) for word in words):
+        config.check_shape(tree, settings["model"], start)
+    settings["model"], settings["data"]["tokenizer"] = tree, str(checkpoint.tokenizer_of(start))
     return start
 
 

@@ -47,9 +47,9 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
-def rms(x: Tensor) -> Tensor:
+def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / rms(x) over the last axis, without a weight."""
-    return F.rms_norm(precise(x), x.shape[-1:], eps=1e-6).type_as(x)
+    return F.rms_norm(precise(x), x.shape[-1:], eps=eps).type_as(x)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """With `tied`, the embedding is the head too; `softcap` bounds the logits."""
+    """With `tied`, the embedding is the head too; `softcap` bounds the logits; `norm_eps` keeps norms from 0."""
 
     block = Block
 
@@ -50,6 +50,7 @@ class Transformer(nn.Module):
         tied: bool,
         attention: Callable[..., Attention],
         softcap: float | None = None,
+        norm_eps: float = 1e-6,
     ):
         super().__init__()
         if softcap is not None and not 0 < softcap < math.inf:
@@ -61,6 +62,9 @@ class Transformer(nn.Module):
         )
         self.norm = RMSNorm(dim)
         self.head = None if tied else Linear(dim, vocab_size)
+        for module in self.modules():
+            if hasattr(module, "eps"):
+                module.eps = norm_eps
 
     def forward(
         self, tokens: Tensor, cache: Cache | None = None, valid: Tensor | None = None, documents: Tensor | None = None

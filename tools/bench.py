@@ -10,7 +10,6 @@ JSON lines.
 
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -33,10 +32,11 @@ from model.build import ROOT, build
 from model.generation import compiled_step, decode_step
 from tools.latency import timed
 from train import checked, composed
-from training import errors, hardware
+from training import errors, hardware, huggingface
 from training.distributed import Ranks
 from training.signals import Signals
 from training.trainer import Trainer
+from training.weights import layout
 
 ROUNDS, PROBES = 8, 20  # turns of each competitor; probes of the machine in all, the best of which is the ceiling
 CASES = (1, 256), (8, 256), (1, 2048), (8, 2048)  # rows that are decoded together, tokens of each at its end
@@ -171,23 +171,11 @@ def llama(settings: dict):
     """The same shape in `transformers`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = settings["model"]
-    llama = shape["_target_"] == "model.transformer.Transformer" and shape["softcap"] is None
-    if not llama or shape["attention"].get("qk_norm", "") is not None or settings["document_mask"]:
+    with errors.input_problems():
+        config = huggingface.config_of(settings["model"])
+    if config["model_type"] != "llama" or settings["document_mask"]:
         errors.fail(errors.INPUT, "LlamaForCausalLM has another shape. fix: attention=llama, and nothing else of ours")
-    config = LlamaConfig(
-        vocab_size=shape["vocab_size"],
-        hidden_size=shape["dim"],
-        intermediate_size=shape["hidden"],
-        num_hidden_layers=shape["depth"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["attention"]["kv_heads"],
-        max_position_embeddings=settings["context"],
-        tie_word_embeddings=shape["tied"],
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**config, bos_token_id=None, eos_token_id=None))
 
 
 def done(settings: dict) -> dict[str, float]:
@@ -238,12 +226,8 @@ def decoded_case(words: list[str]):
 def our_text(words: list[str]) -> Competitor:
     settings, device, theirs, prompts, work = decoded_case(words)
     model = build(settings["model"]).to(device, theirs.dtype)
-    names = {"layers": "blocks", "self_attn": "attention", "input_layernorm": "attention_norm", "mlp": "ffn"}
-    names |= {"post_attention_layernorm": "ffn_norm", "embed_tokens": "embed", "lm_head": "head", r"^model\.": ""}
     weights = theirs.state_dict()
-    for old, new in names.items():
-        weights = {re.sub(old, new, name): weight for name, weight in weights.items()}
-    model.load_state_dict(weights, strict=not settings["model"]["tied"])
+    model.load_state_dict({held.names[0]: weights[name] for name, held in layout(model, "Llama").items()})
     matvec.load(ROOT / ".cache", hardware.cpp_compiler())
     matvec.for_few_tokens(model, int8=False)
     step = decode_step if settings["compile"] is False else compiled_step(device)

@@ -9,18 +9,21 @@ import shutil
 import struct
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from zipfile import is_zipfile
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from data import IntegrityError, sealed
+from data.tokenizer import Tokenizer
 from model.build import build
 from model.transformer import Transformer
 from training.distributed import distribute
+from training.huggingface import tree_of
+from training.weights import LLAMA2C, Stored, held, layout, settings
 
 KEPT = 2
 STEPS = "step-" + 8 * "[0-9]"
@@ -95,7 +98,14 @@ def verify(checkpoint: Path) -> None:
 
 
 def newest(run: Path) -> Path | None:
-    """The newest checkpoint that verifies; None where there is none. Raises IntegrityError where all are damaged."""
+    """The newest checkpoint of a run that verifies; None where there is none. A model from elsewhere is its own newest.
+
+    Raises IntegrityError where all are damaged.
+    """
+    if run.is_file() or (run / "config.json").exists():  # a model from elsewhere, or one checkpoint
+        if (run / "manifest.json").exists():
+            verify(run)
+        return run
     found = sorted((run / "checkpoints").glob(STEPS), reverse=True)
     for checkpoint in found:
         try:
@@ -125,48 +135,68 @@ def load_state(checkpoint: Path, needed: set[str]) -> dict:
 
 
 @torch.no_grad()
-def load_weights(model: Transformer, checkpoint: Path, device: torch.device | str | None = None) -> None:
+def load_weights(model: Transformer, place: Path, device: torch.device | str | None = None) -> None:
     """One tensor at a time, so that memory holds little more than the model; `device`: where a meta model gets its own.
 
     Raises IntegrityError where names or shapes are not the model's.
     """
-    check_weights(model, checkpoint)
+    files = check_weights(model, place)
     if device is not None:
         model.to_empty(device=device)
-    for name, tensor in model.state_dict().items():
-        with safe_open(checkpoint / "model.safetensors", "pt") as file:  # opened anew, so that what was read is let go
-            tensor.copy_(distribute(file.get_tensor(name), tensor))
+    weights = model.state_dict()
+    for stored, read in files:
+        for name, tensor in zip(stored.names, stored.split(read()), strict=True):
+            weights[name].copy_(distribute(tensor, weights[name]))
 
 
-def check_weights(model: Transformer, checkpoint: Path) -> None:
-    path, weights = checkpoint / "model.safetensors", model.state_dict()
-    try:
-        with safe_open(path, "pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise IntegrityError(f"not weights ({path}: {error}). fix: {FIX}") from None
-    other = [name for name in {**weights, **shapes} if name not in weights or shapes.get(name) != weights[name].shape]
+def check_weights(model: Transformer, place: Path) -> list[tuple[Stored, Callable[[], Tensor]]]:
+    """How its files hold the model's parameters, and what reads each."""
+    needed, found = layout(model, kind_of(place)), held(place)
+    meta = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    shapes = {name: stored.join([meta[ours] for ours in stored.names]).shape for name, stored in needed.items()}
+    spare = {name for name in found if kind_of(place) and name.endswith(("rotary_emb.inv_freq", "lm_head.weight"))}
+    names = {**shapes, **dict.fromkeys(found.keys() - (spare - shapes.keys()))}
+    other = [name for name in names if name not in found or name not in shapes or found[name][0] != shapes[name]]
     if other:
-        raise IntegrityError(f"not the model's weights ({path}: {', '.join(other[:3])}). fix: {FIX}")
+        raise IntegrityError(f"not the model's weights ({place}: {', '.join(other[:3])}). fix: {FIX}")
+    return [(stored, found[name][1]) for name, stored in needed.items()]
 
 
-def config_of(checkpoint: Path) -> dict:
-    """The settings of the run that wrote it, as plain data."""
-    try:
-        settings = json.loads((checkpoint / "config.json").read_text())
-        if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
-            raise ValueError("no model in it")
-        return settings
-    except ValueError as error:
-        raise IntegrityError(f"not a run's settings ({checkpoint / 'config.json'}: {error}). fix: {FIX}") from None
+def kind_of(place: Path) -> str | None:
+    """Of a model that was not trained here."""
+    if (place / "manifest.json").exists():
+        return None
+    return settings(place)["architectures"][0].removesuffix("ForCausalLM") if place.is_dir() else LLAMA2C
 
 
-def load_model(checkpoint: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model of a checkpoint, built from the config in it."""
+def config_of(place: Path) -> dict:
+    """The settings of the run that wrote it, as plain data; of a model from elsewhere, `model` alone.
+
+    Raises IntegrityError for our own that are damaged, ValueError for a model that is not of our layers.
+    """
+    found = settings(place)
+    if (place / "manifest.json").exists():
+        if not isinstance(found.get("model"), dict):
+            raise IntegrityError(f"not a run's settings ({place / 'config.json'}: no model in it). fix: {FIX}")
+        return found
+    tree, tokenizer = tree_of(found), Tokenizer.load(tokenizer_of(place))
+    if tokenizer.vocab_size != tree["vocab_size"]:
+        given = f"{tokenizer_of(place)} has {tokenizer.vocab_size}, the model {tree['vocab_size']}"
+        raise ValueError(f"a tokenizer of another vocabulary ({given}). fix: the tokenizer that it was trained with")
+    return {"model": tree}
+
+
+def tokenizer_of(place: Path) -> Path:
+    return (place if place.is_dir() else place.parent) / "tokenizer.model"
+
+
+def load_model(place: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The model of a checkpoint or of a folder from elsewhere, built from the config in it."""
+    tree = config_of(place)["model"]
     try:
         with torch.device("meta"):
-            model = build(config_of(checkpoint)["model"]).to(dtype)
+            model = build(tree).to(dtype)
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
-        raise IntegrityError(f"not a model's config ({checkpoint / 'config.json'}: {error}). fix: {FIX}") from None
-    load_weights(model, checkpoint, device)
+        raise IntegrityError(f"not a model's config ({place}: {error}). fix: {FIX}") from None
+    load_weights(model, place, device)
     return model.eval()

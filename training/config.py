@@ -157,10 +157,10 @@ def check_resumed(then: dict, now: dict, where: Path) -> str:
 
 
 def check_shape(then: dict, now: dict, where: Path) -> None:
-    """Raises ValueError where the weights of one do not fit the other; the context may change."""
-    found = changes({"model": then["model"]}, {"model": now["model"]})
-    if other := [text for key, text in found.items() if key != "model.context"]:
-        raise ValueError(f"{where} has another {', '.join(other)}. fix: the old values")
+    """Raises ValueError where a model is not as it was; its tokenizer says how large the vocabulary is."""
+    found = changes({"model": then}, {"model": now | {"vocab_size": then["vocab_size"]}})
+    if found:
+        raise ValueError(f"{where} has another {', '.join(found.values())}. fix: no word about model and attention")
 
 
 def flat(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:

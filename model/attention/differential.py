@@ -33,7 +33,7 @@ class DifferentialAttention(SoftmaxAttention):
         seen, noise = torch.cat(halves, dim=-1).chunk(2, dim=2)  # (B, T, H/2, 2 D)
         q1, k1, q2, k2 = map(precise, (self.q1, self.k1, self.q2, self.k2))
         share = ((q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.least).type_as(seen)
-        return (1 - self.least) * rms(seen - share * noise)
+        return (1 - self.least) * rms(seen - share * noise, self.eps)
 
     def score_flops(self, context: int) -> float:
         return 1.5 * super().score_flops(context)  # values twice as wide

@@ -22,6 +22,8 @@ class SoftmaxAttention(Attention):
     included, or those of its own chunk; a cache holds no more.
     """
 
+    eps = 1e-6  # of norms without a weight
+
     def __init__(
         self,
         dim: int,
@@ -105,7 +107,7 @@ class SoftmaxAttention(Attention):
         """Queries or keys (B, T, H, D), normalised and turned to their positions."""
         x = x if norm is None else norm(x)
         x = x if self.rope_base is None else rotate(x, *positions.rotary(*self.rotary))
-        return rms(x) if self.qk_norm == "after_rope" else x
+        return rms(x, self.eps) if self.qk_norm == "after_rope" else x
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> KVCache:
         feature = (self.kv_heads, self.head_dim)

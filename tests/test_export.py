@@ -1,0 +1,70 @@
+"""What is taken away is the same model elsewhere, and what comes back is what went."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.tokenizer import Tokenizer
+from model.build import build
+from tests.conftest import VARIANTS, YARN, close, continued, redraw, tree_of
+from training import checkpoint
+
+NASTY = (
+    "", " ", " a", "  two  spaces  ", "\ttab\t\t", "\n\nlines\r\n", "emoji 😀👩‍👩‍👧", "NUL\0!", "Привет, мир", "</s>", "a<s> </s>b",
+    "<unk><0x41>", "trailing  ", "0123 45", "e\u0301 \u00a0\u200b", "had a red ball. " * 9, "if x:\n    return '</s>'\n",
+)  # fmt: skip
+MORE = (
+    "llama model.tied=true attention.bias=true", f"llama {YARN}", "sliding_window attention.qk_norm=null",
+    "mla attention.query_rank=24 attention.bias=true", "gated attention.rope_fraction=0.5",
+)  # fmt: skip
+NONE = {"softcap": "softcap=null", "shared_kv": "SoftmaxAttention", "value_residual": "SoftmaxAttention"}
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["Ann had a red ball. Bob said: may I have a red ball, Ann?\n", "Тест  e\u0301"] * 20, 360)
+
+
+def saved(folder: Path, tree: dict, tokenizer: Tokenizer, step: int = 1) -> torch.nn.Module:
+    """A run whose only checkpoint is such a model, with every parameter drawn."""
+    model = redraw(build(tree | {"vocab_size": tokenizer.vocab_size})).eval()
+    trees = {"model": tree | {"vocab_size": tokenizer.vocab_size}}
+    checkpoint.save(folder, step, model.state_dict(), trees, tokenizer.proto, {})
+    return model
+
+
+@pytest.mark.parametrize("variant", [*(each for each in VARIANTS if each not in NONE), *MORE])
+def test_transformers_and_we_again_read_what_is_exported(variant, command, tokenizer, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ours = saved(tmp_path / "run", tree_of(*variant.split(), "model.depth=4"), tokenizer)
+    for source, out in (("run", "there"), ("there", "again")):
+        result = command("tools/export.py", "--run", source, "--format", "hf", "--out", out)
+        assert result.code == 0, result.err
+    theirs = AutoModelForCausalLM.from_pretrained("there", dtype=torch.float32).eval()
+    tokens = torch.randint(tokenizer.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+    theirs.generation_config.eos_token_id = None
+    greedy = theirs.generate(tokens[:1, :9], max_new_tokens=40, do_sample=False)[0, 9:].tolist()
+    assert continued(ours, [tokens[0, :9].tolist()], 40, rows=1) == [greedy]
+    fast = AutoTokenizer.from_pretrained("there")
+    for text in NASTY:
+        ids = [tokenizer.bos, *tokenizer.encode(text)]
+        assert fast(text)["input_ids"] == ids, text
+        assert fast.decode(ids, skip_special_tokens=True) == text
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert Path("there", name).read_bytes() == Path("again", name).read_bytes()
+    back = checkpoint.load_model(Path("again"), "cpu").state_dict()
+    for name, weight in ours.state_dict().items():  # of norms that are stored less 1, the last bit may go
+        close(back[name], weight, atol=1e-7 if "norm" in name else 0, rtol=0)
+
+
+@pytest.mark.parametrize("variant", NONE)
+def test_a_model_without_a_class_is_refused_with_the_nearest(variant, command, tokenizer, tmp_path):
+    saved(tmp_path / "run", tree_of(variant), tokenizer)
+    result = command("tools/export.py", "--run", "run", "--format", "hf", "--out", "there")
+    assert result.code == 2 and result.err.count("\n") == 1
+    assert NONE[variant] in result.err and "ForCausalLM" in result.err
+    assert not Path("there").exists()
