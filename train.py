@@ -133,6 +133,8 @@ def initial(settings: dict, words: list[str]) -> Path | None:
     tree = checkpoint.config_of(start)["model"] | {"context": settings["context"]}
     if any(word.startswith(("model", "attention")) for word in words):
         config.check_shape(tree, settings["model"], start)
+    with torch.device("meta"):
+        checkpoint.check_weights(build(tree), start)
     settings["model"], settings["data"]["tokenizer"] = tree, str(checkpoint.tokenizer_of(start))
     return start
 

@@ -11,8 +11,9 @@ from tests.conftest import VARIANTS, YARN, close, continued, redraw, tree_of
 from training import checkpoint
 
 NASTY = (
-    "", " ", " a", "  two  spaces  ", "\ttab\t\t", "\n\nlines\r\n", "emoji 😀👩‍👩‍👧", "NUL\0!", "Привет, мир", "</s>", "a<s> </s>b",
-    "<unk><0x41>", "trailing  ", "0123 45", "e\u0301 \u00a0\u200b", "had a red ball. " * 9, "if x:\n    return '</s>'\n",
+    "", " ", " a", "  two  spaces  ", "\ttab\t\t", "\n\nlines\r\n", "emoji 😀👩‍👩‍👧", "NUL\0!", "Привет, мир", "</s>",
+    "a<s> </s>b", "<unk><0x41>", "trailing  ", "0123 45", "e\u0301 \u00a0\u200b", "had a red ball. " * 9,
+    "if x:\n    return '</s>'\n",
 )  # fmt: skip
 MORE = (
     "llama model.tied=true attention.bias=true", f"llama {YARN}", "sliding_window attention.qk_norm=null",

@@ -157,8 +157,8 @@ def check_resumed(then: dict, now: dict, where: Path) -> str:
 
 
 def check_shape(then: dict, now: dict, where: Path) -> None:
-    """Raises ValueError where a model is not as it was; its tokenizer says how large the vocabulary is."""
-    found = changes({"model": then}, {"model": now | {"vocab_size": then["vocab_size"]}})
+    """Raises ValueError where a model is not as it was, but for what no word says."""
+    found = changes({"model": then}, {"model": now | {key: then.get(key) for key in ("vocab_size", "norm_eps")}})
     if found:
         raise ValueError(f"{where} has another {', '.join(found.values())}. fix: no word about model and attention")
 

@@ -32,7 +32,8 @@ def input_problems() -> Iterator[None]:
     except OSError as error:
         if error.errno in NO_ROOM:
             raise
-        fail(INPUT, f"{error.strerror or error} ({error.filename}). fix: check the path", alike=True)
+        where = f" ({error.filename})" if error.filename else ""
+        fail(INPUT, f"{error.strerror or error}{where}. fix: check the path, or the network", alike=True)
     except ValueError as error:
         fail(INPUT, error, alike=True)
 

@@ -1,0 +1,190 @@
+"""Models from elsewhere: read as they are, refused where they are not ours."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file, save_file
+
+from model.build import build
+from tests.conftest import DATASETS, TINY, close, redraw, tree_of
+from tests.test_export import saved, tokenizer  # noqa: F401
+from tools import export
+from training import checkpoint, huggingface
+
+STORIES = DATASETS / "stories260K"
+HOW = [word for word in TINY if not word.startswith("model=")]  # the model is that of the folder
+stories = pytest.mark.skipif(not STORIES.exists(), reason="needs the datasets beside the repository")
+
+
+@pytest.fixture
+def there(command, tokenizer, tmp_path) -> Path:  # noqa: F811
+    """A folder in Hugging Face layout."""
+    saved(tmp_path / "run", tree_of("llama"), tokenizer)
+    assert command("tools/export.py", "--run", "run", "--format", "hf", "--out", "there").code == 0
+    return tmp_path / "there"
+
+
+@stories
+@pytest.mark.parametrize("source", ["", "stories260K.bin"])
+def test_a_model_of_llama2c_tells_its_reference_story(source, command):
+    told = json.loads((STORIES / "reference.json").read_text())
+    assert len(told["greedy_ids_from_bos"]) == 200
+    result = command("generate.py", "", "--run", str(STORIES / source), "--temperature", "0", "--max-new-tokens", "199")
+    assert result.code == 0, result.err
+    assert result.out == told["greedy_text"] + "\n"
+
+
+@stories
+def test_training_goes_on_from_a_model_of_llama2c(command):
+    words = (f"data.path={DATASETS / 'tinystories' / 'valid.txt'}", "context=256", "batch_tokens=4096", "eval_every=12")
+    how = ("data=text", "steps=24", "max_minutes=null", "optimizer=adamw", "optimizer.lr=1e-4", "compile=false")
+    result = command("train.py", f"init_from={STORIES}", "device=cpu", *how, *words, "run_dir=run")
+    assert result.code == 0, result.err
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    first, last = [line["val_loss"] for line in lines if "val_loss" in line]
+    assert last < first < 2
+    assert command("generate.py", "Once", "--run", "run").code == 0
+
+
+def test_a_run_takes_the_model_that_it_begins_with(command, there, story):
+    how = (
+        *HOW,
+        "data=text",
+        f"data.path={story}",
+        f"init_from={there}",
+        "run_dir=begun",
+        "optimizer=adamw",
+        "optimizer.lr=1e-9",
+    )
+    result = command("train.py", *how, "steps=1")
+    assert result.code == 0, result.err
+    begun, now = (
+        checkpoint.load_model(place, "cpu").state_dict() for place in (there, checkpoint.newest(Path("begun")))
+    )
+    for name, weight in begun.items():
+        close(now[name], weight, atol=1e-5, rtol=0)
+    assert command("train.py", *how, "steps=2", "resume=true").code == 0
+    result = command("train.py", *how, "attention=mqa", "steps=1", "run_dir=other")
+    assert result.code == 2 and "kv_heads (then 2, now 1)" in result.err
+
+
+def test_shards_and_half_precision_are_read(there):
+    weights = {name: weight.bfloat16() for name, weight in load_file(there / "model.safetensors").items()}
+    (there / "model.safetensors").unlink()
+    save_torch_state_dict(weights, there, max_shard_size=50_000)
+    assert len(list(there.glob("*.safetensors"))) > 2
+    model = checkpoint.load_model(there, "cpu")
+    assert torch.equal(model.head.weight, weights["lm_head.weight"].float())
+
+
+@pytest.mark.parametrize(
+    ("scaling", "kind"),
+    [
+        ({"type": "linear", "factor": 4.0}, {"_target_": "model.rope.Linear", "factor": 4.0}),
+        (
+            {"rope_type": "yarn", "factor": 4.0},
+            {"_target_": "model.rope.YaRN", "factor": 4.0, "fast": 32.0, "slow": 1.0, "context": 64},
+        ),
+    ],
+)
+def test_older_configs_are_read(scaling, kind, there):
+    """transformers 4 wrote rope_theta and rope_scaling, left out what was usual, and said null."""
+    config = json.loads((there / "config.json").read_text())
+    for key in ("rope_parameters", "mlp_bias", "head_dim"):
+        del config[key]
+    config |= {"rope_theta": 500000.0, "rope_scaling": scaling, "num_key_value_heads": None, "pretraining_tp": 1}
+    attention = huggingface.tree_of(config)["attention"]
+    assert (attention["rope_scaling"], attention["rope_base"], attention["kv_heads"]) == (kind, 500000.0, 4)
+
+
+def test_norms_are_computed_with_their_epsilon():
+    """In a folder of transformers it is rms_norm_eps: of every norm, of those without weights too."""
+    from transformers import AutoConfig, DiffLlamaForCausalLM, Llama4ForCausalLM, Qwen3ForCausalLM
+
+    for variant, kind in (
+        ("gqa", Qwen3ForCausalLM),
+        ("l2norm", Llama4ForCausalLM),
+        ("differential", DiffLlamaForCausalLM),
+    ):
+        tree = tree_of(variant) | {"norm_eps": 0.1}
+        ours = redraw(build(tree)).eval()
+        theirs = kind(AutoConfig.for_model(**huggingface.config_of(tree), pad_token_id=None)).eval()
+        theirs.load_state_dict(export.tensors(ours, huggingface.class_of(tree)))
+        tokens = torch.arange(20)[None]
+        with torch.no_grad():
+            close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+
+
+def change(there: Path, **keys) -> None:
+    file = there / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+def pickled(there: Path) -> None:
+    torch.save(load_file(there / "model.safetensors"), there / "pytorch_model.bin")
+    (there / "model.safetensors").unlink()
+
+
+def misshapen(there: Path) -> None:
+    weights = load_file(there / "model.safetensors")
+    save_file(weights | {"model.norm.weight": torch.ones(63)}, there / "model.safetensors")
+
+
+def without_a_shard(there: Path) -> None:
+    save_torch_state_dict(load_file(there / "model.safetensors"), there, max_shard_size=50_000)
+    next(there.glob("model-00002-*")).unlink()
+
+
+def without_a_tensor(there: Path) -> None:
+    weights = load_file(there / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, there / "model.safetensors")
+
+
+DAMAGES = {
+    "pickle": (pickled, "a pickle"),
+    "shape": (misshapen, "model.norm.weight"),
+    "shard": (without_a_shard, "model-00002-of"),
+    "tensor": (without_a_tensor, "model.layers.1.mlp.up_proj.weight"),
+    "cut": (lambda there: (there / "model.safetensors").write_bytes(b"\0" * 100), "not weights"),
+    "index": (lambda there: (there / "model.safetensors.index.json").write_text("[]"), "not an index"),
+    "architecture": (lambda there: change(there, architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
+    "no architecture": (lambda there: change(there, architectures=None), "unknown architecture"),
+    "activation": (lambda there: change(there, hidden_act="gelu"), "hidden_act=gelu"),
+    "head_dim": (lambda there: change(there, head_dim=32), "head_dim=32"),
+    "positions": (lambda there: change(there, rope_parameters={"rope_type": "longrope", "factor": 2.0}), "longrope"),
+    "sizes": (lambda there: change(there, hidden_size="64"), "config.json"),
+    "more than a factor": (
+        lambda there: change(there, rope_parameters={"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}), "mscale",
+    ),
+    "json": (lambda there: (there / "config.json").write_text("{"), "config.json"),
+    "vocabulary": (lambda there: change(there, vocab_size=300), "another vocabulary"),
+    "no tokenizer": (lambda there: (there / "tokenizer.model").unlink(), "no tokenizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_not_ours_is_refused_in_a_line(damage, command, there, story):
+    harm, said = DAMAGES[damage]
+    harm(there)
+    for result in (
+        command("generate.py", "Ann", "--run", str(there)),
+        command("train.py", *HOW, "data=text", f"data.path={story}", f"init_from={there}", "steps=1"),
+    ):
+        assert result.code in (2, 3)
+        assert result.err.count("\n") == 1 and result.err.startswith("error: ") and said in result.err, result.err
+        assert result.err.count("fix: ") == 1 and not result.out
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"ak42" + bytes(300), b"\x80\x02}q\x00.", struct.pack("<7i", *[64] * 7) + bytes(9)]
+)
+def test_a_file_that_is_not_llama2cs_is_refused(content, command, tmp_path):
+    file = tmp_path / "model.bin"
+    file.write_bytes(content)
+    result = command("generate.py", "Ann", "--run", str(file))
+    assert result.code == 3 and "not weights of llama2.c" in result.err and result.err.count("\n") == 1
