@@ -106,7 +106,7 @@ def main(given: argparse.Namespace) -> None:
         if compiles:
             print("compiling at the first step; --compile false begins at once", file=sys.stderr)
         model, tokenizer, name = load(given, device)
-    read = [shortened([tokenizer.bos, *tokenizer.encode(prompt)], model.context) for prompt in prompts]
+        read = [shortened([tokenizer.bos, *tokenizer.encode(prompt)], model.context) for prompt in prompts]
     if given.attention_map is not None:
         from tools import attention_map
 

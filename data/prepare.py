@@ -8,11 +8,10 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +25,15 @@ from data.tokenizer import Tokenizer
 SPLITS = ("train", "validation")
 SAMPLE = 50_000_000  # characters a tokenizer is trained on
 VALIDATION = 2_000_000  # bytes held out at most, at whole documents
-BATCH = 256  # documents tokenised together
 
 
 @dataclass
 class Corpus:
-    """Token shards of both splits, the UTF-8 bytes that the validation tokens stand for, and the hash of all shards."""
+    """Token shards of both splits, the UTF-8 bytes of the validation tokens, where known, and a hash of all."""
 
     train: list[np.ndarray]
     validation: list[np.ndarray]
-    validation_bytes: int
+    validation_bytes: int | None
     tokenizer: Tokenizer
     sha256: str
 
@@ -43,15 +41,18 @@ class Corpus:
 def prepare(
     source: Source, cache: Path, enough: Callable[[int], None] = lambda tokens: None, quiet: bool = False
 ) -> Corpus:
-    """Finds the corpus in the cache or builds it. Of processes that call at once, one builds and the others wait.
+    """Finds the corpus, or builds it in the cache. Of processes that call at once, one builds and the others wait.
 
     `enough` may raise ValueError for the number of training tokens; then nothing is kept.
     Raises ValueError for text that cannot be used, IntegrityError for shards that were changed.
     """
-    given = Tokenizer.load(source.tokenizer) if source.tokenizer else None
+    given = source.given()
+    if (shards := source.mapped()) is not None:
+        size = given.nbytes(np.concatenate(shards["validation"]))
+        return Corpus(**shards, validation_bytes=size, tokenizer=given, sha256=digest(source.fingerprint()))
     code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")) if path.stem != "loader"]
     made_from = [source.fingerprint(), given.sha256 if given else source.vocab_size, *code]
-    folder = cache / f"{type(source).__name__.lower()}-{sha256(json.dumps(made_from).encode()).hexdigest()[:16]}"
+    folder = cache / f"{type(source).__name__.lower()}-{digest(json.dumps(made_from))[:16]}"
     if not folder.exists():
         with alone(cache):
             if not folder.exists():
@@ -59,12 +60,13 @@ def prepare(
     about = verified(folder, f"delete {folder}, it is made again")
     shards = {split: [open_shard(folder / name, about["dtype"]) for name in about[split]] for split in SPLITS}
     content = json.dumps([about["files"][name]["sha256"] for split in SPLITS for name in about[split]])
-    return Corpus(
-        **shards,
-        validation_bytes=about["validation_bytes"],
-        tokenizer=Tokenizer.load(folder / "tokenizer.model"),
-        sha256=sha256(content.encode()).hexdigest(),
-    )
+    tokenizer = Tokenizer.load(folder / "tokenizer.model")
+    size = about["validation_bytes"] or tokenizer.nbytes(np.concatenate(shards["validation"]))
+    return Corpus(**shards, validation_bytes=size, tokenizer=tokenizer, sha256=digest(content))
+
+
+def digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
 
 
 @contextmanager
@@ -106,7 +108,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Unsealed, quiet: 
     train, validation = (ShardWriter(folder, split, tokenizer.vocab_size) for split in SPLITS)
     held_bytes, held_enough = 0, False
     with tqdm(unit=" tokens", unit_scale=True, desc="tokenise", disable=quiet or not sys.stderr.isatty()) as bar:
-        for tokens, size, held_out in tokenised(source.documents(), tokenizer):
+        for tokens, size, held_out in source.tokenised(tokenizer):
             if not held_out:
                 train.write(tokens)
                 bar.update(len(tokens))
@@ -128,12 +130,3 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Unsealed, quiet: 
         "train_tokens": train.total,
         "dtype": train.dtype.name,
     }
-
-
-def tokenised(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, bool]]:
-    """(tokens, UTF-8 bytes, held out) of each document, in order."""
-    documents = iter(documents)
-    while batch := list(islice(documents, BATCH)):
-        texts = [text for text, _ in batch]
-        for tokens, (text, held_out) in zip(tokenizer.documents(texts), batch, strict=True):
-            yield tokens, len(text.encode()), held_out

@@ -8,14 +8,21 @@ import re
 import sysconfig
 import tokenize
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
 from hashlib import file_digest, sha256
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
+from data.tokenizer import Tokenizer
+
+BATCH = 256  # documents tokenised together
 Documents = Iterator[tuple[str, bool]]
+Tokenised = Iterator[tuple[np.ndarray, int, bool]]  # tokens, UTF-8 bytes, held out?
 
 
 def chosen(identity: str, holdout: int) -> bool:
@@ -34,6 +41,17 @@ class Source(ABC):
     def __post_init__(self):
         if self.vocab_size < 300:
             raise ValueError(f"data.vocab_size needs room for 256 bytes and more (got {self.vocab_size}). fix: 4096")
+
+    def given(self) -> Tokenizer | None:
+        """The tokenizer, where none is to be trained."""
+        return Tokenizer.load(self.tokenizer) if self.tokenizer else None
+
+    def mapped(self) -> dict[str, list[np.ndarray]] | None:
+        """The shards of both splits, where the source has them."""
+        return None
+
+    def tokenised(self, tokenizer: Tokenizer) -> Tokenised:
+        return tokenised(self.documents(), tokenizer)
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -72,8 +90,8 @@ class Text(Source):
     """The user's own files: `path` is a file, a glob, or a folder of .txt, .jsonl and .parquet.
 
     A .txt is cut into documents at lines that are just `separator`; others have one a row, in `text_field`.
-    One document in `holdout`, by its hash, is held out: at least one, or the last 5 % of a lone one.
-    Raises ValueError for what cannot be read as text.
+    Held out are the files that are named so (`files_of`), or else one document in `holdout`, by its hash, at least one;
+    or the last 5 % of a lone one. Raises ValueError for what cannot be read as text.
     """
 
     SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -85,22 +103,18 @@ class Text(Source):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.path:
-            raise ValueError("data.path is needed (got none). fix: data.path=FILE, a glob or a folder")
         if self.holdout < 2:
             raise ValueError(f"data.holdout must be from 2 (got {self.holdout}). fix: 20")
-        place = Path(self.path).expanduser()
-        if place.is_dir():
-            self.files = sorted(file for file in place.rglob("*") if file.suffix in self.SUFFIXES)
-        else:
-            self.files = [place] if place.is_file() else sorted(map(Path, glob(str(place), recursive=True)))
-        if not self.files:
-            raise ValueError(f"no text found (data.path={self.path}). fix: a glob, a file, a folder of {self.SUFFIXES}")
+        self.files, self.held = files_of(self.path, self.SUFFIXES)
 
     def fingerprint(self) -> str:
-        return f"{content_hash(self.files)} {self.text_field} {self.separator} {self.holdout}"
+        return f"{content_hash(self.files)} {content_hash(self.held)} {self.text_field} {self.separator} {self.holdout}"
 
     def documents(self) -> Documents:
+        if self.held:
+            yield from ((text, True) for text in self.texts(*self.held))
+            yield from ((text, False) for text in self.texts())
+            return
         hashes = [int(sha256(text.encode()).hexdigest(), 16) for text in self.texts()]
         if not hashes:
             raise ValueError(f"no documents (in {', '.join(map(str, self.files[:3]))}). fix: a file that is not empty")
@@ -113,8 +127,9 @@ class Text(Source):
         for text, digest in zip(self.texts(), hashes, strict=True):
             yield text, digest % self.holdout == 0 or digest == lowest
 
-    def texts(self) -> Iterator[str]:
-        for file in self.files:
+    def texts(self, *files: Path) -> Iterator[str]:
+        """Those of these files, or of all that are not held out."""
+        for file in files or self.files:
             read = {".jsonl": self.jsonl, ".parquet": self.parquet}.get(file.suffix, self.plain)
             yield from (text for text in read(file) if text.strip())
 
@@ -137,15 +152,8 @@ class Text(Source):
             yield text_of(row, self.text_field, f"{file} line {number}")
 
     def parquet(self, file: Path) -> Iterator[str]:
-        from pyarrow import ArrowInvalid
-        from pyarrow.parquet import ParquetFile
-
-        try:
-            rows = (row for batch in ParquetFile(file).iter_batches() for row in batch.to_pylist())
-            for number, row in enumerate(rows, start=1):
-                yield text_of(row, self.text_field, f"{file} row {number}")
-        except ArrowInvalid as error:
-            raise ValueError(f"not parquet ({file}: {error}). fix: another file") from None
+        for number, value in enumerate(column(file, self.text_field), start=1):
+            yield text_of({self.text_field: value.as_py()}, self.text_field, f"{file} row {number}")
 
 
 @dataclass(kw_only=True)
@@ -207,6 +215,54 @@ class Hub(Source):
                 raise
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ValueError(f"cannot read the dataset ({self.repo}: {reason}). fix: network, or data.repo") from None
+
+
+def tokenised(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Tokenised:
+    documents = iter(documents)
+    while batch := list(islice(documents, BATCH)):
+        texts = [text for text, _ in batch]
+        for tokens, (text, held_out) in zip(tokenizer.documents(texts), batch, strict=True):
+            yield tokens, len(text.encode()), held_out
+
+
+def files_of(path: str | None, suffixes: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
+    """Files to train on and files held out: `path` is one, a glob, or a folder of those with a suffix.
+
+    Of several, those with the word val, valid or validation in their name are held out, or else those with test, but
+    none with train; beside validation, a test split is left alone. Raises ValueError where none is to train on.
+    """
+    if not path:
+        raise ValueError("data.path is needed (got none). fix: data.path=FILE, a glob or a folder")
+    place = Path(path).expanduser()
+    if place.is_dir():
+        files = sorted(file for file in place.rglob("*") if file.suffix in suffixes)
+    else:
+        files = [place] if place.is_file() else sorted(map(Path, glob(str(place), recursive=True)))
+    train, held, test = [], [], []
+    for file in files:
+        words = set(re.split("[^a-z]+", file.stem.lower()))
+        if len(files) == 1 or "train" in words or not words & {"val", "valid", "validation", "test"}:
+            train.append(file)
+        else:
+            (test if "test" in words else held).append(file)
+    if not train:
+        raise ValueError(f"nothing to train on (data.path={path}). fix: a file, a glob, a folder of {suffixes}")
+    return train, held or test
+
+
+def column(file: Path, field: str) -> Iterator:
+    """What each row of a .parquet has in this field, as an Arrow scalar."""
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        names = (table := ParquetFile(file)).schema_arrow.names
+        if field not in names:
+            raise ValueError(f"no field {field!r} ({file} has {names}). fix: one of them")
+        for batch in table.iter_batches(columns=[field]):
+            yield from batch.column(0)
+    except ArrowInvalid as error:
+        raise ValueError(f"not parquet ({file}: {error}). fix: another file") from None
 
 
 def text_of(row: object, field: str, where: str) -> str:

@@ -30,9 +30,10 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
         try:
-            return cls(Path(path).expanduser().read_bytes())
+            proto = Path(path).expanduser().read_bytes()
         except OSError as error:
             raise ValueError(f"no tokenizer ({path}: {error.strerror}). fix: a path of one") from None
+        return (Ids if proto.startswith(Ids.SIGN) else cls)(proto)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -80,6 +81,45 @@ class Tokenizer:
     def decode(self, tokens: list[int]) -> str:
         """Bytes that are not UTF-8 come out as U+FFFD; BOS and EOS as nothing."""
         return self.pieces.decode(tokens)
+
+    def nbytes(self, tokens: np.ndarray) -> int | None:
+        """UTF-8 bytes of the documents that these are; None where nobody knows."""
+        starts = np.flatnonzero(np.isin(tokens, (self.bos, self.eos)))
+        texts = self.pieces.decode([part.tolist() for part in np.split(tokens, starts)])
+        return sum(len(text.encode()) for text in texts)
+
+
+class Ids(Tokenizer):
+    """Stands for a tokenizer that is not here: the text of tokens is their ids, as in 464 3290. BOS is EOS.
+
+    Its file is a line: SIGN, the size of the vocabulary, BOS. Raises ValueError for a BOS outside, and for other text.
+    """
+
+    SIGN = b"ids "  # no SentencePiece model begins so
+
+    def __init__(self, proto: bytes):
+        self.pieces, self.proto, self.sha256 = self, proto, sha256(proto).hexdigest()
+        self.vocab_size, self.bos = map(int, proto.removeprefix(self.SIGN).split())
+        self.eos = self.bos
+        if self.bos >= self.vocab_size:
+            raise ValueError(f"BOS is outside the vocabulary (data.bos={self.bos}, {self.vocab_size}). fix: one inside")
+
+    def encode(self, text: str) -> list[int]:
+        if bad := [word for word in text.split() if not word.isdecimal() or int(word) >= self.vocab_size]:
+            raise ValueError(f"not a token id below {self.vocab_size} ({bad[0]}). fix: numbers, as in 464 3290")
+        return [int(word) for word in text.split()]
+
+    def documents(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.array([self.bos, *self.encode(text)]) for text in texts]
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(str(token) for token in tokens if token != self.bos)
+
+    def id_to_piece(self, tokens: list[int]) -> list[str]:
+        return [str(token) for token in tokens]
+
+    def nbytes(self, tokens: np.ndarray) -> None:
+        return None
 
 
 class Stream:

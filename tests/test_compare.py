@@ -53,7 +53,7 @@ def test_runs_are_trained_once_and_reported(command, words):
     losses = table(Path("out/report.md"), "Loss")
     assert [row[:2] for row in losses] == [["gqa", "2"], ["mqa", "2"]]
     for row in losses:
-        mean = (runs[f"{row[0]}-0"].bpb + runs[f"{row[0]}-1"].bpb) / 2
+        mean = (runs[f"{row[0]}-0"].loss + runs[f"{row[0]}-1"].loss) / 2
         assert float(row[2].split()[0]) == pytest.approx(mean, abs=1e-4)
     assert losses[0][6] == "baseline" and losses[1][6] in ("worse", "better", "not distinguishable")
     sizes = {row[0]: row for row in table(Path("out/report.md"), "Size")}
@@ -251,7 +251,9 @@ def test_each_gpu_has_a_run_of_its_own(monkeypatch, tmp_path):
     (tmp_path / "train.py").write_text(wait)
     monkeypatch.chdir(tmp_path)
     both = [jobs.Job(tmp_path / name, [], {"device": "auto"}) for name in ("a", "b")]
-    monkeypatch.setattr(Run, "read", lambda _: SimpleNamespace(bpb=1.0, done=False, settings={"device": "auto"}))
+    monkeypatch.setattr(
+        Run, "read", lambda _: SimpleNamespace(loss=1.0, unit="bits per byte", done=False, settings={"device": "auto"})
+    )
     jobs.train_all(both)
     assert [job.problem for job in both] == [None, None] and {"3", "5"} <= {path.name for path in tmp_path.iterdir()}
 

@@ -25,7 +25,8 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from data.loader import Loader
-from data.prepare import Corpus, sample, tokenised
+from data.prepare import Corpus, sample
+from data.sources import tokenised
 from data.tokenizer import Tokenizer
 from model import matvec
 from model.build import ROOT, build

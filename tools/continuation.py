@@ -84,9 +84,10 @@ def conversation(
             print("> ", end="", file=sys.stderr, flush=True)
         with input_problems():
             line = decoded(sys.stdin.buffer.readline())
+            new = tokenizer.encode(line.rstrip("\r\n"))
         if not line:
             return
-        if not (new := tokenizer.encode(line.rstrip("\r\n"))):
+        if not new:
             continue
         tokens = [*tokens, *new]
         said = text(number, number, tokens, "", int(cache.lengths[0]))

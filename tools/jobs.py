@@ -83,7 +83,7 @@ class Job:
         told = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
         self.problem = f"exit {code}: {told.removeprefix('error: ')}" if code else None
         with suppress(IntegrityError, LookupError):
-            return self.problem or f"{Run.read(self.run).bpb:.4f} bits per byte"
+            return self.problem or f"{(run := Run.read(self.run)).loss:.4f} {run.unit}"
         return "cannot be read"
 
 

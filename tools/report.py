@@ -23,7 +23,7 @@ AXES: dict[str, Callable[[Run, dict], float]] = {
     "training FLOP": lambda run, look: look["tokens"] * run.model.training_flops(),
     "seconds": lambda run, look: look["seconds"],
 }
-LOSS = """Held-out bits per byte at the end of training, mean over seeds ± half of its 95 % interval (Student's t). The
+LOSS = """Held-out loss at the end of training, mean over seeds ± half of its 95 % interval (Student's t). The
 verdict is a paired t-test's, its p corrected for all tests of the table (Holm, 5 % together); intervals are each for
 itself. Runs of one seed are a pair; where no seed is shared, the order of the seeds pairs them. Not distinguishable is
 not equal: the interval of the difference says how large it may be. One pair gives no verdict (n/a): more seeds do."""
@@ -68,7 +68,7 @@ def write(where: Path, runs: list[Run], problems: dict[str, str], baseline: str 
 
 
 def page(groups: Groups, problems: dict[str, str], where: Path, call: str, note: str) -> list[Block]:
-    scores = {name: {run.seed: run.bpb for run in group} for name, group in groups.items()}
+    scores = {name: {run.seed: run.loss for run in group} for name, group in groups.items()}
     baseline, *others = groups
     runs = [run for group in groups.values() for run in group]
     found = verdicts(scores[baseline], {name: scores[name] for name in others})
@@ -79,9 +79,9 @@ def page(groups: Groups, problems: dict[str, str], where: Path, call: str, note:
         ("h1", f"{', '.join(groups)} after {seen} tokens"),
         ("p", note + summary(groups, found)),
         ("pre", call),
-        ("img", draw_caches(groups, where / "caches.png")),
+        ("img", draw_caches(groups, where / "caches.png", runs[0].unit)),
         ("h2", "Loss"),
-        ("table", losses(scores, found)),
+        ("table", losses(scores, found, runs[0].unit)),
         ("p", LOSS),
         *([("p", "Not in it:"), ("table", [("run", "why"), *problems.items()])] if problems else []),
         ("h2", "Size"),
@@ -94,7 +94,7 @@ def page(groups: Groups, problems: dict[str, str], where: Path, call: str, note:
         ("table", decoding(groups, device)),
         ("p", SPEED),
         ("h2", "On the way"),
-        ("img", draw_curves(groups, where / "curves.png")),
+        ("img", draw_curves(groups, where / "curves.png", runs[0].unit)),
         ("h2", "What is equal, and what is not"),
         ("p", f"{EQUAL} Settings that all runs have, and not the same:"),
         ("table", other),
@@ -124,11 +124,11 @@ def cached(run: Run) -> float:
     return run.model.cache_bytes(run.model.context, BF16) / run.model.context
 
 
-def losses(scores: dict[str, dict[int, float]], found: dict[str, Verdict]) -> list[tuple]:
+def losses(scores: dict[str, dict[int, float]], found: dict[str, Verdict], unit: str) -> list[tuple]:
     def around(value: Estimate, sign: str = "") -> str:
         return f"{value.mean:{sign}.4f} ± {value.half:.4f}".replace("nan", "n/a")
 
-    rows = [("variant", "seeds", "bits per byte", "difference", "pairs", "p", "verdict")]
+    rows = [("variant", "seeds", unit, "difference", "pairs", "p", "verdict")]
     for name, each in scores.items():
         verdict, rest = found.get(name), ("", "", "", "baseline")
         if verdict is not None:
@@ -166,34 +166,34 @@ def decoding(groups: Groups, device: torch.device) -> list[tuple]:
     return [("variant", *cases), *rows]
 
 
-def draw_caches(groups: Groups, path: Path) -> Path:
-    """Bits per byte against cache bytes: the one to share."""
+def draw_caches(groups: Groups, path: Path, unit: str) -> Path:
+    """Loss against cache bytes: the one to share."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    points = [(cached(runs[0]), estimate([run.bpb for run in runs]), name) for name, runs in groups.items()]
+    points = [(cached(runs[0]), estimate([run.loss for run in runs]), name) for name, runs in groups.items()]
     colors = {name: f"C{number % 10}" for number, name in enumerate(groups)}  # those of the curves
     for number, (x, y, name) in enumerate(sorted(points)):
         axes.errorbar(x, y.mean, yerr=y.half, fmt="o", capsize=3, color=colors[name])
         side, shift = ("left", 7) if number % 2 else ("right", -7)  # neighbours keep out of each other's way
         axes.annotate(name, (x, y.mean), xytext=(shift, 4), textcoords="offset points", ha=side)
-    axes.set(xlabel="cache bytes per token at full context, bf16", ylabel="bits per byte, 95 % interval over seeds")
+    axes.set(xlabel="cache bytes per token at full context, bf16", ylabel=f"{unit}, 95 % interval over seeds")
     axes.margins(x=0.15)
     figure.savefig(path, dpi=120)
     return path
 
 
-def draw_curves(groups: Groups, path: Path) -> Path:
+def draw_curves(groups: Groups, path: Path, unit: str) -> Path:
     """Means over seeds, wherever all of them looked at the held-out text."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     for axes, (axis, value) in zip(figure.subplots(1, len(AXES), sharey=True), AXES.items(), strict=True):
         for number, (name, group) in enumerate(groups.items()):
-            looks = [{look["tokens"]: (value(run, look), look["val_bpb"]) for look in run.looks} for run in group]
+            looks = [{look["tokens"]: (value(run, look), look["loss"]) for look in run.looks} for run in group]
             shared = sorted(set.intersection(*map(set, looks)))
             points = [[mean(each) for each in zip(*(look[at] for look in looks), strict=True)] for at in shared]
             style = ("o-", "s--", "^:")[number // 10 % 3]
             axes.plot([x for x, _ in points], [y for _, y in points], style, label=name, markersize=4)
         axes.set(xlabel=axis)
-    figure.axes[0].set(ylabel="bits per byte")
+    figure.axes[0].set(ylabel=unit)
     figure.axes[-1].legend()
     figure.savefig(path, dpi=120)
     return path

@@ -50,12 +50,18 @@ class Run:
 
     @property
     def looks(self) -> list[dict]:
-        """At the held-out text."""
-        return [line for line in self.lines if "val_bpb" in line]
+        """At the held-out text, each with its `loss` in `unit`."""
+        looks = [line for line in self.lines if "val_bpb" in line]
+        return [look | {"loss": look["val_loss"] if look["val_bpb"] is None else look["val_bpb"]} for look in looks]
 
     @property
-    def bpb(self) -> float:
-        return self.looks[-1]["val_bpb"]
+    def unit(self) -> str:
+        """Bits per byte, or nats per token where nobody knows the bytes."""
+        return "nats per token" if self.looks[-1]["val_bpb"] is None else "bits per byte"
+
+    @property
+    def loss(self) -> float:
+        return self.looks[-1]["loss"]
 
     @property
     def command(self) -> str:

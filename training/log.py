@@ -150,7 +150,7 @@ def draw(metrics: Path, picture: Path) -> None:
         points = [(line["tokens"], line[key]) for line in lines if key in line]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name)
-    bpb = [line["val_bpb"] for line in lines if "val_bpb" in line]
+    bpb = [line["val_bpb"] for line in lines if line.get("val_bpb")]
     axes.set(
         xlabel="tokens",
         ylabel="nats per token",

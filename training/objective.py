@@ -92,8 +92,8 @@ def evaluate(
     precision: torch.dtype,
     ranks: Ranks,
     stop: Callable[[], int],
-) -> dict[str, float] | None:
-    """`val_loss` in nats per token and `val_bpb`, over all held-out text in windows that do not overlap.
+) -> dict[str, float | None] | None:
+    """`val_loss` in nats per token and `val_bpb`, if the bytes are known, over all held-out text in windows apart.
 
     Gradients stay enabled and are thrown away: what training has compiled serves here too. None where `stop` says so.
     """
@@ -109,7 +109,8 @@ def evaluate(
     if stopped:
         return None
     nats, tokens = ranks.total(nats), sum(map(len, corpus.validation)) - 1
-    return {"val_loss": nats / tokens, "val_bpb": nats / math.log(2) / corpus.validation_bytes}
+    size = corpus.validation_bytes
+    return {"val_loss": nats / tokens, "val_bpb": nats / math.log(2) / size if size else None}
 
 
 def sample(model: Transformer, tokenizer: Tokenizer, seed: int, stop: Callable[[], int]) -> str:

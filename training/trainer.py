@@ -214,8 +214,8 @@ class Trainer:
         if not math.isfinite(score["val_loss"]):
             self._diverged(f"step {self.step}: evaluation is not finite")
         self.log.write(self.step, **self._where(), **score)
-        told = f"{score['val_loss']:.4f} nats per token, {score['val_bpb']:.4f} bits per byte"
-        self.log.say(f"step {self.step}  held out: {told}")
+        told = "" if score["val_bpb"] is None else f", {score['val_bpb']:.4f} bits per byte"
+        self.log.say(f"step {self.step}  held out: {score['val_loss']:.4f} nats per token{told}")
 
     def sample(self) -> None:
         """Text from nothing, in samples.txt and on the screen. Leaves it pending where a signal comes."""
