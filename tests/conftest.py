@@ -19,9 +19,11 @@ from omegaconf import OmegaConf
 
 from data.loader import Loader
 from data.prepare import prepare
+from data.tokenizer import Tokenizer
 from model.build import build
 from model.generation import Text, generate
 from model.sampling import sample
+from training import checkpoint
 from training.distributed import Ranks
 from training.signals import Signals
 from training.trainer import Trainer
@@ -108,6 +110,19 @@ def redraw(model: torch.nn.Module) -> torch.nn.Module:
 @pytest.fixture(params=[*VARIANTS, *EXTRAS])
 def model(request):
     return redraw(build(tree_of(*request.param.split()))).double().eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["Ann had a red ball. Bob said: may I have a red ball, Ann?\n", "Тест  e\u0301"] * 20, 360)
+
+
+def saved(folder: Path, tree: dict, tokenizer: Tokenizer, step: int = 1) -> torch.nn.Module:
+    """A run whose only checkpoint is such a model, with every parameter drawn."""
+    model = redraw(build(tree | {"vocab_size": tokenizer.vocab_size})).eval()
+    trees = {"model": tree | {"vocab_size": tokenizer.vocab_size}}
+    checkpoint.save(folder, step, model.state_dict(), trees, tokenizer.proto, {})
+    return model
 
 
 @dataclass

@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.tokenizer import Tokenizer
-from model.build import build
-from tests.conftest import VARIANTS, YARN, close, continued, redraw, tree_of
+from tests.conftest import VARIANTS, YARN, close, continued, saved, tree_of
 from training import checkpoint
 
 NASTY = (
@@ -20,19 +18,6 @@ MORE = (
     "mla attention.query_rank=24 attention.bias=true", "gated attention.rope_fraction=0.5",
 )  # fmt: skip
 NONE = {"softcap": "softcap=null", "shared_kv": "SoftmaxAttention", "value_residual": "SoftmaxAttention"}
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.train(["Ann had a red ball. Bob said: may I have a red ball, Ann?\n", "Тест  e\u0301"] * 20, 360)
-
-
-def saved(folder: Path, tree: dict, tokenizer: Tokenizer, step: int = 1) -> torch.nn.Module:
-    """A run whose only checkpoint is such a model, with every parameter drawn."""
-    model = redraw(build(tree | {"vocab_size": tokenizer.vocab_size})).eval()
-    trees = {"model": tree | {"vocab_size": tokenizer.vocab_size}}
-    checkpoint.save(folder, step, model.state_dict(), trees, tokenizer.proto, {})
-    return model
 
 
 @pytest.mark.parametrize("variant", [*(each for each in VARIANTS if each not in NONE), *MORE])
@@ -55,7 +40,7 @@ def test_transformers_and_we_again_read_what_is_exported(variant, command, token
         ids = [tokenizer.bos, *tokenizer.encode(text)]
         assert fast(text)["input_ids"] == ids, text
         assert fast.decode(ids, skip_special_tokens=True) == text
-    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer.model"):
         assert Path("there", name).read_bytes() == Path("again", name).read_bytes()
     back = checkpoint.load_model(Path("again"), "cpu").state_dict()
     for name, weight in ours.state_dict().items():  # of norms that are stored less 1, the last bit may go

@@ -10,8 +10,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from model.build import build
-from tests.conftest import DATASETS, TINY, close, redraw, tree_of
-from tests.test_export import saved, tokenizer  # noqa: F401
+from tests.conftest import DATASETS, TINY, close, redraw, saved, tree_of
 from tools import export
 from training import checkpoint, huggingface
 
@@ -21,7 +20,7 @@ stories = pytest.mark.skipif(not STORIES.exists(), reason="needs the datasets be
 
 
 @pytest.fixture
-def there(command, tokenizer, tmp_path) -> Path:  # noqa: F811
+def there(command, tokenizer, tmp_path) -> Path:
     """A folder in Hugging Face layout."""
     saved(tmp_path / "run", tree_of("llama"), tokenizer)
     assert command("tools/export.py", "--run", "run", "--format", "hf", "--out", "there").code == 0

@@ -62,8 +62,8 @@ def main(given: argparse.Namespace) -> None:
 def of_text(model: Transformer, tokenizer: Tokenizer, given: argparse.Namespace) -> dict[str, float]:
     """Of each document's own tokens behind BOS, in windows of the context; its end is not counted."""
     how = {"text_field": "text", "separator": given.separator, "holdout": 2, "vocab_size": 300, "tokenizer": None}
-    size, rows, count = 0, [], 0
-    for count, text in enumerate(Text(path=given.text, **how).texts(), 1):
+    source, size, rows, count = Text(path=given.text, **how), 0, [], 0
+    for count, text in enumerate(source.texts(*source.files, *source.held), 1):
         tokens = [tokenizer.bos, *tokenizer.encode(text)]
         if given.truncate and len(tokens) > model.context:
             tokens = tokens[: model.context]

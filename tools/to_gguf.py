@@ -4,6 +4,7 @@ The format: docs/gguf.md of github.com/ggml-org/ggml. What keys and layouts each
 conversion/ of github.com/ggml-org/llama.cpp.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -19,8 +20,10 @@ NAMES |= {"DeepseekV3": "deepseek2", "Qwen3_5": "qwen35"}  # of the classes of t
 SIDE_BY_SIDE = ("llama", "smollm3", "granite_swa")  # where what RoPE turns together is
 
 
-def check(config: dict) -> str:
+def check(config: dict, vocabulary: ModelProto) -> str:
     """The architecture of a config.json. Raises ValueError for one that llama.cpp does not run, or not so."""
+    if find_spec("gguf") is None:
+        raise ValueError("the package gguf is not installed. fix: pip install gguf")
     name = config["architectures"][0].removesuffix("ForCausalLM")
     architecture, types = NAMES.get(name), config.get("layer_types") or []
     turned = [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])]
@@ -38,12 +41,12 @@ def check(config: dict) -> str:
     return architecture
 
 
-def write(file: Path, config: dict, weights: dict[str, Tensor], vocabulary: ModelProto, dtype: str) -> None:
+def write(place: Path, config: dict, weights: dict[str, Tensor], vocabulary: ModelProto, dtype: str) -> None:
     """`weights` are those of a class of `transformers`; vectors stay fp32, rows that q8_0 cannot cut become f16."""
     import gguf
 
-    architecture, depth = check(config), config["num_hidden_layers"]
-    out = gguf.GGUFWriter(file, architecture)
+    architecture, depth = check(config, vocabulary), config["num_hidden_layers"]
+    out = gguf.GGUFWriter(place / f"model-{dtype}.gguf", architecture)
     numbers(out, config)
     tokens(out, config, vocabulary)
     kind = gguf.GGMLQuantizationType[dtype.upper()]

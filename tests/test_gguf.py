@@ -1,0 +1,70 @@
+"""GGUF files hold the model, and llama.cpp makes the same text of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.tokenizer import Tokenizer
+from tests.conftest import YARN, close, continued, saved, tree_of
+from tests.test_export import NASTY
+
+RUN = (
+    "llama", "llama model.tied=true attention.bias=true", "gqa", "mqa", "mla", "mla attention.query_rank=24",
+    "nope model.depth=4", "sink", "sink attention.window=5", "delta", f"llama {YARN}", f"gqa {YARN}",
+    "llama attention.rope_scaling={_target_:model.rope.Linear,factor:4}",
+    "llama attention.rope_scaling={_target_:model.rope.Llama3,factor:8,low:1,high:4,context:16}",
+)  # fmt: skip
+REFUSED = ("local_global", "chunked", "differential", "gated", "nope model.depth=5", "gqa attention.bias=true")
+
+
+@pytest.fixture
+def exported(command, tokenizer, tmp_path):
+    """Makes a model and its file -> the model, and where the file is."""
+
+    def make(variant: str, dtype: str = "f32") -> tuple[torch.nn.Module, Path]:
+        model = saved(tmp_path / "run", tree_of(*variant.split()), tokenizer)
+        result = command("tools/export.py", "--run", "run", "--format", "gguf", "--dtype", dtype, "--out", "there")
+        assert result.code == 0, result.err
+        return model, Path("there", f"model-{dtype}.gguf")
+
+    return make
+
+
+@pytest.mark.parametrize("variant", RUN)
+def test_llama_cpp_makes_the_same_text(variant, exported, tokenizer: Tokenizer):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="to see it: pip install llama-cpp-python (it is compiled)")
+    model, file = exported(variant)
+    prompt = [tokenizer.bos, *tokenizer.encode("Ann had a red")]
+    theirs = llama_cpp.Llama(str(file), n_ctx=64, n_threads=1, verbose=False)
+    steps = theirs.generate(prompt, temp=0.0, repeat_penalty=1.0)
+    assert continued(model, [prompt], 40, rows=1) == [[next(steps) for _ in range(40)]]
+    for text in NASTY[1:]:  # it has no tokens for no text
+        assert theirs.tokenize(text.encode(), add_bos=True) == [tokenizer.bos, *tokenizer.encode(text)]
+    theirs.close()
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("f32", 0), ("f16", 1e-3), ("bf16", 1e-2), ("q8_0", 2e-2)])
+def test_a_file_holds_the_weights(dtype, error, exported):
+    from gguf import GGMLQuantizationType, GGUFReader, dequantize
+
+    model, file = exported("gqa", dtype)
+    held = {each.name: each for each in GGUFReader(file).tensors}
+    names = {"embed.weight": "token_embd.weight", "head.weight": "output.weight", "norm.weight": "output_norm.weight"}
+    names |= {"blocks.1.attention.k_norm.weight": "blk.1.attn_k_norm.weight"}
+    names |= {"blocks.1.ffn.down_proj.weight": "blk.1.ffn_down.weight"}
+    weights = model.state_dict()
+    assert len(held) == len(weights)
+    for ours, theirs in names.items():
+        kind = "F32" if weights[ours].ndim == 1 else dtype.upper()
+        assert held[theirs].tensor_type == GGMLQuantizationType[kind]
+        found = torch.from_numpy(dequantize(held[theirs].data, held[theirs].tensor_type).copy())
+        close(found, weights[ours], atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("variant", REFUSED)
+def test_what_llama_cpp_cannot_run_is_refused(variant, command, tokenizer, tmp_path):
+    saved(tmp_path / "run", tree_of(*variant.split()), tokenizer)
+    result = command("tools/export.py", "--run", "run", "--format", "gguf", "--out", "there")
+    assert result.code == 2 and "llama.cpp cannot run" in result.err and result.err.count("\n") == 1
+    assert not Path("there").exists()

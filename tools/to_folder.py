@@ -1,0 +1,91 @@
+"""A model as a folder that `transformers` and vLLM load."""
+
+import base64
+import json
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from torch import Tensor
+
+from data.tokenizer import SPACE
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def check(config: dict, vocabulary: ModelProto) -> None:
+    """Raises ValueError for a tokenizer that tokenizer.json cannot be made of."""
+    spec = vocabulary.trainer_spec
+    if spec.model_type != spec.BPE or spec.treat_whitespace_as_suffix or not spec.byte_fallback:
+        raise ValueError("only byte-pair tokenizers with bytes are exported (tokenizer.model). fix: --format gguf")
+
+
+def write(place: Path, config: dict, weights: dict[str, Tensor], vocabulary: ModelProto, dtype: str) -> None:
+    save_torch_state_dict({name: w.to(DTYPES[dtype]) for name, w in weights.items()}, place, metadata={"format": "pt"})
+    for file in place.glob("*.safetensors"):
+        file.chmod(0o644)  # others may read it, as all else here
+    pieces, (bos, eos) = [piece.piece for piece in vocabulary.pieces], (config["bos_token_id"], config["eos_token_id"])
+    special = {"bos_token": pieces[bos], "eos_token": pieces[eos], "unk_token": pieces[vocabulary.trainer_spec.unk_id]}
+    reading = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}  # signs in a text are text
+    reading["model_max_length"] = config["max_position_embeddings"]
+    of_torch = str(DTYPES[dtype]).removeprefix("torch.")
+    files = {
+        "config.json": config | {"torch_dtype": of_torch, "pad_token_id": None},
+        "generation_config.json": {"bos_token_id": bos, "eos_token_id": eos},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **special, **reading},
+        "tokenizer.json": fast(vocabulary, special),
+    }
+    for name, content in files.items():
+        (place / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
+
+
+def fast(vocabulary: ModelProto, special: dict[str, str]) -> dict:
+    """A byte-pair SentencePiece model as tokenizer.json, the format of huggingface.co/docs/tokenizers.
+
+    What merges into the same piece is in the order of its ids.
+    """
+    how, ids = vocabulary.normalizer_spec, {piece.piece: number for number, piece in enumerate(vocabulary.pieces)}
+    merged = {piece.piece for piece in vocabulary.pieces if piece.type == piece.NORMAL}
+    merges = []
+    for piece in sorted(merged, key=lambda piece: (-vocabulary.pieces[ids[piece]].score, ids[piece])):
+        cuts = [(piece[:n], piece[n:]) for n in range(1, len(piece))]
+        cuts = [cut for cut in cuts if merged.issuperset(cut)]
+        merges += sorted(cuts, key=lambda cut: (ids[cut[0]], ids[cut[1]]))
+    steps = []
+    if how.precompiled_charsmap:
+        charsmap = base64.b64encode(how.precompiled_charsmap).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    if how.remove_extra_whitespaces:
+        for spaces, content in (("^ +| +$", ""), (" {2,}", " ")):
+            steps.append({"type": "Replace", "pattern": {"Regex": spaces}, "content": content})
+    if how.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": " "})
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+    back = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}]
+    back += [{"type": "Fuse"}]
+    back += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if how.add_dummy_prefix else []
+    bos, text = {"SpecialToken": {"id": special["bos_token"], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    other = [{"Sequence": {"id": "B", "type_id": 1}}]
+    known = {"id": special["bos_token"], "ids": [ids[special["bos_token"]]], "tokens": [special["bos_token"]]}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": ids[sign], "content": sign, **flags} for sign in sorted(special.values(), key=ids.get)],
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [bos, text],
+            "pair": [bos, text, *other],
+            "special_tokens": {special["bos_token"]: known},
+        },
+        "decoder": {"type": "Sequence", "decoders": back},
+        "model": {
+            "type": "BPE",
+            "unk_token": special["unk_token"],
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": ids,
+            "merges": [list(cut) for cut in merges],
+        },
+    }
