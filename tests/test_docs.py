@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT, SHORT, TINY
 
 README = (ROOT / "README.md").read_text()
 LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
-TRAINING = [line for line in LINES if line.startswith("python train.py")]
-GENERATION = [line for line in LINES if line.startswith("python generate.py")]
+TAKEN = [line for line in LINES if any(word in line for word in ("tools.export", "my-model", "tools.evaluate"))]
+TRAINING = [line for line in LINES if line.startswith("python train.py") and line not in TAKEN]
+GENERATION = [line for line in LINES if line.startswith("python generate.py") and line not in TAKEN]
 
 
 def test_there_are_commands_to_test():
@@ -49,6 +50,20 @@ def test_the_comparison_and_its_report(command, story):
     assert command("tools/compare.py", *train, *few).code == 0
     runs = sorted(map(str, Path("runs/stdlib-small-x").glob("*-0")))
     assert command("tools/compare.py", report[0], *runs).code == 0 and report[1] == "runs/stdlib-small-*"
+
+
+def test_a_model_is_taken_away_and_back(command, trained, story):
+    """In the order of the README; its tasks that need a network apart."""
+    (story.parent / "my").mkdir()
+    story.rename(story.parent / "my" / "stories.txt")
+    how = [word for word in (*TINY, *SHORT) if not word.startswith("model=")]
+    lines = [line for line in TAKEN if "--tasks" not in line]
+    assert len(lines) == 5 and len(TAKEN) == 7
+    for line in lines:
+        module, *words = shlex.split(line.replace("-m ", "").replace("runs/NAME", str(trained)), comments=True)[1:]
+        file = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
+        result = command(file, *words, *(how if file == "train.py" else ()))
+        assert result.code == 0, result.err
 
 
 def test_the_test_command_of_ci_is_the_readmes():
