@@ -146,9 +146,7 @@ def load(given: argparse.Namespace, device):
     from model import matvec
     from training import checkpoint, errors, folder, hardware
 
-    found = checkpoint.newest(given.run or folder.newest_run(Path("runs")))
-    if found is None:
-        raise ValueError(f"no model (--run {given.run}). fix: a folder with checkpoints/step-*, or with config.json")
+    found = folder.newest_model(given.run)
     if given.dtype == "int8" and device.type == "mps":
         raise ValueError("no products with int8 weights here (--dtype int8, mps). fix: --dtype bf16")
     fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

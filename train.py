@@ -127,9 +127,7 @@ def initial(settings: dict, words: list[str]) -> Path | None:
     """The model to begin with: its shape and its tokenizer become the run's. Raises ValueError if `words` differ."""
     if settings["init_from"] is None:
         return None
-    start = checkpoint.newest(Path(settings["init_from"]).expanduser())
-    if start is None:
-        raise ValueError(f"no model (init_from={settings['init_from']}). fix: the folder of a run, or of Hugging Face")
+    start = folder.newest_model(Path(settings["init_from"]).expanduser())
     tree = checkpoint.config_of(start)["model"] | {"context": settings["context"]}
     if any(word.startswith(("model", "attention")) for word in words):
         config.check_shape(tree, settings["model"], start)

@@ -63,9 +63,7 @@ def arguments() -> argparse.Namespace:
 
 def main(given: argparse.Namespace) -> None:
     with errors.input_problems():
-        place = checkpoint.newest(given.run or folder.newest_run(Path("runs")))
-        if place is None:
-            raise ValueError(f"no model (--run {given.run}). fix: a folder with checkpoints/step-* or config.json")
+        place = folder.newest_model(given.run)
         if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
             raise ValueError(f"there is something already (--out {given.out}). fix: a new folder")
         settings, tokenizer = checkpoint.config_of(place), Tokenizer.load(checkpoint.tokenizer_of(place))

@@ -147,13 +147,14 @@ def load_weights(model: Transformer, place: Path, device: torch.device | str | N
     for stored, read in files:
         for name, tensor in zip(stored.names, stored.split(read()), strict=True):
             weights[name].copy_(distribute(tensor, weights[name]))
+        del tensor  # before the next is read
 
 
 def check_weights(model: Transformer, place: Path) -> list[tuple[Stored, Callable[[], Tensor]]]:
     """How its files hold the model's parameters, and what reads each."""
     needed, found = layout(model, kind_of(place)), held(place)
-    meta = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
-    shapes = {name: stored.join([meta[ours] for ours in stored.names]).shape for name, stored in needed.items()}
+    weights = model.state_dict()
+    shapes = {name: (sum(each.rows), *weights[each.names[0]].shape[1:]) for name, each in needed.items()}
     spare = {name for name in found if kind_of(place) and name.endswith(("rotary_emb.inv_freq", "lm_head.weight"))}
     names = {**shapes, **dict.fromkeys(found.keys() - (spare - shapes.keys()))}
     other = [name for name in names if name not in found or name not in shapes or found[name][0] != shapes[name]]

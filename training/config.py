@@ -32,9 +32,9 @@ def is_no_bad_number(value: object) -> bool:
 
 
 def leaves(group: object) -> list[tuple[str, object]]:
-    """(key, value) of all that a group sets, lists taken apart. A model's attention and soft-cap are apart."""
+    """(key, value) of all that a group sets, lists taken apart. A model's attention, soft-cap and epsilon are apart."""
     named = flat(group if isinstance(group, dict) else {})
-    named = [(key, value) for key, value in named if not re.search(r"^(attention|softcap)|_target_|_partial_", key)]
+    named = [(key, value) for key, value in named if not re.search(r"^(attention|softcap|norm_eps)|_target_|_partial_", key)]
     return [(key, each) for key, value in named for each in (value if isinstance(value, list) else [value])]
 
 
@@ -157,8 +157,8 @@ def check_resumed(then: dict, now: dict, where: Path) -> str:
 
 
 def check_shape(then: dict, now: dict, where: Path) -> None:
-    """Raises ValueError where a model is not as it was, but for what no word says."""
-    found = changes({"model": then}, {"model": now | {key: then.get(key) for key in ("vocab_size", "norm_eps")}})
+    """Raises ValueError where a model is not as it was; its tokenizer says how large the vocabulary is."""
+    found = changes({"model": then}, {"model": now | {"vocab_size": then["vocab_size"]}})
     if found:
         raise ValueError(f"{where} has another {', '.join(found.values())}. fix: no word about model and attention")
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from data.sealed import hold
-from training import errors
+from training import checkpoint, errors
 from training.config import changes
 from training.distributed import Ranks
 
@@ -94,9 +94,15 @@ def locked(run: Path) -> IO:
     return lock
 
 
-def newest_run(root: Path) -> Path:
-    """The run that saved last. Raises ValueError where there is none."""
-    saved = sorted(root.glob("*/checkpoints/step-*"), key=lambda path: path.stat().st_mtime_ns)
-    if not saved:
-        raise ValueError(f"no trained model (in {root}/). fix: python train.py, or --run FOLDER")
-    return saved[-1].parents[1]
+def newest_model(place: Path | None) -> Path:
+    """The newest checkpoint of a run, by default of the one in runs/ that saved last; or a model from elsewhere.
+
+    Raises ValueError where there is none.
+    """
+    saved = sorted(Path("runs").glob("*/checkpoints/step-*"), key=lambda path: path.stat().st_mtime_ns)
+    if place is None and not saved:
+        raise ValueError("no trained model (in runs/). fix: python train.py, or --run FOLDER")
+    found = checkpoint.newest(place or saved[-1].parents[1])
+    if found is None:
+        raise ValueError(f"no model ({place}). fix: a folder with checkpoints/step-* or config.json")
+    return found

@@ -96,7 +96,7 @@ def class_of(tree: dict) -> str:
     has = ", ".join(f"{knob}={next(layer[knob] for layer in layers if knob in layer)}" for knob in found[nearest])
     needs = " ".join(f"{knob}={'null' if value is None else value}" for knob, value in found[nearest].items())
     raise ValueError(
-        f"no class of transformers has this attention ({has}). fix: {needs}, which is {nearest}ForCausalLM"
+        f"no class that is exported to has this attention ({has}). fix: {needs}, which is {nearest}ForCausalLM"
     )
 
 

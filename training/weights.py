@@ -21,7 +21,7 @@ from model.attention.delta import GatedDelta
 from model.attention.latent import LatentAttention
 from model.transformer import Transformer
 
-LLAMA2C = "llama2.c"
+LLAMA2C, FLOATS = "llama2.c", ("F64", "F32", "F16", "BF16")
 FIX = "all files of the model, as they were made"
 NAMES = {
     "embed": "model.embed_tokens", "blocks": "model.layers", "norm": "model.norm", "head": "lm_head", "ffn": "mlp",
@@ -123,6 +123,8 @@ def held(place: Path) -> Held:
         try:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
+                    if (kind := opened.get_slice(name).get_dtype()) not in FLOATS:
+                        raise IntegrityError(f"quantized weights ({file}: {name} is {kind}). fix: {', '.join(FLOATS)}")
                     found[name] = tuple(opened.get_slice(name).get_shape()), partial(read, file, name)
         except SafetensorError as error:
             raise IntegrityError(f"not weights ({file}: {error}). fix: {FIX}") from None

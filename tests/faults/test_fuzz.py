@@ -110,7 +110,7 @@ def test_five_hundred_configs_are_taken_or_refused_in_words(capfd, tmp_path, mon
 
 def test_the_fuzz_sees_rules_that_are_missing(capfd, monkeypatch):
     monkeypatch.setattr(train.config, "problems", lambda settings, world: [])
-    assert fuzzed(60, 0, capfd)
+    assert fuzzed(120, 0, capfd)
 
 
 @pytest.mark.parametrize("words, code", [(["new=1"], 1), (["+new=1"], 2), (["+seed.new=1"], 2), (["~seed"], 2)])
