@@ -31,6 +31,8 @@ from training.trainer import Trainer
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 DATASETS = ROOT.parent / "shared" / "datasets"
+STORIES = DATASETS / "stories260K"
+stories = pytest.mark.skipif(not STORIES.exists(), reason="needs the datasets beside the repository")
 VARIANTS = sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml"))
 YARN = "attention.rope_scaling={_target_:model.rope.YaRN,factor:4,fast:8,slow:1,context:16}"
 EXTRAS = (

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from data.tokenizer import Tokenizer
-from tests.conftest import DATASETS, TINY
-from tests.test_import import STORIES, stories
+from tests.conftest import DATASETS, STORIES, TINY, stories
 from training import checkpoint
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import VARIANTS, YARN, close, continued, saved, tree_of
+from data.tokenizer import Tokenizer
+from tests.conftest import STORIES, VARIANTS, YARN, close, continued, saved, stories, tree_of
 from training import checkpoint
 
 NASTY = (
@@ -17,7 +18,14 @@ MORE = (
     "llama model.tied=true attention.bias=true", f"llama {YARN}", "sliding_window attention.qk_norm=null",
     "mla attention.query_rank=24 attention.bias=true", "gated attention.rope_fraction=0.5",
 )  # fmt: skip
-NONE = {"softcap": "softcap=null", "shared_kv": "SoftmaxAttention", "value_residual": "SoftmaxAttention"}
+NONE = {
+    "softcap": "(softcap=50.0, beside LlamaForCausalLM). fix: softcap=null", "shared_kv": "fix: attention=gqa",
+    "value_residual": "fix: attention=gqa", "chunked attention.kinds.full.qk_norm=after_rope": "fix: qk_norm=null",
+    "sink attention.rope_base=null": "fix: sink=False", "gqa attention.rope_fraction=0.5": "fix: rope_fraction=1.0",
+    "delta attention.kinds.full.gated=false": "fix: gated=True", "gqa model.softcap=30.0": "with softcap=null",
+    "local_global attention.kinds.full.rope_base=1000000.0": "layers of different rope_base",
+    "gqa model._target_=model.speedrun.Speedrun": "fix: train model.transformer.Transformer",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", [*(each for each in VARIANTS if each not in NONE), *MORE])
@@ -49,8 +57,33 @@ def test_transformers_and_we_again_read_what_is_exported(variant, command, token
 
 @pytest.mark.parametrize("variant", NONE)
 def test_a_model_without_a_class_is_refused_with_the_nearest(variant, command, tokenizer, tmp_path):
-    saved(tmp_path / "run", tree_of(variant), tokenizer)
+    saved(tmp_path / "run", tree_of(*variant.split()), tokenizer)
     result = command("tools/export.py", "--run", "run", "--format", "hf", "--out", "there")
     assert result.code == 2 and result.err.count("\n") == 1
-    assert NONE[variant] in result.err and "ForCausalLM" in result.err
-    assert not Path("there").exists()
+    assert NONE[variant] in result.err and result.err.count("fix: ") == 1
+    assert not list(tmp_path.glob("*there*"))
+
+
+@stories
+def test_a_tokenizer_that_changes_spaces_is_the_same_elsewhere(command):
+    """llama2.c's puts one before a text, joins several and normalises."""
+    from transformers import AutoTokenizer
+
+    assert command("tools/export.py", "--run", str(STORIES), "--format", "hf", "--out", "there").code == 0
+    fast, ours = AutoTokenizer.from_pretrained("there"), Tokenizer.load("there/tokenizer.model")
+    for text in NASTY:
+        assert fast(text)["input_ids"] == [ours.bos, *ours.encode(text)], text
+        assert fast.decode(fast(text)["input_ids"], skip_special_tokens=True) == ours.decode(ours.encode(text))
+
+
+def test_what_cannot_be_written_or_told_is_refused(command, trained):
+    words = ("tools/export.py", "--run", str(trained), "--format", "hf", "--out")
+    Path("file").write_text("")
+    for where in (str(trained), "file", "file/there"):
+        result = command(*words, where)
+        assert result.code == 2 and result.err.count("\n") == 1 and "fix: " in result.err, result.err
+    assert command(*words, "there", "--dtype", "q8_0").code == 2
+    Path("there").mkdir()
+    assert command(*words, "there", "--dtype", "bf16").code == 0  # an empty folder will do
+    card = Path("there/README.md").read_text()
+    assert "| val_bpb | " in card and "Qwen3ForCausalLM" in card

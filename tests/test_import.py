@@ -10,13 +10,11 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from model.build import build
-from tests.conftest import DATASETS, TINY, close, redraw, saved, tree_of
+from tests.conftest import DATASETS, STORIES, TINY, close, redraw, saved, stories, tree_of
 from tools import export
 from training import checkpoint, huggingface
 
-STORIES = DATASETS / "stories260K"
 HOW = [word for word in TINY if not word.startswith("model=")]  # the model is that of the folder
-stories = pytest.mark.skipif(not STORIES.exists(), reason="needs the datasets beside the repository")
 
 
 @pytest.fixture
@@ -69,6 +67,14 @@ def test_a_run_takes_the_model_that_it_begins_with(command, there, story):
     assert command("train.py", *how, "steps=2", "resume=true").code == 0
     result = command("train.py", *how, "attention=mqa", "steps=1", "run_dir=other")
     assert result.code == 2 and "kv_heads (then 2, now 1)" in result.err
+
+
+def test_what_can_be_computed_need_not_be_there(there):
+    """Old folders hold the frequencies of RoPE, and a tied head again."""
+    change(there, tie_word_embeddings=True)
+    weights = load_file(there / "model.safetensors")
+    save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, there / "model.safetensors")
+    assert checkpoint.load_model(there, "cpu").head is None
 
 
 def test_shards_and_half_precision_are_read(there):
@@ -144,7 +150,19 @@ def without_a_tensor(there: Path) -> None:
     save_file(weights, there / "model.safetensors")
 
 
+def quantized(there: Path) -> None:
+    weights = load_file(there / "model.safetensors")
+    save_file(weights | {"model.norm.weight": torch.ones(64, dtype=torch.int8)}, there / "model.safetensors")
+
+
+def with_another(there: Path) -> None:
+    weights = load_file(there / "model.safetensors")
+    save_file(weights | {"model.layers.0.mlp.gate_proj.bias": torch.ones(128)}, there / "model.safetensors")
+
+
 DAMAGES = {
+    "quantized": (quantized, "quantized weights"),
+    "another tensor": (with_another, "gate_proj.bias"),
     "pickle": (pickled, "a pickle"),
     "shape": (misshapen, "model.norm.weight"),
     "shard": (without_a_shard, "model-00002-of"),

@@ -24,6 +24,7 @@ CLASSES = {
     "sliding_window": "Qwen3",
     "local_global": "Qwen3",
     "sliding_window attention.qk_norm=null": "Mistral",
+    "local_global attention.kinds.local.qk_norm=null attention.kinds.full.qk_norm=null": "SmolLM3",
     "nope": "SmolLM3",
     "nope attention.kinds.rope.window=5": "SmolLM3",
     "chunked": "Llama4",

@@ -57,7 +57,7 @@ def fast(vocabulary: ModelProto, special: dict[str, str]) -> dict:
         charsmap = base64.b64encode(how.precompiled_charsmap).decode()
         steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
     if how.remove_extra_whitespaces:
-        for spaces, content in (("^ +| +$", ""), (" {2,}", " ")):
+        for spaces, content in ((r"\A +| +\z", ""), (" {2,}", " ")):
             steps.append({"type": "Replace", "pattern": {"Regex": spaces}, "content": content})
     if how.add_dummy_prefix:
         steps.append({"type": "Prepend", "prepend": " "})

@@ -34,7 +34,9 @@ def is_no_bad_number(value: object) -> bool:
 def leaves(group: object) -> list[tuple[str, object]]:
     """(key, value) of all that a group sets, lists taken apart. A model's attention, soft-cap and epsilon are apart."""
     named = flat(group if isinstance(group, dict) else {})
-    named = [(key, value) for key, value in named if not re.search(r"^(attention|softcap|norm_eps)|_target_|_partial_", key)]
+    named = [
+        (key, value) for key, value in named if not re.search(r"^(attention|softcap|norm_eps)|_target_|_partial_", key)
+    ]
     return [(key, each) for key, value in named for each in (value if isinstance(value, list) else [value])]
 
 

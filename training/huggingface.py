@@ -82,7 +82,7 @@ def unfit(name: str, layers: list[dict]) -> dict[str, object]:
         if of_softmax and layer["rope_base"] is None and "rope_base" not in allowed:
             found["rope_base"] = 10000.0
         if name == "Llama4" and (layer.get("qk_norm") is None) != (layer.get("rope_base") is None):
-            found["qk_norm"] = "after_rope"
+            found["qk_norm"] = None if layer.get("rope_base") is None else "after_rope"
     return found
 
 
@@ -95,9 +95,10 @@ def class_of(tree: dict) -> str:
         return nearest
     has = ", ".join(f"{knob}={next(layer[knob] for layer in layers if knob in layer)}" for knob in found[nearest])
     needs = " ".join(f"{knob}={'null' if value is None else value}" for knob, value in found[nearest].items())
-    raise ValueError(
-        f"no class that is exported to has this attention ({has}). fix: {needs}, which is {nearest}ForCausalLM"
-    )
+    if "_target_" in found[nearest]:
+        nearest, needs = "Qwen3", "attention=gqa"
+    given = f"{has}, beside {nearest}ForCausalLM"
+    raise ValueError(f"no class that is exported to has this attention ({given}). fix: {needs}")
 
 
 def config_of(tree: dict) -> dict:
