@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from data.sources import utf8_lines
+from data.files import utf8_lines
 from data.tokenizer import Tokenizer
 
 CACHE = Path(__file__).parent / ".cache"
@@ -144,7 +144,7 @@ def load(given: argparse.Namespace, device):
     import torch
 
     from model import matvec
-    from training import checkpoint, errors, folder, hardware
+    from training import checkpoint, folder, hardware
 
     found = folder.newest_model(given.run)
     if given.dtype == "int8" and device.type == "mps":
@@ -152,8 +152,6 @@ def load(given: argparse.Namespace, device):
     fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     bf16 = given.dtype in ("bf16", "int8") or (given.dtype == "auto" and fast)
     model = checkpoint.load_model(found, device, torch.bfloat16 if bf16 else torch.float32)
-    if not all(p.isfinite().all() for p in model.parameters()):
-        errors.fail(errors.DIVERGED, f"weights contain NaN or infinity ({found}). fix: an older checkpoint")
     if device.type == "cpu":
         matvec.load(CACHE, hardware.cpp_compiler())
     matvec.for_few_tokens(model, given.dtype == "int8")

@@ -8,6 +8,7 @@ from time import monotonic
 BEFORE_IMPORTS = monotonic()
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data.loader import Loader, check_enough
 from data.prepare import Corpus, prepare
+from data.sources import Source
 from model.build import ROOT, build
 from training import checkpoint, config, distributed, errors, folder, hardware
 from training.signals import Signals
@@ -37,10 +39,9 @@ def main(cfg: DictConfig) -> None:
     with Signals() as signals, errors.one_line():
         with errors.input_problems():
             begun = partial(initial, words=HydraConfig.get().overrides.task)
-            settings = checked(cfg, chosen_machine, begun, lambda settings: build(settings["data"], "data"))
-            device, precision, (compiles, why) = chosen_machine(settings)
-            start = begun(settings)
-            corpus, loader = opened(settings)
+            found = checked(cfg, chosen_machine, begun, lambda settings: build(settings["data"], "data"))
+            settings, (device, precision, (compiles, why)), start, source = found
+            corpus, loader = opened(settings, source)
             ranks = distributed.join(device)
         hardware.keep_freed_memory(device)
         with folder.claimed(settings, ranks, HydraConfig.get().mode == RunMode.MULTIRUN) as run:
@@ -94,19 +95,23 @@ def composed(words: list[str]) -> DictConfig:
             raise HydraException(str(error)) from None
 
 
-def checked(cfg: DictConfig, *more: Callable[[dict], object]) -> dict:
-    """Plain settings that a model and an optimizer can be built from; ends with every fault at once, of `more` too."""
+def checked(cfg: DictConfig, *more: Callable[[dict], object]) -> list:
+    """Plain settings that a model and an optimizer can be built from, and what each of `more` makes of them.
+
+    Ends with every fault at once.
+    """
     settings = config.resolved(cfg)
     found = config.problems(settings, int(os.environ.get("WORLD_SIZE", "1")))
-    if not any(problem.startswith((*config.GROUPS, "device", "precision", "compile")) for problem in found):
+    made, apart = [], (*config.GROUPS, "device", "precision", "compile", "init_from")
+    if not any(problem.startswith(apart) for problem in found):
         for attempt in (meta_build, lambda settings: build(settings["schedule"], "training")(0, 1), *more):
             try:
-                attempt(settings)
+                made.append(attempt(settings))
             except (ValueError, TypeError, RuntimeError) as error:  # a knob of the wrong kind fails somewhere inside
                 found.append(str(error))
     if found:
         errors.fail(errors.INPUT, *found, alike=True)
-    return settings
+    return [settings, *made[2:]]
 
 
 def meta_build(settings: dict) -> None:
@@ -124,24 +129,23 @@ def chosen_machine(settings: dict) -> tuple[torch.device, torch.dtype, tuple[boo
 
 
 def initial(settings: dict, words: list[str]) -> Path | None:
-    """The model to begin with: its shape and its tokenizer become the run's. Raises ValueError if `words` differ."""
+    """The model to begin with, whose shape and tokenizer become the run's. Raises ValueError if `words` say another."""
     if settings["init_from"] is None:
         return None
+    if said := [word for word in words if re.match(r"[+~]*(model|attention|data\.tokenizer)\b", word)]:
+        raise ValueError(f"init_from has a model of its own ({' '.join(said)}). fix: leave these words out")
     start = folder.newest_model(Path(settings["init_from"]).expanduser())
-    tree = checkpoint.config_of(start)["model"] | {"context": settings["context"]}
-    if any(word.startswith(("model", "attention")) for word in words):
-        config.check_shape(tree, settings["model"], start)
+    settings["model"] = checkpoint.config_of(start)["model"] | {"context": settings["context"]}
+    settings["data"]["tokenizer"] = str(checkpoint.tokenizer_of(start))
     with torch.device("meta"):
-        checkpoint.check_weights(build(tree), start)
-    settings["model"], settings["data"]["tokenizer"] = tree, str(checkpoint.tokenizer_of(start))
+        checkpoint.check_weights(build(settings["model"]), start)
     return start
 
 
-def opened(settings: dict) -> tuple[Corpus, Loader]:
+def opened(settings: dict, source: Source) -> tuple[Corpus, Loader]:
     """The text, prepared; the model's vocabulary becomes its tokenizer's."""
     sizes = {"context": settings["context"], "batch": settings["batch_tokens"] // settings["context"]}
     first = os.environ.get("RANK", "0") == "0"
-    source = build(settings["data"], "data")
     corpus = prepare(source, Path(".cache"), enough=partial(check_enough, **sizes), quiet=not first)
     settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
     return corpus, Loader(corpus.train, **sizes, seed=settings["seed"])

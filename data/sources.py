@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from glob import glob
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from data.files import column, content_hash, files_of, text_of, utf8_lines
 from data.tokenizer import Tokenizer
 
 BATCH = 256  # documents tokenised together
@@ -223,74 +223,3 @@ def tokenised(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> To
         texts = [text for text, _ in batch]
         for tokens, (text, held_out) in zip(tokenizer.documents(texts), batch, strict=True):
             yield tokens, len(text.encode()), held_out
-
-
-def files_of(path: str | None, suffixes: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
-    """Files to train on and files held out: `path` is one, a glob, or a folder of those with a suffix.
-
-    Of several, those with the word val, valid or validation in their name are held out, or else those with test, but
-    none with train; beside validation, a test split is left alone. Raises ValueError where none is to train on.
-    """
-    if not path:
-        raise ValueError("data.path is needed (got none). fix: data.path=FILE, a glob or a folder")
-    place = Path(path).expanduser()
-    if place.is_dir():
-        files = sorted(file for file in place.rglob("*") if file.suffix in suffixes)
-    else:
-        files = [place] if place.is_file() else sorted(map(Path, glob(str(place), recursive=True)))
-    train, held, test = [], [], []
-    for file in files:
-        words = set(re.split("[^a-z]+", file.stem.lower()))
-        if len(files) == 1 or "train" in words or not words & {"val", "valid", "validation", "test"}:
-            train.append(file)
-        else:
-            (test if "test" in words else held).append(file)
-    if not train:
-        raise ValueError(f"nothing to train on (data.path={path}). fix: a file, a glob, a folder of {suffixes}")
-    return train, held or test
-
-
-def column(file: Path, field: str) -> Iterator:
-    """What each row of a .parquet has in this field, as an Arrow scalar."""
-    from pyarrow import ArrowInvalid
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        names = (table := ParquetFile(file)).schema_arrow.names
-        if field not in names:
-            raise ValueError(f"no field {field!r} ({file} has {names}). fix: one of them")
-        for batch in table.iter_batches(columns=[field]):
-            yield from batch.column(0)
-    except ArrowInvalid as error:
-        raise ValueError(f"not parquet ({file}: {error}). fix: another file") from None
-
-
-def text_of(row: object, field: str, where: str) -> str:
-    text = row.get(field) if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        keys = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"no text in the field {field!r} ({where} has {keys}). fix: data.text_field=...")
-    return text
-
-
-def content_hash(files: list[Path]) -> str:
-    whole = sha256()
-    for file in files:
-        with file.open("rb") as opened:
-            whole.update(file_digest(opened, "sha256").digest())
-    return whole.hexdigest()
-
-
-def utf8_lines(file: Path) -> Iterator[str]:
-    """Lines as they are, which end in \\n and nothing else; a byte order mark is dropped.
-
-    Raises ValueError, with the offset, for what is not UTF-8.
-    """
-    offset = 0
-    with file.open("rb") as opened:
-        for line in opened:
-            try:
-                yield line.decode().removeprefix("\ufeff" if offset == 0 else "")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"not UTF-8 ({file} at byte {offset + error.start}). fix: convert it") from None
-            offset += len(line)

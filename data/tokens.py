@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.sources import Source, Tokenised, column, content_hash, files_of
+from data.files import column, content_hash, files_of
+from data.sources import Source, Tokenised
 from data.tokenizer import Ids, Tokenizer
 
 HEAD = 1024  # bytes before llm.c's tokens: int32 magic, version, number of tokens, zeros

@@ -73,10 +73,13 @@ def test_another_model_does_not_take_up_a_run(command, trained, story):
 
 def test_a_run_can_begin_with_the_weights_of_another(command, trained, story):
     before = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    result = command("train.py", *TINY, *SHORT, "data=text", f"data.path={story}", f"init_from={trained}", "name=more")
+    words = (*TINY[1:], *SHORT, "data=text", f"data.path={story}", f"init_from={trained}", "name=more")
+    result = command("train.py", *words)
     assert result.code == 0, result.err
     after = json.loads(Path("runs/more/metrics.jsonl").read_text().splitlines()[0])
     assert after["train_loss"] < before[0]["train_loss"] - 0.1
+    refused = command("train.py", *words, "model=tiny", "++attention.window=3")
+    assert refused.code == 2 and "(model=tiny ++attention.window=3). fix: leave" in refused.err
 
 
 def test_a_sweep_gives_each_job_a_run_folder(command, story):

@@ -9,6 +9,7 @@ import torch
 
 from data.tokenizer import Tokenizer
 from tests.conftest import DATASETS, STORIES, TINY, stories
+from tools import evaluate
 from training import checkpoint
 
 
@@ -45,6 +46,26 @@ def test_bits_per_byte_are_those_of_a_plain_loop(command, trained):
     assert (found["tokens"], found["bytes"]) == (count, len("".join(texts).encode()))
     assert found["nats_per_token"] == pytest.approx(nats / count, rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-5)
+
+
+def test_scores_of_rows_together_are_those_of_rows_alone(trained):
+    place = checkpoint.newest(trained)
+    model, draw = checkpoint.load_model(place, "cpu"), torch.Generator().manual_seed(0)
+    rows = [
+        (torch.randint(300, (n,), generator=draw).tolist(), first) for n, first in ((5, 4), (40, 1), (3, 1), (9, 9))
+    ]
+    tokens = [1, 7, 9]
+    while len(tokens) < 9:
+        tokens.append(model(torch.tensor([tokens]))[0, -1].argmax().item())
+    rows.append((tokens, 3))
+    together = evaluate.scores(model, rows, 5)
+    for row, (score, greedy) in zip(rows, together, strict=True):
+        alone = evaluate.scores(model, [row], 1)[0]
+        assert alone == (pytest.approx(score, abs=1e-4), greedy)
+        logits = model(torch.tensor([row[0][:-1]]))[0].log_softmax(-1)
+        expected = [logits[at - 1, row[0][at]].item() for at in range(row[1], len(row[0]))]
+        assert score == pytest.approx(sum(expected), abs=1e-4)
+    assert [greedy for _, greedy in together] == [False, False, False, True, True]  # the fourth has nothing to miss
 
 
 def task(name: str, **more) -> None:

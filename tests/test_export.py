@@ -1,9 +1,12 @@
 """What is taken away is the same model elsewhere, and what comes back is what went."""
 
+import io
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from sentencepiece import SentencePieceTrainer
 
 from data.tokenizer import Tokenizer
 from tests.conftest import STORIES, VARIANTS, YARN, close, continued, saved, stories, tree_of
@@ -11,7 +14,7 @@ from training import checkpoint
 
 NASTY = (
     "", " ", " a", "  two  spaces  ", "\ttab\t\t", "\n\nlines\r\n", "emoji 😀👩‍👩‍👧", "NUL\0!", "Привет, мир", "</s>",
-    "a<s> </s>b", "<unk><0x41>", "trailing  ", "0123 45", "e\u0301 \u00a0\u200b", "had a red ball. " * 9,
+    "a<s> </s>b", "<unk><0x41>", "trailing  ", "0123 45", "e\u0301 \u00a0\u200b ﬁ½", "had a red ball. " * 9,
     "if x:\n    return '</s>'\n",
 )  # fmt: skip
 MORE = (
@@ -24,6 +27,8 @@ NONE = {
     "sink attention.rope_base=null": "fix: sink=False", "gqa attention.rope_fraction=0.5": "fix: rope_fraction=1.0",
     "delta attention.kinds.full.gated=false": "fix: gated=True", "gqa model.softcap=30.0": "with softcap=null",
     "local_global attention.kinds.full.rope_base=1000000.0": "layers of different rope_base",
+    "local_global attention.kinds.full.rope_scaling={_target_:model.rope.Linear,factor:4}": "different rope_scaling",
+    "mla model.norm_eps=0.001": "norm_eps=1e-6", "delta attention.pattern=[delta]": "a layer of softmax",
     "gqa model._target_=model.speedrun.Speedrun": "fix: train model.transformer.Transformer",
 }  # fmt: skip
 
@@ -85,5 +90,20 @@ def test_what_cannot_be_written_or_told_is_refused(command, trained):
     assert command(*words, "there", "--dtype", "q8_0").code == 2
     Path("there").mkdir()
     assert command(*words, "there", "--dtype", "bf16").code == 0  # an empty folder will do
+    assert {weight.dtype for weight in load_file("there/model.safetensors").values()} == {torch.bfloat16}
     card = Path("there/README.md").read_text()
     assert "| val_bpb | " in card and "Qwen3ForCausalLM" in card
+
+
+@pytest.mark.parametrize(
+    "how", [{"model_type": "unigram"}, {"byte_fallback": False}, {"user_defined_symbols": ["<sep>"]}]
+)
+def test_a_tokenizer_that_would_be_another_is_refused(how, command, tokenizer, tmp_path):
+    written = io.BytesIO()
+    usual = {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2}
+    texts = iter(["Ann had a red ball. Bob said: may I have a red ball, Ann?"] * 20)
+    SentencePieceTrainer.train(sentence_iterator=texts, model_writer=written, vocab_size=300, **usual | how)
+    saved(tmp_path / "run", tree_of("gqa"), Tokenizer(written.getvalue()))
+    for kind in ("hf", "gguf"):
+        result = command("tools/export.py", "--run", "run", "--format", kind, "--out", "there")
+        assert result.code == 2 and "only byte pairs" in result.err and not Path("there").exists()

@@ -1,5 +1,6 @@
 """GGUF files hold the model, and llama.cpp makes the same text of it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ def exported(command, tokenizer, tmp_path):
     """Makes a model and its file -> the model, and where the file is."""
 
     def make(variant: str, dtype: str = "f32") -> tuple[torch.nn.Module, Path]:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.rmtree("there", ignore_errors=True)
         model = saved(tmp_path / "run", tree_of(*variant.split()), tokenizer)
         result = command("tools/export.py", "--run", "run", "--format", "gguf", "--dtype", dtype, "--out", "there")
         assert result.code == 0, result.err
@@ -60,6 +63,32 @@ def test_a_file_holds_the_weights(dtype, error, exported):
         assert held[theirs].tensor_type == GGMLQuantizationType[kind]
         found = torch.from_numpy(dequantize(held[theirs].data, held[theirs].tensor_type).copy())
         close(found, weights[ours], atol=error, rtol=error)
+
+
+def test_rows_that_turn_together_lie_together(exported):
+    """In llama's queries and keys, and in the rotary parts of MLA's; as the loops of llama.cpp turn them."""
+    from gguf import GGUFReader
+
+    def tensors(file: Path) -> dict[str, torch.Tensor]:
+        reader = GGUFReader(file)
+        assert reader.fields["tokenizer.ggml.add_bos_token"].contents() is True
+        return {each.name: torch.from_numpy(each.data.copy()) for each in reader.tensors}
+
+    model, file = exported("llama")
+    theirs, ours = tensors(file)["blk.1.attn_k.weight"], model.blocks[1].attention.k_proj.weight
+    for head in (0, 16):
+        for pair in range(8):
+            assert torch.equal(theirs[head + 2 * pair], ours[head + pair])
+            assert torch.equal(theirs[head + 2 * pair + 1], ours[head + pair + 8])
+    model, file = exported("mla")
+    theirs, attention = tensors(file), model.blocks[1].attention
+    for pair in range(4):
+        for place, row in ((2 * pair, pair), (2 * pair + 1, pair + 4)):
+            assert torch.equal(theirs["blk.1.attn_kv_a_mqa.weight"][32 + place], attention.rope_proj.weight[row])
+            assert torch.equal(theirs["blk.1.attn_q.weight"][24 + 16 + place], attention.q_proj.weight[24 + 16 + row])
+    both = attention.kv_proj.weight.view(4, 16 + 24, 32)
+    assert torch.equal(theirs["blk.1.attn_k_b.weight"], both[:, :16].transpose(1, 2))
+    assert torch.equal(theirs["blk.1.attn_v_b.weight"], both[:, 16:])
 
 
 @pytest.mark.parametrize("variant", REFUSED)

@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from model.build import build
 from tests.conftest import DATASETS, STORIES, TINY, close, redraw, saved, stories, tree_of
+from tests.test_parity import CLASSES
 from tools import export
 from training import checkpoint, huggingface
-
-HOW = [word for word in TINY if not word.startswith("model=")]  # the model is that of the folder
 
 
 @pytest.fixture
@@ -35,6 +34,42 @@ def test_a_model_of_llama2c_tells_its_reference_story(source, command):
     assert result.out == told["greedy_text"] + "\n"
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_bin_of_llama2c_is_read_as_its_export_writes_it(tied, tokenizer, tmp_path):
+    """Seven sizes, then tensor after tensor of all layers; rotary pairs lie side by side."""
+    size = tokenizer.vocab_size
+    ours = redraw(build(tree_of("llama", f"model.tied={tied}") | {"vocab_size": size, "norm_eps": 1e-5})).eval()
+
+    def side_by_side(w: torch.Tensor) -> torch.Tensor:
+        return torch.cat(
+            [w[head : head + 16][[i // 2 + 8 * (i % 2) for i in range(16)]] for head in range(0, len(w), 16)]
+        )
+
+    parts = [ours.embed.weight, *(block.attention_norm.weight for block in ours.blocks)]
+    parts += [side_by_side(block.attention.q_proj.weight) for block in ours.blocks]
+    parts += [side_by_side(block.attention.k_proj.weight) for block in ours.blocks]
+    for name in ("attention.v_proj", "attention.o_proj", "ffn_norm", "ffn.gate_proj", "ffn.down_proj", "ffn.up_proj"):
+        parts += [block.get_submodule(name).weight for block in ours.blocks]
+    parts += [ours.norm.weight, torch.zeros(64, 16)] + ([] if tied else [ours.head.weight])
+    sizes = struct.pack("<7i", 64, 128, 2, 4, 2, size if tied else -size, 64)
+    (tmp_path / "model.bin").write_bytes(sizes + b"".join(part.detach().numpy().tobytes() for part in parts))
+    (tmp_path / "tokenizer.model").write_bytes(tokenizer.proto)
+    theirs = checkpoint.load_model(tmp_path / "model.bin", "cpu").state_dict()
+    for name, weight in ours.state_dict().items():
+        assert torch.equal(theirs[name], weight), name
+
+
+def test_weights_that_are_not_numbers_go_nowhere(command, there):
+    weights = load_file(there / "model.safetensors")
+    save_file(weights | {"model.norm.weight": torch.full((64,), torch.nan)}, there / "model.safetensors")
+    words = ("--run", str(there))
+    for result in (
+        command("generate.py", "Ann", *words), command("tools/export.py", *words, "--format", "hf", "--out", "x"),
+    ):  # fmt: skip
+        assert result.code == 4 and "NaN" in result.err and result.err.count("\n") == 1
+    assert "no model (absent)" in command("train.py", *TINY[1:], "init_from=absent").err
+
+
 @stories
 def test_training_goes_on_from_a_model_of_llama2c(command):
     words = (f"data.path={DATASETS / 'tinystories' / 'valid.txt'}", "context=256", "batch_tokens=4096", "eval_every=12")
@@ -49,7 +84,7 @@ def test_training_goes_on_from_a_model_of_llama2c(command):
 
 def test_a_run_takes_the_model_that_it_begins_with(command, there, story):
     how = (
-        *HOW,
+        *TINY[1:],
         "data=text",
         f"data.path={story}",
         f"init_from={there}",
@@ -66,15 +101,14 @@ def test_a_run_takes_the_model_that_it_begins_with(command, there, story):
         close(now[name], weight, atol=1e-5, rtol=0)
     assert command("train.py", *how, "steps=2", "resume=true").code == 0
     result = command("train.py", *how, "attention=mqa", "steps=1", "run_dir=other")
-    assert result.code == 2 and "kv_heads (then 2, now 1)" in result.err
+    assert result.code == 2 and "(attention=mqa). fix: leave" in result.err
 
 
 def test_what_can_be_computed_need_not_be_there(there):
-    """Old folders hold the frequencies of RoPE, and a tied head again."""
-    change(there, tie_word_embeddings=True)
+    """Old folders hold the frequencies of RoPE."""
     weights = load_file(there / "model.safetensors")
     save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, there / "model.safetensors")
-    assert checkpoint.load_model(there, "cpu").head is None
+    assert checkpoint.load_model(there, "cpu").head is not None
 
 
 def test_shards_and_half_precision_are_read(there):
@@ -91,7 +125,17 @@ def test_shards_and_half_precision_are_read(there):
     [
         ({"type": "linear", "factor": 4.0}, {"_target_": "model.rope.Linear", "factor": 4.0}),
         (
-            {"rope_type": "yarn", "factor": 4.0},
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            {"_target_": "model.rope.Llama3", "factor": 8.0, "low": 1.0, "high": 4.0, "context": 32},
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": None},
             {"_target_": "model.rope.YaRN", "factor": 4.0, "fast": 32.0, "slow": 1.0, "context": 64},
         ),
     ],
@@ -104,6 +148,38 @@ def test_older_configs_are_read(scaling, kind, there):
     config |= {"rope_theta": 500000.0, "rope_scaling": scaling, "num_key_value_heads": None, "pretraining_tp": 1}
     attention = huggingface.tree_of(config)["attention"]
     assert (attention["rope_scaling"], attention["rope_base"], attention["kv_heads"]) == (kind, 500000.0, 4)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, about a config that lacks something
+@pytest.mark.parametrize("variant", CLASSES)
+def test_what_is_left_out_is_taken_as_transformers_takes_it(variant):
+    """Or else refused, key by key: a class may take for granted what our layers do not do."""
+    from transformers import AutoConfig
+
+    whole, refused = huggingface.config_of(tree_of(*variant.split(), "model.depth=3")), set()
+    for key in whole:
+        config = {name: value for name, value in whole.items() if name != key}
+        try:
+            ours = huggingface.tree_of(config)
+        except ValueError:
+            refused.add(key)
+            continue
+        theirs = AutoConfig.for_model(**{"model_type": whole["model_type"]} | config).to_dict()
+        assert huggingface.tree_of(theirs | {"architectures": whole["architectures"]}) == ours, key
+    assert refused >= {"architectures", *huggingface.SHAPE.values()}
+
+
+@pytest.mark.parametrize("variant", CLASSES)
+def test_a_config_is_read_as_it_was_written(variant):
+    """Into modules of the same attributes, where it says null for a size too."""
+    tree = tree_of(*variant.split(), "model.depth=3")
+    again = huggingface.tree_of(huggingface.config_of(tree))
+    with torch.device("meta"):
+        pairs = zip(build(tree).blocks, build(again).blocks, strict=True)
+    for ours, theirs in pairs:
+        plain = [{k: v for k, v in vars(block.attention).items() if k[0] != "_"} for block in (ours, theirs)]
+        assert plain[0] | {"chunk": None} == plain[1] | {"chunk": None}  # which changes no result of the delta rule
+        assert variant == "delta" or plain[0] == plain[1]
 
 
 def test_norms_are_computed_with_their_epsilon():
@@ -160,6 +236,11 @@ def with_another(there: Path) -> None:
     save_file(weights | {"model.layers.0.mlp.gate_proj.bias": torch.ones(128)}, there / "model.safetensors")
 
 
+def elsewhere(there: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "../there/model.safetensors"}}
+    (there / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 DAMAGES = {
     "quantized": (quantized, "quantized weights"),
     "another tensor": (with_another, "gate_proj.bias"),
@@ -168,6 +249,16 @@ DAMAGES = {
     "shard": (without_a_shard, "model-00002-of"),
     "tensor": (without_a_tensor, "model.layers.1.mlp.up_proj.weight"),
     "cut": (lambda there: (there / "model.safetensors").write_bytes(b"\0" * 100), "not weights"),
+    "tied, and a head": (lambda there: change(there, tie_word_embeddings=True), "lm_head.weight"),
+    "architecture is text": (lambda there: change(there, architectures="LlamaForCausalLM"), "unknown architecture"),
+    "size": (lambda there: change(there, intermediate_size=-128), "not the sizes"),
+    "large": (lambda there: change(there, hidden_size=2**40), "not the sizes"),
+    "no context": (lambda there: change(there, max_position_embeddings=0), "not the sizes"),
+    "layers": (lambda there: change(there, layer_types=["sliding_attention"] * 2, sliding_window=5), "no such layers"),
+    "epsilon": (lambda there: change(there, rms_norm_eps=-1.0), "norm_eps"),
+    "base": (lambda there: change(there, rope_parameters={"rope_theta": float("inf")}), "rope_base"),
+    "deep": (lambda there: (there / "config.json").write_text("[" * 100_000), "config.json"),
+    "elsewhere": (elsewhere, "leads elsewhere"),
     "index": (lambda there: (there / "model.safetensors.index.json").write_text("[]"), "not an index"),
     "architecture": (lambda there: change(there, architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
     "no architecture": (lambda there: change(there, architectures=None), "unknown architecture"),
@@ -190,7 +281,7 @@ def test_what_is_not_ours_is_refused_in_a_line(damage, command, there, story):
     harm(there)
     for result in (
         command("generate.py", "Ann", "--run", str(there)),
-        command("train.py", *HOW, "data=text", f"data.path={story}", f"init_from={there}", "steps=1"),
+        command("train.py", *TINY[1:], "data=text", f"data.path={story}", f"init_from={there}", "steps=1"),
     ):
         assert result.code in (2, 3)
         assert result.err.count("\n") == 1 and result.err.startswith("error: ") and said in result.err, result.err

@@ -29,7 +29,7 @@ BAD_TRAINING = {
         "need 65",
     ),
     "a vocabulary too small": (["data=text", "data.path=story.txt", "data.vocab_size=260"], 2, "260"),
-    "nothing to begin with": (["init_from=absent"], 2, "absent"),
+    "two models to begin with": (["init_from=absent"], 2, "(model=tiny). fix: leave"),
     "a dataset that is not reached": (["data=tinystories"], 2, "roneneldan/TinyStories"),
     "no heads": (["model.heads=0"], 2, "model.heads"),
     "a negative knob": (["attention.kv_heads=-1"], 2, "attention.kv_heads"),

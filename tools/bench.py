@@ -264,7 +264,7 @@ def transformers_text(kind: str, words: list[str]) -> Competitor:
 
 
 def settings_of(words: list[str]) -> tuple[dict, torch.device]:
-    settings = checked(composed(["name=bench", "max_minutes=null", "steps=1000000", *words]))
+    settings, *_ = checked(composed(["name=bench", "max_minutes=null", "steps=1000000", *words]))
     return settings, hardware.pick_device(settings["device"])
 
 

@@ -118,7 +118,7 @@ def swept(words: list[str]) -> dict[str, list[str]]:
 
 
 def settings_of(words: list[str]) -> dict:
-    return checked(composed(words), lambda settings: hardware.pick_device(settings["device"]))
+    return checked(composed(words), lambda settings: hardware.pick_device(settings["device"]))[0]
 
 
 def sized(settings: dict, **sizes: int) -> Transformer:

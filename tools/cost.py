@@ -60,7 +60,7 @@ class Cost:
         if not any(word.startswith("batch_tokens=") for word in words):
             cfg.batch_tokens = cfg.micro_batch * cfg.context
         cfg.sharded = False
-        settings = checked(cfg)
+        settings, *_ = checked(cfg)
         self.context, self.batch = settings["context"], config.micro_batch(settings, 1)
         with FakeTensorMode():
             self.model = build(settings["model"])

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from data.files import found_files
 from data.sources import Text
-from data.tokenizer import Tokenizer
+from data.tokenizer import Ids, Tokenizer
 from generate import Parser, load, number
 from model.generation import generate
 from model.layers import precise
@@ -46,6 +47,12 @@ def arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if (given.text is None) == (given.tasks is None):
         parser.error("exactly one of --text and --tasks is needed")
+    if given.tasks is None and (given.task_folder or given.limit or given.num_fewshot is not None):
+        parser.error("--task-folder, --limit and --num-fewshot are for --tasks")
+    if given.text is None and (given.documents or given.truncate):
+        parser.error("--documents and --truncate are for --text")
+    if given.task_folder is not None and not given.task_folder.is_dir():
+        parser.error(f"there is no folder {given.task_folder}")
     return given
 
 
@@ -63,18 +70,21 @@ def of_text(model: Transformer, tokenizer: Tokenizer, given: argparse.Namespace)
     """Of each document's own tokens behind BOS, in windows of the context; its end is not counted."""
     how = {"text_field": "text", "separator": given.separator, "holdout": 2, "vocab_size": 300, "tokenizer": None}
     source, size, rows, count = Text(path=given.text, **how), 0, [], 0
-    for count, text in enumerate(source.texts(*source.files, *source.held), 1):
+    for count, text in enumerate(source.texts(*found_files(given.text, Text.SUFFIXES)), 1):
         tokens = [tokenizer.bos, *tokenizer.encode(text)]
         if given.truncate and len(tokens) > model.context:
             tokens = tokens[: model.context]
             text = tokenizer.decode(tokens)
-        rows, size = [*rows, *windows(tokens, model.context)], size + len(text.encode())
+        rows += windows(tokens, model.context)
+        size += len(text.encode())
         if count == given.documents:
             break
     if not rows:
         raise ValueError(f"no text (--text {given.text}). fix: a file that is not empty")
     nats, tokens = -sum(each for each, _ in scores(model, rows, given.batch_size)), sum(len(row) - 1 for row, _ in rows)
     rates = {"nats_per_token": nats / tokens, "bits_per_byte": nats / math.log(2) / size}
+    if isinstance(tokenizer, Ids):
+        rates["bits_per_byte"] = None
     return {"documents": count, "tokens": tokens, "bytes": size, **rates}
 
 
@@ -94,7 +104,7 @@ def scores(model: Transformer, rows: list[Row], batch: int) -> list[tuple[float,
         padded = torch.tensor([tokens[:-1] + [0] * (width + 1 - len(tokens)) for tokens, _ in some], device=device)
         for place, hidden, (tokens, first) in zip(order[start:], model.hidden(padded), some, strict=False):
             logits = precise(model.logits(hidden[first - 1 : len(tokens) - 1]))
-            targets = torch.tensor(tokens[first:], device=device)
+            targets = torch.tensor(tokens[first:], dtype=torch.int64, device=device)
             chosen = logits.log_softmax(dim=-1).gather(-1, targets[:, None]).double().sum()
             found[place] = chosen.item(), bool((logits.argmax(dim=-1) == targets).all())
     return [found[row] for row in range(len(rows))]
@@ -129,7 +139,7 @@ def harnessed(model: Transformer, tokenizer: Tokenizer, batch: int):
             for _, before, after in requests:
                 tokens = [*before, *after][-model.context - 1 :]
                 if len(after) >= len(tokens):
-                    raise ValueError(f"a choice of {len(after)} tokens (the context is {model.context}). fix: none")
+                    raise ValueError(f"an answer of {len(after)} tokens (context {model.context}). fix: another task")
                 rows.append((tokens, len(tokens) - len(after)))
             return scores(model, rows, batch)
 

@@ -64,20 +64,25 @@ def arguments() -> argparse.Namespace:
 def main(given: argparse.Namespace) -> None:
     with errors.input_problems():
         place = folder.newest_model(given.run)
-        if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
+        if given.out.is_symlink() or (given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir()))):
             raise ValueError(f"there is something already (--out {given.out}). fix: a new folder")
         settings, tokenizer = checkpoint.config_of(place), Tokenizer.load(checkpoint.tokenizer_of(place))
         if isinstance(tokenizer, Ids):
             raise ValueError(f"its tokens have no text ({place}). fix: train with data.tokenizer=FILE")
         config = huggingface.config_of(settings["model"])
         config |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-        vocabulary, to = ModelProto.FromString(tokenizer.proto), to_gguf if given.format == "gguf" else to_folder
-        to.check(config, vocabulary)
+        vocabulary = ModelProto.FromString(tokenizer.proto)
+        spec, kinds = vocabulary.trainer_spec, {piece.type for piece in vocabulary.pieces}
+        if spec.model_type != spec.BPE or not spec.byte_fallback or ModelProto.SentencePiece.USER_DEFINED in kinds:
+            raise ValueError(f"only byte pairs, and bytes, are exported ({place}). fix: a tokenizer without symbols")
+        if given.format == "gguf":
+            to_gguf.check(config)
         made = given.out.with_name(f".tmp-{given.out.name}")
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
     model = checkpoint.load_model(place, "cpu")
     weights = tensors(model, config["architectures"][0].removesuffix("ForCausalLM"))
+    to = to_gguf if given.format == "gguf" else to_folder
     to.write(made, config, weights, vocabulary, given.dtype)
     if given.format == "hf":
         (made / "tokenizer.model").write_bytes(tokenizer.proto)

@@ -14,13 +14,6 @@ from data.tokenizer import SPACE
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
-def check(config: dict, vocabulary: ModelProto) -> None:
-    """Raises ValueError for a tokenizer that tokenizer.json cannot be made of."""
-    spec = vocabulary.trainer_spec
-    if spec.model_type != spec.BPE or spec.treat_whitespace_as_suffix or not spec.byte_fallback:
-        raise ValueError("only byte-pair tokenizers with bytes are exported (tokenizer.model). fix: --format gguf")
-
-
 def write(place: Path, config: dict, weights: dict[str, Tensor], vocabulary: ModelProto, dtype: str) -> None:
     save_torch_state_dict({name: w.to(DTYPES[dtype]) for name, w in weights.items()}, place, metadata={"format": "pt"})
     for file in place.glob("*.safetensors"):

@@ -20,7 +20,7 @@ NAMES |= {"DeepseekV3": "deepseek2", "Qwen3_5": "qwen35"}  # of the classes of t
 SIDE_BY_SIDE = ("llama", "smollm3", "granite_swa")  # where what RoPE turns together is
 
 
-def check(config: dict, vocabulary: ModelProto) -> str:
+def check(config: dict) -> str:
     """The architecture of a config.json. Raises ValueError for one that llama.cpp does not run, or not so."""
     if find_spec("gguf") is None:
         raise ValueError("the package gguf is not installed. fix: pip install gguf")
@@ -45,7 +45,7 @@ def write(place: Path, config: dict, weights: dict[str, Tensor], vocabulary: Mod
     """`weights` are those of a class of `transformers`; vectors stay fp32, rows that q8_0 cannot cut become f16."""
     import gguf
 
-    architecture, depth = check(config, vocabulary), config["num_hidden_layers"]
+    architecture, depth = check(config), config["num_hidden_layers"]
     out = gguf.GGUFWriter(place / f"model-{dtype}.gguf", architecture)
     numbers(out, config)
     tokens(out, config, vocabulary)

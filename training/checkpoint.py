@@ -21,9 +21,10 @@ from data import IntegrityError, sealed
 from data.tokenizer import Tokenizer
 from model.build import build
 from model.transformer import Transformer
+from training import errors
 from training.distributed import distribute
 from training.huggingface import tree_of
-from training.weights import LLAMA2C, Stored, held, layout, settings
+from training.weights import LLAMA2C, WHOLE, Stored, held, layout, settings
 
 KEPT = 2
 STEPS = "step-" + 8 * "[0-9]"
@@ -152,14 +153,15 @@ def load_weights(model: Transformer, place: Path, device: torch.device | str | N
 
 def check_weights(model: Transformer, place: Path) -> list[tuple[Stored, Callable[[], Tensor]]]:
     """How its files hold the model's parameters, and what reads each."""
-    needed, found = layout(model, kind_of(place)), held(place)
-    weights = model.state_dict()
-    shapes = {name: (sum(each.rows), *weights[each.names[0]].shape[1:]) for name, each in needed.items()}
-    spare = {name for name in found if kind_of(place) and name.endswith(("rotary_emb.inv_freq", "lm_head.weight"))}
-    names = {**shapes, **dict.fromkeys(found.keys() - (spare - shapes.keys()))}
+    kind, found = kind_of(place), held(place)
+    needed, fix = layout(model, kind), FIX if kind is None else WHOLE
+    state = model.state_dict()
+    shapes = {name: (sum(each.rows), *state[each.names[0]].shape[1:]) for name, each in needed.items()}
+    spare = {name for name in found if kind is not None and name.endswith("rotary_emb.inv_freq")}
+    names = {**shapes, **dict.fromkeys(found.keys() - spare)}
     other = [name for name in names if name not in found or name not in shapes or found[name][0] != shapes[name]]
     if other:
-        raise IntegrityError(f"not the model's weights ({place}: {', '.join(other[:3])}). fix: {FIX}")
+        raise IntegrityError(f"not the model's weights ({place}: {', '.join(other[:3])}). fix: {fix}")
     return [(stored, found[name][1]) for name, stored in needed.items()]
 
 
@@ -192,7 +194,7 @@ def tokenizer_of(place: Path) -> Path:
 
 
 def load_model(place: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model of a checkpoint or of a folder from elsewhere, built from the config in it."""
+    """The model of a checkpoint or from elsewhere, built from the config in it. Ends with exit code 4 for NaN."""
     tree = config_of(place)["model"]
     try:
         with torch.device("meta"):
@@ -200,4 +202,6 @@ def load_model(place: Path, device: torch.device | str, dtype: torch.dtype = tor
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise IntegrityError(f"not a model's config ({place}: {error}). fix: {FIX}") from None
     load_weights(model, place, device)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        errors.fail(errors.DIVERGED, f"weights contain NaN or infinity ({place}). fix: an older checkpoint")
     return model.eval()

@@ -158,13 +158,6 @@ def check_resumed(then: dict, now: dict, where: Path) -> str:
     return f"changed since {where.name}: {', '.join(found.values())}" if found else ""
 
 
-def check_shape(then: dict, now: dict, where: Path) -> None:
-    """Raises ValueError where a model is not as it was; its tokenizer says how large the vocabulary is."""
-    found = changes({"model": then}, {"model": now | {"vocab_size": then["vocab_size"]}})
-    if found:
-        raise ValueError(f"{where} has another {', '.join(found.values())}. fix: no word about model and attention")
-
-
 def flat(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
     for key, value in tree.items():
         yield from flat(value, f"{path}{key}.") if isinstance(value, dict) else [(f"{path}{key}", value)]

@@ -32,8 +32,8 @@ def input_problems() -> Iterator[None]:
     except OSError as error:
         if error.errno in NO_ROOM:
             raise
-        where = f" ({error.filename})" if error.filename else ""
-        fail(INPUT, f"{error.strerror or error}{where}. fix: check the path, or the network", alike=True)
+        where, what = (f" ({error.filename})", "path") if error.filename else ("", "network")
+        fail(INPUT, f"{error.strerror or error}{where}. fix: check the {what}", alike=True)
     except ValueError as error:
         fail(INPUT, error, alike=True)
 

@@ -1,11 +1,13 @@
 """Our models as classes of `transformers`, and back: which class, and its config.json.
 
-A class is chosen by what the layers are. A config that is read has to say what we would write for what we made of it.
+A class is chosen by what the layers are. A config that is read has to say what we would write for what we made of it:
+what a class takes for granted is asked for, where our layers do not have it.
 """
 
 import torch
 
 from model.build import build
+from training.config import LARGEST
 
 DECODER = "model.transformer.Transformer"
 SOFTMAX = "model.attention.softmax.SoftmaxAttention"
@@ -13,6 +15,7 @@ DIFFERENTIAL = "model.attention.differential.DifferentialAttention"
 LATENT, DELTA = "model.attention.latent.LatentAttention", "model.attention.delta.GatedDelta"
 PLAIN = {"_target_": SOFTMAX, "_partial_": True, "rope_fraction": 1.0, "rope_scaling": None, "qk_norm": None}
 PLAIN |= {"window": None, "chunk": None, "softcap": None, "sink": False, "gated": False, "dropout": 0.0, "bias": False}
+SOME = {"window", "chunk", "rope_base"}  # null in a layer that has none
 ANY, ALIKE = "anything", "the same in all layers"
 # model_type of a class, and what its layers may be where they are not PLAIN
 CLASSES = {
@@ -40,11 +43,15 @@ SCALINGS = {
     "llama3": ("model.rope.Llama3", STRETCHED | {"low_freq_factor": "low", "high_freq_factor": "high"}),
     "yarn": ("model.rope.YaRN", STRETCHED | {"beta_fast": "fast", "beta_slow": "slow"}),
 }
+TYPES = {"sliding_attention": "window", "chunked_attention": "chunk", "linear_attention": "gated"}  # knobs beside them
+TYPED = {"Llama4", "GraniteSWA", "Qwen3_5"}  # where not all layers are full if nothing is said
+# read however they were written, or of no meaning to dense layers
 READ = {"architectures", "model_type", "rope_theta", "rope_parameters", "rope_scaling", "layer_types"}
-READ |= {"no_rope_layers", "sliding_window", "attention_chunk_size"}  # however they were written
+READ |= {"no_rope_layers", "sliding_window", "attention_chunk_size"}
 NO_EXPERTS = {"n_routed_experts", "n_group", "topk_group", "num_experts_per_tok", "moe_intermediate_size"}
-# may be missing in a config.json, which then means what we write
-USUAL = {"num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "use_sliding_window"}
+READ |= {*NO_EXPERTS, "num_mtp_layers"}
+# what a class takes for granted where nothing is said, and in all that have the key
+USUAL = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
 
 
 def layers_of(tree: dict) -> list[dict]:
@@ -64,7 +71,7 @@ def layers_of(tree: dict) -> list[dict]:
 
 def one(layers: list[dict], knob: str, default: object = None) -> object:
     """What all layers have that have it. Raises ValueError where they differ."""
-    found = [layer[knob] for layer in layers if layer.get(knob) is not None]
+    found = [layer[knob] for layer in layers if knob in layer and (layer[knob] is not None or knob not in SOME)]
     if any(value != found[0] for value in found):
         raise ValueError(f"no class of transformers has layers of different {knob} ({found}). fix: the same in all")
     return found[0] if found else default
@@ -104,7 +111,8 @@ def class_of(tree: dict) -> str:
 def config_of(tree: dict) -> dict:
     """config.json of a model, but for what its tokenizer knows. Raises ValueError for one that no class can express."""
     name, layers = class_of(tree), layers_of(tree)
-    window, chunk, scaling = (one(layers, knob) for knob in ("window", "chunk", "rope_scaling"))
+    turned = [layer for layer in layers if layer.get("rope_base") is not None]
+    window, chunk, scaling = *(one(layers, knob) for knob in ("window", "chunk")), one(turned, "rope_scaling")
     rope = {"rope_type": "default", "rope_theta": one(layers, "rope_base", 10000.0)}
     for kind, (target, knobs) in SCALINGS.items():
         if scaling is not None and scaling["_target_"] == target:
@@ -132,7 +140,7 @@ def of_class(name: str, tree: dict, layers: list[dict], window: int | None, chun
     types = [type_of(layer) for layer in layers]
     ropes = [int(layer.get("rope_base") is not None) for layer in layers]
     with torch.device("meta"):
-        own = [block.attention for block in build(tree).blocks]
+        own = [vars(block.attention) for block in build(tree).blocks]
     match name:
         case "Mistral":
             return {"sliding_window": window}
@@ -150,16 +158,20 @@ def of_class(name: str, tree: dict, layers: list[dict], window: int | None, chun
             factors["attention_multiplier"] = (tree["dim"] // tree["heads"]) ** -0.5
             return {**factors, "layer_types": types, "sliding_window": window or tree["context"]}
         case "DeepseekV3":
-            latent = {"kv_lora_rank": own[0].rank, "q_lora_rank": one(layers, "query_rank"), "rms_norm_eps": 1e-6}
-            widths = {"qk_nope_head_dim": own[0].head_dim, "v_head_dim": own[0].value_dim}
-            turned = dict.fromkeys(("qk_rope_head_dim", "head_dim"), own[0].rope_dim) | {"rope_interleave": False}
+            if tree.get("norm_eps", 1e-6) != 1e-6:  # it has this one in the latents, whatever its config says
+                raise ValueError(f"DeepseekV3 has norms of 1e-6 (got {tree['norm_eps']}). fix: norm_eps=1e-6")
+            latent = {"kv_lora_rank": one(own, "rank"), "q_lora_rank": one(layers, "query_rank")}
+            widths = {"qk_nope_head_dim": one(own, "head_dim"), "v_head_dim": one(own, "value_dim")}
+            turned = dict.fromkeys(("qk_rope_head_dim", "head_dim"), one(own, "rope_dim")) | {"rope_interleave": False}
             dense = dict.fromkeys(NO_EXPERTS, 1) | {"first_k_dense_replace": tree["depth"], "num_mtp_layers": 0}
             return {**latent, **widths, **turned, **dense}
+        case "Qwen3_5" if "full_attention" not in types:
+            raise ValueError("Qwen3_5ForCausalLM needs a layer of softmax (all are delta). fix: one in the pattern")
         case "Qwen3_5" if "linear_attention" in types:
-            delta = own[types.index("linear_attention")]
-            heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), delta.heads)
-            widths = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), delta.head_dim)
-            return {**heads, **widths, "linear_conv_kernel_dim": delta.kernel, "layer_types": types}
+            delta = [layer for layer, kind in zip(own, types, strict=True) if kind == "linear_attention"]
+            heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), one(delta, "heads"))
+            widths = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), one(delta, "head_dim"))
+            return {**heads, **widths, "linear_conv_kernel_dim": one(delta, "kernel"), "layer_types": types}
         case "Qwen3_5":
             return {"layer_types": types}
     return {}
@@ -172,15 +184,28 @@ def type_of(layer: dict) -> str:
 
 def tree_of(config: dict) -> dict:
     """The model that a config.json of `transformers` describes. Raises ValueError for one that is not ours."""
-    name = str((config.get("architectures") or [None])[0]).removesuffix("ForCausalLM")
-    if name not in CLASSES:
-        known = ", ".join(f"{each}ForCausalLM" for each in CLASSES)
-        raise ValueError(f"unknown architecture (config.json has {config.get('architectures')}). fix: one of {known}")
+    known = {(f"{name}ForCausalLM",): name for name in CLASSES}
+    given = config.get("architectures")
+    name = known.get(tuple(map(str, given))) if isinstance(given, list) else None
+    if name is None:
+        fix = ", ".join(architecture for (architecture,) in known)
+        raise ValueError(f"unknown architecture (config.json has {given}). fix: one of {fix}")
     try:
         shape = {ours: config[theirs] for ours, theirs in SHAPE.items()}
-        kinds, pattern = {}, []
-        types = ["sliding_attention" if name == "Mistral" and config["sliding_window"] else "full_attention"]
-        types = config.get("layer_types") or types * shape["depth"]
+        usual = USUAL | ({"num_key_value_heads": shape["heads"]} if name in ("Llama", "DiffLlama") else {})
+        if name not in ("Qwen3", "Qwen3_5", "Llama4"):
+            usual["head_dim"] = config.get("qk_rope_head_dim") or shape["dim"] // shape["heads"]
+        config = usual | {key: value for key, value in config.items() if value is not None or key not in usual}
+        sizes = [size for key, size in shape.items() if key not in ("norm_eps", "tied")]
+        if not all(0 < size <= LARGEST for size in sizes) or shape["depth"] > 2**12:
+            raise ValueError(f"not the sizes of a model (config.json: {shape}). fix: as transformers saves it")
+        kinds, pattern, allowed = {}, [], CLASSES[name][1]
+        said = config["layer_types"] if name in TYPED else config.get("layer_types")
+        if name == "Mistral":
+            said = config["sliding_window"] and ["sliding_attention"] * shape["depth"]
+        types = said or ["full_attention"] * shape["depth"]
+        if other := {kind for kind in types if kind != "full_attention" and TYPES.get(kind) not in allowed}:
+            raise ValueError(f"{name} has no such layers (config.json: {', '.join(map(str, other))}). fix: full ones")
         ropes = config["no_rope_layers"] if name in ("SmolLM3", "Llama4") else [1] * shape["depth"]
         for kind, turns in zip(types, ropes, strict=True):
             pattern.append(kind.removesuffix("_attention") + ("" if turns else "_nope"))
@@ -189,16 +214,12 @@ def tree_of(config: dict) -> dict:
         attention = kinds[pattern[0]] if len(kinds) == 1 else mixed | {"kinds": kinds, "pattern": pattern}
         tree = {"_target_": DECODER, **shape, "softcap": None, "attention": attention}
         ours = config_of(tree)
-        other = [f"{key}={config.get(key)}" for key, value in ours.items() if not agrees(config, key, value)]
-    except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
+        other = [f"{key}={config.get(key)}" for key in ours.keys() - READ if config.get(key) != ours[key]]
+    except (LookupError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
         raise ValueError(f"not a config of {name} (config.json: {error!r}). fix: as transformers saves it") from None
     if other:
         raise ValueError(f"this {name} has what our layers lack (config.json: {', '.join(other)}). fix: another model")
     return tree
-
-
-def agrees(config: dict, key: str, ours: object) -> bool:
-    return key in READ | NO_EXPERTS or config.get(key) == ours or (config.get(key) is None and key in USUAL)
 
 
 def layer_of(name: str, config: dict, kind: str, turns: bool) -> dict:
@@ -206,9 +227,10 @@ def layer_of(name: str, config: dict, kind: str, turns: bool) -> dict:
     if kind == "linear_attention":
         sizes = {"head_dim": config["linear_key_head_dim"], "kernel": config["linear_conv_kernel_dim"], "chunk": 64}
         return {"_target_": DELTA, "_partial_": True, **sizes}
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    common = {"rope_base": base, "rope_scaling": scaling_of(rope, config), "bias": config.get("attention_bias", False)}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = {key: value for key, value in rope.items() if value is not None}
+    base = float(rope.get("rope_theta") or config.get("rope_theta") or {"Llama": 10000.0}[name])
+    common = {"rope_base": base, "rope_scaling": scaling_of(rope, config), "bias": config["attention_bias"]}
     if name == "DeepseekV3":
         sizes = {"rank": config["kv_lora_rank"], "query_rank": config["q_lora_rank"]}
         widths = {"head_dim": config["qk_nope_head_dim"], "rope_dim": config["qk_rope_head_dim"]}
@@ -219,8 +241,8 @@ def layer_of(name: str, config: dict, kind: str, turns: bool) -> dict:
         PLAIN
         | own
         | {
-            "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-            "rope_fraction": rope.get("partial_rotary_factor", 1.0),
+            "kv_heads": config["num_key_value_heads"],
+            "rope_fraction": rope["partial_rotary_factor"] if name == "Qwen3_5" else 1.0,
             "window": config["sliding_window"] if kind == "sliding_attention" else None,
             "chunk": config["attention_chunk_size"] if kind == "chunked_attention" else None,
         }

@@ -22,7 +22,7 @@ from model.attention.latent import LatentAttention
 from model.transformer import Transformer
 
 LLAMA2C, FLOATS = "llama2.c", ("F64", "F32", "F16", "BF16")
-FIX = "all files of the model, as they were made"
+WHOLE = "all files of the model, as they were made"
 NAMES = {
     "embed": "model.embed_tokens", "blocks": "model.layers", "norm": "model.norm", "head": "lm_head", "ffn": "mlp",
     "attention_norm": "input_layernorm", "attention": "self_attn", "ffn_norm": "post_attention_layernorm",
@@ -111,8 +111,11 @@ def held(place: Path) -> Held:
     index, files = place / "model.safetensors.index.json", [place / "model.safetensors"]
     if index.exists():
         try:
-            files = [place / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if any(Path(name).name != name for name in names):
+                raise ValueError("it leads elsewhere")
+            files = [place / name for name in names]
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise IntegrityError(f"not an index of weights ({index}: {error!r}). fix: fetch it again") from None
     found = {}
     for file in files:
@@ -127,7 +130,7 @@ def held(place: Path) -> Held:
                         raise IntegrityError(f"quantized weights ({file}: {name} is {kind}). fix: {', '.join(FLOATS)}")
                     found[name] = tuple(opened.get_slice(name).get_shape()), partial(read, file, name)
         except SafetensorError as error:
-            raise IntegrityError(f"not weights ({file}: {error}). fix: {FIX}") from None
+            raise IntegrityError(f"not weights ({file}: {error}). fix: {WHOLE}") from None
     return found
 
 
@@ -145,8 +148,8 @@ def settings(place: Path) -> dict:
         if not isinstance(found, dict):
             raise ValueError("not an object")
         return found
-    except (OSError, ValueError) as error:
-        raise IntegrityError(f"not a model's settings ({place / 'config.json'}: {error}). fix: {FIX}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise IntegrityError(f"not a model's settings ({place / 'config.json'}: {error}). fix: {WHOLE}") from None
 
 
 def llama2c(file: Path) -> tuple[dict, Held]:

@@ -1,5 +1,6 @@
 """The contract of an attention variant, and the one kernel call they share."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,7 +75,7 @@ def check(base: float | None = None, dropout: float = 0.0, **sizes: int | None) 
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(f"attention.{name} must be a whole number from 1 (got {size!r}). fix: change it")
-    if base is not None and not base > 1:
+    if base is not None and not 1 < base < math.inf:
         raise ValueError(f"attention.rope_base must be above 1 (got {base!r}). fix: 10000")
     if not 0 <= dropout < 1:
         raise ValueError(f"attention.dropout must be from 0 to below 1 (got {dropout!r}). fix: 0.0")

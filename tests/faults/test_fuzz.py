@@ -75,7 +75,7 @@ def outcome(words: list[str]) -> int | str:
     try:
         with errors.one_line(HydraException, OmegaConfBaseException), errors.input_problems():
             with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-                settings = train.checked(compose("train", overrides=["name=test", *words]))
+                settings, *_ = train.checked(compose("train", overrides=["name=test", *words]))
             hardware.pick_precision(settings["precision"], hardware.pick_device(settings["device"]))
         return 0
     except SystemExit as end:
