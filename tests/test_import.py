@@ -200,6 +200,12 @@ def test_norms_are_computed_with_their_epsilon():
             close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
+def test_layer_types_of_a_mistral_decide():
+    config, full = huggingface.config_of(tree_of("sliding_window", "attention.qk_norm=null")), ["full_attention"] * 2
+    found = [huggingface.tree_of(config | more)["attention"] for more in ({}, {"layer_types": full})]
+    assert [attention["window"] for attention in found] == [5, None]
+
+
 def change(there: Path, **keys) -> None:
     file = there / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))

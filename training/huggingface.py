@@ -201,8 +201,8 @@ def tree_of(config: dict) -> dict:
             raise ValueError(f"not the sizes of a model (config.json: {shape}). fix: as transformers saves it")
         kinds, pattern, allowed = {}, [], CLASSES[name][1]
         said = config["layer_types"] if name in TYPED else config.get("layer_types")
-        if name == "Mistral":
-            said = config["sliding_window"] and ["sliding_attention"] * shape["depth"]
+        if name == "Mistral" and config["sliding_window"] is not None:
+            said = said or ["sliding_attention"] * shape["depth"]
         types = said or ["full_attention"] * shape["depth"]
         if other := {kind for kind in types if kind != "full_attention" and TYPES.get(kind) not in allowed}:
             raise ValueError(f"{name} has no such layers (config.json: {', '.join(map(str, other))}). fix: full ones")
@@ -229,8 +229,8 @@ def layer_of(name: str, config: dict, kind: str, turns: bool) -> dict:
         return {"_target_": DELTA, "_partial_": True, **sizes}
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     rope = {key: value for key, value in rope.items() if value is not None}
-    base = float(rope.get("rope_theta") or config.get("rope_theta") or {"Llama": 10000.0}[name])
-    common = {"rope_base": base, "rope_scaling": scaling_of(rope, config), "bias": config["attention_bias"]}
+    base = rope.get("rope_theta") or (config.get("rope_theta", 10000.0) if name == "Llama" else config["rope_theta"])
+    common = {"rope_base": float(base), "rope_scaling": scaling_of(rope, config), "bias": config["attention_bias"]}
     if name == "DeepseekV3":
         sizes = {"rank": config["kv_lora_rank"], "query_rank": config["q_lora_rank"]}
         widths = {"head_dim": config["qk_nope_head_dim"], "rope_dim": config["qk_rope_head_dim"]}
