@@ -1,10 +1,14 @@
 """Which files there are, and what is in them."""
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from glob import glob
 from hashlib import file_digest, sha256
 from pathlib import Path
+
+TEXTS = (".txt", ".jsonl", ".parquet")
 
 
 def found_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
@@ -38,6 +42,38 @@ def files_of(path: str | None, suffixes: tuple[str, ...]) -> tuple[list[Path], l
     if not train:
         raise ValueError(f"nothing to train on (data.path={path}). fix: a file, a glob, a folder of {suffixes}")
     return train, held or test
+
+
+def texts_of(files: Iterable[Path], field: str, separator: str) -> Iterator[str]:
+    """The documents of .txt, between lines that are `separator`, and of .jsonl and .parquet, in `field`; none empty."""
+    for file in files:
+        read = {".jsonl": partial(jsonl, field=field), ".parquet": partial(parquet, field=field)}.get(file.suffix)
+        yield from (text for text in (read or partial(plain, separator=separator))(file) if text.strip())
+
+
+def plain(file: Path, separator: str) -> Iterator[str]:
+    lines = []
+    for line in utf8_lines(file):
+        if line.strip() == separator:
+            yield "".join(lines).removesuffix("\n")
+            lines = []
+        else:
+            lines.append(line)
+    yield "".join(lines)
+
+
+def jsonl(file: Path, field: str) -> Iterator[str]:
+    for number, line in enumerate(utf8_lines(file), start=1):
+        try:
+            row = json.loads(line) if line.strip() else {field: ""}
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON ({file} line {number}: {error.msg}). fix: one JSON object a line") from None
+        yield text_of(row, field, f"{file} line {number}")
+
+
+def parquet(file: Path, field: str) -> Iterator[str]:
+    for number, value in enumerate(column(file, field), start=1):
+        yield text_of({field: value.as_py()}, field, f"{file} row {number}")
 
 
 def utf8_lines(file: Path) -> Iterator[str]:

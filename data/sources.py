@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import column, content_hash, files_of, text_of, utf8_lines
+from data.files import TEXTS, content_hash, files_of, text_of, texts_of
 from data.tokenizer import Tokenizer
 
 BATCH = 256  # documents tokenised together
@@ -94,8 +94,6 @@ class Text(Source):
     or the last 5 % of a lone one. Raises ValueError for what cannot be read as text.
     """
 
-    SUFFIXES = (".txt", ".jsonl", ".parquet")
-
     path: str | None
     text_field: str
     separator: str
@@ -105,7 +103,7 @@ class Text(Source):
         super().__post_init__()
         if self.holdout < 2:
             raise ValueError(f"data.holdout must be from 2 (got {self.holdout}). fix: 20")
-        self.files, self.held = files_of(self.path, self.SUFFIXES)
+        self.files, self.held = files_of(self.path, TEXTS)
 
     def fingerprint(self) -> str:
         return f"{content_hash(self.files)} {content_hash(self.held)} {self.text_field} {self.separator} {self.holdout}"
@@ -129,31 +127,7 @@ class Text(Source):
 
     def texts(self, *files: Path) -> Iterator[str]:
         """Those of these files, or of all that are not held out."""
-        for file in files or self.files:
-            read = {".jsonl": self.jsonl, ".parquet": self.parquet}.get(file.suffix, self.plain)
-            yield from (text for text in read(file) if text.strip())
-
-    def plain(self, file: Path) -> Iterator[str]:
-        lines = []
-        for line in utf8_lines(file):
-            if line.strip() == self.separator:
-                yield "".join(lines).removesuffix("\n")
-                lines = []
-            else:
-                lines.append(line)
-        yield "".join(lines)
-
-    def jsonl(self, file: Path) -> Iterator[str]:
-        for number, line in enumerate(utf8_lines(file), start=1):
-            try:
-                row = json.loads(line) if line.strip() else {self.text_field: ""}
-            except json.JSONDecodeError as error:
-                raise ValueError(f"not JSON ({file} line {number}: {error.msg}). fix: one JSON object a line") from None
-            yield text_of(row, self.text_field, f"{file} line {number}")
-
-    def parquet(self, file: Path) -> Iterator[str]:
-        for number, value in enumerate(column(file, self.text_field), start=1):
-            yield text_of({self.text_field: value.as_py()}, self.text_field, f"{file} row {number}")
+        return texts_of(files or self.files, self.text_field, self.separator)
 
 
 @dataclass(kw_only=True)

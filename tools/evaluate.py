@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from data.files import found_files
-from data.sources import Text
+from data.files import TEXTS, found_files, texts_of
 from data.tokenizer import Ids, Tokenizer
 from generate import Parser, load, number
 from model.generation import generate
@@ -68,9 +67,8 @@ def main(given: argparse.Namespace) -> None:
 
 def of_text(model: Transformer, tokenizer: Tokenizer, given: argparse.Namespace) -> dict[str, float]:
     """Of each document's own tokens behind BOS, in windows of the context; its end is not counted."""
-    how = {"text_field": "text", "separator": given.separator, "holdout": 2, "vocab_size": 300, "tokenizer": None}
-    source, size, rows, count = Text(path=given.text, **how), 0, [], 0
-    for count, text in enumerate(source.texts(*found_files(given.text, Text.SUFFIXES)), 1):
+    size, rows, count = 0, [], 0
+    for count, text in enumerate(texts_of(found_files(given.text, TEXTS), "text", given.separator), 1):
         tokens = [tokenizer.bos, *tokenizer.encode(text)]
         if given.truncate and len(tokens) > model.context:
             tokens = tokens[: model.context]
