@@ -11,9 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from model.build import build
 from tests.conftest import DATASETS, STORIES, TINY, close, redraw, saved, stories, tree_of
-from tests.test_parity import CLASSES
-from tools import export
-from training import checkpoint, huggingface
+from training import checkpoint
 
 
 @pytest.fixture
@@ -118,92 +116,6 @@ def test_shards_and_half_precision_are_read(there):
     assert len(list(there.glob("*.safetensors"))) > 2
     model = checkpoint.load_model(there, "cpu")
     assert torch.equal(model.head.weight, weights["lm_head.weight"].float())
-
-
-@pytest.mark.parametrize(
-    ("scaling", "kind"),
-    [
-        ({"type": "linear", "factor": 4.0}, {"_target_": "model.rope.Linear", "factor": 4.0}),
-        (
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            },
-            {"_target_": "model.rope.Llama3", "factor": 8.0, "low": 1.0, "high": 4.0, "context": 32},
-        ),
-        (
-            {"rope_type": "yarn", "factor": 4.0, "attention_factor": None},
-            {"_target_": "model.rope.YaRN", "factor": 4.0, "fast": 32.0, "slow": 1.0, "context": 64},
-        ),
-    ],
-)
-def test_older_configs_are_read(scaling, kind, there):
-    """transformers 4 wrote rope_theta and rope_scaling, left out what was usual, and said null."""
-    config = json.loads((there / "config.json").read_text())
-    for key in ("rope_parameters", "mlp_bias", "head_dim"):
-        del config[key]
-    config |= {"rope_theta": 500000.0, "rope_scaling": scaling, "num_key_value_heads": None, "pretraining_tp": 1}
-    attention = huggingface.tree_of(config)["attention"]
-    assert (attention["rope_scaling"], attention["rope_base"], attention["kv_heads"]) == (kind, 500000.0, 4)
-
-
-@pytest.mark.filterwarnings("ignore")  # of transformers, about a config that lacks something
-@pytest.mark.parametrize("variant", CLASSES)
-def test_what_is_left_out_is_taken_as_transformers_takes_it(variant):
-    """Or else refused, key by key: a class may take for granted what our layers do not do."""
-    from transformers import AutoConfig
-
-    whole, refused = huggingface.config_of(tree_of(*variant.split(), "model.depth=3")), set()
-    for key in whole:
-        config = {name: value for name, value in whole.items() if name != key}
-        try:
-            ours = huggingface.tree_of(config)
-        except ValueError:
-            refused.add(key)
-            continue
-        theirs = AutoConfig.for_model(**{"model_type": whole["model_type"]} | config).to_dict()
-        assert huggingface.tree_of(theirs | {"architectures": whole["architectures"]}) == ours, key
-    assert refused >= {"architectures", *huggingface.SHAPE.values()}
-
-
-@pytest.mark.parametrize("variant", CLASSES)
-def test_a_config_is_read_as_it_was_written(variant):
-    """Into modules of the same attributes, where it says null for a size too."""
-    tree = tree_of(*variant.split(), "model.depth=3")
-    again = huggingface.tree_of(huggingface.config_of(tree))
-    with torch.device("meta"):
-        pairs = zip(build(tree).blocks, build(again).blocks, strict=True)
-    for ours, theirs in pairs:
-        plain = [{k: v for k, v in vars(block.attention).items() if k[0] != "_"} for block in (ours, theirs)]
-        assert plain[0] | {"chunk": None} == plain[1] | {"chunk": None}  # which changes no result of the delta rule
-        assert variant == "delta" or plain[0] == plain[1]
-
-
-def test_norms_are_computed_with_their_epsilon():
-    """In a folder of transformers it is rms_norm_eps: of every norm, of those without weights too."""
-    from transformers import AutoConfig, DiffLlamaForCausalLM, Llama4ForCausalLM, Qwen3ForCausalLM
-
-    for variant, kind in (
-        ("gqa", Qwen3ForCausalLM),
-        ("l2norm", Llama4ForCausalLM),
-        ("differential", DiffLlamaForCausalLM),
-    ):
-        tree = tree_of(variant) | {"norm_eps": 0.1}
-        ours = redraw(build(tree)).eval()
-        theirs = kind(AutoConfig.for_model(**huggingface.config_of(tree), pad_token_id=None)).eval()
-        theirs.load_state_dict(export.tensors(ours, huggingface.class_of(tree)))
-        tokens = torch.arange(20)[None]
-        with torch.no_grad():
-            close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
-
-
-def test_layer_types_of_a_mistral_decide():
-    config, full = huggingface.config_of(tree_of("sliding_window", "attention.qk_norm=null")), ["full_attention"] * 2
-    found = [huggingface.tree_of(config | more)["attention"] for more in ({}, {"layer_types": full})]
-    assert [attention["window"] for attention in found] == [5, None]
 
 
 def change(there: Path, **keys) -> None:
