@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from sentencepiece import SentencePieceTrainer
 
 from data.tokenizer import Tokenizer
-from tests.conftest import STORIES, VARIANTS, YARN, close, continued, saved, stories, tree_of
+from tests.conftest import DATASETS, STORIES, VARIANTS, YARN, close, continued, saved, stories, tree_of
 from training import checkpoint
 
 NASTY = (
@@ -69,14 +69,28 @@ def test_a_model_without_a_class_is_refused_with_the_nearest(variant, command, t
     assert not list(tmp_path.glob("*there*"))
 
 
-@stories
-def test_a_tokenizer_that_changes_spaces_is_the_same_elsewhere(command):
-    """llama2.c's puts one before a text, joins several and normalises."""
+def sentencepiece(**how) -> Tokenizer:
+    """As SentencePiece trains by default, with bytes: it normalises, joins spaces and puts one before a text."""
+    written, texts = io.BytesIO(), ["Ann had a red ball. Bob said: may I have a red ball, Ann?", "Тест e\u0301"] * 20
+    usual = {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2}
+    how = {"sentence_iterator": iter(texts), "model_writer": written, "vocab_size": 350} | usual | how
+    SentencePieceTrainer.train(**how)
+    return Tokenizer(written.getvalue())
+
+
+@pytest.mark.parametrize("source", ["trained", pytest.param("llama2c", marks=stories)])
+def test_a_tokenizer_that_changes_its_text_is_the_same_elsewhere(source, command, tmp_path):
     from transformers import AutoTokenizer
 
-    assert command("tools/export.py", "--run", str(STORIES), "--format", "hf", "--out", "there").code == 0
+    place, texts = STORIES, [*NASTY]
+    if source == "trained":
+        place = tmp_path / "run"
+        saved(place, tree_of("gqa"), sentencepiece())
+    else:
+        texts += (DATASETS / "wikitext-2" / "wiki.valid.raw").read_text().splitlines()[:300]
+    assert command("tools/export.py", "--run", str(place), "--format", "hf", "--out", "there").code == 0
     fast, ours = AutoTokenizer.from_pretrained("there"), Tokenizer.load("there/tokenizer.model")
-    for text in NASTY:
+    for text in texts:
         assert fast(text)["input_ids"] == [ours.bos, *ours.encode(text)], text
         assert fast.decode(fast(text)["input_ids"], skip_special_tokens=True) == ours.decode(ours.encode(text))
 
@@ -98,12 +112,8 @@ def test_what_cannot_be_written_or_told_is_refused(command, trained):
 @pytest.mark.parametrize(
     "how", [{"model_type": "unigram"}, {"byte_fallback": False}, {"user_defined_symbols": ["<sep>"]}]
 )
-def test_a_tokenizer_that_would_be_another_is_refused(how, command, tokenizer, tmp_path):
-    written = io.BytesIO()
-    usual = {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2}
-    texts = iter(["Ann had a red ball. Bob said: may I have a red ball, Ann?"] * 20)
-    SentencePieceTrainer.train(sentence_iterator=texts, model_writer=written, vocab_size=300, **usual | how)
-    saved(tmp_path / "run", tree_of("gqa"), Tokenizer(written.getvalue()))
+def test_a_tokenizer_that_would_be_another_is_refused(how, command, tmp_path):
+    saved(tmp_path / "run", tree_of("gqa"), sentencepiece(**how))
     for kind in ("hf", "gguf"):
         result = command("tools/export.py", "--run", "run", "--format", kind, "--out", "there")
         assert result.code == 2 and "only byte pairs" in result.err and not Path("there").exists()

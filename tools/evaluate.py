@@ -102,7 +102,7 @@ def scores(model: Transformer, rows: list[Row], batch: int) -> list[tuple[float,
         padded = torch.tensor([tokens[:-1] + [0] * (width + 1 - len(tokens)) for tokens, _ in some], device=device)
         for place, hidden, (tokens, first) in zip(order[start:], model.hidden(padded), some, strict=False):
             logits = precise(model.logits(hidden[first - 1 : len(tokens) - 1]))
-            targets = torch.tensor(tokens[first:], dtype=torch.int64, device=device)
+            targets = torch.tensor(tokens[first:], device=device)
             chosen = logits.log_softmax(dim=-1).gather(-1, targets[:, None]).double().sum()
             found[place] = chosen.item(), bool((logits.argmax(dim=-1) == targets).all())
     return [found[row] for row in range(len(rows))]
