@@ -129,13 +129,24 @@ def chosen_machine(settings: dict) -> tuple[torch.device, torch.dtype, tuple[boo
 
 
 def initial(settings: dict, words: list[str]) -> Path | None:
-    """The model to begin with, whose shape and tokenizer become the run's. Raises ValueError if `words` say another."""
+    """The model to begin with. Its shape and tokenizer become the run's, and context and name unless `words` say some.
+
+    Raises ValueError for words about a model.
+    """
     if settings["init_from"] is None:
         return None
     if said := [word for word in words if re.match(r"[+~]*(model|attention|data\.tokenizer)\b", word)]:
         raise ValueError(f"init_from has a model of its own ({' '.join(said)}). fix: leave these words out")
-    start = folder.newest_model(Path(settings["init_from"]).expanduser())
-    settings["model"] = checkpoint.config_of(start)["model"] | {"context": settings["context"]}
+    source = Path(settings["init_from"]).expanduser()
+    start = folder.newest_model(source)
+    tree = checkpoint.config_of(start)["model"]
+    if not any(word.startswith("context=") for word in words):
+        settings["context"] = tree["context"]
+        if found := config.problems(settings, int(os.environ.get("WORLD_SIZE", "1"))):
+            raise ValueError(found[0])
+    if not any(word.startswith("name=") for word in words):
+        settings["name"] = re.sub(r"[^\w.-]+", "-", f"{settings['name'].partition('-')[0]}-{source.resolve().stem}")
+    settings["model"] = tree | {"context": settings["context"]}
     settings["data"]["tokenizer"] = str(checkpoint.tokenizer_of(start))
     with torch.device("meta"):
         checkpoint.check_weights(build(settings["model"]), start)

@@ -116,9 +116,7 @@ def model(request):
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.train(
-        ["Ann had a red ball. Bob said: as>b cs>d es>f x</y?\n", "Тест  e\u0301"] * 20, 360
-    )
+    return Tokenizer.train(["Ann had a red ball. Bob said: may I have a red ball, Ann?\n", "Тест  e\u0301"] * 20, 360)
 
 
 def saved(folder: Path, tree: dict, tokenizer: Tokenizer, step: int = 1) -> torch.nn.Module:

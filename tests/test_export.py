@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceTrainer
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from data.tokenizer import Tokenizer
 from tests.conftest import DATASETS, STORIES, VARIANTS, YARN, close, continued, saved, stories, tree_of
@@ -22,13 +23,14 @@ MORE = (
     "mla attention.query_rank=24 attention.bias=true", "gated attention.rope_fraction=0.5",
 )  # fmt: skip
 NONE = {
-    "softcap": "(softcap=50.0, beside LlamaForCausalLM). fix: softcap=null", "shared_kv": "fix: attention=gqa",
-    "value_residual": "fix: attention=gqa", "chunked attention.kinds.full.qk_norm=after_rope": "fix: qk_norm=null",
-    "sink attention.rope_base=null": "fix: sink=False", "gqa attention.rope_fraction=0.5": "fix: rope_fraction=1.0",
-    "delta attention.kinds.full.gated=false": "fix: gated=True", "gqa model.softcap=30.0": "with softcap=null",
+    "softcap": "(softcap=50.0, beside LlamaForCausalLM). fix: train anew with attention.softcap=null",
+    "shared_kv": "with attention=gqa", "value_residual": "with attention=gqa", "gqa model.softcap=30.0": "softcap=null",
+    "chunked attention.kinds.full.qk_norm=after_rope": "attention.qk_norm=null",
+    "sink attention.rope_base=null": "attention.sink=False", "gqa attention.rope_fraction=0.5": ".rope_fraction=1.0",
+    "delta attention.kinds.full.gated=false": "gated=True", "mla model.norm_eps=0.001": "norm_eps=1e-6",
     "local_global attention.kinds.full.rope_base=1000000.0": "layers of different rope_base",
     "local_global attention.kinds.full.rope_scaling={_target_:model.rope.Linear,factor:4}": "different rope_scaling",
-    "mla model.norm_eps=0.001": "norm_eps=1e-6", "delta attention.pattern=[delta]": "a layer of softmax",
+    "delta attention.pattern=[delta]": "a layer of softmax",
     "gqa model._target_=model.speedrun.Speedrun": "fix: train model.transformer.Transformer",
 }  # fmt: skip
 
@@ -78,14 +80,16 @@ def sentencepiece(**how) -> Tokenizer:
     return Tokenizer(written.getvalue())
 
 
-@pytest.mark.parametrize("source", ["trained", pytest.param("llama2c", marks=stories)])
+@pytest.mark.parametrize("source", ["trained", "signs", pytest.param("llama2c", marks=stories)])
 def test_a_tokenizer_that_changes_its_text_is_the_same_elsewhere(source, command, tmp_path):
     from transformers import AutoTokenizer
 
     place, texts = STORIES, [*NASTY]
-    if source == "trained":
-        place = tmp_path / "run"
-        saved(place, tree_of("gqa"), sentencepiece())
+    if source != "llama2c":
+        made, place = ModelProto.FromString(sentencepiece().proto), tmp_path / "run"
+        for piece in ("<", "/", ">", "</", "s>") if source == "signs" else ():  # which make </s> of a text
+            made.pieces.add(piece=piece, score=-float(len(made.pieces)))
+        saved(place, tree_of("gqa"), Tokenizer(made.SerializeToString()))
     else:
         texts += (DATASETS / "wikitext-2" / "wiki.valid.raw").read_text().splitlines()[:300]
     assert command("tools/export.py", "--run", str(place), "--format", "hf", "--out", "there").code == 0

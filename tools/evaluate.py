@@ -117,7 +117,7 @@ def of_tasks(model: Transformer, tokenizer: Tokenizer, given: argparse.Namespace
         raise ValueError(f"lm-evaluation-harness is not installed ({error}). fix: pip install lm_eval") from None
     tasks, names = TaskManager(include_path=given.task_folder and str(given.task_folder)), given.tasks.split(",")
     if unknown := [name for name in names if name not in tasks.all_tasks]:
-        raise ValueError(f"unknown tasks ({', '.join(unknown)}). fix: lm_eval ls tasks lists them")
+        raise ValueError(f"unknown tasks ({', '.join(unknown)}). fix: --task-folder, or one of lm_eval ls tasks")
     asked = {"tasks": names, "task_manager": tasks, "num_fewshot": given.num_fewshot, "limit": given.limit}
     return simple_evaluate(harnessed(model, tokenizer, given.batch_size), **asked)["results"]
 

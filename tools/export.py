@@ -33,8 +33,8 @@ A {kind} of {millions:.1f} million parameters ({shape}), trained with attend.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model, tokenizer = AutoModelForCausalLM.from_pretrained("FOLDER"), AutoTokenizer.from_pretrained("FOLDER")
-start = tokenizer("Once", return_tensors="pt")
+model, tokenizer = AutoModelForCausalLM.from_pretrained("{folder}"), AutoTokenizer.from_pretrained("{folder}")
+start = tokenizer("The", return_tensors="pt")
 print(tokenizer.decode(model.generate(**start, max_new_tokens=100)[0]))
 ```
 
@@ -86,7 +86,7 @@ def main(given: argparse.Namespace) -> None:
     to.write(made, config, weights, vocabulary, given.dtype)
     if given.format == "hf":
         (made / "tokenizer.model").write_bytes(tokenizer.proto)
-        (made / "README.md").write_text(card(place, settings, config, model, vocabulary))
+        (made / "README.md").write_text(card(given.out, place, settings, config, model, vocabulary))
     made.replace(given.out)
     print(f"{config['architectures'][0]}, {given.dtype}: {given.out}")
 
@@ -97,7 +97,7 @@ def tensors(model: torch.nn.Module, name: str) -> dict[str, Tensor]:
     return {theirs: stored.join([ours[each] for each in stored.names]) for theirs, stored in names.items()}
 
 
-def card(place: Path, settings: dict, config: dict, model: torch.nn.Module, vocabulary: ModelProto) -> str:
+def card(out: Path, place: Path, settings: dict, config: dict, model: torch.nn.Module, vocabulary: ModelProto) -> str:
     figures, run = "Its training is not known: it came from elsewhere.", place.resolve().parents[1]
     is_run, metrics = (place / "manifest.json").exists(), run / "metrics.jsonl"
     if is_run and metrics.exists():
@@ -108,6 +108,7 @@ def card(place: Path, settings: dict, config: dict, model: torch.nn.Module, voca
         figures = "\n".join(["| | |", "|---|---|", *rows])
     shape = ", ".join(f"{key} {settings['model'][key]}" for key in ("dim", "depth", "heads", "hidden", "context"))
     return CARD.format(
+        folder=out.name,
         name=run.name if is_run else place.resolve().name,
         kind=config["architectures"][0],
         millions=sum(p.numel() for p in model.parameters()) / 1e6,

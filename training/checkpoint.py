@@ -182,6 +182,8 @@ def config_of(place: Path) -> dict:
         if not isinstance(found.get("model"), dict):
             raise IntegrityError(f"not a run's settings ({place / 'config.json'}: no model in it). fix: {FIX}")
         return found
+    if not tokenizer_of(place).exists():
+        raise ValueError(f"no tokenizer.model ({place}). fix: a model with one of SentencePiece, no others are read")
     tree, tokenizer = tree_of(found), Tokenizer.load(tokenizer_of(place))
     if tokenizer.vocab_size != tree["vocab_size"]:
         given = f"{tokenizer_of(place)} has {tokenizer.vocab_size}, the model {tree['vocab_size']}"

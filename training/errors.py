@@ -32,7 +32,8 @@ def input_problems() -> Iterator[None]:
     except OSError as error:
         if error.errno in NO_ROOM:
             raise
-        where, what = (f" ({error.filename})", "path") if error.filename else ("", "network")
+        where = f" ({error.filename})" if error.filename else ""
+        what = "path" if error.filename or isinstance(error, FileNotFoundError) else "network"
         fail(INPUT, f"{error.strerror or error}{where}. fix: check the {what}", alike=True)
     except ValueError as error:
         fail(INPUT, error, alike=True)
@@ -46,7 +47,9 @@ def one_line(*of_config: type[Exception]) -> Iterator[None]:
     except of_config as error:
         text = re.split(r"\nTo append|\nConfig search path|\nSee https", str(error))[0]
         fix = "configs/ has the keys; a value with spaces or commas is quoted twice: 'key=\"a b\"'"
-        if "Could not override" in text:
+        if "Could not override 'data.path'" in text:
+            fix = "data=text or data=tokens, which have one"
+        elif "Could not override" in text:
             fix = "configs/ lists the keys of what is chosen; a kind of layer has its own: attention.kinds.NAME.KEY"
         fail(BUG, f"{text.rstrip('.')}. fix: {fix}")
     except IntegrityError as error:

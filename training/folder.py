@@ -104,5 +104,5 @@ def newest_model(place: Path | None) -> Path:
         raise ValueError("no trained model (in runs/). fix: python train.py, or --run FOLDER")
     found = checkpoint.newest(place or saved[-1].parents[1])
     if found is None:
-        raise ValueError(f"no model ({place}). fix: a folder with checkpoints/step-* or config.json")
+        raise ValueError(f"no model ({place}). fix: a folder on this disk with checkpoints/step-* or config.json")
     return found

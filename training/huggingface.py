@@ -101,11 +101,11 @@ def class_of(tree: dict) -> str:
     if not found[nearest]:
         return nearest
     has = ", ".join(f"{knob}={next(layer[knob] for layer in layers if knob in layer)}" for knob in found[nearest])
-    needs = " ".join(f"{knob}={'null' if value is None else value}" for knob, value in found[nearest].items())
+    needs = " ".join(f"attention.{key}={'null' if value is None else value}" for key, value in found[nearest].items())
     if "_target_" in found[nearest]:
         nearest, needs = "Qwen3", "attention=gqa"
     given = f"{has}, beside {nearest}ForCausalLM"
-    raise ValueError(f"no class that is exported to has this attention ({given}). fix: {needs}")
+    raise ValueError(f"no class that is exported to has this attention ({given}). fix: train anew with {needs}")
 
 
 def config_of(tree: dict) -> dict:

@@ -73,7 +73,8 @@ class Trainer:
         if found is None:
             if start is not None:
                 checkpoint.load_weights(self.model, start)
-                self.log.say(f"beginning with the weights of {start}")
+                self.log.say(f"beginning with the weights of {start}, context {self.settings['context']}")
+                self.pending = ["eval"]
             if self.settings["resume"]:
                 self.log.say(f"nothing to resume in {self.run}: a fresh start")
             return
