@@ -145,7 +145,8 @@ def initial(settings: dict, words: list[str]) -> Path | None:
         if found := config.problems(settings, int(os.environ.get("WORLD_SIZE", "1"))):
             raise ValueError(found[0])
     if not any(word.startswith("name=") for word in words):
-        settings["name"] = re.sub(r"[^\w.-]+", "-", f"{settings['name'].partition('-')[0]}-{source.resolve().stem}")
+        known = source.resolve().name.removesuffix(".bin")
+        settings["name"] = re.sub(r"[^\w.-]+", "-", f"{settings['name'].partition('-')[0]}-{known}", flags=re.ASCII)
     settings["model"] = tree | {"context": settings["context"]}
     settings["data"]["tokenizer"] = str(checkpoint.tokenizer_of(start))
     with torch.device("meta"):

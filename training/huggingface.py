@@ -136,7 +136,7 @@ def config_of(tree: dict) -> dict:
 
 
 def of_class(name: str, tree: dict, layers: list[dict], window: int | None, chunk: int | None) -> dict:
-    """What the config of one class alone has."""
+    """What the config of one class alone has. Raises ValueError where its layers differ in that."""
     types = [type_of(layer) for layer in layers]
     ropes = [int(layer.get("rope_base") is not None) for layer in layers]
     with torch.device("meta"):
