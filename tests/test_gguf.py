@@ -16,7 +16,15 @@ RUN = (
     "llama attention.rope_scaling={_target_:model.rope.Linear,factor:4}",
     "llama attention.rope_scaling={_target_:model.rope.Llama3,factor:8,low:1,high:4,context:16}",
 )  # fmt: skip
-REFUSED = ("local_global", "chunked", "differential", "gated", "nope model.depth=5", "gqa attention.bias=true")
+REFUSED = (
+    "local_global",
+    "chunked",
+    "differential",
+    "gated",
+    "nope model.depth=5",
+    "gqa attention.bias=true",
+    "sink attention.bias=true",
+)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def check(config: dict) -> str:
         "no windows here": name != "GraniteSWA" and ("sliding_attention" in types or config.get("sliding_window")),
         "positions in all but every fourth layer": config.get("no_rope_layers", turned) != turned,
         "no delta layer": architecture == "qwen35" and "linear_attention" not in types,
-        "no biases here": config["attention_bias"] and architecture not in SIDE_BY_SIDE,
+        "no biases here": config["attention_bias"] and architecture != "llama",
         "no stretched positions here": config["rope_scaling"] and architecture not in ("llama", "qwen3"),
     }
     if found := [what for what, is_so in lacks.items() if is_so]:
