@@ -154,7 +154,7 @@ def check_resumed(then: dict, now: dict, where: Path) -> str:
     found = changes(then, now)
     if fixed := [text for key, text in found.items() if key.startswith(FIXED)]:
         fix = "the old values to resume it, or another run_dir, with init_from= to begin with its weights"
-        if then.get("init_from") != now["init_from"]:
+        if then.get("init_from") != now.get("init_from"):
             fix = f"init_from={then.get('init_from')} and the other words of then"
         raise ValueError(f"{where} was made with another {', '.join(fixed)}. fix: {fix}")
     return f"changed since {where.name}: {', '.join(found.values())}" if found else ""
