@@ -65,6 +65,7 @@ def test_weights_that_are_not_numbers_go_nowhere(command, there):
         command("generate.py", "Ann", *words), command("tools/export.py", *words, "--format", "hf", "--out", "x"),
     ):  # fmt: skip
         assert result.code == 4 and "NaN" in result.err and result.err.count("\n") == 1
+    assert not Path(".tmp-x").exists()
     assert "no model (absent)" in command("train.py", *TINY[1:], "init_from=absent").err
 
 

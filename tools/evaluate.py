@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -142,8 +143,9 @@ def harnessed(model: Transformer, tokenizer: Tokenizer, batch: int):
             return scores(model, rows, batch)
 
         def loglikelihood_rolling(self, requests: list, **_) -> list[float]:
-            texts = (windows(self.tok_encode(request.args[0]), model.context) for request in requests)
-            return [sum(each for each, _ in scores(model, list(rows), batch)) for rows in texts]
+            texts = [[*windows(self.tok_encode(request.args[0]), model.context)] for request in requests]
+            found = iter(scores(model, [row for rows in texts for row in rows], batch))
+            return [sum(score for score, _ in islice(found, len(rows))) for rows in texts]
 
         def generate_until(self, requests: list, **_) -> list[str]:
             return [self.answer(*request.args) for request in requests]

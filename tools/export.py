@@ -77,10 +77,10 @@ def main(given: argparse.Namespace) -> None:
             raise ValueError(f"only byte pairs, and bytes, are exported ({place}). fix: a tokenizer without symbols")
         if given.format == "gguf":
             to_gguf.check(config)
+        model = checkpoint.load_model(place, "cpu")
         made = given.out.with_name(f".tmp-{given.out.name}")
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
-    model = checkpoint.load_model(place, "cpu")
     weights = tensors(model, config["architectures"][0].removesuffix("ForCausalLM"))
     to = to_gguf if given.format == "gguf" else to_folder
     to.write(made, config, weights, vocabulary, given.dtype)
