@@ -95,16 +95,14 @@ def main(given: argparse.Namespace) -> None:
     from model.generation import compiled_step, decode_step, generate
     from model.sampling import sample
     from tools.continuation import Continuation, conversation, shortened, write
-    from training import errors, hardware
+    from training import compilation, errors, hardware
 
     with errors.input_problems():
         prompts = [] if given.interactive else read_prompts(given)
         device = hardware.pick_device(given.device)
         steps = given.max_new_tokens * -(-len(prompts) // given.batch_size)
         wanted = {"true": True, "false": False}.get(given.compile, "auto")
-        compiles, _ = hardware.pick_compile(wanted, device, steps >= WORTH_COMPILING)
-        if compiles:
-            print("compiling at the first step; --compile false begins at once", file=sys.stderr)
+        compiles, _ = compilation.pick_compile(wanted, device, steps >= WORTH_COMPILING)
         model, tokenizer, name = load(given, device)
         read = [shortened([tokenizer.bos, *tokenizer.encode(prompt)], model.context) for prompt in prompts]
     if given.attention_map is not None:
@@ -122,7 +120,11 @@ def main(given: argparse.Namespace) -> None:
         cache = model.new_cache(rows, capacity, dtypes.get(given.cache_dtype, model.embed.weight.dtype), device)
     choices = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     draw = partial(sample, **{choice: getattr(given, choice) for choice in choices})
-    step = compiled_step(device) if compiles else decode_step
+    step = decode_step
+    if compiles:
+        step = compiled_step(device)
+        if not compile_ahead(step, model, cache, given.prompt_lookup, required=wanted is True):
+            step = decode_step
     text = partial(Continuation, tokenizer, given.max_new_tokens, given.seed, given.stop, is_json(given))
     samples = (number % given.num_samples for number in range(len(read)))
     texts = map(text, range(len(read)), samples, read, prompts)
@@ -139,12 +141,44 @@ def main(given: argparse.Namespace) -> None:
     print(f"{told}, {'no cache' if cache is None else f'{cache.nbytes:,} bytes of cache'}", file=sys.stderr)
 
 
+def compile_ahead(step: Callable, model, cache, num_draft_tokens: int, *, required: bool) -> bool:
+    """Compile the decode step for the shapes that it will get, and leave the cache empty.
+
+    Returns whether that worked. Where it did not and is `required`, the process ends with exit code 2.
+    """
+    import torch
+
+    from training import compilation, errors
+
+    told = "compiling the decode step, about half a minute where .cache/ does not have it"
+    print(f"{told} (to begin at once: --compile false)", file=sys.stderr)
+    compilation.use_cache()
+    rows = len(cache.lengths)
+    shapes = {1, 1 + num_draft_tokens}
+    try:
+        with compilation.ended_at_once(), errors.one_line(), torch.inference_mode():
+            for width in sorted(shapes):
+                tokens = torch.zeros(rows, width, dtype=torch.int64, device=cache.lengths.device)
+                step(model, tokens, cache, None if width == 1 else torch.ones_like(tokens).bool())
+    except RuntimeError as error:
+        if not compilation.failed(error):
+            raise
+        problem = f"compilation failed ({compilation.reason(error)})"
+        if required:
+            errors.fail(errors.INPUT, f"{problem}. fix: --compile false, or another C++ compiler in $CXX")
+        print(f"warning: {problem}: decoding goes on without it", file=sys.stderr)
+        return False
+    finally:
+        cache.reset()
+    return True
+
+
 def load(given: argparse.Namespace, device):
     """The model of a run's newest checkpoint in the precision asked for, its tokenizer and its name."""
     import torch
 
     from model import matvec
-    from training import checkpoint, folder, hardware
+    from training import checkpoint, compilation, folder
 
     found = folder.newest_model(given.run)
     if given.dtype == "int8" and device.type == "mps":
@@ -153,7 +187,7 @@ def load(given: argparse.Namespace, device):
     bf16 = given.dtype in ("bf16", "int8") or (given.dtype == "auto" and fast)
     model = checkpoint.load_model(found, device, torch.bfloat16 if bf16 else torch.float32)
     if device.type == "cpu":
-        matvec.load(CACHE, hardware.cpp_compiler())
+        matvec.load(CACHE, compilation.cpp_compiler())
     matvec.for_few_tokens(model, given.dtype == "int8")
     name = f"{found.parents[1].name} {found.name}" if (found / "manifest.json").exists() else found.name
     return model, Tokenizer.load(checkpoint.tokenizer_of(found)), name

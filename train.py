@@ -3,13 +3,15 @@
 torchrun --nproc_per_node=8 train.py ...  trains the same thing on eight GPUs. configs/train.yaml lists the keys.
 """
 
+import sys
 from time import monotonic
 
 BEFORE_IMPORTS = monotonic()
+if __name__ == "__main__" and sys.stderr.isatty():
+    print("loading PyTorch", end="", file=sys.stderr, flush=True)
 
 import os
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ from data.loader import Loader, check_enough
 from data.prepare import Corpus, prepare
 from data.sources import Source
 from model.build import ROOT, build
-from training import checkpoint, config, distributed, errors, folder, hardware
+from training import checkpoint, compilation, config, distributed, errors, folder, hardware
 from training.signals import Signals
 from training.trainer import Trainer
 
@@ -44,12 +46,17 @@ def main(cfg: DictConfig) -> None:
             corpus, loader = opened(settings, source)
             ranks = distributed.join(device)
         hardware.keep_freed_memory(device)
+        if compiles:
+            compilation.use_cache()
         with folder.claimed(settings, ranks, HydraConfig.get().mode == RunMode.MULTIRUN) as run:
             try:
                 trainer = Trainer(settings, corpus, loader, run, ranks, precision, signals, started)
                 trainer.log.say(introduction(trainer, f"{'compiled' if compiles else 'not compiled'} ({why})"))
                 code = train(trainer, compiles, start)
             except RuntimeError as error:
+                if compilation.failed(error):
+                    fix = "compile=false resume=true"
+                    errors.fail(errors.INPUT, f"compilation failed ({compilation.reason(error)}). fix: {fix}")
                 errors.fail(errors.INPUT, out_of_memory(error, config.micro_batch(settings, ranks.world)))
             ranks.meet()
     if code:
@@ -60,10 +67,13 @@ def train(trainer: Trainer, compiles: bool, start: Path | None = None) -> int:
     """From where it stands to the end -> 0, or the exit code where a signal ended it."""
     if compiles:
         trainer.compile()
-    trainer.begin(start)
+    with trainer.log.waiting("reading the weights"):
+        trainer.begin(start)
     if trainer.step >= trainer.steps and not trainer.pending:
         trainer.log.say(f"already at step {trainer.step} of {trainer.steps} ({trainer.run}). To go on: steps=N")
         return 0
+    if compiles:
+        trainer.compile_first_step(required=trainer.settings["compile"] is True)
     trainer.log.open(trainer.kept)
     while trainer.pending or trainer.step < trainer.steps:
         if not trainer.pending:
@@ -71,6 +81,7 @@ def train(trainer: Trainer, compiles: bool, start: Path | None = None) -> int:
             trainer.fit()
             if trainer.due("log_every"):
                 trainer.report()
+            trainer.show_progress()
             trainer.pending = [what for what in ("eval", "sample") if trainer.due(f"{what}_every")]
         if "eval" in trainer.pending and not trainer.stopping:
             trainer.evaluate()
@@ -125,7 +136,7 @@ def meta_build(settings: dict) -> None:
 def chosen_machine(settings: dict) -> tuple[torch.device, torch.dtype, tuple[bool, str]]:
     device = hardware.pick_device(settings["device"])
     precision = hardware.pick_precision(settings["precision"], device)
-    return device, precision, hardware.pick_compile(settings["compile"], device, config.is_long(settings))
+    return device, precision, compilation.pick_compile(settings["compile"], device, config.is_long(settings))
 
 
 def initial(settings: dict, words: list[str]) -> Path | None:
@@ -182,6 +193,7 @@ def introduction(trainer: Trainer, compilation: str) -> str:
 
 
 if __name__ == "__main__":
+    errors.start_line()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands its errors on instead of printing them
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))  # Hydra wants it first
     for word in sys.argv[1:]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from common.progress import waiting
 from data.sealed import Unsealed, hold, tidy, verified, written
 from data.shards import ShardWriter, open_shard
 from data.sources import Source
@@ -87,7 +88,8 @@ def alone(cache: Path) -> Iterator[None]:
 def make(source: Source, tokenizer: Tokenizer | None, folder: Path, enough: Callable[[int], None], quiet: bool) -> None:
     with written(folder) as unsealed:
         if tokenizer is None:
-            tokenizer = Tokenizer.train(sample(source), source.vocab_size)
+            with waiting(f"training a tokenizer of {source.vocab_size} pieces, once", is_shown=not quiet):
+                tokenizer = Tokenizer.train(sample(source), source.vocab_size)
         unsealed.about = write_shards(source, tokenizer, unsealed, quiet)
         unsealed.create("tokenizer.model").write(tokenizer.proto)
         enough(unsealed.about["train_tokens"])

@@ -27,10 +27,7 @@ def load(folder: Path, compiler: str | None) -> bool:
     """Whether matvec.cpp is at hand: from `folder`, or compiled to there where there is a compiler."""
     if hasattr(torch.ops.attend, "matvec"):
         return True
-    about = Path("/proc/cpuinfo")
-    lines = about.read_text().splitlines() if about.exists() else []
-    features = sorted({line for line in lines if line.startswith(("flags", "Features"))})  # of an x86, of an Arm
-    same = f"{torch.__version__} {platform.machine()} {features} {FLAGS}".encode() + SOURCE.read_bytes()
+    same = f"{torch.__version__} {processor_features()} {FLAGS}".encode() + SOURCE.read_bytes()
     library = folder / f"matvec-{hashlib.sha256(same).hexdigest()[:16]}.so"
     try:
         if not library.exists():
@@ -45,8 +42,17 @@ def load(folder: Path, compiler: str | None) -> bool:
     return True
 
 
+def processor_features() -> list[str]:
+    """What decides which machine code runs here: the architecture and the flags of its processors."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = {line for line in lines if line.startswith(("flags", "Features"))}  # x86, Arm
+    return [platform.machine(), *sorted(flags)]
+
+
 def compile_to(library: Path, compiler: str) -> None:
     """Raises OSError where that fails."""
+    print(f"compiling {SOURCE.name}, about 8 s, once", file=sys.stderr)
     began, torch_folder = perf_counter(), Path(torch.__file__).parent
     include = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
     link = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]

@@ -8,7 +8,7 @@ from model import matvec
 from model.build import build
 from model.layers import Linear
 from tests.conftest import ROOT, close, redraw, tree_of
-from training.hardware import cpp_compiler
+from training.compilation import cpp_compiler
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from model.build import ROOT, build
 from model.generation import compiled_step, decode_step
 from tools.latency import timed
 from train import checked, composed
-from training import errors, hardware, huggingface
+from training import compilation, errors, hardware, huggingface
 from training.distributed import Ranks
 from training.signals import Signals
 from training.trainer import Trainer
@@ -103,6 +103,7 @@ def summary(name: str, turns: list[dict]) -> dict:
 def compete(step: Callable[[], object], work: dict[str, float], device: torch.device) -> None:
     """Two steps when it is told to, by a line; the first time, and where a step times itself, one."""
     hardware.keep_freed_memory(device)
+    compilation.use_cache()
     for number, _ in enumerate(sys.stdin):
         steps, began = 1 if number == 0 or "bytes_read" in work else 2, perf_counter()
         for _ in range(steps):
@@ -229,7 +230,7 @@ def our_text(words: list[str]) -> Competitor:
     model = build(settings["model"]).to(device, theirs.dtype)
     weights = theirs.state_dict()
     model.load_state_dict({held.names[0]: weights[name] for name, held in layout(model, "Llama").items()})
-    matvec.load(ROOT / ".cache", hardware.cpp_compiler())
+    matvec.load(ROOT / ".cache", compilation.cpp_compiler())
     matvec.for_few_tokens(model, int8=False)
     step = decode_step if settings["compile"] is False else compiled_step(device)
     cache = model.new_cache(len(prompts), settings["context"] - 1, theirs.dtype, device)

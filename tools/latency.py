@@ -13,7 +13,7 @@ from model.cache import Cache
 from model.generation import Step, Text, compiled_step, decode_step, generate
 from model.sampling import sample
 from model.transformer import Transformer
-from training import hardware
+from training import compilation
 
 ROWS, NEW, TURNS = (1, 8), 32, 3  # rows that are decoded together; tokens that each draws; turns, and runs in a turn
 greedy = partial(sample, temperature=0)
@@ -24,7 +24,9 @@ def latencies(runs: dict[str, Path], context: int, device: torch.device) -> dict
 
     A case is so many rows that end at so many tokens. On a CPU models take turns; on a GPU steps are compiled.
     """
-    compiles = device.type == "cuda" and hardware.lacks_for_compilation(device) is None
+    compiles = device.type == "cuda" and compilation.missing_for_compilation(device) is None
+    if compiles:
+        compilation.use_cache()
     cases = [(rows, length) for rows in ROWS for length in (context // 4, context) if length >= 8]
     taken = {name: {f"{rows} x {length}": [] for rows, length in cases} for name in runs}
     for _ in range(1 if compiles else TURNS):

@@ -20,8 +20,15 @@ def fail(code: int, *problems: object, alike: bool = False) -> NoReturn:
         for problem in problems:
             text = " ".join(str(problem).split())
             with suppress(OSError):
+                start_line()
                 print("error:", text if "fix: " in text else f"{text}. fix: change it", file=sys.stderr)
     raise SystemExit(code)
+
+
+def start_line() -> None:
+    """On a terminal, go to an empty line: a progress bar may stand in this one."""
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
 
 
 @contextmanager

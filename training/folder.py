@@ -35,11 +35,15 @@ def claim(config: dict, sweeping: bool, held: ExitStack) -> Path:
     with errors.input_problems():
         try:
             run = chosen(config, sweeping)
-            there = {path.name for path in run.iterdir()} if run.is_dir() else set()
-            if there and not {".lock", "checkpoints"} & there:
-                raise ValueError(f"the folder holds other files (run_dir={run}). fix: another run_dir")
-            run.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(run))
+            if run is None:
+                run, lock = new_folder(config["name"])
+            else:
+                there = {path.name for path in run.iterdir()} if run.is_dir() else set()
+                if there and not {".lock", "checkpoints"} & there:
+                    raise ValueError(f"the folder holds other files (run_dir={run}). fix: another run_dir")
+                run.mkdir(parents=True, exist_ok=True)
+                lock = locked(run)
+            held.enter_context(lock)
         except OSError as error:
             problem = f"no run can be kept there ({error.filename}: {error.strerror})"
             errors.fail(errors.STORAGE, f"{problem}. fix: another run_dir, or room")
@@ -48,7 +52,8 @@ def claim(config: dict, sweeping: bool, held: ExitStack) -> Path:
     return run
 
 
-def chosen(config: dict, sweeping: bool) -> Path:
+def chosen(config: dict, sweeping: bool) -> Path | None:
+    """The folder that is asked for; None where that is a new one in runs/."""
     if config["run_dir"] is not None:
         return Path(config["run_dir"]).expanduser()
     name = config["name"]
@@ -60,13 +65,26 @@ def chosen(config: dict, sweeping: bool) -> Path:
         alike = [run for run in taken.values() if same_words(run, config)]
         if among := alike or ([] if sweeping else saved or taken.values()):
             return max(among, key=lambda run: int(run.name[len(name) + 1 :] or 1))
+    return None
+
+
+def new_folder(name: str) -> tuple[Path, IO]:
+    """The first of runs/name, runs/name-2 and so on that nobody has, and its open lock.
+
+    A folder with nothing but a lock is of a run that ended before it began: it is taken again.
+    """
     for number in count(1):
         run = Path("runs", name if number == 1 else f"{name}-{number}")
-        try:
-            run.mkdir(parents=True)
-            return run
-        except FileExistsError:
+        run.mkdir(parents=True, exist_ok=True)
+        if {path.name for path in run.iterdir()} - {".lock"}:
             continue
+        try:
+            lock = locked(run)
+        except ValueError:  # somebody has it
+            continue
+        if {path.name for path in run.iterdir()} == {".lock"}:
+            return run, lock
+        lock.close()  # somebody had it in between
 
 
 def same_words(run: Path, config: dict) -> bool:

@@ -1,13 +1,10 @@
-"""What the machine is and can do: device, precision, compiler, peak rate, memory."""
+"""What the machine is and can do: device, precision, peak rate, memory."""
 
 import ctypes
-import os
 import platform
 import re
 import resource
-import shutil
 import sys
-import sysconfig
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -60,36 +57,6 @@ def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "fp16" and device.type == "cpu":
         raise ValueError("fp16 needs a GPU (precision=fp16, device=cpu). fix: precision=auto")
     return {"auto": best, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted]
-
-
-def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> tuple[bool, str]:
-    """Whether to compile, and why. Raises ValueError where it is asked for and nothing here can."""
-    lacking = lacks_for_compilation(device)
-    if wanted is True and lacking:
-        raise ValueError(
-            f"torch.compile needs {lacking} (compile=true, {device.type}). fix: install it, or compile=false"
-        )
-    if wanted == "auto":
-        return not lacking and is_long, f"no {lacking}" if lacking else "a long run" if is_long else "a short run"
-    return bool(wanted), "as asked"
-
-
-def lacks_for_compilation(device: torch.device) -> str | None:
-    """What torch.compile would miss here."""
-    if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
-        if not has_triton():
-            return "Triton"
-    elif device.type != "cpu":
-        return "a CPU or a CUDA device"
-    if cpp_compiler() is None:
-        return "a C++ compiler"
-    return None if Path(sysconfig.get_path("include"), "Python.h").exists() else "Python's headers"
-
-
-def cpp_compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
 
 
 def keep_freed_memory(device: torch.device) -> None:

@@ -2,17 +2,19 @@
 
 import errno
 import json
+import math
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
 from pathlib import Path
 from threading import Thread
+from time import monotonic
 
 from omegaconf import OmegaConf
 from tqdm import tqdm
+
+from common import progress
 
 
 class Log:
@@ -28,6 +30,7 @@ class Log:
             {name: sha256() for name in self.FILES},
             False,
         )
+        self.drawn = -math.inf  # when the bar was
 
     def open(self, kept: dict) -> None:
         """The files are cut to what a checkpoint has `kept` of them: what came later is done again."""
@@ -54,8 +57,11 @@ class Log:
 
     def say(self, text: str) -> None:
         if self.speaks:
-            with suppress(OSError):  # nobody reads on, or it is a file on a full disk
-                tqdm.write(text, file=sys.stderr)
+            progress.say(text)
+
+    def waiting(self, what: str, seconds: float | None = None, advice: str = "") -> AbstractContextManager:
+        """Announce what may take long; see progress.waiting."""
+        return progress.waiting(what, seconds, advice, is_shown=self.speaks)
 
     def append(self, name: str, text: str) -> None:
         """All of it or nothing. A disk that is full costs a warning: it is no reason to lose a run."""
@@ -82,26 +88,28 @@ class Log:
             with self._wandb_may_fail():
                 self.wandb.log(values, step=step)
 
-    def progress(self, step: int, steps: float, values: dict[str, float | None]) -> None:
-        """How it goes: a bar where somebody watches, lines where a file does."""
+    def wants_progress(self) -> bool:
+        """Whether somebody watches, and nothing was drawn for a second."""
+        return self.speaks and progress.is_watched() and monotonic() - self.drawn >= 1
+
+    def progress(self, step: int, steps: float, text: str) -> None:
+        """How it goes: a bar where somebody watches, lines where a file does. `steps` may be infinite."""
         if not self.speaks:
             return
-        speed, left = values["tokens_per_second"], (steps - step) * values["tokens"] / step
-        mfu = (
-            f"{values['flops_per_second'] / 1e9:,.0f} GFLOP/s" if values["mfu"] is None else f"mfu {values['mfu']:.1%}"
-        )
-        memory = f"{values['peak_memory_bytes'] / 2**30:.1f} GiB"
-        news = f"loss {values['train_loss']:.3f}  {speed:,.0f} tokens/s  {mfu}  {memory}"
-        if steps < float("inf"):
-            news += f"  {timedelta(seconds=round(left / speed))} left"
-        if not sys.stderr.isatty():
-            self.say(f"step {step}" + (f"/{steps}" if steps < float("inf") else "") + f"  {news}")
+        total = None if steps == math.inf else int(steps)
+        if not progress.is_watched():
+            self.say(f"step {step}" + ("" if total is None else f"/{total}") + f"  {text}")
             return
+        bar_format = f"step {step}  {text}"
+        if total is not None:
+            bar_format = f"{step}/{total} |{{bar}}| {text}"
         if self.bar is None:
-            self.bar = tqdm(dynamic_ncols=True, bar_format="{n_fmt}/{total_fmt} |{bar}| {postfix}")
-        self.bar.total = None if steps == float("inf") else int(steps)
-        self.bar.set_postfix_str(news, refresh=False)
-        self.bar.update(step - self.bar.n)
+            self.bar = tqdm(dynamic_ncols=True, initial=step, total=total, bar_format=bar_format)
+        self.bar.bar_format = bar_format
+        self.bar.total = total
+        self.bar.n = step
+        self.bar.refresh()
+        self.drawn = monotonic()
 
     def close(self) -> None:
         if self.bar is not None:
@@ -109,7 +117,8 @@ class Log:
         if self.wandb is not None:
             finishing = Thread(target=self.wandb.finish, daemon=True)  # which may wait for a network
             finishing.start()
-            finishing.join(timeout=20)
+            with self.waiting("finishing wandb, 20 s at most"):
+                finishing.join(timeout=20)
 
     def start_wandb(self, known: str | None) -> None:
         with self._wandb_may_fail():
@@ -133,7 +142,8 @@ class Log:
         if not self.speaks:
             return
         try:
-            draw(self.run / "metrics.jsonl", self.run / "loss.png")
+            with self.waiting("drawing loss.png"):
+                draw(self.run / "metrics.jsonl", self.run / "loss.png")
         except (OSError, ValueError, LookupError) as error:
             self.say(f"warning: no loss.png: {error}")
 

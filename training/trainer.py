@@ -10,10 +10,11 @@ from typing import NoReturn
 import torch
 from torch import nn
 
+from common.progress import duration
 from data.loader import Loader
 from data.prepare import Corpus
 from model.build import build
-from training import checkpoint, config, distributed, errors, hardware
+from training import checkpoint, compilation, config, distributed, errors, hardware
 from training.distributed import Ranks
 from training.log import Log
 from training.objective import evaluate, on, prepared, sample
@@ -64,6 +65,7 @@ class Trainer:
         self.started, self.earlier_seconds, self.aside_seconds = started, 0.0, 0.0
         self.kept = {}  # of the log's files, when the run begins
         self.first = self.reported = self.saved = 0  # steps: where this process began, what metrics and disk have
+        self.rate = 0.0  # tokens per second at the last look
         self.pending = []  # what this step still has to do: "eval", "sample"
         self.mark = self.warm = self._clock()  # when: the last report, the first timed step
 
@@ -101,6 +103,43 @@ class Trainer:
             module.compile(dynamic=False)
         self.compiled = True
 
+    def compile_first_step(self, required: bool) -> None:
+        """Compile forward and backward now, on a batch that teaches nothing: later steps only run.
+
+        Where compilation fails, training goes on without it; with `required`, the process ends
+        with exit code 2. A signal ends the process at once.
+        """
+        problem = ""
+        began = monotonic()
+        losses = self.nats.clone()
+        alone = self.parallel is self.objective
+        without_exchange = nullcontext() if alone else self.parallel.no_sync()
+        seconds = compilation.expected_seconds(len(self.model.blocks), self.ranks.device)
+        advice = "less where .cache/ has it from before; to begin at once: compile=false"
+        wait = self.log.waiting("compiling the training step", seconds, advice)
+        with compilation.ended_at_once(), self._aside(), wait, without_exchange:
+            try:
+                self._accumulate(self._micro_batches()[0])
+            except RuntimeError as error:
+                if not compilation.failed(error):
+                    raise
+                problem = compilation.reason(error)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.nats.copy_(losses)
+
+        self.mark = self._clock()
+
+        if not self.ranks.most(int(bool(problem))):
+            self.log.say(f"compiled in {monotonic() - began:.0f} s")
+            return
+        if required:
+            fix = "compile=false, or another C++ compiler in $CXX"
+            errors.fail(errors.INPUT, f"compilation failed ({problem}). fix: {fix}", alike=True)
+        self.log.say(f"warning: compilation failed, training goes on without it ({problem})")
+        torch.compiler.set_stance("force_eager")
+        self.compiled = False
+
     def due(self, every: str) -> bool:
         return self.step % self.settings[every] == 0 or self.step == self.steps
 
@@ -109,12 +148,11 @@ class Trainer:
         draw = (self.settings["seed"] * 2**32 + self.step) * self.ranks.world + self.ranks.rank
         torch.manual_seed(draw % 2**63)  # of dropout
         set_rates(self.optimizers, self.schedule(self.step, self.steps))
-        share = self.loader.batch // self.ranks.world
-        starts = range(self.ranks.rank * share, (self.ranks.rank + 1) * share, self.micro)
-        for start in starts:
-            last = start == starts[-1]  # copies exchange gradients once a step
+        micro_batches = self._micro_batches()
+        for rows in micro_batches:
+            last = rows == micro_batches[-1]  # copies exchange gradients once a step
             with nullcontext() if last or self.parallel is self.objective else self.parallel.no_sync():
-                self._accumulate(slice(start, start + self.micro))
+                self._accumulate(rows)
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         clip = self.settings["clip"] or math.inf
@@ -129,6 +167,12 @@ class Trainer:
         self.step += 1
         self.signals.note()  # from now on there is something to save
         self.poll()
+
+    def _micro_batches(self) -> list[slice]:
+        """The rows of a batch that this rank computes, as many at a time as a forward takes."""
+        share = self.loader.batch // self.ranks.world
+        first = self.ranks.rank * share
+        return [slice(start, start + self.micro) for start in range(first, first + share, self.micro)]
 
     def _watch(self) -> None:
         """Notes, on the device, the first step that is not finite: nobody waits for it."""
@@ -168,17 +212,21 @@ class Trainer:
         if done <= COLD or (now - self.warm < TIMED * left and left > 0.5 * limit):
             return math.inf
         each = (now - self.warm) / (done - COLD)
-        # an evaluation is a forward over what is held out, in which the head makes its gradients too
-        share = 0.4 + 0.6 * 6 * self.model.unembedding.numel() / self.flops
-        look = share * each * sum(map(len, self.corpus.validation)) / self.settings["batch_tokens"]
+        look = self._evaluation_seconds(self.settings["batch_tokens"] / each)
         left = (1 - MARGIN) * left - look - SPARE
         return self.step + max(1, int(left / (each + look / self.settings["eval_every"])))
 
+    def _evaluation_seconds(self, tokens_per_second: float) -> float:
+        """How long an evaluation takes where training reads so many tokens a second."""
+        # it is a forward over what is held out, in which the head makes its gradients too
+        share = 0.4 + 0.6 * 6 * self.model.unembedding.numel() / self.flops
+        return share * sum(map(len, self.corpus.validation)) / tokens_per_second
+
     def report(self) -> None:
-        """What the steps since the last report did."""
+        """What the steps since the last report did, for metrics.jsonl and for who watches."""
         self.check_finite()
-        done = self.step - max(self.reported, self.first)
-        rate = done * self.settings["batch_tokens"] / (self._clock() - self.mark)
+        self._measure_rate()
+        rate = self.rate
         tokens = (self.step - self.reported) * self.settings["batch_tokens"]
         values = self._where() | {
             "train_loss": self.ranks.total(self.nats.item()) / tokens,
@@ -190,9 +238,40 @@ class Trainer:
             "peak_memory_bytes": hardware.peak_memory(self.ranks.device),
         }
         self.log.write(self.step, **values)
-        self.log.progress(self.step, self.steps, values)
+        self.log.progress(self.step, self.steps, self._progress(values["train_loss"]))
         self.nats.zero_()
         self.reported, self.mark = self.step, self._clock()
+
+    def show_progress(self) -> None:
+        """Between reports, at most once a second: the loss of this rank's rows since the last one."""
+        steps = self.step - self.reported
+        if steps > 0 and self.log.wants_progress():
+            self._measure_rate()
+            loss = self.nats.item() * self.ranks.world / (steps * self.settings["batch_tokens"])
+            self.log.progress(self.step, self.steps, self._progress(loss))
+
+    def _measure_rate(self) -> None:
+        """Tokens per second of this process's steps since the last report."""
+        steps = self.step - max(self.reported, self.first)
+        self.rate = steps * self.settings["batch_tokens"] / (self._clock() - self.mark)
+
+    def _progress(self, loss: float) -> str:
+        """Loss, rate, use of the device, memory and time left, for a line."""
+        flops_per_second = self.rate * self.flops
+        use = f"{flops_per_second / 1e9:,.0f} GFLOP/s"
+        if self.peak is not None:
+            use = f"mfu {flops_per_second / self.peak / self.ranks.world:.1%}"
+        memory = f"{hardware.peak_memory(self.ranks.device) / 2**30:.1f} GiB"
+
+        # until the number of steps is fitted, the clock tells when the run ends
+        left = ""
+        if self.steps < math.inf:
+            seconds = (self.steps - self.step) * self.settings["batch_tokens"] / self.rate
+            left = f"  {duration(seconds)} left"
+        elif self.settings["max_minutes"] is not None:
+            seconds = max(0.0, 60 * self.settings["max_minutes"] - self.seconds)
+            left = f"  {duration(seconds)} left"
+        return f"loss {loss:.3f}  {self.rate:,.0f} tokens/s  {use}  {memory}{left}"
 
     def check_finite(self) -> None:
         """Ends the run with exit code 4 where training did not stay finite. Nothing of that is in the weights."""
@@ -206,7 +285,10 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Leaves it pending where a signal comes."""
-        with self._aside():
+        seconds = self._evaluation_seconds(self.rate) if self.rate else None
+        tokens = sum(map(len, self.corpus.validation))
+        what = f"evaluating on {tokens:,} tokens that were held out"
+        with self._aside(), self.log.waiting(what, seconds, "less often: eval_every"):
             how = self.settings["context"], self.micro, self.precision, self.ranks, self.poll
             score = evaluate(self.objective, self.corpus, *how)
         if score is None:
@@ -220,7 +302,7 @@ class Trainer:
 
     def sample(self) -> None:
         """Text from nothing, in samples.txt and on the screen. Leaves it pending where a signal comes."""
-        with self._aside():
+        with self._aside(), self.log.waiting("sampling text", advice="less often: sample_every"):
             stop, text = self.poll if self.sharded else lambda: self.signals.code, ""
             if self.ranks.first or self.sharded:  # shards need each other for every token, and come as products want
                 with hardware.autocast(self.ranks.device, self.precision if self.sharded else torch.float32):
@@ -260,7 +342,7 @@ class Trainer:
             self._diverged(f"step {self.step} made the weights infinite")
         nats = self.ranks.total(self.nats.item())
         self.nats.fill_(nats if self.ranks.first else 0.0)
-        with self._aside():
+        with self._aside(), self.log.waiting("saving a checkpoint", advice="less often: save_every"):
             weights = {name: self.ranks.gathered(p) for name, p in self.model.state_dict().items()}
             what = weights, self.identity(), self.corpus.tokenizer.proto, self.state()
             self.ranks.agreed(lambda: self._save(*what))

@@ -1,0 +1,1 @@
+"""What every part uses and none is about: no machine learning in here."""

@@ -1,0 +1,97 @@
+"""What a terminal is told: a sign of life before each long wait, and a bar that is right from its first step on."""
+
+import re
+import time
+
+import pytest
+
+from common import progress
+
+
+@pytest.fixture
+def terminal(capfd, monkeypatch):
+    """Standard error as a terminal; what it was told so far is in `capfd`."""
+    monkeypatch.setattr(progress, "is_watched", lambda: True)
+    return capfd
+
+
+def drawn(capfd) -> list[str]:
+    return [line for line in re.split(r"[\r\n]+", capfd.readouterr().err) if line.strip()]
+
+
+def test_the_first_bar_has_loss_rate_and_time_left(trainer_of, terminal):
+    trainer = trainer_of("log_every=100", "eval_every=100", "sample_every=100", "save_every=100")
+    trainer.optimize()
+    trainer.show_progress()
+    bar = drawn(terminal)[0]
+    assert re.search(r"^1/6 \|.*\| loss [0-9.]+  [0-9,]+ tokens/s  .*  0:00:\d\d left", bar), bar
+
+
+def test_a_run_whose_end_is_the_clocks_tells_its_time_left(trainer_of, terminal):
+    trainer = trainer_of("steps=null", "max_minutes=2", "log_every=100")
+    trainer.optimize()
+    trainer.show_progress()
+    bar = drawn(terminal)[0]
+    assert re.search(r"^step 1  loss [0-9.]+  .*  0:0[12]:\d\d left", bar), bar
+
+
+def test_compilation_is_not_in_the_time_left(trainer_of, terminal, monkeypatch):
+    """A compilation of ten minutes, by a clock that jumps, leaves the rate what the steps make it."""
+    jump = 0.0
+    monkeypatch.setattr("training.trainer.monotonic", lambda: time.monotonic() + jump)
+    trainer = trainer_of()
+    accumulate = trainer._accumulate
+
+    def slow(rows: slice) -> None:
+        nonlocal jump
+        jump += 600
+        accumulate(rows)
+
+    trainer._accumulate = slow
+    trainer.compile_first_step(required=True)
+    trainer._accumulate = accumulate
+    trainer.optimize()
+    drawn(terminal)
+    trainer.report()
+    assert 0 < 5 * 512 / trainer.rate < 60
+    assert "0:00:" in drawn(terminal)[-1]
+
+
+def test_the_loss_of_the_bar_is_that_of_the_metrics(trainer_of, terminal):
+    trainer = trainer_of("log_every=100")
+    for _ in range(3):
+        trainer.optimize()
+    trainer.show_progress()
+    shown = float(re.search(r"loss ([0-9.]+)", drawn(terminal)[-1])[1])
+    trainer.report()
+    reported = float(re.search(r"loss ([0-9.]+)", drawn(terminal)[-1])[1])
+    assert shown == reported > 0
+
+
+def test_a_bar_is_drawn_at_most_once_a_second(trainer_of, terminal):
+    trainer = trainer_of()
+    for _ in range(3):
+        trainer.optimize()
+        trainer.show_progress()
+    assert len([line for line in drawn(terminal) if "loss" in line]) <= 2
+
+
+def test_a_long_wait_is_announced_and_ticks(terminal):
+    with progress.waiting("reading", 600, "less: read=false"):
+        time.sleep(2.5)
+    told = drawn(terminal)
+    assert told[0] == "reading, about 10 min (less: read=false)"
+    assert [line for line in told[1:] if re.match("0:00:0[1-9]", line)]
+
+
+def test_a_short_wait_is_not_announced(terminal):
+    with progress.waiting("reading", 0.5):
+        pass
+    assert drawn(terminal) == []
+
+
+def test_a_wait_that_turns_out_long_is_announced(terminal, monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE", 0.05)
+    with progress.waiting("reading"):
+        time.sleep(0.5)
+    assert drawn(terminal)[0] == "reading"
