@@ -52,6 +52,8 @@ def fits(value: object, kind: object) -> bool:
     """Whether a knob annotated so may have this value; a whole number is a number too, a flag is not."""
     if isinstance(kind, UnionType):
         return any(fits(value, each) for each in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(fits(each, *get_args(kind)) for each in value)
     kind = get_origin(kind) or kind
     if kind in (bool, int, float, str):
         return type(value) in ((int, float) if kind is float else (kind,))

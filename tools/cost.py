@@ -11,11 +11,13 @@ import torch
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf.errors import OmegaConfBaseException
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from model.build import ROOT, build
 from train import checked, composed
 from training import config, errors
 from training.objective import Objective
+from training.optimizers import make_state, state_by_parameter
 
 COLUMNS = ("attention", "parameters", "MFLOP/token", "KV bytes/token", "KV MB at context", "training GB")
 SCALE = ("attention", "parameters", "GPUs", "GB each", "sharded", "and checkpointed", "tokens/s", "days")
@@ -65,18 +67,16 @@ class Cost:
         with FakeTensorMode():
             self.model = build(settings["model"])
             optimizers = build(settings["optimizer"], "training")(self.model)
+            make_state(optimizers)
             objective = Objective(self.model, z_loss=0.0, bos=None)
             tokens = torch.zeros(self.batch, self.context, dtype=torch.int64)
             self.kept = kept(objective, tokens)
             self.activations = kept(objective, torch.cat((tokens, tokens))) - self.kept  # without weights in bf16
         self.weights = sum(p.numel() for p in self.model.parameters())
-        moments = sum(
-            p.numel() * (1 if "momentum" in group else 2)  # Muon's one, AdamW's two
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        )
-        self.state = 4 * (2 * self.weights + moments)  # bytes
+        # weights and gradients in fp32, and what the optimizers keep
+        leaves = tree_leaves([*state_by_parameter(optimizers).values()])
+        kept_by_optimizers = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+        self.state = 8 * self.weights + kept_by_optimizers  # bytes
 
     def alone(self) -> tuple[str, ...]:
         cached = partial(self.model.cache_bytes, dtype=torch.bfloat16)

@@ -86,7 +86,7 @@ NUMBERS: dict[str, Rule] = {
     "model": (is_size, f"a whole number from 1 to {LARGEST}"),
     "attention": (is_no_bad_number, "from 0"),
     "data": (is_no_bad_number, "from 0"),
-    "optimizer": (is_rate, "a number from 0"),
+    "optimizer": (is_no_bad_number, "a number from 0"),  # flags, words and null are options too
     "schedule": (is_rate, "a number from 0"),
 }
 

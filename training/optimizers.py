@@ -5,11 +5,13 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from data import IntegrityError
 from training.distributed import Ranks, distribute, divided, full_tensor
 
 TOGETHER = 2**28  # weights whose update is made at once
+PLAIN = (Tensor, bool, int, float, str, type(None))  # what a checkpoint can hold
 
 
 class Muon(Optimizer):
@@ -98,26 +100,84 @@ def _check(betas: list[float]) -> None:
         raise ValueError(f"optimizer.betas must be two numbers below 1 (got {betas}). fix: [0.9, 0.95]")
 
 
-def named_state(optimizers: list[Optimizer], model: nn.Module, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
-    """What the optimizers remember of each parameter, by its name, for the first process."""
-    state = {p: values for optimizer in optimizers for p, values in optimizer.state.items()}
-    named = {name: state[p] for name, p in model.named_parameters() if p in state}
-    return {name: {key: ranks.gathered(value) for key, value in values.items()} for name, values in named.items()}
+def named_state(optimizers: list[Optimizer], model: nn.Module, ranks: Ranks) -> dict[str, dict[str, object]]:
+    """State of each parameter by the parameter's name; its tensors are gathered on the first rank.
 
-
-def load_named_state(optimizers: list[Optimizer], model: nn.Module, state: dict[str, dict[str, Tensor]]) -> None:
-    """The way back, onto the parameters' devices: the fused optimizers count their steps there too."""
-    if set(state) != {name for name, _ in model.named_parameters()}:
-        raise IntegrityError("the optimizer's state has other parameters (than the model). fix: another run_dir")
-    owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    All ranks call alike. Raises TypeError for a value that a checkpoint cannot hold.
+    """
+    own = state_by_parameter(optimizers)
+    named = {}
     for name, p in model.named_parameters():
-        keys = {"momentum_buffer"} if isinstance(owner[p], Muon) else {"step", "exp_avg", "exp_avg_sq"}
-        if set(state[name]) != keys or any(value.shape not in (p.shape, ()) for value in state[name].values()):
-            raise IntegrityError(f"not this optimizer's state ({name} has {sorted(state[name])}). fix: another run_dir")
-        owner[p].state[p] = {
-            key: distribute(value, p) if value.shape == p.shape else value.to(p.device)
-            for key, value in state[name].items()
-        }
+        if p in own:
+            for value in tree_leaves(own[p]):
+                if not isinstance(value, PLAIN):
+                    kind = type(value).__name__
+                    raise TypeError(f"the state of {name} holds a {kind}: no checkpoint can keep it")
+            named[name] = tree_map_only(Tensor, ranks.gathered, dict(own[p]))
+    return named
+
+
+def load_named_state(optimizers: list[Optimizer], model: nn.Module, state: dict[str, dict[str, object]]) -> None:
+    """Give each optimizer the state that `named_state` saved, spread as its own state is.
+
+    No key is known here: each optimizer makes a state of its own by a step, and the saved one must
+    have the same keys, shapes and dtypes. That step moves the weights: load them afterwards.
+    All ranks call alike. Raises IntegrityError for the state of another model or optimizer.
+    """
+    make_state(optimizers)
+    own = state_by_parameter(optimizers)
+    named = {name: own[p] for name, p in model.named_parameters() if p in own}
+    fix = "fix: another run_dir"
+    if not isinstance(state, dict) or state.keys() != named.keys():
+        raise IntegrityError(f"the optimizer's state has other parameters (than the model). {fix}")
+    for name, made in named.items():
+        saved = state[name]
+        if not isinstance(saved, dict) or saved.keys() != made.keys():
+            keys = sorted(map(str, saved)) if isinstance(saved, dict) else saved
+            problem = f"{name} has {keys}, not {sorted(map(str, made))}"
+            raise IntegrityError(f"not this optimizer's state ({problem}). {fix}")
+        for key, value in made.items():
+            if not alike(value, saved[key]):
+                raise IntegrityError(f"not this optimizer's state ({name}: another {key}). {fix}")
+            made[key] = tree_map(placed_as, value, saved[key])
+
+
+def make_state(optimizers: list[Optimizer]) -> None:
+    """Step once with zero gradients, which makes the state of every parameter. Moves the weights."""
+    for optimizer in optimizers:
+        # A step may also change options of its groups, such as a counter: those are put back.
+        options = [dict(group) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        for group, before in zip(optimizer.param_groups, options, strict=True):
+            group.clear()
+            group.update(before)
+
+
+def state_by_parameter(optimizers: list[Optimizer]) -> dict[Tensor, dict[str, object]]:
+    """State of each parameter that has any."""
+    return {p: state for optimizer in optimizers for p, state in optimizer.state.items() if len(state) > 0}
+
+
+def alike(made: object, saved: object) -> bool:
+    """Whether both nest alike and their tensors agree in shape and dtype; plain values may differ."""
+    made, made_nesting = tree_flatten(made)
+    saved, saved_nesting = tree_flatten(saved)
+    return made_nesting == saved_nesting and all(map(leaves_alike, made, saved))
+
+
+def leaves_alike(made: object, saved: object) -> bool:
+    if not isinstance(made, Tensor) or not isinstance(saved, Tensor):
+        return not isinstance(made, Tensor) and not isinstance(saved, Tensor)
+    return made.shape == saved.shape and made.dtype == saved.dtype
+
+
+def placed_as(made: object, saved: object) -> object:
+    """`saved` on the device of `made`, and spread over the ranks as `made` is."""
+    return distribute(saved, made) if isinstance(made, Tensor) else saved
 
 
 def set_rates(optimizers: list[Optimizer], multiple: float) -> None:

@@ -83,9 +83,12 @@ class Trainer:
         then = checkpoint.config_of(found)
         with errors.input_problems():
             said = config.check_resumed(then, self.identity(), found)
-        checkpoint.load_weights(self.model, found)
         state = checkpoint.load_state(found, set(self.state()))
-        load_named_state(self.optimizers, self.model, state["optimizer"])
+        # fp16 may have skipped every step so far: then there is no optimizer state yet
+        if state["optimizer"] or not state["scaler"]:
+            load_named_state(self.optimizers, self.model, state["optimizer"])
+        # after the optimizer's state, the making of which moves the weights
+        checkpoint.load_weights(self.model, found)
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.step = self.first = self.saved = state["step"]

@@ -1,0 +1,160 @@
+"""Any optimizer trains and resumes bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
+
+import training.optimizers
+from data import IntegrityError
+from model.build import build
+from tests.conftest import settings_of, weights
+from training import config
+from training.optimizers import load_named_state, named_state
+
+
+class Novel(Optimizer):
+    """State of every kind, under keys that no other optimizer has."""
+
+    def __init__(self, params, lr: float, signed: bool, mode: str):
+        super().__init__(params, {"lr": lr, "signed": signed, "mode": mode})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if len(state) == 0:
+                    state["drift"] = torch.zeros_like(p)
+                    state["largest"] = [torch.zeros((), dtype=torch.float64), torch.zeros(3)]
+                    state["count"] = torch.zeros((), dtype=torch.int64)
+                    state["seen"] = 0
+                    state["mood"] = group["mode"]
+                state["seen"] += 1
+                state["count"] += 1
+                state["mood"] = group["mode"] + str(state["seen"] % 2)
+                state["drift"].mul_(0.9).add_(p.grad)
+                state["largest"][0].fill_(max(state["largest"][0], p.grad.abs().max().item()))
+                drift = state["drift"].sign() if group["signed"] else state["drift"]
+                rate = group["lr"] / (1 + state["seen"] / 10)
+                p.add_(drift, alpha=-rate if state["mood"] != "slow1" else -rate / 2)
+                p.mul_(1 - 0.01 * group["lr"])
+
+
+def novel(model: nn.Module, *, lr: float, signed: bool, mode: str, limit: float | None):
+    return [Novel(model.parameters(), lr, signed, mode)]
+
+
+WORDS = {
+    "novel": (
+        "optimizer=adamw",
+        "~optimizer.betas",
+        "~optimizer.weight_decay",
+        "optimizer._target_=training.optimizers.novel",
+        "optimizer.lr=1e-3",
+        "+optimizer.signed=true",
+        "+optimizer.mode=slow",
+        "+optimizer.limit=null",
+    ),
+    "adamw": ("optimizer=adamw",),
+    "muon": ("optimizer=muon",),
+}
+
+
+@pytest.fixture(autouse=True)
+def written_in_the_package(monkeypatch):
+    """As if the optimizers of this file stood in training/optimizers.py."""
+    monkeypatch.setattr(novel, "__module__", "training.optimizers")
+    monkeypatch.setattr(training.optimizers, "novel", novel, raising=False)
+
+
+def states(trainer) -> dict[str, dict[str, object]]:
+    return named_state(trainer.optimizers, trainer.model, trainer.ranks)
+
+
+def same(one, other) -> bool:
+    """To the bit, and of the same kinds."""
+    leaves, nesting = tree_flatten(one)
+    others, others_nesting = tree_flatten(other)
+    assert nesting == others_nesting
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b and type(a) is type(b)
+        for a, b in zip(leaves, others, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_any_optimizer_resumes_bit_for_bit(trainer_of, name):
+    whole = trainer_of(*WORDS[name])
+    for _ in range(6):
+        whole.optimize()
+    cut = trainer_of(*WORDS[name], run="cut")
+    for _ in range(3):
+        cut.optimize()
+    cut.save()
+    resumed = trainer_of(*WORDS[name], "resume=true", run="cut")
+    resumed.begin(None)
+    assert same(weights(resumed), weights(cut)) and same(states(resumed), states(cut))
+    for _ in range(3):
+        resumed.optimize()
+    assert same(weights(resumed), weights(whole)) and same(states(resumed), states(whole))
+
+
+FOREIGN = {
+    "no key": lambda state: state.pop("drift"),
+    "a key more": lambda state: state.update(more=torch.zeros(())),
+    "another shape": lambda state: state.update(drift=torch.zeros(3)),
+    "another dtype": lambda state: state.update(drift=state["drift"].double()),
+    "a number for a tensor": lambda state: state.update(drift=0.0),
+    "a tensor for a number": lambda state: state.update(seen=torch.zeros(())),
+    "a shorter list": lambda state: state["largest"].pop(),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_the_state_of_another_optimizer_is_refused(trainer_of, case):
+    trainer = trainer_of(*WORDS["novel"])
+    trainer.optimize()
+    state = states(trainer)
+    load_named_state(trainer.optimizers, trainer.model, state)
+    FOREIGN[case](state["embed.weight"])
+    with pytest.raises(IntegrityError, match=r"^not this optimizer's state .*fix: "):
+        load_named_state(trainer.optimizers, trainer.model, state)
+
+
+@pytest.mark.parametrize("state", [0, {}, {"embed.weight": {}}, {"embed.weight": 1}])
+def test_what_is_no_state_is_refused(trainer_of, state):
+    trainer = trainer_of(*WORDS["adamw"])
+    with pytest.raises(IntegrityError, match="other parameters"):
+        load_named_state(trainer.optimizers, trainer.model, state)
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_told_at_the_first_save(trainer_of):
+    trainer = trainer_of(*WORDS["novel"])
+    trainer.optimize()
+    trainer.optimizers[0].state[trainer.model.embed.weight]["mood"] = trainer
+    with pytest.raises(TypeError, match=r"embed.weight holds a Trainer"):
+        trainer.save()
+
+
+def test_options_may_be_flags_words_and_null():
+    assert config.problems(settings_of(*WORDS["novel"]), world=1) == []
+    (found,) = config.problems(settings_of(*WORDS["novel"], "optimizer.lr=-1"), world=1)
+    assert found.startswith("optimizer.lr must be a number from 0 (got -1)")
+
+
+@pytest.mark.parametrize(
+    "word", ["signed=1", "signed=yes_please", "mode=3", "mode=null", "limit=x", "lr=x", "lr=null", "lr=true"]
+)
+def test_an_option_of_another_kind_is_refused(word):
+    settings = settings_of(*WORDS["novel"], f"optimizer.{word}")
+    with pytest.raises(ValueError, match=rf"novel: {word.partition('=')[0]} must be "):
+        build(settings["optimizer"], "training")
+
+
+@pytest.mark.parametrize("betas", ["[0.9,x]", "[0.9,null]", "[0.9,true]"])
+def test_betas_are_numbers(betas):
+    settings = settings_of("optimizer=adamw", f"optimizer.betas={betas}")
+    with pytest.raises(ValueError, match="betas must be "):
+        build(settings["optimizer"], "training")
