@@ -1,9 +1,11 @@
-"""Any optimizer trains and resumes bit for bit."""
+"""Any optimizer trains, resumes bit for bit, and takes no step that is not finite."""
+
+import math
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten
 
 import training.optimizers
@@ -15,7 +17,7 @@ from training.optimizers import load_named_state, named_state
 
 
 class Novel(Optimizer):
-    """State of every kind, under keys that no other optimizer has."""
+    """State of every kind, under keys that no other optimizer has; knows nothing of found_inf."""
 
     def __init__(self, params, lr: float, signed: bool, mode: str):
         super().__init__(params, {"lr": lr, "signed": signed, "mode": mode})
@@ -46,6 +48,10 @@ def novel(model: nn.Module, *, lr: float, signed: bool, mode: str, limit: float 
     return [Novel(model.parameters(), lr, signed, mode)]
 
 
+def sgd(model: nn.Module, *, lr: float):
+    return [SGD(model.parameters(), lr=lr, momentum=0.9)]
+
+
 WORDS = {
     "novel": (
         "optimizer=adamw",
@@ -57,6 +63,13 @@ WORDS = {
         "+optimizer.mode=slow",
         "+optimizer.limit=null",
     ),
+    "sgd": (
+        "optimizer=adamw",
+        "~optimizer.betas",
+        "~optimizer.weight_decay",
+        "optimizer._target_=training.optimizers.sgd",
+        "optimizer.lr=0.1",
+    ),
     "adamw": ("optimizer=adamw",),
     "muon": ("optimizer=muon",),
 }
@@ -65,8 +78,9 @@ WORDS = {
 @pytest.fixture(autouse=True)
 def written_in_the_package(monkeypatch):
     """As if the optimizers of this file stood in training/optimizers.py."""
-    monkeypatch.setattr(novel, "__module__", "training.optimizers")
-    monkeypatch.setattr(training.optimizers, "novel", novel, raising=False)
+    for function in (novel, sgd):
+        monkeypatch.setattr(function, "__module__", "training.optimizers")
+        monkeypatch.setattr(training.optimizers, function.__name__, function, raising=False)
 
 
 def states(trainer) -> dict[str, dict[str, object]]:
@@ -99,6 +113,18 @@ def test_any_optimizer_resumes_bit_for_bit(trainer_of, name):
     for _ in range(3):
         resumed.optimize()
     assert same(weights(resumed), weights(whole)) and same(states(resumed), states(whole))
+
+
+def test_an_optimizer_without_state_resumes(trainer_of):
+    words = WORDS["sgd"]
+    for resume in ("false", "true"):
+        trainer = trainer_of(*words, f"resume={resume}", run="run")
+        for optimizer in trainer.optimizers:
+            optimizer.param_groups[0]["momentum"] = 0
+        trainer.begin(None)
+        trainer.optimize()
+        trainer.save()
+    assert trainer.step == 2 and states(trainer) == {}
 
 
 FOREIGN = {
@@ -158,3 +184,25 @@ def test_betas_are_numbers(betas):
     settings = settings_of("optimizer=adamw", f"optimizer.betas={betas}")
     with pytest.raises(ValueError, match="betas must be "):
         build(settings["optimizer"], "training")
+
+
+@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_step_that_is_not_finite_does_nothing(trainer_of, name, value, first, capsys):
+    trainer = trainer_of(*WORDS[name])
+    if not first:
+        trainer.optimize()
+    before, forward = weights(trainer), trainer.parallel
+    state = states(trainer)
+    trainer.parallel = lambda *batch: forward(*batch) * value
+    trainer.optimize()
+    trainer.parallel = forward
+    trainer.optimize()
+    assert same(weights(trainer), before)
+    if not first:
+        assert same(states(trainer), state)
+    for action in (trainer.report, trainer.save):
+        with pytest.raises(SystemExit, match="4"):
+            action()
+    assert "training diverged" in capsys.readouterr().err

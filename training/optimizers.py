@@ -21,6 +21,7 @@ class Muon(Optimizer):
     As torch's fused optimizers, it does nothing where `found_inf`, a number on the device, is 1.
     """
 
+    _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
 
     def __init__(self, matrices: list[Tensor], *, lr: float, momentum: float, weight_decay: float):
@@ -98,6 +99,14 @@ def muon(
 def _check(betas: list[float]) -> None:
     if len(betas) != 2 or max(betas) >= 1:
         raise ValueError(f"optimizer.betas must be two numbers below 1 (got {betas}). fix: [0.9, 0.95]")
+
+
+def handles_found_inf(optimizer: Optimizer) -> bool:
+    """Whether a step does nothing where `optimizer.found_inf`, a number on the device, is 1.
+
+    It is torch's own convention (GradScaler.step), which sets the name on such optimizers alone.
+    """
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def named_state(optimizers: list[Optimizer], model: nn.Module, ranks: Ranks) -> dict[str, dict[str, object]]:

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from common.progress import duration
 from data.loader import Loader
@@ -18,7 +19,7 @@ from training import checkpoint, compilation, config, distributed, errors, hardw
 from training.distributed import Ranks
 from training.log import Log
 from training.objective import evaluate, on, prepared, sample
-from training.optimizers import load_named_state, named_state, set_rates
+from training.optimizers import handles_found_inf, load_named_state, named_state, set_rates
 from training.signals import Signals
 
 COLD, TIMED = 3, 0.1  # steps that compile and fill caches; of the time left, what tells how long a step takes
@@ -60,8 +61,9 @@ class Trainer:
         self.diverged = torch.full((), NEVER, device=ranks.device)  # the first step that was not finite
         self.found_inf = torch.zeros((), device=ranks.device)  # 1 from then on: optimizer steps do nothing
         if not self.scaler.is_enabled():  # which has one of its own
-            for optimizer in self.optimizers:
-                optimizer.grad_scale, optimizer.found_inf = None, self.found_inf
+            for optimizer in filter(handles_found_inf, self.optimizers):
+                optimizer.grad_scale = None
+                optimizer.found_inf = self.found_inf
         self.started, self.earlier_seconds, self.aside_seconds = started, 0.0, 0.0
         self.kept = {}  # of the log's files, when the run begins
         self.first = self.reported = self.saved = 0  # steps: where this process began, what metrics and disk have
@@ -160,10 +162,9 @@ class Trainer:
             self.scaler.unscale_(optimizer)
         clip = self.settings["clip"] or math.inf
         self.norm = distributed.full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
-        overflows = self.scaler.is_enabled() and not self.norm.isfinite()  # then clipping spoils every gradient
         self._watch()
         for optimizer in self.optimizers:
-            if not overflows:
+            if not self._must_skip(optimizer):
                 self.scaler.step(optimizer)
             optimizer.zero_grad()
         self.scaler.update()
@@ -185,6 +186,17 @@ class Trainer:
         self.diverged.copy_(torch.where(finite, NEVER, self.step + 1).minimum(self.diverged))
         self.ranks.earliest(self.diverged)
         self.found_inf.copy_(self.diverged < NEVER)
+
+    def _must_skip(self, optimizer: Optimizer) -> bool:
+        """Whether the host keeps this step, which is not finite, from the optimizer.
+
+        An optimizer that handles `found_inf` does so on the device, and nobody waits. For any other
+        the host waits for the number, and so it does in fp16, where an overflow of one gradient
+        makes the norm infinite, and clipping by it spoils every gradient.
+        """
+        if self.scaler.is_enabled():
+            return bool(self.found_inf) or not bool(self.norm.isfinite())
+        return not handles_found_inf(optimizer) and bool(self.found_inf)
 
     def _accumulate(self, rows: slice) -> None:
         """Adds the gradient of these rows of the batch."""
