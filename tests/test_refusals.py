@@ -72,6 +72,7 @@ BAD_TRAINING = {
 @pytest.mark.parametrize("case", BAD_TRAINING)
 def test_bad_input_to_training_is_a_line_and_a_code(command, story, monkeypatch, case):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     Path("empty.txt").touch()
     Path("latin.txt").write_bytes(b"cafe \xff")
     words, code, value = BAD_TRAINING[case]
@@ -113,6 +114,7 @@ BAD_GENERATION = {
 @pytest.mark.parametrize("case", BAD_GENERATION)
 def test_bad_input_to_generation_is_a_line_and_a_code(command, trained, monkeypatch, case):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     Path("half.jsonl").write_text('{"prompt": "\\ud800 a"}\n')
     Path("deep.jsonl").write_text("[" * 200_000)

@@ -266,7 +266,8 @@ def transformers_text(kind: str, words: list[str]) -> Competitor:
 
 def settings_of(words: list[str]) -> tuple[dict, torch.device]:
     settings, *_ = checked(composed(["name=bench", "max_minutes=null", "steps=1000000", *words]))
-    return settings, hardware.pick_device(settings["device"])
+    with errors.input_problems():
+        return settings, hardware.pick_device(settings["device"])
 
 
 KINDS = {"train": ["ours", "transformers"], "data": ["our_tokens", "sentencepiece"]}

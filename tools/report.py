@@ -72,7 +72,9 @@ def page(groups: Groups, problems: dict[str, str], where: Path, call: str, note:
     baseline, *others = groups
     runs = [run for group in groups.values() for run in group]
     found = verdicts(scores[baseline], {name: scores[name] for name in others})
-    device, tokens = hardware.pick_device("auto"), sorted({run.last["tokens"] for run in runs})
+    on_cpu = all(run.settings["device"] == "cpu" for run in runs)  # as was asked for
+    device = hardware.pick_device("cpu" if on_cpu else "auto")
+    tokens = sorted({run.last["tokens"] for run in runs})
     seen = " to ".join(f"{count / 1e6:.1f} M" for count in dict.fromkeys((tokens[0], tokens[-1])))
     other = [("setting", "values"), *((key, ", ".join(each)) for key, each in differences(runs).items())]
     return [

@@ -5,7 +5,9 @@ import platform
 import re
 import resource
 import sys
+import warnings
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,11 @@ import torch
 from training.distributed import Ranks
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+DEVICES = Path("/dev")
+# The least driver for each major version of CUDA: NVIDIA's CUDA Toolkit Release Notes, table 2.
+DRIVERS = {11: 450, 12: 525, 13: 580}
 
 # Dense tensor-core peaks in bf16 (V100 and T4: fp16), FLOP/s, from NVIDIA's data sheets. The first that fits counts.
 PEAKS = {
@@ -34,13 +41,65 @@ PEAKS = {
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Raises ValueError for a device that is not there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    """Raises ValueError for a device that is not there, or an NVIDIA GPU that torch cannot use."""
+    if wanted == "cpu":
+        return torch.device("cpu")
+    with warnings.catch_warnings():  # torch's own words on an old driver would come before our line
+        warnings.simplefilter("ignore")
+        has_cuda = torch.cuda.is_available()
+    if not has_cuda and wanted in ("auto", "cuda"):
+        check_unused_gpu()
+    there = {"cuda": has_cuda, "mps": torch.backends.mps.is_available(), "cpu": True}
     if wanted == "auto":
         return torch.device(next(kind for kind in there if there[kind]))
     if not there[wanted]:
         raise ValueError(f"no such device here (device={wanted}). fix: device=auto or device=cpu")
     return torch.device(wanted)
+
+
+def check_unused_gpu() -> None:
+    """What to do about an NVIDIA GPU that torch does not see; nothing where there is none.
+
+    Raises ValueError where torch has CUDA: the driver is too old, or broken. A build of torch
+    without CUDA gets a note, once.
+    """
+    driver = nvidia_driver()
+    if driver is None:
+        return
+    if torch.version.cuda is None:
+        note_unused_gpu(driver)
+        return
+    needed = DRIVERS.get(int(torch.version.cuda.partition(".")[0]))
+    major = int(driver.partition(".")[0])
+    found = f"driver {driver}, CUDA {torch.version.cuda} of torch {torch.__version__}"
+    if needed is None or major >= needed:
+        fix = "what nvidia-smi says, or device=cpu"
+        raise ValueError(f"torch cannot use the NVIDIA GPU here ({found}). fix: {fix}")
+    fix = f"NVIDIA driver {needed} or newer"
+    if major >= DRIVERS[12]:
+        fix += f", a torch {torch.__version__.partition('+')[0]} build for CUDA 12.6"
+    raise ValueError(f"the NVIDIA driver is too old for torch ({found}). fix: {fix}, or device=cpu")
+
+
+def nvidia_driver() -> str | None:
+    """Version of the NVIDIA driver, such as 535.161.08, where there is a GPU that nobody hid.
+
+    A container that was given no GPU shows the driver of its host, but no device of it.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    if re.match(r"\d|GPU-|MIG-", visible) is None:  # "", -1 and NoDevFiles hide all
+        return None
+    if not NVIDIA_DRIVER.exists() or not list(DEVICES.glob("nvidia[0-9]*")):
+        return None
+    found = re.search(r"Module.*?\s(\d+\.[\d.]+)", NVIDIA_DRIVER.read_text())
+    return found[1] if found else None
+
+
+@cache
+def note_unused_gpu(driver: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        about = f"driver {driver}, torch {torch.__version__}"
+        print(f"note: an NVIDIA GPU is here, but this torch has no CUDA ({about})", file=sys.stderr)
 
 
 def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
