@@ -57,6 +57,30 @@ def test_nothing_to_resume_starts_fresh_and_says_so(command, story):
     assert result.code == 0 and "nothing to resume" in result.err
 
 
+def test_a_folder_without_a_checkpoint_starts_fresh_and_says_so(command, story):
+    Path("begun").mkdir()  # by a run that was killed before its first save
+    words = ("data=text", f"data.path={story}", "data.vocab_size=400", "resume=true")
+    result = command("train.py", *TINY, *SHORT, *words, "run_dir=begun")
+    assert result.code == 0 and "nothing to resume in begun" in result.err
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_folder_that_does_not_exist_is_not_resumed(tmp_path, story, processes):
+    words = ("steps=2", "data=text", f"data.path={story}", "data.vocab_size=400", "resume=true")
+    words = (str(ROOT / "train.py"), *TINY, *words, "run_dir=runs/mispelt")
+    done = run(*words, processes=processes, folder=tmp_path)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line == (
+        "error: there is nothing to resume (run_dir=runs/mispelt does not exist). "
+        "fix: the folder of a run, or leave resume out to begin one there"
+    )
+    if processes == 0:
+        assert done.returncode == 2
+    else:
+        assert re.findall(r"exitcode +: (-?\d+)", done.stderr) == ["2", "2"]
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_place_where_no_folder_can_be_is_storage(command, story):
     words = ("data=text", f"data.path={story}", "data.vocab_size=400", f"run_dir={story}/x")
     result = command("train.py", *TINY, *SHORT, *words)

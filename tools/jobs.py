@@ -65,6 +65,7 @@ class Job:
         log.truncate(0)
         print("$ python train.py", shlex.join(self.words), file=log, flush=True)
         where = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+        self.run.mkdir(exist_ok=True)  # where there is nothing, resume=true would be an error
         words = [sys.executable, ROOT / "train.py", *self.words]
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         return subprocess.Popen(words, **streams, env=os.environ | where, start_new_session=True)  # Ctrl-C is for us

@@ -25,7 +25,8 @@ def claimed(config: dict, ranks: Ranks, sweeping: bool = False) -> Iterator[Path
     """run_dir, or the next free runs/name, or when it is to go on the newest of those with the same words, or at all.
 
     Locked for all ranks. One of a sweep never takes up a run that has other words. Ends with exit code 2 for a folder
-    that is in use, holds something else, or a run already and is not to be resumed.
+    that is in use, holds something else, or a run already and is not to be resumed; and for a run_dir that is to be
+    resumed and does not exist.
     """
     with ExitStack() as held:
         yield ranks.agreed(lambda: claim(config, sweeping, held))
@@ -38,6 +39,9 @@ def claim(config: dict, sweeping: bool, held: ExitStack) -> Path:
             if run is None:
                 run, lock = new_folder(config["name"])
             else:
+                if config["resume"] and config["run_dir"] is not None and not run.exists():
+                    fix = "the folder of a run, or leave resume out to begin one there"
+                    raise ValueError(f"there is nothing to resume (run_dir={run} does not exist). fix: {fix}")
                 there = {path.name for path in run.iterdir()} if run.is_dir() else set()
                 if there and not {".lock", "checkpoints"} & there:
                     raise ValueError(f"the folder holds other files (run_dir={run}). fix: another run_dir")

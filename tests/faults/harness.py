@@ -32,7 +32,7 @@ from training.signals import Signals
 from training.trainer import Trainer
 
 tqdm.set_lock(RLock())  # its own is shared with forked processes, and one that is killed may hold it
-WORDS = ("context=16", "batch_tokens=64", "model.depth=1", "attention.dropout=0.1", "resume=true", "data=text")
+WORDS = ("context=16", "batch_tokens=64", "model.depth=1", "attention.dropout=0.1", "data=text")
 STEPS = ("steps=4", "save_every=1", "eval_every=2", "sample_every=2", "log_every=3")
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
 Action = Callable[[], object]
@@ -46,8 +46,9 @@ class Job:
     root: Path
 
     def __call__(self, *words: str) -> int:
-        """As `python train.py resume=true`: goes on where the last one ended -> the exit code."""
-        settings = settings_of(*TINY, *WORDS, *STEPS, f"run_dir={self.root}/run", *words)
+        """As `python train.py`, with resume=true once there is a folder -> the exit code."""
+        resume = f"resume={str((self.root / 'run').exists()).lower()}"
+        settings = settings_of(*TINY, *WORDS, *STEPS, f"run_dir={self.root}/run", resume, *words)
         settings["model"]["vocab_size"] = self.corpus.tokenizer.vocab_size
         loader = Loader(self.corpus.train, context=16, batch=settings["batch_tokens"] // 16, seed=settings["seed"])
         ranks = Ranks(0, 1, torch.device("cpu"))

@@ -150,6 +150,7 @@ def test_loading_takes_little_more_memory_than_the_weights(job):
 @pytest.mark.long
 def test_a_compiled_run_goes_on_to_the_bit(tmp_path, story):
     def run(folder: str, seconds: float | None) -> int:
+        (tmp_path / folder).mkdir(exist_ok=True)
         words = ("data=text", f"data.path={story}", "data.vocab_size=400", f"run_dir={folder}", "resume=true")
         words = (*TINY, *words, "compile=true", "steps=40", "save_every=10", "attention.dropout=0.1")
         process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *words], cwd=tmp_path, env=os.environ)
