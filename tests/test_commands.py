@@ -259,6 +259,7 @@ SHARDED = [
     ("optimizer=adamw", "precision=fp32", "micro_batch=2"),
     ("clip=null", "precision=fp32", "micro_batch=4"),
     ("optimizer=adamw", "precision=bf16", "micro_batch=2", "activation_checkpointing=true"),
+    ("optimizer=lion", "precision=fp32", "micro_batch=2"),
 ]
 
 
@@ -274,10 +275,12 @@ def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(tm
     done = run(*words, "run_dir=spread", "sharded=true", processes=2, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     close, spread = 1e-3 if "precision=bf16" in more else 1e-5, losses_of(tmp_path / "spread")
+    if "optimizer=lion" in more:
+        close = 1e-6  # a sign hides what rounding does
     assert losses_of(tmp_path / "alone") == pytest.approx(spread, abs=close)
     norms = [losses_of(tmp_path / name, "grad_norm") for name in ("alone", "spread")]
     assert norms[0] == pytest.approx(norms[1], rel=10 * close)
-    if close == 1e-5:
+    if close <= 1e-5:
         assert (tmp_path / "alone" / "samples.txt").read_text() == (tmp_path / "spread" / "samples.txt").read_text()
     shutil.rmtree(tmp_path / "spread" / "checkpoints" / "step-00000004")
     for processes in (0, 2, 4) if more == SHARDED[0] else (2,):

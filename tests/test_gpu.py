@@ -39,7 +39,7 @@ def test_every_variant_learns(command, story, variant, words):
     assert command("generate.py", "Ann had", "--device", "cuda", "--max-new-tokens", "10").code == 0
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])
 def test_no_step_waits_for_the_device(trainer_of, optimizer):
     trainer = trainer_of("device=cuda", f"optimizer={optimizer}", "micro_batch=4")
     trainer.optimize()

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_flatten
 import training.optimizers
 from data import IntegrityError
 from model.build import build
-from tests.conftest import settings_of, weights
+from tests.conftest import close, settings_of, weights
 from training import config
-from training.optimizers import load_named_state, named_state
+from training.optimizers import Lion, load_named_state, named_state
 
 
 class Novel(Optimizer):
@@ -70,6 +70,7 @@ WORDS = {
         "optimizer._target_=training.optimizers.sgd",
         "optimizer.lr=0.1",
     ),
+    "lion": ("optimizer=lion",),
     "adamw": ("optimizer=adamw",),
     "muon": ("optimizer=muon",),
 }
@@ -151,7 +152,7 @@ def test_the_state_of_another_optimizer_is_refused(trainer_of, case):
 
 @pytest.mark.parametrize("state", [0, {}, {"embed.weight": {}}, {"embed.weight": 1}])
 def test_what_is_no_state_is_refused(trainer_of, state):
-    trainer = trainer_of(*WORDS["adamw"])
+    trainer = trainer_of(*WORDS["lion"])
     with pytest.raises(IntegrityError, match="other parameters"):
         load_named_state(trainer.optimizers, trainer.model, state)
 
@@ -181,7 +182,7 @@ def test_an_option_of_another_kind_is_refused(word):
 
 @pytest.mark.parametrize("betas", ["[0.9,x]", "[0.9,null]", "[0.9,true]"])
 def test_betas_are_numbers(betas):
-    settings = settings_of("optimizer=adamw", f"optimizer.betas={betas}")
+    settings = settings_of("optimizer=lion", f"optimizer.betas={betas}")
     with pytest.raises(ValueError, match="betas must be "):
         build(settings["optimizer"], "training")
 
@@ -206,3 +207,35 @@ def test_a_step_that_is_not_finite_does_nothing(trainer_of, name, value, first, 
         with pytest.raises(SystemExit, match="4"):
             action()
     assert "training diverged" in capsys.readouterr().err
+
+
+def test_lion_steps_as_the_paper_does():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 3), (7,), (2, 4)]
+    lr, beta1, beta2, decay = 0.03, 0.9, 0.99, 0.5
+    ours = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
+    theirs = [p.detach().clone() for p in ours]
+    momenta = [torch.zeros_like(weight) for weight in theirs]
+    optimizer = Lion(ours, lr=lr, betas=(beta1, beta2), weight_decay=decay)
+    for _ in range(5):
+        for number, p in enumerate(ours):
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            update = torch.sign(beta1 * momenta[number] + (1 - beta1) * p.grad)
+            theirs[number] = theirs[number] - lr * (update + decay * theirs[number])
+            momenta[number] = beta2 * momenta[number] + (1 - beta2) * p.grad
+        optimizer.step()
+    for p, weight, momentum in zip(ours, theirs, momenta, strict=True):
+        close(p.detach(), weight, rtol=1e-14, atol=1e-14)
+        close(optimizer.state[p]["exp_avg"], momentum, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_every_optimizer_learns(trainer_of, name):
+    rate = ["optimizer.lr=3e-3"] if name == "lion" else []  # a text learned by heart wants more
+    trainer = trainer_of(*WORDS[name], *rate, "steps=60", "batch_tokens=256")
+    losses = []
+    for _ in range(60):
+        trainer.optimize()
+        losses.append(trainer.nats.item() / 256)
+        trainer.nats.zero_()
+    assert max(losses[-5:]) < losses[0] / 2

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from model.build import build
 from tests.conftest import VARIANTS, close, settings_of, weights
-from training.optimizers import Muon, adamw, muon
+from training.optimizers import Muon, adamw, lion, muon
 from training.schedules import cosine, wsd
 
 
@@ -57,10 +57,10 @@ def test_muon_steps_as_torch_does():
         close(a, b, rtol=0, atol=1e-3)  # a hundredth of what a weight moves by in a step, for bf16
 
 
-@pytest.mark.parametrize("kind", [adamw, muon])
+@pytest.mark.parametrize("kind", [adamw, lion, muon])
 def test_only_matrices_decay(kind):
     model = build(settings_of("model=tiny", "data.vocab_size=400")["model"])
-    more = {} if kind is adamw else {"momentum": 0.9, "embedding_lr": 0.1}
+    more = {"momentum": 0.9, "embedding_lr": 0.1} if kind is muon else {}
     optimizers = kind(model, lr=0.1, betas=[0.9, 0.95], weight_decay=0.5, **more)
     for p in model.parameters():
         p.data.fill_(1.0)
@@ -69,7 +69,7 @@ def test_only_matrices_decay(kind):
         optimizer.step()
     decayed = {name for name, p in model.named_parameters() if not p.eq(1).all()}
     matrices = {name for name, p in model.named_parameters() if p.ndim == 2}
-    assert decayed == (matrices if kind is adamw else {name for name in matrices if name.startswith("blocks.")})
+    assert decayed == (matrices if kind is not muon else {name for name in matrices if name.startswith("blocks.")})
     assert sum(len(group["params"]) for o in optimizers for group in o.param_groups) == len([*model.parameters()])
 
 

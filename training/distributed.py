@@ -114,6 +114,11 @@ def full_tensor(x: Tensor) -> Tensor:
     return x.full_tensor() if is_shard(x) else x
 
 
+def local(x: Tensor) -> Tensor:
+    """This process's part of it, in the same memory."""
+    return x.to_local() if is_shard(x) else x
+
+
 def divided(make: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """make(x), x (N, ...) the same on all processes, each of which makes a part of the N."""
     if not dist.is_available() or not dist.is_initialized():

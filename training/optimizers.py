@@ -8,7 +8,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from data import IntegrityError
-from training.distributed import Ranks, distribute, divided, full_tensor
+from training.distributed import Ranks, distribute, divided, full_tensor, local
 
 TOGETHER = 2**28  # weights whose update is made at once
 PLAIN = (Tensor, bool, int, float, str, type(None))  # what a checkpoint can hold
@@ -70,13 +70,74 @@ def orthogonal(x: Tensor) -> Tensor:
     return x
 
 
+class Lion(Optimizer):
+    """Sign of an interpolated momentum. Chen et al., 2302.06675, Algorithm 2.
+
+        update = sign(beta1 * momentum + (1 - beta1) * gradient)
+        weight = weight - lr * (update + weight_decay * weight)
+        momentum = beta2 * momentum + (1 - beta2) * gradient
+
+    As torch's fused optimizers, it does nothing where `found_inf`, a number on the device, is 1.
+    """
+
+    _step_supports_amp_scaling = True
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self, params: list[Tensor] | list[dict], *, lr: float, betas: tuple[float, float], weight_decay: float
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if len(params) > 0:
+                self._step(params, group["lr"], *group["betas"], group["weight_decay"])
+
+    def _step(self, params: list[Tensor], lr: float, beta1: float, beta2: float, weight_decay: float) -> None:
+        for p in params:
+            if p not in self.state:
+                self.state[p]["exp_avg"] = torch.zeros_like(p)
+
+        # Every operation is elementwise, so each rank works on its own shards.
+        means = [local(self.state[p]["exp_avg"]) for p in params]
+        grads = [local(p.grad) for p in params]
+        params = [local(p) for p in params]
+
+        # A step that is not finite mixes the momentum with itself, and moves by a rate of 0.
+        if self.found_inf is not None:
+            bad = self.found_inf > 0
+            lr = lr * (1 - self.found_inf)
+            grads = [torch.where(bad, m, g) for m, g in zip(means, grads, strict=True)]
+
+        updates = torch._foreach_lerp(means, grads, 1 - beta1)
+        torch._foreach_sign_(updates)
+        torch._foreach_mul_(updates, -lr)
+        torch._foreach_mul_(params, 1 - lr * weight_decay)
+        torch._foreach_add_(params, updates)
+        torch._foreach_lerp_(means, grads, 1 - beta2)
+
+
 def adamw(model: nn.Module, *, lr: float, betas: list[float], weight_decay: float) -> list[Optimizer]:
     """AdamW with decay on matrices only. Loshchilov and Hutter, 1711.05101."""
     _check(betas)
+    groups = decay_groups(model, weight_decay)
+    return [AdamW(groups, lr=lr, betas=tuple(betas), fused=True)]
+
+
+def lion(model: nn.Module, *, lr: float, betas: list[float], weight_decay: float) -> list[Optimizer]:
+    """Lion with decay on matrices only."""
+    _check(betas)
+    groups = decay_groups(model, weight_decay)
+    return [Lion(groups, lr=lr, betas=tuple(betas), weight_decay=weight_decay)]
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Groups of a model's matrices, with `weight_decay`, and of its other parameters, without."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim != 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [AdamW(groups, lr=lr, betas=tuple(betas), fused=True)]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def muon(

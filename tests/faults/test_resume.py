@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import ROOT, TINY
 from tests.faults.harness import forked
-from training import checkpoint, config, trainer
+from training import checkpoint, config, optimizers, trainer
 from training.signals import Signals
 
 
@@ -70,6 +71,66 @@ def test_the_cut_run_sees_what_is_not_restored(job, whole, broken):
         forked(job, forget)
     assert forked(job, forget) == 0
     assert job.curve() != whole.curve()
+
+
+def killed_in_step(number: int) -> None:
+    """SIGKILL once the gradients of this step are there."""
+    watch = trainer.Trainer._watch
+
+    def kill(self):
+        if self.step + 1 == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        watch(self)
+
+    trainer.Trainer._watch = kill
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon", "adamw"])
+def test_a_killed_run_is_the_whole_run(job, optimizer):
+    words = (f"optimizer={optimizer}", "steps=24", "save_every=8")
+    job.fresh()
+    assert forked(lambda: job(*words)) == 0
+    expected = job.curve()
+    job.fresh()
+    assert forked(lambda: job(*words), lambda: killed_in_step(11)) == -signal.SIGKILL
+    assert [path.name for path in job.checkpoints] == ["step-00000008"]
+    assert forked(lambda: job(*words)) == 0
+    assert job.curve() == expected
+
+
+def spoiled_in_step(number: int) -> None:
+    """A loss that is not a number."""
+    accumulate = trainer.Trainer._accumulate
+
+    def spoil(self, rows):
+        accumulate(self, rows)
+        if self.step + 1 == number:
+            self.nats.fill_(float("nan"))
+            next(self.model.parameters()).grad.fill_(float("nan"))
+
+    trainer.Trainer._accumulate = spoil
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon", "adamw", "sgd"])
+def test_a_run_that_diverged_goes_on_from_its_last_save(job, optimizer, monkeypatch, capfd):
+    def sgd(model, *, lr: float, momentum: float):
+        return [torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)]
+
+    sgd.__module__ = "training.optimizers"
+    monkeypatch.setattr(optimizers, "sgd", sgd, raising=False)
+    words = (f"optimizer={optimizer}", "steps=6", "save_every=2")
+    if optimizer == "sgd":
+        spare = ("~optimizer.betas", "~optimizer.embedding_lr", "~optimizer.weight_decay")
+        words = ("optimizer._target_=training.optimizers.sgd", *spare, *words[1:])
+    job.fresh()
+    assert forked(lambda: job(*words)) == 0
+    expected = job.curve()
+    job.fresh()
+    assert forked(lambda: job(*words), lambda: spoiled_in_step(3)) == 4
+    assert "training diverged (at step 3, " in capfd.readouterr().err
+    assert [path.name for path in job.checkpoints] == ["step-00000002"]
+    assert forked(lambda: job(*words)) == 0
+    assert job.curve() == expected
 
 
 def test_fitted_steps_stay_though_both_bounds_are_given(job, monkeypatch):
