@@ -4,7 +4,7 @@ How much of a row is in use is one tensor for all layers, so a step never change
 and a decode step compiled once serves every length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 
 import torch
@@ -14,12 +14,19 @@ from model.positions import Positions
 
 
 class LayerCache:
-    """The buffers (B, ...) of one layer. With none, a layer that remembers nothing."""
+    """The buffers (B, ...) of one layer. With none, a layer that remembers nothing.
+
+    `initial` has, for each of them, what a row holds before its first token: a tensor that
+    broadcasts to the buffer, e.g. a parameter or a buffer of the module. Without it, zeros.
+    """
 
     can_rewind = True
 
-    def __init__(self, *buffers: Tensor):
+    def __init__(self, *buffers: Tensor, initial: Sequence[Tensor] = ()):
         self.buffers = buffers
+        self.initial = initial
+        if len(initial) > 0:
+            self.reset()
 
     @property
     def nbytes(self) -> int:
@@ -38,6 +45,16 @@ class LayerCache:
         other = copy(self)
         other.buffers = tuple(map(change, self.buffers))
         return other
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Make all rows as they were before their first token."""
+        if len(self.initial) == 0:
+            for buffer in self.buffers:
+                buffer.zero_()
+            return
+        for buffer, initial in zip(self.buffers, self.initial, strict=True):
+            buffer.copy_(initial)
 
     def copy_(self, other: "LayerCache") -> None:
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
@@ -147,7 +164,9 @@ class Cache:
 
     def reset(self) -> None:
         """Empty it for new sequences."""
-        self.map(Tensor.zero_)
+        self.lengths.zero_()
+        for layer in self.layers:
+            layer.reset()
 
     def rewind(self, lengths: Tensor) -> None:
         """Forget all but the first `lengths` (B,) tokens of each row."""

@@ -28,6 +28,8 @@ class Attention(nn.Module, ABC):
     It is constructed with what its layer knows, then its own knobs:
     (dim, heads, context, layer, depth, *, ...). Projections, positions, mask and what to remember are its own affair.
     Its last map is called o_proj and begins at zero; its norms have `norm` in their names.
+    A tensor that is no parameter is a buffer, which keeps its dtype whatever that of the parameters is:
+    cast what is computed from it (`type_as`).
     """
 
     value_width: int | None = None  # width of the values that it takes from before it
@@ -44,7 +46,10 @@ class Attention(nn.Module, ABC):
 
     @abstractmethod
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> LayerCache:
-        """Empty, with room for `capacity` tokens in each row."""
+        """Empty, with room for `capacity` tokens in each row.
+
+        What a row holds before its first token is zero, or `initial` of the LayerCache.
+        """
 
     @abstractmethod
     def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
