@@ -28,9 +28,11 @@ from data.loader import Loader, check_enough
 from data.prepare import Corpus, prepare
 from data.sources import Source
 from model.build import ROOT, build
+from model.materialize import build_model
 from training import checkpoint, compilation, config, distributed, errors, folder, hardware
 from training.signals import Signals
 from training.trainer import Trainer
+from training.weights import dtype_name
 
 IMPORTS = monotonic() - BEFORE_IMPORTS  # seconds: max_minutes counts them too
 
@@ -126,9 +128,14 @@ def checked(cfg: DictConfig, *more: Callable[[dict], object]) -> list:
 
 
 def meta_build(settings: dict) -> None:
-    """The model and its optimizer, as shapes without memory."""
+    """The model and its optimizer, as shapes without memory.
+
+    Raises ValueError for what cannot be built, trained or saved.
+    """
+    model = build_model(settings["model"]).to("meta")
+    for name, tensor in model.state_dict().items():
+        dtype_name(name, tensor)
     with torch.device("meta"):
-        model = build(settings["model"])
         build(settings["optimizer"], "training")(model)
         model(torch.zeros(1, 2, dtype=torch.int64), model.new_cache(1, 2, torch.float32, "meta"))
 

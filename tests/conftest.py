@@ -6,6 +6,8 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", WANDB_MODE="disabled"
 
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,6 +24,7 @@ from data.prepare import prepare
 from data.tokenizer import Tokenizer
 from model.build import build
 from model.generation import Text, generate
+from model.materialize import build_model, materialize
 from model.sampling import sample
 from training import checkpoint
 from training.distributed import Ranks
@@ -109,9 +112,26 @@ def redraw(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, memory that torch allocates without a value is NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def drawn(tree: dict, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """A model, built as for training and for generation, whose every parameter matters."""
+    with poisoned_memory():
+        model = materialize(build_model(tree), "cpu", dtype)
+    return redraw(model).eval()
+
+
 @pytest.fixture(params=[*VARIANTS, *EXTRAS])
 def model(request):
-    return redraw(build(tree_of(*request.param.split()))).double().eval()
+    return drawn(tree_of(*request.param.split()), torch.float64)
 
 
 @pytest.fixture(scope="session")
@@ -121,7 +141,7 @@ def tokenizer() -> Tokenizer:
 
 def saved(folder: Path, tree: dict, tokenizer: Tokenizer, step: int = 1) -> torch.nn.Module:
     """A run whose only checkpoint is such a model, with every parameter drawn."""
-    model = redraw(build(tree | {"vocab_size": tokenizer.vocab_size})).eval()
+    model = drawn(tree | {"vocab_size": tokenizer.vocab_size})
     trees = {"model": tree | {"vocab_size": tokenizer.vocab_size}}
     checkpoint.save(folder, step, model.state_dict(), trees, tokenizer.proto, {})
     return model

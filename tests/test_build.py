@@ -6,6 +6,7 @@ import torch
 from model.attention.base import Attention
 from model.build import build
 from model.initialise import initialise
+from model.materialize import build_model, materialize
 from tests.conftest import VARIANTS, tree_of
 
 HOSTILE = [
@@ -44,9 +45,7 @@ def test_a_knob_too_many_or_too_few_is_refused(change):
 def test_first_weights_do_not_depend_on_how_a_model_is_built(variant):
     plain = build(tree_of(variant))
     initialise(plain, seed=3)
-    with torch.device("meta"):
-        late = build(tree_of(variant))
-    late.to_empty(device="cpu")
+    late = materialize(build_model(tree_of(variant)), "cpu")
     torch.manual_seed(99)
     initialise(late, seed=3)
     for (name, a), b in zip(plain.named_parameters(), late.parameters(), strict=True):

@@ -16,7 +16,8 @@ from model.initialise import initialise
 from model.matvec import for_few_tokens
 from model.positions import Positions
 from model.sampling import sample
-from tests.conftest import close, continued
+from tests.conftest import VARIANTS, close, continued, poisoned_memory
+from training import checkpoint
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 TOKENS = torch.randint(128, (3, 13), generator=torch.Generator().manual_seed(1))
@@ -115,6 +116,20 @@ def test_rows_can_be_reset_and_copied(model):
     close(logits[2], model(torch.cat((TOKENS[:1, :7], TOKENS[2:, 7:9]), dim=1))[0, 7:])
 
 
+def test_a_cache_that_is_reset_equals_a_new_one(model):
+    cache, empty = new_cache(model), new_cache(model)
+    model(TOKENS[:, :7], cache)
+    cache.row(1).reset()
+    for layer, new in zip(cache.layers, empty.layers, strict=True):
+        for buffer, expected in zip(layer.buffers, new.buffers, strict=True):
+            assert torch.equal(buffer[1], expected[1])
+    cache.reset()
+    assert cache.lengths.tolist() == [0, 0, 0]
+    for layer, new in zip(cache.layers, empty.layers, strict=True):
+        for buffer, expected in zip(layer.buffers, new.buffers, strict=True):
+            assert torch.equal(buffer, expected)
+
+
 def test_a_rewound_cache_goes_on_or_refuses(model):
     cache = new_cache(model)
     model(TOKENS[:, :9], cache)
@@ -206,6 +221,25 @@ def test_training_has_no_graph_break(model):
     logits.square().mean().backward()
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_trained_variant_decodes_from_its_checkpoint(trainer_of, variant):
+    with poisoned_memory():
+        trainer = trainer_of(f"attention={variant}", "batch_tokens=256", "micro_batch=4")
+    for _ in range(3):
+        trainer.optimize()
+    trainer.save()
+    with poisoned_memory():
+        loaded = checkpoint.load_model(checkpoint.newest(trainer.run), "cpu")
+    tokens, _ = trainer.loader(3)
+    trainer.model.eval()
+    with torch.no_grad():
+        trained = trainer.model(tokens)
+        close(loaded(tokens), trained, rtol=0, atol=0)
+        cache = loaded.new_cache(len(tokens), tokens.shape[1], torch.float32, "cpu")
+        cached = [loaded(chunk, cache) for chunk in tokens.split([31, 1, 1, 31], dim=1)]
+    close(torch.cat(cached, dim=1), trained, rtol=1e-4, atol=1e-4)  # sums in another order
+
+
 @pytest.mark.parametrize("guesses", [0, 3])
 def test_a_text_goes_on_from_what_the_cache_holds(model, guesses):
     cache, draw = new_cache(model, batch=1, capacity=64), partial(few, temperature=2.0)
@@ -234,7 +268,8 @@ def test_several_samples_share_one_prefill(model, monkeypatch):
 
 
 def test_bf16_runs(model):
-    model = model.bfloat16()
+    for parameter in model.parameters():  # and no buffer, as where a checkpoint is loaded in bf16
+        parameter.data = parameter.data.bfloat16()
     cache = model.new_cache(3, 16, torch.bfloat16, "cpu")
     assert feed(model, cache, TOKENS, (6, 1, 6)).isfinite().all()
 

@@ -31,6 +31,7 @@ from data.tokenizer import Tokenizer
 from model import matvec
 from model.build import ROOT, build
 from model.generation import compiled_step, decode_step
+from model.materialize import build_model, materialize
 from tools.latency import timed
 from train import checked, composed
 from training import compilation, errors, hardware, huggingface
@@ -227,7 +228,7 @@ def decoded_case(words: list[str]):
 
 def our_text(words: list[str]) -> Competitor:
     settings, device, theirs, prompts, work = decoded_case(words)
-    model = build(settings["model"]).to(device, theirs.dtype)
+    model = materialize(build_model(settings["model"]), device, theirs.dtype)
     weights = theirs.state_dict()
     model.load_state_dict({held.names[0]: weights[name] for name, held in layout(model, "Llama").items()})
     matvec.load(ROOT / ".cache", compilation.cpp_compiler())

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from data import IntegrityError, sealed
 from data.tokenizer import Tokenizer
-from model.build import build
+from model.materialize import build_model, materialize
 from model.transformer import Transformer
 from training import errors
 from training.distributed import distribute
 from training.huggingface import tree_of
-from training.weights import LLAMA2C, WHOLE, Stored, held, layout, settings
+from training.weights import LLAMA2C, WHOLE, Stored, dtype_name, held, layout, settings
 
 KEPT = 2
 STEPS = "step-" + 8 * "[0-9]"
@@ -35,7 +35,9 @@ FIX = "use an older checkpoint, or train anew in another folder"
 def ready(run: Path, model: Transformer, resume: bool) -> Path | None:
     """Removes what a crash left -> what to go on from. Raises OSError where two checkpoints would not fit."""
     sealed.tidy(run / "checkpoints")
-    needed = (KEPT + 1) * 3 * sum(p.nbytes for p in model.parameters())  # an optimizer has up to two numbers a weight
+    # an optimizer has up to two numbers a weight
+    needed = 3 * sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    needed *= KEPT + 1
     free = shutil.disk_usage(run).free
     if free < needed:
         raise OSError(
@@ -82,13 +84,14 @@ def write_weights(file: sealed.HashedFile, weights: dict[str, Tensor]) -> None:
     weights = {name: tensor.contiguous().cpu() for name, tensor in weights.items()}
     for name, tensor in weights.items():
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+        dtype = dtype_name(name, tensor)
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     file.write(struct.pack("<Q", len(head)) + head)
     for tensor in weights.values():
-        assert tensor.dtype == torch.float32
-        file.write(memoryview(tensor.numpy()))
+        # as bytes: numpy knows no bf16
+        file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
 def verify(checkpoint: Path) -> None:
@@ -135,15 +138,14 @@ def load_state(checkpoint: Path, needed: set[str]) -> dict:
         ) from None
 
 
-@torch.no_grad()
-def load_weights(model: Transformer, place: Path, device: torch.device | str | None = None) -> None:
-    """One tensor at a time, so that memory holds little more than the model; `device`: where a meta model gets its own.
+def load_weights(model: Transformer, place: Path) -> None:
+    """Parameters and persistent buffers. Raises IntegrityError where names or shapes are not the model's."""
+    copy_weights(model, check_weights(model, place))
 
-    Raises IntegrityError where names or shapes are not the model's.
-    """
-    files = check_weights(model, place)
-    if device is not None:
-        model.to_empty(device=device)
+
+@torch.no_grad()
+def copy_weights(model: Transformer, files: list[tuple[Stored, Callable[[], Tensor]]]) -> None:
+    """From where `check_weights` found them, one at a time: memory holds little more than the model."""
     weights = model.state_dict()
     for stored, read in files:
         for name, tensor in zip(stored.names, stored.split(read()), strict=True):
@@ -156,7 +158,7 @@ def check_weights(model: Transformer, place: Path) -> list[tuple[Stored, Callabl
     kind, found = kind_of(place), held(place)
     needed, fix = layout(model, kind), FIX if kind is None else WHOLE
     state = model.state_dict()
-    shapes = {name: (sum(each.rows), *state[each.names[0]].shape[1:]) for name, each in needed.items()}
+    shapes = {name: each.shape(state) for name, each in needed.items()}
     spare = {name for name in found if kind is not None and name.endswith("rotary_emb.inv_freq")}
     names = {**shapes, **dict.fromkeys(found.keys() - spare)}
     other = [name for name in names if name not in found or name not in shapes or found[name][0] != shapes[name]]
@@ -196,14 +198,17 @@ def tokenizer_of(place: Path) -> Path:
 
 
 def load_model(place: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model of a checkpoint or from elsewhere, built from the config in it. Ends with exit code 4 for NaN."""
+    """The model of a checkpoint or from elsewhere, built from the config in it. Ends with exit code 4 for NaN.
+
+    `dtype` is that of its parameters. A buffer keeps its own, and may be infinite: it may be a mask.
+    """
     tree = config_of(place)["model"]
     try:
-        with torch.device("meta"):
-            model = build(tree).to(dtype)
+        model = build_model(tree)
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise IntegrityError(f"not a model's config ({place}: {error}). fix: {FIX}") from None
-    load_weights(model, place, device)
+    files = check_weights(model, place)  # before it has memory
+    copy_weights(materialize(model, device, dtype), files)
     if not all(p.isfinite().all() for p in model.parameters()):
         errors.fail(errors.DIVERGED, f"weights contain NaN or infinity ({place}). fix: an older checkpoint")
     return model.eval()

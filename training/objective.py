@@ -16,10 +16,10 @@ from data.loader import IGNORED, documents, windows
 from data.prepare import Corpus
 from data.tokenizer import Tokenizer
 from model import sampling
-from model.build import build
 from model.generation import Text, generate
 from model.initialise import initialise
 from model.layers import capped, precise
+from model.materialize import build_model, materialize
 from model.transformer import Transformer
 from training.distributed import Ranks, distribute, shard
 from training.hardware import autocast
@@ -142,15 +142,14 @@ def prepared(settings: dict, bos: int | None, ranks: Ranks, precision: torch.dty
 
     With `activation_checkpointing`, a block keeps its input alone and computes the rest again. Chen et al., 1604.06174.
     """
-    with torch.device("meta"):
-        model = build(settings["model"])
+    model = build_model(settings["model"])
     if settings["activation_checkpointing"]:
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # what layers share is made once
         for block in model.blocks:
             block.forward = recomputed(block.forward)
     if settings["sharded"]:
         shard(model, ranks, precision)
-    initialise(model.to_empty(device=ranks.device), settings["seed"], distribute)
+    initialise(materialize(model, ranks.device), settings["seed"], distribute)
     objective = Objective(model, z_loss=settings["z_loss"], bos=bos)
     alone = ranks.world == 1 or settings["sharded"]
     return objective, objective if alone else DistributedDataParallel(objective, gradient_as_bucket_view=True)

@@ -22,6 +22,11 @@ from model.attention.latent import LatentAttention
 from model.transformer import Transformer
 
 LLAMA2C, FLOATS = "llama2.c", ("F64", "F32", "F16", "BF16")
+DTYPE_NAMES = {  # of the safetensors format
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+}  # fmt: skip
 WHOLE = "all files of the model, as they were made"
 NAMES = {
     "embed": "model.embed_tokens", "blocks": "model.layers", "norm": "model.norm", "head": "lm_head", "ffn": "mlp",
@@ -52,6 +57,12 @@ class Stored:
     turned: int = 0
     less: float = 0.0
 
+    def shape(self, state: dict[str, Tensor]) -> tuple[int, ...]:
+        """Of the stored tensor; `state` has ours, by name."""
+        if len(self.names) == 1:
+            return tuple(state[self.names[0]].shape)
+        return sum(self.rows), *state[self.names[0]].shape[1:]
+
     def join(self, ours: list[Tensor]) -> Tensor:
         theirs = torch.cat([x.unflatten(0, (self.groups, -1)) for x in ours], dim=1).flatten(0, 1)
         if self.turned:
@@ -59,6 +70,8 @@ class Stored:
         return theirs - self.less if self.less else theirs
 
     def split(self, theirs: Tensor) -> list[Tensor]:
+        if theirs.ndim == 0:  # a buffer of one number
+            return [theirs]
         theirs = theirs + self.less if self.less else theirs
         if self.turned:
             theirs = theirs.unflatten(0, (-1, self.turned // 2, 2)).transpose(1, 2).flatten(0, 2)
@@ -76,7 +89,7 @@ def layout(model: Transformer, kind: str | None) -> dict[str, Stored]:
         if theirs not in stored:
             stored[theirs] = Stored([], [])
         stored[theirs].names.append(ours)
-        stored[theirs].rows.append(len(tensor))
+        stored[theirs].rows.append(len(tensor) if tensor.ndim > 0 else 1)
         if kind == "Qwen3_5" and "self_attn.q_proj" in theirs:
             stored[theirs].groups = attention.heads
         if kind == "Qwen3_5" and "norm" in theirs and "linear_attn" not in theirs:
@@ -98,11 +111,19 @@ def renamed(ours: str, attention: nn.Module) -> str:
     return ".".join(inside.get(part, part) for part in ours.split("."))
 
 
+def dtype_name(name: str, tensor: Tensor) -> str:
+    """What safetensors calls its dtype. Raises ValueError, with `name`, for one that it lacks."""
+    if tensor.dtype not in DTYPE_NAMES:
+        fix = f"one of {', '.join(str(dtype) for dtype in DTYPE_NAMES)}, or persistent=False"
+        raise ValueError(f"a checkpoint cannot hold this dtype ({name}: {tensor.dtype}). fix: {fix}")
+    return DTYPE_NAMES[tensor.dtype]
+
+
 Held = dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]  # by name: a shape, and what reads the tensor
 
 
 def held(place: Path) -> Held:
-    """The tensors of a folder's safetensors files, or of llama2.c's .bin.
+    """The tensors of a folder's safetensors files, or of llama2.c's .bin; from elsewhere, floats only.
 
     Raises IntegrityError where they cannot be read, and for a pickle.
     """
@@ -117,6 +138,7 @@ def held(place: Path) -> Held:
             files = [place / name for name in names]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise IntegrityError(f"not an index of weights ({index}: {error!r}). fix: fetch it again") from None
+    allowed = DTYPE_NAMES.values() if (place / "manifest.json").exists() else FLOATS
     found = {}
     for file in files:
         if not file.exists():
@@ -126,7 +148,7 @@ def held(place: Path) -> Held:
         try:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
-                    if (kind := opened.get_slice(name).get_dtype()) not in FLOATS:
+                    if (kind := opened.get_slice(name).get_dtype()) not in allowed:
                         raise IntegrityError(f"quantized weights ({file}: {name} is {kind}). fix: {', '.join(FLOATS)}")
                     found[name] = tuple(opened.get_slice(name).get_shape()), partial(read, file, name)
         except SafetensorError as error:

@@ -185,12 +185,11 @@ import re, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import torch
-from model.build import build
+from model.materialize import build_model, materialize
 from training import checkpoint
 torch.set_num_threads(1)
 tree = checkpoint.config_of(Path(sys.argv[2]))["model"]
-with torch.device("meta"):
-    build(tree).to_empty(device="meta")  # all that is imported on the way
+materialize(build_model(tree), "meta")  # all that is imported on the way
 memory = lambda kind: int(re.search(kind + ".*?([0-9]+)", Path("/proc/self/status").read_text())[1]) * 1024
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
 before = memory("VmRSS")
