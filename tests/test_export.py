@@ -22,6 +22,10 @@ MORE = (
     "llama model.tied=true attention.bias=true", f"llama {YARN}", "sliding_window attention.qk_norm=null",
     "mla attention.query_rank=24 attention.bias=true", "gated attention.rope_fraction=0.5",
 )  # fmt: skip
+EXPORTED = (
+    "chunked", "delta", "differential", "gated", "gqa", "l2norm", "llama", "local_global", "mha", "mla", "mqa", "nope",
+    "sink", "sliding_window",
+)  # fmt: skip
 NONE = {
     "softcap": "(softcap=50.0, beside LlamaForCausalLM). fix: train anew with attention.softcap=null",
     "shared_kv": "with attention=gqa", "value_residual": "with attention=gqa", "gqa model.softcap=30.0": "softcap=null",
@@ -35,7 +39,7 @@ NONE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", [*(each for each in VARIANTS if each not in NONE), *MORE])
+@pytest.mark.parametrize("variant", [*EXPORTED, *MORE])
 def test_transformers_and_we_again_read_what_is_exported(variant, command, tokenizer, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,6 +64,33 @@ def test_transformers_and_we_again_read_what_is_exported(variant, command, token
     back = checkpoint.load_model(Path("again"), "cpu").state_dict()
     for name, weight in ours.state_dict().items():  # of norms that are stored less 1, the last bit may go
         close(back[name], weight, atol=1e-7 if "norm" in name else 0, rtol=0)
+
+
+OTHERS = [variant for variant in VARIANTS if variant not in (*EXPORTED, *NONE)]
+
+
+@pytest.mark.parametrize("variant", OTHERS)
+def test_another_attention_is_exported_as_it_is_or_refused(variant, command, tokenizer, tmp_path):
+    ours = saved(tmp_path / "run", tree_of(variant), tokenizer)
+    for kind in ("hf", "gguf"):
+        result = command("tools/export.py", "--run", "run", "--format", kind, "--out", kind)
+        if result.code != 0:
+            assert result.code == 2 and result.err.count("\n") == 1
+            assert result.err.startswith("error: ") and result.err.count("fix: ") == 1
+            assert not list(tmp_path.glob(f"*{kind}*"))
+        elif kind == "hf":
+            from transformers import AutoModelForCausalLM
+
+            theirs = AutoModelForCausalLM.from_pretrained(kind, dtype=torch.float32).eval()
+            tokens = torch.randint(tokenizer.vocab_size, (2, 40))
+            with torch.no_grad():
+                close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+
+    # what needs no class works
+    Path("text.txt").write_text("Ann had a red ball.")
+    assert command("tools/evaluate.py", "--run", "run", "--text", "text.txt").code == 0
+    words = ("Ann", "--run", "run", "--max-new-tokens", "3", "--compile", "false")
+    assert command("generate.py", *words).code == 0
 
 
 @pytest.mark.parametrize("variant", NONE)

@@ -13,6 +13,8 @@ DECODER = "model.transformer.Transformer"
 SOFTMAX = "model.attention.softmax.SoftmaxAttention"
 DIFFERENTIAL = "model.attention.differential.DifferentialAttention"
 LATENT, DELTA = "model.attention.latent.LatentAttention", "model.attention.delta.GatedDelta"
+KNOWN = {SOFTMAX, DIFFERENTIAL, LATENT, DELTA}  # attentions that some class has
+INTERLEAVE = "model.attention.interleave.interleave"
 PLAIN = {"_target_": SOFTMAX, "_partial_": True, "rope_fraction": 1.0, "rope_scaling": None, "qk_norm": None}
 PLAIN |= {"window": None, "chunk": None, "softcap": None, "sink": False, "gated": False, "dropout": 0.0, "bias": False}
 SOME = {"window", "chunk", "rope_base"}  # null in a layer that has none
@@ -61,8 +63,10 @@ def layers_of(tree: dict) -> list[dict]:
         raise ValueError(f"no class of transformers has this decoder ({given}). fix: train {DECODER} with softcap=null")
     attention, layers = tree["attention"], []
     for layer in range(tree["depth"]):
-        pattern = attention.get("pattern")
-        knobs = attention["kinds"][pattern[(layer - tree["depth"]) % len(pattern)]] if pattern else attention
+        knobs = attention
+        if attention["_target_"] == INTERLEAVE:
+            pattern = attention["pattern"]
+            knobs = attention["kinds"][pattern[(layer - tree["depth"]) % len(pattern)]]
         layers.append({**(PLAIN if "kv_heads" in knobs else {}), **knobs})
         if knobs["_target_"] == DELTA:
             del layers[-1]["chunk"]  # which is how it computes, and no mask
@@ -96,6 +100,12 @@ def unfit(name: str, layers: list[dict]) -> dict[str, object]:
 def class_of(tree: dict) -> str:
     """The first class that can express a model. Raises ValueError, which names the nearest, where none can."""
     layers = layers_of(tree)
+    unknown = sorted({layer["_target_"] for layer in layers} - KNOWN)
+    if unknown:
+        raise ValueError(
+            "no class that is exported to has this attention "
+            f"({', '.join(unknown)}, beside Qwen3ForCausalLM). fix: train anew with attention=gqa"
+        )
     found = {name: unfit(name, layers) for name in CLASSES}
     nearest = min(found, key=lambda name: ("_target_" in found[name], len(found[name])))
     if not found[nearest]:
@@ -210,7 +220,7 @@ def tree_of(config: dict) -> dict:
         for kind, turns in zip(types, ropes, strict=True):
             pattern.append(kind.removesuffix("_attention") + ("" if turns else "_nope"))
             kinds[pattern[-1]] = layer_of(name, config, kind, bool(turns))
-        mixed = {"_target_": "model.attention.interleave.interleave", "_partial_": True}
+        mixed = {"_target_": INTERLEAVE, "_partial_": True}
         attention = kinds[pattern[0]] if len(kinds) == 1 else mixed | {"kinds": kinds, "pattern": pattern}
         tree = {"_target_": DECODER, **shape, "softcap": None, "attention": attention}
         ours = config_of(tree)
