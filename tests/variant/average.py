@@ -1,0 +1,65 @@
+"""A running average of values with a learned forget gate, whose state begins at a buffer's value.
+
+s_t = f_t s_{t-1} + (1 - f_t) v_t   with   f_t = sigmoid(forget(x_t)),   s_0 = initial_state
+"""
+
+import torch
+from torch import Tensor
+
+from model.attention.base import Attention
+from model.cache import LayerCache
+from model.layers import Linear, precise
+from model.positions import Positions
+
+
+class StateCache(LayerCache):
+    """The state (B, D)."""
+
+    can_rewind = False
+
+
+class RunningAverage(Attention):
+    """`offset` is the state before the first token."""
+
+    def __init__(self, dim: int, heads: int, context: int, layer: int, depth: int, *, offset: float):
+        super().__init__()
+        self.dim = dim
+        self.v_proj = Linear(dim, dim)
+        self.forget_proj = Linear(dim, dim)
+        self.o_proj = Linear(dim, dim)
+        self.register_buffer("initial_state", torch.linspace(-offset, offset, dim))
+
+    def mix(self, x: Tensor, positions: Positions, cache: StateCache | None) -> Tensor:
+        v = precise(self.v_proj(x))
+        forget = precise(self.forget_proj(x)).sigmoid()
+        padding = (positions.ids < 0)[:, :, None]
+        forget = forget.masked_fill(padding, 1.0)
+
+        # without a cache each document begins anew; a cache begins where it was reset
+        initial = self.initial_state.type_as(v)
+        if cache is None:
+            begins = (positions.ids == 0)[:, :, None]
+            state = initial.expand(len(x), -1)
+        else:
+            begins = torch.zeros_like(padding)
+            state = cache.buffers[0].type_as(v)
+
+        states = []
+        for t in range(x.shape[1]):
+            state = torch.where(begins[:, t], initial, state)
+            state = forget[:, t] * state + (1 - forget[:, t]) * v[:, t]
+            states.append(state)
+        if cache is not None:
+            cache.buffers[0].copy_(state)
+        return self.o_proj(torch.stack(states, dim=1).type_as(x))
+
+    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> StateCache:
+        dtype = torch.promote_types(torch.float32, dtype)
+        state = torch.empty(batch, self.dim, dtype=dtype, device=device)
+        return StateCache(state, initial=(self.initial_state,))
+
+    def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
+        return self.dim * torch.promote_types(torch.float32, dtype).itemsize
+
+    def score_flops(self, context: int) -> float:
+        return 5 * self.dim
