@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from model.build import build
 from tests.conftest import VARIANTS, close, settings_of, weights
+from training import optimizers
 from training.optimizers import Muon, adamw, lion, muon
 from training.schedules import cosine, wsd
 
@@ -41,7 +42,8 @@ def test_clipping_bounds_the_gradient(trainer_of):
     assert moved[1] < moved[0] / 5
 
 
-def test_muon_steps_as_torch_does():
+def test_muon_steps_as_torch_does(monkeypatch):
+    monkeypatch.setattr(optimizers, "multiplies_bf16", lambda device: True)  # torch knows nothing else
     generator = torch.Generator().manual_seed(0)
     shapes = [(24, 16), (16, 16), (16, 24), (24, 16), (16, 40)]
     ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
@@ -55,6 +57,17 @@ def test_muon_steps_as_torch_does():
             stepper.step()
     for a, b in zip(ours, theirs, strict=True):
         close(a, b, rtol=0, atol=1e-3)  # a hundredth of what a weight moves by in a step, for bf16
+
+
+@pytest.mark.parametrize("is_fast, error", [(False, 1e-5), (True, 0.03)])
+def test_newton_schulz_steps_are_those_of_float64(monkeypatch, is_fast, error):
+    """Jordan's polynomial of singular values, by a singular value decomposition; 0.014 in bf16 over 9 seeds."""
+    monkeypatch.setattr(optimizers, "multiplies_bf16", lambda device: is_fast)
+    x = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(0))
+    u, s, v = torch.linalg.svd(x.double() / x.double().norm(dim=(1, 2), keepdim=True), full_matrices=False)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    close(optimizers.orthogonal(x).double(), u * s[:, None] @ v, rtol=0, atol=error)
 
 
 @pytest.mark.parametrize("kind", [adamw, lion, muon])

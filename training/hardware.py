@@ -1,6 +1,7 @@
 """What the machine is and can do: device, precision, peak rate, memory."""
 
 import ctypes
+import os
 import platform
 import re
 import resource
@@ -109,13 +110,19 @@ def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
         best = torch.bfloat16 if has_bf16 else torch.float16
     else:
         has_bf16 = True  # emulated where there is none
-        fast = device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-        best = torch.bfloat16 if fast else torch.float32
+        best = torch.bfloat16 if multiplies_bf16(device) else torch.float32
     if wanted == "bf16" and not has_bf16:
         raise ValueError(f"this GPU has no bf16 (precision=bf16, {torch.cuda.get_device_name()}). fix: precision=fp16")
     if wanted == "fp16" and device.type == "cpu":
         raise ValueError("fp16 needs a GPU (precision=fp16, device=cpu). fix: precision=auto")
     return {"auto": best, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted]
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether products in bf16 are fast here; elsewhere a CPU takes several times as long as for fp32."""
+    if device.type == "cpu":
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return device.type == "cuda"
 
 
 def keep_freed_memory(device: torch.device) -> None:

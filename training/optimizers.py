@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 from data import IntegrityError
 from training.distributed import Ranks, distribute, divided, full_tensor, local
+from training.hardware import multiplies_bf16
 
 TOGETHER = 2**28  # weights whose update is made at once
 PLAIN = (Tensor, bool, int, float, str, type(None))  # what a checkpoint can hold
@@ -61,8 +62,12 @@ class Muon(Optimizer):
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """x (N, R, C), R <= C -> bf16, with all singular values near 1, by five Newton-Schulz steps."""
-    x = x.bfloat16()
+    """x (N, R, C), R <= C -> with all singular values near 1, by five Newton-Schulz steps.
+
+    In bf16, but where that is slow: five steps need no precision.
+    """
+    if multiplies_bf16(x.device):
+        x = x.bfloat16()
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
