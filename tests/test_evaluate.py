@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.tokenizer import Tokenizer
-from tests.conftest import DATASETS, STORIES, TINY, stories
+from tests.conftest import DATASETS, STORIES, continued, stories
 from tools import evaluate
 from training import checkpoint
 
@@ -28,43 +28,47 @@ def test_a_model_of_llama2c_has_its_reference_loss(command):
     assert abs(found["nats_per_token"] - 1.41126) < 1e-4
 
 
-def test_bits_per_byte_are_those_of_a_plain_loop(command, trained):
-    """Window by window in float64, each token from those before it in its window."""
+@pytest.fixture
+def drawn(drawn_run) -> tuple[torch.nn.Module, Tokenizer]:
+    """The model of the run in float64, and its tokenizer."""
+    place = checkpoint.newest(drawn_run)
+    return checkpoint.load_model(place, "cpu").double(), Tokenizer.load(place / "tokenizer.model")
+
+
+@torch.no_grad()
+def nats_of(model: torch.nn.Module, tokens: list[int], first: int = 1) -> float:
+    """Of the tokens from the first on: each from those before it in its window, one after the other."""
+    nats = 0.0
+    for at in range(first, len(tokens)):
+        window = tokens[(at - 1) // model.context * model.context : at]
+        nats -= model(torch.tensor([window]))[0, -1].log_softmax(-1)[tokens[at]].item()
+    return nats
+
+
+def test_bits_per_byte_are_those_of_a_plain_loop(command, drawn_run, drawn):
+    model, tokenizer = drawn
     texts = ["Ann had a red ball.", "Привет! Bob said: " * 20, "x"]
     Path("some.txt").write_text("\n<|endoftext|>\n".join(texts))
-    found = evaluated(command, "--run", str(trained), "--text", "some.txt", "--batch-size", "2")
-    place = checkpoint.newest(trained)
-    model, tokenizer = checkpoint.load_model(place, "cpu").double(), Tokenizer.load(place / "tokenizer.model")
-    nats, count = 0.0, 0
-    for text in texts:
-        tokens = [tokenizer.bos, *tokenizer.encode(text)]
-        for at in range(1, len(tokens)):
-            window = tokens[(at - 1) // model.context * model.context : at]
-            with torch.no_grad():
-                nats -= model(torch.tensor([window]))[0, -1].log_softmax(-1)[tokens[at]].item()
-            count += 1
+    found = evaluated(command, "--run", str(drawn_run), "--text", "some.txt", "--batch-size", "2")
+    rows = [[tokenizer.bos, *tokenizer.encode(text)] for text in texts]
+    assert max(map(len, rows)) > 2 * model.context
+    nats, count = sum(nats_of(model, row) for row in rows), sum(len(row) - 1 for row in rows)
     assert (found["tokens"], found["bytes"]) == (count, len("".join(texts).encode()))
     assert found["nats_per_token"] == pytest.approx(nats / count, rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-5)
 
 
-def test_scores_of_rows_together_are_those_of_rows_alone(trained):
-    place = checkpoint.newest(trained)
-    model, draw = checkpoint.load_model(place, "cpu"), torch.Generator().manual_seed(0)
+def test_scores_of_rows_together_are_those_of_rows_alone(drawn):
+    model, draw = drawn[0], torch.Generator().manual_seed(0)
     rows = [
         (torch.randint(300, (n,), generator=draw).tolist(), first) for n, first in ((5, 4), (40, 1), (3, 1), (9, 9))
     ]
-    tokens = [1, 7, 9]
-    while len(tokens) < 9:
-        tokens.append(model(torch.tensor([tokens]))[0, -1].argmax().item())
-    rows.append((tokens, 3))
+    rows.append(([1, 7, 9, *continued(model, [[1, 7, 9]], 6)[0]], 3))
     together = evaluate.scores(model, rows, 5)
     for row, (score, greedy) in zip(rows, together, strict=True):
         alone = evaluate.scores(model, [row], 1)[0]
         assert alone == (pytest.approx(score, abs=1e-4), greedy)
-        logits = model(torch.tensor([row[0][:-1]]))[0].log_softmax(-1)
-        expected = [logits[at - 1, row[0][at]].item() for at in range(row[1], len(row[0]))]
-        assert score == pytest.approx(sum(expected), abs=1e-4)
+        assert score == pytest.approx(-nats_of(model, *row), abs=1e-4)
     assert [greedy for _, greedy in together] == [False, False, False, True, True]  # the fourth has nothing to miss
 
 
@@ -75,27 +79,65 @@ def task(name: str, **more) -> None:
     Path("tasks", f"{name}.yaml").write_text(json.dumps(content))
 
 
+def questions(model: torch.nn.Module, tokenizer: Tokenizer) -> list[dict]:
+    """Prompts with ways to go on, which of them is the likeliest and which the least, and what follows greedily."""
+    rows, ways = [], [" said", " zqx", " may I"]
+    for said in ("Bob saw a red ball and", "Ann had", "Dan saw a small dog:"):
+        ways, nats = [*ways[1:], ways[0]], []
+        for way in ways:
+            tokens = [tokenizer.bos, *tokenizer.encode(said + way)]
+            nats.append(nats_of(model, tokens, 1 + len(tokenizer.encode(said))))
+        lowest, middle, highest = sorted(nats)
+        assert min(middle - lowest, highest - middle) > 0.1  # no choice that hangs on the last bits
+        (drawn,) = continued(model, [[tokenizer.bos, *tokenizer.encode(said)]], 9)
+        row = {"said": said, "ways": ways, "likeliest": nats.index(lowest), "least": nats.index(highest)}
+        rows.append(row | {"answer": tokenizer.decode(drawn), "text": said})
+    assert len({row["likeliest"] for row in rows}) > 1
+    return rows
+
+
 @pytest.mark.filterwarnings("ignore")  # of the harness and its libraries
-def test_the_harness_asks_a_trained_run(command, story):
-    """A choice, a text and an answer of a local task, without a network, as from the model's own probabilities."""
-    words = (*TINY, "data=text", f"data.path={story}", "data.vocab_size=400", "steps=150", "eval_every=150")
-    assert command("train.py", *words, "sample_every=150", "save_every=150", "run_dir=run").code == 0
-    rows = [{"said": "Bob saw a red ball and", "ways": [" said", " zqx", " hat"], "right": 0, "text": "Ann had a hat."}]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
-    right = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
-    bits = [{"metric": "bits_per_byte"}]
-    choices = {"output_type": "multiple_choice", "doc_to_choice": "{{ways}}", "doc_to_target": "{{right}}"}
-    task("choice", **choices, metric_list=[right[0] | {"metric": "acc"}])
-    task("rolling", output_type="loglikelihood_rolling", doc_to_target="{{text}}", metric_list=bits)
-    ends = {"until": [":", " may"], "max_gen_toks": 9}
-    task("answer", output_type="generate_until", generation_kwargs=ends, doc_to_target=" said", metric_list=right)
-    found = evaluated(command, "--run", "run", "--tasks", "choice,rolling,answer", "--task-folder", "tasks")["tasks"]
-    assert found["choice"]["acc,none"] == 1 and found["choice"]["sample_len"] == 3
-    assert found["answer"]["exact_match,none"] == 1
-    Path("text.txt").write_text("Ann had a hat.")
-    alone = evaluated(command, "--run", "run", "--text", "text.txt")
-    assert found["rolling"]["bits_per_byte,none"] == pytest.approx(alone["bits_per_byte"], rel=1e-5)
+def test_the_harness_asks_the_model(command, drawn_run, drawn):
+    """Choices, texts and answers of local tasks, without a network, as from the model's own probabilities."""
+    model, tokenizer = drawn
+    rows = questions(*drawn)
+    stop = rows[0]["answer"][4:6]
+    for row in rows:
+        row["cut"] = row["answer"].partition(stop)[0]
+    assert "" < rows[0]["cut"] < rows[0]["answer"]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    exact = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
+    accuracy = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+    choices = {"output_type": "multiple_choice", "doc_to_choice": "{{ways}}", "target_delimiter": ""}
+    task("likeliest", **choices, doc_to_target="{{likeliest}}", metric_list=accuracy)
+    task("least", **choices, doc_to_target="{{least}}", metric_list=accuracy)
+    task(
+        "rolling",
+        output_type="loglikelihood_rolling",
+        doc_to_target="{{text}}",
+        metric_list=[{"metric": "bits_per_byte"}],
+    )
+    for name, until in (("answer", ["@@"]), ("cut", ["@@", stop])):
+        how = {"until": until, "max_gen_toks": 9}
+        task(
+            name,
+            output_type="generate_until",
+            generation_kwargs=how,
+            doc_to_target="{{" + name + "}}",
+            metric_list=exact,
+        )
+    names = ("likeliest", "least", "rolling", "answer", "cut")
+    found = evaluated(command, "--run", str(drawn_run), "--tasks", ",".join(names), "--task-folder", "tasks")["tasks"]
+    assert found["likeliest"]["acc,none"] == 1 and found["likeliest"]["sample_len"] == 3
+    assert found["least"]["acc,none"] == 0
+    assert found["answer"]["exact_match,none"] == found["cut"]["exact_match,none"] == 1
+    nats = sum(nats_of(model, [tokenizer.bos, *tokenizer.encode(row["text"])]) for row in rows)
+    size = sum(len(row["text"].encode()) for row in rows)
+    assert found["rolling"]["bits_per_byte,none"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+
+
+def test_what_cannot_be_measured_is_a_line(command, drawn_run):
     for more, said in ((("--tasks", "magic"), "unknown tasks (magic)"), (("--text", "none.txt"), "none.txt")):
-        result = command("tools/evaluate.py", "--run", "run", *more)
+        result = command("tools/evaluate.py", "--run", str(drawn_run), *more)
         assert result.code == 2 and said in result.err and not result.out
-    assert command("tools/evaluate.py", "--run", "run").code == 2
+    assert command("tools/evaluate.py", "--run", str(drawn_run)).code == 2

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from data.sealed import verified
-from tests.conftest import ROOT, TINY
+from tests.conftest import LONG, ROOT, TINY
 
 COMMIT = hashlib.sha1(b"the only commit").hexdigest()
 REPO = "someone/stories"
@@ -99,7 +99,7 @@ def train(folder, endpoint: str, *words: str) -> subprocess.CompletedProcess:
     }
     short = ("steps=3", "data.vocab_size=400", "data=tinystories", f"data.repo={REPO}", *words)
     command = [sys.executable, str(ROOT / "train.py"), *TINY, *short]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LONG)
 
 
 @pytest.mark.parametrize("tokens", ["null", "4000"])

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from model import matvec
 from model.build import build
 from model.layers import Linear
-from tests.conftest import ROOT, close, redraw, tree_of
+from tests.conftest import ROOT, close, learn_by_heart, redraw, tree_of
 from training.compilation import cpp_compiler
 
 
@@ -61,13 +61,13 @@ def test_without_a_compiler_torch_multiplies(monkeypatch, tmp_path):
 
 
 def test_weights_in_int8_cost_less_than_a_hundredth_of_a_nat(trainer_of):
-    trainer = trainer_of("steps=50")
-    for _ in range(50):
-        trainer.optimize()
-    inputs, targets = trainer.loader(50)
+    trainer = trainer_of("steps=15", "schedule.warmup=2")
+    learn_by_heart(trainer, 15)
+    inputs, targets = trainer.loader(0)
     nats = []
     with torch.no_grad():
         for int8 in (False, True):
             matvec.for_few_tokens(trainer.model, int8) if int8 else None
             nats.append(F.cross_entropy(trainer.model(inputs).flatten(0, 1), targets.flatten()).item())
-    assert nats[0] < 3 and nats[0] != nats[1] and abs(nats[1] - nats[0]) < 0.01
+    # Over 5 seeds, trained in fp32 and in bf16: 0.25 to 0.38 nats, which change by at most 0.0002.
+    assert nats[0] < 1 and nats[0] != nats[1] and abs(nats[1] - nats[0]) < 0.01

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from data.loader import IGNORED
-from tests.conftest import VARIANTS, close, weights
+from tests.conftest import VARIANTS, close, learn_by_heart, weights
 from tools.cost import kept
 from training import objective
 from training.objective import LinearCrossEntropy
@@ -59,11 +59,12 @@ def test_a_loss_of_huge_logits_stays_finite():
 def test_z_loss_keeps_the_sum_of_exponentials_near_one(trainer_of):
     ends = []
     for z_loss in (0.0, 1.0):
-        trainer = trainer_of(f"z_loss={z_loss}", "optimizer=adamw", "optimizer.lr=0.1", "schedule.warmup=1")
+        trainer = trainer_of(f"z_loss={z_loss}", "optimizer=adamw", "optimizer.lr=0.05", "schedule.warmup=1")
         for _ in range(6):
             trainer.optimize()
         logits = trainer.model(trainer.loader(6)[0])
         ends.append(logits.logsumexp(-1).abs().mean().item())
+    # Over 5 seeds, in fp32 and in bf16: at least 5.1 without, at most 1.0 with.
     assert ends[1] < 0.5 * ends[0]
 
 
@@ -102,12 +103,9 @@ def test_recomputed_blocks_are_compiled_each_by_itself(trainer_of, attention):
 @pytest.mark.parametrize("attention", ["value_residual", "local_global"])
 def test_a_speedrun_learns_recomputed_in_one_graph(trainer_of, attention):
     words = ("experiment=speedrun", f"attention={attention}", "model.dim=64", "model.heads=4", "model.hidden=96")
-    trainer = trainer_of(*words, "z_loss=1e-4", "activation_checkpointing=true", "steps=50", "batch_tokens=256")
+    steps = ("steps=12", "batch_tokens=128", "schedule.warmup=2")
+    trainer = trainer_of(*words, "z_loss=1e-4", "activation_checkpointing=true", *steps)
     torch._dynamo.reset()
     trainer.objective.compile(dynamic=False, fullgraph=True, backend="aot_eager")
-    trainer.optimize()
-    first = trainer.nats.item()
-    for _ in range(49):
-        trainer.nats.zero_()
-        trainer.optimize()
-    assert trainer.nats.item() < first / 2
+    losses = learn_by_heart(trainer, 12)
+    assert losses[-1] < losses[0] / 2

@@ -112,7 +112,7 @@ BAD_GENERATION = {
 
 
 @pytest.mark.parametrize("case", BAD_GENERATION)
-def test_bad_input_to_generation_is_a_line_and_a_code(command, trained, monkeypatch, case):
+def test_bad_input_to_generation_is_a_line_and_a_code(command, drawn_run, monkeypatch, case):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)

@@ -17,7 +17,7 @@ from data.sealed import written
 from data.shards import ShardWriter, open_shard
 from data.sources import Stdlib, Text
 from data.tokenizer import Stream, Tokenizer
-from tests.conftest import DATASETS, ROOT
+from tests.conftest import DATASETS, LONG, ROOT
 
 NASTY = [
     "",
@@ -204,7 +204,7 @@ def test_four_processes_build_one_corpus(tmp_path, story):
     )
     start = [sys.executable, "-c", code, str(story), str(tmp_path / "cache"), str(ROOT)]
     running = [subprocess.Popen(start, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    assert "".join(process.communicate(timeout=60)[0] for process in running).count("built") == 1
+    assert "".join(process.communicate(timeout=LONG)[0] for process in running).count("built") == 1
     assert [process.returncode for process in running] == [0] * 4
 
 

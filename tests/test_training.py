@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from model.build import build
-from tests.conftest import VARIANTS, close, settings_of, weights
+from tests.conftest import VARIANTS, close, learn_by_heart, settings_of, weights
 from training import optimizers
 from training.optimizers import Muon, adamw, lion, muon
 from training.schedules import cosine, wsd
@@ -56,7 +56,9 @@ def test_muon_steps_as_torch_does(monkeypatch):
         for stepper in steppers:
             stepper.step()
     for a, b in zip(ours, theirs, strict=True):
-        close(a, b, rtol=0, atol=1e-3)  # a hundredth of what a weight moves by in a step, for bf16
+        # Weights moved by 0.23. Products that round bf16 elsewhere differ by at most 0.0015 over 8 seeds, those in
+        # fp32 by 0.0027; one step less of Newton-Schulz differs by 0.046.
+        close(a, b, rtol=0, atol=5e-3)
 
 
 @pytest.mark.parametrize("is_fast, error", [(False, 1e-5), (True, 0.03)])
@@ -147,14 +149,12 @@ def test_evaluation_runs_what_training_compiled(trainer_of):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_every_variant_learns(trainer_of, variant, precision):
-    trainer = trainer_of(f"attention={variant}", "document_mask=true", "steps=50", "batch_tokens=256")
+    words = ("document_mask=true", "steps=12", "batch_tokens=128", "schedule.warmup=2")
+    trainer = trainer_of(f"attention={variant}", *words)
     trainer.precision = precision
-    losses = []
-    for _ in range(50):
-        trainer.optimize()
-        losses.append(trainer.nats.item() / 256)
-        trainer.nats.zero_()
-    assert max(losses[-5:]) < losses[0] / 2
+    losses = learn_by_heart(trainer, 12)
+    # The last losses are at most 0.12 of the first, over 5 seeds of each variant, in fp32 as in bf16.
+    assert max(losses[-4:]) < losses[0] / 2
 
 
 @pytest.mark.long
@@ -172,15 +172,15 @@ def test_every_variant_learns_the_same_when_compiled(trainer_of, variant):
 
 @pytest.mark.parametrize("variant", ["gqa", "mla"])
 def test_a_cache_in_int8_costs_less_than_a_hundredth_of_a_nat(trainer_of, variant):
-    trainer = trainer_of(f"attention={variant}", "steps=50")
-    for _ in range(50):
-        trainer.optimize()
-    inputs, targets = trainer.loader(50)
+    trainer = trainer_of(f"attention={variant}", "steps=15", "schedule.warmup=2")
+    learn_by_heart(trainer, 15)
+    inputs, targets = trainer.loader(0)
     cache = trainer.model.new_cache(len(inputs), 64, torch.int8, "cpu")
     with torch.no_grad():
         both = trainer.model(inputs), torch.cat([trainer.model(part, cache) for part in inputs.split(8, dim=1)], dim=1)
     exact, small = (F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() for logits in both)
-    assert exact < 3 and abs(small - exact) < 0.01
+    # Over 5 seeds, trained in fp32 and in bf16: 0.25 to 0.38 nats, which change by at most 0.00008.
+    assert exact < 1 and 0 < abs(small - exact) < 0.01
 
 
 def test_any_seed_can_be_drawn_from(trainer_of):
@@ -292,11 +292,14 @@ def test_wandb_offline_writes_into_the_run(trainer_of, monkeypatch):
 
 
 def test_a_bar_and_lines_tell_the_same(trainer_of, monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr("training.trainer.monotonic", lambda: clock[0])
     for watched in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda watched=watched: watched)
         trainer = trainer_of()
         trainer.optimize()
+        clock[0] += 2.0
         trainer.report()
         trainer.finish()
         told = capsys.readouterr().err
-        assert "tokens/s" in told and "GFLOP/s" in told and "GiB" in told and "0:00:00 left" in told
+        assert "256 tokens/s" in told and "GFLOP/s" in told and "GiB" in told and "0:00:10 left" in told

@@ -128,12 +128,12 @@ def bandwidth(device: torch.device) -> float:
     return x.nbytes / (perf_counter() - began)
 
 
-def product() -> float:
-    """FLOP/s of a product of 4096 x 4096 matrices in bf16, on a CPU."""
-    a, b = (torch.randn(4096, 4096, dtype=torch.bfloat16) for _ in range(2))
+def product(size: int = 4096) -> float:
+    """FLOP/s of a product of square matrices in bf16, on a CPU."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
     began = perf_counter()
     a @ b
-    return 2 * 4096**3 / (perf_counter() - began)
+    return 2 * size**3 / (perf_counter() - began)
 
 
 def ours(words: list[str]) -> Competitor:

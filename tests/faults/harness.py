@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from threading import RLock
 from time import monotonic, sleep
+from unittest import mock
 
 import torch
 from tqdm import tqdm
@@ -24,9 +25,9 @@ from data import sealed
 from data.loader import Loader
 from data.prepare import Corpus
 from data.sources import Text
-from tests.conftest import TINY, settings_of
+from tests.conftest import LONG, TINY, settings_of
 from train import train
-from training import checkpoint, errors, folder
+from training import checkpoint, errors, folder, log
 from training.distributed import Ranks
 from training.signals import Signals
 from training.trainer import Trainer
@@ -52,7 +53,9 @@ class Job:
         settings["model"]["vocab_size"] = self.corpus.tokenizer.vocab_size
         loader = Loader(self.corpus.train, context=16, batch=settings["batch_tokens"] // 16, seed=settings["seed"])
         ranks = Ranks(0, 1, torch.device("cpu"))
-        with Signals() as signals, errors.one_line(), folder.claimed(settings, ranks) as run:
+        # matplotlib takes as long as the four steps and their saves together
+        picture = mock.patch.object(log, "draw", lambda _, path: path.touch())
+        with picture, Signals() as signals, errors.one_line(), folder.claimed(settings, ranks) as run:
             trainer = Trainer(settings, self.corpus, loader, run, ranks, torch.float32, signals, monotonic())
             return train(trainer, compiles=False)
 
@@ -91,6 +94,7 @@ def start(action: Action, *before: Action) -> int:
     if pid > 0:
         return pid
     code = 1
+    torch.set_num_threads(1)  # those of OpenMP do not survive a fork: a parallel region would wait for them forever
     try:
         for prepare in before:
             prepare()
@@ -182,7 +186,7 @@ def source(path: Path) -> Text:
     )
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = LONG) -> None:
     end = monotonic() + seconds
     while not condition():
         if monotonic() > end:

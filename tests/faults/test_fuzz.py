@@ -16,7 +16,7 @@ import train
 from data import IntegrityError
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from tests.conftest import CONFIGS, ROOT, SHORT, TINY, settings_of
+from tests.conftest import CONFIGS, LONG, ROOT, SHORT, TINY, settings_of
 from tests.faults.harness import source
 from training import errors, hardware
 from training.config import RULES, flat
@@ -131,7 +131,7 @@ def commands(cases: int, seed: int, folder: Path, story: Path) -> list:
             cwd=folder,
             env=environment,
             capture_output=True,
-            timeout=120,
+            timeout=LONG,
         )
         told = done.stderr.decode()
         written = list(folder.iterdir())

@@ -13,7 +13,7 @@ import pytest
 
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from tests.conftest import ROOT, TINY
+from tests.conftest import LONG, ROOT, TINY
 from tests.faults.harness import finish, forked, source, start, wait_for
 from training import checkpoint, trainer
 from training.signals import Signals
@@ -84,7 +84,7 @@ def test_a_signal_that_comes_again_and_again_saves_once(job, whole):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_preparation_ends_it(tmp_path, story, monkeypatch, number, capfd):
-    monkeypatch.setattr(Tokenizer, "documents", lambda self, texts: time.sleep(60))
+    monkeypatch.setattr(Tokenizer, "documents", lambda self, texts: time.sleep(LONG))
 
     def preparing() -> None:
         with Signals():
@@ -118,7 +118,7 @@ def test_a_signal_to_one_of_two_processes_saves_and_ends_both(tmp_path, story):
     launcher = torchrun(tmp_path, story)
     wait_for_steps(tmp_path / "run", 3)
     os.kill(ranks_of(launcher)[-1], signal.SIGTERM)
-    told = launcher.communicate(timeout=60)[1]
+    told = launcher.communicate(timeout=LONG)[1]
     assert re.findall(r"exitcode +: (-?\d+)", told) == ["75", "75"]
     assert "resume=true" in told
     newest = checkpoint.newest(tmp_path / "run")
@@ -128,6 +128,6 @@ def test_a_signal_to_one_of_two_processes_saves_and_ends_both(tmp_path, story):
     launcher = torchrun(tmp_path, story, "resume=true")
     wait_for_steps(tmp_path / "run", len(steps) + 6)
     os.kill(ranks_of(launcher)[-1], signal.SIGKILL)  # now one dies
-    assert launcher.wait(timeout=60) != 0
+    assert launcher.wait(timeout=LONG) != 0
     launcher.stderr.close()
     assert checkpoint.newest(tmp_path / "run").name > newest.name

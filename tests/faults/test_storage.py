@@ -14,7 +14,7 @@ import pytest
 
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from tests.conftest import TINY
+from tests.conftest import LONG, TINY
 from tests.faults.harness import at_most, finish, forked, source, start, wait_for
 from training import checkpoint, folder
 
@@ -108,14 +108,14 @@ def test_a_file_system_without_locks_is_a_warning(job, monkeypatch, capfd):
 
 
 def test_a_killed_preparation_leaves_no_lock(tmp_path, story, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "documents", lambda self, texts: time.sleep(60))
+    monkeypatch.setattr(Tokenizer, "documents", lambda self, texts: time.sleep(LONG))
     cache = tmp_path / "cache"
     pid = start(lambda: prepare(source(story), cache) and None)
     wait_for(lambda: list(cache.glob(".tmp-*")))
     os.kill(pid, signal.SIGKILL)
     finish(pid)
     monkeypatch.undo()
-    assert forked(lambda: prepare(source(story), cache) and None, lambda: signal.alarm(20)) == 0
+    assert forked(lambda: prepare(source(story), cache) and None, lambda: signal.alarm(LONG)) == 0
 
 
 def test_steps_that_are_no_longer_named_so_are_not_resumed(job):
