@@ -8,7 +8,10 @@ os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled")
 
 import runpy
 import shutil
+import signal
+import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -16,6 +19,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
+from typing import IO
 
 import pytest
 import torch
@@ -29,6 +34,7 @@ from model.build import build
 from model.generation import Text, generate
 from model.materialize import build_model, materialize
 from model.sampling import sample
+from tools import jobs
 from training import checkpoint
 from training.distributed import Ranks
 from training.signals import Signals
@@ -107,6 +113,16 @@ def continued(model, prompts: list[list[int]], most: int, draw=greedy, rows: int
         drawn[id(text)].append(text.tokens[-1])
         text.done |= text.tokens[-1] == eos
     return [*drawn.values()]
+
+
+@torch.no_grad()
+def assert_greedy(model: torch.nn.Module, prompt: list[int], one: list[int], other: list[int]) -> None:
+    """Two greedy continuations are one. Where they part, the model in float64 has both tokens within 0.0001."""
+    assert len(one) == len(other)
+    parted = next((at for at in range(len(one)) if one[at] != other[at]), None)
+    if parted is not None:  # a near-tie, which the last bits of a product decide
+        logits = deepcopy(model).double()(torch.tensor([[*prompt, *one[:parted]]]))[0, -1]
+        assert abs(logits[one[parted]] - logits[other[parted]]) < 1e-4, (parted, one, other)
 
 
 def redraw(model: torch.nn.Module) -> torch.nn.Module:
@@ -212,6 +228,53 @@ def trained(command, story, finished) -> Path:
     for name in ("runs", ".cache"):
         shutil.copytree(finished / name, name)
     return Path("runs/text-tiny-gqa")
+
+
+class Forked:
+    """What `subprocess.Popen` gives for `python FILE WORDS`, by a fork of this process: it has imported all already."""
+
+    def __init__(self, words: list, stdout: IO, stderr: IO, env: dict[str, str], **_):
+        self.returncode = None
+        self.pid = os.fork()
+        if self.pid > 0:
+            return
+        code = 1
+        try:
+            torch.set_num_threads(1)  # those of OpenMP do not survive a fork
+            os.dup2(stdout.fileno(), 1)
+            os.dup2(stderr.fileno(), 2)
+            sys.stdout = os.fdopen(1, "w", closefd=False)
+            sys.stderr = os.fdopen(2, "w", closefd=False)
+            os.environ.update(env)
+            sys.argv = [str(word) for word in words[1:]]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        return self.wait(os.WNOHANG)
+
+    def wait(self, how: int = 0) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+
+@pytest.fixture
+def forked_jobs(monkeypatch) -> None:
+    """The runs of a comparison are forks, where it is not the point that they are processes of their own."""
+    monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
 
 
 @pytest.fixture

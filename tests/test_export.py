@@ -10,7 +10,7 @@ from sentencepiece import SentencePieceTrainer
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from data.tokenizer import Tokenizer
-from tests.conftest import DATASETS, STORIES, VARIANTS, YARN, close, continued, saved, stories, tree_of
+from tests.conftest import DATASETS, STORIES, VARIANTS, YARN, assert_greedy, close, continued, saved, stories, tree_of
 from training import checkpoint
 
 NASTY = (
@@ -53,7 +53,8 @@ def test_transformers_and_we_again_read_what_is_exported(variant, command, token
         close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
     theirs.generation_config.eos_token_id = None
     greedy = theirs.generate(tokens[:1, :9], max_new_tokens=40, do_sample=False)[0, 9:].tolist()
-    assert continued(ours, [tokens[0, :9].tolist()], 40, rows=1) == [greedy]
+    prompt = tokens[0, :9].tolist()
+    assert_greedy(ours, prompt, continued(ours, [prompt], 40, rows=1)[0], greedy)
     fast = AutoTokenizer.from_pretrained("there")
     for text in NASTY:
         ids = [tokenizer.bos, *tokenizer.encode(text)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.tokenizer import Tokenizer
-from tests.conftest import YARN, close, continued, saved, tree_of
+from tests.conftest import YARN, assert_greedy, close, continued, saved, tree_of
 from tests.test_export import NASTY
 
 RUN = (
@@ -49,7 +49,7 @@ def test_llama_cpp_makes_the_same_text(variant, exported, tokenizer: Tokenizer):
     prompt = [tokenizer.bos, *tokenizer.encode("Ann had a red")]
     theirs = llama_cpp.Llama(str(file), n_ctx=64, n_threads=1, verbose=False)
     steps = theirs.generate(prompt, temp=0.0, repeat_penalty=1.0)
-    assert continued(model, [prompt], 40, rows=1) == [[next(steps) for _ in range(40)]]
+    assert_greedy(model, prompt, continued(model, [prompt], 40, rows=1)[0], [next(steps) for _ in range(40)])
     for text in NASTY[1:]:  # it has no tokens for no text
         assert theirs.tokenize(text.encode(), add_bos=True) == [tokenizer.bos, *tokenizer.encode(text)]
     theirs.close()

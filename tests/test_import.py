@@ -10,7 +10,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from model.build import build
-from tests.conftest import DATASETS, STORIES, TINY, close, redraw, saved, stories, tree_of
+from tests.conftest import DATASETS, PRECISION, STORIES, TINY, close, redraw, saved, stories, tree_of
 from training import checkpoint
 
 
@@ -29,6 +29,7 @@ def test_a_model_of_llama2c_tells_its_reference_story(source, command):
     assert len(told["greedy_ids_from_bos"]) == 200
     result = command("generate.py", "", "--run", str(STORIES / source), "--temperature", "0", "--max-new-tokens", "199")
     assert result.code == 0, result.err
+    # The two largest logits lie 0.004 apart or more; in fp32 they are off by 0.00002.
     assert result.out == told["greedy_text"] + "\n"
 
 
@@ -71,13 +72,15 @@ def test_weights_that_are_not_numbers_go_nowhere(command, there):
 
 @stories
 def test_training_goes_on_from_a_model_of_llama2c(command):
-    words = (f"data.path={DATASETS / 'tinystories' / 'valid.txt'}", "context=256", "batch_tokens=4096", "eval_every=12")
-    how = ("data=text", "steps=24", "max_minutes=null", "optimizer=adamw", "optimizer.lr=1e-4", "compile=false")
+    Path("part.txt").write_text((DATASETS / "tinystories" / "valid.txt").read_text()[:300_000])
+    words = ("data=text", "data.path=part.txt", "context=256", "batch_tokens=2048", "eval_every=6", "steps=12")
+    how = ("max_minutes=null", "optimizer=adamw", "optimizer.lr=1e-4", "compile=false", f"precision={PRECISION}")
     result = command("train.py", f"init_from={STORIES}", "device=cpu", *how, *words, "run_dir=run")
     assert result.code == 0, result.err
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     losses = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
-    assert [step for step, _ in losses] == [0, 12, 24] and losses[2][1] < losses[0][1] < 2
+    # Over 5 seeds, in fp32 and in bf16: 1.602 to 1.603 at first, 1.574 to 1.577 at last.
+    assert [step for step, _ in losses] == [0, 6, 12] and losses[2][1] < losses[0][1] < 2
     assert command("generate.py", "Once", "--run", "run").code == 0
 
 

@@ -16,7 +16,7 @@ from model.initialise import initialise
 from model.matvec import for_few_tokens
 from model.positions import Positions
 from model.sampling import sample
-from tests.conftest import VARIANTS, close, continued, poisoned_memory
+from tests.conftest import VARIANTS, assert_greedy, close, continued, poisoned_memory
 from training import checkpoint
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
@@ -177,7 +177,8 @@ def test_eight_ragged_rows_say_in_fp32_what_each_says_alone(model):
     for_few_tokens(model, int8=False)
     prompts = TOKENS.flatten().split([1, 2, 3, 4, 5, 6, 7, 11])
     prompts = [prompt.tolist() for prompt in prompts]
-    assert continued(model, prompts, 20, rows=8) == [continued(model, [prompt], 20, rows=1)[0] for prompt in prompts]
+    for prompt, together in zip(prompts, continued(model, prompts, 20, rows=8), strict=True):
+        assert_greedy(model, prompt, together, continued(model, [prompt], 20, rows=1)[0])
 
 
 @pytest.mark.long
@@ -188,7 +189,8 @@ def test_a_thousand_tokens_are_never_compiled_again(model):
     for_few_tokens(model, int8=False)
     compiled = continued(model, PROMPTS[:3], 1000, rows=3, step=compiled_step(torch.device("cpu")))
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"] and not counters["recompiles"]
-    assert [text[:40] for text in compiled] == [continued(model, [prompt], 40, rows=1)[0] for prompt in PROMPTS[:3]]
+    for prompt, text in zip(PROMPTS, compiled, strict=True):
+        assert_greedy(model, prompt, text[:40], continued(model, [prompt], 40, rows=1)[0])
 
 
 def few(logits, *about, temperature):
