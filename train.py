@@ -53,7 +53,8 @@ def main(cfg: DictConfig) -> None:
         with folder.claimed(settings, ranks, HydraConfig.get().mode == RunMode.MULTIRUN) as run:
             try:
                 trainer = Trainer(settings, corpus, loader, run, ranks, precision, signals, started)
-                trainer.log.say(introduction(trainer, f"{'compiled' if compiles else 'not compiled'} ({why})"))
+                plan = f"{'to be compiled' if compiles else 'not compiled'} ({why})"
+                trainer.log.say(introduction(trainer, plan))
                 code = train(trainer, compiles, start)
             except RuntimeError as error:
                 if compilation.failed(error):
