@@ -8,10 +8,8 @@ os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled")
 
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,7 +18,6 @@ from functools import cache, partial
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
-from typing import IO
 
 import pytest
 import torch
@@ -34,6 +31,7 @@ from model.build import build
 from model.generation import Text, generate
 from model.materialize import build_model, materialize
 from model.sampling import sample
+from tests.forks import Forked
 from tools import jobs
 from training import checkpoint
 from training.distributed import Ranks
@@ -228,47 +226,6 @@ def trained(command, story, finished) -> Path:
     for name in ("runs", ".cache"):
         shutil.copytree(finished / name, name)
     return Path("runs/text-tiny-gqa")
-
-
-class Forked:
-    """What `subprocess.Popen` gives for `python FILE WORDS`, by a fork of this process: it has imported all already."""
-
-    def __init__(self, words: list, stdout: IO, stderr: IO, env: dict[str, str], **_):
-        self.returncode = None
-        self.pid = os.fork()
-        if self.pid > 0:
-            return
-        code = 1
-        try:
-            torch.set_num_threads(1)  # those of OpenMP do not survive a fork
-            os.dup2(stdout.fileno(), 1)
-            os.dup2(stderr.fileno(), 2)
-            sys.stdout = os.fdopen(1, "w", closefd=False)
-            sys.stderr = os.fdopen(2, "w", closefd=False)
-            os.environ.update(env)
-            sys.argv = [str(word) for word in words[1:]]
-            runpy.run_path(sys.argv[0], run_name="__main__")
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-    def poll(self) -> int | None:
-        return self.wait(os.WNOHANG)
-
-    def wait(self, how: int = 0) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, how)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def terminate(self) -> None:
-        os.kill(self.pid, signal.SIGTERM)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import yaml
 
 from data.tokenizer import Tokenizer
 from tests.conftest import LONG, ROOT, SHORT, TINY, continued, saved, tree_of
+from tests.forks import ranks
 from tools.continuation import Continuation
 from training import checkpoint
 from training.objective import sample
@@ -234,18 +235,11 @@ def test_generation_without_any_run_says_how_to_get_one(command):
     assert result.code == 2 and "fix: python train.py" in result.err
 
 
-def run(*words: str, processes: int, folder: Path) -> subprocess.CompletedProcess:
-    """The command as torchrun starts it."""
-    start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-    command = [sys.executable, *start, *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LONG)
-
-
 def test_two_processes_learn_what_one_does(command, tmp_path, story):
     words = (*TINY, "steps=8", "data=text", f"data.path={story}", "data.vocab_size=400", "micro_batch=4")
     assert command("train.py", *words, "run_dir=alone").code == 0
-    done = run(str(ROOT / "train.py"), *words, "run_dir=both", processes=2, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    codes, told = ranks([sys.executable, ROOT / "train.py", *words, "run_dir=both"], 2, tmp_path)
+    assert codes == [0, 0], told
     alone, both = losses_of(tmp_path / "alone"), losses_of(tmp_path / "both")
     assert len(alone) == 9 and alone == pytest.approx(both, abs=1e-3)  # equal, over 5 seeds in fp32 and in bf16
 
@@ -263,8 +257,9 @@ def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(co
     often = ("steps=4", "eval_every=2", "sample_every=2", "save_every=2")
     words = (*TINY, *often, "data=text", f"data.path={story}", "data.vocab_size=400", *more)
     assert command("train.py", *words, "run_dir=alone").code == 0
-    done = run(str(ROOT / "train.py"), *words, "run_dir=spread", "sharded=true", processes=2, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    train = [sys.executable, ROOT / "train.py", *words]
+    codes, told = ranks([*train, "run_dir=spread", "sharded=true"], 2, tmp_path)
+    assert codes == [0, 0], told
     # In bf16, over 5 seeds: losses differ by at most 0.00002, norms by 0.00007 of theirs.
     close, spread = 1e-3 if "precision=bf16" in more else 1e-5, losses_of(tmp_path / "spread")
     if "optimizer=lion" in more:
@@ -280,13 +275,13 @@ def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(co
     shutil.rmtree(second.with_name("step-00000004"))
     for processes in (0, 4) if more == SHARDED[0] else (2,):
         shutil.copytree(tmp_path / "spread", tmp_path / f"on{processes}")
-        resume = (*words, f"run_dir=on{processes}", "resume=true", f"sharded={str(processes > 1).lower()}")
+        resume = (f"run_dir=on{processes}", "resume=true", f"sharded={str(processes > 1).lower()}")
         if processes == 0:
-            done = command("train.py", *resume)
-            assert done.code == 0 and "resuming step 2" in done.err, done.err
+            alone = command("train.py", *words, *resume)
+            codes, told = [alone.code], alone.err
         else:
-            done = run(str(ROOT / "train.py"), *resume, processes=processes, folder=tmp_path)
-            assert done.returncode == 0 and "resuming step 2" in done.stderr, done.stderr
+            codes, told = ranks([*train, *resume], processes, tmp_path)
+        assert set(codes) == {0} and "resuming step 2" in told, told
         again = losses_of(tmp_path / f"on{processes}")
         assert again == spread if processes == 2 else again == pytest.approx(spread, abs=close)
 
@@ -311,7 +306,9 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 """
     )
     words = (*TINY, "steps=2", "save_every=1", "sharded=true", "data=text", f"data.path={story}", "data.vocab_size=400")
-    done = run(str(tmp_path / "train.py"), *words, "micro_batch=4", processes=2, folder=tmp_path)
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "train.py"]
+    how = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": LONG}
+    done = subprocess.run([*start, *words, "micro_batch=4"], **how)
     assert "error: training diverged (step 1 made the weights infinite)" in done.stderr
     assert done.stderr.count("exitcode  : 4") == 2 and not [*tmp_path.glob("runs/*/checkpoints/step-*")]
 

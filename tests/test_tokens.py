@@ -178,7 +178,9 @@ def test_a_run_needs_no_tokenizer(command, monkeypatch, form):
     result = command("train.py", *words, *SHORT)
     assert result.code == 0 and "nats per token\n" in result.err and "bits per byte" not in result.err, result.err
     looks = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines() if "val_loss" in line]
-    assert [look["val_bpb"] for look in looks] == [None, None] and looks[1]["val_loss"] < looks[0]["val_loss"] < 4.7
+    assert [look["val_bpb"] for look in looks] == [None, None]
+    # Over 5 seeds, in fp32 and in bf16: 4.44 to 4.46, then 4.08 to 4.11.
+    assert looks[1]["val_loss"] < looks[0]["val_loss"] < 4.7
     assert Path("run/samples.txt").read_text().split()[3].isdecimal() and Path("run/loss.png").exists()
     result = command("generate.py", "--run", "run", "5 6 7", "--max-new-tokens", "9", "--stop", "!")
     assert result.code == 0 and all(word.isdecimal() for word in result.out.split()) and result.out.strip(), result.err

@@ -62,8 +62,8 @@ def spoiled(job, whole):
 def damage(renew, ways: list, tries: int) -> list[str]:
     """The damage that was not noticed: the newest checkpoint was taken though it is not what was saved."""
     draw, missed = random.Random(0), []
+    job = renew()
     for number in range(tries):
-        job = renew()
         path = draw.choice([path for folder in job.checkpoints for path in sorted(folder.iterdir())])
         before, way = path.read_bytes(), ways[number % len(ways)]
         way(path, draw)
@@ -76,6 +76,10 @@ def damage(renew, ways: list, tries: int) -> list[str]:
             missed.append(f"{way.__name__} of {path.name}")
         if not same and not path.parent.exists():
             missed.append(f"{path.parent} was deleted")
+        if way in (flip, cut, empty):
+            path.write_bytes(before)
+        else:  # other files were touched too
+            job = renew()
     return missed
 
 
