@@ -39,9 +39,19 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """At most `vocab_size` pieces: control signs, 256 bytes, what is frequent, newlines and runs of spaces too."""
         written = io.BytesIO()
+        ended: list[BaseException] = []
+
+        def sentences() -> Iterator[str]:
+            try:
+                for text in texts:
+                    yield from split(text)
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                ended.append(error)
+                raise
+
         try:
             spm.SentencePieceTrainer.train(
-                sentence_iterator=(piece for text in texts for piece in split(text)),
+                sentence_iterator=sentences(),
                 model_writer=written,
                 model_type="bpe",
                 vocab_size=vocab_size,
@@ -62,6 +72,8 @@ class Tokenizer:
                 minloglevel=2,
             )
         except RuntimeError as error:
+            if ended:  # of a signal, say, which SentencePiece hands on as an error of its own
+                raise ended[0] from None
             reason = str(error).rpartition("] ")[2].partition("\n")[0]
             fix = "more text, or another data.vocab_size"
             raise ValueError(f"no tokenizer from this text ({vocab_size=}: {reason}). fix: {fix}") from None

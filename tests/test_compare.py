@@ -17,6 +17,7 @@ import train
 from model.build import build
 from tests.conftest import LONG, ROOT, TINY, VARIANTS, settings_of
 from tests.faults.harness import wait_for
+from tests.forks import Forked
 from tools import compare, jobs
 from tools.runs import Run, variants
 from training.config import flat
@@ -115,27 +116,21 @@ def test_the_baseline_stays_where_its_first_seed_fails(command, words, forked_jo
     assert [row[:2] for row in rows] == [["gqa", "1"], ["mla", "2"]] and rows[1][4] == "1"
 
 
-def begun(folder: Path, *words: str) -> subprocess.Popen:
-    start = [sys.executable, "-m", "tools.compare", *words]
-    there = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(start, cwd=folder, env=there, stderr=subprocess.PIPE, text=True)
-
-
-def told(process: subprocess.Popen) -> str:
-    _, said = process.communicate()
-    assert process.returncode == 0, said
-    return said
+def begun(said: Path, *words: str) -> Forked:
+    """The command in a process of its own, which tells `said`."""
+    with said.open("w") as file:
+        return Forked([sys.executable, ROOT / "tools" / "compare.py", *words], file, file, {})
 
 
 def test_a_comparison_that_is_killed_goes_on(command, words, forked_jobs, tmp_path):
     asked = ["attention=gqa,mqa,mha", *words, "steps=40", "save_every=4"]
     assert command("tools/compare.py", *asked, "--dir", "whole").code == 0
-    cut = begun(tmp_path, *asked, "--dir", "cut")
+    cut = begun(tmp_path / "said", *asked, "--dir", "cut")
     wait_for(lambda: [*tmp_path.glob("cut/mqa-0/checkpoints/step-*")])
-    cut.kill()  # and what it was training, in the middle
+    os.kill(cut.pid, signal.SIGKILL)  # and what it was training, in the middle
     lock = (tmp_path / "cut/mqa-0/.lock").read_text()
     os.kill(int(re.search(r"process (\d+)", lock)[1]), signal.SIGKILL)
-    cut.communicate()
+    assert cut.wait() == -signal.SIGKILL
     assert not Run.read(tmp_path / "cut/mqa-0").done and Run.read(tmp_path / "cut/gqa-0").done
     finished = (tmp_path / "cut/gqa-0/metrics.jsonl").stat().st_mtime_ns
     assert command("tools/compare.py", *asked, "--dir", "cut").code == 0
@@ -145,12 +140,14 @@ def test_a_comparison_that_is_killed_goes_on(command, words, forked_jobs, tmp_pa
         assert table(tmp_path / "cut/report.md", head) == table(tmp_path / "whole/report.md", head)
 
 
-def test_two_calls_at_a_time_share_the_runs(words, tmp_path):
-    both = [begun(tmp_path, "attention=gqa,mqa", *words, "--dir", "out") for _ in range(2)]
-    said = "".join(map(told, both))
+def test_two_calls_at_a_time_share_the_runs(command, words, forked_jobs, tmp_path):
+    asked = ("attention=gqa,mqa", "seed=0,1", *words, "--dir", "out")
+    both = [begun(tmp_path / name, *asked) for name in ("one", "other")]
+    assert [call.wait() for call in both] == [0, 0]
+    said = "".join((tmp_path / name).read_text() for name in ("one", "other"))
     assert "not in the report" not in said
     trained = re.findall(r"(\w+-\d): [\d.]+ bits per byte", said)
-    assert sorted(trained) == ["gqa-0", "mqa-0"]
+    assert sorted(trained) == ["gqa-0", "gqa-1", "mqa-0", "mqa-1"]
 
 
 @pytest.mark.long
@@ -178,10 +175,12 @@ def test_minutes_are_the_baselines(command, words, forked_jobs):
 
 
 def test_a_signal_saves_and_ends(words, tmp_path):
-    running = begun(tmp_path, *words, "steps=1000000", "--dir", "out")
+    start = [sys.executable, "-m", "tools.compare", *words, "steps=1000000", "--dir", "out"]
+    there = os.environ | {"PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(start, cwd=tmp_path, env=there, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: [*tmp_path.glob("out/run-0/checkpoints/step-*")])
     running.terminate()
-    assert "the same call goes on" in running.communicate()[1] and running.returncode == 75
+    assert "the same call goes on" in running.communicate(timeout=LONG)[1] and running.returncode == 75
     assert "SIGTERM" in (tmp_path / "out/run-0.log").read_text() and not Run.read(tmp_path / "out/run-0").done
 
 

@@ -1,5 +1,6 @@
 """A signal ends a run within a step, saved, with the exit code that says so; it goes on as if nothing had been."""
 
+import itertools
 import json
 import os
 import re
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from data import tokenizer
 from data.prepare import prepare
-from data.tokenizer import Tokenizer
 from tests.conftest import LONG, ROOT, TINY
 from tests.faults.harness import finish, forked, source, start, wait_for
 from training import checkpoint, trainer
@@ -82,16 +83,30 @@ def test_a_signal_that_comes_again_and_again_saves_once(job, whole):
     assert job.checkpoints[-1].name == "step-00000003"
 
 
+WAITING = {"tokenizer": (tokenizer, "split"), "documents": (tokenizer.Tokenizer, "documents")}
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_a_preparation_ends_it(tmp_path, story, monkeypatch, number, capfd):
-    monkeypatch.setattr(Tokenizer, "documents", lambda self, texts: time.sleep(LONG))
+@pytest.mark.parametrize("place", WAITING)
+def test_a_signal_in_a_preparation_ends_it(tmp_path, story, monkeypatch, place, number, capfd):
+    began, there = os.pipe()
+    owner, name = WAITING[place]
+    usual, calls = getattr(owner, name), itertools.count(1)
+
+    def waiting(*arguments) -> object:
+        if name == "documents" or next(calls) == 3:  # SentencePiece asks for a first text before it trains
+            os.write(there, b"x")
+            for _ in range(100 * LONG):  # one long sleep goes on where another thread gets the signal
+                time.sleep(0.01)
+        return usual(*arguments)
 
     def preparing() -> None:
         with Signals():
             prepare(source(story), tmp_path / "cache")
 
+    monkeypatch.setattr(owner, name, waiting)
     pid = start(preparing)
-    wait_for(lambda: list((tmp_path / "cache").glob(".tmp-*")))
+    os.read(began, 1)
     os.kill(pid, number)
     assert finish(pid) == CODES[number]
     assert capfd.readouterr().err.count("ended at once") == 1 and not (tmp_path / "cache").exists()
