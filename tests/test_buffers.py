@@ -1,5 +1,6 @@
 """Tensors of a module that are no parameters: they have their values wherever a model computes."""
 
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from model.build import build
 from model.materialize import build_model, materialize
 from model.matvec import for_few_tokens
 from tests.conftest import ROOT, TINY, close, continued, drawn, poisoned_memory, tree_of
-from tests.test_commands import losses_of, run
+from tests.forks import ranks
+from tests.test_commands import losses_of
 from training import checkpoint
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
@@ -187,25 +189,14 @@ def test_parameters_have_no_memory_and_stay_shared():
 
 
 def test_several_processes_train_with_buffers_as_one_does(ours, command, tmp_path, story):
-    (tmp_path / "train.py").write_text(
-        f"""import sys
-sys.path.insert(0, {str(ROOT)!r})
-from model import build
-from tests.test_buffers import Persistent
-found = build.find
-build.find = lambda path, package: Persistent if path.endswith("Persistent") else found(path, package)
-import runpy
-runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
-"""
-    )
     words = (*TINY, "steps=2", "save_every=2", "micro_batch=2", "precision=fp32", "optimizer=adamw")
     words += ("data=text", f"data.path={story}", "data.vocab_size=400")
     words += (f"attention._target_={HERE}.Persistent",)
     assert command("train.py", *words, "run_dir=alone").code == 0
     more = {"copies": (), "shards": ("sharded=true", "activation_checkpointing=true")}
     for name, own in more.items():
-        arguments = (str(tmp_path / "train.py"), *words, *own, f"run_dir={name}")
-        done = run(*arguments, processes=2, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
+        train = [sys.executable, ROOT / "train.py", *words, *own, f"run_dir={name}"]
+        codes, told = ranks(train, 2, tmp_path)
+        assert codes == [0, 0], told
         losses = losses_of(tmp_path / name)
         assert losses == pytest.approx(losses_of(tmp_path / "alone"), abs=1e-5)

@@ -106,10 +106,13 @@ def test_run_folders_count_up_and_the_newest_is_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fresh, again = ({"run_dir": None, "name": "a", "resume": resume} for resume in (False, True))
 
-    def claimed(settings: dict) -> str:
+    def claimed(settings: dict, begins: bool = True) -> str:
         with folder.claimed(settings, Ranks(0, 1, torch.device("cpu"))) as run:
+            if begins:
+                (run / "metrics.jsonl").touch()
             return str(run)
 
+    assert claimed(fresh, begins=False) == "runs/a"  # it gives its folder back
     assert [claimed(fresh) for _ in range(3)] == ["runs/a", "runs/a-2", "runs/a-3"]
     shutil.rmtree("runs/a-2")
     assert claimed(again) == "runs/a-3"

@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import ROOT
 
 HERE = Path(__file__).parent
-TREE = ("configs", "data", "docs", "model", "tests", "tools", "training")
+TREE = ("common", "configs", "data", "docs", "model", "tests", "tools", "training")
 FILES = ("README.md", "generate.py", "pyproject.toml", "train.py")
 # all that is parametrised by the attentions, or goes over them
 EVERY = (

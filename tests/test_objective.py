@@ -64,7 +64,7 @@ def test_z_loss_keeps_the_sum_of_exponentials_near_one(trainer_of):
             trainer.optimize()
         logits = trainer.model(trainer.loader(6)[0])
         ends.append(logits.logsumexp(-1).abs().mean().item())
-    # Over 5 seeds, in fp32 and in bf16: at least 5.1 without, at most 1.0 with.
+    # Over 5 seeds, in fp32 and in bf16: at least 5.1 without, at most 1.02 with.
     assert ends[1] < 0.5 * ends[0]
 
 

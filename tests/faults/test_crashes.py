@@ -130,7 +130,7 @@ def test_kills_in_saves(job, whole):
 
 
 def test_kills_in_saves_see_a_saver_that_writes_in_place(job, whole):
-    assert kills_in_saves(job, whole, 300, harness.in_place)  # to the first that was seen: the second, most often
+    assert kills_in_saves(job, whole, 300, harness.in_place)  # to the first that was seen
 
 
 def test_a_power_cut_takes_nothing_that_was_saved(job, whole):
