@@ -121,7 +121,7 @@ def main(given: argparse.Namespace) -> None:
     choices = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     draw = partial(sample, **{choice: getattr(given, choice) for choice in choices})
     step = decode_step
-    if compiles:
+    if compiles and cache is not None:
         step = compiled_step(device)
         if not compile_ahead(step, model, cache, given.prompt_lookup, required=wanted is True):
             step = decode_step

@@ -75,8 +75,8 @@ def train(trainer: Trainer, compiles: bool, start: Path | None = None) -> int:
     if trainer.step >= trainer.steps and not trainer.pending:
         trainer.log.say(f"already at step {trainer.step} of {trainer.steps} ({trainer.run}). To go on: steps=N")
         return 0
-    if compiles:
-        trainer.compile_first_step(required=trainer.settings["compile"] is True)
+    if compiles and trainer.step < trainer.steps:
+        trainer.compile_first_step()
     trainer.log.open(trainer.kept)
     while trainer.pending or trainer.step < trainer.steps:
         if not trainer.pending:
@@ -190,13 +190,13 @@ def out_of_memory(error: RuntimeError, micro: int) -> str:
     return f"{str(error).partition('. ')[0]} (micro_batch={micro}). fix: {fix}"
 
 
-def introduction(trainer: Trainer, compilation: str) -> str:
+def introduction(trainer: Trainer, plan: str) -> str:
     millions = sum(p.numel() for p in trainer.model.parameters()) / 1e6
     text = f"{sum(map(len, trainer.corpus.train)) / 1e6:.1f} M tokens of text"
     peak = "peak rate unknown, so no MFU" if trainer.peak is None else f"peak {trainer.peak / 1e12:.0f} TFLOP/s"
     return (
         f"{trainer.run}: {millions:.1f} M parameters, {trainer.flops / 1e6:.0f} MFLOP a token, {text}\n"
-        f"{trainer.ranks.world} x {trainer.ranks.device}, {trainer.precision}, {compilation}, {peak}"
+        f"{trainer.ranks.world} x {trainer.ranks.device}, {trainer.precision}, {plan}, {peak}"
     )
 
 

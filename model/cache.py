@@ -17,7 +17,7 @@ class LayerCache:
     """The buffers (B, ...) of one layer. With none, a layer that remembers nothing.
 
     `initial` has, for each of them, what a row holds before its first token: a tensor that
-    broadcasts to the buffer, e.g. a parameter or a buffer of the module. Without it, zeros.
+    broadcasts to the buffer, such as a buffer of the module. Without it, zeros.
     """
 
     can_rewind = True

@@ -48,7 +48,7 @@ def test_compilation_is_not_in_the_time_left(trainer_of, terminal, monkeypatch):
         accumulate(rows)
 
     trainer._accumulate = slow
-    trainer.compile_first_step(required=True)
+    trainer.compile_first_step()
     trainer._accumulate = accumulate
     trainer.optimize()
     drawn(terminal)

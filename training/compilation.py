@@ -5,6 +5,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 from model.build import ROOT
 from model.matvec import processor_features
 
+SCRIPTS = "compiler-scripts"  # a folder of the cache
 STALE_SECONDS = 3600  # age of a temporary file that no compiler is writing any more
 
 # torch lets the compiler write straight to the path that it later trusts, so that a compiler that
@@ -84,7 +86,7 @@ def use_cache(folder: Path = ROOT / ".cache") -> None:
     """
     folder = folder.absolute()
     compiler = cpp_compiler()
-    if compiler is None or Path(compiler).is_relative_to(folder):  # none, or set up already
+    if compiler is None or Path(compiler).parent.name == SCRIPTS:  # none, or set up already
         return
 
     # a cache for what decides on machine code and is not in torch's own keys
@@ -92,7 +94,9 @@ def use_cache(folder: Path = ROOT / ".cache") -> None:
     identity = [torch.__version__, compiler, capability, *processor_features()]
     key = sha256("\n".join(identity).encode()).hexdigest()[:16]
     cache = folder / f"compiled-{key}"
-    scripts = cache / "bin"
+    if not is_writable(cache):  # such as another user's
+        cache = Path(tempfile.gettempdir(), f"attend-{os.getuid()}-{key}")
+    scripts = cache / SCRIPTS
     scripts.mkdir(parents=True, exist_ok=True)
     remove_leftovers(cache)
 
@@ -111,18 +115,30 @@ def use_cache(folder: Path = ROOT / ".cache") -> None:
     config.cpp.cxx = (None, script.name)
 
 
+def is_writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, which is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
 def remove_leftovers(cache: Path) -> None:
     """Delete what compilers that were killed have left, and libraries that lost their content."""
-    for path in cache.rglob("*"):
-        if path.suffix not in (".tmp", ".so"):
-            continue
-        try:
-            status = path.stat()
-        except FileNotFoundError:  # another process was faster
-            continue
-        is_stale = path.suffix == ".tmp" and time.time() - status.st_mtime > STALE_SECONDS
-        if is_stale or (path.suffix == ".so" and status.st_size == 0):
-            path.unlink(missing_ok=True)
+    for folder, _, names in os.walk(cache):  # which passes over what other processes remove
+        for name in names:
+            path = Path(folder, name)
+            if path.suffix not in (".tmp", ".so"):
+                continue
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue
+            is_stale = path.suffix == ".tmp" and time.time() - status.st_mtime > STALE_SECONDS
+            if is_stale or (path.suffix == ".so" and status.st_size == 0):
+                path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -45,11 +45,13 @@ def pick_device(wanted: str) -> torch.device:
     """Raises ValueError for a device that is not there, or an NVIDIA GPU that torch cannot use."""
     if wanted == "cpu":
         return torch.device("cpu")
-    with warnings.catch_warnings():  # torch's own words on an old driver would come before our line
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as caught:  # torch's own words would precede our line
+        warnings.simplefilter("always")
         has_cuda = torch.cuda.is_available()
     if not has_cuda and wanted in ("auto", "cuda"):
         check_unused_gpu()
+        for warning in caught:  # of a driver that stands elsewhere, as under WSL
+            print(f"warning: {str(warning.message).partition('. ')[0]}", file=sys.stderr)
     there = {"cuda": has_cuda, "mps": torch.backends.mps.is_available(), "cpu": True}
     if wanted == "auto":
         return torch.device(next(kind for kind in there if there[kind]))

@@ -224,7 +224,8 @@ def make_state(optimizers: list[Optimizer]) -> None:
         options = [dict(group) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             for p in group["params"]:
-                p.grad = torch.zeros_like(p)
+                if p.requires_grad:
+                    p.grad = torch.zeros_like(p)
         optimizer.step()
         optimizer.zero_grad()
         for group, before in zip(optimizer.param_groups, options, strict=True):

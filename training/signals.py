@@ -39,6 +39,6 @@ class Signals:
             lost = "what came after the last save is lost" if again else "there was nothing new to save"
             errors.fail(CODES[number], f"ended at once, {lost} ({name}). fix: call it again, with resume=true to go on")
         if not self.code:
-            errors.start_line()
-            os.write(2, f"{name}: saving after this step; Ctrl-C again ends at once, unsaved\n".encode())
+            start = "\r\033[K" if os.isatty(2) else ""  # over a progress bar
+            os.write(2, f"{start}{name}: saving after this step; Ctrl-C again ends at once, unsaved\n".encode())
         self.code = self.code or CODES[number]

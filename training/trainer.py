@@ -67,6 +67,7 @@ class Trainer:
         self.started, self.earlier_seconds, self.aside_seconds = started, 0.0, 0.0
         self.kept = {}  # of the log's files, when the run begins
         self.first = self.reported = self.saved = 0  # steps: where this process began, what metrics and disk have
+        self.summed_nats = 0.0  # what of this rank's nats is of all ranks already
         self.rate = 0.0  # tokens per second at the last look
         self.pending = []  # what this step still has to do: "eval", "sample"
         self.mark = self.warm = self._clock()  # when: the last report, the first timed step
@@ -100,23 +101,26 @@ class Trainer:
         self.reported, self.pending, self.kept = state["reported"], state["pending"], state["log"]
         if self.ranks.first:
             self.nats.copy_(state["nats"])
+            self.summed_nats = self.nats.item()
         self.log.say(f"resuming step {self.step}\n{said}".rstrip())
 
     def compile(self) -> None:
+        torch.compiler.set_stance("default")  # an earlier run of a sweep may have gone on without
         torch._dynamo.config.recompile_limit = 64  # blocks that share their code but not their constants
         for module in self.model.blocks if self.sharded else [self.objective]:  # between blocks, weights arrive
             module.compile(dynamic=False)
         self.compiled = True
 
-    def compile_first_step(self, required: bool) -> None:
+    def compile_first_step(self) -> None:
         """Compile forward and backward now, on a batch that teaches nothing: later steps only run.
 
-        Where compilation fails, training goes on without it; with `required`, the process ends
+        Where compilation fails, training goes on without it; with compile=true the process ends
         with exit code 2. A signal ends the process at once.
         """
         problem = ""
         began = monotonic()
         losses = self.nats.clone()
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
         alone = self.parallel is self.objective
         without_exchange = nullcontext() if alone else self.parallel.no_sync()
         seconds = compilation.expected_seconds(len(self.model.blocks), self.ranks.device)
@@ -132,13 +136,18 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.nats.copy_(losses)
-
+        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
         self.mark = self._clock()
 
         if not self.ranks.most(int(bool(problem))):
             self.log.say(f"compiled in {monotonic() - began:.0f} s")
             return
-        if required:
+        self._go_on_without_compilation(problem)
+
+    def _go_on_without_compilation(self, problem: str) -> None:
+        """After a compilation that failed; where compile=true asked for it, end with exit code 2."""
+        if self.settings["compile"] is True:
             fix = "compile=false, or another C++ compiler in $CXX"
             errors.fail(errors.INPUT, f"compilation failed ({problem}). fix: {fix}", alike=True)
         self.log.say(f"warning: compilation failed, training goes on without it ({problem})")
@@ -255,6 +264,7 @@ class Trainer:
         self.log.write(self.step, **values)
         self.log.progress(self.step, self.steps, self._progress(values["train_loss"]))
         self.nats.zero_()
+        self.summed_nats = 0.0
         self.reported, self.mark = self.step, self._clock()
 
     def show_progress(self) -> None:
@@ -262,7 +272,9 @@ class Trainer:
         steps = self.step - self.reported
         if steps > 0 and self.log.wants_progress():
             self._measure_rate()
-            loss = self.nats.item() * self.ranks.world / (steps * self.settings["batch_tokens"])
+            own = self.nats.item() - self.summed_nats
+            nats = self.summed_nats + own * self.ranks.world
+            loss = nats / (steps * self.settings["batch_tokens"])
             self.log.progress(self.step, self.steps, self._progress(loss))
 
     def _measure_rate(self) -> None:
@@ -305,7 +317,13 @@ class Trainer:
         what = f"evaluating on {tokens:,} tokens that were held out"
         with self._aside(), self.log.waiting(what, seconds, "less often: eval_every"):
             how = self.settings["context"], self.micro, self.precision, self.ranks, self.poll
-            score = evaluate(self.objective, self.corpus, *how)
+            try:
+                score = evaluate(self.objective, self.corpus, *how)
+            except RuntimeError as error:  # a model with dropout is compiled anew for evaluation
+                if not compilation.failed(error):
+                    raise
+                self._go_on_without_compilation(compilation.reason(error))
+                score = evaluate(self.objective, self.corpus, *how)
         if score is None:
             return
         self.pending = [what for what in self.pending if what != "eval"]
@@ -356,7 +374,8 @@ class Trainer:
         if not all(finite):  # the step itself was too long
             self._diverged(f"step {self.step} made the weights infinite")
         nats = self.ranks.total(self.nats.item())
-        self.nats.fill_(nats if self.ranks.first else 0.0)
+        self.summed_nats = nats if self.ranks.first else 0.0
+        self.nats.fill_(self.summed_nats)
         with self._aside(), self.log.waiting("saving a checkpoint", advice="less often: save_every"):
             weights = {name: self.ranks.gathered(p) for name, p in self.model.state_dict().items()}
             what = weights, self.identity(), self.corpus.tokenizer.proto, self.state()

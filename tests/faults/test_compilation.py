@@ -140,7 +140,7 @@ def test_training_goes_on_without_a_compilation_that_fails(trainer_of, broken_co
 
     trainer = trainer_of("compile=auto")
     trainer.compile()
-    trainer.compile_first_step(required=False)
+    trainer.compile_first_step()
     told = capfd.readouterr().err
     assert "warning: compilation failed" in told and "out of order" in told
     for _ in range(3):
@@ -154,7 +154,7 @@ def test_a_compilation_that_was_asked_for_and_fails_is_one_line(trainer_of, brok
     trainer = trainer_of("compile=true")
     trainer.compile()
     with pytest.raises(SystemExit) as end:
-        trainer.compile_first_step(required=True)
+        trainer.compile_first_step()
     told = capfd.readouterr().err
     assert end.value.code == 2
     assert "error: compilation failed (" in told and told.count("fix: ") == 1 and "Traceback" not in told
