@@ -1,5 +1,6 @@
 """Signs of life for whoever waits: what is going on, about how long it takes, how to avoid it."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,16 @@ def say(text: str) -> None:
 def is_watched() -> bool:
     """Whether standard error is a terminal, where something may move."""
     return sys.stderr.isatty()
+
+
+def terminal_size() -> dict[str, int]:
+    """Columns and rows of the terminal, for tqdm, which draws nothing on one that claims to have none."""
+    columns, rows = 80, 24
+    with suppress(OSError, ValueError):  # standard error is no terminal
+        size = os.get_terminal_size(sys.stderr.fileno())
+        columns = size.columns or columns
+        rows = size.lines or rows
+    return {"ncols": columns, "nrows": rows}
 
 
 def duration(seconds: float) -> str:
@@ -54,7 +65,7 @@ def waiting(what: str, seconds: float | None = None, advice: str = "", is_shown:
         say(text)
         if not is_watched():
             return
-        with tqdm(leave=False, bar_format="{desc}") as clock:
+        with tqdm(leave=False, bar_format="{desc}", **terminal_size()) as clock:
             while not ended.wait(1):
                 clock.set_description_str(duration(monotonic() - began))
 

@@ -1,11 +1,17 @@
 """What a terminal is told: a sign of life before each long wait, and a bar that is right from its first step on."""
 
+import os
+import pty
 import re
+import subprocess
+import sys
 import time
+from contextlib import suppress
 
 import pytest
 
 from common import progress
+from tests.conftest import LONG, ROOT
 
 
 @pytest.fixture
@@ -95,3 +101,17 @@ def test_a_wait_that_turns_out_long_is_announced(terminal, monkeypatch):
     with progress.waiting("reading"):
         time.sleep(0.5)
     assert drawn(terminal)[0] == "reading"
+
+
+def test_a_terminal_without_a_size_is_told_too():
+    """A pseudo-terminal has 0 columns until somebody says how many."""
+    code = "import time; from common import progress\nwith progress.waiting('x', 9): time.sleep(2.5)"
+    screen, terminal = pty.openpty()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=terminal, timeout=LONG)
+    os.close(terminal)
+    told = b""
+    with suppress(OSError):  # the other end is closed
+        while chunk := os.read(screen, 4096):
+            told += chunk
+    os.close(screen)
+    assert done.returncode == 0 and b"x, about 9 s" in told and b"0:00:01" in told

@@ -154,7 +154,7 @@ def ended_at_once() -> Iterator[None]:
 
 def expected_seconds(depth: int, device: torch.device) -> float:
     """About how long forward and backward of so many layers take to compile, from nothing."""
-    return 40.0 if device.type == "cuda" else 10.0 + 15.0 * depth
+    return 40.0 if device.type == "cuda" else 10.0 + 10.0 * depth
 
 
 def failed(error: RuntimeError) -> bool:

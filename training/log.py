@@ -104,7 +104,9 @@ class Log:
         if total is not None:
             bar_format = f"{step}/{total} |{{bar}}| {text}"
         if self.bar is None:
-            self.bar = tqdm(dynamic_ncols=True, initial=step, total=total, bar_format=bar_format)
+            size = progress.terminal_size()
+            self.bar = tqdm(initial=step, total=total, bar_format=bar_format, **size)
+        self.bar.ncols = progress.terminal_size()["ncols"]
         self.bar.bar_format = bar_format
         self.bar.total = total
         self.bar.n = step
