@@ -17,6 +17,7 @@ import torch
 from model.build import ROOT
 from model.matvec import processor_features
 
+USER_CACHE = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # read before torch puts its default there
 SCRIPTS = "compiler-scripts"  # a folder of the cache
 STALE_SECONDS = 3600  # age of a temporary file that no compiler is writing any more
 
@@ -109,7 +110,8 @@ def use_cache(folder: Path = ROOT / ".cache") -> None:
 
     os.environ["PATH"] = f"{scripts}{os.pathsep}{os.environ['PATH']}"
     os.environ["CXX"] = script.name
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    if USER_CACHE is None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     from torch._inductor import config  # which reads the environment
 
     config.cpp.cxx = (None, script.name)

@@ -73,7 +73,7 @@ def chosen(config: dict, sweeping: bool) -> Path | None:
 
 
 def new_folder(name: str) -> tuple[Path, IO]:
-    """The first of runs/name, runs/name-2 and so on that nobody has, and its open lock.
+    """The first of runs/name, runs/name-2 and so on that is not in use, and its open lock.
 
     A folder with nothing but a lock is of a run that ended before it began: it is taken again.
     """
@@ -84,11 +84,11 @@ def new_folder(name: str) -> tuple[Path, IO]:
             continue
         try:
             lock = locked(run)
-        except ValueError:  # somebody has it
+        except ValueError:  # in use
             continue
         if {path.name for path in run.iterdir()} == {".lock"}:
             return run, lock
-        lock.close()  # somebody had it in between
+        lock.close()  # another process used it in between
 
 
 def same_words(run: Path, config: dict) -> bool:

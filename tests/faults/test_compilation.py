@@ -100,8 +100,11 @@ def test_an_output_has_its_name_when_it_is_whole(tmp_path, monkeypatch, number):
     for name in ("PATH", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(compilation, "USER_CACHE", None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "torch's default, which it sets when it likes")
     with config.patch({"cpp.cxx": config.cpp.cxx}):
         compilation.use_cache(tmp_path / "cache")
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == tmp_path / "cache"
 
     output = tmp_path / "a library.so"
     command = [compilation.cpp_compiler(), "-shared", "source.cpp", "-o", str(output)]
