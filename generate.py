@@ -5,6 +5,9 @@ Standard output carries new text and nothing else; speed, and what goes wrong, a
 
 from time import perf_counter
 
+from common.cli import Parser, number
+from inference.load import load
+
 STARTED = perf_counter()
 
 import argparse
@@ -15,12 +18,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from data.files import utf8_lines
-from data.tokenizer import Tokenizer
 
-CACHE = Path(__file__).parent / ".cache"
 BUCKET = 256  # a cache has room for a multiple of so many tokens, so that what is compiled serves again
 WORTH_COMPILING = 4000  # steps that take as long as compiling
 
@@ -71,31 +71,13 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}. fix: {self.prog} --help; {self.epilog}\n")
-
-
-def number(kind: type, least: float, most: float = sys.maxsize) -> Callable[[str], float]:
-    """For argparse: text that is a number from `least` to `most`."""
-
-    def parse(text: str) -> float:
-        if not least <= kind(text) <= most:
-            most_too = f" to {most:g}" if most < sys.maxsize else ""
-            raise argparse.ArgumentTypeError(f"must be from {least:g}{most_too}, got {text}")
-        return kind(text)
-
-    parse.__name__ = kind.__name__
-    return parse
-
-
 def main(given: argparse.Namespace) -> None:
     import torch
 
-    from model.generation import compiled_step, decode_step, generate
-    from model.sampling import sample
-    from tools.continuation import Continuation, conversation, shortened, write
-    from training import compilation, errors, hardware
+    from common import compilation, errors, hardware
+    from inference.engine import compiled_step, decode_step, generate
+    from inference.sampling import sample
+    from inference.text import Continuation, conversation, shortened, write
 
     with errors.input_problems():
         prompts = [] if given.interactive else read_prompts(given)
@@ -106,7 +88,7 @@ def main(given: argparse.Namespace) -> None:
         model, tokenizer, name = load(given, device)
         read = [shortened([tokenizer.bos, *tokenizer.encode(prompt)], model.context) for prompt in prompts]
     if given.attention_map is not None:
-        from tools import attention_map
+        from inference import attention_map
 
         with errors.input_problems():
             attention_map.draw(model, read[0], tokenizer.pieces.id_to_piece(read[0]), given.attention_map)
@@ -148,7 +130,7 @@ def compile_ahead(step: Callable, model, cache, num_draft_tokens: int, *, requir
     """
     import torch
 
-    from training import compilation, errors
+    from common import compilation, errors
 
     told = "compiling the decode step, about half a minute where .cache/ does not have it"
     print(f"{told} (to begin at once: --compile false)", file=sys.stderr)
@@ -173,29 +155,9 @@ def compile_ahead(step: Callable, model, cache, num_draft_tokens: int, *, requir
     return True
 
 
-def load(given: argparse.Namespace, device):
-    """The model of a run's newest checkpoint in the precision asked for, its tokenizer and its name."""
-    import torch
-
-    from model import matvec
-    from training import checkpoint, compilation, folder
-
-    found = folder.newest_model(given.run)
-    if given.dtype == "int8" and device.type == "mps":
-        raise ValueError("no products with int8 weights here (--dtype int8, mps). fix: --dtype bf16")
-    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    bf16 = given.dtype in ("bf16", "int8") or (given.dtype == "auto" and fast)
-    model = checkpoint.load_model(found, device, torch.bfloat16 if bf16 else torch.float32)
-    if device.type == "cpu":
-        matvec.load(CACHE, compilation.cpp_compiler())
-    matvec.for_few_tokens(model, given.dtype == "int8")
-    name = f"{found.parents[1].name} {found.name}" if (found / "manifest.json").exists() else found.name
-    return model, Tokenizer.load(checkpoint.tokenizer_of(found)), name
-
-
 def read_prompts(given: argparse.Namespace) -> list[str]:
     """Each as often as there are samples. Raises ValueError for a file without a line and for JSON without a prompt."""
-    from tools.continuation import decoded
+    from inference.text import decoded
 
     if given.prompt_file is None:
         raw = sys.stdin.buffer.read() if given.prompt == "-" else os.fsencode(given.prompt)
@@ -221,7 +183,7 @@ def prompt_of(line: str, where: str) -> str:
 
 if __name__ == "__main__":
     asked = arguments()
-    from training.errors import one_line
+    from common.errors import one_line
 
     with one_line():
         main(asked)

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from common.atomic_dir import Unsealed, hold, tidy, verified, written
 from common.progress import waiting
-from data.sealed import Unsealed, hold, tidy, verified, written
 from data.shards import ShardWriter, open_shard
 from data.sources import Source
 from data.tokenizer import Tokenizer

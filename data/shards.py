@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.sealed import Unsealed
+from common.atomic_dir import Unsealed
 
 LARGEST = 2**28  # tokens in a file
 TOGETHER = 2**20  # tokens written at once

@@ -134,29 +134,6 @@ class Ids(Tokenizer):
         return None
 
 
-class Stream:
-    """Tokens, one at a time, to text as soon as it is certain: a character of several bytes waits for its last.
-
-    `behind` is what comes before them: a word keeps its leading space where it is not the first.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, behind: list[int]):
-        self.tokenizer, self.before, self.pending = tokenizer, behind, []
-
-    def push(self, token: int) -> str:
-        self.pending.append(token)
-        text = self.text()
-        if text.endswith("\ufffd"):
-            return ""
-        self.before, self.pending = self.pending[-1:], []
-        return text
-
-    def text(self) -> str:
-        """What is waiting. A piece is read behind the one before it, for a first piece may lose its leading space."""
-        decode = self.tokenizer.decode
-        return decode(self.before + self.pending)[len(decode(self.before)) :]
-
-
 def split(text: str) -> Iterator[str]:
     """Pieces of up to PIECE characters, cut at line ends where there are any."""
     start = 0

@@ -10,7 +10,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from model.positions import Positions
+from model.context import Positions
 
 
 class LayerCache:

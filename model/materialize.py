@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from model.build import build
+from common.instantiate import build
 from model.transformer import Transformer
 
 REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of every nn.Module

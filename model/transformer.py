@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from model.attention.base import Attention, Handed
 from model.cache import Cache, LayerCache
+from model.context import Positions
 from model.layers import Embedding, Linear, RMSNorm, SwiGLU, capped
-from model.positions import Positions
 
 
 class Block(nn.Module):

@@ -24,16 +24,16 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from checkpoints import checkpoint
+from common.instantiate import build
 from data.loader import Loader
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from model.build import build
-from model.generation import Text, generate
+from inference.engine import Text, generate
+from inference.sampling import sample
 from model.materialize import build_model, materialize
-from model.sampling import sample
 from tests.forks import Forked
-from tools import jobs
-from training import checkpoint
+from tools.compare import jobs
 from training.distributed import Ranks
 from training.signals import Signals
 from training.trainer import Trainer
@@ -49,8 +49,7 @@ EXTRAS = (
     "llama model.tied=true attention.bias=true",
     f"gqa attention.rope_fraction=0.5 {YARN}",
     "shared_kv attention.share=half attention.window=5 model.depth=4",
-    "value_residual model._target_=model.speedrun.Speedrun model.softcap=15.0",
-    "local_global model._target_=model.speedrun.Speedrun",
+    "value_residual model.softcap=15.0",
 )
 # What commands train with: fp32, bf16, or what train.py picks for this processor.
 PRECISION = os.environ.get("ATTEND_TEST_PRECISION", "auto")

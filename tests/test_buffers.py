@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from model import build as building
+from checkpoints import checkpoint
+from common import instantiate
+from common.instantiate import build
+from inference.quantize import for_few_tokens
 from model.attention.softmax import SoftmaxAttention
-from model.build import build
 from model.materialize import build_model, materialize
-from model.matvec import for_few_tokens
 from tests.conftest import ROOT, TINY, close, continued, drawn, poisoned_memory, tree_of
 from tests.forks import ranks
 from tests.test_commands import losses_of
-from training import checkpoint
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 HERE = "tests.test_buffers"
@@ -58,13 +58,13 @@ class Stray(SoftmaxAttention):
 @pytest.fixture
 def ours(monkeypatch):
     """A config may name the classes above."""
-    found = building.find
+    found = instantiate.find
 
     def find(path: str, package: str):
         classes = {f"{HERE}.{each.__name__}": each for each in (Buffered, Persistent, Stray)}
         return classes.get(path) or found(path, package)
 
-    monkeypatch.setattr(building, "find", find)
+    monkeypatch.setattr(instantiate, "find", find)
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:

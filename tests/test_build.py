@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from common.instantiate import build
 from model.attention.base import Attention
-from model.build import build
-from model.initialise import initialise
+from model.init import initialise
 from model.materialize import build_model, materialize
 from tests.conftest import VARIANTS, tree_of
 
@@ -13,8 +13,8 @@ HOSTILE = [
     "model.layers.torch.hub.load",
     "model.layers.torch",
     "model.layers.F.relu",
-    "model.build.import_module",
-    "model.build.Path",
+    "common.instantiate.import_module",
+    "common.instantiate.Path",
     "model.cache.Tensor",
     "model.attention.softmax.Linear",  # ours, but not from there
     "model.attention.base.Handed",

@@ -8,10 +8,10 @@ import resource
 import pytest
 import torch
 
-from data import IntegrityError
-from model.build import build
+from checkpoints import checkpoint
+from common.errors import IntegrityError
+from common.instantiate import build
 from tests.conftest import settings_of, weights
-from training import checkpoint
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])

@@ -13,12 +13,12 @@ import pytest
 import torch
 import yaml
 
+from checkpoints import checkpoint
 from data.tokenizer import Tokenizer
+from inference.text import Continuation
 from tests.conftest import LONG, ROOT, SHORT, TINY, continued, saved, tree_of
 from tests.forks import ranks
-from tools.continuation import Continuation
-from training import checkpoint
-from training.objective import sample
+from training.evaluation import sample
 from training.trainer import Trainer
 
 
@@ -289,8 +289,8 @@ def test_infinite_weights_of_one_process_end_all(tmp_path, story):
         f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from training import checkpoint
-from training.objective import sample
+from checkpoints import checkpoint
+from training.evaluation import sample
 from training.trainer import Trainer
 save = Trainer.save
 @torch.no_grad()

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import train
-from model.build import build
+from common.config import flat
+from common.instantiate import build
 from tests.conftest import LONG, ROOT, TINY, VARIANTS, settings_of
 from tests.faults.harness import wait_for
 from tests.forks import Forked
-from tools import compare, jobs
-from tools.runs import Run, variants
-from training.config import flat
+from tools.compare import jobs, plan
+from tools.compare.runs import Run, variants
 
 SMALL = (*TINY, "context=16", "batch_tokens=64", "model.depth=1", "steps=4", "eval_every=2", "save_every=1")
 
@@ -225,16 +225,16 @@ def test_variants_are_told_apart_by_what_they_are():
 @pytest.mark.parametrize("kind", ["params", "flops"])
 def test_every_preset_is_made_as_large_as_the_baseline(kind, variant):
     for size in ("tiny", "15m", "350m"):
-        base = compare.SIZES[kind](compare.sized(settings_of(f"model={size}")))
+        base = plan.SIZES[kind](plan.sized(settings_of(f"model={size}")))
         settings = settings_of(f"model={size}", f"attention={variant}")
-        hidden = compare.matched(settings, compare.SIZES[kind], base)
-        matched = compare.sized(settings, hidden=hidden)
+        hidden = plan.matched(settings, plan.SIZES[kind], base)
+        matched = plan.sized(settings, hidden=hidden)
         size_of = sum(p.numel() for p in matched.parameters()) if kind == "params" else matched.training_flops()
         assert abs(size_of / base - 1) <= 0.01, size
 
 
 def test_matching_changes_the_feed_forward_alone():
-    both = [*compare.planned(["attention=gqa,mha", "model=tiny", "seed=3"], "params", Path("out"))]
+    both = [*plan.planned(["attention=gqa,mha", "model=tiny", "seed=3"], "params", Path("out"))]
     one, other = (dict(flat(job.settings)) for job in both)
     kept = ("name", "run_dir", "attention.kv_heads", "model.attention.kv_heads")
     assert {key for key in one if one[key] != other[key]} == {"model.hidden", *kept}

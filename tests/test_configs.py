@@ -5,9 +5,10 @@ import shutil
 import pytest
 import torch
 
-from model.build import build, find, parameters
+from common import config
+from common.instantiate import build, find, parameters
 from tests.conftest import CONFIGS, VARIANTS, settings_of
-from training import config, folder
+from training import run_dir
 from training.distributed import Ranks
 
 TARGETS = [
@@ -107,7 +108,7 @@ def test_run_folders_count_up_and_the_newest_is_resumed(tmp_path, monkeypatch):
     fresh, again = ({"run_dir": None, "name": "a", "resume": resume} for resume in (False, True))
 
     def claimed(settings: dict, begins: bool = True) -> str:
-        with folder.claimed(settings, Ranks(0, 1, torch.device("cpu"))) as run:
+        with run_dir.claimed(settings, Ranks(0, 1, torch.device("cpu"))) as run:
             if begins:
                 (run / "metrics.jsonl").touch()
             return str(run)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from model.build import build
+from common.instantiate import build
 from tests.conftest import VARIANTS, settings_of
 from tools import cost
-from training.objective import Objective
+from training.loss import Objective
 
 WORDS = ("model=tiny", "context=64", "batch_tokens=512", "micro_batch=2", "data.vocab_size=128")
 

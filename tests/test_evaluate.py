@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints import checkpoint
 from data.tokenizer import Tokenizer
 from tests.conftest import DATASETS, STORIES, continued, stories
 from tools import evaluate
-from training import checkpoint
 
 
 def evaluated(command, *words: str) -> dict:

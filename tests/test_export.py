@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from sentencepiece import SentencePieceTrainer
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
+from checkpoints import checkpoint
 from data.tokenizer import Tokenizer
 from tests.conftest import DATASETS, STORIES, VARIANTS, YARN, assert_greedy, close, continued, saved, stories, tree_of
-from training import checkpoint
 
 NASTY = (
     "", " ", " a", "  two  spaces  ", "\ttab\t\t", "\n\nlines\r\n", "emoji 😀👩‍👩‍👧", "NUL\0!", "Привет, мир", "</s>",
@@ -35,7 +35,6 @@ NONE = {
     "local_global attention.kinds.full.rope_base=1000000.0": "layers of different rope_base",
     "local_global attention.kinds.full.rope_scaling={_target_:model.rope.Linear,factor:4}": "different rope_scaling",
     "delta attention.pattern=[delta]": "a layer of softmax",
-    "gqa model._target_=model.speedrun.Speedrun": "fix: train model.transformer.Transformer",
 }  # fmt: skip
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.build import build
-from model.generation import compiled_step, decode_step
+from common.instantiate import build
+from inference.engine import compiled_step, decode_step
 from tests.conftest import VARIANTS, continued, redraw, tree_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -51,7 +51,7 @@ def test_no_step_waits_for_the_device(trainer_of, optimizer):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("words", ["experiment=speedrun", "activation_checkpointing=true z_loss=1e-4"])
+@pytest.mark.parametrize("words", ["attention=value_residual", "activation_checkpointing=true z_loss=1e-4"])
 def test_options_learn(command, story, words):
     tiny = ("context=64", "batch_tokens=512", "max_minutes=null", "log_every=1", "steps=50", "compile=true")
     text = ("data=text", f"data.path={story}", "data.vocab_size=400", "device=cuda")

@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 
+from common import hardware
 from tests.conftest import SHORT, TINY
-from training import hardware
 
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Feb 17 22:55:48 UTC 2024\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder)\n"

@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.sealed import verified
+from common.atomic_dir import verified
 from tests.conftest import LONG, ROOT, TINY
 
 COMMIT = hashlib.sha1(b"the only commit").hexdigest()

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from model.build import build
+from checkpoints.huggingface import mapping
+from common.instantiate import build
 from tests.conftest import close, redraw, tree_of
 from tests.test_parity import CLASSES
 from tools import export
-from training import huggingface
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,11 @@ def test_older_configs_are_read(scaling, kind):
     """transformers 4 wrote rope_theta and rope_scaling, left out what was usual, and said null. Newer keys give way."""
     from transformers import AutoConfig
 
-    config = huggingface.config_of(tree_of("llama"))
+    config = mapping.config_of(tree_of("llama"))
     for key in ("mlp_bias", "head_dim"):
         del config[key]
     config |= {"rope_theta": 500000.0, "rope_scaling": scaling, "num_key_value_heads": None, "pretraining_tp": 1}
-    attention = huggingface.tree_of(config)["attention"]
+    attention = mapping.tree_of(config)["attention"]
     assert (attention["rope_scaling"], attention["rope_base"], attention["kv_heads"]) == (kind, 500000.0, 4)
     theirs = AutoConfig.for_model(**config).rope_parameters
     assert (theirs["rope_theta"], theirs["factor"]) == (500000.0, kind["factor"])
@@ -50,24 +50,24 @@ def test_what_is_left_out_is_taken_as_transformers_takes_it(variant):
     """Or else refused, key by key: a class may take for granted what our layers do not do."""
     from transformers import AutoConfig
 
-    whole, refused = huggingface.config_of(tree_of(*variant.split(), "model.depth=3")), set()
+    whole, refused = mapping.config_of(tree_of(*variant.split(), "model.depth=3")), set()
     for key in whole:
         config = {name: value for name, value in whole.items() if name != key}
         try:
-            ours = huggingface.tree_of(config)
+            ours = mapping.tree_of(config)
         except ValueError:
             refused.add(key)
             continue
         theirs = AutoConfig.for_model(**{"model_type": whole["model_type"]} | config).to_dict()
-        assert huggingface.tree_of(theirs | {"architectures": whole["architectures"]}) == ours, key
-    assert refused >= {"architectures", *huggingface.SHAPE.values()}
+        assert mapping.tree_of(theirs | {"architectures": whole["architectures"]}) == ours, key
+    assert refused >= {"architectures", *mapping.SHAPE.values()}
 
 
 @pytest.mark.parametrize("variant", CLASSES)
 def test_a_config_is_read_as_it_was_written(variant):
     """Into modules of the same attributes, where it says null for a size too."""
     tree = tree_of(*variant.split(), "model.depth=3")
-    again = huggingface.tree_of(huggingface.config_of(tree))
+    again = mapping.tree_of(mapping.config_of(tree))
     with torch.device("meta"):
         pairs = zip(build(tree).blocks, build(again).blocks, strict=True)
     for ours, theirs in pairs:
@@ -87,14 +87,14 @@ def test_norms_are_computed_with_their_epsilon():
     ):
         tree = tree_of(variant) | {"norm_eps": 0.1}
         ours = redraw(build(tree)).eval()
-        theirs = kind(AutoConfig.for_model(**huggingface.config_of(tree), pad_token_id=None)).eval()
-        theirs.load_state_dict(export.tensors(ours, huggingface.class_of(tree)))
+        theirs = kind(AutoConfig.for_model(**mapping.config_of(tree), pad_token_id=None)).eval()
+        theirs.load_state_dict(export.tensors(ours, mapping.class_of(tree)))
         tokens = torch.arange(20)[None]
         with torch.no_grad():
             close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
 def test_layer_types_of_a_mistral_decide():
-    config, full = huggingface.config_of(tree_of("sliding_window", "attention.qk_norm=null")), ["full_attention"] * 2
-    found = [huggingface.tree_of(config | more)["attention"] for more in ({}, {"layer_types": full})]
+    config, full = mapping.config_of(tree_of("sliding_window", "attention.qk_norm=null")), ["full_attention"] * 2
+    found = [mapping.tree_of(config | more)["attention"] for more in ({}, {"layer_types": full})]
     assert [attention["window"] for attention in found] == [5, None]

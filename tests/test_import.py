@@ -9,9 +9,9 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
-from model.build import build
+from checkpoints import checkpoint
+from common.instantiate import build
 from tests.conftest import DATASETS, PRECISION, STORIES, TINY, close, redraw, saved, stories, tree_of
-from training import checkpoint
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from model.build import build
+from common.instantiate import build
 from tests import test_laws as laws
 from tests.conftest import redraw, settings_of
 
@@ -39,7 +39,7 @@ def softmax(draw: random.Random, heads: int) -> dict:
 
 def latent(draw: random.Random, heads: int) -> dict:
     return {
-        "_target_": "model.attention.latent.LatentAttention",
+        "_target_": "model.attention.mla.LatentAttention",
         "rank": draw.choice((8, 24)),
         "head_dim": draw.choice((4, 16)),
         "rope_dim": draw.choice((2, 8)),
@@ -51,7 +51,7 @@ def latent(draw: random.Random, heads: int) -> dict:
 
 def delta(draw: random.Random, heads: int) -> dict:
     sizes = {"head_dim": draw.choice((4, 16)), "kernel": draw.choice((1, 2, 4, 7)), "chunk": draw.choice((1, 3, 5, 64))}
-    return {"_target_": "model.attention.delta.GatedDelta"} | sizes
+    return {"_target_": "model.attention.gated_delta.GatedDelta"} | sizes
 
 
 def drawn(seed: int) -> dict:
@@ -59,7 +59,7 @@ def drawn(seed: int) -> dict:
     draw = random.Random(seed)
     heads = draw.choice((4, 6))
     kinds = [{"_partial_": True} | draw.choice((softmax, softmax, softmax, latent, delta))(draw, heads) for _ in "ab"]
-    mixed = {"_target_": "model.attention.interleave.interleave", "_partial_": True, "pattern": ["a", "b"]}
+    mixed = {"_target_": "model.attention.hybrid.hybrid", "_partial_": True, "pattern": ["a", "b"]}
     kinds.sort(key=lambda kind: "across" not in kind["_target_"])  # one that takes from its own kind is alone
     attention = (
         kinds[0]

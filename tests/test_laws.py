@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from model import generation, matvec
-from model.generation import Text, compiled_step, decode_step, generate, prefill
-from model.initialise import initialise
-from model.positions import Positions
-from model.sampling import sample
+from checkpoints import checkpoint
+from common.compilation import cpp_compiler
+from inference import engine, quantize
+from inference.engine import Text, compiled_step, decode_step, generate, prefill
+from inference.sampling import sample
+from model.context import Positions
+from model.init import initialise
 from tests.conftest import ROOT, VARIANTS, assert_greedy, close, continued, poisoned_memory
-from training import checkpoint
-from training.compilation import cpp_compiler
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 TOKENS = torch.randint(128, (3, 13), generator=torch.Generator().manual_seed(1))
@@ -174,8 +174,8 @@ def test_a_decode_step_compiles_once(model):
 
 def test_eight_ragged_rows_say_in_fp32_what_each_says_alone(model):
     model = model.float()
-    matvec.load(ROOT / ".cache", cpp_compiler())  # where there is a compiler
-    matvec.for_few_tokens(model, int8=False)
+    quantize.load(ROOT / ".cache", cpp_compiler())  # where there is a compiler
+    quantize.for_few_tokens(model, int8=False)
     prompts = TOKENS.flatten().split([1, 2, 3, 4, 5, 6, 7, 11])
     prompts = [prompt.tolist() for prompt in prompts]
     for prompt, together in zip(prompts, continued(model, prompts, 20, rows=8), strict=True):
@@ -187,7 +187,7 @@ def test_a_thousand_tokens_are_never_compiled_again(model):
     torch._dynamo.reset()
     counters.clear()
     model = model.float()
-    matvec.for_few_tokens(model, int8=False)
+    quantize.for_few_tokens(model, int8=False)
     compiled = continued(model, PROMPTS[:3], 1000, rows=3, step=compiled_step(torch.device("cpu")))
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"] and not counters["recompiles"]
     for prompt, text in zip(PROMPTS, compiled, strict=True):
@@ -264,7 +264,7 @@ def test_a_text_goes_on_from_what_the_cache_holds(model, guesses):
 
 def test_several_samples_share_one_prefill(model, monkeypatch):
     prompts, read = [PROMPTS[0]] * 3 + [PROMPTS[2]], []
-    monkeypatch.setattr(generation, "prefill", lambda *about: read.extend(about[1]) or prefill(*about))
+    monkeypatch.setattr(engine, "prefill", lambda *about: read.extend(about[1]) or prefill(*about))
     drawn = continued(model, prompts, 9, sample, rows=4)
     assert read == [PROMPTS[0], PROMPTS[2]] and len(set(map(tuple, drawn))) == 4
     assert drawn == continued(model, prompts, 9, sample)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.attention import base
-from model.attention.base import attend
-from model.attention.latent import LatentAttention
+from common.instantiate import build
+from model.attention import base, kernels
+from model.attention.kernels import attend
+from model.attention.mla import LatentAttention
 from model.attention.softmax import SoftmaxAttention
-from model.build import build
 from model.cache import KVCache
+from model.context import Positions
 from model.layers import RMSNorm, SwiGLU, rotate
-from model.positions import Positions
 from tests.conftest import close, redraw, settings_of, tree_of
 
 
@@ -66,7 +66,7 @@ def test_attention_is_a_softmax_over_what_is_visible(heads, kv_heads, window, mo
     y = attend(q, k, v, visible)
     monkeypatch.setattr(base, "BLOCK", 3)
     by_heads = (x.transpose(1, 2) for x in (q, k, v))
-    close(base.by_scores(*by_heads, visible, None, None, 0.0, None).transpose(1, 2), y)
+    close(kernels.by_scores(*by_heads, visible, None, None, 0.0, None).transpose(1, 2), y)
     for b in range(2):
         for t in range(7):
             for h in range(heads):
@@ -83,8 +83,8 @@ def test_flex_attention_is_the_same(window, softcap, sinks):
     q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
     visible = Positions(torch.zeros(2, 9), None, None, None).visible(window, None)
     sink = random(sinks).float() if sinks else None
-    expected = base.by_scores(q, k, v, visible, softcap, sink, 0.0, None)
-    close(base.by_flex(q, k, v, visible, softcap, sink, None), expected, rtol=0, atol=1e-5)
+    expected = kernels.by_scores(q, k, v, visible, softcap, sink, 0.0, None)
+    close(kernels.by_flex(q, k, v, visible, softcap, sink, None), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.long
@@ -95,8 +95,8 @@ def test_flex_attention_compiles(window, softcap):
     q, k, v = (random(2, heads, 128, 16).float() for heads in (4, 2, 2))
     visible = Positions(torch.zeros(2, 128), None, None, None).visible(window, None)
     with torch.no_grad():  # without a GPU there is no backward
-        y = torch.compile(base.by_flex, fullgraph=True, dynamic=False)(q, k, v, visible, softcap, None, None)
-    close(y, base.by_scores(q, k, v, visible, softcap, None, 0.0, None), rtol=0, atol=1e-5)
+        y = torch.compile(kernels.by_flex, fullgraph=True, dynamic=False)(q, k, v, visible, softcap, None, None)
+    close(y, kernels.by_scores(q, k, v, visible, softcap, None, 0.0, None), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "softcap"])
@@ -225,7 +225,7 @@ def test_gradients_through_scores_are_those_of_a_softmax(sink):
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 4, 200, 8), (2, 2, 200, 8), (2, 2, 200, 6), (4,))  # more queries than a block
     q, k, v, extra = (torch.randn(shape, generator=generator).double().requires_grad_() for shape in shapes)
-    ours = base.by_scores(q, k, v, None, None, extra if sink else None, 0.0, None)
+    ours = kernels.by_scores(q, k, v, None, None, extra if sink else None, 0.0, None)
     every_k, every_v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     scores = (q @ every_k.mT * 8**-0.5).masked_fill(torch.ones(200, 200).triu(1).bool(), -torch.inf)
     column = extra.view(-1, 1, 1).expand(2, 4, 200, 1)

@@ -12,11 +12,11 @@ import pytest
 from tests.conftest import ROOT
 
 HERE = Path(__file__).parent
-TREE = ("common", "configs", "data", "docs", "model", "tests", "tools", "training")
+TREE = ("checkpoints", "common", "configs", "data", "docs", "inference", "model", "tests", "tools", "training")
 FILES = ("README.md", "generate.py", "pyproject.toml", "train.py")
 # all that is parametrised by the attentions, or goes over them
 EVERY = (
-    "test_build", "test_compare", "test_configs", "test_cost", "test_export", "test_laws", "test_objective",
+    "test_build", "test_compare", "test_configs", "test_cost", "test_export", "test_laws", "test_loss",
     "test_training",
 )  # fmt: skip
 CASES = {"alibi": EVERY, "average": ("test_laws",)}

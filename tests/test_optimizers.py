@@ -9,10 +9,10 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten
 
 import training.optimizers
-from data import IntegrityError
-from model.build import build
+from common import config
+from common.errors import IntegrityError
+from common.instantiate import build
 from tests.conftest import close, settings_of, weights
-from training import config
 from training.optimizers import Lion, load_named_state, named_state
 
 

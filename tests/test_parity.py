@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from model.build import build
-from model.positions import Positions
+from checkpoints.huggingface.mapping import config_of
+from common.instantiate import build
+from inference import attention_map
+from model.context import Positions
 from tests.conftest import YARN, close, redraw, tree_of
-from tools import attention_map, export
-from training.huggingface import config_of
+from tools import export
 
 FULL = "full_attention"
 SCALED = "attention.rope_scaling={_target_:model.rope."

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from model.build import build
-from model.generation import Text, decode_step, generate
-from model.sampling import exponential, sample
+from common.instantiate import build
+from inference.engine import Text, decode_step, generate
+from inference.sampling import exponential, sample
 from tests.conftest import continued, redraw, tree_of
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -8.0]])

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.atomic_dir import written
 from data.prepare import prepare
-from data.sealed import written
 from data.shards import ShardWriter, open_shard
 from data.sources import Stdlib, Text
-from data.tokenizer import Stream, Tokenizer
+from data.tokenizer import Tokenizer
+from inference.text import Stream
 from tests.conftest import DATASETS, LONG, ROOT
 
 NASTY = [
@@ -161,7 +162,7 @@ def test_a_corpus_is_built_once_and_again_when_its_text_changes(tmp_path, story,
     from data import prepare as module
 
     built = []
-    monkeypatch.setattr(module, "make", lambda *a, make=module.make: (built.append(a), make(*a)))
+    monkeypatch.setattr(prepare, "make", lambda *a, make=module.make: (built.append(a), make(*a)))
     prepare(text_source(story), tmp_path / "cache")
     prepare(text_source(story), tmp_path / "cache")
     assert len(built) == 1
@@ -175,7 +176,6 @@ def test_a_corpus_is_built_once_and_again_when_its_text_changes(tmp_path, story,
 
 
 def test_an_interrupted_preparation_is_redone(tmp_path, story, monkeypatch):
-    from data import prepare as module
 
     folders = []
 
@@ -184,7 +184,7 @@ def test_an_interrupted_preparation_is_redone(tmp_path, story, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, "write_shards", interrupted)
+        patch.setattr(prepare, "write_shards", interrupted)
         prepare(text_source(story), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
     (half,) = folders
@@ -243,9 +243,8 @@ def test_a_shard_is_as_wide_as_its_vocabulary(tmp_path, vocab_size, dtype, monke
 
 
 def test_only_two_megabytes_are_held_out(tmp_path, monkeypatch):
-    from data import prepare as module
 
-    monkeypatch.setattr(module, "VALIDATION", 300)
+    monkeypatch.setattr(prepare, "VALIDATION", 300)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} " * 20}) + "\n" for i in range(100)))
     corpus = prepare(text_source(tmp_path / "a.jsonl", holdout=3), tmp_path / "cache")
     assert 200 < corpus.validation_bytes <= 300

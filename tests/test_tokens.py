@@ -14,11 +14,11 @@ from pyarrow import parquet, table
 
 from data.files import files_of
 from data.prepare import prepare
+from data.pretokenized import Pretokenized
 from data.tokenizer import Ids, Tokenizer
-from data.tokens import Tokens
 from tests.conftest import SHORT, TINY, close
 from tests.test_text import text_source
-from tools.runs import Run
+from tools.compare.runs import Run
 
 BOS, VOCABULARY = 96, 100
 FORMATS = {"nanogpt": None, "llm.c": (20240520, 1, "H"), "llama-3": (20240801, 7, "I")}
@@ -45,9 +45,9 @@ def joined(rows: list[list[int]]) -> list[int]:
     return [token for row in rows for token in row]
 
 
-def source(path: Path, **knobs) -> Tokens:
+def source(path: Path, **knobs) -> Pretokenized:
     given = {"tokens_field": "input_ids", "validation_tokens": 500, "vocab_size": VOCABULARY, "bos": BOS}
-    return Tokens(path=str(path), **({"tokenizer": None} | given | knobs))
+    return Pretokenized(path=str(path), **({"tokenizer": None} | given | knobs))
 
 
 def fill(folder: Path, form: str, seed: int = 0) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.build import build
+from common.instantiate import build
 from tests.conftest import VARIANTS, close, learn_by_heart, settings_of, weights
 from training import optimizers
 from training.optimizers import Muon, adamw, lion, muon

@@ -24,21 +24,23 @@ import torch
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from checkpoints.huggingface import mapping
+from checkpoints.weights import layout
+from common import compilation, errors, hardware
+from common.config import composed
+from common.instantiate import ROOT, build
 from data.loader import Loader
 from data.prepare import Corpus, sample
 from data.sources import tokenised
 from data.tokenizer import Tokenizer
-from model import matvec
-from model.build import ROOT, build
-from model.generation import compiled_step, decode_step
+from inference import quantize
+from inference.engine import compiled_step, decode_step
 from model.materialize import build_model, materialize
 from tools.latency import timed
-from train import checked, composed
-from training import compilation, errors, hardware, huggingface
 from training.distributed import Ranks
+from training.setup import checked
 from training.signals import Signals
 from training.trainer import Trainer
-from training.weights import layout
 
 ROUNDS, PROBES = 8, 20  # turns of each competitor; probes of the machine in all, the best of which is the ceiling
 CASES = (1, 256), (8, 256), (1, 2048), (8, 2048)  # rows that are decoded together, tokens of each at its end
@@ -175,7 +177,7 @@ def llama(settings: dict):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with errors.input_problems():
-        config = huggingface.config_of(settings["model"])
+        config = mapping.config_of(settings["model"])
     if config["model_type"] != "llama" or settings["document_mask"]:
         errors.fail(errors.INPUT, "LlamaForCausalLM has another shape. fix: attention=llama, and nothing else of ours")
     return LlamaForCausalLM(LlamaConfig(**config, bos_token_id=None, eos_token_id=None))
@@ -231,8 +233,8 @@ def our_text(words: list[str]) -> Competitor:
     model = materialize(build_model(settings["model"]), device, theirs.dtype)
     weights = theirs.state_dict()
     model.load_state_dict({held.names[0]: weights[name] for name, held in layout(model, "Llama").items()})
-    matvec.load(ROOT / ".cache", compilation.cpp_compiler())
-    matvec.for_few_tokens(model, int8=False)
+    quantize.load(ROOT / ".cache", compilation.cpp_compiler())
+    quantize.for_few_tokens(model, int8=False)
     step = decode_step if settings["compile"] is False else compiled_step(device)
     cache = model.new_cache(len(prompts), settings["context"] - 1, theirs.dtype, device)
 

@@ -13,11 +13,12 @@ from omegaconf.errors import OmegaConfBaseException
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from model.build import ROOT, build
-from train import checked, composed
-from training import config, errors
-from training.objective import Objective
+from common import config, errors
+from common.config import composed
+from common.instantiate import ROOT, build
+from training.loss import Objective
 from training.optimizers import make_state, state_by_parameter
+from training.setup import checked
 
 COLUMNS = ("attention", "parameters", "MFLOP/token", "KV bytes/token", "KV MB at context", "training GB")
 SCALE = ("attention", "parameters", "GPUs", "GB each", "sharded", "and checkpointed", "tokens/s", "days")

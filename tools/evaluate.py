@@ -15,15 +15,16 @@ from pathlib import Path
 
 import torch
 
+from common import errors, hardware
+from common.cli import Parser, number
 from data.files import TEXTS, found_files, texts_of
 from data.tokenizer import Ids, Tokenizer
-from generate import Parser, load, number
-from model.generation import generate
+from inference.engine import generate
+from inference.load import load
+from inference.sampling import sample
+from inference.text import Continuation, shortened
 from model.layers import precise
-from model.sampling import sample
 from model.transformer import Transformer
-from tools.continuation import Continuation, shortened
-from training import errors, hardware
 
 Row = tuple[list[int], int]  # tokens, and the first of them that is scored
 

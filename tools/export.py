@@ -13,11 +13,12 @@ import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from torch import Tensor
 
+from checkpoints import checkpoint, gguf
+from checkpoints.huggingface import folder, mapping
+from checkpoints.weights import layout
+from common import errors
+from common.cli import Parser
 from data.tokenizer import Ids, Tokenizer
-from generate import Parser
-from tools import to_folder, to_gguf
-from training import checkpoint, errors, folder, huggingface
-from training.weights import layout
 
 CARD = """---
 library_name: transformers
@@ -53,36 +54,36 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--format", choices=("hf", "gguf"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument(
-        "--dtype", choices=(*to_folder.DTYPES, "q8_0"), default="f32", help="of weights; q8_0 is gguf's alone"
+        "--dtype", choices=(*folder.DTYPES, "q8_0"), default="f32", help="of weights; q8_0 is gguf's alone"
     )
     given = parser.parse_args()
-    if given.format == "hf" and given.dtype not in to_folder.DTYPES:
+    if given.format == "hf" and given.dtype not in folder.DTYPES:
         parser.error(f"--dtype {given.dtype} is for --format gguf")
     return given
 
 
 def main(given: argparse.Namespace) -> None:
     with errors.input_problems():
-        place = folder.newest_model(given.run)
+        place = checkpoint.newest_model(given.run)
         if given.out.is_symlink() or (given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir()))):
             raise ValueError(f"there is something already (--out {given.out}). fix: a new folder")
         settings, tokenizer = checkpoint.config_of(place), Tokenizer.load(checkpoint.tokenizer_of(place))
         if isinstance(tokenizer, Ids):
             raise ValueError(f"its tokens have no text ({place}). fix: train with data.tokenizer=FILE")
-        config = huggingface.config_of(settings["model"])
+        config = mapping.config_of(settings["model"])
         config |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
         vocabulary = ModelProto.FromString(tokenizer.proto)
         spec, kinds = vocabulary.trainer_spec, {piece.type for piece in vocabulary.pieces}
         if spec.model_type != spec.BPE or not spec.byte_fallback or ModelProto.SentencePiece.USER_DEFINED in kinds:
             raise ValueError(f"only byte pairs, and bytes, are exported ({place}). fix: a tokenizer without symbols")
         if given.format == "gguf":
-            to_gguf.check(config)
+            gguf.check(config)
         model = checkpoint.load_model(place, "cpu")
         made = given.out.with_name(f".tmp-{given.out.name}")
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
     weights = tensors(model, config["architectures"][0].removesuffix("ForCausalLM"))
-    to = to_gguf if given.format == "gguf" else to_folder
+    to = gguf if given.format == "gguf" else folder
     to.write(made, config, weights, vocabulary, given.dtype)
     if given.format == "hf":
         (made / "tokenizer.model").write_bytes(tokenizer.proto)

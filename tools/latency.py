@@ -8,12 +8,12 @@ from time import perf_counter
 
 import torch
 
-from generate import load
+from common import compilation
+from inference.engine import Step, Text, compiled_step, decode_step, generate
+from inference.load import load
+from inference.sampling import sample
 from model.cache import Cache
-from model.generation import Step, Text, compiled_step, decode_step, generate
-from model.sampling import sample
 from model.transformer import Transformer
-from training import compilation
 
 ROWS, NEW, TURNS = (1, 8), 32, 3  # rows that are decoded together; tokens that each draws; turns, and runs in a turn
 greedy = partial(sample, temperature=0)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from training import errors
+from common import errors
+from common.sharding import full_tensor
 
 
 @dataclass(frozen=True)
@@ -84,60 +85,6 @@ def join(device: torch.device) -> Ranks:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
-
-
-def shard(model: nn.Module, ranks: Ranks, precision: torch.dtype) -> None:
-    """Spreads weights, gradients and the optimizers' state over all processes; a block is whole only while it computes,
-    in the precision of its products. FSDP: Zhao et al., 2304.11277.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-
-    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-    policy = MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh)
-    register_fsdp_forward_method(model, "hidden")
-
-
-def is_shard(x: Tensor) -> bool:
-    if not dist.is_available() or not dist.is_initialized():  # the next line takes time
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(x, DTensor)
-
-
-def full_tensor(x: Tensor) -> Tensor:
-    """All of it; every process calls."""
-    return x.full_tensor() if is_shard(x) else x
-
-
-def local(x: Tensor) -> Tensor:
-    """This process's part of it, in the same memory."""
-    return x.to_local() if is_shard(x) else x
-
-
-def divided(make: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """make(x), x (N, ...) the same on all processes, each of which makes a part of the N."""
-    if not dist.is_available() or not dist.is_initialized():
-        return make(x)
-    count = -(-len(x) // dist.get_world_size())
-    numbers = torch.arange(dist.get_rank() * count, (dist.get_rank() + 1) * count, device=x.device)
-    mine = make(x[numbers % len(x)])
-    made = mine.new_empty(count * dist.get_world_size(), *mine.shape[1:])
-    dist.all_gather(list(made.split(count)), mine)
-    return made[: len(x)]
-
-
-def distribute(x: Tensor, target: Tensor) -> Tensor:
-    """x, spread as `target` is; every process has all of it, and keeps its own part."""
-    if not is_shard(target):
-        return x.to(target.device)
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(x.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 
 
 @contextmanager

@@ -1,15 +1,18 @@
 """Optimizers over a model's parameters, as a list that steps together."""
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
-from data import IntegrityError
-from training.distributed import Ranks, distribute, divided, full_tensor, local
-from training.hardware import multiplies_bf16
+from common.errors import IntegrityError
+from common.hardware import multiplies_bf16
+from common.sharding import distribute, full_tensor, local
+from training.distributed import Ranks
 
 TOGETHER = 2**28  # weights whose update is made at once
 PLAIN = (Tensor, bool, int, float, str, type(None))  # what a checkpoint can hold
@@ -261,3 +264,15 @@ def set_rates(optimizers: list[Optimizer], multiple: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("peak", group["lr"]) * multiple
+
+
+def divided(make: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """make(x), x (N, ...) the same on all processes, each of which makes a part of the N."""
+    if not dist.is_available() or not dist.is_initialized():
+        return make(x)
+    count = -(-len(x) // dist.get_world_size())
+    numbers = torch.arange(dist.get_rank() * count, (dist.get_rank() + 1) * count, device=x.device)
+    mine = make(x[numbers % len(x)])
+    made = mine.new_empty(count * dist.get_world_size(), *mine.shape[1:])
+    dist.all_gather(list(made.split(count)), mine)
+    return made[: len(x)]

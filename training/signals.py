@@ -4,7 +4,7 @@ import os
 import signal
 from types import FrameType
 
-from training import errors
+from common import errors
 
 CODES = dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), errors.PREEMPTED)
 CODES[signal.SIGINT] = errors.INTERRUPTED

@@ -11,15 +11,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from checkpoints import checkpoint
+from common import compilation, config, errors, hardware, sharding
+from common.hardware import on
+from common.instantiate import build
 from common.progress import duration
 from data.loader import Loader
 from data.prepare import Corpus
-from model.build import build
-from training import checkpoint, compilation, config, distributed, errors, hardware
+from training import resume
 from training.distributed import Ranks
-from training.log import Log
-from training.objective import evaluate, on, prepared, sample
+from training.evaluation import evaluate, sample
+from training.logger import Log
 from training.optimizers import handles_found_inf, load_named_state, named_state, set_rates
+from training.parallel import prepared
 from training.signals import Signals
 
 COLD, TIMED = 3, 0.1  # steps that compile and fill caches; of the time left, what tells how long a step takes
@@ -85,7 +89,7 @@ class Trainer:
             return
         then = checkpoint.config_of(found)
         with errors.input_problems():
-            said = config.check_resumed(then, self.identity(), found)
+            said = resume.check_resumed(then, self.identity(), found)
         state = checkpoint.load_state(found, set(self.state()))
         # fp16 may have skipped every step so far: then there is no optimizer state yet
         if state["optimizer"] or not state["scaler"]:
@@ -170,7 +174,7 @@ class Trainer:
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         clip = self.settings["clip"] or math.inf
-        self.norm = distributed.full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
+        self.norm = sharding.full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
         self._watch()
         for optimizer in self.optimizers:
             if not self._must_skip(optimizer):
@@ -363,14 +367,14 @@ class Trainer:
 
     def identity(self) -> dict:
         """What a run that goes on is compared with: its settings, its text, and what decides on the last bits."""
-        machine = hardware.fingerprint(self.ranks, self.precision, self.compiled, self.micro)
+        machine = resume.fingerprint(self.ranks, self.precision, self.compiled, self.micro)
         return self.settings | {"text": self.corpus.sha256[:16], "machine": machine}
 
     def save(self) -> None:
         if self.saved == self.step:
             return
         self.check_finite()
-        finite = [distributed.full_tensor(p.isfinite().all()) for p in self.model.parameters()]
+        finite = [sharding.full_tensor(p.isfinite().all()) for p in self.model.parameters()]
         if not all(finite):  # the step itself was too long
             self._diverged(f"step {self.step} made the weights infinite")
         nats = self.ranks.total(self.nats.item())

@@ -9,10 +9,11 @@ sink (gpt-oss). Output: plain or gated (2505.06708).
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import Attention, attend, check
+from model.attention.base import Attention, check
+from model.attention.kernels import attend
 from model.cache import KVCache, slot_bytes
+from model.context import Positions, Scaling
 from model.layers import Linear, RMSNorm, rms, rotate
-from model.positions import Positions, Scaling
 
 
 class SoftmaxAttention(Attention):

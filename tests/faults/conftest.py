@@ -2,8 +2,8 @@
 
 import pytest
 
+from common.instantiate import build
 from data.prepare import prepare
-from model.build import build
 from tests.conftest import settings_of, tell
 from tests.faults.harness import Job, forked
 

@@ -21,13 +21,14 @@ from unittest import mock
 import torch
 from tqdm import tqdm
 
-from data import sealed
+from checkpoints import checkpoint
+from common import atomic_dir, errors
 from data.loader import Loader
 from data.prepare import Corpus
 from data.sources import Text
 from tests.conftest import LONG, TINY, settings_of
 from train import train
-from training import checkpoint, errors, folder, log
+from training import logger, run_dir
 from training.distributed import Ranks
 from training.signals import Signals
 from training.trainer import Trainer
@@ -54,8 +55,8 @@ class Job:
         loader = Loader(self.corpus.train, context=16, batch=settings["batch_tokens"] // 16, seed=settings["seed"])
         ranks = Ranks(0, 1, torch.device("cpu"))
         # matplotlib takes as long as the four steps and their saves together
-        picture = mock.patch.object(log, "draw", lambda _, path: path.touch())
-        with picture, Signals() as signals, errors.one_line(), folder.claimed(settings, ranks) as run:
+        picture = mock.patch.object(logger, "draw", lambda _, path: path.touch())
+        with picture, Signals() as signals, errors.one_line(), run_dir.claimed(settings, ranks) as run:
             trainer = Trainer(settings, self.corpus, loader, run, ranks, torch.float32, signals, monotonic())
             return train(trainer, compiles=False)
 
@@ -156,7 +157,7 @@ def lose_power(record: Path, checkpoints: list[Path]) -> None:
 
 def trusting() -> None:
     """A loader as most are: what has the right name is good."""
-    sealed.verified = lambda folder, fix: json.loads((folder / "manifest.json").read_bytes()[: -sealed.SEAL])
+    atomic_dir.verified = lambda folder, fix: json.loads((run_dir / "manifest.json").read_bytes()[: -atomic_dir.SEAL])
     checkpoint.verify = lambda folder: None
 
 
@@ -165,13 +166,13 @@ def in_place() -> None:
 
     @contextmanager
     def written(folder: Path):
-        folder.mkdir(parents=True)
-        unsealed = sealed.Unsealed(folder)
+        run_dir.mkdir(parents=True)
+        unsealed = atomic_dir.Unsealed(run_dir)
         yield unsealed
         for file in unsealed.files.values():
             file.close()
 
-    sealed.written = written
+    atomic_dir.written = written
     trusting()
 
 

@@ -12,14 +12,19 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see it)
-    "sync to the disk": ("data/sealed.py", "os.fsync(self.file.fileno())", "pass", "crashes.py -k power_cut"),
-    "hashes of files": ("data/sealed.py", 'hexdigest() != said["sha256"]', "hexdigest() is None", "damage.py"),
-    "hash of the manifest": ("data/sealed.py", "if raw[-SEAL:] != ", "if None == ", "damage.py -k flipped"),
-    "a folder aside": ("data/sealed.py", 'Unsealed(folder.with_name(f".tmp-{folder.name}"))', "Unsealed(folder)", ""),
-    "no links": ("data/sealed.py", "path.is_symlink() or folder.is_symlink()", "False", "damage.py"),
-    "the lock": ("data/sealed.py", "        fcntl.flock(lock, how)", "        pass", "storage.py -k one_run"),
-    "nothing is unpickled": ("training/checkpoint.py", "weights_only=True", "weights_only=False", "damage.py"),
-    "the older checkpoint": ("training/checkpoint.py", "KEPT = 2", "KEPT = 1", "signals.py"),
+    "sync to the disk": ("common/atomic_dir.py", "os.fsync(self.file.fileno())", "pass", "crashes.py -k power_cut"),
+    "hashes of files": ("common/atomic_dir.py", 'hexdigest() != said["sha256"]', "hexdigest() is None", "damage.py"),
+    "hash of the manifest": ("common/atomic_dir.py", "if raw[-SEAL:] != ", "if None == ", "damage.py -k flipped"),
+    "a folder aside": (
+        "common/atomic_dir.py",
+        'Unsealed(folder.with_name(f".tmp-{folder.name}"))',
+        "Unsealed(folder)",
+        "",
+    ),
+    "no links": ("common/atomic_dir.py", "path.is_symlink() or folder.is_symlink()", "False", "damage.py"),
+    "the lock": ("common/atomic_dir.py", "        fcntl.flock(lock, how)", "        pass", "storage.py -k one_run"),
+    "nothing is unpickled": ("checkpoints/checkpoint.py", "weights_only=True", "weights_only=False", "damage.py"),
+    "the older checkpoint": ("checkpoints/checkpoint.py", "KEPT = 2", "KEPT = 1", "signals.py"),
     "the optimizer": ("training/trainer.py", "load_named_state(self.optimizers", "(lambda *_: 0)(self", "resume.py"),
     "the place in the data": (
         "training/trainer.py",
@@ -35,7 +40,7 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
         "../test_checkpoint.py",
     ),
     "signals": ("training/trainer.py", "self.signals.note()", "pass", "signals.py -k saves_and_ends"),
-    "the log's length": ("training/log.py", "file.truncate(size)", "pass", "crashes.py -k every_crash"),
+    "the log's length": ("training/logger.py", "file.truncate(size)", "pass", "crashes.py -k every_crash"),
 }
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch._inductor import config
 
+from common import compilation
 from tests.conftest import ROOT, TINY, weights
 from tests.faults.harness import wait_for
-from training import compilation
 
 ISA = "from torch._inductor.cpu_vec_isa import pick_vec_isa; print(pick_vec_isa())"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from data import sealed
+from checkpoints import checkpoint
+from common import atomic_dir
 from tests.faults import harness
 from tests.faults.harness import Job, finish, forked, killed_at, start
-from training import checkpoint
 
 
 def judged(job: Job, code: int, whole: Job) -> list[str]:
@@ -150,7 +150,7 @@ def test_files_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(Path, "rename", named)
-    with sealed.written(tmp_path / "folder") as unsealed:
+    with atomic_dir.written(tmp_path / "folder") as unsealed:
         for name in ("a", "b"):
             unsealed.create(name).write(b"x")
     assert trace == ["a", "b", "manifest.json", ".tmp-folder", "rename to folder", tmp_path.name]
@@ -167,7 +167,7 @@ def test_a_disk_that_fails_at_any_file_leaves_nothing_half_made(tmp_path, monkey
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(OSError, match="No space"), sealed.written(tmp_path / "folder") as unsealed:
+    with pytest.raises(OSError, match="No space"), atomic_dir.written(tmp_path / "folder") as unsealed:
         for name in ("a", "b"):
             unsealed.create(name).write(b"x")
     assert not list(tmp_path.iterdir())

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import IntegrityError, sealed
+from checkpoints import checkpoint
+from common import atomic_dir
+from common.errors import IntegrityError
+from common.instantiate import build
 from data.prepare import prepare
-from model.build import build
 from tests.conftest import redraw, tree_of
 from tests.faults import harness
 from tests.faults.harness import Job, forked, source
-from training import checkpoint
 
 
 def flip(path: Path, draw: random.Random) -> None:
@@ -94,7 +95,7 @@ def test_other_damage_is_seen(spoiled):
 
 @pytest.mark.parametrize("ways", [[flip], [swap]])
 def test_the_damage_is_loaded_where_nothing_is_verified(spoiled, ways, monkeypatch):
-    for module, name in ((sealed, "verified"), (checkpoint, "verify")):  # as harness.trusting, and taken back
+    for module, name in ((atomic_dir, "verified"), (checkpoint, "verify")):  # as harness.trusting, and taken back
         monkeypatch.setattr(module, name, vars(module)[name])
     harness.trusting()
     assert len(damage(spoiled, ways, 20)) > 5
@@ -120,10 +121,10 @@ def test_metrics_that_were_changed_are_said(spoiled, capfd):
 
 def forge(folder: Path, name: str, raw: bytes) -> None:
     """Puts a file into a checkpoint under a manifest that agrees: what an attacker would do."""
-    about = json.loads((folder / "manifest.json").read_bytes()[: -sealed.SEAL])
+    about = json.loads((folder / "manifest.json").read_bytes()[: -atomic_dir.SEAL])
     rest = {other: (folder / other).read_bytes() for other in about["files"]} | {name: raw}
     shutil.rmtree(folder)
-    with sealed.written(folder) as unsealed:
+    with atomic_dir.written(folder) as unsealed:
         for other, content in rest.items():
             unsealed.create(other).write(content)
         unsealed.about = {"step": about["step"]}
@@ -152,7 +153,7 @@ def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
     states = tmp_path / "state"
     torch.save({"optimizer": Canary(canary)}, states)
     forgeries = [("state.pt", states.read_bytes()), ("state.pt", pickle.dumps(Canary(canary)))]
-    targets = ("os.system", "model.layers.torch.hub.load", "training.config.Path.touch", "pathlib.Path.touch")
+    targets = ("os.system", "model.layers.torch.hub.load", "common.config.Path.touch", "pathlib.Path.touch")
     forgeries += [("config.json", forged_config({"attention": {"_target_": target}})) for target in targets]
     forgeries += [("config.json", forged_config({"attention": "${oc.env:SECRET}"}))]
     forgeries += [("config.json", b"!!python/object/apply:os.system [touch canary]"), ("model.safetensors", b"x" * 99)]
@@ -172,7 +173,7 @@ def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
 
 
 def loaded(run: Path) -> None:
-    from training import errors
+    from common import errors
 
     with errors.one_line():
         checkpoint.load_model(checkpoint.newest(run), "cpu")
@@ -182,22 +183,22 @@ def test_a_name_in_a_manifest_leads_nowhere_else(tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
     for name in ("../secret", str(tmp_path / "secret"), "a/../../secret", "link"):
         folder = tmp_path / "folder"
-        with sealed.written(folder):
+        with atomic_dir.written(folder):
             pass
         (folder / "link").symlink_to(tmp_path / "secret")
-        about = {"format": sealed.FORMAT, "name": "folder", "files": {name: {"size": 1, "sha256": "?"}}}
+        about = {"format": atomic_dir.FORMAT, "name": "folder", "files": {name: {"size": 1, "sha256": "?"}}}
         body = f"{json.dumps(about)}\n".encode()
-        (folder / "manifest.json").write_bytes(body + f"{sealed.sha256(body).hexdigest()}\n".encode())
+        (folder / "manifest.json").write_bytes(body + f"{atomic_dir.sha256(body).hexdigest()}\n".encode())
         with pytest.raises(IntegrityError, match="leads elsewhere"):
-            sealed.verified(folder, "")
-        sealed.remove(folder)
+            atomic_dir.verified(folder, "")
+        atomic_dir.remove(folder)
 
 
 def test_what_a_link_leads_to_is_not_removed(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     (tmp_path / "step-00000001").symlink_to(tmp_path / "mine")
-    sealed.remove(tmp_path / "step-00000001")
+    atomic_dir.remove(tmp_path / "step-00000001")
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "file"]
 
 
@@ -205,7 +206,7 @@ def test_the_weights_are_readable_by_their_own_library(tmp_path):
     from safetensors.torch import load_file
 
     model = redraw(build(tree_of("gqa")))
-    with sealed.written(tmp_path / "x") as unsealed:
+    with atomic_dir.written(tmp_path / "x") as unsealed:
         checkpoint.write_weights(unsealed.create("model.safetensors"), model.state_dict())
     read = load_file(tmp_path / "x" / "model.safetensors")
     assert read.keys() == model.state_dict().keys()

@@ -13,14 +13,14 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-import train
-from data import IntegrityError
+from common import config, errors, hardware
+from common.config import RULES, flat
+from common.errors import IntegrityError
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
 from tests.conftest import CONFIGS, LONG, ROOT, SHORT, TINY, settings_of
 from tests.faults.harness import source
-from training import errors, hardware
-from training.config import RULES, flat
+from training import setup
 
 VALUES = (
     "",
@@ -76,7 +76,7 @@ def outcome(words: list[str]) -> int | str:
     try:
         with errors.one_line(HydraException, OmegaConfBaseException), errors.input_problems():
             with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-                settings, *_ = train.checked(compose("train", overrides=["name=test", *words]))
+                settings, *_ = setup.checked(compose("train", overrides=["name=test", *words]))
             hardware.pick_precision(settings["precision"], hardware.pick_device(settings["device"]))
         return 0
     except SystemExit as end:
@@ -110,7 +110,7 @@ def test_five_hundred_configs_are_taken_or_refused_in_words(capfd, tmp_path, mon
 
 
 def test_the_fuzz_sees_rules_that_are_missing(capfd, monkeypatch):
-    monkeypatch.setattr(train.config, "problems", lambda settings, world: [])
+    monkeypatch.setattr(config, "problems", lambda settings, world: [])
     assert next(fuzzed(120, 0, capfd), None) is not None
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints import checkpoint
 from tests.conftest import LONG, ROOT, TINY
 from tests.faults.harness import forked
-from training import checkpoint, config, optimizers, trainer
+from training import optimizers, resume, trainer
 from training.signals import Signals
 
 
@@ -34,7 +35,7 @@ def one_step_only() -> None:
         ("micro_batch=1",),
         ("optimizer=adamw", "eval_every=100"),
         ("save_every=100",),
-        ("activation_checkpointing=true", "z_loss=0.1", "experiment=speedrun", "model.dim=64", "model.heads=4"),
+        ("activation_checkpointing=true", "z_loss=0.1", "attention=value_residual", "model.dim=64", "model.heads=4"),
     ],
 )
 def test_a_run_cut_after_every_step_is_the_whole_run(job, precision, words, monkeypatch):
@@ -160,13 +161,13 @@ def test_what_may_change_is_said_and_what_may_not_is_refused(key):
     now = THEN | {key: (FIXED | FREE)[key]}
     if key in FIXED:
         with pytest.raises(ValueError, match=rf"{key}[.a-z]* \(then .*, now .*\)\. fix: "):
-            config.check_resumed(THEN, now, Path("step-00000001"))
+            resume.check_resumed(THEN, now, Path("step-00000001"))
     else:
-        assert f"changed since step-00000001: {key}" in config.check_resumed(THEN, now, Path("step-00000001"))
+        assert f"changed since step-00000001: {key}" in resume.check_resumed(THEN, now, Path("step-00000001"))
 
 
 def test_another_machine_is_said():
-    said = config.check_resumed(THEN, THEN | {"machine": {"threads": 2}, "resume": True}, Path("step-00000001"))
+    said = resume.check_resumed(THEN, THEN | {"machine": {"threads": 2}, "resume": True}, Path("step-00000001"))
     assert said == "changed since step-00000001: machine.threads (then 1, now 2)"
 
 
@@ -186,7 +187,7 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import torch
 from model.materialize import build_model, materialize
-from training import checkpoint
+from checkpoints import checkpoint
 torch.set_num_threads(1)
 tree = checkpoint.config_of(Path(sys.argv[2]))["model"]
 materialize(build_model(tree), "meta")  # all that is imported on the way

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import checkpoint
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
 from tests.conftest import LONG, TINY
 from tests.faults.harness import at_most, finish, forked, source, start, wait_for
-from training import checkpoint, folder
+from training import run_dir
 
 
 @pytest.mark.parametrize("room", [5000, 20_000, 60_000, 150_000])
@@ -83,7 +84,7 @@ def test_one_run_in_a_folder(job, capfd):
 
 
 def test_the_test_of_the_lock_sees_that_there_is_none(job, monkeypatch, capfd):
-    monkeypatch.setattr(folder, "hold", lambda *_: None)
+    monkeypatch.setattr(run_dir, "hold", lambda *_: None)
     with pytest.raises(AssertionError, match="assert 0 == 2"):
         test_one_run_in_a_folder(job, capfd)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from model.attention.base import Attention, check
 from model.cache import KVCache, slot_bytes
+from model.context import Positions
 from model.layers import Linear, precise
-from model.positions import Positions
 
 
 class ALiBi(Attention):

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from model.attention.base import Attention
 from model.cache import LayerCache
+from model.context import Positions
 from model.layers import Linear, precise
-from model.positions import Positions
 
 
 class StateCache(LayerCache):

@@ -1,0 +1,1 @@
+"""Models in the layout of `transformers`, written and read."""

@@ -1,0 +1,1 @@
+"""Prompt to text: engine, sampling, streaming output."""
