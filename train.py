@@ -6,7 +6,14 @@ torchrun --nproc_per_node=8 train.py ...  trains the same thing on eight GPUs. c
 import sys
 from time import monotonic
 
-from training.setup import checked, chosen_machine, initial, introduction, opened, out_of_memory
+from training.setup import (
+    adopt_pretrained,
+    choose_machine,
+    load_corpus,
+    out_of_memory,
+    summary,
+    validate,
+)
 
 BEFORE_IMPORTS = monotonic()
 if __name__ == "__main__" and sys.stderr.isatty():
@@ -24,7 +31,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from common import compilation, config, errors, hardware
-from common.instantiate import build
+from common.instantiate import instantiate
 from training import distributed, run_dir
 from training.signals import Signals
 from training.trainer import Trainer
@@ -35,28 +42,38 @@ IMPORTS = monotonic() - BEFORE_IMPORTS  # seconds: max_minutes counts them too
 @hydra.main(config_path="configs", config_name="train", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     started = monotonic() - IMPORTS
-    with Signals() as signals, errors.one_line():
-        with errors.input_problems():
-            begun = partial(initial, words=HydraConfig.get().overrides.task)
-            found = checked(cfg, chosen_machine, begun, lambda settings: build(settings["data"], "data"))
+    with Signals() as signals, errors.report_errors():
+        with errors.user_input():
+            begun = partial(adopt_pretrained, words=HydraConfig.get().overrides.task)
+            found = validate(
+                cfg, choose_machine, begun, lambda settings: instantiate(settings["data"], "data")
+            )
             settings, (device, precision, (compiles, why)), start, source = found
-            corpus, loader = opened(settings, source)
-            ranks = distributed.join(device)
+            corpus, loader = load_corpus(settings, source)
+            ranks = distributed.init_distributed(device)
         hardware.keep_freed_memory(device)
         if compiles:
             compilation.use_cache()
-        with run_dir.claimed(settings, ranks, HydraConfig.get().mode == RunMode.MULTIRUN) as run:
+        with run_dir.open_run_dir(
+            settings, ranks, HydraConfig.get().mode == RunMode.MULTIRUN
+        ) as run:
             try:
                 trainer = Trainer(settings, corpus, loader, run, ranks, precision, signals, started)
                 plan = f"{'to be compiled' if compiles else 'not compiled'} ({why})"
-                trainer.log.say(introduction(trainer, plan))
+                trainer.log.info(summary(trainer, plan))
                 code = train(trainer, compiles, start)
             except RuntimeError as error:
-                if compilation.failed(error):
+                if compilation.is_compile_error(error):
                     fix = "compile=false resume=true"
-                    errors.fail(errors.INPUT, f"compilation failed ({compilation.reason(error)}). fix: {fix}")
-                errors.fail(errors.INPUT, out_of_memory(error, config.micro_batch(settings, ranks.world)))
-            ranks.meet()
+                    errors.exit_with(
+                        errors.INPUT,
+                        f"compilation failed ({compilation.first_error_line(error)}). fix: {fix}",
+                    )
+                errors.exit_with(
+                    errors.INPUT,
+                    out_of_memory(error, config.micro_batch_size(settings, ranks.world_size)),
+                )
+            ranks.barrier()
     if code:
         raise SystemExit(code)
 
@@ -66,44 +83,59 @@ def train(trainer: Trainer, compiles: bool, start: Path | None = None) -> int:
     if compiles:
         trainer.compile()
     with trainer.log.waiting("reading the weights"):
-        trainer.begin(start)
+        trainer.restore_or_start(start)
     if trainer.step >= trainer.steps and not trainer.pending:
-        trainer.log.say(f"already at step {trainer.step} of {trainer.steps} ({trainer.run}). To go on: steps=N")
+        trainer.log.info(
+            f"already at step {trainer.step} of {trainer.steps} ({trainer.run}). To go on: steps=N"
+        )
         return 0
     if compiles and trainer.step < trainer.steps:
         trainer.compile_first_step()
     trainer.log.open(trainer.kept)
     while trainer.pending or trainer.step < trainer.steps:
         if not trainer.pending:
-            trainer.optimize()
-            trainer.fit()
+            trainer.train_step()
+            trainer.fit_steps_to_budget()
             if trainer.due("log_every"):
-                trainer.report()
+                trainer.log_metrics()
             trainer.show_progress()
             trainer.pending = [what for what in ("eval", "sample") if trainer.due(f"{what}_every")]
-        if "eval" in trainer.pending and not trainer.stopping:
+        if "eval" in trainer.pending and not trainer.exit_code:
             trainer.evaluate()
-        if "sample" in trainer.pending and not trainer.stopping:
+        if "sample" in trainer.pending and not trainer.exit_code:
             trainer.sample()
-        if trainer.due("save_every") or trainer.stopping:
+        if trainer.due("save_every") or trainer.exit_code:
             trainer.save()
-        if trainer.stopping:
+        if trainer.exit_code:
             trainer.log.close()
-            trainer.log.say(f"step {trainer.step} is saved in {trainer.run}. To go on: the same words and resume=true")
-            return trainer.stopping
+            trainer.log.info(
+                f"step {trainer.step} is saved in {trainer.run}. To go on: the same words and resume=true"
+            )
+            return trainer.exit_code
     trainer.finish()
     return 0
 
 
 if __name__ == "__main__":
     errors.start_line()
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands its errors on instead of printing them
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))  # Hydra wants it first
+    os.environ.setdefault(
+        "HYDRA_FULL_ERROR", "1"
+    )  # Hydra hands its errors on instead of printing them
+    sys.argv[1:] = sorted(
+        sys.argv[1:], key=lambda word: word not in ("-m", "--multirun")
+    )  # Hydra wants it first
     for word in sys.argv[1:]:
         key, _, value = word.lstrip("-").partition("=")
         if word.startswith("--") and key.split(".")[0] in (*config.RULES, *config.GROUPS):
-            errors.fail(errors.INPUT, f"keys are written without dashes (got {word}). fix: {word[2:]}")
+            errors.exit_with(
+                errors.INPUT, f"keys are written without dashes (got {word}). fix: {word[2:]}"
+            )
         if key in config.GROUPS and value in ("", "null"):
-            errors.fail(errors.INPUT, f"nothing is chosen (got {word}). fix: {key}= one of configs/{key}/")
-    with distributed.ended(), errors.one_line(HydraException, OmegaConfBaseException):
+            errors.exit_with(
+                errors.INPUT, f"nothing is chosen (got {word}). fix: {key}= one of configs/{key}/"
+            )
+    with (
+        distributed.hard_exit_on_error(),
+        errors.report_errors(HydraException, OmegaConfBaseException),
+    ):
         main()

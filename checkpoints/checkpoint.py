@@ -17,43 +17,55 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from checkpoints.huggingface.mapping import tree_of
-from checkpoints.weights import LLAMA2C, WHOLE, Stored, dtype_name, held, layout, settings
+from checkpoints.huggingface.mapping import from_hf_config
+from checkpoints.weights import (
+    LLAMA2C,
+    WHOLE,
+    StoredTensor,
+    dtype_name,
+    open_tensors,
+    read_config,
+    weight_map,
+)
 from common import atomic_dir, errors
 from common.errors import IntegrityError
-from common.sharding import distribute
+from common.sharding import shard_like
 from data.tokenizer import Tokenizer
 from model.materialize import build_model, materialize
 from model.transformer import Transformer
 
-KEPT = 2
+NUM_KEPT = 2
 STEPS = "step-" + 8 * "[0-9]"
 FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.model")
 FIX = "use an older checkpoint, or train anew in another folder"
 
 
-def ready(run: Path, model: Transformer, resume: bool) -> Path | None:
+def prepare_run(run: Path, model: Transformer, resume: bool) -> Path | None:
     """Removes what a crash left -> what to go on from. Raises OSError where two checkpoints would not fit."""
-    atomic_dir.tidy(run / "checkpoints")
+    atomic_dir.remove_leftovers(run / "checkpoints")
     # an optimizer has up to two numbers a weight
     needed = 3 * sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
-    needed *= KEPT + 1
+    needed *= NUM_KEPT + 1
     free = shutil.disk_usage(run).free
     if free < needed:
         raise OSError(
-            errno.ENOSPC, f"{KEPT + 1} checkpoints need {needed / 1e6:.1f} MB, free are {free / 1e6:.1f}", str(run)
+            errno.ENOSPC,
+            f"{NUM_KEPT + 1} checkpoints need {needed / 1e6:.1f} MB, free are {free / 1e6:.1f}",
+            str(run),
         )
-    found = newest(run) if resume else None
+    found = newest_checkpoint(run) if resume else None
     if found is not None:
         prune(found)
     return found
 
 
-def save(run: Path, step: int, weights: dict[str, Tensor], trees: dict, tokenizer: bytes, state: dict) -> Path:
+def save(
+    run: Path, step: int, weights: dict[str, Tensor], trees: dict, tokenizer: bytes, state: dict
+) -> Path:
     """Survives a crash at any instant: what is named step-* is complete. Removes all but the newest KEPT."""
     folder = run / "checkpoints"
     done = folder / f"step-{step:08d}"
-    with atomic_dir.written(done) as unsealed:
+    with atomic_dir.atomic_directory(done) as unsealed:
         write_weights(unsealed.create("model.safetensors"), weights)
         torch.serialization.set_crc32_options(False)  # the manifest has a better sum
         try:
@@ -64,7 +76,7 @@ def save(run: Path, step: int, weights: dict[str, Tensor], trees: dict, tokenize
         unsealed.create("tokenizer.model").write(tokenizer)
         unsealed.about = {"step": step}
     for path in (run, run.parent):  # the names of the folders themselves
-        atomic_dir.sync(path)
+        atomic_dir.fsync_directory(path)
     prune(done)
     return done
 
@@ -74,7 +86,7 @@ def prune(good: Path) -> None:
     for path in good.parent.glob(STEPS):
         if path > good:
             path.rename(path.with_name(f"damaged-{time.time_ns()}-{path.name}"))
-    for old in sorted(good.parent.glob(STEPS))[:-KEPT]:
+    for old in sorted(good.parent.glob(STEPS))[:-NUM_KEPT]:
         atomic_dir.remove(old)
 
 
@@ -96,12 +108,14 @@ def write_weights(file: atomic_dir.HashedFile, weights: dict[str, Tensor]) -> No
 
 def verify(checkpoint: Path) -> None:
     """Raises IntegrityError where a file is missing, or not what was written."""
-    missing = set(FILES) - atomic_dir.verified(checkpoint, FIX)["files"].keys()
+    missing = set(FILES) - atomic_dir.verify(checkpoint, FIX)["files"].keys()
     if missing:
-        raise IntegrityError(f"incomplete checkpoint ({checkpoint} has no {', '.join(sorted(missing))}). fix: {FIX}")
+        raise IntegrityError(
+            f"incomplete checkpoint ({checkpoint} has no {', '.join(sorted(missing))}). fix: {FIX}"
+        )
 
 
-def newest(run: Path) -> Path | None:
+def newest_checkpoint(run: Path) -> Path | None:
     """The newest checkpoint of a run that verifies; None where there is none. A model from elsewhere is its own newest.
 
     Raises IntegrityError where all are damaged.
@@ -118,7 +132,9 @@ def newest(run: Path) -> Path | None:
         except IntegrityError as error:
             print(f"warning: skipped: {str(error).partition('. fix: ')[0]}", file=sys.stderr)
     if found:
-        raise IntegrityError(f"no checkpoint is whole ({len(found)} in {run}). fix: train anew in another folder")
+        raise IntegrityError(
+            f"no checkpoint is whole ({len(found)} in {run}). fix: train anew in another folder"
+        )
     return None
 
 
@@ -131,7 +147,14 @@ def load_state(checkpoint: Path, needed: set[str]) -> dict:
         if missing := needed - state.keys():
             raise LookupError(f"no {', '.join(sorted(missing))}")
         return state
-    except (UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, AttributeError) as error:
+    except (
+        UnpicklingError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        LookupError,
+        AttributeError,
+    ) as error:
         reason = str(error).partition("\n")[0]
         raise IntegrityError(
             f"unsafe or unreadable content ({checkpoint / 'state.pt'}: {reason}). fix: {FIX}"
@@ -144,65 +167,89 @@ def load_weights(model: Transformer, place: Path) -> None:
 
 
 @torch.no_grad()
-def copy_weights(model: Transformer, files: list[tuple[Stored, Callable[[], Tensor]]]) -> None:
+def copy_weights(
+    model: Transformer, files: list[tuple[StoredTensor, Callable[[], Tensor]]]
+) -> None:
     """From where `check_weights` found them, one at a time: memory holds little more than the model."""
     weights = model.state_dict()
     for stored, read in files:
         for name, tensor in zip(stored.names, stored.split(read()), strict=True):
-            weights[name].copy_(distribute(tensor, weights[name]))
+            weights[name].copy_(shard_like(tensor, weights[name]))
         del tensor  # before the next is read
 
 
-def check_weights(model: Transformer, place: Path) -> list[tuple[Stored, Callable[[], Tensor]]]:
+def check_weights(
+    model: Transformer, place: Path
+) -> list[tuple[StoredTensor, Callable[[], Tensor]]]:
     """How its files hold the model's parameters, and what reads each."""
-    kind, found = kind_of(place), held(place)
-    needed, fix = layout(model, kind), FIX if kind is None else WHOLE
+    kind, found = architecture_of(place), open_tensors(place)
+    needed, fix = weight_map(model, kind), FIX if kind is None else WHOLE
     state = model.state_dict()
     shapes = {name: each.shape(state) for name, each in needed.items()}
     spare = {name for name in found if kind is not None and name.endswith("rotary_emb.inv_freq")}
     names = {**shapes, **dict.fromkeys(found.keys() - spare)}
-    other = [name for name in names if name not in found or name not in shapes or found[name][0] != shapes[name]]
+    other = [
+        name
+        for name in names
+        if name not in found or name not in shapes or found[name][0] != shapes[name]
+    ]
     if other:
-        raise IntegrityError(f"not the model's weights ({place}: {', '.join(other[:3])}). fix: {fix}")
+        raise IntegrityError(
+            f"not the model's weights ({place}: {', '.join(other[:3])}). fix: {fix}"
+        )
     return [(stored, found[name][1]) for name, stored in needed.items()]
 
 
-def kind_of(place: Path) -> str | None:
+def architecture_of(place: Path) -> str | None:
     """Of a model that was not trained here."""
     if (place / "manifest.json").exists():
         return None
-    return settings(place)["architectures"][0].removesuffix("ForCausalLM") if place.is_dir() else LLAMA2C
+    return (
+        read_config(place)["architectures"][0].removesuffix("ForCausalLM")
+        if place.is_dir()
+        else LLAMA2C
+    )
 
 
-def config_of(place: Path) -> dict:
+def load_config(place: Path) -> dict:
     """The settings of the run that wrote it, as plain data; of a model from elsewhere, `model` alone.
 
     Raises IntegrityError for our own that are damaged, ValueError for a model that is not of our layers.
     """
-    found = settings(place)
+    found = read_config(place)
     if (place / "manifest.json").exists():
         if not isinstance(found.get("model"), dict):
-            raise IntegrityError(f"not a run's settings ({place / 'config.json'}: no model in it). fix: {FIX}")
+            raise IntegrityError(
+                f"not a run's settings ({place / 'config.json'}: no model in it). fix: {FIX}"
+            )
         return found
-    if not tokenizer_of(place).exists():
-        raise ValueError(f"no tokenizer.model ({place}). fix: a model with one of SentencePiece, no others are read")
-    tree, tokenizer = tree_of(found), Tokenizer.load(tokenizer_of(place))
+    if not tokenizer_path(place).exists():
+        raise ValueError(
+            f"no tokenizer.model ({place}). fix: a model with one of SentencePiece, no others are read"
+        )
+    tree, tokenizer = from_hf_config(found), Tokenizer.load(tokenizer_path(place))
     if tokenizer.vocab_size != tree["vocab_size"]:
-        given = f"{tokenizer_of(place)} has {tokenizer.vocab_size}, the model {tree['vocab_size']}"
-        raise ValueError(f"a tokenizer of another vocabulary ({given}). fix: the tokenizer that it was trained with")
+        given = (
+            f"{tokenizer_path(place)} has {tokenizer.vocab_size}, the model {tree['vocab_size']}"
+        )
+        raise ValueError(
+            f"a tokenizer of another vocabulary ({given}). fix: the tokenizer that it was trained with"
+        )
     return {"model": tree}
 
 
-def tokenizer_of(place: Path) -> Path:
+def tokenizer_path(place: Path) -> Path:
     return (place if place.is_dir() else place.parent) / "tokenizer.model"
 
 
-def load_model(place: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Transformer:
+def load_model(
+    place: Path, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> Transformer:
     """The model of a checkpoint or from elsewhere, built from the config in it. Ends with exit code 4 for NaN.
 
     `dtype` is that of its parameters. A buffer keeps its own, and may be infinite: it may be a mask.
     """
-    tree = config_of(place)["model"]
+    tree = load_config(place)["model"]
     try:
         model = build_model(tree)
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
@@ -210,19 +257,25 @@ def load_model(place: Path, device: torch.device | str, dtype: torch.dtype = tor
     files = check_weights(model, place)  # before it has memory
     copy_weights(materialize(model, device, dtype), files)
     if not all(p.isfinite().all() for p in model.parameters()):
-        errors.fail(errors.DIVERGED, f"weights contain NaN or infinity ({place}). fix: an older checkpoint")
+        errors.exit_with(
+            errors.DIVERGED, f"weights contain NaN or infinity ({place}). fix: an older checkpoint"
+        )
     return model.eval()
 
 
-def newest_model(place: Path | None) -> Path:
+def find_model(place: Path | None) -> Path:
     """The newest checkpoint of a run, by default of the one in runs/ that saved last; or a model from elsewhere.
 
     Raises ValueError where there is none.
     """
-    saved = sorted(Path("runs").glob("*/checkpoints/step-*"), key=lambda path: path.stat().st_mtime_ns)
+    saved = sorted(
+        Path("runs").glob("*/checkpoints/step-*"), key=lambda path: path.stat().st_mtime_ns
+    )
     if place is None and not saved:
         raise ValueError("no trained model (in runs/). fix: python train.py, or --run FOLDER")
-    found = newest(place or saved[-1].parents[1])
+    found = newest_checkpoint(place or saved[-1].parents[1])
     if found is None:
-        raise ValueError(f"no model ({place}). fix: a folder on this disk with checkpoints/step-* or config.json")
+        raise ValueError(
+            f"no model ({place}). fix: a folder on this disk with checkpoints/step-* or config.json"
+        )
     return found

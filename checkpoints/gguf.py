@@ -11,15 +11,24 @@ import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from torch import Tensor
 
-from checkpoints.weights import Stored
-from common.instantiate import build
+from checkpoints.weights import StoredTensor
+from common.instantiate import instantiate
 
-NAMES = {"Llama": "llama", "Mistral": "llama", "Qwen3": "qwen3", "SmolLM3": "smollm3", "GraniteSWA": "granite_swa"}
-NAMES |= {"DeepseekV3": "deepseek2", "Qwen3_5": "qwen35"}  # of the classes of transformers that it runs
+NAMES = {
+    "Llama": "llama",
+    "Mistral": "llama",
+    "Qwen3": "qwen3",
+    "SmolLM3": "smollm3",
+    "GraniteSWA": "granite_swa",
+}
+NAMES |= {
+    "DeepseekV3": "deepseek2",
+    "Qwen3_5": "qwen35",
+}  # of the classes of transformers that it runs
 SIDE_BY_SIDE = ("llama", "smollm3", "granite_swa")  # where what RoPE turns together is
 
 
-def check(config: dict) -> str:
+def check_exportable(config: dict) -> str:
     """The architecture of a config.json. Raises ValueError for one that llama.cpp does not run, or not so."""
     if find_spec("gguf") is None:
         raise ValueError("the package gguf is not installed. fix: pip install gguf")
@@ -28,34 +37,45 @@ def check(config: dict) -> str:
     turned = [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])]
     lacks = {
         f"no {name}": architecture is None,
-        "no windows here": name != "GraniteSWA" and ("sliding_attention" in types or config.get("sliding_window")),
+        "no windows here": name != "GraniteSWA"
+        and ("sliding_attention" in types or config.get("sliding_window")),
         "positions in all but every fourth layer": config.get("no_rope_layers", turned) != turned,
         "no delta layer": architecture == "qwen35" and "linear_attention" not in types,
         "no biases here": config["attention_bias"] and architecture != "llama",
-        "no stretched positions here": config["rope_scaling"] and architecture not in ("llama", "qwen3"),
+        "no stretched positions here": config["rope_scaling"]
+        and architecture not in ("llama", "qwen3"),
     }
     if found := [what for what, is_so in lacks.items() if is_so]:
         near = ", ".join(sorted({*NAMES} - {name}))
-        raise ValueError(f"llama.cpp cannot run this {name} (it has {', '.join(found)}). fix: --format hf, or {near}")
+        raise ValueError(
+            f"llama.cpp cannot run this {name} (it has {', '.join(found)}). fix: --format hf, or {near}"
+        )
     return architecture
 
 
-def write(place: Path, config: dict, weights: dict[str, Tensor], vocabulary: ModelProto, dtype: str) -> None:
+def write(
+    place: Path, config: dict, weights: dict[str, Tensor], vocabulary: ModelProto, dtype: str
+) -> None:
     """`weights` are those of a class of `transformers`; vectors stay fp32, rows that q8_0 cannot cut become f16."""
     import gguf
 
-    architecture, depth = check(config), config["num_hidden_layers"]
+    architecture, depth = check_exportable(config), config["num_hidden_layers"]
     out = gguf.GGUFWriter(place / f"model-{dtype}.gguf", architecture)
     numbers(out, config)
     tokens(out, config, vocabulary)
     kind = gguf.GGMLQuantizationType[dtype.upper()]
-    out.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"])
+    out.add_file_type(
+        gguf.LlamaFileType["ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"]
+    )
     known = {"granite_swa": "llama"}.get(architecture, architecture)
     of = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == known)
     names = gguf.get_tensor_name_map(of, depth)
     for name, weight in arranged(architecture, config, weights):
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
-        array, its = weight.contiguous().float().numpy(), kind if weight.ndim > 1 and "conv1d" not in name else 0
+        array, its = (
+            weight.contiguous().float().numpy(),
+            kind if weight.ndim > 1 and "conv1d" not in name else 0,
+        )
         try:
             array = gguf.quantize(array, its := gguf.GGMLQuantizationType(its))
         except gguf.QuantError:
@@ -106,13 +126,22 @@ def numbers(out, config: dict) -> None:
             out.add_logit_scale(1.0)
             out.add_attention_scale(config["attention_multiplier"])
             out.add_sliding_window(config["sliding_window"])
-            some = "sliding_attention" in config["layer_types"]  # it needs one: else all have the context as window
-            out.add_sliding_window_pattern([kind == "sliding_attention" or not some for kind in config["layer_types"]])
+            some = (
+                "sliding_attention" in config["layer_types"]
+            )  # it needs one: else all have the context as window
+            out.add_sliding_window_pattern(
+                [kind == "sliding_attention" or not some for kind in config["layer_types"]]
+            )
         case "qwen35":
             part = int(width * rope["partial_rotary_factor"]) // 2
-            out.add_rope_dimension_sections([part - 2 * (part // 3), part // 3, part // 3, 0])  # alike for text
+            out.add_rope_dimension_sections(
+                [part - 2 * (part // 3), part // 3, part // 3, 0]
+            )  # alike for text
             linear = [kind == "linear_attention" for kind in config["layer_types"]]
-            heads, size = config.get("linear_num_key_heads", 1), config.get("linear_key_head_dim", width)
+            heads, size = (
+                config.get("linear_num_key_heads", 1),
+                config.get("linear_key_head_dim", width),
+            )
             out.add_array("qwen35.attention.recurrent_layers", linear)
             out.add_ssm_conv_kernel(config.get("linear_conv_kernel_dim", 4))
             out.add_ssm_state_size(size)
@@ -142,7 +171,7 @@ def tokens(out, config: dict, vocabulary: ModelProto) -> None:
 def arranged(architecture: str, config: dict, weights: dict[str, Tensor]):
     """(name in transformers, tensor) of all that a file holds, as llama.cpp computes with it."""
     heads, width = config["num_attention_heads"], config["head_dim"]
-    turn = Stored([], [], turned=width)
+    turn = StoredTensor([], [], turned=width)
     for name, weight in weights.items():
         if architecture in SIDE_BY_SIDE and ("q_proj" in name or "k_proj" in name):
             weight = turn.join([weight])
@@ -160,11 +189,15 @@ def arranged(architecture: str, config: dict, weights: dict[str, Tensor]):
             latent, key = weight.split([config["kv_lora_rank"], width])
             weight = torch.cat((latent, turn.join([key])))
         if architecture == "deepseek2" and name.endswith(("q_proj.weight", "q_b_proj.weight")):
-            plain, turned = weight.unflatten(0, (heads, -1)).split([config["qk_nope_head_dim"], width], dim=1)
+            plain, turned = weight.unflatten(0, (heads, -1)).split(
+                [config["qk_nope_head_dim"], width], dim=1
+            )
             turned = turn.join([turned.flatten(0, 1)]).view_as(turned)
             weight = torch.cat((plain, turned), dim=1).flatten(0, 1)
         if name.endswith("kv_b_proj.weight"):  # read by absorbed queries
-            key, value = weight.unflatten(0, (heads, -1)).split([config["qk_nope_head_dim"], config["v_head_dim"]], 1)
+            key, value = weight.unflatten(0, (heads, -1)).split(
+                [config["qk_nope_head_dim"], config["v_head_dim"]], 1
+            )
             yield name.replace("kv_b_proj", "k_b_proj"), key.transpose(1, 2)
             name, weight = name.replace("kv_b_proj", "v_b_proj"), value
         yield name, weight
@@ -172,5 +205,7 @@ def arranged(architecture: str, config: dict, weights: dict[str, Tensor]):
     if rope["rope_type"] == "llama3":
         target, knobs = config.SCALINGS["llama3"]
         plain = rope["rope_theta"] ** -(torch.arange(0, width, 2) / width)
-        scaling = build({"_target_": target} | {ours: rope[theirs] for theirs, ours in knobs.items()})
+        scaling = instantiate(
+            {"_target_": target} | {ours: rope[theirs] for theirs, ours in knobs.items()}
+        )
         yield "rope_freqs.weight", plain / scaling(plain, width, rope["rope_theta"])[0]

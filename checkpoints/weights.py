@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from checkpoints.llama2c import Held, llama2c
+from checkpoints.llama2c import TensorReaders, open_llama2c
 from common.errors import IntegrityError
 from model.attention.gated_delta import GatedDelta
 from model.attention.mla import LatentAttention
@@ -42,7 +42,7 @@ DELTA_NAMES = {
 
 
 @dataclass
-class Stored:
+class StoredTensor:
     """How a tensor of a file holds our parameters `names`, of `rows` each: one after the other in each of `groups`.
 
     `turned`: rows that RoPE turns are side by side, and not `turned` / 2 apart. `less`: what is taken from each number.
@@ -72,19 +72,21 @@ class Stored:
         theirs = theirs + self.less if self.less else theirs
         if self.turned:
             theirs = theirs.unflatten(0, (-1, self.turned // 2, 2)).transpose(1, 2).flatten(0, 2)
-        parts = theirs.unflatten(0, (self.groups, -1)).split([rows // self.groups for rows in self.rows], dim=1)
+        parts = theirs.unflatten(0, (self.groups, -1)).split(
+            [rows // self.groups for rows in self.rows], dim=1
+        )
         return [part.flatten(0, 1) for part in parts]
 
 
-def layout(model: Transformer, kind: str | None) -> dict[str, Stored]:
+def weight_map(model: Transformer, kind: str | None) -> dict[str, StoredTensor]:
     """By their names, how a class of `transformers` or llama2.c holds our parameters; None: each as it is."""
     stored, attention = {}, None
     for ours, tensor in model.state_dict().items():
         if ours.startswith("blocks."):
             attention = model.blocks[int(ours.split(".")[1])].attention
-        theirs = ours if kind is None else renamed(ours, attention)
+        theirs = ours if kind is None else hf_name(ours, attention)
         if theirs not in stored:
-            stored[theirs] = Stored([], [])
+            stored[theirs] = StoredTensor([], [])
         stored[theirs].names.append(ours)
         stored[theirs].rows.append(len(tensor) if tensor.ndim > 0 else 1)
         if kind == "Qwen3_5" and "self_attn.q_proj" in theirs:
@@ -98,11 +100,13 @@ def layout(model: Transformer, kind: str | None) -> dict[str, Stored]:
     return stored
 
 
-def renamed(ours: str, attention: nn.Module) -> str:
+def hf_name(ours: str, attention: nn.Module) -> str:
     """`attention` is that of the parameter's layer."""
     inside = NAMES if ".attention." not in ours else NAMES | {"gate_proj": "q_proj"}
     if isinstance(attention, LatentAttention) and inside is not NAMES:
-        inside = NAMES | LATENT_NAMES | ({} if attention.q_down_proj is None else {"q_proj": "q_b_proj"})
+        inside = (
+            NAMES | LATENT_NAMES | ({} if attention.q_down_proj is None else {"q_proj": "q_b_proj"})
+        )
     if isinstance(attention, GatedDelta) and inside is not NAMES:
         inside = NAMES | DELTA_NAMES
     return ".".join(inside.get(part, part) for part in ours.split("."))
@@ -112,17 +116,19 @@ def dtype_name(name: str, tensor: Tensor) -> str:
     """What safetensors calls its dtype. Raises ValueError, with `name`, for one that it lacks."""
     if tensor.dtype not in DTYPE_NAMES:
         fix = f"one of {', '.join(str(dtype) for dtype in DTYPE_NAMES)}, or persistent=False"
-        raise ValueError(f"a checkpoint cannot hold this dtype ({name}: {tensor.dtype}). fix: {fix}")
+        raise ValueError(
+            f"a checkpoint cannot hold this dtype ({name}: {tensor.dtype}). fix: {fix}"
+        )
     return DTYPE_NAMES[tensor.dtype]
 
 
-def held(place: Path) -> Held:
+def open_tensors(place: Path) -> TensorReaders:
     """The tensors of a folder's safetensors files, or of llama2.c's .bin; from elsewhere, floats only.
 
     Raises IntegrityError where they cannot be read, and for a pickle.
     """
     if not place.is_dir():
-        return llama2c(place)[1]
+        return open_llama2c(place)[1]
     index, files = place / "model.safetensors.index.json", [place / "model.safetensors"]
     if index.exists():
         try:
@@ -131,38 +137,53 @@ def held(place: Path) -> Held:
                 raise ValueError("it leads elsewhere")
             files = [place / name for name in names]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise IntegrityError(f"not an index of weights ({index}: {error!r}). fix: fetch it again") from None
+            raise IntegrityError(
+                f"not an index of weights ({index}: {error!r}). fix: fetch it again"
+            ) from None
     allowed = DTYPE_NAMES.values() if (place / "manifest.json").exists() else FLOATS
     found = {}
     for file in files:
         if not file.exists():
             pickles = [path.name for path in place.glob("*.bin")]
-            why = f"has {pickles[0]}, a pickle, which could run code" if pickles else f"has no {file.name}"
-            raise IntegrityError(f"weights are missing ({place} {why}). fix: all of its .safetensors files")
+            why = (
+                f"has {pickles[0]}, a pickle, which could run code"
+                if pickles
+                else f"has no {file.name}"
+            )
+            raise IntegrityError(
+                f"weights are missing ({place} {why}). fix: all of its .safetensors files"
+            )
         try:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     if (kind := opened.get_slice(name).get_dtype()) not in allowed:
-                        raise IntegrityError(f"quantized weights ({file}: {name} is {kind}). fix: {', '.join(FLOATS)}")
-                    found[name] = tuple(opened.get_slice(name).get_shape()), partial(read, file, name)
+                        raise IntegrityError(
+                            f"quantized weights ({file}: {name} is {kind}). fix: {', '.join(FLOATS)}"
+                        )
+                    found[name] = (
+                        tuple(opened.get_slice(name).get_shape()),
+                        partial(read_tensor, file, name),
+                    )
         except SafetensorError as error:
             raise IntegrityError(f"not weights ({file}: {error}). fix: {WHOLE}") from None
     return found
 
 
-def read(file: Path, name: str) -> Tensor:
+def read_tensor(file: Path, name: str) -> Tensor:
     with safe_open(file, "pt") as opened:  # anew for each, so that what was read is let go
         return opened.get_tensor(name)
 
 
-def settings(place: Path) -> dict:
+def read_config(place: Path) -> dict:
     """config.json of a folder, or what llama2.c's header says in its terms. Raises IntegrityError for another file."""
     if not place.is_dir():
-        return llama2c(place)[0]
+        return open_llama2c(place)[0]
     try:
         found = json.loads((place / "config.json").read_text())
         if not isinstance(found, dict):
             raise ValueError("not an object")
         return found
     except (OSError, ValueError, RecursionError) as error:
-        raise IntegrityError(f"not a model's settings ({place / 'config.json'}: {error}). fix: {WHOLE}") from None
+        raise IntegrityError(
+            f"not a model's settings ({place / 'config.json'}: {error}). fix: {WHOLE}"
+        ) from None

@@ -27,7 +27,12 @@ class HashedFile:
     """Bytes on their way to the disk, and a thread that hashes them meanwhile."""
 
     def __init__(self, path: Path):
-        self.file, self.hash, self.size, self.thread = path.open("xb"), sha256(), 0, ThreadPoolExecutor(1)
+        self.file, self.hash, self.size, self.thread = (
+            path.open("xb"),
+            sha256(),
+            0,
+            ThreadPoolExecutor(1),
+        )
 
     def write(self, raw: bytes | memoryview) -> int:
         """More than COPIED bytes must stay as they are until the folder is sealed."""
@@ -47,7 +52,7 @@ class HashedFile:
         return {"size": self.size, "sha256": self.hash.hexdigest()}
 
 
-class Unsealed:
+class StagingDirectory:
     """A folder in the making: its files, and what else its manifest is to say."""
 
     def __init__(self, folder: Path):
@@ -59,9 +64,9 @@ class Unsealed:
 
 
 @contextmanager
-def written(folder: Path) -> Iterator[Unsealed]:
+def atomic_directory(folder: Path) -> Iterator[StagingDirectory]:
     """What is written inside becomes `folder`, which must not be there; where it fails, nothing stays."""
-    unsealed = Unsealed(folder.with_name(f".tmp-{folder.name}"))
+    unsealed = StagingDirectory(folder.with_name(f".tmp-{folder.name}"))
     shutil.rmtree(unsealed.folder, ignore_errors=True)
     unsealed.folder.mkdir(parents=True)
     try:
@@ -72,9 +77,9 @@ def written(folder: Path) -> Iterator[Unsealed]:
         manifest = HashedFile(unsealed.folder / "manifest.json")
         manifest.write(body + f"{sha256(body).hexdigest()}\n".encode())
         manifest.close()
-        sync(unsealed.folder)
+        fsync_directory(unsealed.folder)
         unsealed.folder.rename(folder)
-        sync(folder.parent)
+        fsync_directory(folder.parent)
     except BaseException:
         for file in unsealed.files.values():
             with suppress(OSError, ValueError):  # closed already
@@ -83,27 +88,32 @@ def written(folder: Path) -> Iterator[Unsealed]:
         raise
 
 
-def verified(folder: Path, fix: str) -> dict:
+def verify(folder: Path, fix: str) -> dict:
     """The manifest. Raises IntegrityError where it, or a file that it names, is not what was written."""
     try:
-        raw = inside(folder, "manifest.json").read_bytes()
+        raw = safe_child(folder, "manifest.json").read_bytes()
         if raw[-SEAL:] != f"{sha256(raw[:-SEAL]).hexdigest()}\n".encode():
             raise IntegrityError(f"damaged manifest ({folder}). fix: {fix}")
         manifest = json.loads(raw[:-SEAL])
         if (manifest["format"], manifest["name"]) != (FORMAT, folder.name):
             made = f"format {manifest['format']}, {manifest['name']}"
-            raise IntegrityError(f"made by another version, or renamed ({folder}: {made}). fix: {fix}")
+            raise IntegrityError(
+                f"made by another version, or renamed ({folder}: {made}). fix: {fix}"
+            )
         for name, said in manifest["files"].items():
-            with inside(folder, name).open("rb") as file:
+            with safe_child(folder, name).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if size != said["size"] or file_digest(file, "sha256").hexdigest() != said["sha256"]:
+                if (
+                    size != said["size"]
+                    or file_digest(file, "sha256").hexdigest() != said["sha256"]
+                ):
                     raise IntegrityError(f"damaged file ({folder / name}). fix: {fix}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise IntegrityError(f"not whole ({folder}: {error}). fix: {fix}") from None
     return manifest
 
 
-def inside(folder: Path, name: str) -> Path:
+def safe_child(folder: Path, name: str) -> Path:
     path = folder / name
     if path.parent != folder or path.is_symlink() or folder.is_symlink():
         raise ValueError(f"{path} leads elsewhere")
@@ -120,23 +130,26 @@ def remove(folder: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def tidy(place: Path) -> None:
+def remove_leftovers(place: Path) -> None:
     """Removes what a crash left in `place`."""
     for left in (*place.glob(".tmp-*"), *place.glob(".trash-*")):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def hold(lock: IO, how: int) -> None:
+def flock(lock: IO, how: int) -> None:
     """Locks a file until it is closed or the process ends, as fcntl.flock."""
     try:
         fcntl.flock(lock, how)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
             raise
-        print(f"warning: no locks on this file system ({lock.name}): run nothing twice in it", file=sys.stderr)
+        print(
+            f"warning: no locks on this file system ({lock.name}): run nothing twice in it",
+            file=sys.stderr,
+        )
 
 
-def sync(folder: Path) -> None:
+def fsync_directory(folder: Path) -> None:
     """What it holds, onto the disk itself."""
     opened = os.open(folder, os.O_RDONLY)
     try:

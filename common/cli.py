@@ -11,7 +11,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}. fix: {self.prog} --help; {self.epilog}\n")
 
 
-def number(kind: type, least: float, most: float = sys.maxsize) -> Callable[[str], float]:
+def bounded_number(kind: type, least: float, most: float = sys.maxsize) -> Callable[[str], float]:
     """For argparse: text that is a number from `least` to `most`."""
 
     def parse(text: str) -> float:

@@ -144,7 +144,7 @@ def remove_leftovers(cache: Path) -> None:
 
 
 @contextmanager
-def ended_at_once() -> Iterator[None]:
+def exit_without_waiting() -> Iterator[None]:
     """End the process, where that is raised inside, without waiting for compilers in threads."""
     try:
         yield
@@ -159,14 +159,14 @@ def expected_seconds(depth: int, device: torch.device) -> float:
     return 40.0 if device.type == "cuda" else 10.0 + 10.0 * depth
 
 
-def failed(error: RuntimeError) -> bool:
+def is_compile_error(error: RuntimeError) -> bool:
     """Whether the error is torch.compile's, and not one of what was compiled."""
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
 
 
-def reason(error: Exception) -> str:
+def first_error_line(error: Exception) -> str:
     """The line of a compilation's error that says what went wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     of_compiler = [line for line in lines if "error: " in line]

@@ -32,13 +32,19 @@ def is_no_bad_number(value: object) -> bool:
     return type(value) not in (int, float) or 0 <= value < math.inf
 
 
-def leaves(group: object) -> list[tuple[str, object]]:
+def flatten_group(group: object) -> list[tuple[str, object]]:
     """(key, value) of all that a group sets, lists taken apart. A model's attention, soft-cap and epsilon are apart."""
-    named = flat(group if isinstance(group, dict) else {})
+    named = flatten(group if isinstance(group, dict) else {})
     named = [
-        (key, value) for key, value in named if not re.search(r"^(attention|softcap|norm_eps)|_target_|_partial_", key)
+        (key, value)
+        for key, value in named
+        if not re.search(r"^(attention|softcap|norm_eps)|_target_|_partial_", key)
     ]
-    return [(key, each) for key, value in named for each in (value if isinstance(value, list) else [value])]
+    return [
+        (key, each)
+        for key, value in named
+        for each in (value if isinstance(value, list) else [value])
+    ]
 
 
 def one_of(*words: object) -> Rule:
@@ -57,7 +63,9 @@ FLAG = one_of(True, False)
 GROUPS = ("model", "attention", "data", "optimizer", "schedule")
 RULES: dict[str, Rule] = {
     "name": (
-        lambda value: isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value, re.ASCII) is not None,
+        lambda value: (
+            isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value, re.ASCII) is not None
+        ),
         "letters, digits, dots and dashes",
     ),
     "run_dir": optional(TEXT),
@@ -92,10 +100,16 @@ NUMBERS: dict[str, Rule] = {
 }
 
 
-def problems(config: dict, world: int) -> list[str]:
+def find_problems(config: dict, world: int) -> list[str]:
     """A sentence for each key that is unknown, missing or out of range. `config` is resolved."""
-    found = [f"unknown key ({key}). fix: remove it" for key in config if key not in RULES and key not in GROUPS]
-    found += [f"{key} is missing. fix: give it back" for key in (*RULES, *GROUPS) if key not in config]
+    found = [
+        f"unknown key ({key}). fix: remove it"
+        for key in config
+        if key not in RULES and key not in GROUPS
+    ]
+    found += [
+        f"{key} is missing. fix: give it back" for key in (*RULES, *GROUPS) if key not in config
+    ]
     for key, (holds, wanted) in RULES.items():
         if key in config and not holds(config[key]):
             found.append(f"{key} must be {wanted} (got {config[key]!r}). fix: change it")
@@ -103,14 +117,23 @@ def problems(config: dict, world: int) -> list[str]:
         if group in config and not isinstance(config[group], dict):
             found.append(f"{group} must be a group (got {config[group]!r}). fix: {group}=NAME")
     for group, (holds, wanted) in NUMBERS.items():
-        wrong = [(key, value) for key, value in leaves(config.get(group)) if not holds(value)]
-        found += [f"{group}.{key} must be {wanted} (got {value!r}). fix: change it" for key, value in wrong]
+        wrong = [
+            (key, value) for key, value in flatten_group(config.get(group)) if not holds(value)
+        ]
+        found += [
+            f"{group}.{key} must be {wanted} (got {value!r}). fix: change it"
+            for key, value in wrong
+        ]
     if not found and config["steps"] is None and config["max_minutes"] is None:
         found.append("the run has no end (steps=null, max_minutes=null). fix: give one of them")
     if not found and config["sharded"] and world == 1:
-        found.append("one process has nobody to share with (sharded=true). fix: torchrun --nproc_per_node=N")
+        found.append(
+            "one process has nobody to share with (sharded=true). fix: torchrun --nproc_per_node=N"
+        )
     if not found:
-        found += batch_problems(config["batch_tokens"], config["micro_batch"], config["context"] * world, world)
+        found += batch_problems(
+            config["batch_tokens"], config["micro_batch"], config["context"] * world, world
+        )
     return found
 
 
@@ -125,30 +148,36 @@ def batch_problems(tokens: int, micro: int, unit: int, world: int) -> list[str]:
     if tokens % unit == 0:
         fixes.append(f"micro_batch={max(n for n in range(1, micro) if share % n == 0)}")
     given = f"batch_tokens={tokens} micro_batch={micro} context={unit // world} processes={world}"
-    return [f"a batch must be whole micro-batches for every process ({given}). fix: {', or '.join(fixes)}"]
+    return [
+        f"a batch must be whole micro-batches for every process ({given}). fix: {', or '.join(fixes)}"
+    ]
 
 
-def is_long(config: dict) -> bool:
+def is_long_run(config: dict) -> bool:
     """Long enough for compilation to pay."""
     return (config["steps"] or math.inf) >= 200 and (config["max_minutes"] or math.inf) >= 3
 
 
-def resolved(cfg: DictConfig) -> dict:
+def resolve(cfg: DictConfig) -> dict:
     """Plain dicts. Raises ValueError for an interpolation that leads nowhere."""
     return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
-def flat(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
+def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
     for key, value in tree.items():
-        yield from flat(value, f"{path}{key}.") if isinstance(value, dict) else [(f"{path}{key}", value)]
+        yield from (
+            flatten(value, f"{path}{key}.")
+            if isinstance(value, dict)
+            else [(f"{path}{key}", value)]
+        )
 
 
-def micro_batch(config: dict, world: int) -> int:
+def micro_batch_size(config: dict, world: int) -> int:
     """Sequences per device and forward."""
     return min(config["micro_batch"], config["batch_tokens"] // config["context"] // world)
 
 
-def composed(words: list[str]) -> DictConfig:
+def compose(words: list[str]) -> DictConfig:
     """What these words make of the configs, for other commands."""
     import hydra  # takes a quarter of a second, which only commands that compose should take
     from hydra.errors import HydraException, MissingConfigException

@@ -18,14 +18,18 @@ class IntegrityError(Exception):
     """What lies on disk is not what was written there."""
 
 
-def fail(code: int, *problems: object, alike: bool = False) -> NoReturn:
-    """Raises SystemExit(code), after a line for each problem: what (values). fix: how. `alike`: every rank finds it."""
-    if not alike or os.environ.get("RANK", "0") == "0":
+def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoReturn:
+    """Raises SystemExit(code), after a line for each problem: what (values). fix: how. `rank0_only`: every rank finds it."""
+    if not rank0_only or os.environ.get("RANK", "0") == "0":
         for problem in problems:
             text = " ".join(str(problem).split())
             with suppress(OSError):
                 start_line()
-                print("error:", text if "fix: " in text else f"{text}. fix: change it", file=sys.stderr)
+                print(
+                    "error:",
+                    text if "fix: " in text else f"{text}. fix: change it",
+                    file=sys.stderr,
+                )
     raise SystemExit(code)
 
 
@@ -36,7 +40,7 @@ def start_line() -> None:
 
 
 @contextmanager
-def input_problems() -> Iterator[None]:
+def user_input() -> Iterator[None]:
     """Only while a config is checked or data is opened: there, a ValueError is the user's to mend."""
     try:
         yield
@@ -45,13 +49,15 @@ def input_problems() -> Iterator[None]:
             raise
         where = f" ({error.filename})" if error.filename else ""
         what = "path" if error.filename or isinstance(error, FileNotFoundError) else "network"
-        fail(INPUT, f"{error.strerror or error}{where}. fix: check the {what}", alike=True)
+        exit_with(
+            INPUT, f"{error.strerror or error}{where}. fix: check the {what}", rank0_only=True
+        )
     except ValueError as error:
-        fail(INPUT, error, alike=True)
+        exit_with(INPUT, error, rank0_only=True)
 
 
 @contextmanager
-def one_line(*of_config: type[Exception]) -> Iterator[None]:
+def report_errors(*of_config: type[Exception]) -> Iterator[None]:
     """Around a whole command: problems that may come at any time. `of_config` are those of the config's own library."""
     try:
         yield
@@ -62,15 +68,15 @@ def one_line(*of_config: type[Exception]) -> Iterator[None]:
             fix = "data=text or data=tokens, which have one"
         elif "Could not override" in text:
             fix = "configs/ lists the keys of what is chosen; a kind of layer has its own: attention.kinds.NAME.KEY"
-        fail(BUG, f"{text.rstrip('.')}. fix: {fix}")
+        exit_with(BUG, f"{text.rstrip('.')}. fix: {fix}")
     except IntegrityError as error:
-        fail(INTEGRITY, error)
+        exit_with(INTEGRITY, error)
     except KeyboardInterrupt:
-        fail(INTERRUPTED, "interrupted. fix: call it again")
+        exit_with(INTERRUPTED, "interrupted. fix: call it again")
     except BrokenPipeError:  # who read our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        fail(STORAGE, f"{error.strerror} ({error.filename}). fix: make room, or another place")
+        exit_with(STORAGE, f"{error.strerror} ({error.filename}). fix: make room, or another place")

@@ -112,10 +112,14 @@ def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
         has_bf16 = True  # emulated where there is none
         best = torch.bfloat16 if multiplies_bf16(device) else torch.float32
     if wanted == "bf16" and not has_bf16:
-        raise ValueError(f"this GPU has no bf16 (precision=bf16, {torch.cuda.get_device_name()}). fix: precision=fp16")
+        raise ValueError(
+            f"this GPU has no bf16 (precision=bf16, {torch.cuda.get_device_name()}). fix: precision=fp16"
+        )
     if wanted == "fp16" and device.type == "cpu":
         raise ValueError("fp16 needs a GPU (precision=fp16, device=cpu). fix: precision=auto")
-    return {"auto": best, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted]
+    return {"auto": best, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
+        wanted
+    ]
 
 
 def multiplies_bf16(device: torch.device) -> bool:
@@ -152,7 +156,7 @@ def processor() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def finest(device: torch.device) -> torch.dtype:
+def accumulation_dtype(device: torch.device) -> torch.dtype:
     """For sums that must not depend on their order: fp64, where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
@@ -169,12 +173,17 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: of the GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 pass
 
 
-def on(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """The same, where they are computed with; pinned on the way to a GPU, so that nobody waits."""
-    return [(x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True) for x in tensors]
+    return [
+        (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+        for x in tensors
+    ]

@@ -40,7 +40,9 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def waiting(what: str, seconds: float | None = None, advice: str = "", is_shown: bool = True) -> Iterator[None]:
+def waiting(
+    what: str, seconds: float | None = None, advice: str = "", is_shown: bool = True
+) -> Iterator[None]:
     """Announce what takes more than PATIENCE; a terminal is told each second how long it took so far.
 
     `seconds` is about how long it will take, if that is known; then a long wait is announced at its

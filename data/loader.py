@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-IGNORED = -100  # a target that does not count, as in torch's cross_entropy
+IGNORE_INDEX = -100  # a target that does not count, as in torch's cross_entropy
 
 
 class Loader:
@@ -21,7 +21,7 @@ class Loader:
         self.ends = np.cumsum([len(shard) for shard in shards])
         self.rows = (int(self.ends[-1]) - 1) // context - 1  # one less, so that every offset fits
         self.epoch, self.order = -1, None
-        check_enough(int(self.ends[-1]), context, batch)
+        check_enough_tokens(int(self.ends[-1]), context, batch)
 
     def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """inputs (B, T) and targets (B, T) of these rows of the batch, int64, one position apart."""
@@ -30,17 +30,25 @@ class Loader:
         taken = torch.from_numpy(taken.astype(np.int64))
         return taken[:, :-1].contiguous(), taken[:, 1:].contiguous()
 
-    def places(self, step: int) -> str:
+    def describe(self, step: int) -> str:
         """Where the rows of a batch lie, for a reader."""
-        starts = [self._start(number) for number in range(step * self.batch, (step + 1) * self.batch)]
+        starts = [
+            self._start(number) for number in range(step * self.batch, (step + 1) * self.batch)
+        ]
         some = ", ".join(map(str, starts[:8])) + (" and so on" if len(starts) > 8 else "")
-        return f"{self.batch} rows of epoch {step * self.batch // self.rows}, from the tokens {some}"
+        return (
+            f"{self.batch} rows of epoch {step * self.batch // self.rows}, from the tokens {some}"
+        )
 
     def _start(self, number: int) -> int:
         epoch, row = divmod(number, self.rows)
         if epoch != self.epoch:
             draw = np.random.default_rng((self.seed, epoch))
-            self.epoch, self.offset, self.order = (epoch, int(draw.integers(self.context)), draw.permutation(self.rows))
+            self.epoch, self.offset, self.order = (
+                epoch,
+                int(draw.integers(self.context)),
+                draw.permutation(self.rows),
+            )
         return self.offset + int(self.order[row]) * self.context
 
     def _take(self, start: int, count: int) -> np.ndarray:
@@ -54,26 +62,33 @@ class Loader:
         )
 
 
-def check_enough(tokens: int, context: int, batch: int) -> None:
+def check_enough_tokens(tokens: int, context: int, batch: int) -> None:
     need = (batch + 1) * context + 1
     if tokens < need:
         fix = "more text, or a smaller batch_tokens or context"
-        raise ValueError(f"too little text for one batch (have {tokens} tokens, need {need}). fix: {fix}")
+        raise ValueError(
+            f"too little text for one batch (have {tokens} tokens, need {need}). fix: {fix}"
+        )
 
 
-def documents(inputs: Tensor, bos: int) -> Tensor:
+def document_ids(inputs: Tensor, bos: int) -> Tensor:
     """inputs (B, T) -> the number (B, T) of the document that a token belongs to, in its row: each begins with BOS."""
     return (inputs == bos).cumsum(dim=1)
 
 
-def windows(shards: list[np.ndarray], context: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+def eval_windows(
+    shards: list[np.ndarray], context: int, batch: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """All text once, in order, in windows that do not overlap: inputs (B, T) and targets (B, T).
 
     The last batch is as large as the others: what is missing has the target IGNORED.
     """
     text = np.concatenate(shards).astype(np.int64)
     count = -(-(len(text) - 1) // (context * batch)) * batch
-    inputs, targets = (np.zeros(count * context, np.int64), np.full(count * context, IGNORED, np.int64))
+    inputs, targets = (
+        np.zeros(count * context, np.int64),
+        np.full(count * context, IGNORE_INDEX, np.int64),
+    )
     inputs[: len(text) - 1], targets[: len(text) - 1] = text[:-1], text[1:]
     pairs = (torch.from_numpy(x).view(count, context).split(batch) for x in (inputs, targets))
     return zip(*pairs, strict=True)

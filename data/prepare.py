@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common.atomic_dir import Unsealed, hold, tidy, verified, written
+from common.atomic_dir import StagingDirectory, atomic_directory, flock, remove_leftovers, verify
 from common.progress import waiting
 from data.shards import ShardWriter, open_shard
 from data.sources import Source
@@ -40,27 +40,41 @@ class Corpus:
 
 
 def prepare(
-    source: Source, cache: Path, enough: Callable[[int], None] = lambda tokens: None, quiet: bool = False
+    source: Source,
+    cache: Path,
+    enough: Callable[[int], None] = lambda tokens: None,
+    quiet: bool = False,
 ) -> Corpus:
     """Finds the corpus, or builds it in the cache. Of processes that call at once, one builds and the others wait.
 
     `enough` may raise ValueError for the number of training tokens; then nothing is kept.
     Raises ValueError for text that cannot be used, IntegrityError for shards that were changed.
     """
-    given = source.given()
-    if (shards := source.mapped()) is not None:
+    given = source.pretrained_tokenizer()
+    if (shards := source.memmapped_shards()) is not None:
         size = given.nbytes(np.concatenate(shards["validation"]))
-        return Corpus(**shards, validation_bytes=size, tokenizer=given, sha256=digest(source.fingerprint()))
-    code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")) if path.stem != "loader"]
+        return Corpus(
+            **shards, validation_bytes=size, tokenizer=given, sha256=digest(source.fingerprint())
+        )
+    code = [
+        path.read_text()
+        for path in sorted(Path(__file__).parent.glob("*.py"))
+        if path.stem != "loader"
+    ]
     made_from = [source.fingerprint(), given.sha256 if given else source.vocab_size, *code]
     folder = cache / f"{type(source).__name__.lower()}-{digest(json.dumps(made_from))[:16]}"
     if not folder.exists():
-        with alone(cache):
+        with exclusive(cache):
             if not folder.exists():
-                make(source, given, folder, enough, quiet)
-    about = verified(folder, f"delete {folder}, it is made again")
-    shards = {split: [open_shard(folder / name, about["dtype"]) for name in about[split]] for split in SPLITS}
-    content = json.dumps([about["files"][name]["sha256"] for split in SPLITS for name in about[split]])
+                build_corpus(source, given, folder, enough, quiet)
+    about = verify(folder, f"delete {folder}, it is made again")
+    shards = {
+        split: [open_shard(folder / name, about["dtype"]) for name in about[split]]
+        for split in SPLITS
+    }
+    content = json.dumps(
+        [about["files"][name]["sha256"] for split in SPLITS for name in about[split]]
+    )
     tokenizer = Tokenizer.load(folder / "tokenizer.model")
     size = about["validation_bytes"] or tokenizer.nbytes(np.concatenate(shards["validation"]))
     return Corpus(**shards, validation_bytes=size, tokenizer=tokenizer, sha256=digest(content))
@@ -71,12 +85,12 @@ def digest(text: str) -> str:
 
 
 @contextmanager
-def alone(cache: Path) -> Iterator[None]:
+def exclusive(cache: Path) -> Iterator[None]:
     """One process at a time prepares, until it ends, however it ends. What fails leaves no trace."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / ".lock").open("w") as lock:
-        hold(lock, fcntl.LOCK_EX)
-        tidy(cache)
+        flock(lock, fcntl.LOCK_EX)
+        remove_leftovers(cache)
         try:
             yield
         except BaseException:
@@ -85,17 +99,25 @@ def alone(cache: Path) -> Iterator[None]:
             raise
 
 
-def make(source: Source, tokenizer: Tokenizer | None, folder: Path, enough: Callable[[int], None], quiet: bool) -> None:
-    with written(folder) as unsealed:
+def build_corpus(
+    source: Source,
+    tokenizer: Tokenizer | None,
+    folder: Path,
+    enough: Callable[[int], None],
+    quiet: bool,
+) -> None:
+    with atomic_directory(folder) as unsealed:
         if tokenizer is None:
-            with waiting(f"training a tokenizer of {source.vocab_size} pieces, once", is_shown=not quiet):
-                tokenizer = Tokenizer.train(sample(source), source.vocab_size)
+            with waiting(
+                f"training a tokenizer of {source.vocab_size} pieces, once", is_shown=not quiet
+            ):
+                tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)
         unsealed.about = write_shards(source, tokenizer, unsealed, quiet)
         unsealed.create("tokenizer.model").write(tokenizer.proto)
         enough(unsealed.about["train_tokens"])
 
 
-def sample(source: Source) -> Iterator[str]:
+def tokenizer_corpus(source: Source) -> Iterator[str]:
     """Training documents up to SAMPLE characters."""
     size = 0
     for text, held_out in source.documents():
@@ -106,11 +128,15 @@ def sample(source: Source) -> Iterator[str]:
             yield text
 
 
-def write_shards(source: Source, tokenizer: Tokenizer, folder: Unsealed, quiet: bool) -> dict:
+def write_shards(
+    source: Source, tokenizer: Tokenizer, folder: StagingDirectory, quiet: bool
+) -> dict:
     train, validation = (ShardWriter(folder, split, tokenizer.vocab_size) for split in SPLITS)
     held_bytes, held_enough = 0, False
-    with tqdm(unit=" tokens", unit_scale=True, desc="tokenise", disable=quiet or not sys.stderr.isatty()) as bar:
-        for tokens, size, held_out in source.tokenised(tokenizer):
+    with tqdm(
+        unit=" tokens", unit_scale=True, desc="tokenise", disable=quiet or not sys.stderr.isatty()
+    ) as bar:
+        for tokens, size, held_out in source.tokenize(tokenizer):
             if not held_out:
                 train.write(tokens)
                 bar.update(len(tokens))

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import column, content_hash, files_of
+from data.files import content_hash, parquet_column, split_files
 from data.sources import Source, Tokenised
-from data.tokenizer import Ids, Tokenizer
+from data.tokenizer import IdTokenizer, Tokenizer
 
 HEAD = 1024  # bytes before llm.c's tokens: int32 magic, version, number of tokens, zeros
-FORMATS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # version and tokens by the magic; all else is nanoGPT's
+FORMATS = {
+    20240520: (1, "<u2"),
+    20240801: (7, "<u4"),
+}  # version and tokens by the magic; all else is nanoGPT's
 
 
 @dataclass(kw_only=True)
@@ -29,24 +32,30 @@ class Pretokenized(Source):
 
     def __post_init__(self):
         if self.validation_tokens < 2:
-            raise ValueError(f"data.validation_tokens must be from 2 (got {self.validation_tokens}). fix: 500_000")
-        self.files, self.held = files_of(self.path, (".bin", ".parquet"))
-        self.known = super().given() or Ids(Ids.SIGN + f"{self.vocab_size} {self.bos}\n".encode())
+            raise ValueError(
+                f"data.validation_tokens must be from 2 (got {self.validation_tokens}). fix: 500_000"
+            )
+        self.files, self.held = split_files(self.path, (".bin", ".parquet"))
+        self.known = super().pretrained_tokenizer() or IdTokenizer(
+            IdTokenizer.MAGIC + f"{self.vocab_size} {self.bos}\n".encode()
+        )
 
-    def given(self) -> Tokenizer:
+    def pretrained_tokenizer(self) -> Tokenizer:
         return self.known
 
     def fingerprint(self) -> str:
         return f"{content_hash(self.files)} {content_hash(self.held)} {self.tokens_field} {self.validation_tokens}"
 
-    def mapped(self) -> dict[str, list[np.ndarray]] | None:
+    def memmapped_shards(self) -> dict[str, list[np.ndarray]] | None:
         if any(file.suffix == ".parquet" for file in (*self.files, *self.held)):
             return None
         train, held = ([self.shard(file) for file in files] for files in (self.files, self.held))
         if not held:
             cut = len(train[-1]) - min(self.validation_tokens, max(2, len(train[-1]) // 20))
             train[-1], held = train[-1][:cut], [train[-1][cut:]]
-        held = np.concatenate([shard[: self.validation_tokens] for shard in held])[: self.validation_tokens]
+        held = np.concatenate([shard[: self.validation_tokens] for shard in held])[
+            : self.validation_tokens
+        ]
         return {"train": train, "validation": [held]}
 
     def shard(self, file: Path) -> np.ndarray:
@@ -57,22 +66,32 @@ class Pretokenized(Source):
         count, rest = divmod(size - start, np.dtype(dtype).itemsize)
         if count < 2 or rest or (start and said != [version, count]):
             head = f", version {said[0]}, said to have {said[1]} tokens" if start else ""
-            raise ValueError(f"not whole, or of another version ({file}: {size} bytes{head}). fix: get it again")
+            raise ValueError(
+                f"not whole, or of another version ({file}: {size} bytes{head}). fix: get it again"
+            )
         return self.checked(np.memmap(file, dtype, "r", start), str(file))
 
     def checked(self, ids: np.ndarray, where: str) -> np.ndarray:
         low, high = 0 if ids.dtype.kind == "u" else ids.min(), ids.max()
         if low < 0 or high >= self.known.vocab_size:
             bad = f"{where} has {low if low < 0 else high}, of {self.known.vocab_size}"
-            raise ValueError(f"a token outside the vocabulary ({bad}). fix: data.vocab_size or data.tokenizer")
+            raise ValueError(
+                f"a token outside the vocabulary ({bad}). fix: data.vocab_size or data.tokenizer"
+            )
         return ids
 
-    def tokenised(self, tokenizer: Tokenizer) -> Tokenised:
-        return ((ids, 0, held_out) for ids, held_out in self.documents())  # how many bytes, the tokenizer may know
+    def tokenize(self, tokenizer: Tokenizer) -> Tokenised:
+        return (
+            (ids, 0, held_out) for ids, held_out in self.documents()
+        )  # how many bytes, the tokenizer may know
 
     def documents(self) -> Iterator[tuple[np.ndarray, bool]]:
         left = self.validation_tokens
-        rows = ((file in self.held, ids) for file in (*self.held, *self.files) for ids in self.rows(file))
+        rows = (
+            (file in self.held, ids)
+            for file in (*self.held, *self.files)
+            for ids in self.rows(file)
+        )
         for number, (named, ids) in enumerate(rows):
             if left > 0 and (named or (not self.held and number % 20 == 0)):
                 yield ids[:left], True
@@ -82,10 +101,12 @@ class Pretokenized(Source):
 
     def rows(self, file: Path) -> Iterator[np.ndarray]:
         """Each with BOS before it, if it is not there."""
-        for number, row in enumerate(column(file, self.tokens_field), start=1):
+        for number, row in enumerate(parquet_column(file, self.tokens_field), start=1):
             ids, where = np.array(row.as_py()), f"{file} row {number}"
             if ids.ndim != 1 or (len(ids) and ids.dtype.kind != "i"):
-                raise ValueError(f"no ids in the field {self.tokens_field!r} ({where}). fix: data.tokens_field=...")
+                raise ValueError(
+                    f"no ids in the field {self.tokens_field!r} ({where}). fix: data.tokens_field=..."
+                )
             if len(ids):
                 ids = self.checked(ids, where)
                 yield ids if ids[0] == self.known.bos else np.insert(ids, 0, self.known.bos)

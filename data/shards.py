@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.atomic_dir import Unsealed
+from common.atomic_dir import StagingDirectory
 
 LARGEST = 2**28  # tokens in a file
 TOGETHER = 2**20  # tokens written at once
@@ -13,14 +13,16 @@ TOGETHER = 2**20  # tokens written at once
 class ShardWriter:
     """Writes `stem`-00000.bin and so on. uint16 where the vocabulary fits, else uint32."""
 
-    def __init__(self, folder: Unsealed, stem: str, vocab_size: int):
+    def __init__(self, folder: StagingDirectory, stem: str, vocab_size: int):
         self.folder, self.stem, self.vocab_size = folder, stem, vocab_size
         self.dtype = np.dtype("uint16" if vocab_size <= 2**16 else "uint32")
         self.names, self.total, self.count, self.waiting, self.waits = [], 0, LARGEST, [], 0
 
     def write(self, tokens: np.ndarray) -> None:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:  # a cast would wrap silently
-            raise OverflowError(f"a token outside the vocabulary ({tokens.min()} to {tokens.max()}, {self.vocab_size})")
+            raise OverflowError(
+                f"a token outside the vocabulary ({tokens.min()} to {tokens.max()}, {self.vocab_size})"
+            )
         self.waiting.append(tokens)
         self.waits += len(tokens)
         self.total += len(tokens)

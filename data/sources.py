@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import TEXTS, content_hash, files_of, text_of, texts_of
+from data.files import TEXTS, content_hash, read_documents, split_files, text_of_row
 from data.tokenizer import Tokenizer
 
 BATCH = 256  # documents tokenised together
@@ -25,7 +25,7 @@ Documents = Iterator[tuple[str, bool]]
 Tokenised = Iterator[tuple[np.ndarray, int, bool]]  # tokens, UTF-8 bytes, held out?
 
 
-def chosen(identity: str, holdout: int) -> bool:
+def is_held_out(identity: str, holdout: int) -> bool:
     """True for one in `holdout`, by the hash of what identifies a document: everywhere the same, in any order."""
     return int(sha256(identity.encode()).hexdigest(), 16) % holdout == 0
 
@@ -40,18 +40,20 @@ class Source(ABC):
 
     def __post_init__(self):
         if self.vocab_size < 300:
-            raise ValueError(f"data.vocab_size needs room for 256 bytes and more (got {self.vocab_size}). fix: 4096")
+            raise ValueError(
+                f"data.vocab_size needs room for 256 bytes and more (got {self.vocab_size}). fix: 4096"
+            )
 
-    def given(self) -> Tokenizer | None:
+    def pretrained_tokenizer(self) -> Tokenizer | None:
         """The tokenizer, where none is to be trained."""
         return Tokenizer.load(self.tokenizer) if self.tokenizer else None
 
-    def mapped(self) -> dict[str, list[np.ndarray]] | None:
+    def memmapped_shards(self) -> dict[str, list[np.ndarray]] | None:
         """The shards of both splits, where the source has them."""
         return None
 
-    def tokenised(self, tokenizer: Tokenizer) -> Tokenised:
-        return tokenised(self.documents(), tokenizer)
+    def tokenize(self, tokenizer: Tokenizer) -> Tokenised:
+        return tokenize_documents(self.documents(), tokenizer)
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -66,15 +68,28 @@ class Source(ABC):
 class Stdlib(Source):
     """The Python standard library's own sources: real text that needs no download. One file in 20 is held out."""
 
-    SKIPPED = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages"}
+    SKIPPED = {
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "encodings",
+        "pydoc_data",
+        "site-packages",
+        "dist-packages",
+    }
 
     def __post_init__(self):
         super().__post_init__()
         self.root = Path(sysconfig.get_paths()["stdlib"])
         relative = (path.relative_to(self.root) for path in self.root.rglob("*.py"))
-        self.files = sorted(path.as_posix() for path in relative if not self.SKIPPED & set(path.parts))
+        self.files = sorted(
+            path.as_posix() for path in relative if not self.SKIPPED & set(path.parts)
+        )
         if not self.files:
-            raise ValueError(f"this Python has no sources (in {self.root}). fix: data=text data.path=FILE")
+            raise ValueError(
+                f"this Python has no sources (in {self.root}). fix: data=text data.path=FILE"
+            )
 
     def fingerprint(self) -> str:
         return content_hash([self.root / file for file in self.files])
@@ -82,7 +97,7 @@ class Stdlib(Source):
     def documents(self) -> Documents:
         for file in self.files:
             with tokenize.open(self.root / file) as source:  # knows the coding that a file declares
-                yield source.read(), chosen(file, 20)
+                yield source.read(), is_held_out(file, 20)
 
 
 @dataclass(kw_only=True)
@@ -103,7 +118,7 @@ class Text(Source):
         super().__post_init__()
         if self.holdout < 2:
             raise ValueError(f"data.holdout must be from 2 (got {self.holdout}). fix: 20")
-        self.files, self.held = files_of(self.path, TEXTS)
+        self.files, self.held = split_files(self.path, TEXTS)
 
     def fingerprint(self) -> str:
         return f"{content_hash(self.files)} {content_hash(self.held)} {self.text_field} {self.separator} {self.holdout}"
@@ -115,7 +130,9 @@ class Text(Source):
             return
         hashes = [int(sha256(text.encode()).hexdigest(), 16) for text in self.texts()]
         if not hashes:
-            raise ValueError(f"no documents (in {', '.join(map(str, self.files[:3]))}). fix: a file that is not empty")
+            raise ValueError(
+                f"no documents (in {', '.join(map(str, self.files[:3]))}). fix: a file that is not empty"
+            )
         if len(hashes) == 1:
             text = next(self.texts())
             cut = len(text) - max(1, len(text) // 20)
@@ -127,7 +144,7 @@ class Text(Source):
 
     def texts(self, *files: Path) -> Iterator[str]:
         """Those of these files, or of all that are not held out."""
-        return texts_of(files or self.files, self.text_field, self.separator)
+        return read_documents(files or self.files, self.text_field, self.separator)
 
 
 @dataclass(kw_only=True)
@@ -153,7 +170,9 @@ class Hub(Source):
         """Asks the hub for the commit that `revision` names; the next calls read that commit."""
         from huggingface_hub import HfApi
 
-        if not re.fullmatch("[0-9a-f]{40}", self.revision):  # a commit is its own answer, without a network
+        if not re.fullmatch(
+            "[0-9a-f]{40}", self.revision
+        ):  # a commit is its own answer, without a network
             with self._explained():
                 self.revision = HfApi().dataset_info(self.repo, revision=self.revision).sha
         return json.dumps(vars(self))
@@ -163,17 +182,19 @@ class Hub(Source):
             for text in self.texts(self.validation):
                 yield text, True
         for text in self.texts(self.train):
-            yield text, self.validation is None and chosen(text, self.holdout)
+            yield text, self.validation is None and is_held_out(text, self.holdout)
 
     def texts(self, split: str) -> Iterator[str]:
         from datasets import load_dataset
 
         streamed = self.tokens is not None
         with self._explained():
-            rows = load_dataset(self.repo, self.config, split=split, revision=self.revision, streaming=streamed)
+            rows = load_dataset(
+                self.repo, self.config, split=split, revision=self.revision, streaming=streamed
+            )
             lines = []
             for number, row in enumerate(rows):
-                line = text_of(row, self.text_field, f"{self.repo} {split} row {number}")
+                line = text_of_row(row, self.text_field, f"{self.repo} {split} row {number}")
                 if lines and (self.starts is None or re.match(self.starts, line)):
                     yield "".join(lines)
                     lines = []
@@ -188,12 +209,14 @@ class Hub(Source):
             if "fix: " in str(error):
                 raise
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-            raise ValueError(f"cannot read the dataset ({self.repo}: {reason}). fix: network, or data.repo") from None
+            raise ValueError(
+                f"cannot read the dataset ({self.repo}: {reason}). fix: network, or data.repo"
+            ) from None
 
 
-def tokenised(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Tokenised:
+def tokenize_documents(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Tokenised:
     documents = iter(documents)
     while batch := list(islice(documents, BATCH)):
         texts = [text for text, _ in batch]
-        for tokens, (text, held_out) in zip(tokenizer.documents(texts), batch, strict=True):
+        for tokens, (text, held_out) in zip(tokenizer.encode_documents(texts), batch, strict=True):
             yield tokens, len(text.encode()), held_out

@@ -18,22 +18,32 @@ class Tokenizer:
 
     def __init__(self, proto: bytes):
         try:
-            self.pieces = spm.SentencePieceProcessor(model_proto=proto)
+            self.processor = spm.SentencePieceProcessor(model_proto=proto)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"not a SentencePiece model ({error}). fix: another tokenizer.model") from None
+            raise ValueError(
+                f"not a SentencePiece model ({error}). fix: another tokenizer.model"
+            ) from None
         self.proto, self.sha256 = proto, sha256(proto).hexdigest()
-        self.vocab_size, self.bos, self.eos = (self.pieces.vocab_size(), self.pieces.bos_id(), self.pieces.eos_id())
+        self.vocab_size, self.bos, self.eos = (
+            self.processor.vocab_size(),
+            self.processor.bos_id(),
+            self.processor.eos_id(),
+        )
         if self.bos < 0 or self.eos < 0:
-            raise ValueError(f"a tokenizer needs BOS and EOS (ids {self.bos}, {self.eos}). fix: train it with both")
-        self.sign = [self.pieces.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+            raise ValueError(
+                f"a tokenizer needs BOS and EOS (ids {self.bos}, {self.eos}). fix: train it with both"
+            )
+        self.sign = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
         try:
             proto = Path(path).expanduser().read_bytes()
         except OSError as error:
-            raise ValueError(f"no tokenizer ({path}: {error.strerror}). fix: a path of one") from None
-        return (Ids if proto.startswith(Ids.SIGN) else cls)(proto)
+            raise ValueError(
+                f"no tokenizer ({path}: {error.strerror}). fix: a path of one"
+            ) from None
+        return (IdTokenizer if proto.startswith(IdTokenizer.MAGIC) else cls)(proto)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -76,52 +86,60 @@ class Tokenizer:
                 raise ended[0] from None
             reason = str(error).rpartition("] ")[2].partition("\n")[0]
             fix = "more text, or another data.vocab_size"
-            raise ValueError(f"no tokenizer from this text ({vocab_size=}: {reason}). fix: {fix}") from None
+            raise ValueError(
+                f"no tokenizer from this text ({vocab_size=}: {reason}). fix: {fix}"
+            ) from None
         return cls(written.getvalue())
 
     def encode(self, text: str) -> list[int]:
         """Without BOS and EOS; text that looks like them is ordinary text."""
-        first, *rest = self.pieces.encode(text.split(SPACE))
+        first, *rest = self.processor.encode(text.split(SPACE))
         return first + [token for part in rest for token in (*self.sign, *part)]
 
-    def documents(self, texts: list[str]) -> list[np.ndarray]:
+    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
         """BOS + text + EOS of each, int32, made on all cores."""
-        pairs = zip(texts, self.pieces.encode(texts, num_threads=os.cpu_count()), strict=True)
+        pairs = zip(texts, self.processor.encode(texts, num_threads=os.cpu_count()), strict=True)
         encoded = (self.encode(text) if SPACE in text else tokens for text, tokens in pairs)
         return [np.array([self.bos, *tokens, self.eos], dtype=np.int32) for tokens in encoded]
 
     def decode(self, tokens: list[int]) -> str:
         """Bytes that are not UTF-8 come out as U+FFFD; BOS and EOS as nothing."""
-        return self.pieces.decode(tokens)
+        return self.processor.decode(tokens)
 
     def nbytes(self, tokens: np.ndarray) -> int | None:
         """UTF-8 bytes of the documents that these are; None where nobody knows."""
         starts = np.flatnonzero(np.isin(tokens, (self.bos, self.eos)))
-        texts = self.pieces.decode([part.tolist() for part in np.split(tokens, starts)])
+        texts = self.processor.decode([part.tolist() for part in np.split(tokens, starts)])
         return sum(len(text.encode()) for text in texts)
 
 
-class Ids(Tokenizer):
+class IdTokenizer(Tokenizer):
     """Stands for a tokenizer that is not here: the text of tokens is their ids, as in 464 3290. BOS is EOS.
 
     Its file is a line: SIGN, the size of the vocabulary, BOS. Raises ValueError for a BOS outside, and for other text.
     """
 
-    SIGN = b"ids "  # no SentencePiece model begins so
+    MAGIC = b"ids "  # no SentencePiece model begins so
 
     def __init__(self, proto: bytes):
-        self.pieces, self.proto, self.sha256 = self, proto, sha256(proto).hexdigest()
-        self.vocab_size, self.bos = map(int, proto.removeprefix(self.SIGN).split())
+        self.processor, self.proto, self.sha256 = self, proto, sha256(proto).hexdigest()
+        self.vocab_size, self.bos = map(int, proto.removeprefix(self.MAGIC).split())
         self.eos = self.bos
         if self.bos >= self.vocab_size:
-            raise ValueError(f"BOS is outside the vocabulary (data.bos={self.bos}, {self.vocab_size}). fix: one inside")
+            raise ValueError(
+                f"BOS is outside the vocabulary (data.bos={self.bos}, {self.vocab_size}). fix: one inside"
+            )
 
     def encode(self, text: str) -> list[int]:
-        if bad := [word for word in text.split() if not word.isdecimal() or int(word) >= self.vocab_size]:
-            raise ValueError(f"not a token id below {self.vocab_size} ({bad[0]}). fix: numbers, as in 464 3290")
+        if bad := [
+            word for word in text.split() if not word.isdecimal() or int(word) >= self.vocab_size
+        ]:
+            raise ValueError(
+                f"not a token id below {self.vocab_size} ({bad[0]}). fix: numbers, as in 464 3290"
+            )
         return [int(word) for word in text.split()]
 
-    def documents(self, texts: list[str]) -> list[np.ndarray]:
+    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
         return [np.array([self.bos, *self.encode(text)]) for text in texts]
 
     def decode(self, tokens: list[int]) -> str:

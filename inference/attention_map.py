@@ -33,7 +33,9 @@ def draw(model: Transformer, tokens: list[int], labels: list[str], path: Path) -
     """Raises ValueError where no layer has weights to draw."""
     from matplotlib.figure import Figure
 
-    layers = [(number, layer) for number, layer in enumerate(weights(model, tokens)) if layer is not None]
+    layers = [
+        (number, layer) for number, layer in enumerate(weights(model, tokens)) if layer is not None
+    ]
     if not layers:
         raise ValueError("no layer of this model is a softmax (--attention-map). fix: another run")
     labels = [label.replace("$", r"\$") for label in labels]  # no formulas

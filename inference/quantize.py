@@ -18,12 +18,21 @@ from common.hardware import processor_features
 from model.layers import Linear
 from model.transformer import Transformer
 
-FEW = 16  # tokens up to which reading the weights takes longer than multiplying
+MAX_FEW_TOKENS = 16  # tokens up to which reading the weights takes longer than multiplying
 SOURCE = Path(__file__).with_name("matvec.cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-w", "-DAT_PARALLEL_OPENMP=1")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++20",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-w",
+    "-DAT_PARALLEL_OPENMP=1",
+)
 
 
-def load(folder: Path, compiler: str | None) -> bool:
+def load_matvec(folder: Path, compiler: str | None) -> bool:
     """Whether matvec.cpp is at hand: from `folder`, or compiled to there where there is a compiler."""
     if hasattr(torch.ops.attend, "matvec"):
         return True
@@ -33,7 +42,7 @@ def load(folder: Path, compiler: str | None) -> bool:
         if not library.exists():
             if compiler is None:
                 return False
-            compile_to(library, compiler)
+            compile_matvec(library, compiler)
         torch.ops.load_library(library)
     except OSError as error:
         print(f"note: matvec.cpp is not at hand ({error}), torch multiplies", file=sys.stderr)
@@ -42,15 +51,20 @@ def load(folder: Path, compiler: str | None) -> bool:
     return True
 
 
-def compile_to(library: Path, compiler: str) -> None:
+def compile_matvec(library: Path, compiler: str) -> None:
     """Raises OSError where that fails."""
     print(f"compiling {SOURCE.name}, about 8 s, once", file=sys.stderr)
     began, torch_folder = perf_counter(), Path(torch.__file__).parent
-    include = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
+    include = [
+        f"-I{torch_folder / 'include'}",
+        f"-I{torch_folder / 'include/torch/csrc/api/include'}",
+    ]
     link = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
     library.parent.mkdir(parents=True, exist_ok=True)
     aside = library.with_suffix(f".{os.getpid()}")
-    done = subprocess.run([compiler, *FLAGS, *include, SOURCE, "-o", aside, *link], capture_output=True, text=True)
+    done = subprocess.run(
+        [compiler, *FLAGS, *include, SOURCE, "-o", aside, *link], capture_output=True, text=True
+    )
     if done.returncode != 0:
         raise OSError(f"{compiler}: {' '.join(done.stderr.split())[:200]}")
     with aside.open("rb") as file:
@@ -59,7 +73,7 @@ def compile_to(library: Path, compiler: str) -> None:
     print(f"compiled {SOURCE.name} in {perf_counter() - began:.1f} s, once", file=sys.stderr)
 
 
-class FewTokensLinear(nn.Module):
+class DecodingLinear(nn.Module):
     """(..., N) to (..., M), as the Linear that it is made of; in `int8`, with a scale for each output."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, int8: bool):
@@ -67,18 +81,32 @@ class FewTokensLinear(nn.Module):
         self.bias, self.by_matvec, scale = bias, hasattr(torch.ops.attend, "matvec"), None
         if int8:
             scale = (weight.abs().amax(dim=1) / 127).clamp(min=1e-7)
-            weight = (weight.float() / scale[:, None].float()).round().clamp(-127, 127).to(torch.int8)
+            weight = (
+                (weight.float() / scale[:, None].float()).round().clamp(-127, 127).to(torch.int8)
+            )
         self.register_buffer("scale", scale)
         self.kept = nn.Parameter(weight.contiguous(), requires_grad=False)
 
     @property
     def weight(self) -> Tensor:
-        return self.kept if self.scale is None else self.kept.to(self.scale.dtype) * self.scale[:, None]
+        return (
+            self.kept
+            if self.scale is None
+            else self.kept.to(self.scale.dtype) * self.scale[:, None]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        few = x.device.type == "cpu" and x.numel() <= FEW * x.shape[-1] and x.dtype != torch.float64
-        if self.scale is not None and few and x.shape[-1] % 16 == 0:  # torch's kernel is wrong for other sizes
-            y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.kept, self.scale).view(*x.shape[:-1], -1)
+        few = (
+            x.device.type == "cpu"
+            and x.numel() <= MAX_FEW_TOKENS * x.shape[-1]
+            and x.dtype != torch.float64
+        )
+        if (
+            self.scale is not None and few and x.shape[-1] % 16 == 0
+        ):  # torch's kernel is wrong for other sizes
+            y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.kept, self.scale).view(
+                *x.shape[:-1], -1
+            )
         elif self.scale is not None:
             y = F.linear(x, self.kept.to(x.dtype)) * self.scale
         elif few and self.by_matvec:
@@ -88,10 +116,10 @@ class FewTokensLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def for_few_tokens(model: Transformer, int8: bool) -> None:
+def optimize_for_decoding(model: Transformer, int8: bool) -> None:
     """Changes the linear maps of a model in place, the head included: from now on it decodes, and learns no more."""
-    model.head = FewTokensLinear(model.unembedding.detach(), None, int8)
+    model.head = DecodingLinear(model.unembedding.detach(), None, int8)
     for parent in [*model.modules()]:
         for name, child in parent.named_children():
             if isinstance(child, Linear):
-                setattr(parent, name, FewTokensLinear(child.weight.detach(), child.bias, int8))
+                setattr(parent, name, DecodingLinear(child.weight.detach(), child.bias, int8))

@@ -25,12 +25,16 @@ def sample(
     """
     logits = logits.float()
     if repetition_penalty != 1:
-        penalised = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
+        penalised = torch.where(
+            logits > 0, logits / repetition_penalty, logits * repetition_penalty
+        )
         logits = torch.where(seen, penalised, logits)
     if temperature < 1e-5:
         return logits.argmax(dim=-1)
     vocabulary = logits.shape[-1]
-    if top_p < 1 or 0 < top_k < vocabulary:  # what follows is of the likeliest alone, in their order
+    if (
+        top_p < 1 or 0 < top_k < vocabulary
+    ):  # what follows is of the likeliest alone, in their order
         logits, tokens = logits.topk(min(top_k or vocabulary, vocabulary))
     else:
         tokens = torch.arange(vocabulary, device=logits.device).expand_as(logits)
@@ -39,20 +43,24 @@ def sample(
         outside = probability.cumsum(dim=-1) - probability >= top_p  # the first is always inside
         probability = probability.masked_fill(outside, 0.0)
     if min_p > 0:
-        probability = probability.masked_fill(probability < min_p * probability.amax(dim=-1, keepdim=True), 0.0)
-    fastest = (probability / exponential(keys, places, tokens)).argmax(dim=-1, keepdim=True)
+        probability = probability.masked_fill(
+            probability < min_p * probability.amax(dim=-1, keepdim=True), 0.0
+        )
+    fastest = (probability / exponential_noise(keys, places, tokens)).argmax(dim=-1, keepdim=True)
     return tokens.gather(1, fastest).squeeze(1)
 
 
-def exponential(keys: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+def exponential_noise(keys: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
     """Of each of the tokens (B, V), a draw from an exponential distribution: the first arrival of races at their
     probabilities is a draw from them.
     """
-    bits = scattered(scattered(scattered(keys) + places)[:, None] + tokens)
-    return -((((bits >> 41) & 0x7FFFFF) + 0.5) / 2**23).log()  # of 23 bits, so that none is 0 or 1 in fp32
+    bits = splitmix64(splitmix64(splitmix64(keys) + places)[:, None] + tokens)
+    return -(
+        (((bits >> 41) & 0x7FFFFF) + 0.5) / 2**23
+    ).log()  # of 23 bits, so that none is 0 or 1 in fp32
 
 
-def scattered(x: Tensor) -> Tensor:
+def splitmix64(x: Tensor) -> Tensor:
     """int64 to int64, as if at random: splitmix64 (Steele et al., 10.1145/2660193.2660195)."""
     x = (x + 1) * -0x61C8864680B583EB
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47

@@ -10,7 +10,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from model.context import Positions
+from model.context import ForwardContext
 
 
 class LayerCache:
@@ -32,7 +32,7 @@ class LayerCache:
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def held(self) -> list[Tensor]:
+    def used(self) -> list[Tensor]:
         """What may be read."""
         return list(self.buffers)
 
@@ -80,50 +80,63 @@ class KVCache(LayerCache):
     ):
         self.window, self.chunk = window, chunk
         self.size = min(n for n in (capacity, window, chunk) if n is not None)
-        self.turns = self.size < capacity
-        self.can_rewind = not self.turns
+        self.is_ring = self.size < capacity
+        self.can_rewind = not self.is_ring
         kept = [((*shape,), dtype) for shape in features]
         if dtype == torch.int8:
             kept += [((*shape[:-1], 1), torch.float16) for shape in features]
         super().__init__(
-            *(torch.zeros(batch, self.size + 1, *shape, dtype=kind, device=device) for shape, kind in kept)
+            *(
+                torch.zeros(batch, self.size + 1, *shape, dtype=kind, device=device)
+                for shape, kind in kept
+            )
         )
 
-    def extend(self, positions: Positions, *new: Tensor) -> tuple[list[Tensor], Tensor]:
+    def update(self, ctx: ForwardContext, *new: Tensor) -> tuple[list[Tensor], Tensor]:
         """Keep (B, T, ...) tensors; return each with all that may be seen, (B, S, ...), and what sees what."""
-        if self.turns and new[0].shape[1] > 1:
+        if self.is_ring and new[0].shape[1] > 1:
             # a chunk overwrites what its first tokens still see: read before writing
-            seen = [torch.cat((held, x), dim=1) for held, x in zip(self._read(new), new, strict=True)]
-            self._write(positions, new)
-            return seen, positions.visible_slots_then_new(self.size, self.window, self.chunk)
-        self._write(positions, new)
-        if new[0].shape[1] == self.size and positions.valid is None:  # all that it holds is new
+            seen = [
+                torch.cat((held, x), dim=1) for held, x in zip(self._read(new), new, strict=True)
+            ]
+            self._write(ctx, new)
+            return seen, ctx.ring_mask(self.size, self.window, self.chunk)
+        self._write(ctx, new)
+        if new[0].shape[1] == self.size and ctx.valid is None:  # all that it holds is new
             plain = self.window is None and self.chunk is None
-            return list(new), None if plain else positions.visible(self.window, self.chunk)
-        return self._read(new), positions.visible_slots(self.size, self.window, self.chunk)
+            return list(new), None if plain else ctx.causal_mask(self.window, self.chunk)
+        return self._read(new), ctx.cache_mask(self.size, self.window, self.chunk)
 
-    def held(self) -> list[Tensor]:
+    def used(self) -> list[Tensor]:
         return [buffer[:, : self.size] for buffer in self.buffers]
 
     def first(self, count: int) -> "KVCache":
         if count >= self.size:
             return self
-        part = self.map(lambda buffer: buffer[:, : count + 1])  # what must not be kept goes where nothing is yet
-        part.size, part.turns = count, False
+        part = self.map(
+            lambda buffer: buffer[:, : count + 1]
+        )  # what must not be kept goes where nothing is yet
+        part.size, part.is_ring = count, False
         return part
 
     def _read(self, new: tuple[Tensor, ...]) -> list[Tensor]:
-        held, count = self.held(), len(new)
+        held, count = self.used(), len(new)
         if len(held) > count:
             held = [x * scale for x, scale in zip(held[:count], held[count:], strict=True)]
         return [x.type_as(like) for x, like in zip(held, new, strict=True)]
 
-    def _write(self, positions: Positions, new: tuple[Tensor, ...]) -> None:
+    def _write(self, ctx: ForwardContext, new: tuple[Tensor, ...]) -> None:
         if len(self.buffers) > len(new):
             scales = [x.abs().amax(dim=-1, keepdim=True) / 127 for x in new]
             scales = [scale.clamp(min=1e-7).half() for scale in scales]
-            new = (*((x / scale).round().clamp(-127, 127) for x, scale in zip(new, scales, strict=True)), *scales)
-        slots = positions.slots(self.size)
+            new = (
+                *(
+                    (x / scale).round().clamp(-127, 127)
+                    for x, scale in zip(new, scales, strict=True)
+                ),
+                *scales,
+            )
+        slots = ctx.cache_slots(self.size)
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
         for buffer, x in zip(self.buffers, new, strict=True):
             buffer[rows, slots] = x.to(buffer.dtype)
@@ -131,7 +144,9 @@ class KVCache(LayerCache):
 
 def slot_bytes(dtype: torch.dtype, *features: tuple[int, int]) -> int:
     """What a KVCache holds a token in, by arithmetic alone."""
-    return sum(kinds * (size * dtype.itemsize + 2 * (dtype == torch.int8)) for kinds, size in features)
+    return sum(
+        kinds * (size * dtype.itemsize + 2 * (dtype == torch.int8)) for kinds, size in features
+    )
 
 
 class Cache:

@@ -8,20 +8,28 @@ from torch import Tensor, nn
 
 from model.transformer import Transformer
 
-ZERO = ("o_proj", "down_proj", "head")  # a block starts as the identity, every token as likely as any other
+ZERO = (
+    "o_proj",
+    "down_proj",
+    "head",
+)  # a block starts as the identity, every token as likely as any other
 
 
 @torch.no_grad()
-def initialise(model: Transformer, seed: int, like: Callable[[Tensor, Tensor], Tensor] = torch.Tensor.to) -> None:
+def initialize(
+    model: Transformer, seed: int, like: Callable[[Tensor, Tensor], Tensor] = torch.Tensor.to
+) -> None:
     """Drawn on the CPU in fp32 whatever the device; `like` spreads a value as its parameter is spread over devices."""
     for path, parameter in model.named_parameters():
         owner, _, name = path.rpartition(".")
         digest = sha256(f"{seed} {path}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
-        parameter.copy_(like(draw(owner, model.get_submodule(owner), name, generator), parameter))
+        parameter.copy_(
+            like(initial_value(owner, model.get_submodule(owner), name, generator), parameter)
+        )
 
 
-def draw(path: str, module: nn.Module, name: str, generator: torch.Generator) -> Tensor:
+def initial_value(path: str, module: nn.Module, name: str, generator: torch.Generator) -> Tensor:
     match module:
         case nn.RMSNorm():
             return torch.ones(module.normalized_shape)

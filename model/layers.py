@@ -7,29 +7,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def precise(x: Tensor) -> Tensor:
+def fp32(x: Tensor) -> Tensor:
     """x in fp32, or what it is in when that is finer."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def unmixed(device: torch.device) -> AbstractContextManager:
+def no_autocast(device: torch.device) -> AbstractContextManager:
     """What is computed inside stays as precise as its inputs, also where autocast would round them."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def capped(x: Tensor, most: float | None) -> Tensor:
+def apply_softcap(x: Tensor, most: float | None) -> Tensor:
     """x bent by a tanh to stay within +-most. Gemma 2, 2408.00118."""
-    return x if most is None else (most * (precise(x) / most).tanh()).type_as(x)
+    return x if most is None else (most * (fp32(x) / most).tanh()).type_as(x)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (B, T, H, D): of its first R dimensions, each pair (x[i], x[i + R/2]) turned by its angle. Su, 2104.09864.
 
     R is twice the width of the tables (B, T, 1, R/2); the dimensions after R stay.
     """
     turned = 2 * cos.shape[-1]
-    a, b = precise(x[..., :turned]).chunk(2, dim=-1)
-    return torch.cat(((a * cos - b * sin).type_as(x), (b * cos + a * sin).type_as(x), x[..., turned:]), dim=-1)
+    a, b = fp32(x[..., :turned]).chunk(2, dim=-1)
+    return torch.cat(
+        ((a * cos - b * sin).type_as(x), (b * cos + a * sin).type_as(x), x[..., turned:]), dim=-1
+    )
 
 
 class Linear(nn.Linear):
@@ -49,7 +51,7 @@ class Embedding(nn.Embedding):
 
 def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / rms(x) over the last axis, without a weight."""
-    return F.rms_norm(precise(x), x.shape[-1:], eps=eps).type_as(x)
+    return F.rms_norm(fp32(x), x.shape[-1:], eps=eps).type_as(x)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -59,7 +61,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(dim, eps=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(precise(x), self.normalized_shape, precise(self.weight), self.eps).type_as(x)
+        return F.rms_norm(fp32(x), self.normalized_shape, fp32(self.weight), self.eps).type_as(x)
 
 
 class SwiGLU(nn.Module):

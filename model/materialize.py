@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from common.instantiate import build
+from common.instantiate import instantiate
 from model.transformer import Transformer
 
 REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of every nn.Module
@@ -28,7 +28,7 @@ def build_model(tree: dict) -> Transformer:
     """
     with torch.random.fork_rng(devices=[]), parameters_on_meta():
         torch.default_generator.manual_seed(0)
-        model = build(tree)
+        model = instantiate(tree)
     check_tensors(model)
     return model
 
@@ -53,7 +53,9 @@ def parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> nn.Module:
+def materialize(
+    model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None
+) -> nn.Module:
     """Give meta parameters uninitialised memory on `device`, and move buffers there; -> model.
 
     `dtype` is that of floating-point parameters; buffers keep their own, as under autocast.

@@ -19,7 +19,9 @@ class Linear:
 
     def __post_init__(self):
         if not self.factor >= 1:
-            raise ValueError(f"rope_scaling.factor must be from 1 (got {self.factor!r}). fix: change it")
+            raise ValueError(
+                f"rope_scaling.factor must be from 1 (got {self.factor!r}). fix: change it"
+            )
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
         return frequency / self.factor, 1.0
@@ -66,7 +68,10 @@ class YaRN:
             """The dimension pair that turns so often in the context."""
             return dim * math.log(self.context / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-        first, last = max(math.floor(turning(self.fast)), 0), min(math.ceil(turning(self.slow)), dim - 1)
+        first, last = (
+            max(math.floor(turning(self.fast)), 0),
+            min(math.ceil(turning(self.slow)), dim - 1),
+        )
         pair = torch.arange(len(frequency), device=frequency.device)
         kept = 1 - ((pair - first) / max(last - first, 1e-3)).clamp(0, 1)
         return frequency * (kept + (1 - kept) / self.factor), 0.1 * math.log(self.factor) + 1

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention.base import Attention, Handed
+from model.attention.base import Attention, CrossLayer
 from model.cache import Cache, LayerCache
-from model.context import Positions
-from model.layers import Embedding, Linear, RMSNorm, SwiGLU, capped
+from model.context import ForwardContext
+from model.layers import Embedding, Linear, RMSNorm, SwiGLU, apply_softcap
 
 
 class Block(nn.Module):
@@ -26,9 +26,9 @@ class Block(nn.Module):
         self.ffn = self.feed_forward(dim, hidden)
 
     def forward(
-        self, x: Tensor, positions: Positions, cache: LayerCache | None, handed: Handed
-    ) -> tuple[Tensor, Handed]:
-        y, handed = self.attention(self.attention_norm(x), positions, cache, handed)
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, handed: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        y, handed = self.attention(self.attention_norm(x), ctx, cache, handed)
         x = x + y
         return x + self.ffn(self.ffn_norm(x)), handed
 
@@ -56,11 +56,14 @@ class Transformer(nn.Module):
         if softcap is not None and not 0 < softcap < math.inf:
             raise ValueError(f"model.softcap must be a number above 0 (got {softcap!r}). fix: null")
         if not 0 <= norm_eps < 1:
-            raise ValueError(f"model.norm_eps must be from 0 to below 1 (got {norm_eps!r}). fix: 1e-6")
+            raise ValueError(
+                f"model.norm_eps must be from 0 to below 1 (got {norm_eps!r}). fix: 1e-6"
+            )
         self.context, self.softcap = context, softcap
         self.embed = Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(
-            self.block(dim, hidden, attention(dim, heads, context, layer, depth)) for layer in range(depth)
+            self.block(dim, hidden, attention(dim, heads, context, layer, depth))
+            for layer in range(depth)
         )
         self.norm = RMSNorm(dim)
         self.head = None if tied else Linear(dim, vocab_size)
@@ -69,7 +72,11 @@ class Transformer(nn.Module):
                 module.eps = norm_eps
 
     def forward(
-        self, tokens: Tensor, cache: Cache | None = None, valid: Tensor | None = None, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        valid: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V). With a cache, the tokens that follow those it has seen.
 
@@ -78,36 +85,45 @@ class Transformer(nn.Module):
         return self.logits(self.hidden(tokens, cache, valid, documents))
 
     def hidden(
-        self, tokens: Tensor, cache: Cache | None = None, valid: Tensor | None = None, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        valid: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) -> (B, T, D), ready for the head."""
-        positions = Positions(tokens, None if cache is None else cache.lengths, valid, documents)
+        ctx = ForwardContext(tokens, None if cache is None else cache.lengths, valid, documents)
         x, handed = self.enter(tokens)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer in zip(self.blocks, layers, strict=True):
-            x, handed = block(x, positions, layer, handed)
+            x, handed = block(x, ctx, layer, handed)
         if cache is not None:
-            cache.lengths.copy_(positions.lengths)
+            cache.lengths.copy_(ctx.lengths)
         return self.norm(x)
 
-    def enter(self, tokens: Tensor) -> tuple[Tensor, Handed]:
+    def enter(self, tokens: Tensor) -> tuple[Tensor, CrossLayer]:
         """What the first block gets: tokens (B, T) -> (B, T, D), and what else the layers may need of them."""
         return self.embed(tokens), {}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)"""
         predicted = F.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
-        return capped(predicted, self.softcap)
+        return apply_softcap(predicted, self.softcap)
 
     @property
     def unembedding(self) -> Tensor:
         """(V, D)"""
         return self.embed.weight if self.head is None else self.head.weight
 
-    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> Cache:
+    def new_cache(
+        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Cache:
         """Room for `capacity` tokens in each of `batch` rows."""
         lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        return Cache(lengths, [block.attention.new_cache(batch, capacity, dtype, device) for block in self.blocks])
+        return Cache(
+            lengths,
+            [block.attention.new_cache(batch, capacity, dtype, device) for block in self.blocks],
+        )
 
     def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
         """What a row of the cache costs, by arithmetic alone."""
@@ -119,6 +135,10 @@ class Transformer(nn.Module):
         Matrices count 2 a weight (embeddings are lookups), attention scores their causal half.
         """
         lookups = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
-        matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2) - sum(p.numel() for p in lookups)
+        matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2) - sum(
+            p.numel() for p in lookups
+        )
         matrices += self.embed.weight.numel() if self.head is None else 0
-        return 3 * (2 * matrices + sum(block.attention.score_flops(self.context) for block in self.blocks))
+        return 3 * (
+            2 * matrices + sum(block.attention.score_flops(self.context) for block in self.blocks)
+        )

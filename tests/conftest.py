@@ -25,16 +25,16 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from checkpoints import checkpoint
-from common.instantiate import build
+from common.instantiate import instantiate
 from data.loader import Loader
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from inference.engine import Text, generate
+from inference.engine import Sequence, generate
 from inference.sampling import sample
 from model.materialize import build_model, materialize
 from tests.forks import Forked
 from tools.compare import jobs
-from training.distributed import Ranks
+from training.distributed import DistEnv
 from training.signals import Signals
 from training.trainer import Trainer
 
@@ -42,7 +42,9 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 DATASETS = ROOT.parent / "shared" / "datasets"
 STORIES = DATASETS / "stories260K"
-stories = pytest.mark.skipif(not STORIES.exists(), reason="needs the datasets beside the repository")
+stories = pytest.mark.skipif(
+    not STORIES.exists(), reason="needs the datasets beside the repository"
+)
 VARIANTS = sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml"))
 YARN = "attention.rope_scaling={_target_:model.rope.YaRN,factor:4,fast:8,slow:1,context:16}"
 EXTRAS = (
@@ -79,7 +81,9 @@ def settings_of(*overrides: str) -> dict:
 @cache
 def composed(*overrides: str) -> dict:
     with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-        return OmegaConf.to_container(compose("train", overrides=["name=test", *overrides]), resolve=True)
+        return OmegaConf.to_container(
+            compose("train", overrides=["name=test", *overrides]), resolve=True
+        )
 
 
 def tree_of(variant: str, *overrides: str) -> dict:
@@ -87,7 +91,10 @@ def tree_of(variant: str, *overrides: str) -> dict:
     tiny = ("model=tiny", "model.depth=2", "model.vocab_size=128", "context=64")
     tree = shrink(settings_of(f"attention={variant}", *tiny, *overrides)["model"])
     pattern = tree["attention"].get("pattern", [])
-    every = next((n for n in range(len(pattern)) if set(pattern[-n:]) == set(pattern) and n > 0), len(pattern))
+    every = next(
+        (n for n in range(len(pattern)) if set(pattern[-n:]) == set(pattern) and n > 0),
+        len(pattern),
+    )
     return tree | {"depth": max(tree["depth"], every)}  # every kind of layer
 
 
@@ -101,9 +108,14 @@ def shrink(tree):
     }
 
 
-def continued(model, prompts: list[list[int]], most: int, draw=greedy, rows: int = 0, eos: int = -1, **more):
+def continued(
+    model, prompts: list[list[int]], most: int, draw=greedy, rows: int = 0, eos: int = -1, **more
+):
     """What is drawn after each prompt, up to `eos`, `rows` of them at a time; without rows, without a cache."""
-    weight, texts = model.embed.weight, [Text(prompt, most, key) for key, prompt in enumerate(prompts)]
+    weight, texts = (
+        model.embed.weight,
+        [Sequence(prompt, most, key) for key, prompt in enumerate(prompts)],
+    )
     cache = model.new_cache(rows, model.context, weight.dtype, weight.device) if rows else None
     drawn = {id(text): [] for text in texts}
     for text in generate(model, texts, draw, cache=cache, **more):
@@ -113,7 +125,9 @@ def continued(model, prompts: list[list[int]], most: int, draw=greedy, rows: int
 
 
 @torch.no_grad()
-def assert_greedy(model: torch.nn.Module, prompt: list[int], one: list[int], other: list[int]) -> None:
+def assert_greedy(
+    model: torch.nn.Module, prompt: list[int], one: list[int], other: list[int]
+) -> None:
     """Two greedy continuations are one. Where they part, the model in float64 has both tokens within 0.0001."""
     assert len(one) == len(other)
     parted = next((at for at in range(len(one)) if one[at] != other[at]), None)
@@ -128,7 +142,13 @@ def redraw(model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
-            p.copy_(1 + 0.2 * noise if "norm" in name else 0.5 * noise if p.ndim < 2 else noise * p.shape[1] ** -0.5)
+            p.copy_(
+                1 + 0.2 * noise
+                if "norm" in name
+                else 0.5 * noise
+                if p.ndim < 2
+                else noise * p.shape[1] ** -0.5
+            )
     return model
 
 
@@ -156,7 +176,9 @@ def model(request):
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.train(["Ann had a red ball. Bob said: may I have a red ball, Ann?\n", "Тест  e\u0301"] * 20, 360)
+    return Tokenizer.train(
+        ["Ann had a red ball. Bob said: may I have a red ball, Ann?\n", "Тест  e\u0301"] * 20, 360
+    )
 
 
 def saved(folder: Path, tree: dict, tokenizer: Tokenizer, step: int = 1) -> torch.nn.Module:
@@ -196,9 +218,16 @@ def tell(folder: Path) -> Path:
     """A text of 60 short documents that a tiny model learns in a few steps."""
     names = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Fay")
     things = ("a red ball", "an old map", "the blue cup", "a small dog", "one warm hat")
-    lines = [f"{a} had {t}. {b} saw {t} and said: may I have {t}, {a}?\n" for a in names for b in names for t in things]
+    lines = [
+        f"{a} had {t}. {b} saw {t} and said: may I have {t}, {a}?\n"
+        for a in names
+        for b in names
+        for t in things
+    ]
     path = folder / "story.txt"
-    path.write_text("<|endoftext|>\n".join("".join(lines[i : i + 3]) for i in range(0, len(lines), 3)))
+    path.write_text(
+        "<|endoftext|>\n".join("".join(lines[i : i + 3]) for i in range(0, len(lines), 3))
+    )
     return path
 
 
@@ -230,7 +259,9 @@ def trained(command, story, finished) -> Path:
 @pytest.fixture
 def forked_jobs(monkeypatch) -> None:
     """The runs of a comparison are forks, where it is not the point that they are processes of their own."""
-    monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(
+        jobs, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
+    )
 
 
 @pytest.fixture
@@ -250,15 +281,21 @@ def trainer_of(tmp_path, story):
 
     def make(*overrides: str, run: str | None = None) -> Trainer:
         nonlocal corpus
-        settings = settings_of(*TINY, "data=text", f"data.path={story}", "data.vocab_size=400", "steps=6", *overrides)
+        settings = settings_of(
+            *TINY, "data=text", f"data.path={story}", "data.vocab_size=400", "steps=6", *overrides
+        )
         if corpus is None:
-            corpus = prepare(build(settings["data"], "data"), tmp_path / "cache")
+            corpus = prepare(instantiate(settings["data"], "data"), tmp_path / "cache")
         settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
-        loader = Loader(corpus.train, context=64, batch=settings["batch_tokens"] // 64, seed=settings["seed"])
+        loader = Loader(
+            corpus.train, context=64, batch=settings["batch_tokens"] // 64, seed=settings["seed"]
+        )
         folder = tmp_path / (run or f"run{len(list(tmp_path.iterdir()))}")
         folder.mkdir(exist_ok=True)
-        ranks = Ranks(0, 1, torch.device(settings["device"]))
-        trainer = Trainer(settings, corpus, loader, folder, ranks, torch.float32, Signals(), monotonic())
+        ranks = DistEnv(0, 1, torch.device(settings["device"]))
+        trainer = Trainer(
+            settings, corpus, loader, folder, ranks, torch.float32, Signals(), monotonic()
+        )
         if not [*folder.glob("checkpoints/*")]:
             trainer.log.open({})
         return trainer
@@ -279,11 +316,15 @@ class FirstBatch(Loader):
 
 def learn_by_heart(trainer: Trainer, steps: int) -> list[float]:
     """Nats per token at each step on one batch. They fall at every seed, in fp32 and in bf16."""
-    sizes = {"context": trainer.settings["context"], "batch": trainer.loader.batch, "seed": trainer.loader.seed}
+    sizes = {
+        "context": trainer.settings["context"],
+        "batch": trainer.loader.batch,
+        "seed": trainer.loader.seed,
+    }
     trainer.loader = FirstBatch(trainer.corpus.train, **sizes)
     losses = []
     for _ in range(steps):
         trainer.nats.zero_()
-        trainer.optimize()
+        trainer.train_step()
         losses.append(trainer.nats.item() / trainer.settings["batch_tokens"])
     return losses

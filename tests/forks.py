@@ -40,7 +40,7 @@ class Forked:
             sys.stderr.flush()
             os._exit(code)
 
-    def poll(self) -> int | None:
+    def check_signals(self) -> int | None:
         return self.wait(os.WNOHANG)
 
     def wait(self, how: int = 0) -> int | None:
@@ -55,8 +55,14 @@ class Forked:
 
 def ranks(words: list, processes: int, folder: Path) -> tuple[list[int], str]:
     """What torchrun does for `python FILE WORDS` -> the exit codes, and the standard errors of all."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
-    world = {"WORLD_SIZE": str(processes), "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # on a port that is free
+    world = {
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+    }
     world["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     with (folder / "stderr").open("w+") as told:
         each = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]

@@ -39,7 +39,9 @@ def test_packages_import_only_those_below_them(package):
         assert ours <= allowed, f"{path} imports {ours - allowed}"
         if package in LIBRARIES:
             libraries = imported - ours - sys.stdlib_module_names
-            assert libraries <= LIBRARIES[package], f"{path} imports {libraries - LIBRARIES[package]}"
+            assert libraries <= LIBRARIES[package], (
+                f"{path} imports {libraries - LIBRARIES[package]}"
+            )
         if package in WITHOUT_HYDRA:
             assert not imported & {"hydra", "omegaconf", "wandb"}, path
 
@@ -47,5 +49,7 @@ def test_packages_import_only_those_below_them(package):
 @pytest.mark.parametrize("command", ["train", "generate"])
 def test_slow_libraries_are_imported_only_where_they_are_used(command):
     code = f"import {command}, sys; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert not SLOW & set(loaded.stdout.split())

@@ -23,7 +23,9 @@ def test_tokenising_is_measured_in_turns(story, monkeypatch, capfd):
     out, err = capfd.readouterr()
     ours, theirs, ratios = map(json.loads, out.splitlines())
     assert (ours["name"], theirs["name"]) == ("our_tokens", "sentencepiece")
-    assert ratios["speed"] == pytest.approx(ours["bytes_per_second"] / theirs["bytes_per_second"], rel=1e-2)
+    assert ratios["speed"] == pytest.approx(
+        ours["bytes_per_second"] / theirs["bytes_per_second"], rel=1e-2
+    )
     assert err.count("turn ") == 4
 
 
@@ -38,13 +40,19 @@ def test_decoders_say_the_same_and_time_it(monkeypatch, tied):
     monkeypatch.setattr(bench, "NEW", 6)
     words = [*WORDS, "context=16", "batch_tokens=48", f"model.tied={tied}"]
     said = []
-    for run, work, _ in (bench.COMPETITORS[name](words) for name in ("our_text", "dynamic", "static")):
+    for run, work, _ in (
+        bench.COMPETITORS[name](words) for name in ("our_text", "dynamic", "static")
+    ):
         measured = run()
         assert measured["seconds"] > 0 < measured["first_token_seconds"]
-        assert work["tokens"] == 3 * 5 and measured["cache_bytes"] >= 2 * 3 * 14 * 2 * 32 * 4  # less one, unread
+        assert (
+            work["tokens"] == 3 * 5 and measured["cache_bytes"] >= 2 * 3 * 14 * 2 * 32 * 4
+        )  # less one, unread
         said.append(torch.tensor(measured["tokens"]))
     # The two largest logits lie 0.001 apart or more.
-    assert torch.equal(said[0], said[1]) and torch.equal(said[1], said[2]) and said[0].shape == (3, 15)
+    assert (
+        torch.equal(said[0], said[1]) and torch.equal(said[1], said[2]) and said[0].shape == (3, 15)
+    )
 
 
 def test_utilisation_is_of_the_best_product():
@@ -59,8 +67,17 @@ def test_a_product_is_timed():
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["nothing"], ["as"], ["as", "nobody"], ["train", "model=none"], ["as", "transformers", "attention=mla"]],
+    [
+        [],
+        ["nothing"],
+        ["as"],
+        ["as", "nobody"],
+        ["train", "model=none"],
+        ["as", "transformers", "attention=mla"],
+    ],
 )
 def test_what_cannot_be_measured_is_a_line(command, words):
     result = command("tools/bench.py", *words)
-    assert result.code in (1, 2) and result.err.startswith("error: ") and result.err.count("\n") == 1
+    assert (
+        result.code in (1, 2) and result.err.startswith("error: ") and result.err.count("\n") == 1
+    )

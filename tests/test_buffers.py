@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from checkpoints import checkpoint
-from common import instantiate
-from common.instantiate import build
-from inference.quantize import for_few_tokens
+from common import instantiate as instantiation
+from common.instantiate import instantiate
+from inference.quantize import optimize_for_decoding
 from model.attention.softmax import SoftmaxAttention
 from model.materialize import build_model, materialize
 from tests.conftest import ROOT, TINY, close, continued, drawn, poisoned_memory, tree_of
@@ -58,13 +58,13 @@ class Stray(SoftmaxAttention):
 @pytest.fixture
 def ours(monkeypatch):
     """A config may name the classes above."""
-    found = instantiate.find
+    found = instantiation.resolve_target
 
     def find(path: str, package: str):
         classes = {f"{HERE}.{each.__name__}": each for each in (Buffered, Persistent, Stray)}
         return classes.get(path) or found(path, package)
 
-    monkeypatch.setattr(instantiate, "find", find)
+    monkeypatch.setattr(instantiation, "resolve_target", find)
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -82,7 +82,7 @@ def test_buffers_train_and_decode_with_their_values(kind, ours, trainer_of):
     assert attention.layer == 1 and attention.drawn.unique().numel() == 4
 
     for _ in range(3):
-        trainer.optimize()
+        trainer.train_step()
     if kind is Persistent:  # as by what is counted or averaged in training
         attention.gain.mul_(1.5)
         attention.is_even.logical_not_()
@@ -90,9 +90,9 @@ def test_buffers_train_and_decode_with_their_values(kind, ours, trainer_of):
     trainer.save()
     expected = buffers_of(trainer.model)
     with poisoned_memory():
-        loaded = checkpoint.load_model(checkpoint.newest(trainer.run), "cpu")
+        loaded = checkpoint.load_model(checkpoint.newest_checkpoint(trainer.run), "cpu")
         resumed = trainer_of(*words, "resume=true", run="run")
-    resumed.begin(None)
+    resumed.restore_or_start(None)
     assert resumed.step == 3
     for model in (loaded, resumed.model):
         close(buffers_of(model), expected, rtol=0, atol=0)
@@ -113,7 +113,7 @@ def test_buffers_keep_their_dtype_in_a_model_of_less_precision(int8, ours, token
     model = checkpoint.load_model(place, "cpu", torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     close(buffers_of(model), buffers_of(exact), rtol=0, atol=0)
-    for_few_tokens(model, int8)
+    optimize_for_decoding(model, int8)
     tokens = torch.tensor([PROMPTS[2]])
     cache = model.new_cache(1, 16, torch.bfloat16, "cpu")
     with torch.no_grad():
@@ -151,7 +151,10 @@ def with_attribute(value) -> dict:
 STRAYS = {
     "in a list": (lambda _: [1, torch.ones(2)], r"extra\[1\]\)\. fix: .*register_buffer\('extra'"),
     "deeper": (lambda _: {"a": (torch.ones(2),)}, r"extra\['a'\]\[0\]\)\. fix: .*register_buffer"),
-    "a parameter in a list": (lambda _: [nn.Parameter(torch.ones(2))], r"extra\[0\]\)\. fix: nn.ParameterList"),
+    "a parameter in a list": (
+        lambda _: [nn.Parameter(torch.ones(2))],
+        r"extra\[0\]\)\. fix: nn.ParameterList",
+    ),
 }
 
 
@@ -185,7 +188,9 @@ def test_parameters_have_no_memory_and_stay_shared():
     assert attention.here is attention.q_proj.there and not attention.here.requires_grad
     assert attention.o_proj.bias is attention.v_proj.weight
     assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.float64, "cpu")}
-    assert not build(tree_of("gqa")).embed.weight.is_meta  # what is built later is built as ever
+    assert not instantiate(
+        tree_of("gqa")
+    ).embed.weight.is_meta  # what is built later is built as ever
 
 
 def test_several_processes_train_with_buffers_as_one_does(ours, command, tmp_path, story):

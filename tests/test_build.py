@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from common.instantiate import build
+from common.instantiate import instantiate
 from model.attention.base import Attention
-from model.init import initialise
+from model.init import initialize
 from model.materialize import build_model, materialize
 from tests.conftest import VARIANTS, tree_of
 
@@ -30,7 +30,7 @@ HOSTILE = [
 @pytest.mark.parametrize("target", HOSTILE)
 def test_hostile_targets_are_refused(target):
     with pytest.raises(ValueError, match="written in model/"):
-        build({"_target_": target})
+        instantiate({"_target_": target})
 
 
 @pytest.mark.parametrize("change", [{"colour": 3}, {"dim": 8}, {"kv_heads": None}])
@@ -38,44 +38,44 @@ def test_a_knob_too_many_or_too_few_is_refused(change):
     tree = tree_of("gqa")["attention"] | change
     tree = {key: value for key, value in tree.items() if value is not None or key == "window"}
     with pytest.raises(TypeError, match="SoftmaxAttention"):
-        build(tree)(64, 4, 64, 0, 2)
+        instantiate(tree)(64, 4, 64, 0, 2)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_first_weights_do_not_depend_on_how_a_model_is_built(variant):
-    plain = build(tree_of(variant))
-    initialise(plain, seed=3)
+    plain = instantiate(tree_of(variant))
+    initialize(plain, seed=3)
     late = materialize(build_model(tree_of(variant)), "cpu")
     torch.manual_seed(99)
-    initialise(late, seed=3)
+    initialize(late, seed=3)
     for (name, a), b in zip(plain.named_parameters(), late.parameters(), strict=True):
         assert torch.equal(a, b), name
-        assert a.any() != name.endswith(("o_proj.weight", "down_proj.weight", "head.weight", "sink", "decay_rate")), (
-            name
-        )
+        assert a.any() != name.endswith(
+            ("o_proj.weight", "down_proj.weight", "head.weight", "sink", "decay_rate")
+        ), name
 
 
 def test_variants_share_the_weights_they_share():
-    first, second = build(tree_of("gqa")), build(tree_of("llama"))
-    initialise(first, seed=3), initialise(second, seed=3)
+    first, second = instantiate(tree_of("gqa")), instantiate(tree_of("llama"))
+    initialize(first, seed=3), initialize(second, seed=3)
     assert torch.equal(first.embed.weight, second.embed.weight)
     assert not torch.equal(first.blocks[0].ffn.up_proj.weight, first.blocks[1].ffn.up_proj.weight)
-    initialise(second, seed=4)
+    initialize(second, seed=4)
     assert not torch.equal(first.embed.weight, second.embed.weight)
 
 
 def test_layers_and_seeds_begin_apart():
     values = []
     for seed in (0, 7):
-        model = build(tree_of("differential"))
-        initialise(model, seed)
+        model = instantiate(tree_of("differential"))
+        initialize(model, seed)
         values += [tuple(block.attention.q1.tolist()) for block in model.blocks]
     assert len(set(values)) == 4
 
 
 def test_an_attention_says_what_it_lacks():
     class Half(Attention):
-        def mix(self, x, positions, cache):
+        def mix(self, x, ctx, cache):
             return x
 
     with pytest.raises(TypeError, match=r"Half.*cache_bytes.*new_cache.*score_flops"):

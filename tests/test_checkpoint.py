@@ -10,7 +10,7 @@ import torch
 
 from checkpoints import checkpoint
 from common.errors import IntegrityError
-from common.instantiate import build
+from common.instantiate import instantiate
 from tests.conftest import settings_of, weights
 
 
@@ -18,24 +18,30 @@ from tests.conftest import settings_of, weights
 def test_a_resumed_run_continues_bit_for_bit(trainer_of, optimizer):
     whole = trainer_of(f"optimizer={optimizer}")
     for _ in range(6):
-        whole.optimize()
-        whole.report()
+        whole.train_step()
+        whole.log_metrics()
     first = trainer_of(f"optimizer={optimizer}", run="cut")
     for _ in range(3):
-        first.optimize()
-        first.report()
+        first.train_step()
+        first.log_metrics()
     first.save()
-    first.optimize()
-    first.report()  # work that is lost, its line of metrics too
+    first.train_step()
+    first.log_metrics()  # work that is lost, its line of metrics too
     second = trainer_of(f"optimizer={optimizer}", "resume=true", run="cut")
-    second.begin(None)
+    second.restore_or_start(None)
     second.log.open(second.kept)
     assert second.step == 3
     for _ in range(3):
-        second.optimize()
-        second.report()
-    assert all(torch.equal(a, b) for a, b in zip(weights(whole).values(), weights(second).values(), strict=True))
-    lines = [[json.loads(line) for line in (t.run / "metrics.jsonl").read_text().splitlines()] for t in (whole, second)]
+        second.train_step()
+        second.log_metrics()
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(weights(whole).values(), weights(second).values(), strict=True)
+    )
+    lines = [
+        [json.loads(line) for line in (t.run / "metrics.jsonl").read_text().splitlines()]
+        for t in (whole, second)
+    ]
     assert [line["step"] for line in lines[1]] == [1, 2, 3, 4, 5, 6]
     assert [line["train_loss"] for line in lines[0]] == [line["train_loss"] for line in lines[1]]
 
@@ -43,26 +49,26 @@ def test_a_resumed_run_continues_bit_for_bit(trainer_of, optimizer):
 def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(trainer_of, capsys):
     trainer = trainer_of()
     for _ in range(3):
-        trainer.optimize()
+        trainer.train_step()
         trainer.save()
     folders = sorted(path.name for path in (trainer.run / "checkpoints").iterdir())
     assert folders == ["step-00000002", "step-00000003"]
     newest = trainer.run / "checkpoints" / folders[1]
-    assert checkpoint.newest(trainer.run) == newest
+    assert checkpoint.newest_checkpoint(trainer.run) == newest
     raw = bytearray((newest / "model.safetensors").read_bytes())
     raw[len(raw) // 2] ^= 1
     (newest / "model.safetensors").write_bytes(raw)
-    assert checkpoint.newest(trainer.run).name == folders[0]
+    assert checkpoint.newest_checkpoint(trainer.run).name == folders[0]
     assert "skipped" in capsys.readouterr().err
     (trainer.run / "checkpoints" / folders[0] / "manifest.json").unlink()
     with pytest.raises(IntegrityError, match="no checkpoint is whole"):
-        checkpoint.newest(trainer.run)
+        checkpoint.newest_checkpoint(trainer.run)
     assert len([*(trainer.run / "checkpoints").iterdir()]) == 2  # what is damaged is not deleted
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(trainer_of):
     trainer = trainer_of()
-    trainer.optimize()
+    trainer.train_step()
     trainer.save()
     largest = resource.getrlimit(resource.RLIMIT_FSIZE)
     for limit in (1, 4096, 200_000):
@@ -74,35 +80,38 @@ def test_a_full_disk_leaves_the_last_checkpoint(trainer_of):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, largest)
         assert os.listdir(trainer.run / "checkpoints") == ["step-00000001"]
-    assert checkpoint.newest(trainer.run) is not None
+    assert checkpoint.newest_checkpoint(trainer.run) is not None
 
 
 def test_weights_of_another_shape_are_refused(trainer_of):
     trainer = trainer_of()
-    trainer.optimize()
+    trainer.train_step()
     trainer.save()
-    other = build(settings_of("model=tiny", "model.depth=3", "data.vocab_size=400")["model"])
+    other = instantiate(settings_of("model=tiny", "model.depth=3", "data.vocab_size=400")["model"])
     with pytest.raises(IntegrityError, match="not the model's weights"):
-        checkpoint.load_weights(other, checkpoint.newest(trainer.run))
+        checkpoint.load_weights(other, checkpoint.newest_checkpoint(trainer.run))
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_reaches_neither_weights_nor_disk(trainer_of, optimizer, value, capsys):
     trainer = trainer_of(f"optimizer={optimizer}")
-    trainer.optimize()
+    trainer.train_step()
     before, forward = weights(trainer), trainer.parallel
     trainer.parallel = lambda *batch: forward(*batch) * value
-    trainer.optimize()
+    trainer.train_step()
     trainer.parallel = forward
-    trainer.optimize()
+    trainer.train_step()
     after = weights(trainer)
     assert all(torch.equal(before[name], after[name]) for name in before)
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     assert all(value.isfinite().all() for state in states for value in state.values())
-    for action in (trainer.report, trainer.save):
+    for action in (trainer.log_metrics, trainer.save):
         with pytest.raises(SystemExit) as end:
             action()
         assert end.value.code == 4
-        assert "at step 2, whose batch is 8 rows of epoch 0, from the tokens" in capsys.readouterr().err
+        assert (
+            "at step 2, whose batch is 8 rows of epoch 0, from the tokens"
+            in capsys.readouterr().err
+        )
     assert not [*trainer.run.glob("checkpoints/*")]

@@ -15,10 +15,10 @@ import yaml
 
 from checkpoints import checkpoint
 from data.tokenizer import Tokenizer
-from inference.text import Continuation
+from inference.text import StreamingText
 from tests.conftest import LONG, ROOT, SHORT, TINY, continued, saved, tree_of
 from tests.forks import ranks
-from training.evaluation import sample
+from training.evaluation import sample_text
 from training.trainer import Trainer
 
 
@@ -27,7 +27,11 @@ def test_a_run_leaves_everything_in_its_folder(trained):
     inside = ("model.safetensors", "state.pt", "config.json", "tokenizer.model", "manifest.json")
     saved = {f"checkpoints/step-{step:08d}/{name}" for step in (2, 4) for name in inside}
     assert files == {".lock", "config.yaml", "metrics.jsonl", "samples.txt", "loss.png", *saved}
-    assert {path.name for path in Path().iterdir()} == {"runs", ".cache", "story.txt"}  # Hydra leaves nothing
+    assert {path.name for path in Path().iterdir()} == {
+        "runs",
+        ".cache",
+        "story.txt",
+    }  # Hydra leaves nothing
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
     assert [line["step"] for line in lines if "val_bpb" in line] == [2, 4]
@@ -46,7 +50,14 @@ def test_commands_can_be_repeated(command, trained, story):
 
 
 def test_a_used_folder_needs_resume(command, trained, story):
-    again = (*TINY, *SHORT, "data=text", f"data.path={story}", "data.vocab_size=400", f"run_dir={trained}")
+    again = (
+        *TINY,
+        *SHORT,
+        "data=text",
+        f"data.path={story}",
+        "data.vocab_size=400",
+        f"run_dir={trained}",
+    )
     files = [path for path in trained.rglob("*") if path.name != ".lock"]
     before = {path: path.stat().st_mtime_ns for path in files}
     refused = command("train.py", *again)
@@ -55,7 +66,15 @@ def test_a_used_folder_needs_resume(command, trained, story):
 
 
 def test_nothing_to_resume_starts_fresh_and_says_so(command, story):
-    result = command("train.py", *TINY, *SHORT, "data=text", f"data.path={story}", "data.vocab_size=400", "resume=true")
+    result = command(
+        "train.py",
+        *TINY,
+        *SHORT,
+        "data=text",
+        f"data.path={story}",
+        "data.vocab_size=400",
+        "resume=true",
+    )
     assert result.code == 0 and "nothing to resume" in result.err
 
 
@@ -97,10 +116,19 @@ def test_another_model_does_not_take_up_a_run(command, trained, story):
 
 def test_a_run_can_begin_with_the_weights_of_another(command, trained, story):
     before = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    words = (*TINY[1:], *SHORT, "data=text", f"data.path={story}", f"init_from={trained}", "name=more")
+    words = (
+        *TINY[1:],
+        *SHORT,
+        "data=text",
+        f"data.path={story}",
+        f"init_from={trained}",
+        "name=more",
+    )
     result = command("train.py", *words)
     assert result.code == 0, result.err
-    look, after = [json.loads(line) for line in Path("runs/more/metrics.jsonl").read_text().splitlines()[:2]]
+    look, after = [
+        json.loads(line) for line in Path("runs/more/metrics.jsonl").read_text().splitlines()[:2]
+    ]
     assert look["step"] == 0 and look["val_loss"] == before[-1]["val_loss"]
     # Over 5 seeds, in fp32 and in bf16, four steps take 0.75 off the loss of a batch.
     assert after["train_loss"] < before[0]["train_loss"] - 0.1
@@ -109,7 +137,11 @@ def test_a_run_can_begin_with_the_weights_of_another(command, trained, story):
 def test_a_sweep_gives_each_job_a_run_folder(command, story):
     words = (*TINY, *SHORT, "data=text", f"data.path={story}", "data.vocab_size=400")
     assert command("train.py", "-m", *words, "attention=gqa,mqa").code == 0
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["multirun.yaml", "text-tiny-gqa", "text-tiny-mqa"]
+    assert sorted(path.name for path in Path("runs").iterdir()) == [
+        "multirun.yaml",
+        "text-tiny-gqa",
+        "text-tiny-mqa",
+    ]
     assert {path.name for path in Path().iterdir()} == {"runs", ".cache", "story.txt"}
 
 
@@ -117,9 +149,15 @@ def test_running_out_of_memory_proposes_a_smaller_micro_batch(command, story, mo
     def full(_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Much more text")
 
-    monkeypatch.setattr(Trainer, "optimize", full)
+    monkeypatch.setattr(Trainer, "train_step", full)
     result = command(
-        "train.py", *TINY, *SHORT, "data=text", f"data.path={story}", "data.vocab_size=400", "micro_batch=8"
+        "train.py",
+        *TINY,
+        *SHORT,
+        "data=text",
+        f"data.path={story}",
+        "data.vocab_size=400",
+        "micro_batch=8",
     )
     assert result.code == 2 and "micro_batch=4" in result.err.splitlines()[-1]
 
@@ -136,8 +174,14 @@ def test_greedy_text_is_the_same_without_a_cache_past_the_context(command, drawn
 
 
 def test_a_cache_in_int8_is_smaller_and_says_so(command, drawn_run):
-    exact, small = (command("generate.py", *CPU, *GREEDY, *words).err for words in ((), ("--cache-dtype", "int8")))
-    exact, small = (int(re.search(r"([\d,]+) bytes of cache", err)[1].replace(",", "")) for err in (exact, small))
+    exact, small = (
+        command("generate.py", *CPU, *GREEDY, *words).err
+        for words in ((), ("--cache-dtype", "int8"))
+    )
+    exact, small = (
+        int(re.search(r"([\d,]+) bytes of cache", err)[1].replace(",", ""))
+        for err in (exact, small)
+    )
     assert small == exact * (16 + 2) / (4 * 16)  # of head dimension 16, with a scale each
 
 
@@ -151,8 +195,20 @@ def test_attention_can_be_drawn(command, tokenizer, variant):
 
 
 def test_samples_differ_and_repeat_with_their_seed(command, drawn_run):
-    words = ("Ann had", "--num-samples", "3", "--max-new-tokens", "8", "--top-k", "0", "--top-p", "1")
-    one, same, other = (command("generate.py", *CPU, *words, "--seed", seed).out for seed in ("1", "1", "2"))
+    words = (
+        "Ann had",
+        "--num-samples",
+        "3",
+        "--max-new-tokens",
+        "8",
+        "--top-k",
+        "0",
+        "--top-p",
+        "1",
+    )
+    one, same, other = (
+        command("generate.py", *CPU, *words, "--seed", seed).out for seed in ("1", "1", "2")
+    )
     assert one == same != other
 
 
@@ -162,21 +218,33 @@ def test_a_ragged_batch_is_each_prompt_alone(command, drawn_run, temperature):
     Path("prompts.txt").write_text("\n".join(prompts))
     rest = ("--temperature", temperature, "--max-new-tokens", "12", "--num-samples", "2")
     together = command("generate.py", *CPU, "--prompt-file", "prompts.txt", *rest)
-    assert together.out == "".join(command("generate.py", *CPU, prompt, *rest).out for prompt in prompts)
+    assert together.out == "".join(
+        command("generate.py", *CPU, prompt, *rest).out for prompt in prompts
+    )
 
 
 def test_json_lines_are_answered_by_json_lines(command, drawn_run):
     prompts = ["Ann", 'Bob\nsaid: "may I', "Жили"]
-    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    Path("prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    )
     rest = ("--temperature", "0", "--max-new-tokens", "12")
-    result = command("generate.py", *CPU, "--prompt-file", "prompts.jsonl", "--batch-size", "2", *rest)
-    expected = [{"prompt": p, "text": command("generate.py", *CPU, p, *rest).out[:-1]} for p in prompts]
+    result = command(
+        "generate.py", *CPU, "--prompt-file", "prompts.jsonl", "--batch-size", "2", *rest
+    )
+    expected = [
+        {"prompt": p, "text": command("generate.py", *CPU, p, *rest).out[:-1]} for p in prompts
+    ]
     assert [json.loads(line) for line in result.out.split("\n")[:-1]] == expected
 
 
 def test_a_conversation_goes_on_from_the_text_before(command, tokenizer, monkeypatch):
     """Token by token as one text that grows; its text could be read as other tokens."""
-    model, tokens, expected = saved(Path("runs/drawn"), tree_of("gqa"), tokenizer), [tokenizer.bos], ""
+    model, tokens, expected = (
+        saved(Path("runs/drawn"), tree_of("gqa"), tokenizer),
+        [tokenizer.bos],
+        "",
+    )
     for prompt in ("Ann had", "Bob saw"):
         tokens += tokenizer.encode(prompt)
         (drawn,) = continued(model, [tokens], 9)
@@ -184,7 +252,9 @@ def test_a_conversation_goes_on_from_the_text_before(command, tokenizer, monkeyp
         expected += tokenizer.decode(drawn) + "\n"
     lines = SimpleNamespace(buffer=io.BytesIO(b"Ann had\n\nBob saw\n"), isatty=lambda: False)
     monkeypatch.setattr(sys, "stdin", lines)
-    result = command("generate.py", *CPU, "--interactive", "--temperature", "0", "--max-new-tokens", "9")
+    result = command(
+        "generate.py", *CPU, "--interactive", "--temperature", "0", "--max-new-tokens", "9"
+    )
     assert result.code == 0 and result.out == expected and "18 tokens" in result.err
 
 
@@ -198,7 +268,7 @@ def test_guesses_and_fewer_bits_change_the_speed_alone(command, drawn_run):
 
 def test_a_text_ends_where_its_model_ends_it(story):
     tokenizer = Tokenizer.train([story.read_text()], 400)
-    text = Continuation(tokenizer, 99, 0, ["old map"], False, 0, 0, [tokenizer.bos], "")
+    text = StreamingText(tokenizer, 99, 0, ["old map"], False, 0, 0, [tokenizer.bos], "")
     for token in [*tokenizer.encode("Ann had an old"), tokenizer.eos]:
         assert not text.done
         text.push(token)
@@ -216,10 +286,17 @@ def test_text_ends_before_the_stop_text(command, drawn_run):
 @pytest.mark.parametrize("prompt", ["", "a=b, ${oc.env:HOME} 'x' {y}", "-", "\n", "Жили 🐈"])
 def test_any_prompt_is_a_prompt(command, drawn_run, monkeypatch, prompt):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"Ann had")))
-    result = command("generate.py", *CPU, "--max-new-tokens", "3", "--temperature", "0", "--", prompt)
+    result = command(
+        "generate.py", *CPU, "--max-new-tokens", "3", "--temperature", "0", "--", prompt
+    )
     assert result.code == 0, result.err
     if prompt == "-":
-        assert result.out == command("generate.py", *CPU, "Ann had", "--max-new-tokens", "3", "--temperature", "0").out
+        assert (
+            result.out
+            == command(
+                "generate.py", *CPU, "Ann had", "--max-new-tokens", "3", "--temperature", "0"
+            ).out
+        )
 
 
 def test_a_long_prompt_loses_its_beginning_with_a_warning(command, drawn_run):
@@ -234,12 +311,21 @@ def test_generation_without_any_run_says_how_to_get_one(command):
 
 
 def test_two_processes_learn_what_one_does(command, tmp_path, story):
-    words = (*TINY, "steps=8", "data=text", f"data.path={story}", "data.vocab_size=400", "micro_batch=4")
+    words = (
+        *TINY,
+        "steps=8",
+        "data=text",
+        f"data.path={story}",
+        "data.vocab_size=400",
+        "micro_batch=4",
+    )
     assert command("train.py", *words, "run_dir=alone").code == 0
     codes, told = ranks([sys.executable, ROOT / "train.py", *words, "run_dir=both"], 2, tmp_path)
     assert codes == [0, 0], told
     alone, both = losses_of(tmp_path / "alone"), losses_of(tmp_path / "both")
-    assert len(alone) == 9 and alone == pytest.approx(both, abs=1e-3)  # equal, over 5 seeds in fp32 and in bf16
+    assert len(alone) == 9 and alone == pytest.approx(
+        both, abs=1e-3
+    )  # equal, over 5 seeds in fp32 and in bf16
 
 
 SHARDED = [
@@ -251,7 +337,9 @@ SHARDED = [
 
 
 @pytest.mark.parametrize("more", SHARDED)
-def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(command, tmp_path, story, more):
+def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(
+    command, tmp_path, story, more
+):
     often = ("steps=4", "eval_every=2", "sample_every=2", "save_every=2")
     words = (*TINY, *often, "data=text", f"data.path={story}", "data.vocab_size=400", *more)
     assert command("train.py", *words, "run_dir=alone").code == 0
@@ -268,8 +356,12 @@ def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(co
     second = tmp_path / "spread" / "checkpoints" / "step-00000002"
     if "precision=fp32" in more:  # the text of two processes is that of one with their weights
         tokenizer = Tokenizer.load(second / "tokenizer.model")
-        text = sample(checkpoint.load_model(second, "cpu"), tokenizer, 2, stop=lambda: 0)
-        assert (tmp_path / "spread" / "samples.txt").read_text().startswith(f"--- step 2\n{text}\n--- step 4\n")
+        text = sample_text(checkpoint.load_model(second, "cpu"), tokenizer, 2, stop=lambda: 0)
+        assert (
+            (tmp_path / "spread" / "samples.txt")
+            .read_text()
+            .startswith(f"--- step 2\n{text}\n--- step 4\n")
+        )
     shutil.rmtree(second.with_name("step-00000004"))
     for processes in (0, 4) if more == SHARDED[0] else (2,):
         shutil.copytree(tmp_path / "spread", tmp_path / f"on{processes}")
@@ -303,20 +395,41 @@ import runpy
 runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 """
     )
-    words = (*TINY, "steps=2", "save_every=1", "sharded=true", "data=text", f"data.path={story}", "data.vocab_size=400")
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "train.py"]
+    words = (
+        *TINY,
+        "steps=2",
+        "save_every=1",
+        "sharded=true",
+        "data=text",
+        f"data.path={story}",
+        "data.vocab_size=400",
+    )
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+        "train.py",
+    ]
     how = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": LONG}
     done = subprocess.run([*start, *words, "micro_batch=4"], **how)
     assert "error: training diverged (step 1 made the weights infinite)" in done.stderr
-    assert done.stderr.count("exitcode  : 4") == 2 and not [*tmp_path.glob("runs/*/checkpoints/step-*")]
+    assert done.stderr.count("exitcode  : 4") == 2 and not [
+        *tmp_path.glob("runs/*/checkpoints/step-*")
+    ]
 
 
 def losses_of(run: Path, *keys: str) -> list[float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line[key] for line in lines for key in keys or ("train_loss", "val_loss") if key in line]
+    return [
+        line[key] for line in lines for key in keys or ("train_loss", "val_loss") if key in line
+    ]
 
 
 def test_a_reader_that_has_enough_is_no_error(drawn_run):
     words = f"{sys.executable} {ROOT / 'generate.py'} Ann --max-new-tokens 100 | head -c 10"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", words], capture_output=True, timeout=LONG)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", words], capture_output=True, timeout=LONG
+    )
     assert done.returncode == 0 and len(done.stdout) == 10 and b"Traceback" not in done.stderr

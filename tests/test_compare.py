@@ -14,15 +14,23 @@ import pytest
 import torch
 
 import train
-from common.config import flat
-from common.instantiate import build
+from common.config import flatten
+from common.instantiate import instantiate
 from tests.conftest import LONG, ROOT, TINY, VARIANTS, settings_of
 from tests.faults.harness import wait_for
 from tests.forks import Forked
 from tools.compare import jobs, plan
 from tools.compare.runs import Run, variants
 
-SMALL = (*TINY, "context=16", "batch_tokens=64", "model.depth=1", "steps=4", "eval_every=2", "save_every=1")
+SMALL = (
+    *TINY,
+    "context=16",
+    "batch_tokens=64",
+    "model.depth=1",
+    "steps=4",
+    "eval_every=2",
+    "save_every=1",
+)
 
 
 @pytest.fixture
@@ -33,13 +41,17 @@ def words(story) -> list[str]:
 def table(report: Path, head: str) -> list[list[str]]:
     """Rows of the first table of report.md below this heading."""
     (block,) = re.findall(rf"## {head}\n\n(\|.*?)\n\n", report.read_text(), re.DOTALL)
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()[2:]]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()[2:]
+    ]
 
 
 def curves(where: Path) -> dict[str, list]:
     keys = ("step", "train_loss", "val_bpb", "grad_norm")
     return {
-        path.parent.name: [[json.loads(line).get(key) for key in keys] for line in path.read_text().splitlines()]
+        path.parent.name: [
+            [json.loads(line).get(key) for key in keys] for line in path.read_text().splitlines()
+        ]
         for path in where.glob("*/metrics.jsonl")
     }
 
@@ -47,9 +59,11 @@ def curves(where: Path) -> dict[str, list]:
 def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
     asked = ("attention=gqa,mqa", "seed=0,1", *words, "--dir", "out")
     first = command("tools/compare.py", *asked)
-    assert first.code == 0 and "4/4, 0:00:00 left. mqa-1: " in first.err and "mqa: model.hidden=" in first.err, (
-        first.err
-    )
+    assert (
+        first.code == 0
+        and "4/4, 0:00:00 left. mqa-1: " in first.err
+        and "mqa: model.hidden=" in first.err
+    ), first.err
     runs = {name: Run.read(Path("out", name)) for name in ("gqa-0", "gqa-1", "mqa-0", "mqa-1")}
     losses = table(Path("out/report.md"), "Loss")
     assert [row[:2] for row in losses] == [["gqa", "2"], ["mqa", "2"]]
@@ -59,16 +73,20 @@ def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
     assert losses[0][6] == "baseline" and losses[1][6] in ("worse", "better", "not distinguishable")
     sizes = {row[0]: row for row in table(Path("out/report.md"), "Size")}
     for name in ("gqa", "mqa"):
-        model = build(runs[f"{name}-0"].settings["model"])
+        model = instantiate(runs[f"{name}-0"].settings["model"])
         held = model.new_cache(1, 16, torch.bfloat16, "cpu").nbytes
         assert sizes[name][1] == f"{sum(p.numel() for p in model.parameters()):,}"
         assert sizes[name][4] == sizes[name][5] == f"{held:,}"
-    assert "attention=mqa" in Path("out/report.md").read_text() and first.out.startswith("Beside gqa (seeds: 2); ")
+    assert "attention=mqa" in Path("out/report.md").read_text() and first.out.startswith(
+        "Beside gqa (seeds: 2); "
+    )
 
     before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")}
     again = command("tools/compare.py", *asked)
     assert (
-        again.code == 0 and again.err.count("finished before") == 4 and table(Path("out/report.md"), "Loss") == losses
+        again.code == 0
+        and again.err.count("finished before") == 4
+        and table(Path("out/report.md"), "Loss") == losses
     )
     assert {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")} == before
     other = command("tools/compare.py", *asked, "optimizer.lr=0.01")
@@ -79,7 +97,11 @@ def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
 def test_the_page_needs_nothing_else(command, words, forked_jobs):
     assert command("tools/compare.py", "attention=gqa,mla", *words, "--dir", "out").code == 0
     page = Path("out/report.html").read_text()
-    assert "http" not in page and "<script" not in page and page.count('src="data:image/png;base64,') == 2
+    assert (
+        "http" not in page
+        and "<script" not in page
+        and page.count('src="data:image/png;base64,') == 2
+    )
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     opened = []
 
@@ -93,25 +115,36 @@ def test_the_page_needs_nothing_else(command, words, forked_jobs):
     Reader().feed(page)
     assert opened == []
     row = table(Path("out/report.md"), "Loss")[1]  # one seed
-    assert "n/a" in row[2] and row[4:] == ["1", "n/a", "n/a"] and "nan" not in Path("out/report.md").read_text()
+    assert (
+        "n/a" in row[2]
+        and row[4:] == ["1", "n/a", "n/a"]
+        and "nan" not in Path("out/report.md").read_text()
+    )
 
 
 def test_a_run_that_fails_is_a_row(command, words, forked_jobs):
     asked = ("optimizer.lr=0.02,1e30", "seed=0,1", *words, "precision=fp32", "--dir", "out")
     assert command("tools/compare.py", *asked).code == 0
     report, losses = Path("out/report.md").read_text(), table(Path("out/report.md"), "Loss")
-    assert "| lr-1e30-0 | exit 4: training diverged" in report and [row[:2] for row in losses] == [["lr-0.02", "2"]]
+    assert "| lr-1e30-0 | exit 4: training diverged" in report and [row[:2] for row in losses] == [
+        ["lr-0.02", "2"]
+    ]
     Path("out/lr-0.02-0/metrics.jsonl").write_text("{")
     runs = sorted(str(path.parent) for path in Path("out").glob("*/metrics.jsonl"))
     assert command("tools/compare.py", "--report", *runs, "--dir", "out").code == 0
     report, losses = Path("out/report.md").read_text(), table(Path("out/report.md"), "Loss")
-    assert "| lr-0.02-0 | metrics cannot be read" in report and [row[:2] for row in losses] == [["lr-0.02", "1"]]
+    assert "| lr-0.02-0 | metrics cannot be read" in report and [row[:2] for row in losses] == [
+        ["lr-0.02", "1"]
+    ]
 
 
 def test_the_baseline_stays_where_its_first_seed_fails(command, words, forked_jobs, tmp_path):
     Path("out/gqa-0").mkdir(parents=True)
     Path("out/gqa-0/mine").touch()  # where no run may be
-    assert command("tools/compare.py", "attention=gqa,mla", "seed=0,1", *words, "--dir", "out").code == 0
+    assert (
+        command("tools/compare.py", "attention=gqa,mla", "seed=0,1", *words, "--dir", "out").code
+        == 0
+    )
     rows = table(Path("out/report.md"), "Loss")
     assert [row[:2] for row in rows] == [["gqa", "1"], ["mla", "2"]] and rows[1][4] == "1"
 
@@ -152,8 +185,19 @@ def test_two_calls_at_a_time_share_the_runs(command, words, forked_jobs, tmp_pat
 
 @pytest.mark.long
 def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
-    words = ("model=tiny", "context=128", "batch_tokens=2048", "max_minutes=null", "steps=150", "compile=false")
-    early, late, cut = (["name=early", "seed=0,1,2"], ["name=late", "seed=3,4,5"], ["name=cut", "attention.window=2"])
+    words = (
+        "model=tiny",
+        "context=128",
+        "batch_tokens=2048",
+        "max_minutes=null",
+        "steps=150",
+        "compile=false",
+    )
+    early, late, cut = (
+        ["name=early", "seed=0,1,2"],
+        ["name=late", "seed=3,4,5"],
+        ["name=cut", "attention.window=2"],
+    )
     for chosen in (early, late, [*cut, "seed=0,1,2"]):
         assert command("tools/compare.py", *words, *chosen, "--dir", "out").code == 0
     runs = [
@@ -168,7 +212,9 @@ def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
 
 def test_minutes_are_the_baselines(command, words, forked_jobs):
     timed = [word for word in words if not word.startswith(("steps", "max_minutes"))]
-    result = command("tools/compare.py", "attention=gqa,mha", *timed, "max_minutes=0.01", "--dir", "out")
+    result = command(
+        "tools/compare.py", "attention=gqa,mha", *timed, "max_minutes=0.01", "--dir", "out"
+    )
     assert result.code == 0, result.err
     one, other = Run.read(Path("out/gqa-0")), Run.read(Path("out/mha-0"))
     assert one.last["tokens"] == other.last["tokens"] and other.settings["max_minutes"] is None
@@ -180,8 +226,13 @@ def test_a_signal_saves_and_ends(words, tmp_path):
     running = subprocess.Popen(start, cwd=tmp_path, env=there, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: [*tmp_path.glob("out/run-0/checkpoints/step-*")])
     running.terminate()
-    assert "the same call goes on" in running.communicate(timeout=LONG)[1] and running.returncode == 75
-    assert "SIGTERM" in (tmp_path / "out/run-0.log").read_text() and not Run.read(tmp_path / "out/run-0").done
+    assert (
+        "the same call goes on" in running.communicate(timeout=LONG)[1] and running.returncode == 75
+    )
+    assert (
+        "SIGTERM" in (tmp_path / "out/run-0.log").read_text()
+        and not Run.read(tmp_path / "out/run-0").done
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,16 +256,26 @@ def test_what_cannot_be_compared_is_a_line(command, words, code, said):
 
 
 def test_a_sweep_of_hydras_is_reported_too(command, words):
-    assert command("train.py", "-m", *words, "attention=gqa", "attention.kv_heads=2,1", "seed=0,1").code == 0
+    assert (
+        command(
+            "train.py", "-m", *words, "attention=gqa", "attention.kv_heads=2,1", "seed=0,1"
+        ).code
+        == 0
+    )
     runs = sorted(str(path.parent) for path in Path("runs").glob("*/metrics.jsonl"))
     assert command("tools/compare.py", "--report", *runs, "--dir", "out").code == 0
     rows = table(Path("out/report.md"), "Loss")
-    assert [row[:2] for row in rows] == [["text-tiny-gqa kv_heads=2", "2"], ["text-tiny-gqa kv_heads=1", "2"]]
+    assert [row[:2] for row in rows] == [
+        ["text-tiny-gqa kv_heads=2", "2"],
+        ["text-tiny-gqa kv_heads=1", "2"],
+    ]
     assert command("tools/compare.py", "--report", *runs, runs[0]).code == 2  # the same twice
 
 
 def test_variants_are_told_apart_by_what_they_are():
-    settings = [settings_of(*TINY, f"seed={seed}", f"steps={steps}") for seed, steps in ((0, 5), (1, 9))]
+    settings = [
+        settings_of(*TINY, f"seed={seed}", f"steps={steps}") for seed, steps in ((0, 5), (1, 9))
+    ]
     other = settings_of(*TINY, "attention.window=5")
     runs = [Run(Path(), each, [{"tokens": 1}], True) for each in (*settings, other)]
     found = {name: [run.settings for run in group] for name, group in variants(runs).items()}
@@ -225,17 +286,21 @@ def test_variants_are_told_apart_by_what_they_are():
 @pytest.mark.parametrize("kind", ["params", "flops"])
 def test_every_preset_is_made_as_large_as_the_baseline(kind, variant):
     for size in ("tiny", "15m", "350m"):
-        base = plan.SIZES[kind](plan.sized(settings_of(f"model={size}")))
+        base = plan.SIZES[kind](plan.meta_model(settings_of(f"model={size}")))
         settings = settings_of(f"model={size}", f"attention={variant}")
-        hidden = plan.matched(settings, plan.SIZES[kind], base)
-        matched = plan.sized(settings, hidden=hidden)
-        size_of = sum(p.numel() for p in matched.parameters()) if kind == "params" else matched.training_flops()
+        hidden = plan.match_hidden(settings, plan.SIZES[kind], base)
+        matched = plan.meta_model(settings, hidden=hidden)
+        size_of = (
+            sum(p.numel() for p in matched.parameters())
+            if kind == "params"
+            else matched.training_flops()
+        )
         assert abs(size_of / base - 1) <= 0.01, size
 
 
 def test_matching_changes_the_feed_forward_alone():
-    both = [*plan.planned(["attention=gqa,mha", "model=tiny", "seed=3"], "params", Path("out"))]
-    one, other = (dict(flat(job.settings)) for job in both)
+    both = [*plan.plan_jobs(["attention=gqa,mha", "model=tiny", "seed=3"], "params", Path("out"))]
+    one, other = (dict(flatten(job.settings)) for job in both)
     kept = ("name", "run_dir", "attention.kv_heads", "model.attention.kv_heads")
     assert {key for key in one if one[key] != other[key]} == {"model.hidden", *kept}
     assert [job.run for job in both] == [Path("out/gqa-3"), Path("out/mha-3")]
@@ -260,12 +325,20 @@ def test_each_gpu_has_a_run_of_its_own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     both = [jobs.Job(tmp_path / name, [], {"device": "auto"}) for name in ("a", "b")]
     monkeypatch.setattr(
-        Run, "read", lambda _: SimpleNamespace(loss=1.0, unit="bits per byte", done=False, settings={"device": "auto"})
+        Run,
+        "read",
+        lambda _: SimpleNamespace(
+            loss=1.0, unit="bits per byte", done=False, settings={"device": "auto"}
+        ),
     )
     jobs.train_all(both)
-    assert [job.problem for job in both] == [None, None] and {"3", "5"} <= {path.name for path in tmp_path.iterdir()}
+    assert [job.problem for job in both] == [None, None] and {"3", "5"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
 
 
 def test_hydras_submitit_can_send_a_run_away():
-    names = train.main.__wrapped__.__code__.co_names  # cloudpickle takes along torch.A.B where torch, A and B are named
+    names = (
+        train.main.__wrapped__.__code__.co_names
+    )  # cloudpickle takes along torch.A.B where torch, A and B are named
     assert "torch" not in names

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from common import config
-from common.instantiate import build, find, parameters
+from common.instantiate import instantiate, parameters_of, resolve_target
 from tests.conftest import CONFIGS, VARIANTS, settings_of
 from training import run_dir
-from training.distributed import Ranks
+from training.distributed import DistEnv
 
 TARGETS = [
-    path for group in ("data", "model", "optimizer", "schedule") for path in sorted((CONFIGS / group).glob("*.yaml"))
+    path
+    for group in ("data", "model", "optimizer", "schedule")
+    for path in sorted((CONFIGS / group).glob("*.yaml"))
 ]
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 GROUPS = ("data", "optimizer", "schedule", "experiment")
@@ -21,22 +23,30 @@ GROUPS = ("data", "optimizer", "schedule", "experiment")
 @pytest.mark.parametrize("path", TARGETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_yaml_keys_are_the_constructors(path):
     tree = settings_of(f"{path.parent.name}={path.stem}")[path.parent.name]
-    found = find(tree["_target_"], tree["_target_"].partition(".")[0])
-    assert set(tree) - {"_target_", "_partial_"} == {p.name for p in parameters(found) if p.kind is p.KEYWORD_ONLY}
+    found = resolve_target(tree["_target_"], tree["_target_"].partition(".")[0])
+    assert set(tree) - {"_target_", "_partial_"} == {
+        p.name for p in parameters_of(found) if p.kind is p.KEYWORD_ONLY
+    }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_attention_lists_every_knob(variant):
     tree = settings_of(f"attention={variant}")["attention"]
     for kind in tree.get("kinds", {"": tree}).values():
-        knobs = {p.name for p in parameters(find(kind["_target_"], "model")) if p.kind is p.KEYWORD_ONLY}
+        knobs = {
+            p.name
+            for p in parameters_of(resolve_target(kind["_target_"], "model"))
+            if p.kind is p.KEYWORD_ONLY
+        }
         assert set(kind) - {"_target_", "_partial_"} == knobs
 
 
-@pytest.mark.parametrize("size, variant", [(size, "gqa") for size in MODELS] + [("15m", name) for name in VARIANTS])
+@pytest.mark.parametrize(
+    "size, variant", [(size, "gqa") for size in MODELS] + [("15m", name) for name in VARIANTS]
+)
 def test_sizes_and_attentions_fit(size, variant):
     with torch.device("meta"):
-        model = build(settings_of(f"model={size}", f"attention={variant}")["model"])
+        model = instantiate(settings_of(f"model={size}", f"attention={variant}")["model"])
     assert model(torch.zeros(1, 3, dtype=torch.int64, device="meta")).shape == (1, 3, 4096)
 
 
@@ -46,13 +56,15 @@ SIZES = {"124m": 125e6, "350m": 335e6, "1b": 1.12e9}
 @pytest.mark.parametrize("size", SIZES)
 def test_a_size_is_what_its_name_says(size):
     with torch.device("meta"):
-        model = build(settings_of(f"model={size}", "data.vocab_size=32000")["model"])
+        model = instantiate(settings_of(f"model={size}", "data.vocab_size=32000")["model"])
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(SIZES[size], rel=0.05)
 
 
-@pytest.mark.parametrize("choice", [f"{g}={p.stem}" for g in GROUPS for p in sorted((CONFIGS / g).glob("*.yaml"))])
+@pytest.mark.parametrize(
+    "choice", [f"{g}={p.stem}" for g in GROUPS for p in sorted((CONFIGS / g).glob("*.yaml"))]
+)
 def test_every_choice_composes_without_a_fault(choice):
-    assert config.problems(settings_of(choice), world=1) == []
+    assert config.find_problems(settings_of(choice), world=1) == []
 
 
 FAULTS = {
@@ -72,12 +84,19 @@ FAULTS = {
 
 @pytest.mark.parametrize("override", FAULTS)
 def test_a_fault_of_the_config_is_named(override):
-    (found,) = config.problems(settings_of(override), world=1)
+    (found,) = config.find_problems(settings_of(override), world=1)
     assert FAULTS[override] in found and "fix: " in found
 
 
 def test_all_faults_are_told_at_once():
-    assert len(config.problems(settings_of("steps=0", "seed=-1", "optimizer.lr=-2", "log_every=0.5"), world=1)) == 4
+    assert (
+        len(
+            config.find_problems(
+                settings_of("steps=0", "seed=-1", "optimizer.lr=-2", "log_every=0.5"), world=1
+            )
+        )
+        == 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,15 +111,21 @@ def test_all_faults_are_told_at_once():
         (768, 8, 2, "batch_tokens=512 or 1024"),
     ],
 )
-def test_a_batch_that_micro_batches_cannot_fill_is_refused_with_the_nearest(tokens, micro, world, fix):
+def test_a_batch_that_micro_batches_cannot_fill_is_refused_with_the_nearest(
+    tokens, micro, world, fix
+):
     settings = settings_of(f"batch_tokens={tokens}", "context=256", f"micro_batch={micro}")
-    found = config.problems(settings, world)
+    found = config.find_problems(settings, world)
     assert [problem.partition("fix: ")[2] for problem in found] == ([] if fix is None else [fix])
     if fix is None:
-        assert tokens // 256 // world % config.micro_batch(settings, world) == 0
+        assert tokens // 256 // world % config.micro_batch_size(settings, world) == 0
     else:  # what is proposed works
-        for word in fix.replace(" or ", " batch_tokens=").replace(", batch_tokens=micro", " micro").split():
-            assert not config.problems(settings | {word.split("=")[0]: int(word.split("=")[1])}, world), word
+        for word in (
+            fix.replace(" or ", " batch_tokens=").replace(", batch_tokens=micro", " micro").split()
+        ):
+            assert not config.find_problems(
+                settings | {word.split("=")[0]: int(word.split("=")[1])}, world
+            ), word
 
 
 def test_run_folders_count_up_and_the_newest_is_resumed(tmp_path, monkeypatch):
@@ -108,7 +133,7 @@ def test_run_folders_count_up_and_the_newest_is_resumed(tmp_path, monkeypatch):
     fresh, again = ({"run_dir": None, "name": "a", "resume": resume} for resume in (False, True))
 
     def claimed(settings: dict, begins: bool = True) -> str:
-        with run_dir.claimed(settings, Ranks(0, 1, torch.device("cpu"))) as run:
+        with run_dir.open_run_dir(settings, DistEnv(0, 1, torch.device("cpu"))) as run:
             if begins:
                 (run / "metrics.jsonl").touch()
             return str(run)

@@ -3,26 +3,37 @@
 import pytest
 import torch
 
-from common.instantiate import build
+from common.instantiate import instantiate
 from tests.conftest import VARIANTS, settings_of
 from tools import cost
-from training.loss import Objective
+from training.loss import LanguageModelLoss
 
 WORDS = ("model=tiny", "context=64", "batch_tokens=512", "micro_batch=2", "data.vocab_size=128")
 
 
 def test_the_card_has_every_attention(command):
     result = command("tools/cost.py", *WORDS)
-    assert result.code == 0 and [line.split()[0] for line in result.out.splitlines()[1:-3]] == VARIANTS
+    assert (
+        result.code == 0 and [line.split()[0] for line in result.out.splitlines()[1:-3]] == VARIANTS
+    )
 
 
 def test_figures_are_those_of_the_real_thing():
-    words = ("model=15m", *WORDS[1:], "data.vocab_size=20000")  # so large that every part is seen in the figures
+    words = (
+        "model=15m",
+        *WORDS[1:],
+        "data.vocab_size=20000",
+    )  # so large that every part is seen in the figures
     settings = settings_of(*words, "attention=local_global")
-    model = build(settings["model"])
+    model = instantiate(settings["model"])
     weights = sum(p.numel() for p in model.parameters())
-    activations = cost.kept(Objective(model, z_loss=0.0, bos=None), torch.zeros(2, 64, dtype=torch.int64))
-    moments = sum(p.numel() * (1 if p.ndim == 2 and "blocks" in name else 2) for name, p in model.named_parameters())
+    activations = cost.kept(
+        LanguageModelLoss(model, z_loss=0.0, bos=None), torch.zeros(2, 64, dtype=torch.int64)
+    )
+    moments = sum(
+        p.numel() * (1 if p.ndim == 2 and "blocks" in name else 2)
+        for name, p in model.named_parameters()
+    )
     assert cost.Cost([*words, "attention=local_global"]).alone() == (
         f"{weights / 1e6:.2f} M",
         f"{model.training_flops() / 1e6:.1f}",
@@ -43,11 +54,20 @@ def test_a_choice_of_attentions_and_a_wrong_one(command):
 def test_more_gpus_hold_less_and_reach_more(command):
     result = command("tools/cost.py", *WORDS, "attention=gqa,mla", "gpus=1,4", "optimizer=adamw")
     rows = [line.split() for line in result.out.splitlines()[1:5]]
-    assert [(row[0], row[3]) for row in rows] == [("gqa", "1"), ("gqa", "4"), ("mla", "1"), ("mla", "4")]
-    found = cost.Cost([*WORDS, "attention=gqa", "optimizer=adamw", "model.dim=512", "model.depth=8"])
+    assert [(row[0], row[3]) for row in rows] == [
+        ("gqa", "1"),
+        ("gqa", "4"),
+        ("mla", "1"),
+        ("mla", "4"),
+    ]
+    found = cost.Cost(
+        [*WORDS, "attention=gqa", "optimizer=adamw", "model.dim=512", "model.depth=8"]
+    )
     one, four = found.at_scale(1), found.at_scale(4)
     assert one[2] == four[2] and one[3] == "-" and float(four[2]) > float(four[3]) > float(four[4])
-    assert float(four[5].replace(",", "")) == pytest.approx(4 * float(one[5].replace(",", "")), rel=1e-3)
+    assert float(four[5].replace(",", "")) == pytest.approx(
+        4 * float(one[5].replace(",", "")), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("gpus", ["0", "many", "1.5"])

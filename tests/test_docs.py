@@ -12,8 +12,16 @@ import pytest
 from tests.conftest import ROOT, SHORT, TINY, saved, tree_of
 
 README = (ROOT / "README.md").read_text()
-LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
-TAKEN = [line for line in LINES if any(word in line for word in ("tools.export", "my-model", "tools.evaluate"))]
+LINES = [
+    line
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+]
+TAKEN = [
+    line
+    for line in LINES
+    if any(word in line for word in ("tools.export", "my-model", "tools.evaluate"))
+]
 TRAINING = [line for line in LINES if line.startswith("python train.py") and line not in TAKEN]
 GENERATION = [line for line in LINES if line.startswith("python generate.py") and line not in TAKEN]
 
@@ -27,15 +35,21 @@ def test_training_commands(command, story, line):
     (story.parent / "my").mkdir()
     story.rename(story.parent / "my" / "stories.txt")
     text = ("data=text", "data.path=my/stories.txt", "data.vocab_size=400")
-    words = [word for word in shlex.split(line, comments=True)[2:] if not word.startswith("max_minutes")]
+    words = [
+        word for word in shlex.split(line, comments=True)[2:] if not word.startswith("max_minutes")
+    ]
     result = command("train.py", *words, *TINY, *text, "steps=2", "batch_tokens=512")
     assert result.code == 0, result.err
 
 
 @pytest.mark.parametrize("line", GENERATION)
 def test_generation_commands(command, tokenizer, line, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"import\n"), isatty=lambda: False))
-    saved(Path("runs/stdlib-small-gqa"), tree_of("gqa", "model.depth=1"), tokenizer)  # the compiler is slow
+    monkeypatch.setattr(
+        sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"import\n"), isatty=lambda: False)
+    )
+    saved(
+        Path("runs/stdlib-small-gqa"), tree_of("gqa", "model.depth=1"), tokenizer
+    )  # the compiler is slow
     Path("prompts.txt").write_text("one\nand another")
     result = command("generate.py", *shlex.split(line, comments=True)[2:], "--max-new-tokens", "3")
     assert result.code == 0, result.err
@@ -43,12 +57,17 @@ def test_generation_commands(command, tokenizer, line, monkeypatch):
 
 
 def test_the_comparison_and_its_report(command, story, forked_jobs):
-    train, report = (shlex.split(line, comments=True)[3:] for line in LINES if "tools.compare" in line)
+    train, report = (
+        shlex.split(line, comments=True)[3:] for line in LINES if "tools.compare" in line
+    )
     text = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=2")
     few = (*TINY, *text, "attention=gqa,mla", "seed=0", "--dir", "runs/stdlib-small-x")
     assert command("tools/compare.py", *train, *few).code == 0
     runs = sorted(map(str, Path("runs/stdlib-small-x").glob("*-0")))
-    assert command("tools/compare.py", report[0], *runs).code == 0 and report[1] == "runs/stdlib-small-*"
+    assert (
+        command("tools/compare.py", report[0], *runs).code == 0
+        and report[1] == "runs/stdlib-small-*"
+    )
 
 
 def test_a_model_is_taken_away_and_back(command, trained, story):
@@ -58,7 +77,9 @@ def test_a_model_is_taken_away_and_back(command, trained, story):
     lines = [line for line in TAKEN if "--tasks" not in line]
     assert len(lines) == 5 and len(TAKEN) == 7
     for line in lines:
-        module, *words = shlex.split(line.replace("-m ", "").replace("runs/NAME", str(trained)), comments=True)[1:]
+        module, *words = shlex.split(
+            line.replace("-m ", "").replace("runs/NAME", str(trained)), comments=True
+        )[1:]
         file = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
         result = command(file, *words, *((*TINY[1:], *SHORT) if file == "train.py" else ()))
         assert result.code == 0, result.err
@@ -70,7 +91,9 @@ def test_the_test_command_of_ci_is_the_readmes():
 
 
 def test_the_attention_tutorial_runs(capsys):
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "attention.md").read_text(), re.DOTALL)
+    snippets = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "attention.md").read_text(), re.DOTALL
+    )
     assert len(snippets) > 15
     session: dict = {}
     for snippet in snippets:

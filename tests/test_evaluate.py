@@ -21,8 +21,17 @@ def evaluated(command, *words: str) -> dict:
 
 @stories
 def test_a_model_of_llama2c_has_its_reference_loss(command):
-    text = ("--text", str(DATASETS / "tinystories" / "valid.txt"), "--documents", "40", "--truncate")
-    found, told = evaluated(command, "--run", str(STORIES), *text), json.loads((STORIES / "reference.json").read_text())
+    text = (
+        "--text",
+        str(DATASETS / "tinystories" / "valid.txt"),
+        "--documents",
+        "40",
+        "--truncate",
+    )
+    found, told = (
+        evaluated(command, "--run", str(STORIES), *text),
+        json.loads((STORIES / "reference.json").read_text()),
+    )
     assert (found["documents"], found["tokens"]) == (40, told["n_target_tokens"])
     assert abs(found["nats_per_token"] - told["mean_nll"]) < 1e-4
     assert abs(found["nats_per_token"] - 1.41126) < 1e-4
@@ -31,7 +40,7 @@ def test_a_model_of_llama2c_has_its_reference_loss(command):
 @pytest.fixture
 def drawn(drawn_run) -> tuple[torch.nn.Module, Tokenizer]:
     """The model of the run in float64, and its tokenizer."""
-    place = checkpoint.newest(drawn_run)
+    place = checkpoint.newest_checkpoint(drawn_run)
     return checkpoint.load_model(place, "cpu").double(), Tokenizer.load(place / "tokenizer.model")
 
 
@@ -61,7 +70,8 @@ def test_bits_per_byte_are_those_of_a_plain_loop(command, drawn_run, drawn):
 def test_scores_of_rows_together_are_those_of_rows_alone(drawn):
     model, draw = drawn[0], torch.Generator().manual_seed(0)
     rows = [
-        (torch.randint(300, (n,), generator=draw).tolist(), first) for n, first in ((5, 4), (40, 1), (3, 1), (9, 9))
+        (torch.randint(300, (n,), generator=draw).tolist(), first)
+        for n, first in ((5, 4), (40, 1), (3, 1), (9, 9))
     ]
     rows.append(([1, 7, 9, *continued(model, [[1, 7, 9]], 6)[0]], 3))
     together = evaluate.scores(model, rows, 5)
@@ -69,11 +79,20 @@ def test_scores_of_rows_together_are_those_of_rows_alone(drawn):
         alone = evaluate.scores(model, [row], 1)[0]
         assert alone == (pytest.approx(score, abs=1e-4), greedy)
         assert score == pytest.approx(-nats_of(model, *row), abs=1e-4)
-    assert [greedy for _, greedy in together] == [False, False, False, True, True]  # the fourth has nothing to miss
+    assert [greedy for _, greedy in together] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]  # the fourth has nothing to miss
 
 
 def task(name: str, **more) -> None:
-    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(Path("rows.jsonl").absolute())}}}
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(Path("rows.jsonl").absolute())}},
+    }
     content = {"task": name, "test_split": "test", "doc_to_text": "{{said}}", **common, **more}
     Path("tasks").mkdir(exist_ok=True)
     Path("tasks", f"{name}.yaml").write_text(json.dumps(content))
@@ -90,7 +109,12 @@ def questions(model: torch.nn.Module, tokenizer: Tokenizer) -> list[dict]:
         lowest, middle, highest = sorted(nats)
         assert min(middle - lowest, highest - middle) > 0.1  # no choice that hangs on the last bits
         (drawn,) = continued(model, [[tokenizer.bos, *tokenizer.encode(said)]], 9)
-        row = {"said": said, "ways": ways, "likeliest": nats.index(lowest), "least": nats.index(highest)}
+        row = {
+            "said": said,
+            "ways": ways,
+            "likeliest": nats.index(lowest),
+            "least": nats.index(highest),
+        }
         rows.append(row | {"answer": tokenizer.decode(drawn), "text": said})
     assert len({row["likeliest"] for row in rows}) > 1
     return rows
@@ -108,7 +132,11 @@ def test_the_harness_asks_the_model(command, drawn_run, drawn):
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     exact = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
     accuracy = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
-    choices = {"output_type": "multiple_choice", "doc_to_choice": "{{ways}}", "target_delimiter": ""}
+    choices = {
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{ways}}",
+        "target_delimiter": "",
+    }
     task("likeliest", **choices, doc_to_target="{{likeliest}}", metric_list=accuracy)
     task("least", **choices, doc_to_target="{{least}}", metric_list=accuracy)
     task(
@@ -127,17 +155,24 @@ def test_the_harness_asks_the_model(command, drawn_run, drawn):
             metric_list=exact,
         )
     names = ("likeliest", "least", "rolling", "answer", "cut")
-    found = evaluated(command, "--run", str(drawn_run), "--tasks", ",".join(names), "--task-folder", "tasks")["tasks"]
+    found = evaluated(
+        command, "--run", str(drawn_run), "--tasks", ",".join(names), "--task-folder", "tasks"
+    )["tasks"]
     assert found["likeliest"]["acc,none"] == 1 and found["likeliest"]["sample_len"] == 3
     assert found["least"]["acc,none"] == 0
     assert found["answer"]["exact_match,none"] == found["cut"]["exact_match,none"] == 1
     nats = sum(nats_of(model, [tokenizer.bos, *tokenizer.encode(row["text"])]) for row in rows)
     size = sum(len(row["text"].encode()) for row in rows)
-    assert found["rolling"]["bits_per_byte,none"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    assert found["rolling"]["bits_per_byte,none"] == pytest.approx(
+        nats / math.log(2) / size, rel=1e-5
+    )
 
 
 def test_what_cannot_be_measured_is_a_line(command, drawn_run):
-    for more, said in ((("--tasks", "magic"), "unknown tasks (magic)"), (("--text", "none.txt"), "none.txt")):
+    for more, said in (
+        (("--tasks", "magic"), "unknown tasks (magic)"),
+        (("--text", "none.txt"), "none.txt"),
+    ):
         result = command("tools/evaluate.py", "--run", str(drawn_run), *more)
         assert result.code == 2 and said in result.err and not result.out
     assert command("tools/evaluate.py", "--run", str(drawn_run)).code == 2

@@ -11,7 +11,18 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from checkpoints import checkpoint
 from data.tokenizer import Tokenizer
-from tests.conftest import DATASETS, STORIES, VARIANTS, YARN, assert_greedy, close, continued, saved, stories, tree_of
+from tests.conftest import (
+    DATASETS,
+    STORIES,
+    VARIANTS,
+    YARN,
+    assert_greedy,
+    close,
+    continued,
+    saved,
+    stories,
+    tree_of,
+)
 
 NASTY = (
     "", " ", " a", "  two  spaces  ", "\ttab\t\t", "\n\nlines\r\n", "emoji 😀👩‍👩‍👧", "NUL\0!", "Привет, мир", "</s>",
@@ -47,7 +58,9 @@ def test_transformers_and_we_again_read_what_is_exported(variant, command, token
         result = command("tools/export.py", "--run", source, "--format", "hf", "--out", out)
         assert result.code == 0, result.err
     theirs = AutoModelForCausalLM.from_pretrained("there", dtype=torch.float32).eval()
-    tokens = torch.randint(tokenizer.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        tokenizer.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
     theirs.generation_config.eos_token_id = None
@@ -62,7 +75,10 @@ def test_transformers_and_we_again_read_what_is_exported(variant, command, token
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer.model"):
         assert Path("there", name).read_bytes() == Path("again", name).read_bytes()
     back = checkpoint.load_model(Path("again"), "cpu").state_dict()
-    for name, weight in ours.state_dict().items():  # of norms that are stored less 1, the last bit may go
+    for (
+        name,
+        weight,
+    ) in ours.state_dict().items():  # of norms that are stored less 1, the last bit may go
         close(back[name], weight, atol=1e-7 if "norm" in name else 0, rtol=0)
 
 
@@ -104,9 +120,19 @@ def test_a_model_without_a_class_is_refused_with_the_nearest(variant, command, t
 
 def sentencepiece(**how) -> Tokenizer:
     """As SentencePiece trains by default, with bytes: it normalises, joins spaces and puts one before a text."""
-    written, texts = io.BytesIO(), ["Ann had a red ball. Bob said: may I have a red ball, Ann?", "Тест e\u0301"] * 20
-    usual = {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2}
-    how = {"sentence_iterator": iter(texts), "model_writer": written, "vocab_size": 350} | usual | how
+    written, texts = (
+        io.BytesIO(),
+        ["Ann had a red ball. Bob said: may I have a red ball, Ann?", "Тест e\u0301"] * 20,
+    )
+    usual = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "hard_vocab_limit": False,
+        "minloglevel": 2,
+    }
+    how = (
+        {"sentence_iterator": iter(texts), "model_writer": written, "vocab_size": 350} | usual | how
+    )
     SentencePieceTrainer.train(**how)
     return Tokenizer(written.getvalue())
 
@@ -118,16 +144,23 @@ def test_a_tokenizer_that_changes_its_text_is_the_same_elsewhere(source, command
     place, texts = STORIES, [*NASTY]
     if source != "llama2c":
         made, place = ModelProto.FromString(sentencepiece().proto), tmp_path / "run"
-        for piece in ("<", "/", ">", "</", "s>") if source == "signs" else ():  # which make </s> of a text
+        for piece in (
+            ("<", "/", ">", "</", "s>") if source == "signs" else ()
+        ):  # which make </s> of a text
             made.pieces.add(piece=piece, score=-float(len(made.pieces)))
         saved(place, tree_of("gqa"), Tokenizer(made.SerializeToString()))
     else:
         texts += (DATASETS / "wikitext-2" / "wiki.valid.raw").read_text().splitlines()[:300]
-    assert command("tools/export.py", "--run", str(place), "--format", "hf", "--out", "there").code == 0
+    assert (
+        command("tools/export.py", "--run", str(place), "--format", "hf", "--out", "there").code
+        == 0
+    )
     fast, ours = AutoTokenizer.from_pretrained("there"), Tokenizer.load("there/tokenizer.model")
     for text in texts:
         assert fast(text)["input_ids"] == [ours.bos, *ours.encode(text)], text
-        assert fast.decode(fast(text)["input_ids"], skip_special_tokens=True) == ours.decode(ours.encode(text))
+        assert fast.decode(fast(text)["input_ids"], skip_special_tokens=True) == ours.decode(
+            ours.encode(text)
+        )
 
 
 def test_what_cannot_be_written_or_told_is_refused(command, trained):
@@ -135,17 +168,22 @@ def test_what_cannot_be_written_or_told_is_refused(command, trained):
     Path("file").write_text("")
     for where in (str(trained), "file", "file/there"):
         result = command(*words, where)
-        assert result.code == 2 and result.err.count("\n") == 1 and "fix: " in result.err, result.err
+        assert result.code == 2 and result.err.count("\n") == 1 and "fix: " in result.err, (
+            result.err
+        )
     assert command(*words, "there", "--dtype", "q8_0").code == 2
     Path("there").mkdir()
     assert command(*words, "there", "--dtype", "bf16").code == 0  # an empty folder will do
-    assert {weight.dtype for weight in load_file("there/model.safetensors").values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in load_file("there/model.safetensors").values()} == {
+        torch.bfloat16
+    }
     card = Path("there/README.md").read_text()
     assert "| val_bpb | " in card and "Qwen3ForCausalLM" in card
 
 
 @pytest.mark.parametrize(
-    "how", [{"model_type": "unigram"}, {"byte_fallback": False}, {"user_defined_symbols": ["<sep>"]}]
+    "how",
+    [{"model_type": "unigram"}, {"byte_fallback": False}, {"user_defined_symbols": ["<sep>"]}],
 )
 def test_a_tokenizer_that_would_be_another_is_refused(how, command, tmp_path):
     saved(tmp_path / "run", tree_of("gqa"), sentencepiece(**how))

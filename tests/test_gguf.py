@@ -35,7 +35,17 @@ def exported(command, tokenizer, tmp_path):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.rmtree("there", ignore_errors=True)
         model = saved(tmp_path / "run", tree_of(*variant.split()), tokenizer)
-        result = command("tools/export.py", "--run", "run", "--format", "gguf", "--dtype", dtype, "--out", "there")
+        result = command(
+            "tools/export.py",
+            "--run",
+            "run",
+            "--format",
+            "gguf",
+            "--dtype",
+            dtype,
+            "--out",
+            "there",
+        )
         assert result.code == 0, result.err
         return model, Path("there", f"model-{dtype}.gguf")
 
@@ -44,24 +54,37 @@ def exported(command, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("variant", RUN)
 def test_llama_cpp_makes_the_same_text(variant, exported, tokenizer: Tokenizer):
-    llama_cpp = pytest.importorskip("llama_cpp", reason="to see it: pip install llama-cpp-python (it is compiled)")
+    llama_cpp = pytest.importorskip(
+        "llama_cpp", reason="to see it: pip install llama-cpp-python (it is compiled)"
+    )
     model, file = exported(variant)
     prompt = [tokenizer.bos, *tokenizer.encode("Ann had a red")]
     theirs = llama_cpp.Llama(str(file), n_ctx=64, n_threads=1, verbose=False)
     steps = theirs.generate(prompt, temp=0.0, repeat_penalty=1.0)
-    assert_greedy(model, prompt, continued(model, [prompt], 40, rows=1)[0], [next(steps) for _ in range(40)])
+    assert_greedy(
+        model, prompt, continued(model, [prompt], 40, rows=1)[0], [next(steps) for _ in range(40)]
+    )
     for text in NASTY[1:]:  # it has no tokens for no text
-        assert theirs.tokenize(text.encode(), add_bos=True) == [tokenizer.bos, *tokenizer.encode(text)]
+        assert theirs.tokenize(text.encode(), add_bos=True) == [
+            tokenizer.bos,
+            *tokenizer.encode(text),
+        ]
     theirs.close()
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("f32", 0), ("f16", 1e-3), ("bf16", 1e-2), ("q8_0", 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [("f32", 0), ("f16", 1e-3), ("bf16", 1e-2), ("q8_0", 2e-2)]
+)
 def test_a_file_holds_the_weights(dtype, error, exported):
     from gguf import GGMLQuantizationType, GGUFReader, dequantize
 
     model, file = exported("gqa", dtype)
     held = {each.name: each for each in GGUFReader(file).tensors}
-    names = {"embed.weight": "token_embd.weight", "head.weight": "output.weight", "norm.weight": "output_norm.weight"}
+    names = {
+        "embed.weight": "token_embd.weight",
+        "head.weight": "output.weight",
+        "norm.weight": "output_norm.weight",
+    }
     names |= {"blocks.1.attention.k_norm.weight": "blk.1.attn_k_norm.weight"}
     names |= {"blocks.1.ffn.down_proj.weight": "blk.1.ffn_down.weight"}
     weights = model.state_dict()
@@ -92,8 +115,13 @@ def test_rows_that_turn_together_lie_together(exported):
     theirs, attention = tensors(file), model.blocks[1].attention
     for pair in range(4):
         for place, row in ((2 * pair, pair), (2 * pair + 1, pair + 4)):
-            assert torch.equal(theirs["blk.1.attn_kv_a_mqa.weight"][32 + place], attention.rope_proj.weight[row])
-            assert torch.equal(theirs["blk.1.attn_q.weight"][24 + 16 + place], attention.q_proj.weight[24 + 16 + row])
+            assert torch.equal(
+                theirs["blk.1.attn_kv_a_mqa.weight"][32 + place], attention.rope_proj.weight[row]
+            )
+            assert torch.equal(
+                theirs["blk.1.attn_q.weight"][24 + 16 + place],
+                attention.q_proj.weight[24 + 16 + row],
+            )
     both = attention.kv_proj.weight.view(4, 16 + 24, 32)
     assert torch.equal(theirs["blk.1.attn_k_b.weight"], both[:, :16].transpose(1, 2))
     assert torch.equal(theirs["blk.1.attn_v_b.weight"], both[:, 16:])

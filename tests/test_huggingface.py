@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from checkpoints.huggingface import mapping
-from common.instantiate import build
+from common.instantiate import instantiate
 from tests.conftest import close, redraw, tree_of
 from tests.test_parity import CLASSES
 from tools import export
@@ -22,11 +22,23 @@ from tools import export
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 32,
             },
-            {"_target_": "model.rope.Llama3", "factor": 8.0, "low": 1.0, "high": 4.0, "context": 32},
+            {
+                "_target_": "model.rope.Llama3",
+                "factor": 8.0,
+                "low": 1.0,
+                "high": 4.0,
+                "context": 32,
+            },
         ),
         (
             {"rope_type": "yarn", "factor": 4.0, "attention_factor": None},
-            {"_target_": "model.rope.YaRN", "factor": 4.0, "fast": 32.0, "slow": 1.0, "context": 64},
+            {
+                "_target_": "model.rope.YaRN",
+                "factor": 4.0,
+                "fast": 32.0,
+                "slow": 1.0,
+                "context": 64,
+            },
         ),
     ],
 )
@@ -34,12 +46,21 @@ def test_older_configs_are_read(scaling, kind):
     """transformers 4 wrote rope_theta and rope_scaling, left out what was usual, and said null. Newer keys give way."""
     from transformers import AutoConfig
 
-    config = mapping.config_of(tree_of("llama"))
+    config = mapping.to_hf_config(tree_of("llama"))
     for key in ("mlp_bias", "head_dim"):
         del config[key]
-    config |= {"rope_theta": 500000.0, "rope_scaling": scaling, "num_key_value_heads": None, "pretraining_tp": 1}
-    attention = mapping.tree_of(config)["attention"]
-    assert (attention["rope_scaling"], attention["rope_base"], attention["kv_heads"]) == (kind, 500000.0, 4)
+    config |= {
+        "rope_theta": 500000.0,
+        "rope_scaling": scaling,
+        "num_key_value_heads": None,
+        "pretraining_tp": 1,
+    }
+    attention = mapping.from_hf_config(config)["attention"]
+    assert (attention["rope_scaling"], attention["rope_base"], attention["kv_heads"]) == (
+        kind,
+        500000.0,
+        4,
+    )
     theirs = AutoConfig.for_model(**config).rope_parameters
     assert (theirs["rope_theta"], theirs["factor"]) == (500000.0, kind["factor"])
 
@@ -50,16 +71,18 @@ def test_what_is_left_out_is_taken_as_transformers_takes_it(variant):
     """Or else refused, key by key: a class may take for granted what our layers do not do."""
     from transformers import AutoConfig
 
-    whole, refused = mapping.config_of(tree_of(*variant.split(), "model.depth=3")), set()
+    whole, refused = mapping.to_hf_config(tree_of(*variant.split(), "model.depth=3")), set()
     for key in whole:
         config = {name: value for name, value in whole.items() if name != key}
         try:
-            ours = mapping.tree_of(config)
+            ours = mapping.from_hf_config(config)
         except ValueError:
             refused.add(key)
             continue
         theirs = AutoConfig.for_model(**{"model_type": whole["model_type"]} | config).to_dict()
-        assert mapping.tree_of(theirs | {"architectures": whole["architectures"]}) == ours, key
+        assert mapping.from_hf_config(theirs | {"architectures": whole["architectures"]}) == ours, (
+            key
+        )
     assert refused >= {"architectures", *mapping.SHAPE.values()}
 
 
@@ -67,12 +90,17 @@ def test_what_is_left_out_is_taken_as_transformers_takes_it(variant):
 def test_a_config_is_read_as_it_was_written(variant):
     """Into modules of the same attributes, where it says null for a size too."""
     tree = tree_of(*variant.split(), "model.depth=3")
-    again = mapping.tree_of(mapping.config_of(tree))
+    again = mapping.from_hf_config(mapping.to_hf_config(tree))
     with torch.device("meta"):
-        pairs = zip(build(tree).blocks, build(again).blocks, strict=True)
+        pairs = zip(instantiate(tree).blocks, instantiate(again).blocks, strict=True)
     for ours, theirs in pairs:
-        plain = [{k: v for k, v in vars(block.attention).items() if k[0] != "_"} for block in (ours, theirs)]
-        assert plain[0] | {"chunk": None} == plain[1] | {"chunk": None}  # which changes no result of the delta rule
+        plain = [
+            {k: v for k, v in vars(block.attention).items() if k[0] != "_"}
+            for block in (ours, theirs)
+        ]
+        assert plain[0] | {"chunk": None} == plain[1] | {
+            "chunk": None
+        }  # which changes no result of the delta rule
         assert variant == "delta" or plain[0] == plain[1]
 
 
@@ -86,15 +114,20 @@ def test_norms_are_computed_with_their_epsilon():
         ("differential", DiffLlamaForCausalLM),
     ):
         tree = tree_of(variant) | {"norm_eps": 0.1}
-        ours = redraw(build(tree)).eval()
-        theirs = kind(AutoConfig.for_model(**mapping.config_of(tree), pad_token_id=None)).eval()
-        theirs.load_state_dict(export.tensors(ours, mapping.class_of(tree)))
+        ours = redraw(instantiate(tree)).eval()
+        theirs = kind(AutoConfig.for_model(**mapping.to_hf_config(tree), pad_token_id=None)).eval()
+        theirs.load_state_dict(export.tensors(ours, mapping.choose_architecture(tree)))
         tokens = torch.arange(20)[None]
         with torch.no_grad():
             close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
 def test_layer_types_of_a_mistral_decide():
-    config, full = mapping.config_of(tree_of("sliding_window", "attention.qk_norm=null")), ["full_attention"] * 2
-    found = [mapping.tree_of(config | more)["attention"] for more in ({}, {"layer_types": full})]
+    config, full = (
+        mapping.to_hf_config(tree_of("sliding_window", "attention.qk_norm=null")),
+        ["full_attention"] * 2,
+    )
+    found = [
+        mapping.from_hf_config(config | more)["attention"] for more in ({}, {"layer_types": full})
+    ]
     assert [attention["window"] for attention in found] == [5, None]

@@ -10,8 +10,18 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from checkpoints import checkpoint
-from common.instantiate import build
-from tests.conftest import DATASETS, PRECISION, STORIES, TINY, close, redraw, saved, stories, tree_of
+from common.instantiate import instantiate
+from tests.conftest import (
+    DATASETS,
+    PRECISION,
+    STORIES,
+    TINY,
+    close,
+    redraw,
+    saved,
+    stories,
+    tree_of,
+)
 
 
 @pytest.fixture
@@ -27,7 +37,16 @@ def there(command, tokenizer, tmp_path) -> Path:
 def test_a_model_of_llama2c_tells_its_reference_story(source, command):
     told = json.loads((STORIES / "reference.json").read_text())
     assert len(told["greedy_ids_from_bos"]) == 200
-    result = command("generate.py", "", "--run", str(STORIES / source), "--temperature", "0", "--max-new-tokens", "199")
+    result = command(
+        "generate.py",
+        "",
+        "--run",
+        str(STORIES / source),
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "199",
+    )
     assert result.code == 0, result.err
     # The two largest logits lie 0.004 apart or more; in fp32 they are off by 0.00002.
     assert result.out == told["greedy_text"] + "\n"
@@ -37,21 +56,35 @@ def test_a_model_of_llama2c_tells_its_reference_story(source, command):
 def test_a_bin_of_llama2c_is_read_as_its_export_writes_it(tied, tokenizer, tmp_path):
     """Seven sizes, then tensor after tensor of all layers; rotary pairs lie side by side."""
     size = tokenizer.vocab_size
-    ours = redraw(build(tree_of("llama", f"model.tied={tied}") | {"vocab_size": size, "norm_eps": 1e-5})).eval()
+    ours = redraw(
+        instantiate(tree_of("llama", f"model.tied={tied}") | {"vocab_size": size, "norm_eps": 1e-5})
+    ).eval()
 
     def side_by_side(w: torch.Tensor) -> torch.Tensor:
         return torch.cat(
-            [w[head : head + 16][[i // 2 + 8 * (i % 2) for i in range(16)]] for head in range(0, len(w), 16)]
+            [
+                w[head : head + 16][[i // 2 + 8 * (i % 2) for i in range(16)]]
+                for head in range(0, len(w), 16)
+            ]
         )
 
     parts = [ours.embed.weight, *(block.attention_norm.weight for block in ours.blocks)]
     parts += [side_by_side(block.attention.q_proj.weight) for block in ours.blocks]
     parts += [side_by_side(block.attention.k_proj.weight) for block in ours.blocks]
-    for name in ("attention.v_proj", "attention.o_proj", "ffn_norm", "ffn.gate_proj", "ffn.down_proj", "ffn.up_proj"):
+    for name in (
+        "attention.v_proj",
+        "attention.o_proj",
+        "ffn_norm",
+        "ffn.gate_proj",
+        "ffn.down_proj",
+        "ffn.up_proj",
+    ):
         parts += [block.get_submodule(name).weight for block in ours.blocks]
     parts += [ours.norm.weight, torch.zeros(64, 16)] + ([] if tied else [ours.head.weight])
     sizes = struct.pack("<7i", 64, 128, 2, 4, 2, size if tied else -size, 64)
-    (tmp_path / "model.bin").write_bytes(sizes + b"".join(part.detach().numpy().tobytes() for part in parts))
+    (tmp_path / "model.bin").write_bytes(
+        sizes + b"".join(part.detach().numpy().tobytes() for part in parts)
+    )
     (tmp_path / "tokenizer.model").write_bytes(tokenizer.proto)
     theirs = checkpoint.load_model(tmp_path / "model.bin", "cpu").state_dict()
     for name, weight in ours.state_dict().items():
@@ -60,7 +93,9 @@ def test_a_bin_of_llama2c_is_read_as_its_export_writes_it(tied, tokenizer, tmp_p
 
 def test_weights_that_are_not_numbers_go_nowhere(command, there):
     weights = load_file(there / "model.safetensors")
-    save_file(weights | {"model.norm.weight": torch.full((64,), torch.nan)}, there / "model.safetensors")
+    save_file(
+        weights | {"model.norm.weight": torch.full((64,), torch.nan)}, there / "model.safetensors"
+    )
     words = ("--run", str(there))
     for result in (
         command("generate.py", "Ann", *words), command("tools/export.py", *words, "--format", "hf", "--out", "x"),
@@ -73,8 +108,21 @@ def test_weights_that_are_not_numbers_go_nowhere(command, there):
 @stories
 def test_training_goes_on_from_a_model_of_llama2c(command):
     Path("part.txt").write_text((DATASETS / "tinystories" / "valid.txt").read_text()[:300_000])
-    words = ("data=text", "data.path=part.txt", "context=256", "batch_tokens=2048", "eval_every=6", "steps=12")
-    how = ("max_minutes=null", "optimizer=adamw", "optimizer.lr=1e-4", "compile=false", f"precision={PRECISION}")
+    words = (
+        "data=text",
+        "data.path=part.txt",
+        "context=256",
+        "batch_tokens=2048",
+        "eval_every=6",
+        "steps=12",
+    )
+    how = (
+        "max_minutes=null",
+        "optimizer=adamw",
+        "optimizer.lr=1e-4",
+        "compile=false",
+        f"precision={PRECISION}",
+    )
     result = command("train.py", f"init_from={STORIES}", "device=cpu", *how, *words, "run_dir=run")
     assert result.code == 0, result.err
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
@@ -97,24 +145,32 @@ def test_a_run_takes_the_model_that_it_begins_with(command, there, story):
     result = command("train.py", *how, "steps=1")
     assert result.code == 0, result.err
     begun, now = (
-        checkpoint.load_model(place, "cpu").state_dict() for place in (there, checkpoint.newest(Path("begun")))
+        checkpoint.load_model(place, "cpu").state_dict()
+        for place in (there, checkpoint.newest_checkpoint(Path("begun")))
     )
     for name, weight in begun.items():
         close(now[name], weight, atol=1e-5, rtol=0)
     assert command("train.py", *how, "steps=2", "resume=true").code == 0
-    result = command("train.py", *how, "++attention.window=3", "attention=mqa", "steps=1", "run_dir=other")
+    result = command(
+        "train.py", *how, "++attention.window=3", "attention=mqa", "steps=1", "run_dir=other"
+    )
     assert result.code == 2 and "(++attention.window=3 attention=mqa). fix: leave" in result.err
 
 
 def test_what_can_be_computed_need_not_be_there(there):
     """Old folders hold the frequencies of RoPE."""
     weights = load_file(there / "model.safetensors")
-    save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, there / "model.safetensors")
+    save_file(
+        weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+        there / "model.safetensors",
+    )
     assert checkpoint.load_model(there, "cpu").head is not None
 
 
 def test_shards_and_half_precision_are_read(there):
-    weights = {name: weight.bfloat16() for name, weight in load_file(there / "model.safetensors").items()}
+    weights = {
+        name: weight.bfloat16() for name, weight in load_file(there / "model.safetensors").items()
+    }
     (there / "model.safetensors").unlink()
     save_torch_state_dict(weights, there, max_shard_size=50_000)
     assert len(list(there.glob("*.safetensors"))) > 2
@@ -150,12 +206,18 @@ def without_a_tensor(there: Path) -> None:
 
 def quantized(there: Path) -> None:
     weights = load_file(there / "model.safetensors")
-    save_file(weights | {"model.norm.weight": torch.ones(64, dtype=torch.int8)}, there / "model.safetensors")
+    save_file(
+        weights | {"model.norm.weight": torch.ones(64, dtype=torch.int8)},
+        there / "model.safetensors",
+    )
 
 
 def with_another(there: Path) -> None:
     weights = load_file(there / "model.safetensors")
-    save_file(weights | {"model.layers.0.mlp.gate_proj.bias": torch.ones(128)}, there / "model.safetensors")
+    save_file(
+        weights | {"model.layers.0.mlp.gate_proj.bias": torch.ones(128)},
+        there / "model.safetensors",
+    )
 
 
 def elsewhere(there: Path) -> None:
@@ -203,18 +265,30 @@ def test_what_is_not_ours_is_refused_in_a_line(damage, command, there, story):
     harm(there)
     for result in (
         command("generate.py", "Ann", "--run", str(there)),
-        command("train.py", *TINY[1:], "data=text", f"data.path={story}", f"init_from={there}", "steps=1"),
+        command(
+            "train.py",
+            *TINY[1:],
+            "data=text",
+            f"data.path={story}",
+            f"init_from={there}",
+            "steps=1",
+        ),
     ):
         assert result.code in (2, 3)
-        assert result.err.count("\n") == 1 and result.err.startswith("error: ") and said in result.err, result.err
+        assert (
+            result.err.count("\n") == 1 and result.err.startswith("error: ") and said in result.err
+        ), result.err
         assert result.err.count("fix: ") == 1 and not result.out
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"ak42" + bytes(300), b"\x80\x02}q\x00.", struct.pack("<7i", *[64] * 7) + bytes(9)]
+    "content",
+    [b"", b"ak42" + bytes(300), b"\x80\x02}q\x00.", struct.pack("<7i", *[64] * 7) + bytes(9)],
 )
 def test_a_file_that_is_not_llama2cs_is_refused(content, command, tmp_path):
     file = tmp_path / "model.bin"
     file.write_bytes(content)
     result = command("generate.py", "Ann", "--run", str(file))
-    assert result.code == 3 and "not weights of llama2.c" in result.err and result.err.count("\n") == 1
+    assert (
+        result.code == 3 and "not weights of llama2.c" in result.err and result.err.count("\n") == 1
+    )

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from common.instantiate import build
+from common.instantiate import instantiate
 from tests import test_laws as laws
 from tests.conftest import redraw, settings_of
 
@@ -19,10 +19,14 @@ def softmax(draw: random.Random, heads: int) -> dict:
     kinds = ("softmax.SoftmaxAttention", "differential.DifferentialAttention")
     kind = draw.choice((*kinds, kinds[0], "across.ValueResidualAttention"))
     rotates, kv_heads = draw.random() < 0.8, [n for n in (1, 2, 3, 4, 6) if heads % n == 0]
-    window, chunk = draw.choice(((None, None), (draw.randint(1, 14), None), (None, draw.randint(1, 14))))
+    window, chunk = draw.choice(
+        ((None, None), (draw.randint(1, 14), None), (None, draw.randint(1, 14)))
+    )
     return {
         "_target_": f"model.attention.{kind}",
-        "kv_heads": draw.choice([n for n in kv_heads if n % 2 == 0] if kind == kinds[1] else kv_heads),
+        "kv_heads": draw.choice(
+            [n for n in kv_heads if n % 2 == 0] if kind == kinds[1] else kv_heads
+        ),
         "rope_base": draw.choice((100.0, 10000.0)) if rotates else None,
         "rope_fraction": draw.choice((1.0, 0.5)),
         "rope_scaling": draw.choice((None, *SCALINGS)) if rotates else None,
@@ -50,7 +54,11 @@ def latent(draw: random.Random, heads: int) -> dict:
 
 
 def delta(draw: random.Random, heads: int) -> dict:
-    sizes = {"head_dim": draw.choice((4, 16)), "kernel": draw.choice((1, 2, 4, 7)), "chunk": draw.choice((1, 3, 5, 64))}
+    sizes = {
+        "head_dim": draw.choice((4, 16)),
+        "kernel": draw.choice((1, 2, 4, 7)),
+        "chunk": draw.choice((1, 3, 5, 64)),
+    }
     return {"_target_": "model.attention.gated_delta.GatedDelta"} | sizes
 
 
@@ -58,20 +66,31 @@ def drawn(seed: int) -> dict:
     """A model of two layers, each an attention of its own half of the time."""
     draw = random.Random(seed)
     heads = draw.choice((4, 6))
-    kinds = [{"_partial_": True} | draw.choice((softmax, softmax, softmax, latent, delta))(draw, heads) for _ in "ab"]
+    kinds = [
+        {"_partial_": True} | draw.choice((softmax, softmax, softmax, latent, delta))(draw, heads)
+        for _ in "ab"
+    ]
     mixed = {"_target_": "model.attention.hybrid.hybrid", "_partial_": True, "pattern": ["a", "b"]}
-    kinds.sort(key=lambda kind: "across" not in kind["_target_"])  # one that takes from its own kind is alone
+    kinds.sort(
+        key=lambda kind: "across" not in kind["_target_"]
+    )  # one that takes from its own kind is alone
     attention = (
         kinds[0]
         if "across" in kinds[0]["_target_"] or draw.random() < 0.5
         else mixed | {"kinds": dict(zip("ab", kinds, strict=True))}
     )
-    shape = {"vocab_size": 128, "depth": 2, "heads": heads, "dim": 16 * heads, "tied": draw.random() < 0.3}
+    shape = {
+        "vocab_size": 128,
+        "depth": 2,
+        "heads": heads,
+        "dim": 16 * heads,
+        "tied": draw.random() < 0.3,
+    }
     return settings_of("model=tiny", "context=64")["model"] | shape | {"attention": attention}
 
 
 def keeps_the_laws(seed: int) -> None:
-    model = redraw(build(drawn(seed))).double().eval()
+    model = redraw(instantiate(drawn(seed))).double().eval()
     chunks = random.Random(seed).choice(((13,), (1,) * 13, (5, 1, 1, 6), (2, 11)))
     laws.test_cached_decoding_matches_the_full_forward(model, chunks)
     laws.test_a_row_of_a_ragged_batch_equals_the_row_alone(model, chunks)

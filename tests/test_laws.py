@@ -13,10 +13,10 @@ from torch._dynamo.utils import counters
 from checkpoints import checkpoint
 from common.compilation import cpp_compiler
 from inference import engine, quantize
-from inference.engine import Text, compiled_step, decode_step, generate, prefill
+from inference.engine import Sequence, compile_decode_step, decode_step, generate, prefill
 from inference.sampling import sample
-from model.context import Positions
-from model.init import initialise
+from model.context import ForwardContext
+from model.init import initialize
 from tests.conftest import ROOT, VARIANTS, assert_greedy, close, continued, poisoned_memory
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
@@ -31,7 +31,11 @@ def feed(model, cache, tokens, chunks, valid=None):
     """Logits of tokens (B, T) read in chunks of these lengths."""
     valids = [None] * len(chunks) if valid is None else valid.split(chunks, dim=1)
     return torch.cat(
-        [model(t, cache, valid=v) for t, v in zip(tokens.split(chunks, dim=1), valids, strict=True)], dim=1
+        [
+            model(t, cache, valid=v)
+            for t, v in zip(tokens.split(chunks, dim=1), valids, strict=True)
+        ],
+        dim=1,
     )
 
 
@@ -76,20 +80,24 @@ def test_padding_changes_nothing_in_the_cache(model):
     model(TOKENS[:, 7:10], cache, valid=torch.zeros(3, 3, dtype=torch.bool))
     assert cache.lengths.tolist() == [7, 7, 7]
     for layer, kept in zip(cache.layers, before, strict=True):
-        for new, old in zip(layer.held(), kept, strict=True):
+        for new, old in zip(layer.used(), kept, strict=True):
             assert torch.equal(new, old[:, : new.shape[1]])
 
 
 def test_a_cache_stays_where_it_was_allocated(model):
     cache = new_cache(model)
-    where = [t.data_ptr() for t in (cache.lengths, *(b for layer in cache.layers for b in layer.buffers))]
+    where = [
+        t.data_ptr() for t in (cache.lengths, *(b for layer in cache.layers for b in layer.buffers))
+    ]
     feed(model, cache, TOKENS, (6, 1, 6))
-    assert where == [t.data_ptr() for t in (cache.lengths, *(b for layer in cache.layers for b in layer.buffers))]
+    assert where == [
+        t.data_ptr() for t in (cache.lengths, *(b for layer in cache.layers for b in layer.buffers))
+    ]
 
 
 def test_no_two_tokens_of_a_chunk_take_one_slot():
     valid = torch.arange(13) != torch.tensor([[2], [12], [20]])
-    slots = Positions(TOKENS, torch.tensor([0, 3, 50]), valid, None).slots(5)
+    slots = ForwardContext(TOKENS, torch.tensor([0, 3, 50]), valid, None).slots(5)
     for row in slots:  # two writes to one slot come in any order on a GPU
         assert row[row < 5].sort().values.tolist() == [0, 1, 2, 3, 4]
 
@@ -97,10 +105,14 @@ def test_no_two_tokens_of_a_chunk_take_one_slot():
 def test_packed_documents_equal_each_alone(model):
     documents = torch.tensor([0] * 6 + [1] * 7).expand(3, -1)
     apart = torch.cat((model(TOKENS[:, :6]), model(TOKENS[:, 6:])), dim=1)
-    close(model(TOKENS, documents=documents), apart, rtol=1e-4, atol=1e-4)  # other angles, of fp32 tables
+    close(
+        model(TOKENS, documents=documents), apart, rtol=1e-4, atol=1e-4
+    )  # other angles, of fp32 tables
 
 
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.006), (torch.int8, 0.0135)])
+@pytest.mark.parametrize(
+    "dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.006), (torch.int8, 0.0135)]
+)
 def test_a_cache_in_less_precision_is_nearly_exact(model, dtype, error):
     logits = feed(model, model.new_cache(3, 16, dtype, "cpu"), TOKENS, (6, 1, 1, 5))
     assert (logits - model(TOKENS)).std() < error * logits.std()
@@ -145,7 +157,7 @@ def test_a_rewound_cache_goes_on_or_refuses(model):
 
 
 def test_a_block_begins_as_the_identity(model):
-    initialise(model, 0)
+    initialize(model, 0)
     close(model.hidden(TOKENS), model.norm(model.enter(TOKENS)[0]))
 
 
@@ -165,7 +177,10 @@ def test_a_decode_step_compiles_once(model):
     torch._dynamo.reset()
     graphs = []
     step = torch.compile(
-        decode_step, fullgraph=True, dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph
+        decode_step,
+        fullgraph=True,
+        dynamic=False,
+        backend=lambda graph, _: graphs.append(graph) or graph,
     )
     compiled = continued(model, PROMPTS, 101, rows=3, step=step)
     assert len(graphs) == 1
@@ -174,8 +189,8 @@ def test_a_decode_step_compiles_once(model):
 
 def test_eight_ragged_rows_say_in_fp32_what_each_says_alone(model):
     model = model.float()
-    quantize.load(ROOT / ".cache", cpp_compiler())  # where there is a compiler
-    quantize.for_few_tokens(model, int8=False)
+    quantize.load_matvec(ROOT / ".cache", cpp_compiler())  # where there is a compiler
+    quantize.optimize_for_decoding(model, int8=False)
     prompts = TOKENS.flatten().split([1, 2, 3, 4, 5, 6, 7, 11])
     prompts = [prompt.tolist() for prompt in prompts]
     for prompt, together in zip(prompts, continued(model, prompts, 20, rows=8), strict=True):
@@ -187,20 +202,30 @@ def test_a_thousand_tokens_are_never_compiled_again(model):
     torch._dynamo.reset()
     counters.clear()
     model = model.float()
-    quantize.for_few_tokens(model, int8=False)
-    compiled = continued(model, PROMPTS[:3], 1000, rows=3, step=compiled_step(torch.device("cpu")))
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"] and not counters["recompiles"]
+    quantize.optimize_for_decoding(model, int8=False)
+    compiled = continued(
+        model, PROMPTS[:3], 1000, rows=3, step=compile_decode_step(torch.device("cpu"))
+    )
+    assert (
+        counters["stats"]["unique_graphs"] == 1
+        and not counters["graph_break"]
+        and not counters["recompiles"]
+    )
     for prompt, text in zip(PROMPTS, compiled, strict=True):
         assert_greedy(model, prompt, text[:40], continued(model, [prompt], 40, rows=1)[0])
 
 
 def few(logits, *about, temperature):
     """Draws of six tokens, so that a text repeats itself and guesses are right now and then."""
-    return sample(logits[:, :6], *about[:2], about[2][:, :6], temperature=temperature, repetition_penalty=1.2)
+    return sample(
+        logits[:, :6], *about[:2], about[2][:, :6], temperature=temperature, repetition_penalty=1.2
+    )
 
 
 @pytest.mark.parametrize("temperature, eos", [(0, -1), (2.0, -1), (2.0, 5)])
-def test_a_text_is_the_same_alone_in_a_batch_with_guesses_and_without_a_cache(model, temperature, eos):
+def test_a_text_is_the_same_alone_in_a_batch_with_guesses_and_without_a_cache(
+    model, temperature, eos
+):
     """Past the context, with fewer rows than texts, ends within what was guessed right."""
     draw, widths = partial(few, temperature=temperature), []
 
@@ -212,7 +237,10 @@ def test_a_text_is_the_same_alone_in_a_batch_with_guesses_and_without_a_cache(mo
     prompts = [random.choices(range(6), k=length) for length in (1, 40, 63, 7, 61)]
     expected = continued(model, prompts, 14, draw, eos=eos)
     for rows, guesses in ((2, 0), (1, 5), (5, 3)):
-        assert continued(model, prompts, 14, draw, rows, eos=eos, step=step, guesses=guesses, chunk=9) == expected
+        assert (
+            continued(model, prompts, 14, draw, rows, eos=eos, step=step, guesses=guesses, chunk=9)
+            == expected
+        )
     assert eos == 5 or set(widths) >= {1, 4, 6}
 
 
@@ -229,10 +257,10 @@ def test_a_trained_variant_decodes_from_its_checkpoint(trainer_of, variant):
     with poisoned_memory():
         trainer = trainer_of(f"attention={variant}", "batch_tokens=256", "micro_batch=4")
     for _ in range(3):
-        trainer.optimize()
+        trainer.train_step()
     trainer.save()
     with poisoned_memory():
-        loaded = checkpoint.load_model(checkpoint.newest(trainer.run), "cpu")
+        loaded = checkpoint.load_model(checkpoint.newest_checkpoint(trainer.run), "cpu")
     tokens, _ = trainer.loader(3)
     trainer.model.eval()
     with torch.no_grad():
@@ -246,17 +274,17 @@ def test_a_trained_variant_decodes_from_its_checkpoint(trainer_of, variant):
 @pytest.mark.parametrize("guesses", [0, 3])
 def test_a_text_goes_on_from_what_the_cache_holds(model, guesses):
     cache, draw = new_cache(model, batch=1, capacity=64), partial(few, temperature=2.0)
-    said, read = Text(PROMPTS[2], 7), 0
+    said, read = Sequence(PROMPTS[2], 7), 0
     for turn in range(4):
         for text in generate(model, [said], draw, cache=cache, guesses=guesses):
             text.done |= text.tokens[-1] == 5
         assert read < cache.lengths[0] <= len(said.tokens)
         read = int(cache.lengths[0])
-        said = Text([*said.tokens, 4, 3, turn], 7, held=read)
-        expected = Text(said.tokens, 7)
+        said = Sequence([*said.tokens, 4, 3, turn], 7, held=read)
+        expected = Sequence(said.tokens, 7)
         for text in generate(model, [expected], draw):
             text.done |= text.tokens[-1] == 5
-        again = Text(said.tokens, 7, held=read)
+        again = Sequence(said.tokens, 7, held=read)
         for text in generate(model, [again], draw, cache=cache.map(torch.clone), guesses=guesses):
             text.done |= text.tokens[-1] == 5
         assert again.tokens == expected.tokens
@@ -278,8 +306,12 @@ def test_bf16_runs(model):
 
 
 def test_masks_are_made_once_and_none_for_plain_causal(model, monkeypatch):
-    asked, visible = [], Positions.visible
-    monkeypatch.setattr(Positions, "visible", lambda *about: asked.append((about[1:], visible(*about))) or asked[-1][1])
+    asked, visible = [], ForwardContext.causal_mask
+    monkeypatch.setattr(
+        ForwardContext,
+        "causal_mask",
+        lambda *about: asked.append((about[1:], visible(*about))) or asked[-1][1],
+    )
     model(TOKENS)
     assert all((mask is None) == (not any(about)) for about, mask in asked)
     assert len({id(mask) for _, mask in asked}) == len({about for about, _ in asked})

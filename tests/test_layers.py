@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.instantiate import build
-from model.attention import base, kernels
-from model.attention.kernels import attend
+from common.instantiate import instantiate
+from model.attention import kernels
+from model.attention.kernels import attention
 from model.attention.mla import LatentAttention
 from model.attention.softmax import SoftmaxAttention
 from model.cache import KVCache
-from model.context import Positions
-from model.layers import RMSNorm, SwiGLU, rotate
+from model.context import ForwardContext
+from model.layers import RMSNorm, SwiGLU, apply_rope
 from tests.conftest import close, redraw, settings_of, tree_of
 
 
 def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+    )
 
 
 def test_rms_norm():
@@ -47,13 +49,15 @@ def test_swiglu():
 
 def test_rope_turns_each_pair_by_its_angle():
     x = random(1, 5, 2, 6)
-    positions = Positions(torch.zeros(1, 5), None, None, None)
-    turned = rotate(x, *positions.rotary(6, 100.0))
+    ctx = ForwardContext(torch.zeros(1, 5), None, None, None)
+    turned = apply_rope(x, *ctx.rotary(6, 100.0))
     for t in range(5):
         for h in range(2):
             for i in range(3):
                 angle = t * 100.0 ** (-2 * i / 6)
-                pair = complex(x[0, t, h, i], x[0, t, h, i + 3]) * complex(math.cos(angle), math.sin(angle))
+                pair = complex(x[0, t, h, i], x[0, t, h, i + 3]) * complex(
+                    math.cos(angle), math.sin(angle)
+                )
                 got = complex(turned[0, t, h, i], turned[0, t, h, i + 3])
                 assert abs(got - pair) < 1e-6  # the tables are fp32
 
@@ -62,29 +66,33 @@ def test_rope_turns_each_pair_by_its_angle():
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_is_a_softmax_over_what_is_visible(heads, kv_heads, window, monkeypatch):
     q, k, v = random(2, 7, heads, 4), random(2, 7, kv_heads, 4), random(2, 7, kv_heads, 4)
-    visible = Positions(torch.zeros(2, 7), None, None, None).visible(window, None)
-    y = attend(q, k, v, visible)
-    monkeypatch.setattr(base, "BLOCK", 3)
+    visible = ForwardContext(torch.zeros(2, 7), None, None, None).causal_mask(window, None)
+    y = attention(q, k, v, visible)
+    monkeypatch.setattr(kernels, "BLOCK", 3)
     by_heads = (x.transpose(1, 2) for x in (q, k, v))
-    close(kernels.by_scores(*by_heads, visible, None, None, 0.0, None).transpose(1, 2), y)
+    close(kernels.eager_attention(*by_heads, visible, None, None, 0.0, None).transpose(1, 2), y)
     for b in range(2):
         for t in range(7):
             for h in range(heads):
                 shared = h // (heads // kv_heads)
                 seen = [s for s in range(t + 1) if window is None or t - s < window]
                 scores = [math.exp(float(q[b, t, h] @ k[b, s, shared]) / 2) for s in seen]
-                mean = sum(w * v[b, s, shared] for w, s in zip(scores, seen, strict=True)) / sum(scores)
+                mean = sum(w * v[b, s, shared] for w, s in zip(scores, seen, strict=True)) / sum(
+                    scores
+                )
                 close(y[b, t, h], mean)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window, softcap, sinks", [(None, 2.0, 0), (3, None, 0), (3, None, 4), (None, 2.0, 4)])
+@pytest.mark.parametrize(
+    "window, softcap, sinks", [(None, 2.0, 0), (3, None, 0), (3, None, 4), (None, 2.0, 4)]
+)
 def test_flex_attention_is_the_same(window, softcap, sinks):
     q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
-    visible = Positions(torch.zeros(2, 9), None, None, None).visible(window, None)
+    visible = ForwardContext(torch.zeros(2, 9), None, None, None).causal_mask(window, None)
     sink = random(sinks).float() if sinks else None
-    expected = kernels.by_scores(q, k, v, visible, softcap, sink, 0.0, None)
-    close(kernels.by_flex(q, k, v, visible, softcap, sink, None), expected, rtol=0, atol=1e-5)
+    expected = kernels.eager_attention(q, k, v, visible, softcap, sink, 0.0, None)
+    close(kernels.flex(q, k, v, visible, softcap, sink, None), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.long
@@ -93,31 +101,35 @@ def test_flex_attention_is_the_same(window, softcap, sinks):
 def test_flex_attention_compiles(window, softcap):
     torch._dynamo.reset()
     q, k, v = (random(2, heads, 128, 16).float() for heads in (4, 2, 2))
-    visible = Positions(torch.zeros(2, 128), None, None, None).visible(window, None)
+    visible = ForwardContext(torch.zeros(2, 128), None, None, None).causal_mask(window, None)
     with torch.no_grad():  # without a GPU there is no backward
-        y = torch.compile(kernels.by_flex, fullgraph=True, dynamic=False)(q, k, v, visible, softcap, None, None)
-    close(y, kernels.by_scores(q, k, v, visible, softcap, None, 0.0, None), rtol=0, atol=1e-5)
+        y = torch.compile(kernels.flex, fullgraph=True, dynamic=False)(
+            q, k, v, visible, softcap, None, None
+        )
+    close(y, kernels.eager_attention(q, k, v, visible, softcap, None, 0.0, None), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "softcap"])
 def test_dropout_acts_in_training_alone(variant):
-    layer = redraw(build(tree_of(variant, "attention.dropout=0.5"))).blocks[0].attention
+    layer = redraw(instantiate(tree_of(variant, "attention.dropout=0.5"))).blocks[0].attention
     x = random(2, 9, 64).float()
-    positions = Positions(x[..., 0], None, None, None)
-    assert (layer.mix(x, positions, None) - layer.mix(x, positions, None)).abs().max() > 1e-3
+    ctx = ForwardContext(x[..., 0], None, None, None)
+    assert (layer.mix(x, ctx, None) - layer.mix(x, ctx, None)).abs().max() > 1e-3
     layer.eval()
-    close(layer.mix(x, positions, None), layer.mix(x, positions, None), rtol=0, atol=0)
+    close(layer.mix(x, ctx, None), layer.mix(x, ctx, None), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "sliding_window", "chunked"])
 def test_operations_on_scores_are_counted_where_they_are_visible(variant):
-    for block in build(tree_of(variant)).blocks:
+    for block in instantiate(tree_of(variant)).blocks:
         layer = block.attention
         window, chunk = getattr(layer, "window", None), getattr(layer, "chunk", None)
         pairs = [(i, j) for i in range(13) for j in range(i + 1)]
         pairs = [(i, j) for i, j in pairs if window is None or i - j < window]
         pairs = [(i, j) for i, j in pairs if chunk is None or i // chunk == j // chunk]
-        each = 2 * 2 * layer.heads * getattr(layer, "value_dim", layer.head_dim)  # a product with k and one with v
+        each = (
+            2 * 2 * layer.heads * getattr(layer, "value_dim", layer.head_dim)
+        )  # a product with k and one with v
         assert layer.score_flops(13) * 13 == pytest.approx(each * len(pairs))
 
 
@@ -129,27 +141,41 @@ def test_a_window_cache_holds_no_more_than_the_window():
 @pytest.mark.parametrize("dim, heads, kv_heads", [(10, 4, 2), (8, 4, 3), (12, 4, 2)])
 def test_heads_that_do_not_fit_are_refused(dim, heads, kv_heads):
     with pytest.raises(ValueError, match="fix: "):
-        build(tree_of("gqa", f"model.dim={dim}", f"model.heads={heads}", f"attention.kv_heads={kv_heads}"))
+        instantiate(
+            tree_of(
+                "gqa", f"model.dim={dim}", f"model.heads={heads}", f"attention.kv_heads={kv_heads}"
+            )
+        )
 
 
 def test_a_window_holds_its_positions_whatever_the_prompt():
-    attention = {"_target_": "model.attention.softmax.SoftmaxAttention", "_partial_": True, "kv_heads": 2}
+    attention = {
+        "_target_": "model.attention.softmax.SoftmaxAttention",
+        "_partial_": True,
+        "kv_heads": 2,
+    }
     knobs = {"rope_base": 10000.0, "qk_norm": "before_rope", "window": 256}
-    tree = settings_of("model=tiny", "model.vocab_size=128", "context=8192")["model"] | {"attention": attention | knobs}
-    model = redraw(build(tree)).eval()
+    tree = settings_of("model=tiny", "model.vocab_size=128", "context=8192")["model"] | {
+        "attention": attention | knobs
+    }
+    model = redraw(instantiate(tree)).eval()
     tokens = torch.randint(128, (1, 4096 + 3), generator=torch.Generator().manual_seed(1))
     cache = model.new_cache(1, 8192, torch.float32, "cpu")
     with torch.no_grad():
         logits = [model(part, cache) for part in tokens.split([512] * 8 + [1] * 3, dim=1)]
         close(torch.cat(logits, dim=1)[:, -600:], model(tokens)[:, -600:], rtol=0, atol=1e-4)
     head_dim = tree["dim"] // tree["heads"]
-    assert cache.nbytes == tree["depth"] * (256 + 1) * 2 * 2 * head_dim * 4  # a slot more, for padding
+    assert (
+        cache.nbytes == tree["depth"] * (256 + 1) * 2 * 2 * head_dim * 4
+    )  # a slot more, for padding
     assert all(layer.size == 256 for layer in cache.layers)
 
 
 def test_the_block_of_the_classic_walkthrough():
     """Hidden 128, 16 heads of 8, 4 key-value heads, RoPE, then QK-norm without weight: number by number."""
-    layer = SoftmaxAttention(128, 16, 10, 0, 1, kv_heads=4, rope_base=10000.0, qk_norm="after_rope").double()
+    layer = SoftmaxAttention(
+        128, 16, 10, 0, 1, kv_heads=4, rope_base=10000.0, qk_norm="after_rope"
+    ).double()
     x = random(2, 10, 128)
     q, k, v = (x @ w.weight.detach().T for w in (layer.q_proj, layer.k_proj, layer.v_proj))
 
@@ -170,62 +196,80 @@ def test_the_block_of_the_classic_walkthrough():
         for s in range(t + 1):
             y[b, t, 8 * h : 8 * h + 8] += scores[s] / sum(scores) * v[b, s, shared]
     expected = y @ layer.o_proj.weight.T
-    close(layer.mix(x, Positions(x[..., 0], None, None, None), None), expected, rtol=0, atol=1e-6)
+    close(
+        layer.mix(x, ForwardContext(x[..., 0], None, None, None), None), expected, rtol=0, atol=1e-6
+    )
 
 
 def test_absorption_halves_the_work_of_a_step():
-    layer = LatentAttention(256, 8, 4096, 0, 1, rank=64, head_dim=32, rope_dim=16, rope_base=10000.0)
+    layer = LatentAttention(
+        256, 8, 4096, 0, 1, rank=64, head_dim=32, rope_dim=16, rope_base=10000.0
+    )
     cache, seen = layer.new_cache(1, 2049, torch.float32, "cpu"), torch.tensor([2048])
-    assert cache.nbytes == (2049 + 1) * (64 + 16) * 4  # bytes a token: latent and rope, once for all heads
+    assert (
+        cache.nbytes == (2049 + 1) * (64 + 16) * 4
+    )  # bytes a token: latent and rope, once for all heads
     work = {}
     for way in ("absorbed", "expanded"):
         layer.absorbed = getattr(layer, way)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            work[way] = layer.mix(random(1, 1, 256).float(), Positions(torch.zeros(1, 1), seen, None, None), cache)
+            work[way] = layer.mix(
+                random(1, 1, 256).float(),
+                ForwardContext(torch.zeros(1, 1), seen, None, None),
+                cache,
+            )
         work[way + " FLOP"] = counter.get_total_flops()
     close(work["absorbed"], work["expanded"], rtol=0, atol=1e-4)
     assert work["absorbed FLOP"] < work["expanded FLOP"] / 2
 
 
 def layers_of(variant: str) -> list:
-    return [block.attention for block in redraw(build(tree_of(variant))).double().eval().blocks]
+    return [
+        block.attention for block in redraw(instantiate(tree_of(variant))).double().eval().blocks
+    ]
 
 
 def test_shared_keys_and_values_are_those_of_the_layer_before():
     first, second = layers_of("shared_kv")
     x, later = random(2, 9, 64), random(1, 9, 65, 2).reshape(-1)[: 2 * 9 * 64].reshape(2, 9, 64)
-    positions = Positions(x[..., 0], None, None, None)
-    _, handed = first(x, positions, None, {})
-    y, _ = second(later, positions, None, handed)
+    ctx = ForwardContext(x[..., 0], None, None, None)
+    _, handed = first(x, ctx, None, {})
+    y, _ = second(later, ctx, None, handed)
     first.q_proj, first.q_norm, first.o_proj = second.q_proj, second.q_norm, second.o_proj
-    k, v = first.keys_values(x, positions)
-    q = first.place(first.q_proj(later).unflatten(-1, (4, 16)), first.q_norm, positions)
+    k, v = first.keys_values(x, ctx)
+    q = first.place(first.q_proj(later).unflatten(-1, (4, 16)), first.q_norm, ctx)
     k, v = (z.repeat_interleave(2, dim=2).transpose(1, 2) for z in (k, v))
-    scores = (q.transpose(1, 2) @ k.mT / 4).masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), -torch.inf)
+    scores = (q.transpose(1, 2) @ k.mT / 4).masked_fill(
+        ~torch.ones(9, 9, dtype=torch.bool).tril(), -torch.inf
+    )
     close(y, second.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)))
     with pytest.raises(ValueError, match="layer=1"):
-        second(later, positions, None, {})
+        second(later, ctx, None, {})
 
 
 def test_values_mix_with_the_first_layers_by_their_share():
     first, second = layers_of("value_residual")
     x = random(2, 9, 64)
-    positions = Positions(x[..., 0], None, None, None)
-    _, handed = first(x, positions, None, {})
+    ctx = ForwardContext(x[..., 0], None, None, None)
+    _, handed = first(x, ctx, None, {})
     for share in (0.0, 1.0):
         second.share.data.fill_(share)
         (_, plain) = layers_of("gqa")
-        plain.load_state_dict({name: w for name, w in second.state_dict().items() if name != "share"})
+        plain.load_state_dict(
+            {name: w for name, w in second.state_dict().items() if name != "share"}
+        )
         plain.v_proj = first.v_proj if share == 1.0 else plain.v_proj
-        close(second(x, positions, None, handed)[0], plain.mix(x, positions, None))
+        close(second(x, ctx, None, handed)[0], plain.mix(x, ctx, None))
 
 
 @pytest.mark.parametrize("sink", [False, True])
 def test_gradients_through_scores_are_those_of_a_softmax(sink):
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 4, 200, 8), (2, 2, 200, 8), (2, 2, 200, 6), (4,))  # more queries than a block
-    q, k, v, extra = (torch.randn(shape, generator=generator).double().requires_grad_() for shape in shapes)
-    ours = kernels.by_scores(q, k, v, None, None, extra if sink else None, 0.0, None)
+    q, k, v, extra = (
+        torch.randn(shape, generator=generator).double().requires_grad_() for shape in shapes
+    )
+    ours = kernels.eager_attention(q, k, v, None, None, extra if sink else None, 0.0, None)
     every_k, every_v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     scores = (q @ every_k.mT * 8**-0.5).masked_fill(torch.ones(200, 200).triu(1).bool(), -torch.inf)
     column = extra.view(-1, 1, 1).expand(2, 4, 200, 1)

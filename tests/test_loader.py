@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import IGNORED, Loader, documents, windows
+from data.loader import IGNORE_INDEX, Loader, document_ids, eval_windows
 
 TEXT = np.arange(1000, dtype=np.uint16)
 SHARDS = np.split(TEXT, [7, 400, 401])
@@ -17,7 +17,9 @@ def loader(**changed) -> Loader:
 def test_targets_are_the_next_tokens():
     inputs, targets = loader()(3)
     assert inputs.shape == targets.shape == (4, 10)
-    assert torch.equal(inputs + 1, targets) and torch.equal(inputs, inputs[:, :1] + torch.arange(10))
+    assert torch.equal(inputs + 1, targets) and torch.equal(
+        inputs, inputs[:, :1] + torch.arange(10)
+    )
 
 
 def test_an_epoch_visits_every_row_once():
@@ -30,7 +32,9 @@ def test_epochs_are_cut_and_ordered_anew():
     one = loader(batch=98)  # all rows
     assert one.rows == 98
     first, second = one(0)[0], one(1)[0]
-    assert not torch.equal(first, second) and not torch.equal(first.sort(dim=0).values, second.sort(dim=0).values)
+    assert not torch.equal(first, second) and not torch.equal(
+        first.sort(dim=0).values, second.sort(dim=0).values
+    )
 
 
 def test_a_batch_depends_on_seed_and_step_alone():
@@ -44,7 +48,9 @@ def test_a_batch_depends_on_seed_and_step_alone():
 
 def test_ranks_and_micro_batches_cut_one_batch():
     whole = loader()(2)[0]
-    assert torch.equal(torch.cat([loader()(2, slice(start, start + 1))[0] for start in range(4)]), whole)
+    assert torch.equal(
+        torch.cat([loader()(2, slice(start, start + 1))[0] for start in range(4)]), whole
+    )
 
 
 @pytest.mark.parametrize("length", [1, 10, 49])
@@ -56,15 +62,15 @@ def test_too_little_text_for_one_batch_is_refused(length):
 
 def test_documents_are_numbered_from_bos_to_bos():
     inputs = torch.tensor([[5, 2, 1, 6, 7, 2, 1, 1], [1, 5, 5, 5, 5, 5, 5, 5]])
-    assert documents(inputs, bos=1).tolist() == [[0, 0, 1, 1, 1, 1, 2, 3], [1] * 8]
+    assert document_ids(inputs, bos=1).tolist() == [[0, 0, 1, 1, 1, 1, 2, 3], [1] * 8]
 
 
 @pytest.mark.parametrize("context, batch", [(10, 4), (999, 1), (64, 3), (2000, 2)])
 def test_windows_hold_every_target_once(context, batch):
     seen = []
-    for inputs, targets in windows(SHARDS, context, batch):
+    for inputs, targets in eval_windows(SHARDS, context, batch):
         assert inputs.shape == targets.shape == (batch, context)
-        counted = targets != IGNORED
+        counted = targets != IGNORE_INDEX
         assert torch.equal(inputs[counted] + 1, targets[counted])
         seen.append(targets[counted])
     assert torch.cat(seen).tolist() == TEXT[1:].tolist()

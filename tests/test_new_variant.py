@@ -12,7 +12,18 @@ import pytest
 from tests.conftest import ROOT
 
 HERE = Path(__file__).parent
-TREE = ("checkpoints", "common", "configs", "data", "docs", "inference", "model", "tests", "tools", "training")
+TREE = (
+    "checkpoints",
+    "common",
+    "configs",
+    "data",
+    "docs",
+    "inference",
+    "model",
+    "tests",
+    "tools",
+    "training",
+)
 FILES = ("README.md", "generate.py", "pyproject.toml", "train.py")
 # all that is parametrised by the attentions, or goes over them
 EVERY = (

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_flatten
 import training.optimizers
 from common import config
 from common.errors import IntegrityError
-from common.instantiate import build
+from common.instantiate import instantiate
 from tests.conftest import close, settings_of, weights
-from training.optimizers import Lion, load_named_state, named_state
+from training.optimizers import Lion, load_state_by_name, state_by_name
 
 
 class Novel(Optimizer):
@@ -85,7 +85,7 @@ def written_in_the_package(monkeypatch):
 
 
 def states(trainer) -> dict[str, dict[str, object]]:
-    return named_state(trainer.optimizers, trainer.model, trainer.ranks)
+    return state_by_name(trainer.optimizers, trainer.model, trainer.ranks)
 
 
 def same(one, other) -> bool:
@@ -103,16 +103,16 @@ def same(one, other) -> bool:
 def test_any_optimizer_resumes_bit_for_bit(trainer_of, name):
     whole = trainer_of(*WORDS[name])
     for _ in range(6):
-        whole.optimize()
+        whole.train_step()
     cut = trainer_of(*WORDS[name], run="cut")
     for _ in range(3):
-        cut.optimize()
+        cut.train_step()
     cut.save()
     resumed = trainer_of(*WORDS[name], "resume=true", run="cut")
-    resumed.begin(None)
+    resumed.restore_or_start(None)
     assert same(weights(resumed), weights(cut)) and same(states(resumed), states(cut))
     for _ in range(3):
-        resumed.optimize()
+        resumed.train_step()
     assert same(weights(resumed), weights(whole)) and same(states(resumed), states(whole))
 
 
@@ -122,8 +122,8 @@ def test_an_optimizer_without_state_resumes(trainer_of):
         trainer = trainer_of(*words, f"resume={resume}", run="run")
         for optimizer in trainer.optimizers:
             optimizer.param_groups[0]["momentum"] = 0
-        trainer.begin(None)
-        trainer.optimize()
+        trainer.restore_or_start(None)
+        trainer.train_step()
         trainer.save()
     assert trainer.step == 2 and states(trainer) == {}
 
@@ -142,49 +142,59 @@ FOREIGN = {
 @pytest.mark.parametrize("case", FOREIGN)
 def test_the_state_of_another_optimizer_is_refused(trainer_of, case):
     trainer = trainer_of(*WORDS["novel"])
-    trainer.optimize()
+    trainer.train_step()
     state = states(trainer)
-    load_named_state(trainer.optimizers, trainer.model, state)
+    load_state_by_name(trainer.optimizers, trainer.model, state)
     FOREIGN[case](state["embed.weight"])
     with pytest.raises(IntegrityError, match=r"^not this optimizer's state .*fix: "):
-        load_named_state(trainer.optimizers, trainer.model, state)
+        load_state_by_name(trainer.optimizers, trainer.model, state)
 
 
 @pytest.mark.parametrize("state", [0, {}, {"embed.weight": {}}, {"embed.weight": 1}])
 def test_what_is_no_state_is_refused(trainer_of, state):
     trainer = trainer_of(*WORDS["lion"])
     with pytest.raises(IntegrityError, match="other parameters"):
-        load_named_state(trainer.optimizers, trainer.model, state)
+        load_state_by_name(trainer.optimizers, trainer.model, state)
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_told_at_the_first_save(trainer_of):
     trainer = trainer_of(*WORDS["novel"])
-    trainer.optimize()
+    trainer.train_step()
     trainer.optimizers[0].state[trainer.model.embed.weight]["mood"] = trainer
     with pytest.raises(TypeError, match=r"embed.weight holds a Trainer"):
         trainer.save()
 
 
 def test_options_may_be_flags_words_and_null():
-    assert config.problems(settings_of(*WORDS["novel"]), world=1) == []
-    (found,) = config.problems(settings_of(*WORDS["novel"], "optimizer.lr=-1"), world=1)
+    assert config.find_problems(settings_of(*WORDS["novel"]), world=1) == []
+    (found,) = config.find_problems(settings_of(*WORDS["novel"], "optimizer.lr=-1"), world=1)
     assert found.startswith("optimizer.lr must be a number from 0 (got -1)")
 
 
 @pytest.mark.parametrize(
-    "word", ["signed=1", "signed=yes_please", "mode=3", "mode=null", "limit=x", "lr=x", "lr=null", "lr=true"]
+    "word",
+    [
+        "signed=1",
+        "signed=yes_please",
+        "mode=3",
+        "mode=null",
+        "limit=x",
+        "lr=x",
+        "lr=null",
+        "lr=true",
+    ],
 )
 def test_an_option_of_another_kind_is_refused(word):
     settings = settings_of(*WORDS["novel"], f"optimizer.{word}")
     with pytest.raises(ValueError, match=rf"novel: {word.partition('=')[0]} must be "):
-        build(settings["optimizer"], "training")
+        instantiate(settings["optimizer"], "training")
 
 
 @pytest.mark.parametrize("betas", ["[0.9,x]", "[0.9,null]", "[0.9,true]"])
 def test_betas_are_numbers(betas):
     settings = settings_of("optimizer=lion", f"optimizer.betas={betas}")
     with pytest.raises(ValueError, match="betas must be "):
-        build(settings["optimizer"], "training")
+        instantiate(settings["optimizer"], "training")
 
 
 @pytest.mark.parametrize("name", WORDS)
@@ -193,17 +203,17 @@ def test_betas_are_numbers(betas):
 def test_a_step_that_is_not_finite_does_nothing(trainer_of, name, value, first, capsys):
     trainer = trainer_of(*WORDS[name])
     if not first:
-        trainer.optimize()
+        trainer.train_step()
     before, forward = weights(trainer), trainer.parallel
     state = states(trainer)
     trainer.parallel = lambda *batch: forward(*batch) * value
-    trainer.optimize()
+    trainer.train_step()
     trainer.parallel = forward
-    trainer.optimize()
+    trainer.train_step()
     assert same(weights(trainer), before)
     if not first:
         assert same(states(trainer), state)
-    for action in (trainer.report, trainer.save):
+    for action in (trainer.log_metrics, trainer.save):
         with pytest.raises(SystemExit, match="4"):
             action()
     assert "training diverged" in capsys.readouterr().err
@@ -213,7 +223,10 @@ def test_lion_steps_as_the_paper_does():
     generator = torch.Generator().manual_seed(0)
     shapes = [(5, 3), (7,), (2, 4)]
     lr, beta1, beta2, decay = 0.03, 0.9, 0.99, 0.5
-    ours = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
+    ours = [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+        for shape in shapes
+    ]
     theirs = [p.detach().clone() for p in ours]
     momenta = [torch.zeros_like(weight) for weight in theirs]
     optimizer = Lion(ours, lr=lr, betas=(beta1, beta2), weight_decay=decay)
@@ -235,7 +248,7 @@ def test_every_optimizer_learns(trainer_of, name):
     trainer = trainer_of(*WORDS[name], *rate, "steps=60", "batch_tokens=256")
     losses = []
     for _ in range(60):
-        trainer.optimize()
+        trainer.train_step()
         losses.append(trainer.nats.item() / 256)
         trainer.nats.zero_()
     assert max(losses[-5:]) < losses[0] / 2

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from checkpoints.huggingface.mapping import config_of
-from common.instantiate import build
+from checkpoints.huggingface.mapping import to_hf_config
+from common.instantiate import instantiate
 from inference import attention_map
-from model.context import Positions
+from model.context import ForwardContext
 from tests.conftest import YARN, close, redraw, tree_of
 from tools import export
 
@@ -46,8 +46,10 @@ def both_of(variant: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     import transformers
 
     tree = tree_of(*variant.split(), "model.depth=3")
-    ours, config = redraw(build(tree)).eval(), config_of(tree)
-    how = transformers.AutoConfig.for_model(**config, attn_implementation="eager", pad_token_id=None)
+    ours, config = redraw(instantiate(tree)).eval(), to_hf_config(tree)
+    how = transformers.AutoConfig.for_model(
+        **config, attn_implementation="eager", pad_token_id=None
+    )
     theirs = getattr(transformers, config["architectures"][0])(how).eval()
     theirs.load_state_dict(export.tensors(ours, CLASSES[variant]), strict=not tree["tied"])
     return ours, theirs
@@ -59,7 +61,9 @@ def compare(variant: str) -> tuple[float, float]:
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         full, cache = ours(tokens), ours.new_cache(2, 33, torch.float32, "cpu")
-        cached = torch.cat([ours(chunk, cache) for chunk in tokens.split([14, 1, 1, 17], dim=1)], dim=1)
+        cached = torch.cat(
+            [ours(chunk, cache) for chunk in tokens.split([14, 1, 1, 17], dim=1)], dim=1
+        )
         return (full - theirs(tokens).logits).abs().max().item(), (cached - full).abs().max().item()
 
 
@@ -84,7 +88,7 @@ def compare_softcap() -> float:
     from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2RotaryEmbedding
 
     tree = tree_of("softcap", "attention.softcap=2.0")
-    ours = redraw(build(tree)).blocks[1].attention
+    ours = redraw(instantiate(tree)).blocks[1].attention
     config = Gemma2Config(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=16,
         attn_logit_softcapping=2.0, num_hidden_layers=2, layer_types=[FULL] * 2,
@@ -94,11 +98,11 @@ def compare_softcap() -> float:
     theirs = Gemma2Attention(config, 1).eval()
     theirs.load_state_dict(ours.state_dict())
     x = 3 * torch.randn(2, 33, 64, generator=torch.Generator().manual_seed(1))
-    positions = Positions(x[..., 0], None, None, None)
+    ctx = ForwardContext(x[..., 0], None, None, None)
     mask = torch.zeros(33, 33).masked_fill(~torch.ones(33, 33, dtype=torch.bool).tril(), -torch.inf)
     with torch.no_grad():
-        y, _ = theirs(x, Gemma2RotaryEmbedding(config)(x, positions.ids), mask)
-        return (ours.mix(x, positions, None) - y).abs().max().item()
+        y, _ = theirs(x, Gemma2RotaryEmbedding(config)(x, ctx.positions), mask)
+        return (ours.mix(x, ctx, None) - y).abs().max().item()
 
 
 def test_a_softcap_equals_that_of_gemma():
@@ -106,7 +110,11 @@ def test_a_softcap_equals_that_of_gemma():
 
 
 if __name__ == "__main__":  # python -m tests.test_parity: the table of docs/results.md
-    print("| attention= | class of transformers | largest difference | cached to full |\n|---|---|---|---|")
+    print(
+        "| attention= | class of transformers | largest difference | cached to full |\n|---|---|---|---|"
+    )
     for variant, kind in CLASSES.items():
-        print(f"| `{variant}` | {kind}ForCausalLM | {compare(variant)[0]:.0e} | {compare(variant)[1]:.0e} |")
+        print(
+            f"| `{variant}` | {kind}ForCausalLM | {compare(variant)[0]:.0e} | {compare(variant)[1]:.0e} |"
+        )
     print(f"| `softcap` | Gemma2Attention | {compare_softcap():.0e} | |")

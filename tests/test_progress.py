@@ -27,7 +27,7 @@ def drawn(capfd) -> list[str]:
 
 def test_the_first_bar_has_loss_rate_and_time_left(trainer_of, terminal):
     trainer = trainer_of("log_every=100", "eval_every=100", "sample_every=100", "save_every=100")
-    trainer.optimize()
+    trainer.train_step()
     trainer.show_progress()
     bar = drawn(terminal)[0]
     assert re.search(r"^1/6 \|.*\| loss [0-9.]+  [0-9,]+ tokens/s  .*  0:00:\d\d left", bar), bar
@@ -35,7 +35,7 @@ def test_the_first_bar_has_loss_rate_and_time_left(trainer_of, terminal):
 
 def test_a_run_whose_end_is_the_clocks_tells_its_time_left(trainer_of, terminal):
     trainer = trainer_of("steps=null", "max_minutes=2", "log_every=100")
-    trainer.optimize()
+    trainer.train_step()
     trainer.show_progress()
     bar = drawn(terminal)[0]
     assert re.search(r"^step 1  loss [0-9.]+  .*  0:0[12]:\d\d left", bar), bar
@@ -56,9 +56,9 @@ def test_compilation_is_not_in_the_time_left(trainer_of, terminal, monkeypatch):
     trainer._accumulate = slow
     trainer.compile_first_step()
     trainer._accumulate = accumulate
-    trainer.optimize()
+    trainer.train_step()
     drawn(terminal)
-    trainer.report()
+    trainer.log_metrics()
     assert 0 < 5 * 512 / trainer.rate < 60
     assert "0:00:" in drawn(terminal)[-1]
 
@@ -66,10 +66,10 @@ def test_compilation_is_not_in_the_time_left(trainer_of, terminal, monkeypatch):
 def test_the_loss_of_the_bar_is_that_of_the_metrics(trainer_of, terminal):
     trainer = trainer_of("log_every=100")
     for _ in range(3):
-        trainer.optimize()
+        trainer.train_step()
     trainer.show_progress()
     shown = float(re.search(r"loss ([0-9.]+)", drawn(terminal)[-1])[1])
-    trainer.report()
+    trainer.log_metrics()
     reported = float(re.search(r"loss ([0-9.]+)", drawn(terminal)[-1])[1])
     assert shown == reported > 0
 
@@ -77,7 +77,7 @@ def test_the_loss_of_the_bar_is_that_of_the_metrics(trainer_of, terminal):
 def test_a_bar_is_drawn_at_most_once_a_second(trainer_of, terminal):
     trainer = trainer_of()
     for _ in range(3):
-        trainer.optimize()
+        trainer.train_step()
         trainer.show_progress()
     assert len([line for line in drawn(terminal) if "loss" in line]) <= 2
 
@@ -105,7 +105,9 @@ def test_a_wait_that_turns_out_long_is_announced(terminal, monkeypatch):
 
 def test_a_terminal_without_a_size_is_told_too():
     """A pseudo-terminal has 0 columns until somebody says how many."""
-    code = "import time; from common import progress\nwith progress.waiting('x', 9): time.sleep(2.5)"
+    code = (
+        "import time; from common import progress\nwith progress.waiting('x', 9): time.sleep(2.5)"
+    )
     screen, terminal = pty.openpty()
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=terminal, timeout=LONG)
     os.close(terminal)

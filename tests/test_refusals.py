@@ -28,27 +28,55 @@ BAD_TRAINING = {
         2,
         "need 65",
     ),
-    "a vocabulary too small": (["data=text", "data.path=story.txt", "data.vocab_size=260"], 2, "260"),
+    "a vocabulary too small": (
+        ["data=text", "data.path=story.txt", "data.vocab_size=260"],
+        2,
+        "260",
+    ),
     "two models to begin with": (["init_from=absent"], 2, "(model=tiny). fix: leave"),
     "a dataset that is not reached": (["data=tinystories"], 2, "roneneldan/TinyStories"),
     "no heads": (["model.heads=0"], 2, "model.heads"),
     "a negative knob": (["attention.kv_heads=-1"], 2, "attention.kv_heads"),
     "a window of nothing": (["attention.window=0"], 2, "attention.window"),
-    "a window for the delta rule": (["attention=delta", "+attention.kinds.delta.window=8"], 2, "window"),
+    "a window for the delta rule": (
+        ["attention=delta", "+attention.kinds.delta.window=8"],
+        2,
+        "window",
+    ),
     "an odd rotary dimension": (["attention=mla", "attention.rope_dim=3"], 2, "3"),
     "a rotary part that is odd": (["attention.rope_fraction=0.2"], 2, "rope_fraction=0.2 is 3.2"),
     "a window and a chunk": (["attention.window=5", "attention.chunk=4"], 2, "window=5 chunk=4"),
-    "heads that pair with none": (["attention=differential", "attention.kv_heads=1"], 2, "kv_heads=1"),
-    "dropout of a difference": (["attention=differential", "attention.dropout=0.1"], 2, "dropout=0.1, Diff"),
+    "heads that pair with none": (
+        ["attention=differential", "attention.kv_heads=1"],
+        2,
+        "kv_heads=1",
+    ),
+    "dropout of a difference": (
+        ["attention=differential", "attention.dropout=0.1"],
+        2,
+        "dropout=0.1, Diff",
+    ),
     "too much dropout": (["attention.dropout=1.5"], 2, "1.5"),
     "no latent": (["attention=mla", "attention.rank=0"], 2, "attention.rank"),
     "a cap of nothing": (["attention.softcap=0"], 2, "softcap"),
-    "a kind that is not there": (["attention=nope", "attention.pattern=[rope,hope]"], 2, "'hope' of ['nope', 'rope']"),
+    "a kind that is not there": (
+        ["attention=nope", "attention.pattern=[rope,hope]"],
+        2,
+        "'hope' of ['nope', 'rope']",
+    ),
     "layers that cannot share": (["attention=shared_kv", "attention.share=all"], 2, "'all'"),
     "a flag in words": (["attention.sink=no"], 2, "sink must be bool (got 'no')"),
-    "a flag for a number": (["attention.softcap=true"], 2, "softcap must be float | None (got True)"),
+    "a flag for a number": (
+        ["attention.softcap=true"],
+        2,
+        "softcap must be float | None (got True)",
+    ),
     "a name for a scaling": (["attention.rope_scaling=YaRN"], 2, "rope_scaling"),
-    "a knob of a kind in no place": (["attention=local_global", "attention.window=16"], 1, "attention.kinds.NAME.KEY"),
+    "a knob of a kind in no place": (
+        ["attention=local_global", "attention.window=16"],
+        1,
+        "attention.kinds.NAME.KEY",
+    ),
     "a size in words": (["model.dim=wide"], 2, "model.dim"),
     "one beta": (["optimizer=adamw", "optimizer.betas=[0.9]"], 2, "betas"),
     "a window of half tokens": (["attention.window=9.5"], 2, "9.5"),
@@ -62,7 +90,14 @@ BAD_TRAINING = {
     "a number for a path": (["data=text", "data.path=2024"], 2, "2024"),
     "faults of a rule and of the model": (["steps=0", "model.heads=3"], 2, "heads=3"),
     "faults of everything": (
-        ["device=cuda", "init_from=absent", "data=text", "model.heads=7", "schedule.cooldown=2", "steps=0"],
+        [
+            "device=cuda",
+            "init_from=absent",
+            "data=text",
+            "model.heads=7",
+            "schedule.cooldown=2",
+            "steps=0",
+        ],
         2,
         "data.path",
     ),
@@ -79,7 +114,10 @@ def test_bad_input_to_training_is_a_line_and_a_code(command, story, monkeypatch,
     result = command("train.py", *TINY, "steps=2", *words)
     assert (result.code, result.out) == (code, "")
     lines = result.err.splitlines()
-    assert all(line.startswith("error: ") and ". fix: " in line for line in lines) and value in result.err
+    assert (
+        all(line.startswith("error: ") and ". fix: " in line for line in lines)
+        and value in result.err
+    )
     assert len(lines) == {"faults of everything": 6}.get(case, 2 if "faults" in case else 1)
     assert {path.name for path in Path().iterdir()} == {"story.txt", "empty.txt", "latin.txt"}
 

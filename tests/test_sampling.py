@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from common.instantiate import build
-from inference.engine import Text, decode_step, generate
-from inference.sampling import exponential, sample
+from common.instantiate import instantiate
+from inference.engine import Sequence, decode_step, generate
+from inference.sampling import exponential_noise, sample
 from tests.conftest import continued, redraw, tree_of
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -8.0]])
@@ -13,7 +13,12 @@ LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -8.0]])
 
 def draws(logits: torch.Tensor, seed: int = 0, **knobs) -> torch.Tensor:
     """The first of as many texts as there are rows."""
-    return sample(logits, seed + torch.arange(len(logits)), torch.zeros(len(logits), dtype=torch.int64), **knobs)
+    return sample(
+        logits,
+        seed + torch.arange(len(logits)),
+        torch.zeros(len(logits), dtype=torch.int64),
+        **knobs,
+    )
 
 
 def frequencies(**knobs) -> torch.Tensor:
@@ -55,20 +60,32 @@ def test_no_temperature_is_greedy(temperature):
 
 
 def test_the_noise_is_exponential_and_unrelated_between_keys_places_and_tokens():
-    grid = exponential(torch.arange(60), torch.zeros(60, dtype=torch.int64), torch.arange(1000).expand(60, -1))
-    later = exponential(torch.arange(60), torch.ones(60, dtype=torch.int64), torch.arange(1000).expand(60, -1))
+    grid = exponential_noise(
+        torch.arange(60), torch.zeros(60, dtype=torch.int64), torch.arange(1000).expand(60, -1)
+    )
+    later = exponential_noise(
+        torch.arange(60), torch.ones(60, dtype=torch.int64), torch.arange(1000).expand(60, -1)
+    )
     uniform = (-torch.stack((grid, later))).exp()
     assert abs(uniform.mean() - 1 / 2) < 5e-3 and abs(uniform.var() - 1 / 12) < 2e-3
     assert 0 < uniform.min() < 1e-4 and 1 - 1e-4 < uniform.max() < 1
-    for one, other in ((uniform[0], uniform[1]), (uniform[0, 1:], uniform[0, :-1]), (grid[:, 1:], grid[:, :-1])):
+    for one, other in (
+        (uniform[0], uniform[1]),
+        (uniform[0, 1:], uniform[0, :-1]),
+        (grid[:, 1:], grid[:, :-1]),
+    ):
         assert abs(torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1]) < 0.02
 
 
 @pytest.mark.parametrize("logits", [[2.0, 1.5], [-1.0, -1.5]])
 def test_a_penalty_makes_what_was_seen_less_likely_whatever_its_sign(logits):
     seen = torch.tensor([[True, False]])
-    assert draws(torch.tensor([logits]), seen=seen, temperature=0, repetition_penalty=1.2).tolist() == [0]
-    assert draws(torch.tensor([logits]), seen=seen, temperature=0, repetition_penalty=2.0).tolist() == [1]
+    assert draws(
+        torch.tensor([logits]), seen=seen, temperature=0, repetition_penalty=1.2
+    ).tolist() == [0]
+    assert draws(
+        torch.tensor([logits]), seen=seen, temperature=0, repetition_penalty=2.0
+    ).tolist() == [1]
 
 
 def test_a_seed_repeats_and_another_does_not():
@@ -78,13 +95,13 @@ def test_a_seed_repeats_and_another_does_not():
 
 @pytest.mark.parametrize("prompts", [[[]], [[1], []], [[1] * 65]])
 def test_prompts_that_cannot_be_read_are_refused(prompts):
-    model = build(tree_of("gqa"))
+    model = instantiate(tree_of("gqa"))
     with pytest.raises(ValueError, match="1 to 64 tokens"):
         continued(model, prompts, 1, rows=2)
 
 
 def test_a_full_context_loses_its_older_half():
-    model = redraw(build(tree_of("gqa"))).double()
+    model = redraw(instantiate(tree_of("gqa"))).double()
     prompt = list(range(64))
     read = []
 
@@ -99,7 +116,7 @@ def test_a_full_context_loses_its_older_half():
 
 def test_right_guesses_save_steps_and_change_no_logits():
     """A text that repeats itself: what follows is guessed, and read four tokens at a time."""
-    model, prompt = redraw(build(tree_of("delta"))).double(), [5, 6, 7] * 4
+    model, prompt = redraw(instantiate(tree_of("delta"))).double(), [5, 6, 7] * 4
     found = {}
 
     def draw(logits, keys, places, seen):
@@ -114,7 +131,11 @@ def test_right_guesses_save_steps_and_change_no_logits():
         steps.append(about[1].shape[1])
         return decode_step(*about)
 
-    assert continued(model, [prompt], 12, draw, rows=1, step=step, guesses=3) == plain == [[5, 6, 7] * 4]
+    assert (
+        continued(model, [prompt], 12, draw, rows=1, step=step, guesses=3)
+        == plain
+        == [[5, 6, 7] * 4]
+    )
     assert steps == [4, 4, 4]
     for place, each in found.items():
         for logits in each:
@@ -122,7 +143,7 @@ def test_right_guesses_save_steps_and_change_no_logits():
 
 
 def test_a_wrong_guess_is_read_but_never_kept():
-    model, read = redraw(build(tree_of("gqa"))).double(), {}
+    model, read = redraw(instantiate(tree_of("gqa"))).double(), {}
     tokens = iter([5, 6, 9, 5, 6, 4, 5, 6, 8])
 
     def draw(logits, keys, places, seen):
@@ -138,8 +159,10 @@ def test_a_wrong_guess_is_read_but_never_kept():
 
 
 def test_an_end_within_right_guesses_is_all_that_the_cache_holds():
-    model = redraw(build(tree_of("gqa"))).double()
-    cache, text = model.new_cache(1, 64, torch.float64, "cpu"), Text([5, 6, 7] * 4, 12)
-    for _ in generate(model, [text], lambda logits, keys, places, seen: 5 + places % 3, cache=cache, guesses=3):
+    model = redraw(instantiate(tree_of("gqa"))).double()
+    cache, text = model.new_cache(1, 64, torch.float64, "cpu"), Sequence([5, 6, 7] * 4, 12)
+    for _ in generate(
+        model, [text], lambda logits, keys, places, seen: 5 + places % 3, cache=cache, guesses=3
+    ):
         text.done = text.tokens[-1] == 6
     assert text.tokens[12:] == [5, 6] and int(cache.lengths[0]) == 14

@@ -38,7 +38,9 @@ def test_a_difference_is_seen():
     draw, seen = np.random.default_rng(0), 0
     for _ in range(200):
         shared = draw.normal(1, 0.05, 3)
-        base, other = (dict(enumerate(shared + more + draw.normal(0, 0.001, 3))) for more in (0, 0.02))
+        base, other = (
+            dict(enumerate(shared + more + draw.normal(0, 0.001, 3))) for more in (0, 0.02)
+        )
         seen += verdicts(base, {"x": other})["x"].said == "worse"
     assert seen >= 190
 

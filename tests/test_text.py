@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.atomic_dir import written
+from common.atomic_dir import atomic_directory
 from data.prepare import prepare
 from data.shards import ShardWriter, open_shard
 from data.sources import Stdlib, Text
 from data.tokenizer import Tokenizer
-from inference.text import Stream
+from inference.text import StreamingDetokenizer
 from tests.conftest import DATASETS, LONG, ROOT
 
 NASTY = [
@@ -34,14 +34,21 @@ NASTY = [
 
 
 def text_source(path, **knobs) -> Text:
-    given = {"text_field": "text", "separator": "<|endoftext|>", "holdout": 20, "vocab_size": 400, "tokenizer": None}
+    given = {
+        "text_field": "text",
+        "separator": "<|endoftext|>",
+        "holdout": 20,
+        "vocab_size": 400,
+        "tokenizer": None,
+    }
     return Text(path=str(path), **(given | knobs))
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train(
-        Stdlib(vocab_size=512, tokenizer=None).root.joinpath("ast.py").read_text().split("\n\n"), 512
+        Stdlib(vocab_size=512, tokenizer=None).root.joinpath("ast.py").read_text().split("\n\n"),
+        512,
     )
 
 
@@ -50,7 +57,7 @@ def test_any_text_comes_back(tokenizer, text):
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
     assert not {tokenizer.bos, tokenizer.eos} & set(tokens)
-    stream = Stream(tokenizer, [])
+    stream = StreamingDetokenizer(tokenizer, [])
     assert "".join(stream.push(token) for token in tokens) + stream.text() == text
 
 
@@ -73,16 +80,31 @@ def test_a_stream_keeps_the_leading_space_of_a_dummy_prefix():
         pytest.skip("the shared datasets are not here")
     tokenizer = Tokenizer.load(path)
     tokens = tokenizer.encode("Once upon a time")
-    assert "".join(map(Stream(tokenizer, []).push, tokens)) == "Once upon a time"
-    rest = "".join(map(Stream(tokenizer, tokens[:1]).push, tokens[1:]))
+    assert "".join(map(StreamingDetokenizer(tokenizer, []).push, tokens)) == "Once upon a time"
+    rest = "".join(map(StreamingDetokenizer(tokenizer, tokens[:1]).push, tokens[1:]))
     assert tokenizer.decode(tokens[:1]) + rest == "Once upon a time"
 
 
 def test_the_library_split_is_the_documented_one():
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages"}
-    files = [p.relative_to(root) for p in sorted(root.rglob("*.py")) if not skipped & set(p.relative_to(root).parts)]
-    held = [f for f in files if int(hashlib.sha256(f.as_posix().encode()).hexdigest(), 16) % 20 == 0]
+    skipped = {
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "encodings",
+        "pydoc_data",
+        "site-packages",
+        "dist-packages",
+    }
+    files = [
+        p.relative_to(root)
+        for p in sorted(root.rglob("*.py"))
+        if not skipped & set(p.relative_to(root).parts)
+    ]
+    held = [
+        f for f in files if int(hashlib.sha256(f.as_posix().encode()).hexdigest(), 16) % 20 == 0
+    ]
     source = Stdlib(vocab_size=400, tokenizer=None)
     assert sorted(source.files) == sorted(f.as_posix() for f in files)
     assert sum(held_out for _, held_out in source.documents()) == len(held) > 0
@@ -92,7 +114,11 @@ def test_a_txt_is_cut_at_separator_lines_only(tmp_path):
     (tmp_path / "a.txt").write_bytes(
         "\ufeffone\r\n<|endoftext|>\n two <|endoftext|> 2\n\n\n<|endoftext|>\r\n\n<|endoftext|>\nthree".encode()
     )
-    assert [*text_source(tmp_path / "a.txt").texts()] == ["one\r", " two <|endoftext|> 2\n\n", "three"]
+    assert [*text_source(tmp_path / "a.txt").texts()] == [
+        "one\r",
+        " two <|endoftext|> 2\n\n",
+        "three",
+    ]
 
 
 def test_folders_and_globs_read_all_kinds(tmp_path):
@@ -103,7 +129,9 @@ def test_folders_and_globs_read_all_kinds(tmp_path):
     (tmp_path / "a.txt").write_text("plain")
     (tmp_path / "b.jsonl").write_text('{"text": "first"}\n\n{"text": "second", "more": 1}\n')
     (tmp_path / "note.md").write_text("not this")
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["table"], "n": [1]}), tmp_path / "sub" / "c.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["table"], "n": [1]}), tmp_path / "sub" / "c.parquet"
+    )
     assert [*text_source(tmp_path).texts()] == ["plain", "first", "second", "table"]
     assert [*text_source(f"{tmp_path}/*.jsonl").texts()] == ["first", "second"]
 
@@ -113,15 +141,28 @@ def test_documents_are_held_out_by_their_own_hash(tmp_path):
     splits = []
     for name, order in (("a", texts), ("b", texts[::-1])):
         (tmp_path / f"{name}.txt").write_text("\n<|endoftext|>\n".join(order))
-        splits.append({text for text, held_out in text_source(tmp_path / f"{name}.txt").documents() if held_out})
-    assert splits[0] == splits[1] == {t for t in texts if int(hashlib.sha256(t.encode()).hexdigest(), 16) % 20 == 0}
+        splits.append(
+            {
+                text
+                for text, held_out in text_source(tmp_path / f"{name}.txt").documents()
+                if held_out
+            }
+        )
+    assert (
+        splits[0]
+        == splits[1]
+        == {t for t in texts if int(hashlib.sha256(t.encode()).hexdigest(), 16) % 20 == 0}
+    )
 
 
 def test_few_documents_hold_out_one_and_a_lone_one_its_end(tmp_path):
     (tmp_path / "few.txt").write_text("a\n<|endoftext|>\nb\n<|endoftext|>\nc")
     assert sum(held_out for _, held_out in text_source(tmp_path / "few.txt").documents()) == 1
     (tmp_path / "lone.txt").write_text("0123456789" * 10)
-    assert [*text_source(tmp_path / "lone.txt").documents()] == [("0123456789" * 9 + "01234", False), ("56789", True)]
+    assert [*text_source(tmp_path / "lone.txt").documents()] == [
+        ("0123456789" * 9 + "01234", False),
+        ("56789", True),
+    ]
 
 
 BAD = {
@@ -151,7 +192,9 @@ def test_a_corpus_is_every_document_between_bos_and_eos(tmp_path, story):
     pieces = corpus.tokenizer
     for shards, held in ((corpus.train, False), (corpus.validation, True)):
         documents = [text for text, held_out in text_source(story).documents() if held_out == held]
-        expected = [token for text in documents for token in (pieces.bos, *pieces.encode(text), pieces.eos)]
+        expected = [
+            token for text in documents for token in (pieces.bos, *pieces.encode(text), pieces.eos)
+        ]
         assert np.concatenate(shards).tolist() == expected
         assert shards[0].dtype == np.uint16
         if held:
@@ -162,13 +205,17 @@ def test_a_corpus_is_built_once_and_again_when_its_text_changes(tmp_path, story,
     from data import prepare as module
 
     built = []
-    monkeypatch.setattr(prepare, "make", lambda *a, make=module.make: (built.append(a), make(*a)))
+    monkeypatch.setattr(
+        prepare, "build_corpus", lambda *a, make=module.build_corpus: (built.append(a), make(*a))
+    )
     prepare(text_source(story), tmp_path / "cache")
     prepare(text_source(story), tmp_path / "cache")
     assert len(built) == 1
     before = story.stat()
     story.write_text(story.read_text().replace("Ann", "Ina"))
-    os.utime(story, ns=(before.st_atime_ns, before.st_mtime_ns))  # same size, same time, other bytes
+    os.utime(
+        story, ns=(before.st_atime_ns, before.st_mtime_ns)
+    )  # same size, same time, other bytes
     prepare(text_source(story), tmp_path / "cache")
     assert len(built) == 2
     prepare(text_source(story, vocab_size=410), tmp_path / "cache")
@@ -209,7 +256,7 @@ def test_four_processes_build_one_corpus(tmp_path, story):
 
 
 def test_a_preparation_that_fails_leaves_nothing(tmp_path, story, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "documents", lambda self, texts: 1 // 0)
+    monkeypatch.setattr(Tokenizer, "encode_documents", lambda self, texts: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         prepare(text_source(story), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
@@ -217,7 +264,9 @@ def test_a_preparation_that_fails_leaves_nothing(tmp_path, story, monkeypatch):
 
 def test_a_given_tokenizer_is_used(tmp_path, story, tokenizer):
     (tmp_path / "given.model").write_bytes(tokenizer.proto)
-    corpus = prepare(text_source(story, tokenizer=str(tmp_path / "given.model")), tmp_path / "cache")
+    corpus = prepare(
+        text_source(story, tokenizer=str(tmp_path / "given.model")), tmp_path / "cache"
+    )
     assert corpus.tokenizer.sha256 == tokenizer.sha256
     (tmp_path / "given.model").write_bytes(b"not a model")
     for path in ("given.model", "absent.model"):
@@ -229,7 +278,7 @@ def test_a_given_tokenizer_is_used(tmp_path, story, tokenizer):
 def test_a_shard_is_as_wide_as_its_vocabulary(tmp_path, vocab_size, dtype, monkeypatch):
     monkeypatch.setattr("data.shards.LARGEST", 4)
     tokens = np.array([0, 1, vocab_size - 1])
-    with written(tmp_path / "corpus") as unsealed:
+    with atomic_directory(tmp_path / "corpus") as unsealed:
         writer = ShardWriter(unsealed, "a", vocab_size)
         for _ in range(2):
             writer.write(tokens)
@@ -245,6 +294,8 @@ def test_a_shard_is_as_wide_as_its_vocabulary(tmp_path, vocab_size, dtype, monke
 def test_only_two_megabytes_are_held_out(tmp_path, monkeypatch):
 
     monkeypatch.setattr(prepare, "VALIDATION", 300)
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} " * 20}) + "\n" for i in range(100)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"{i} " * 20}) + "\n" for i in range(100))
+    )
     corpus = prepare(text_source(tmp_path / "a.jsonl", holdout=3), tmp_path / "cache")
     assert 200 < corpus.validation_bytes <= 300

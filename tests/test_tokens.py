@@ -12,10 +12,10 @@ import pytest
 import sentencepiece
 from pyarrow import parquet, table
 
-from data.files import files_of
+from data.files import split_files
 from data.prepare import prepare
 from data.pretokenized import Pretokenized
-from data.tokenizer import Ids, Tokenizer
+from data.tokenizer import IdTokenizer, Tokenizer
 from tests.conftest import SHORT, TINY, close
 from tests.test_text import text_source
 from tools.compare.runs import Run
@@ -27,7 +27,11 @@ FORMATS = {"nanogpt": None, "llm.c": (20240520, 1, "H"), "llama-3": (20240801, 7
 def save(path: Path, ids: list[int], form: str = "nanogpt", count: int | None = None) -> None:
     """As nanoGPT's prepare.py and llm.c's dev/data/data_common.py describe it."""
     magic, version, kind = FORMATS[form] or (None, None, "H")
-    head = b"" if magic is None else struct.pack("<3i1012x", magic, version, len(ids) if count is None else count)
+    head = (
+        b""
+        if magic is None
+        else struct.pack("<3i1012x", magic, version, len(ids) if count is None else count)
+    )
     path.write_bytes(head + struct.pack(f"<{len(ids)}{kind}", *ids))
 
 
@@ -38,7 +42,10 @@ def save_rows(path: Path, rows: list, field: str = "input_ids") -> None:
 def stories(count: int, seed: int) -> list[list[int]]:
     """Documents that count up from somewhere."""
     draw = np.random.default_rng(seed)
-    return [[BOS, *range(start := int(draw.integers(60)), start + int(draw.integers(5, 30)))] for _ in range(count)]
+    return [
+        [BOS, *range(start := int(draw.integers(60)), start + int(draw.integers(5, 30)))]
+        for _ in range(count)
+    ]
 
 
 def joined(rows: list[list[int]]) -> list[int]:
@@ -46,7 +53,12 @@ def joined(rows: list[list[int]]) -> list[int]:
 
 
 def source(path: Path, **knobs) -> Pretokenized:
-    given = {"tokens_field": "input_ids", "validation_tokens": 500, "vocab_size": VOCABULARY, "bos": BOS}
+    given = {
+        "tokens_field": "input_ids",
+        "validation_tokens": 500,
+        "vocab_size": VOCABULARY,
+        "bos": BOS,
+    }
     return Pretokenized(path=str(path), **({"tokenizer": None} | given | knobs))
 
 
@@ -58,7 +70,11 @@ def fill(folder: Path, form: str, seed: int = 0) -> None:
         if form == "parquet":
             save_rows(folder / f"{split.replace('val', 'validation')}-00000-of-00001.parquet", rows)
         else:
-            save(folder / (f"{split}.bin" if form == "nanogpt" else f"fineweb_{split}_000001.bin"), joined(rows), form)
+            save(
+                folder / (f"{split}.bin" if form == "nanogpt" else f"fineweb_{split}_000001.bin"),
+                joined(rows),
+                form,
+            )
 
 
 @pytest.mark.parametrize("form", [*FORMATS, "parquet"])
@@ -68,8 +84,14 @@ def test_a_corpus_is_the_ids_of_its_files(tmp_path, form):
     assert np.concatenate(corpus.train).tolist() == joined(stories(200, 0))
     assert np.concatenate(corpus.validation).tolist() == joined(stories(40, 1))[:500]
     assert corpus.validation_bytes is None and corpus.tokenizer.bos == corpus.tokenizer.eos == BOS
-    assert isinstance(corpus.train[0], np.memmap) and (form == "parquet") == (tmp_path / "cache").exists()
-    again = {prepare(source(tmp_path / "corpus", **knobs), tmp_path / "cache").sha256 for knobs in ({}, {"bos": BOS})}
+    assert (
+        isinstance(corpus.train[0], np.memmap)
+        and (form == "parquet") == (tmp_path / "cache").exists()
+    )
+    again = {
+        prepare(source(tmp_path / "corpus", **knobs), tmp_path / "cache").sha256
+        for knobs in ({}, {"bos": BOS})
+    }
     assert again == {corpus.sha256}
     fill(tmp_path / "other", form, seed=5)
     for path in (tmp_path / "other").glob("*val*"):
@@ -94,10 +116,14 @@ def test_of_several_files_the_first_tokens_are_held_out(tmp_path):
 
 
 @pytest.mark.parametrize("most, held", [(500, [0, 20]), (2, [0])])
-def test_without_a_name_one_row_in_twenty_is_held_out_and_each_begins_with_bos(tmp_path, most, held):
+def test_without_a_name_one_row_in_twenty_is_held_out_and_each_begins_with_bos(
+    tmp_path, most, held
+):
     rows = [[BOS, n, n] if n % 2 else [n, n] for n in range(30)]
     save_rows(tmp_path / "a.parquet", [*rows, []], "ids")
-    corpus = prepare(source(tmp_path, tokens_field="ids", validation_tokens=most), tmp_path / "cache")
+    corpus = prepare(
+        source(tmp_path, tokens_field="ids", validation_tokens=most), tmp_path / "cache"
+    )
     split = {True: [], False: []}
     for n in range(30):
         split[n in held] += [BOS, n, n]
@@ -121,7 +147,7 @@ NAMES = {
 def test_a_name_says_what_is_held_out_and_no_test_is_trained_on(tmp_path, names):
     for name in names.split():
         (tmp_path / name).touch()
-    train, held = ({path.name for path in paths} for paths in files_of(str(tmp_path), (".bin",)))
+    train, held = ({path.name for path in paths} for paths in split_files(str(tmp_path), (".bin",)))
     left_out = {name for name in names.split() if name.startswith("test-")}
     assert held == {NAMES[names]} - {""} and train == {*names.split()} - held - left_out
 
@@ -134,7 +160,9 @@ def test_parquet_of_the_hub_keeps_its_own_splits(tmp_path):
     assert sorted(text for text, held in documents if held) == [f"validation {n}" for n in range(9)]
     assert sorted(text for text, held in documents if not held) == [f"train {n}" for n in range(9)]
     before = text_source(tmp_path).fingerprint()
-    (tmp_path / "test-00000-of-00001.parquet").replace(tmp_path / "validation-00000-of-00001.parquet")
+    (tmp_path / "test-00000-of-00001.parquet").replace(
+        tmp_path / "validation-00000-of-00001.parquet"
+    )
     assert text_source(tmp_path).fingerprint() != before
 
 
@@ -143,7 +171,9 @@ def test_the_tokenizer_of_the_ids_knows_their_bytes(tmp_path, story, prefix):
     texts, written = story.read_text().replace("\n", " ").split("<|endoftext|> "), io.BytesIO()
     how = {"model_type": "bpe", "vocab_size": 80, "minloglevel": 2, "add_dummy_prefix": prefix}
     how |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=written, **how)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=written, **how
+    )
     (tmp_path / "a.model").write_bytes(written.getvalue())
     pieces = Tokenizer.load(tmp_path / "a.model")
     tokens = [[pieces.bos, *pieces.encode(text), pieces.eos] for text in texts]
@@ -162,9 +192,16 @@ def test_the_tokenizer_of_the_ids_knows_their_bytes(tmp_path, story, prefix):
 def test_without_a_tokenizer_ids_are_their_own_text(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"ids 50257 50256\n")
     ids = Tokenizer.load(tmp_path / "tokenizer.model")
-    assert (ids.vocab_size, ids.bos, ids.eos) == (50257, 50256, 50256) and Ids(ids.proto).sha256 == ids.sha256
-    assert ids.encode(" 464 3290\n") == [464, 3290] and ids.decode([50256, 464, 3290, 50256]) == "464 3290"
-    assert ids.documents(["1 2"])[0].tolist() == [50256, 1, 2] and ids.pieces.id_to_piece([5]) == ["5"]
+    assert (ids.vocab_size, ids.bos, ids.eos) == (50257, 50256, 50256) and IdTokenizer(
+        ids.proto
+    ).sha256 == ids.sha256
+    assert (
+        ids.encode(" 464 3290\n") == [464, 3290]
+        and ids.decode([50256, 464, 3290, 50256]) == "464 3290"
+    )
+    assert ids.encode_documents(["1 2"])[0].tolist() == [50256, 1, 2] and ids.processor.id_to_piece(
+        [5]
+    ) == ["5"]
     for text in ("464 dog", "50257", "-1", "1.5"):
         with pytest.raises(ValueError, match=text.split()[-1]):
             ids.encode(text)
@@ -173,28 +210,55 @@ def test_without_a_tokenizer_ids_are_their_own_text(tmp_path):
 @pytest.mark.parametrize("form", ["nanogpt", "llama-3", "parquet"])
 def test_a_run_needs_no_tokenizer(command, monkeypatch, form):
     fill(Path("corpus"), form)
-    words = [*TINY, "data=tokens", "data.path=corpus", f"data.vocab_size={VOCABULARY}", f"data.bos={BOS}"]
+    words = [
+        *TINY,
+        "data=tokens",
+        "data.path=corpus",
+        f"data.vocab_size={VOCABULARY}",
+        f"data.bos={BOS}",
+    ]
     words += ["run_dir=run", "document_mask=true"]
     result = command("train.py", *words, *SHORT)
-    assert result.code == 0 and "nats per token\n" in result.err and "bits per byte" not in result.err, result.err
-    looks = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines() if "val_loss" in line]
+    assert (
+        result.code == 0 and "nats per token\n" in result.err and "bits per byte" not in result.err
+    ), result.err
+    looks = [
+        json.loads(line)
+        for line in Path("run/metrics.jsonl").read_text().splitlines()
+        if "val_loss" in line
+    ]
     assert [look["val_bpb"] for look in looks] == [None, None]
     # Over 5 seeds, in fp32 and in bf16: 4.44 to 4.46, then 4.08 to 4.11.
     assert looks[1]["val_loss"] < looks[0]["val_loss"] < 4.7
-    assert Path("run/samples.txt").read_text().split()[3].isdecimal() and Path("run/loss.png").exists()
+    assert (
+        Path("run/samples.txt").read_text().split()[3].isdecimal() and Path("run/loss.png").exists()
+    )
     result = command("generate.py", "--run", "run", "5 6 7", "--max-new-tokens", "9", "--stop", "!")
-    assert result.code == 0 and all(word.isdecimal() for word in result.out.split()) and result.out.strip(), result.err
+    assert (
+        result.code == 0
+        and all(word.isdecimal() for word in result.out.split())
+        and result.out.strip()
+    ), result.err
     result = command("generate.py", "--run", "run", "five")
     assert (result.code, result.out) == (2, "") and "(five). fix: " in result.err
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"5 6\nfive\n"), isatty=lambda: False))
+    monkeypatch.setattr(
+        sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"5 6\nfive\n"), isatty=lambda: False)
+    )
     result = command("generate.py", "--run", "run", "--interactive")
     assert result.code == 2 and len(result.out.splitlines()) == 1 and "(five). fix: " in result.err
     assert "resuming step 4" in command("train.py", *words, *SHORT, "steps=6", "resume=true").err
-    result = command("train.py", *TINY[1:], *SHORT, *words[len(TINY) : -2], "init_from=run", "run_dir=other")
+    result = command(
+        "train.py", *TINY[1:], *SHORT, *words[len(TINY) : -2], "init_from=run", "run_dir=other"
+    )
     assert result.code == 0 and "beginning with the weights of run" in result.err, result.err
     result = command("tools/compare.py", "--report", "run", "--dir", "report")
-    assert result.code == 0 and "bits per byte" not in Path("report/report.md").read_text(), result.err
-    close(Run.read(Path("run")).loss, json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["val_loss"])
+    assert result.code == 0 and "bits per byte" not in Path("report/report.md").read_text(), (
+        result.err
+    )
+    close(
+        Run.read(Path("run")).loss,
+        json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["val_loss"],
+    )
     fill(Path("corpus"), form, seed=2)
     result = command("train.py", *words, *SHORT, "steps=8", "resume=true")
     assert result.code == 2 and "was made with another text" in result.err
@@ -207,8 +271,14 @@ def raw(name: str, content: bytes) -> None:
 ONES = [1] * 500
 BAD = {
     "a cut shard": (lambda: save(Path("a.bin"), ONES, "llm.c", count=501), "a.bin: 2024 bytes"),
-    "a cut shard of Llama 3": (lambda: save(Path("a.bin"), ONES, "llama-3", count=600), "have 600 tokens"),
-    "another version": (lambda: raw("a.bin", struct.pack("<3i1012x1000x", 20240520, 2, 500)), "version 2"),
+    "a cut shard of Llama 3": (
+        lambda: save(Path("a.bin"), ONES, "llama-3", count=600),
+        "have 600 tokens",
+    ),
+    "another version": (
+        lambda: raw("a.bin", struct.pack("<3i1012x1000x", 20240520, 2, 500)),
+        "version 2",
+    ),
     "half a token": (lambda: raw("a.bin", bytes(2001)), "2001 bytes"),
     "an empty shard": (lambda: raw("a.bin", b""), "0 bytes"),
     "a header alone": (lambda: raw("a.bin", struct.pack("<2i", 20240520, 1)), "8 bytes"),
@@ -217,15 +287,24 @@ BAD = {
         lambda: [save(Path(n), [*ONES, i]) for n, i in (("a.bin", 9), ("val.bin", 100))],
         "val.bin",
     ),
-    "an id outside, of a row": (lambda: save_rows(Path("a.parquet"), [ONES, [1, 100]]), "row 2 has 100, of 100"),
+    "an id outside, of a row": (
+        lambda: save_rows(Path("a.parquet"), [ONES, [1, 100]]),
+        "row 2 has 100, of 100",
+    ),
     "a negative id": (lambda: save_rows(Path("a.parquet"), [ONES, [1, -100]]), "row 2 has -100"),
     "another field": (lambda: save_rows(Path("a.parquet"), [[1]], "tokens"), "'tokens']). fix: "),
     "text in the field": (lambda: save_rows(Path("a.parquet"), ["text"]), "a.parquet row 1"),
     "null in the field": (lambda: save_rows(Path("a.parquet"), [[1], None]), "a.parquet row 2"),
     "fractions": (lambda: save_rows(Path("a.parquet"), [[1.5]]), "a.parquet row 1"),
     "no parquet": (lambda: raw("a.parquet", b"PAR1 not really"), "a.parquet"),
-    "both kinds": (lambda: (save(Path("a.bin"), ONES), save_rows(Path("b.parquet"), [[1]])), "a.bin"),
-    "only held out": (lambda: [save(Path(f"val{n}.bin"), ONES) for n in (1, 2)], "nothing to train on"),
+    "both kinds": (
+        lambda: (save(Path("a.bin"), ONES), save_rows(Path("b.parquet"), [[1]])),
+        "a.bin",
+    ),
+    "only held out": (
+        lambda: [save(Path(f"val{n}.bin"), ONES) for n in (1, 2)],
+        "nothing to train on",
+    ),
     "too little": (lambda: save(Path("a.bin"), [1, 2, 3]), "too little text"),
 }
 

@@ -25,27 +25,37 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from checkpoints.huggingface import mapping
-from checkpoints.weights import layout
+from checkpoints.weights import weight_map
 from common import compilation, errors, hardware
-from common.config import composed
-from common.instantiate import ROOT, build
+from common.config import compose
+from common.instantiate import ROOT, instantiate
 from data.loader import Loader
-from data.prepare import Corpus, sample
-from data.sources import tokenised
+from data.prepare import Corpus, tokenizer_corpus
+from data.sources import tokenize_documents
 from data.tokenizer import Tokenizer
 from inference import quantize
-from inference.engine import compiled_step, decode_step
+from inference.engine import compile_decode_step, decode_step
 from model.materialize import build_model, materialize
 from tools.latency import timed
-from training.distributed import Ranks
-from training.setup import checked
+from training.distributed import DistEnv
+from training.setup import validate
 from training.signals import Signals
 from training.trainer import Trainer
 
-ROUNDS, PROBES = 8, 20  # turns of each competitor; probes of the machine in all, the best of which is the ceiling
-CASES = (1, 256), (8, 256), (1, 2048), (8, 2048)  # rows that are decoded together, tokens of each at its end
+ROUNDS, PROBES = (
+    8,
+    20,
+)  # turns of each competitor; probes of the machine in all, the best of which is the ceiling
+CASES = (
+    (1, 256),
+    (8, 256),
+    (1, 2048),
+    (8, 2048),
+)  # rows that are decoded together, tokens of each at its end
 NEW = 255  # of them are drawn
-Competitor = tuple[Callable[[], object], dict[str, float], torch.device]  # a step, what it does, where
+Competitor = tuple[
+    Callable[[], object], dict[str, float], torch.device
+]  # a step, what it does, where
 
 
 def main(words: list[str]) -> None:
@@ -60,7 +70,10 @@ def main(words: list[str]) -> None:
             compete(*COMPETITORS[name](rest))
         case _:
             problem = f"nothing to measure (got {' '.join(words) or 'no words'})"
-            errors.fail(errors.INPUT, f"{problem}. fix: python -m tools.bench {' or '.join([*KINDS, 'decode'])}")
+            errors.exit_with(
+                errors.INPUT,
+                f"{problem}. fix: python -m tools.bench {' or '.join([*KINDS, 'decode'])}",
+            )
 
 
 def compare(names: list[str], words: list[str], **case: int) -> None:
@@ -75,7 +88,10 @@ def compare(names: list[str], words: list[str], **case: int) -> None:
         for name, process in running.items():
             process.stdin.write("\n")
             process.stdin.flush()
-            turn = json.loads(process.stdout.readline() or errors.fail(errors.BUG, f"{name} ended. fix: see above"))
+            turn = json.loads(
+                process.stdout.readline()
+                or errors.exit_with(errors.BUG, f"{name} ended. fix: see above")
+            )
             turns[name].append(turn)
             print(f"turn {number} of {ROUNDS}: {name} {turn['seconds']:.3f} s", file=sys.stderr)
     for process in running.values():
@@ -83,7 +99,9 @@ def compare(names: list[str], words: list[str], **case: int) -> None:
     lines = [summary(name, each) for name, each in turns.items()]
     best = min(lines[1:], key=lambda line: line["seconds"])
     pairs = zip(turns[names[0]][1:], turns[best["name"]][1:], strict=True)
-    ratios = {"speed": statistics.median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs)}
+    ratios = {
+        "speed": statistics.median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs)
+    }
     ratios["peak_memory"] = lines[0]["peak_memory_bytes"] / best["peak_memory_bytes"]
     for line in (*lines, {name: round(ratio, 3) for name, ratio in ratios.items()}):
         print(json.dumps(case | line))
@@ -92,10 +110,16 @@ def compare(names: list[str], words: list[str], **case: int) -> None:
 def summary(name: str, turns: list[dict]) -> dict:
     """Medians of all turns but the first, which compiles."""
     work, ceiling = turns[0]["work"], max(turn["ceiling"] or 0.0 for turn in turns)
-    middle = {key: statistics.median(turn[key] for turn in turns[1:]) for key in turns[0] if key.endswith("seconds")}
+    middle = {
+        key: statistics.median(turn[key] for turn in turns[1:])
+        for key in turns[0]
+        if key.endswith("seconds")
+    }
     rates = {f"{what}_per_second": round(much / middle["seconds"]) for what, much in work.items()}
     if ceiling:
-        of_ceiling, what = ("mfu", "flops") if "flops" in work else ("bandwidth_share", "bytes_read")
+        of_ceiling, what = (
+            ("mfu", "flops") if "flops" in work else ("bandwidth_share", "bytes_read")
+        )
         rates[of_ceiling] = round(work[what] / middle["seconds"] / ceiling, 3)
     rounded = {key: round(value, 4) for key, value in middle.items()}
     cold = turns[0].get("first_token_seconds", turns[0]["seconds"])
@@ -113,8 +137,18 @@ def compete(step: Callable[[], object], work: dict[str, float], device: torch.de
             own = step()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        turn = {"seconds": (perf_counter() - began) / steps, "work": work, "memory": hardware.peak_memory(device)}
-        probe = product if "flops" in work else partial(bandwidth, device) if "bytes_read" in work else None
+        turn = {
+            "seconds": (perf_counter() - began) / steps,
+            "work": work,
+            "memory": hardware.peak_memory(device),
+        }
+        probe = (
+            product
+            if "flops" in work
+            else partial(bandwidth, device)
+            if "bytes_read" in work
+            else None
+        )
         turn["ceiling"] = hardware.peak_flops(device) if probe is product else None
         if probe is not None and turn["ceiling"] is None:
             turn["ceiling"] = max(probe() for _ in range(-(-PROBES // ROUNDS)))
@@ -141,14 +175,25 @@ def product(size: int = 4096) -> float:
 def ours(words: list[str]) -> Competitor:
     settings, device = settings_of(words)
     batch, size = settings["batch_tokens"] // settings["context"], settings["model"]["vocab_size"]
-    tokens = np.random.default_rng(0).integers(0, size, 100 * settings["batch_tokens"]).astype(np.uint32)
+    tokens = (
+        np.random.default_rng(0).integers(0, size, 100 * settings["batch_tokens"]).astype(np.uint32)
+    )
     loader = Loader([tokens], context=settings["context"], batch=batch, seed=0)
     precision = hardware.pick_precision(settings["precision"], device)
     corpus, nowhere = Corpus([tokens], [tokens[:1000]], 1, None, ""), Path(os.devnull)
-    trainer = Trainer(settings, corpus, loader, nowhere, Ranks(0, 1, device), precision, Signals(), perf_counter())
+    trainer = Trainer(
+        settings,
+        corpus,
+        loader,
+        nowhere,
+        DistEnv(0, 1, device),
+        precision,
+        Signals(),
+        perf_counter(),
+    )
     if settings["compile"] is not False:
         trainer.compile()
-    return trainer.optimize, done(settings), device
+    return trainer.train_step, done(settings), device
 
 
 def transformers(words: list[str]) -> Competitor:
@@ -176,36 +221,43 @@ def llama(settings: dict):
     """The same shape in `transformers`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    with errors.input_problems():
-        config = mapping.config_of(settings["model"])
+    with errors.user_input():
+        config = mapping.to_hf_config(settings["model"])
     if config["model_type"] != "llama" or settings["document_mask"]:
-        errors.fail(errors.INPUT, "LlamaForCausalLM has another shape. fix: attention=llama, and nothing else of ours")
+        errors.exit_with(
+            errors.INPUT,
+            "LlamaForCausalLM has another shape. fix: attention=llama, and nothing else of ours",
+        )
     return LlamaForCausalLM(LlamaConfig(**config, bos_token_id=None, eos_token_id=None))
 
 
 def done(settings: dict) -> dict[str, float]:
     with torch.device("meta"):
-        flops = build(settings["model"]).training_flops()
+        flops = instantiate(settings["model"]).training_flops()
     return {"tokens": settings["batch_tokens"], "flops": settings["batch_tokens"] * flops}
 
 
 def our_tokens(words: list[str]) -> Competitor:
     tokenizer, texts, size = text_of(words)
     documents = [(text, False) for text in texts]
-    return lambda: sum(len(tokens) for tokens, *_ in tokenised(documents, tokenizer)), size, torch.device("cpu")
+    return (
+        lambda: sum(len(tokens) for tokens, *_ in tokenize_documents(documents, tokenizer)),
+        size,
+        torch.device("cpu"),
+    )
 
 
 def sentencepiece(words: list[str]) -> Competitor:
     """Its own threads, as many as there are cores, over a list of documents."""
     tokenizer, texts, size = text_of(words)
     threads = torch.get_num_threads()
-    return lambda: tokenizer.pieces.encode(texts, num_threads=threads), size, torch.device("cpu")
+    return lambda: tokenizer.processor.encode(texts, num_threads=threads), size, torch.device("cpu")
 
 
 def text_of(words: list[str]) -> tuple[Tokenizer, list[str], dict[str, int]]:
     settings, _ = settings_of(words)
-    source = build(settings["data"], "data")
-    tokenizer = Tokenizer.train(sample(source), source.vocab_size)
+    source = instantiate(settings["data"], "data")
+    tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)
     texts = [text for text, _ in islice(source.documents(), 20_000)]
     return tokenizer, texts, {"bytes": sum(len(text.encode()) for text in texts)}
 
@@ -222,8 +274,17 @@ def decoded_case(words: list[str]):
     model.eval()
     prompts = torch.randint(settings["model"]["vocab_size"], (rows, prompt), device=device)
     shape = settings["model"]
-    token = 2 * shape["depth"] * shape["attention"]["kv_heads"] * shape["dim"] // shape["heads"] * dtype.itemsize
-    weights = sum(p.nbytes for p in model.parameters()) - (0 if shape["tied"] else model.lm_head.weight.nbytes)
+    token = (
+        2
+        * shape["depth"]
+        * shape["attention"]["kv_heads"]
+        * shape["dim"]
+        // shape["heads"]
+        * dtype.itemsize
+    )
+    weights = sum(p.nbytes for p in model.parameters()) - (
+        0 if shape["tied"] else model.lm_head.weight.nbytes
+    )
     read = (NEW - 1) * (weights + rows * token * (prompt + NEW / 2))
     return settings, device, model, prompts, {"tokens": rows * (NEW - 1), "bytes_read": read}
 
@@ -232,15 +293,22 @@ def our_text(words: list[str]) -> Competitor:
     settings, device, theirs, prompts, work = decoded_case(words)
     model = materialize(build_model(settings["model"]), device, theirs.dtype)
     weights = theirs.state_dict()
-    model.load_state_dict({held.names[0]: weights[name] for name, held in layout(model, "Llama").items()})
-    quantize.load(ROOT / ".cache", compilation.cpp_compiler())
-    quantize.for_few_tokens(model, int8=False)
-    step = decode_step if settings["compile"] is False else compiled_step(device)
+    model.load_state_dict(
+        {held.names[0]: weights[name] for name, held in weight_map(model, "Llama").items()}
+    )
+    quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
+    quantize.optimize_for_decoding(model, int8=False)
+    step = decode_step if settings["compile"] is False else compile_decode_step(device)
     cache = model.new_cache(len(prompts), settings["context"] - 1, theirs.dtype, device)
 
     def run() -> dict:
         first, rest, tokens = timed(model, prompts.tolist(), NEW, cache, step)
-        return {"seconds": rest, "first_token_seconds": first, "cache_bytes": cache.nbytes, "tokens": tokens}
+        return {
+            "seconds": rest,
+            "first_token_seconds": first,
+            "cache_bytes": cache.nbytes,
+            "tokens": tokens,
+        }
 
     return run, work, device
 
@@ -256,9 +324,21 @@ def transformers_text(kind: str, words: list[str]) -> Competitor:
         ticks, kept = [perf_counter()], DynamicCache(config=model.config)
         if kind != "dynamic":
             kept = StaticCache(config=model.config, max_cache_len=settings["context"] - 1)
-        tick = [lambda ids, *_: ticks.append(perf_counter()) or torch.zeros(len(ids), dtype=torch.bool, device=device)]
-        options = {"do_sample": False, "max_new_tokens": NEW, "past_key_values": kept, "pad_token_id": 0}
-        drawn = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options, stopping_criteria=tick)
+        tick = [
+            lambda ids, *_: (
+                ticks.append(perf_counter())
+                or torch.zeros(len(ids), dtype=torch.bool, device=device)
+            )
+        ]
+        options = {
+            "do_sample": False,
+            "max_new_tokens": NEW,
+            "past_key_values": kept,
+            "pad_token_id": 0,
+        }
+        drawn = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), **options, stopping_criteria=tick
+        )
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in kept.layers)
         drawn, ended = drawn.tolist(), perf_counter()
         measured = {"seconds": ended - ticks[1], "first_token_seconds": ticks[1] - ticks[0]}
@@ -268,16 +348,19 @@ def transformers_text(kind: str, words: list[str]) -> Competitor:
 
 
 def settings_of(words: list[str]) -> tuple[dict, torch.device]:
-    settings, *_ = checked(composed(["name=bench", "max_minutes=null", "steps=1000000", *words]))
-    with errors.input_problems():
+    settings, *_ = validate(compose(["name=bench", "max_minutes=null", "steps=1000000", *words]))
+    with errors.user_input():
         return settings, hardware.pick_device(settings["device"])
 
 
 KINDS = {"train": ["ours", "transformers"], "data": ["our_tokens", "sentencepiece"]}
 DECODERS = ["our_text", "dynamic", "static", "compiled"]  # the others: caches of transformers
-COMPETITORS = {function.__name__: function for function in (ours, transformers, our_tokens, sentencepiece, our_text)}
+COMPETITORS = {
+    function.__name__: function
+    for function in (ours, transformers, our_tokens, sentencepiece, our_text)
+}
 COMPETITORS |= {kind: partial(transformers_text, kind) for kind in DECODERS[1:]}
 
 if __name__ == "__main__":
-    with errors.one_line(HydraException, OmegaConfBaseException):
+    with errors.report_errors(HydraException, OmegaConfBaseException):
         main(sys.argv[1:])

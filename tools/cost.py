@@ -14,25 +14,49 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from common import config, errors
-from common.config import composed
-from common.instantiate import ROOT, build
-from training.loss import Objective
-from training.optimizers import make_state, state_by_parameter
-from training.setup import checked
+from common.config import compose
+from common.instantiate import ROOT, instantiate
+from training.loss import LanguageModelLoss
+from training.optimizers import init_state, state_by_parameter
+from training.setup import validate
 
-COLUMNS = ("attention", "parameters", "MFLOP/token", "KV bytes/token", "KV MB at context", "training GB")
-SCALE = ("attention", "parameters", "GPUs", "GB each", "sharded", "and checkpointed", "tokens/s", "days")
-PEAK, MFU, TOKENS = 989e12, 0.4, 20  # of an H100; of it, what such runs reach; that a run sees for each parameter
+COLUMNS = (
+    "attention",
+    "parameters",
+    "MFLOP/token",
+    "KV bytes/token",
+    "KV MB at context",
+    "training GB",
+)
+SCALE = (
+    "attention",
+    "parameters",
+    "GPUs",
+    "GB each",
+    "sharded",
+    "and checkpointed",
+    "tokens/s",
+    "days",
+)
+PEAK, MFU, TOKENS = (
+    989e12,
+    0.4,
+    20,
+)  # of an H100; of it, what such runs reach; that a run sees for each parameter
 
 
 def main(words: list[str]) -> None:
     gpus = listed(words, "gpus")
     if wrong := [n for n in gpus if not n.isdecimal() or int(n) < 1]:
-        errors.fail(errors.INPUT, f"gpus must be a whole number from 1 (got {wrong[0]!r}). fix: gpus=8")
+        errors.exit_with(
+            errors.INPUT, f"gpus must be a whole number from 1 (got {wrong[0]!r}). fix: gpus=8"
+        )
     asked = listed(words, "attention")
     words = [word for word in words if not word.startswith(("attention=", "gpus="))]
     rows = []
-    for name in asked or sorted(path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml")):
+    for name in asked or sorted(
+        path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml")
+    ):
         try:
             found = Cost([*words, f"attention={name}"])
             rows += [(name, *found.at_scale(int(n))) for n in gpus] or [(name, *found.alone())]
@@ -48,31 +72,41 @@ def main(words: list[str]) -> None:
     print(
         "\nGB: fp32 weights, gradients and optimizer, and what a forward of micro_batch sequences keeps in bf16 for its"
     )
-    print("backward without torch.compile, which keeps less.", note if gpus else "KV bytes are of one row in bf16.")
+    print(
+        "backward without torch.compile, which keeps less.",
+        note if gpus else "KV bytes are of one row in bf16.",
+    )
 
 
 def listed(words: list[str], key: str) -> list[str]:
-    return [value for word in words if word.startswith(f"{key}=") for value in word.partition("=")[2].split(",")]
+    return [
+        value
+        for word in words
+        if word.startswith(f"{key}=")
+        for value in word.partition("=")[2].split(",")
+    ]
 
 
 class Cost:
     """Of the model and the batch that these words describe."""
 
     def __init__(self, words: list[str]):
-        cfg = composed(["name=cost", *words])
+        cfg = compose(["name=cost", *words])
         if not any(word.startswith("batch_tokens=") for word in words):
             cfg.batch_tokens = cfg.micro_batch * cfg.context
         cfg.sharded = False
-        settings, *_ = checked(cfg)
-        self.context, self.batch = settings["context"], config.micro_batch(settings, 1)
+        settings, *_ = validate(cfg)
+        self.context, self.batch = settings["context"], config.micro_batch_size(settings, 1)
         with FakeTensorMode():
-            self.model = build(settings["model"])
-            optimizers = build(settings["optimizer"], "training")(self.model)
-            make_state(optimizers)
-            objective = Objective(self.model, z_loss=0.0, bos=None)
+            self.model = instantiate(settings["model"])
+            optimizers = instantiate(settings["optimizer"], "training")(self.model)
+            init_state(optimizers)
+            objective = LanguageModelLoss(self.model, z_loss=0.0, bos=None)
             tokens = torch.zeros(self.batch, self.context, dtype=torch.int64)
             self.kept = kept(objective, tokens)
-            self.activations = kept(objective, torch.cat((tokens, tokens))) - self.kept  # without weights in bf16
+            self.activations = (
+                kept(objective, torch.cat((tokens, tokens))) - self.kept
+            )  # without weights in bf16
         self.weights = sum(p.numel() for p in self.model.parameters())
         # weights and gradients in fp32, and what the optimizers keep
         leaves = tree_leaves([*state_by_parameter(optimizers).values()])
@@ -96,7 +130,9 @@ class Cost:
         depth, width = len(self.model.blocks), self.model.embed.weight.shape[1]
         block = sum(p.numel() for p in self.model.blocks.parameters()) / depth
         gathered = (2 * 2 + 2 + 4) * block + 2 * 4 * (self.weights - depth * block)
-        sharded = self.state / gpus + gathered + 4 * self.model.unembedding.numel()  # its gradient, until the backward
+        sharded = (
+            self.state / gpus + gathered + 4 * self.model.unembedding.numel()
+        )  # its gradient, until the backward
         inputs = 4 * depth * self.batch * self.context * width
         rate = MFU * PEAK * gpus / self.model.training_flops()
         spread = (sharded + self.activations, sharded + inputs + self.activations / depth)
@@ -110,19 +146,25 @@ class Cost:
         )
 
 
-def kept(objective: Objective, tokens: torch.Tensor) -> int:
+def kept(objective: LanguageModelLoss, tokens: torch.Tensor) -> int:
     """Bytes that a forward keeps for its backward, the weights themselves left out."""
     weights, sizes = {p.untyped_storage()._cdata for p in objective.parameters()}, {}
 
     def see(x: torch.Tensor) -> torch.Tensor:
-        sizes[x.untyped_storage()._cdata] = x, x.untyped_storage().nbytes()  # x stays, so that no number is used twice
+        sizes[x.untyped_storage()._cdata] = (
+            x,
+            x.untyped_storage().nbytes(),
+        )  # x stays, so that no number is used twice
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(see, lambda x: x), torch.autocast("cpu", dtype=torch.bfloat16):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(see, lambda x: x),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
         objective(tokens, tokens)
     return sum(size for storage, (_, size) in sizes.items() if storage not in weights)
 
 
 if __name__ == "__main__":
-    with errors.one_line(HydraException, OmegaConfBaseException):
+    with errors.report_errors(HydraException, OmegaConfBaseException):
         main(sys.argv[1:])

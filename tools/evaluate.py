@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 
 from common import errors, hardware
-from common.cli import Parser, number
-from data.files import TEXTS, found_files, texts_of
-from data.tokenizer import Ids, Tokenizer
+from common.cli import Parser, bounded_number
+from data.files import TEXTS, find_files, read_documents
+from data.tokenizer import IdTokenizer, Tokenizer
 from inference.engine import generate
 from inference.load import load
 from inference.sampling import sample
-from inference.text import Continuation, shortened
-from model.layers import precise
+from inference.text import StreamingText, truncate_left
+from model.layers import fp32
 from model.transformer import Transformer
 
 Row = tuple[list[int], int]  # tokens, and the first of them that is scored
@@ -31,20 +31,34 @@ Row = tuple[list[int], int]  # tokens, and the first of them that is scored
 
 def arguments() -> argparse.Namespace:
     about, how = __doc__.partition(",")[0], argparse.ArgumentDefaultsHelpFormatter
-    parser = Parser("python -m tools.evaluate", description=about, epilog="--text or --tasks", formatter_class=how)
+    parser = Parser(
+        "python -m tools.evaluate",
+        description=about,
+        epilog="--text or --tasks",
+        formatter_class=how,
+    )
     add = parser.add_argument
-    add("--run", type=Path, help="a run, a Hugging Face folder or llama2.c's .bin (default: the run that saved last)")
+    add(
+        "--run",
+        type=Path,
+        help="a run, a Hugging Face folder or llama2.c's .bin (default: the run that saved last)",
+    )
     add("--text", help="a file, a glob, or a folder of .txt, .jsonl and .parquet")
     add("--separator", default="<|endoftext|>", help="a line between the documents of a .txt")
-    add("--documents", type=number(int, 1), help="look at the first so many")
+    add("--documents", type=bounded_number(int, 1), help="look at the first so many")
     add("--truncate", action="store_true", help="leave out what lies beyond the model's context")
     add("--tasks", help="names of lm-evaluation-harness, with commas between them")
     add("--task-folder", type=Path, help="your tasks, as .yaml")
-    add("--num-fewshot", type=number(int, 0), help="examples before each question")
-    add("--limit", type=number(int, 1), help="questions of each task")
-    add("--batch-size", type=number(int, 1), default=8)
+    add("--num-fewshot", type=bounded_number(int, 0), help="examples before each question")
+    add("--limit", type=bounded_number(int, 1), help="questions of each task")
+    add("--batch-size", type=bounded_number(int, 1), default=8)
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    add("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 on a GPU, else fp32")
+    add(
+        "--dtype",
+        choices=("auto", "fp32", "bf16"),
+        default="auto",
+        help="auto: bf16 on a GPU, else fp32",
+    )
     given = parser.parse_args()
     if (given.text is None) == (given.tasks is None):
         parser.error("exactly one of --text and --tasks is needed")
@@ -58,7 +72,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main(given: argparse.Namespace) -> None:
-    with errors.input_problems():
+    with errors.user_input():
         model, tokenizer, name = load(given, hardware.pick_device(given.device))
         if given.text is not None:
             found = {"name": name, **of_text(model, tokenizer, given)}
@@ -67,10 +81,14 @@ def main(given: argparse.Namespace) -> None:
     print(json.dumps(found, default=str))
 
 
-def of_text(model: Transformer, tokenizer: Tokenizer, given: argparse.Namespace) -> dict[str, float]:
+def of_text(
+    model: Transformer, tokenizer: Tokenizer, given: argparse.Namespace
+) -> dict[str, float]:
     """Of each document's own tokens behind BOS, in windows of the context; its end is not counted."""
     size, rows, count = 0, [], 0
-    for count, text in enumerate(texts_of(found_files(given.text, TEXTS), "text", given.separator), 1):
+    for count, text in enumerate(
+        read_documents(find_files(given.text, TEXTS), "text", given.separator), 1
+    ):
         tokens = [tokenizer.bos, *tokenizer.encode(text)]
         if given.truncate and len(tokens) > model.context:
             tokens = tokens[: model.context]
@@ -81,9 +99,12 @@ def of_text(model: Transformer, tokenizer: Tokenizer, given: argparse.Namespace)
             break
     if not rows:
         raise ValueError(f"no text (--text {given.text}). fix: a file that is not empty")
-    nats, tokens = -sum(each for each, _ in scores(model, rows, given.batch_size)), sum(len(row) - 1 for row, _ in rows)
+    nats, tokens = (
+        -sum(each for each, _ in scores(model, rows, given.batch_size)),
+        sum(len(row) - 1 for row, _ in rows),
+    )
     rates = {"nats_per_token": nats / tokens, "bits_per_byte": nats / math.log(2) / size}
-    if isinstance(tokenizer, Ids):
+    if isinstance(tokenizer, IdTokenizer):
         rates["bits_per_byte"] = None
     return {"documents": count, "tokens": tokens, "bytes": size, **rates}
 
@@ -101,26 +122,44 @@ def scores(model: Transformer, rows: list[Row], batch: int) -> list[tuple[float,
     for start in range(0, len(rows), batch):
         some = [rows[place] for place in order[start : start + batch]]
         width, device = len(some[0][0]) - 1, model.embed.weight.device
-        padded = torch.tensor([tokens[:-1] + [0] * (width + 1 - len(tokens)) for tokens, _ in some], device=device)
-        for place, hidden, (tokens, first) in zip(order[start:], model.hidden(padded), some, strict=False):
-            logits = precise(model.logits(hidden[first - 1 : len(tokens) - 1]))
+        padded = torch.tensor(
+            [tokens[:-1] + [0] * (width + 1 - len(tokens)) for tokens, _ in some], device=device
+        )
+        for place, hidden, (tokens, first) in zip(
+            order[start:], model.hidden(padded), some, strict=False
+        ):
+            logits = fp32(model.logits(hidden[first - 1 : len(tokens) - 1]))
             targets = torch.tensor(tokens[first:], device=device)
             chosen = logits.log_softmax(dim=-1).gather(-1, targets[:, None]).double().sum()
             found[place] = chosen.item(), bool((logits.argmax(dim=-1) == targets).all())
     return [found[row] for row in range(len(rows))]
 
 
-def of_tasks(model: Transformer, tokenizer: Tokenizer, given: argparse.Namespace) -> dict[str, dict]:
+def of_tasks(
+    model: Transformer, tokenizer: Tokenizer, given: argparse.Namespace
+) -> dict[str, dict]:
     """What lm-evaluation-harness measures. Raises ValueError where it is not there, or has no such task."""
     try:
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ValueError(f"lm-evaluation-harness is not installed ({error}). fix: pip install lm_eval") from None
-    tasks, names = TaskManager(include_path=given.task_folder and str(given.task_folder)), given.tasks.split(",")
+        raise ValueError(
+            f"lm-evaluation-harness is not installed ({error}). fix: pip install lm_eval"
+        ) from None
+    tasks, names = (
+        TaskManager(include_path=given.task_folder and str(given.task_folder)),
+        given.tasks.split(","),
+    )
     if unknown := [name for name in names if name not in tasks.all_tasks]:
-        raise ValueError(f"unknown tasks ({', '.join(unknown)}). fix: --task-folder, or one of lm_eval ls tasks")
-    asked = {"tasks": names, "task_manager": tasks, "num_fewshot": given.num_fewshot, "limit": given.limit}
+        raise ValueError(
+            f"unknown tasks ({', '.join(unknown)}). fix: --task-folder, or one of lm_eval ls tasks"
+        )
+    asked = {
+        "tasks": names,
+        "task_manager": tasks,
+        "num_fewshot": given.num_fewshot,
+        "limit": given.limit,
+    }
     return simple_evaluate(harnessed(model, tokenizer, given.batch_size), **asked)["results"]
 
 
@@ -139,12 +178,16 @@ def harnessed(model: Transformer, tokenizer: Tokenizer, batch: int):
             for _, before, after in requests:
                 tokens = [*before, *after][-model.context - 1 :]
                 if len(after) >= len(tokens):
-                    raise ValueError(f"an answer of {len(after)} tokens (context {model.context}). fix: another task")
+                    raise ValueError(
+                        f"an answer of {len(after)} tokens (context {model.context}). fix: another task"
+                    )
                 rows.append((tokens, len(tokens) - len(after)))
             return scores(model, rows, batch)
 
         def loglikelihood_rolling(self, requests: list, **_) -> list[float]:
-            texts = [[*windows(self.tok_encode(request.args[0]), model.context)] for request in requests]
+            texts = [
+                [*windows(self.tok_encode(request.args[0]), model.context)] for request in requests
+            ]
             found = iter(scores(model, [row for rows in texts for row in rows], batch))
             return [sum(score for score, _ in islice(found, len(rows))) for rows in texts]
 
@@ -153,9 +196,21 @@ def harnessed(model: Transformer, tokenizer: Tokenizer, batch: int):
 
         def answer(self, prompt: str, how: dict) -> str:
             stops, most = how.get("until") or [], how.get("max_gen_toks", 256)
-            read = shortened(self.tok_encode(prompt), model.context)
-            text = Continuation(tokenizer, most, 0, [stops] if isinstance(stops, str) else stops, False, 0, 0, read, "")
-            draw = partial(sample, temperature=how.get("temperature", 1.0) if how.get("do_sample") else 0)
+            read = truncate_left(self.tok_encode(prompt), model.context)
+            text = StreamingText(
+                tokenizer,
+                most,
+                0,
+                [stops] if isinstance(stops, str) else stops,
+                False,
+                0,
+                0,
+                read,
+                "",
+            )
+            draw = partial(
+                sample, temperature=how.get("temperature", 1.0) if how.get("do_sample") else 0
+            )
             room = min(model.context, len(read) + most)
             cache = model.new_cache(1, room, model.embed.weight.dtype, model.embed.weight.device)
             for _ in generate(model, [text], draw, cache=cache):
@@ -166,5 +221,5 @@ def harnessed(model: Transformer, tokenizer: Tokenizer, batch: int):
 
 
 if __name__ == "__main__":
-    with errors.one_line():
+    with errors.report_errors():
         main(arguments())

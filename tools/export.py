@@ -15,10 +15,10 @@ from torch import Tensor
 
 from checkpoints import checkpoint, gguf
 from checkpoints.huggingface import folder, mapping
-from checkpoints.weights import layout
+from checkpoints.weights import weight_map
 from common import errors
 from common.cli import Parser
-from data.tokenizer import Ids, Tokenizer
+from data.tokenizer import IdTokenizer, Tokenizer
 
 CARD = """---
 library_name: transformers
@@ -50,11 +50,18 @@ A text begins with {bos} and ends with {eos}. The settings it was trained with:
 def arguments() -> argparse.Namespace:
     hint = "the class is chosen from what the model is"
     parser = Parser("python -m tools.export", description=__doc__.partition(":")[0], epilog=hint)
-    parser.add_argument("--run", type=Path, help="a run, or a folder in Hugging Face layout (default: the newest run)")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        help="a run, or a folder in Hugging Face layout (default: the newest run)",
+    )
     parser.add_argument("--format", choices=("hf", "gguf"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument(
-        "--dtype", choices=(*folder.DTYPES, "q8_0"), default="f32", help="of weights; q8_0 is gguf's alone"
+        "--dtype",
+        choices=(*folder.DTYPES, "q8_0"),
+        default="f32",
+        help="of weights; q8_0 is gguf's alone",
     )
     given = parser.parse_args()
     if given.format == "hf" and given.dtype not in folder.DTYPES:
@@ -63,21 +70,34 @@ def arguments() -> argparse.Namespace:
 
 
 def main(given: argparse.Namespace) -> None:
-    with errors.input_problems():
-        place = checkpoint.newest_model(given.run)
-        if given.out.is_symlink() or (given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir()))):
+    with errors.user_input():
+        place = checkpoint.find_model(given.run)
+        if given.out.is_symlink() or (
+            given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir()))
+        ):
             raise ValueError(f"there is something already (--out {given.out}). fix: a new folder")
-        settings, tokenizer = checkpoint.config_of(place), Tokenizer.load(checkpoint.tokenizer_of(place))
-        if isinstance(tokenizer, Ids):
-            raise ValueError(f"its tokens have no text ({place}). fix: train with data.tokenizer=FILE")
-        config = mapping.config_of(settings["model"])
+        settings, tokenizer = (
+            checkpoint.load_config(place),
+            Tokenizer.load(checkpoint.tokenizer_path(place)),
+        )
+        if isinstance(tokenizer, IdTokenizer):
+            raise ValueError(
+                f"its tokens have no text ({place}). fix: train with data.tokenizer=FILE"
+            )
+        config = mapping.to_hf_config(settings["model"])
         config |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
         vocabulary = ModelProto.FromString(tokenizer.proto)
         spec, kinds = vocabulary.trainer_spec, {piece.type for piece in vocabulary.pieces}
-        if spec.model_type != spec.BPE or not spec.byte_fallback or ModelProto.SentencePiece.USER_DEFINED in kinds:
-            raise ValueError(f"only byte pairs, and bytes, are exported ({place}). fix: a tokenizer without symbols")
+        if (
+            spec.model_type != spec.BPE
+            or not spec.byte_fallback
+            or ModelProto.SentencePiece.USER_DEFINED in kinds
+        ):
+            raise ValueError(
+                f"only byte pairs, and bytes, are exported ({place}). fix: a tokenizer without symbols"
+            )
         if given.format == "gguf":
-            gguf.check(config)
+            gguf.check_exportable(config)
         model = checkpoint.load_model(place, "cpu")
         made = given.out.with_name(f".tmp-{given.out.name}")
         shutil.rmtree(made, ignore_errors=True)
@@ -94,11 +114,21 @@ def main(given: argparse.Namespace) -> None:
 
 def tensors(model: torch.nn.Module, name: str) -> dict[str, Tensor]:
     """The weights of a model under the names and in the layouts of a class of `transformers`."""
-    ours, names = model.state_dict(), layout(model, name)
-    return {theirs: stored.join([ours[each] for each in stored.names]) for theirs, stored in names.items()}
+    ours, names = model.state_dict(), weight_map(model, name)
+    return {
+        theirs: stored.join([ours[each] for each in stored.names])
+        for theirs, stored in names.items()
+    }
 
 
-def card(out: Path, place: Path, settings: dict, config: dict, model: torch.nn.Module, vocabulary: ModelProto) -> str:
+def card(
+    out: Path,
+    place: Path,
+    settings: dict,
+    config: dict,
+    model: torch.nn.Module,
+    vocabulary: ModelProto,
+) -> str:
     figures, run = "Its training is not known: it came from elsewhere.", place.resolve().parents[1]
     is_run, metrics = (place / "manifest.json").exists(), run / "metrics.jsonl"
     if is_run and metrics.exists():
@@ -107,7 +137,9 @@ def card(out: Path, place: Path, settings: dict, config: dict, model: torch.nn.M
         names = ("step", "tokens", "seconds", "train_loss", "val_loss", "val_bpb")
         rows = [f"| {name} | {last[name]:,.6g} |" for name in names if last.get(name) is not None]
         figures = "\n".join(["| | |", "|---|---|", *rows])
-    shape = ", ".join(f"{key} {settings['model'][key]}" for key in ("dim", "depth", "heads", "hidden", "context"))
+    shape = ", ".join(
+        f"{key} {settings['model'][key]}" for key in ("dim", "depth", "heads", "hidden", "context")
+    )
     return CARD.format(
         folder=out.name,
         name=run.name if is_run else place.resolve().name,
@@ -122,5 +154,5 @@ def card(out: Path, place: Path, settings: dict, config: dict, model: torch.nn.M
 
 
 if __name__ == "__main__":
-    with errors.one_line():
+    with errors.report_errors():
         main(arguments())

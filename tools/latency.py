@@ -9,17 +9,23 @@ from time import perf_counter
 import torch
 
 from common import compilation
-from inference.engine import Step, Text, compiled_step, decode_step, generate
+from inference.engine import Sequence, Step, compile_decode_step, decode_step, generate
 from inference.load import load
 from inference.sampling import sample
 from model.cache import Cache
 from model.transformer import Transformer
 
-ROWS, NEW, TURNS = (1, 8), 32, 3  # rows that are decoded together; tokens that each draws; turns, and runs in a turn
+ROWS, NEW, TURNS = (
+    (1, 8),
+    32,
+    3,
+)  # rows that are decoded together; tokens that each draws; turns, and runs in a turn
 greedy = partial(sample, temperature=0)
 
 
-def latencies(runs: dict[str, Path], context: int, device: torch.device) -> dict[str, dict[str, tuple[float, float]]]:
+def latencies(
+    runs: dict[str, Path], context: int, device: torch.device
+) -> dict[str, dict[str, tuple[float, float]]]:
     """By name of the model and by case: ms until the first token, and ms from each to the next. Medians.
 
     A case is so many rows that end at so many tokens. On a CPU models take turns; on a GPU steps are compiled.
@@ -35,7 +41,10 @@ def latencies(runs: dict[str, Path], context: int, device: torch.device) -> dict
             for rows, length in cases:
                 taken[name][f"{rows} x {length}"] += times(model, rows, length, compiles)
     return {
-        name: {case: tuple(1e3 * median(each) for each in zip(*pairs, strict=True)) for case, pairs in found.items()}
+        name: {
+            case: tuple(1e3 * median(each) for each in zip(*pairs, strict=True))
+            for case, pairs in found.items()
+        }
         for name, found in taken.items()
     }
 
@@ -43,11 +52,13 @@ def latencies(runs: dict[str, Path], context: int, device: torch.device) -> dict
 def times(model: Transformer, rows: int, length: int, compiles: bool) -> list[tuple[float, float]]:
     """Seconds until the first token and from one to the next, several times, after one that does not count."""
     weight, new = model.embed.weight, min(NEW, length // 2)
-    prompts = torch.randint(len(weight), (rows, length - new), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = torch.randint(
+        len(weight), (rows, length - new), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     cache = model.new_cache(rows, length, weight.dtype, weight.device)
     if compiles:
         torch.compiler.reset()
-    step, pairs = compiled_step(weight.device) if compiles else decode_step, []
+    step, pairs = compile_decode_step(weight.device) if compiles else decode_step, []
     for _ in range(1 + TURNS):
         first, rest, _ = timed(model, prompts, new, cache, step)
         pairs.append((first, rest / (new - 1)))
@@ -56,7 +67,7 @@ def times(model: Transformer, rows: int, length: int, compiles: bool) -> list[tu
 
 def timed(model: Transformer, prompts: list[list[int]], new: int, cache: Cache, step: Step):
     """Continues all prompts at once, greedily: seconds to the first token of all and of the rest, and the tokens."""
-    texts, began, first = [Text(prompt, new) for prompt in prompts], perf_counter(), 0.0
+    texts, began, first = [Sequence(prompt, new) for prompt in prompts], perf_counter(), 0.0
     for number, _ in enumerate(generate(model, texts, greedy, cache=cache, step=step), start=1):
         if number == len(texts):
             first = perf_counter()

@@ -17,13 +17,13 @@ from tqdm import tqdm
 from common import progress
 
 
-class Log:
-    """Only the first rank has one that speaks."""
+class Logger:
+    """Only the first rank has one that enabled."""
 
     FILES = ("metrics.jsonl", "samples.txt")
 
-    def __init__(self, run: Path, config: dict, *, speaks: bool):
-        self.run, self.config, self.speaks = run, config, speaks
+    def __init__(self, run: Path, config: dict, *, enabled: bool):
+        self.run, self.config, self.enabled = run, config, enabled
         self.bar = self.wandb = self.wandb_id = None
         self.sizes, self.hashes, self.full = (
             dict.fromkeys(self.FILES, 0),
@@ -34,7 +34,7 @@ class Log:
 
     def open(self, kept: dict) -> None:
         """The files are cut to what a checkpoint has `kept` of them: what came later is done again."""
-        if not self.speaks:
+        if not self.enabled:
             return
         for name in self.FILES:
             size, digest = kept.get(name, (0, sha256().hexdigest()))
@@ -45,27 +45,31 @@ class Log:
                 self.hashes[name].update(file.read(size))
                 self.sizes[name] = file.tell()
             if self.hashes[name].hexdigest() != digest:
-                self.say(f"warning: not what was written ({self.run / name}): it was changed after the checkpoint")
+                self.info(
+                    f"warning: not what was written ({self.run / name}): it was changed after the checkpoint"
+                )
         OmegaConf.save(self.config, self.run / "config.yaml")
         if self.config["wandb"] != "disabled":
             self.start_wandb(kept.get("wandb"))
 
-    def kept(self) -> dict:
+    def state(self) -> dict:
         """For a checkpoint: how far the files go, and what the run is called elsewhere."""
         files = {name: (self.sizes[name], self.hashes[name].hexdigest()) for name in self.FILES}
         return files | {"wandb": self.wandb_id}
 
-    def say(self, text: str) -> None:
-        if self.speaks:
+    def info(self, text: str) -> None:
+        if self.enabled:
             progress.say(text)
 
-    def waiting(self, what: str, seconds: float | None = None, advice: str = "") -> AbstractContextManager:
+    def waiting(
+        self, what: str, seconds: float | None = None, advice: str = ""
+    ) -> AbstractContextManager:
         """Announce what may take long; see progress.waiting."""
-        return progress.waiting(what, seconds, advice, is_shown=self.speaks)
+        return progress.waiting(what, seconds, advice, is_shown=self.enabled)
 
     def append(self, name: str, text: str) -> None:
         """All of it or nothing. A disk that is full costs a warning: it is no reason to lose a run."""
-        if not self.speaks:
+        if not self.enabled:
             return
         raw = text.encode()
         try:
@@ -75,7 +79,9 @@ class Log:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if not self.full:
-                self.say(f"warning: not written ({self.run / name}: {error.strerror}): training goes on")
+                self.info(
+                    f"warning: not written ({self.run / name}: {error.strerror}): training goes on"
+                )
             self.full = True
             return
         self.sizes[name] += len(raw)
@@ -90,15 +96,15 @@ class Log:
 
     def wants_progress(self) -> bool:
         """Whether somebody watches, and nothing was drawn for a second."""
-        return self.speaks and progress.is_watched() and monotonic() - self.drawn >= 1
+        return self.enabled and progress.is_watched() and monotonic() - self.drawn >= 1
 
     def progress(self, step: int, steps: float, text: str) -> None:
         """How it goes: a bar where somebody watches, lines where a file does. `steps` may be infinite."""
-        if not self.speaks:
+        if not self.enabled:
             return
         total = None if steps == math.inf else int(steps)
         if not progress.is_watched():
-            self.say(f"step {step}" + ("" if total is None else f"/{total}") + f"  {text}")
+            self.info(f"step {step}" + ("" if total is None else f"/{total}") + f"  {text}")
             return
         bar_format = f"step {step}  {text}"
         if total is not None:
@@ -117,7 +123,9 @@ class Log:
         if self.bar is not None:
             self.bar.close()
         if self.wandb is not None:
-            finishing = Thread(target=self.wandb.finish, daemon=True)  # which may wait for a network
+            finishing = Thread(
+                target=self.wandb.finish, daemon=True
+            )  # which may wait for a network
             finishing.start()
             with self.waiting("finishing wandb, 20 s at most"):
                 finishing.join(timeout=20)
@@ -126,7 +134,12 @@ class Log:
         with self._wandb_may_fail():
             import wandb
 
-            given = {"name": self.run.name, "dir": self.run, "config": self.config, "mode": self.config["wandb"]}
+            given = {
+                "name": self.run.name,
+                "dir": self.run,
+                "config": self.config,
+                "mode": self.config["wandb"],
+            }
             self.wandb = wandb.init(project="attend", id=known, resume="allow", **given)
             self.wandb_id = self.wandb.id
 
@@ -135,22 +148,24 @@ class Log:
         """After one warning there is none: metrics.jsonl is the truth."""
         try:
             yield
-        except Exception as error:  # whatever is wrong with an account or a network is no reason to lose a run
-            self.say(f"warning: no wandb: {' '.join(str(error).split())}")
+        except (
+            Exception
+        ) as error:  # whatever is wrong with an account or a network is no reason to lose a run
+            self.info(f"warning: no wandb: {' '.join(str(error).split())}")
             self.wandb = None
 
     def plot(self) -> None:
         """loss.png: training and validation loss over tokens."""
-        if not self.speaks:
+        if not self.enabled:
             return
         try:
             with self.waiting("drawing loss.png"):
-                draw(self.run / "metrics.jsonl", self.run / "loss.png")
+                draw_loss(self.run / "metrics.jsonl", self.run / "loss.png")
         except (OSError, ValueError, LookupError) as error:
-            self.say(f"warning: no loss.png: {error}")
+            self.info(f"warning: no loss.png: {error}")
 
 
-def draw(metrics: Path, picture: Path) -> None:
+def draw_loss(metrics: Path, picture: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.loader import IGNORED, documents
-from model.layers import capped, precise
+from data.loader import IGNORE_INDEX, document_ids
+from model.layers import apply_softcap, fp32
 from model.transformer import Transformer
 
-AT_ONCE = {"cpu": 2**24, "cuda": 2**27, "mps": 2**24}  # logits in memory
+MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27, "mps": 2**24}  # logits in memory
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -22,16 +22,21 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, z_loss: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        softcap: float | None,
+        z_loss: float,
     ) -> Tensor:
-        rows, weight_grad = AT_ONCE[weight.device.type] // len(weight), torch.zeros_like(weight)
+        rows, weight_grad = MAX_LOGITS[weight.device.type] // len(weight), torch.zeros_like(weight)
         rows = rows // 128 * 128 or max(rows, 1)  # products of odd sizes take a tenth longer
         if torch.is_autocast_enabled(weight.device.type):
             weight = weight.to(torch.get_autocast_dtype(weight.device.type))
         columns, nats, hidden_grads = torch.arange(len(weight), device=weight.device).int(), 0.0, []
         for h, target in zip(hidden.split(rows), targets[:, None].split(rows), strict=True):
-            scores, counts = F.linear(h, weight), target != IGNORED
-            logits = capped(precise(scores), softcap)
+            scores, counts = F.linear(h, weight), target != IGNORE_INDEX
+            logits = apply_softcap(fp32(scores), softcap)
             highest = logits.amax(dim=-1, keepdim=True)
             weights = (logits - highest).exp()
             total = weights.sum(dim=-1, keepdim=True)
@@ -53,7 +58,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad * hidden_grad, grad * weight_grad, None, None, None
 
 
-class Objective(nn.Module):
+class LanguageModelLoss(nn.Module):
     """inputs, targets (B, T) -> summed nats. The one thing that is compiled and made parallel.
 
     `bos` begins each document, if none is to see another.
@@ -64,7 +69,7 @@ class Objective(nn.Module):
         self.model, self.z_loss, self.bos = model, z_loss, bos
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        packed = None if self.bos is None else documents(inputs, self.bos)
+        packed = None if self.bos is None else document_ids(inputs, self.bos)
         hidden = self.model.hidden(inputs, documents=packed).flatten(0, 1)
         how = self.model.softcap, self.z_loss
         return LinearCrossEntropy.apply(hidden, self.model.unembedding, targets.flatten(), *how)

@@ -15,13 +15,13 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from common import errors
-from common.atomic_dir import hold
-from training.distributed import Ranks
+from common.atomic_dir import flock
+from training.distributed import DistEnv
 from training.resume import changes
 
 
 @contextmanager
-def claimed(config: dict, ranks: Ranks, sweeping: bool = False) -> Iterator[Path]:
+def open_run_dir(config: dict, ranks: DistEnv, sweeping: bool = False) -> Iterator[Path]:
     """run_dir, or the next free runs/name, or when it is to go on the newest of those with the same words, or at all.
 
     Locked for all ranks. One of a sweep never takes up a run that has other words. Ends with exit code 2 for a folder
@@ -29,40 +29,48 @@ def claimed(config: dict, ranks: Ranks, sweeping: bool = False) -> Iterator[Path
     resumed and does not exist.
     """
     with ExitStack() as held:
-        yield ranks.agreed(lambda: claim(config, sweeping, held))
+        yield ranks.on_rank0(lambda: acquire(config, sweeping, held))
 
 
-def claim(config: dict, sweeping: bool, held: ExitStack) -> Path:
-    with errors.input_problems():
+def acquire(config: dict, sweeping: bool, held: ExitStack) -> Path:
+    with errors.user_input():
         try:
-            run = chosen(config, sweeping)
+            run = resolve_run_dir(config, sweeping)
             if run is None:
                 run, lock = new_folder(config["name"])
             else:
                 if config["resume"] and config["run_dir"] is not None and not run.exists():
                     fix = "the folder of a run, or leave resume out to begin one there"
-                    raise ValueError(f"there is nothing to resume (run_dir={run} does not exist). fix: {fix}")
+                    raise ValueError(
+                        f"there is nothing to resume (run_dir={run} does not exist). fix: {fix}"
+                    )
                 there = {path.name for path in run.iterdir()} if run.is_dir() else set()
                 if there and not {".lock", "checkpoints"} & there:
-                    raise ValueError(f"the folder holds other files (run_dir={run}). fix: another run_dir")
+                    raise ValueError(
+                        f"the folder holds other files (run_dir={run}). fix: another run_dir"
+                    )
                 run.mkdir(parents=True, exist_ok=True)
                 lock = locked(run)
             held.enter_context(lock)
         except OSError as error:
             problem = f"no run can be kept there ({error.filename}: {error.strerror})"
-            errors.fail(errors.STORAGE, f"{problem}. fix: another run_dir, or room")
+            errors.exit_with(errors.STORAGE, f"{problem}. fix: another run_dir, or room")
         if list(run.glob("checkpoints/step-*")) and not config["resume"]:
-            raise ValueError(f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir")
+            raise ValueError(
+                f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir"
+            )
     return run
 
 
-def chosen(config: dict, sweeping: bool) -> Path | None:
+def resolve_run_dir(config: dict, sweeping: bool) -> Path | None:
     """The folder that is asked for; None where that is a new one in runs/."""
     if config["run_dir"] is not None:
         return Path(config["run_dir"]).expanduser()
     name = config["name"]
     taken = {
-        run.name: run for run in Path("runs").glob(f"{name}*") if re.fullmatch(rf"{re.escape(name)}(-\d+)?", run.name)
+        run.name: run
+        for run in Path("runs").glob(f"{name}*")
+        if re.fullmatch(rf"{re.escape(name)}(-\d+)?", run.name)
     }
     if config["resume"] and taken:
         saved = [run for run in taken.values() if list(run.glob("checkpoints/step-*"))]
@@ -97,19 +105,23 @@ def same_words(run: Path, config: dict) -> bool:
         changed = changes(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")), config)
     except (OSError, ValueError, YAMLError):
         return False
-    return not [key for key in changed if key not in ("steps", "max_minutes") and not key.endswith("_every")]
+    return not [
+        key for key in changed if key not in ("steps", "max_minutes") and not key.endswith("_every")
+    ]
 
 
 def locked(run: Path) -> IO:
     """Its open lock. Raises ValueError where another process has it."""
     lock = (run / ".lock").open("a+")
     try:
-        hold(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         with lock:
             lock.seek(0)
             owner = lock.read() or "another process"
-        raise ValueError(f"the folder is in use (run_dir={run}: {owner}). fix: wait, or another run_dir") from None
+        raise ValueError(
+            f"the folder is in use (run_dir={run}: {owner}). fix: wait, or another run_dir"
+        ) from None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}")
     lock.flush()

@@ -14,7 +14,9 @@ def cosine(step: int, steps: float, *, warmup: int, floor: float) -> float:
 def wsd(step: int, steps: float, *, warmup: int, cooldown: float, floor: float) -> float:
     """Warm up, stay, go down in a line to `floor` over the last `cooldown` of all steps. Hägele, 2405.18392."""
     if not 0 <= cooldown <= 1:
-        raise ValueError(f"schedule.cooldown is a share of all steps, from 0 to 1 (got {cooldown}). fix: 0.6")
+        raise ValueError(
+            f"schedule.cooldown is a share of all steps, from 0 to 1 (got {cooldown}). fix: 0.6"
+        )
     if step < warmup:
         return (step + 1) / warmup
     left = (1 - step / steps) / cooldown if cooldown else 1.0

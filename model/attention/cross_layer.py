@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import Handed
+from model.attention.base import CrossLayer
 from model.attention.softmax import SoftmaxAttention
 from model.cache import KVCache, LayerCache
-from model.context import Positions
+from model.context import ForwardContext
 
 
 class SharedAttention(SoftmaxAttention):
@@ -16,7 +16,9 @@ class SharedAttention(SoftmaxAttention):
     Raises ValueError for another `share`.
     """
 
-    def __init__(self, dim: int, heads: int, context: int, layer: int, depth: int, *, share: str, **knobs):
+    def __init__(
+        self, dim: int, heads: int, context: int, layer: int, depth: int, *, share: str, **knobs
+    ):
         super().__init__(dim, heads, context, layer, depth, **knobs)
         if share not in ("pairs", "half"):
             raise ValueError(f"attention.share is unknown (got {share!r}). fix: pairs or half")
@@ -25,12 +27,16 @@ class SharedAttention(SoftmaxAttention):
         if self.takes:
             self.k_proj = self.v_proj = self.k_norm = None
 
-    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None, handed: Handed) -> tuple[Tensor, Handed]:
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, handed: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
         if not self.takes:
-            handed = handed | {"seen": self.remember(*self.keys_values(x, positions), positions, cache)}
-        return self.answer(x, positions, *taken(handed, "seen", self.layer)), handed
+            handed = handed | {"seen": self.remember(*self.keys_values(x, ctx), ctx, cache)}
+        return self.answer(x, ctx, *take(handed, "seen", self.layer)), handed
 
-    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> LayerCache:
+    def new_cache(
+        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+    ) -> LayerCache:
         return LayerCache() if self.takes else super().new_cache(batch, capacity, dtype, device)
 
     def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
@@ -48,19 +54,23 @@ class ValueResidualAttention(SoftmaxAttention):
         self.share = nn.Parameter(torch.empty(1)) if layer > 0 else None
         self.value_width = self.kv_heads * self.head_dim if layer > 0 else None
 
-    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None, handed: Handed) -> tuple[Tensor, Handed]:
-        k, v = self.keys_values(x, positions)
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, handed: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        k, v = self.keys_values(x, ctx)
         if self.share is None:
             handed = handed | {"values": (v,)}
         else:
-            v = v + self.share.type_as(v) * (taken(handed, "values", self.layer)[0].view_as(v) - v)
-        return self.answer(x, positions, *self.remember(k, v, positions, cache)), handed
+            v = v + self.share.type_as(v) * (take(handed, "values", self.layer)[0].view_as(v) - v)
+        return self.answer(x, ctx, *self.remember(k, v, ctx, cache)), handed
 
     def initial(self, name: str, generator: torch.Generator) -> Tensor:
         return torch.full((1,), 0.5) if name == "share" else super().initial(name, generator)
 
 
-def taken(handed: Handed, what: str, layer: int) -> tuple[Tensor | None, ...]:
+def take(handed: CrossLayer, what: str, layer: int) -> tuple[Tensor | None, ...]:
     if what not in handed:
-        raise ValueError(f"no layer before hands on what this one takes ({what=} {layer=}). fix: another attention")
+        raise ValueError(
+            f"no layer before hands on what this one takes ({what=} {layer=}). fix: another attention"
+        )
     return handed[what]

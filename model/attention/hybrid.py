@@ -17,8 +17,12 @@ def hybrid(
 ) -> Attention:
     """The pattern is repeated so that it ends with the last layer. Raises ValueError for a kind that is not there."""
     if not pattern:
-        raise ValueError(f"attention.pattern is empty ({sorted(kinds)=}). fix: name the kind of some layers")
+        raise ValueError(
+            f"attention.pattern is empty ({sorted(kinds)=}). fix: name the kind of some layers"
+        )
     kind = pattern[(layer - depth) % len(pattern)]
     if kind not in kinds:
-        raise ValueError(f"attention.pattern names no kind ({kind!r} of {sorted(kinds)}). fix: one of its kinds")
+        raise ValueError(
+            f"attention.pattern names no kind ({kind!r} of {sorted(kinds)}). fix: one of its kinds"
+        )
     return kinds[kind](dim, heads, context, layer, depth)

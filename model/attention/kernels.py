@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from model.layers import capped, precise
+from model.layers import apply_softcap, fp32
 
 BLOCK, DENSE = 128, 1024  # queries of a block; tokens up to which scores may lie in memory
 
@@ -28,7 +28,7 @@ def watching() -> Iterator[list[Tensor]]:
         watched = None
 
 
-def attend(
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -48,20 +48,32 @@ def attend(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if watched is not None:
         each = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:2], -1, -1)
-        watched.append(by_scores(q, k, each, visible, softcap, sink, 0.0, scale))
+        watched.append(eager_attention(q, k, each, visible, softcap, sink, 0.0, scale))
     compiled, plain = torch.compiler.is_compiling(), softcap is None and sink is None
-    if compiled and q.is_cuda and q.shape[2] == k.shape[2] and not (plain and visible is None) and dropout == 0:
-        return by_flex(q, k, v, visible, softcap, sink, scale).transpose(1, 2)
-    dense = compiled and q.device.type == "cpu" and (q.shape[2] == 1 or (visible is None and q.shape[2] <= DENSE))
+    if (
+        compiled
+        and q.is_cuda
+        and q.shape[2] == k.shape[2]
+        and not (plain and visible is None)
+        and dropout == 0
+    ):
+        return flex(q, k, v, visible, softcap, sink, scale).transpose(1, 2)
+    dense = (
+        compiled
+        and q.device.type == "cpu"
+        and (q.shape[2] == 1 or (visible is None and q.shape[2] <= DENSE))
+    )
     if plain and not dense:
         causal, gqa = visible is None, q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, visible, dropout, causal, scale=scale, enable_gqa=gqa)
+        y = F.scaled_dot_product_attention(
+            q, k, v, visible, dropout, causal, scale=scale, enable_gqa=gqa
+        )
     else:
-        y = by_scores(q, k, v, visible, softcap, sink, dropout, scale)
+        y = eager_attention(q, k, v, visible, softcap, sink, dropout, scale)
     return y.transpose(1, 2)
 
 
-def by_flex(
+def flex(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -77,7 +89,7 @@ def by_flex(
         return j <= i if every is None else every[b, 0, i, j]
 
     def bent(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return capped(score, softcap)
+        return apply_softcap(score, softcap)
 
     batch = None if every is None else q.shape[0]
     mask = create_block_mask(seen, batch, None, q.shape[2], k.shape[2], device=q.device)
@@ -87,7 +99,7 @@ def by_flex(
         return flex_attention(q, k, v, **how)
     y, extra = flex_attention(q, k, v, **how, return_aux=AuxRequest(lse=True))
     # the sink is one more exponential in the sum
-    return y * (extra.lse - precise(sink)[:, None]).sigmoid()[..., None].type_as(y)
+    return y * (extra.lse - fp32(sink)[:, None]).sigmoid()[..., None].type_as(y)
 
 
 class Exponential(torch.autograd.Function):
@@ -102,10 +114,10 @@ class Exponential(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors
-        return precise(grad) * precise(y), None
+        return fp32(grad) * fp32(y), None
 
 
-def by_scores(
+def eager_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -122,23 +134,25 @@ def by_scores(
             end = min(start + BLOCK, q.shape[2])
             seen = (time[:end] <= time[start:end, None])[None, None]
             parts = q[:, :, start:end], k[:, :, :end], v[:, :, :end]
-            blocks.append(by_scores(*parts, seen, softcap, sink, dropout, scale))
+            blocks.append(eager_attention(*parts, seen, softcap, sink, dropout, scale))
         return torch.cat(blocks, dim=2)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    product = summed if q.shape[2] == 1 and torch.compiler.is_compiling() else torch.matmul
-    scores = capped(precise(product(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT)), softcap)
+    product = vector_matmul if q.shape[2] == 1 and torch.compiler.is_compiling() else torch.matmul
+    scores = apply_softcap(
+        fp32(product(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT)), softcap
+    )
     scores = scores.masked_fill(~visible, -torch.inf)
     highest, total = scores.detach().amax(dim=-1, keepdim=True), 0.0
     if sink is not None:  # one more score, of nothing
-        extra = precise(sink).view(-1, 1, 1)
+        extra = fp32(sink).view(-1, 1, 1)
         highest = highest.maximum(extra.detach())
         total = (extra - highest).exp()
     weights = Exponential.apply(scores - highest, v.dtype)
-    total = total + precise(weights).sum(dim=-1, keepdim=True)
+    total = total + fp32(weights).sum(dim=-1, keepdim=True)
     y = product(F.dropout(weights, dropout), v)
     return (y / total).type_as(v)  # so the backward sums over features alone
 
 
-def summed(row: Tensor, matrix: Tensor) -> Tensor:
+def vector_matmul(row: Tensor, matrix: Tensor) -> Tensor:
     """(..., 1, N) x (..., N, M), which the compiler makes one loop of, without a call."""
-    return (precise(row).mT * precise(matrix)).sum(dim=-2, keepdim=True)
+    return (fp32(row).mT * fp32(matrix)).sum(dim=-2, keepdim=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.instantiate import build
+from common.instantiate import instantiate
 from data.prepare import prepare
 from tests.conftest import settings_of, tell
 from tests.faults.harness import Job, forked
@@ -12,7 +12,7 @@ from tests.faults.harness import Job, forked
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     settings = settings_of("data=text", f"data.path={tell(folder)}", "data.vocab_size=400")
-    return prepare(build(settings["data"], "data"), folder / "cache")
+    return prepare(instantiate(settings["data"], "data"), folder / "cache")
 
 
 @pytest.fixture(scope="session")

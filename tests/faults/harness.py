@@ -29,11 +29,13 @@ from data.sources import Text
 from tests.conftest import LONG, TINY, settings_of
 from train import train
 from training import logger, run_dir
-from training.distributed import Ranks
+from training.distributed import DistEnv
 from training.signals import Signals
 from training.trainer import Trainer
 
-tqdm.set_lock(RLock())  # its own is shared with forked processes, and one that is killed may hold it
+tqdm.set_lock(
+    RLock()
+)  # its own is shared with forked processes, and one that is killed may hold it
 WORDS = ("context=16", "batch_tokens=64", "model.depth=1", "attention.dropout=0.1", "data=text")
 STEPS = ("steps=4", "save_every=1", "eval_every=2", "sample_every=2", "log_every=3")
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
@@ -52,12 +54,24 @@ class Job:
         resume = f"resume={str((self.root / 'run').exists()).lower()}"
         settings = settings_of(*TINY, *WORDS, *STEPS, f"run_dir={self.root}/run", resume, *words)
         settings["model"]["vocab_size"] = self.corpus.tokenizer.vocab_size
-        loader = Loader(self.corpus.train, context=16, batch=settings["batch_tokens"] // 16, seed=settings["seed"])
-        ranks = Ranks(0, 1, torch.device("cpu"))
+        loader = Loader(
+            self.corpus.train,
+            context=16,
+            batch=settings["batch_tokens"] // 16,
+            seed=settings["seed"],
+        )
+        ranks = DistEnv(0, 1, torch.device("cpu"))
         # matplotlib takes as long as the four steps and their saves together
-        picture = mock.patch.object(logger, "draw", lambda _, path: path.touch())
-        with picture, Signals() as signals, errors.one_line(), run_dir.claimed(settings, ranks) as run:
-            trainer = Trainer(settings, self.corpus, loader, run, ranks, torch.float32, signals, monotonic())
+        picture = mock.patch.object(logger, "draw_loss", lambda _, path: path.touch())
+        with (
+            picture,
+            Signals() as signals,
+            errors.report_errors(),
+            run_dir.open_run_dir(settings, ranks) as run,
+        ):
+            trainer = Trainer(
+                settings, self.corpus, loader, run, ranks, torch.float32, signals, monotonic()
+            )
             return train(trainer, compiles=False)
 
     def fresh(self) -> None:
@@ -70,12 +84,20 @@ class Job:
 
     def curve(self) -> list:
         """What of a run must not depend on where it was cut: metrics without clocks, and the last weights."""
-        lines = [json.loads(line) for line in (self.root / "run" / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (self.root / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
         timed = {"seconds", "tokens_per_second", "flops_per_second", "mfu", "peak_memory_bytes"}
         curve = [{key: value for key, value in line.items() if key not in timed} for line in lines]
         last = self.checkpoints[-1]
         samples = (self.root / "run" / "samples.txt").read_text()
-        return [*curve, samples, last.name, sha256((last / "model.safetensors").read_bytes()).hexdigest()]
+        return [
+            *curve,
+            samples,
+            last.name,
+            sha256((last / "model.safetensors").read_bytes()).hexdigest(),
+        ]
 
     def leftovers(self) -> list[str]:
         """What nobody needs any more."""
@@ -95,7 +117,9 @@ def start(action: Action, *before: Action) -> int:
     if pid > 0:
         return pid
     code = 1
-    torch.set_num_threads(1)  # those of OpenMP do not survive a fork: a parallel region would wait for them forever
+    torch.set_num_threads(
+        1
+    )  # those of OpenMP do not survive a fork: a parallel region would wait for them forever
     try:
         for prepare in before:
             prepare()
@@ -118,7 +142,9 @@ def killed_at(event: int, root: Path) -> Action:
 
     def hook(name: str, arguments: tuple) -> None:
         if name in FILE_EVENTS and arguments:
-            within = name in ("os.remove", "os.rmdir") and arguments[1] >= 0  # what rmtree names in an open folder
+            within = (
+                name in ("os.remove", "os.rmdir") and arguments[1] >= 0
+            )  # what rmtree names in an open folder
             if (within or str(arguments[0]).startswith(str(root))) and next(numbers) == event:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -157,7 +183,9 @@ def lose_power(record: Path, checkpoints: list[Path]) -> None:
 
 def trusting() -> None:
     """A loader as most are: what has the right name is good."""
-    atomic_dir.verified = lambda folder, fix: json.loads((run_dir / "manifest.json").read_bytes()[: -atomic_dir.SEAL])
+    atomic_dir.verify = lambda folder, fix: json.loads(
+        (run_dir / "manifest.json").read_bytes()[: -atomic_dir.SEAL]
+    )
     checkpoint.verify = lambda folder: None
 
 
@@ -167,12 +195,12 @@ def in_place() -> None:
     @contextmanager
     def written(folder: Path):
         run_dir.mkdir(parents=True)
-        unsealed = atomic_dir.Unsealed(run_dir)
+        unsealed = atomic_dir.StagingDirectory(run_dir)
         yield unsealed
         for file in unsealed.files.values():
             file.close()
 
-    atomic_dir.written = written
+    atomic_dir.atomic_directory = written
     trusting()
 
 
@@ -183,7 +211,12 @@ def unsynced() -> None:
 
 def source(path: Path) -> Text:
     return Text(
-        path=str(path), text_field="text", separator="<|endoftext|>", holdout=20, vocab_size=400, tokenizer=None
+        path=str(path),
+        text_field="text",
+        separator="<|endoftext|>",
+        holdout=20,
+        vocab_size=400,
+        tokenizer=None,
     )
 
 

@@ -12,35 +12,90 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see it)
-    "sync to the disk": ("common/atomic_dir.py", "os.fsync(self.file.fileno())", "pass", "crashes.py -k power_cut"),
-    "hashes of files": ("common/atomic_dir.py", 'hexdigest() != said["sha256"]', "hexdigest() is None", "damage.py"),
-    "hash of the manifest": ("common/atomic_dir.py", "if raw[-SEAL:] != ", "if None == ", "damage.py -k flipped"),
+    "sync to the disk": (
+        "common/atomic_dir.py",
+        "os.fsync(self.file.fileno())",
+        "pass",
+        "crashes.py -k power_cut",
+    ),
+    "hashes of files": (
+        "common/atomic_dir.py",
+        'hexdigest() != said["sha256"]',
+        "hexdigest() is None",
+        "damage.py",
+    ),
+    "hash of the manifest": (
+        "common/atomic_dir.py",
+        "if raw[-SEAL:] != ",
+        "if None == ",
+        "damage.py -k flipped",
+    ),
     "a folder aside": (
         "common/atomic_dir.py",
-        'Unsealed(folder.with_name(f".tmp-{folder.name}"))',
-        "Unsealed(folder)",
+        'StagingDirectory(folder.with_name(f".tmp-{folder.name}"))',
+        "StagingDirectory(folder)",
         "",
     ),
-    "no links": ("common/atomic_dir.py", "path.is_symlink() or folder.is_symlink()", "False", "damage.py"),
-    "the lock": ("common/atomic_dir.py", "        fcntl.flock(lock, how)", "        pass", "storage.py -k one_run"),
-    "nothing is unpickled": ("checkpoints/checkpoint.py", "weights_only=True", "weights_only=False", "damage.py"),
-    "the older checkpoint": ("checkpoints/checkpoint.py", "KEPT = 2", "KEPT = 1", "signals.py"),
-    "the optimizer": ("training/trainer.py", "load_named_state(self.optimizers", "(lambda *_: 0)(self", "resume.py"),
+    "no links": (
+        "common/atomic_dir.py",
+        "path.is_symlink() or folder.is_symlink()",
+        "False",
+        "damage.py",
+    ),
+    "the lock": (
+        "common/atomic_dir.py",
+        "        fcntl.flock(lock, how)",
+        "        pass",
+        "storage.py -k one_run",
+    ),
+    "nothing is unpickled": (
+        "checkpoints/checkpoint.py",
+        "weights_only=True",
+        "weights_only=False",
+        "damage.py",
+    ),
+    "the older checkpoint": (
+        "checkpoints/checkpoint.py",
+        "NUM_KEPT = 2",
+        "NUM_KEPT = 1",
+        "signals.py",
+    ),
+    "the optimizer": (
+        "training/trainer.py",
+        "load_state_by_name(self.optimizers",
+        "(lambda *_: 0)(self",
+        "resume.py",
+    ),
     "the place in the data": (
         "training/trainer.py",
         "self.loader(self.step, ",
         "self.loader(self.step - self.first, ",
         "resume.py",
     ),
-    "the draw of a step": ("training/trainer.py", "torch.manual_seed(draw % 2**63)", "pass", "resume.py"),
+    "the draw of a step": (
+        "training/trainer.py",
+        "torch.manual_seed(draw % 2**63)",
+        "pass",
+        "resume.py",
+    ),
     "what is finite": (
         "training/trainer.py",
         "self.found_inf.copy_(self.diverged < NEVER)",
         "pass",
         "../test_checkpoint.py",
     ),
-    "signals": ("training/trainer.py", "self.signals.note()", "pass", "signals.py -k saves_and_ends"),
-    "the log's length": ("training/logger.py", "file.truncate(size)", "pass", "crashes.py -k every_crash"),
+    "signals": (
+        "training/trainer.py",
+        "self.signals.arm()",
+        "pass",
+        "signals.py -k saves_and_ends",
+    ),
+    "the log's length": (
+        "training/logger.py",
+        "file.truncate(size)",
+        "pass",
+        "crashes.py -k every_crash",
+    ),
 }
 
 
@@ -52,9 +107,23 @@ def seen(folder: Path, what: str) -> str | None:
     (folder / file).write_text(text.replace(line, instead))
     name, *rest = (tests or "crashes.py -k every_crash").split()
     path = f"tests/{name[3:]}" if name.startswith("../") else f"tests/faults/test_{name}"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", path, *rest]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        path,
+        *rest,
+    ]
     with (folder / "told").open("w+") as told:
-        process = subprocess.Popen(command, cwd=folder, stdout=told, stderr=told, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=told, stderr=told, start_new_session=True
+        )
         process.wait()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

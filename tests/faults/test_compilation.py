@@ -19,7 +19,8 @@ from tests.faults.harness import wait_for
 ISA = "from torch._inductor.cpu_vec_isa import pick_vec_isa; print(pick_vec_isa())"
 
 compiles = pytest.mark.skipif(
-    compilation.missing_for_compilation(torch.device("cpu")) is not None, reason="needs a C++ compiler"
+    compilation.missing_for_compilation(torch.device("cpu")) is not None,
+    reason="needs a C++ compiler",
 )
 
 
@@ -28,7 +29,15 @@ def start_training(folder: Path, story: Path, cache: Path) -> subprocess.Popen:
     text = ("data=text", f"data.path={story}", "data.vocab_size=400")
     steps = ("steps=2", "save_every=2", "eval_every=2", "sample_every=2")
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *TINY, *text, *steps, "model.depth=1", "compile=true"],
+        [
+            sys.executable,
+            str(ROOT / "train.py"),
+            *TINY,
+            *text,
+            *steps,
+            "model.depth=1",
+            "compile=true",
+        ],
         cwd=folder,
         env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)},
         stderr=subprocess.PIPE,
@@ -52,7 +61,9 @@ def empty_libraries(cache: Path) -> set[Path]:
 def vector_isa(cache: Path) -> str:
     """What torch's probes of the instruction set find with this cache."""
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    done = subprocess.run([sys.executable, "-c", ISA], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ISA], env=env, capture_output=True, text=True, check=True
+    )
     return done.stdout
 
 
@@ -139,7 +150,7 @@ def broken_compiler(tmp_path, monkeypatch):
 def test_training_goes_on_without_a_compilation_that_fails(trainer_of, broken_compiler, capfd):
     eager = trainer_of()
     for _ in range(3):
-        eager.optimize()
+        eager.train_step()
 
     trainer = trainer_of("compile=auto")
     trainer.compile()
@@ -147,7 +158,7 @@ def test_training_goes_on_without_a_compilation_that_fails(trainer_of, broken_co
     told = capfd.readouterr().err
     assert "warning: compilation failed" in told and "out of order" in told
     for _ in range(3):
-        trainer.optimize()
+        trainer.train_step()
     for name, weight in weights(eager).items():
         assert torch.equal(weight, weights(trainer)[name])
 
@@ -160,4 +171,8 @@ def test_a_compilation_that_was_asked_for_and_fails_is_one_line(trainer_of, brok
         trainer.compile_first_step()
     told = capfd.readouterr().err
     assert end.value.code == 2
-    assert "error: compilation failed (" in told and told.count("fix: ") == 1 and "Traceback" not in told
+    assert (
+        "error: compilation failed (" in told
+        and told.count("fix: ") == 1
+        and "Traceback" not in told
+    )

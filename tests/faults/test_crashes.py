@@ -24,7 +24,9 @@ def judged(job: Job, code: int, whole: Job) -> list[str]:
     return found + [f"left over: {name}" for name in job.leftovers()]
 
 
-def every_crash_point(job: Job, whole: Job, *broken, first: int = 1, stride: int = 1) -> tuple[int, list[str]]:
+def every_crash_point(
+    job: Job, whole: Job, *broken, first: int = 1, stride: int = 1
+) -> tuple[int, list[str]]:
     """Kills before each file operation in turn, and every third time once more in the run that goes on."""
     found = []
     for event in itertools.count(first, stride):
@@ -33,7 +35,9 @@ def every_crash_point(job: Job, whole: Job, *broken, first: int = 1, stride: int
             return event - 1, found
         if event % 3 == 0:
             forked(job, *broken, killed_at(1 + event * 7 % 50, job.root))
-        found += [f"operation {event}: {problem}" for problem in judged(job, forked(job, *broken), whole)]
+        found += [
+            f"operation {event}: {problem}" for problem in judged(job, forked(job, *broken), whole)
+        ]
         if broken and found:
             return event, found
 
@@ -52,7 +56,10 @@ def random_kills(job: Job, whole: Job, kills: int, seed: int) -> list[str]:
             time.sleep(draw.uniform(0, usual))
             os.kill(pid, signal.SIGKILL)
             finish(pid)
-        found += [f"chain {number} of seed {seed}: {problem}" for problem in judged(job, forked(job), whole)]
+        found += [
+            f"chain {number} of seed {seed}: {problem}"
+            for problem in judged(job, forked(job), whole)
+        ]
     return found
 
 
@@ -70,7 +77,9 @@ def kills_in_saves(job: Job, whole: Job, kills: int, *broken) -> list[str]:
         os.kill(pid, signal.SIGKILL)
         finish(pid)
         os.close(reading)
-        found += [f"kill {number}: {problem}" for problem in judged(job, forked(job, *broken), whole)]
+        found += [
+            f"kill {number}: {problem}" for problem in judged(job, forked(job, *broken), whole)
+        ]
         if broken and found:
             return found
     return found
@@ -150,7 +159,7 @@ def test_files_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(Path, "rename", named)
-    with atomic_dir.written(tmp_path / "folder") as unsealed:
+    with atomic_dir.atomic_directory(tmp_path / "folder") as unsealed:
         for name in ("a", "b"):
             unsealed.create(name).write(b"x")
     assert trace == ["a", "b", "manifest.json", ".tmp-folder", "rename to folder", tmp_path.name]
@@ -167,7 +176,10 @@ def test_a_disk_that_fails_at_any_file_leaves_nothing_half_made(tmp_path, monkey
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(OSError, match="No space"), atomic_dir.written(tmp_path / "folder") as unsealed:
+    with (
+        pytest.raises(OSError, match="No space"),
+        atomic_dir.atomic_directory(tmp_path / "folder") as unsealed,
+    ):
         for name in ("a", "b"):
             unsealed.create(name).write(b"x")
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ import torch
 from checkpoints import checkpoint
 from common import atomic_dir
 from common.errors import IntegrityError
-from common.instantiate import build
+from common.instantiate import instantiate
 from data.prepare import prepare
 from tests.conftest import redraw, tree_of
 from tests.faults import harness
@@ -40,7 +40,9 @@ def delete(path: Path, _: random.Random) -> None:
 
 
 def swap(path: Path, draw: random.Random) -> None:
-    other = draw.choice([file for file in path.parents[1].rglob("*") if file.is_file() and file != path])
+    other = draw.choice(
+        [file for file in path.parents[1].rglob("*") if file.is_file() and file != path]
+    )
     path.rename(path.with_name("aside")), other.rename(path), path.with_name("aside").rename(other)
 
 
@@ -65,11 +67,13 @@ def damage(renew, ways: list, tries: int) -> list[str]:
     draw, missed = random.Random(0), []
     job = renew()
     for number in range(tries):
-        path = draw.choice([path for folder in job.checkpoints for path in sorted(folder.iterdir())])
+        path = draw.choice(
+            [path for folder in job.checkpoints for path in sorted(folder.iterdir())]
+        )
         before, way = path.read_bytes(), ways[number % len(ways)]
         way(path, draw)
         try:
-            taken = checkpoint.newest(job.root / "run")
+            taken = checkpoint.newest_checkpoint(job.root / "run")
         except IntegrityError:  # both were hit
             taken = way is swap or None
         same = path.is_file() and not path.is_symlink() and path.read_bytes() == before
@@ -95,7 +99,10 @@ def test_other_damage_is_seen(spoiled):
 
 @pytest.mark.parametrize("ways", [[flip], [swap]])
 def test_the_damage_is_loaded_where_nothing_is_verified(spoiled, ways, monkeypatch):
-    for module, name in ((atomic_dir, "verified"), (checkpoint, "verify")):  # as harness.trusting, and taken back
+    for module, name in (
+        (atomic_dir, "verify"),
+        (checkpoint, "verify"),
+    ):  # as harness.trusting, and taken back
         monkeypatch.setattr(module, name, vars(module)[name])
     harness.trusting()
     assert len(damage(spoiled, ways, 20)) > 5
@@ -124,7 +131,7 @@ def forge(folder: Path, name: str, raw: bytes) -> None:
     about = json.loads((folder / "manifest.json").read_bytes()[: -atomic_dir.SEAL])
     rest = {other: (folder / other).read_bytes() for other in about["files"]} | {name: raw}
     shutil.rmtree(folder)
-    with atomic_dir.written(folder) as unsealed:
+    with atomic_dir.atomic_directory(folder) as unsealed:
         for other, content in rest.items():
             unsealed.create(other).write(content)
         unsealed.about = {"step": about["step"]}
@@ -140,7 +147,18 @@ class Canary:
         return Path.touch, (self.path,)
 
 
-KEYS = ("step", "steps", "fitted", "seconds", "optimizer", "scaler", "nats", "reported", "pending", "log")
+KEYS = (
+    "step",
+    "steps",
+    "fitted",
+    "seconds",
+    "optimizer",
+    "scaler",
+    "nats",
+    "reported",
+    "pending",
+    "log",
+)
 
 
 def forged_config(tree_change: dict) -> bytes:
@@ -153,10 +171,20 @@ def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
     states = tmp_path / "state"
     torch.save({"optimizer": Canary(canary)}, states)
     forgeries = [("state.pt", states.read_bytes()), ("state.pt", pickle.dumps(Canary(canary)))]
-    targets = ("os.system", "model.layers.torch.hub.load", "common.config.Path.touch", "pathlib.Path.touch")
-    forgeries += [("config.json", forged_config({"attention": {"_target_": target}})) for target in targets]
+    targets = (
+        "os.system",
+        "model.layers.torch.hub.load",
+        "common.config.Path.touch",
+        "pathlib.Path.touch",
+    )
+    forgeries += [
+        ("config.json", forged_config({"attention": {"_target_": target}})) for target in targets
+    ]
     forgeries += [("config.json", forged_config({"attention": "${oc.env:SECRET}"}))]
-    forgeries += [("config.json", b"!!python/object/apply:os.system [touch canary]"), ("model.safetensors", b"x" * 99)]
+    forgeries += [
+        ("config.json", b"!!python/object/apply:os.system [touch canary]"),
+        ("model.safetensors", b"x" * 99),
+    ]
     forgeries += [("config.json", b"[]"), ("config.json", forged_config({"dim": 2**20}))]
     for change in ({"optimizer": {}}, {"optimizer": {"embed.weight": {"other": torch.zeros(1)}}}):
         torch.save(dict.fromkeys(KEYS, 0) | {"scaler": {}} | change, states)
@@ -168,29 +196,37 @@ def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
         codes = [forked(lambda job=job: loaded(job.root / "run"))] if name != "state.pt" else []
         codes += [forked(job)] if name != "config.json" or not raw.startswith(b'{"model"') else []
         told = capfd.readouterr().err
-        assert set(codes) == {3} and "error: " in told and "fix: " in told and "Traceback" not in told, told
+        assert (
+            set(codes) == {3} and "error: " in told and "fix: " in told and "Traceback" not in told
+        ), told
         assert not canary.exists() and "the-value-of-a-secret" not in told
 
 
 def loaded(run: Path) -> None:
     from common import errors
 
-    with errors.one_line():
-        checkpoint.load_model(checkpoint.newest(run), "cpu")
+    with errors.report_errors():
+        checkpoint.load_model(checkpoint.newest_checkpoint(run), "cpu")
 
 
 def test_a_name_in_a_manifest_leads_nowhere_else(tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
     for name in ("../secret", str(tmp_path / "secret"), "a/../../secret", "link"):
         folder = tmp_path / "folder"
-        with atomic_dir.written(folder):
+        with atomic_dir.atomic_directory(folder):
             pass
         (folder / "link").symlink_to(tmp_path / "secret")
-        about = {"format": atomic_dir.FORMAT, "name": "folder", "files": {name: {"size": 1, "sha256": "?"}}}
+        about = {
+            "format": atomic_dir.FORMAT,
+            "name": "folder",
+            "files": {name: {"size": 1, "sha256": "?"}},
+        }
         body = f"{json.dumps(about)}\n".encode()
-        (folder / "manifest.json").write_bytes(body + f"{atomic_dir.sha256(body).hexdigest()}\n".encode())
+        (folder / "manifest.json").write_bytes(
+            body + f"{atomic_dir.sha256(body).hexdigest()}\n".encode()
+        )
         with pytest.raises(IntegrityError, match="leads elsewhere"):
-            atomic_dir.verified(folder, "")
+            atomic_dir.verify(folder, "")
         atomic_dir.remove(folder)
 
 
@@ -205,8 +241,8 @@ def test_what_a_link_leads_to_is_not_removed(tmp_path):
 def test_the_weights_are_readable_by_their_own_library(tmp_path):
     from safetensors.torch import load_file
 
-    model = redraw(build(tree_of("gqa")))
-    with atomic_dir.written(tmp_path / "x") as unsealed:
+    model = redraw(instantiate(tree_of("gqa")))
+    with atomic_dir.atomic_directory(tmp_path / "x") as unsealed:
         checkpoint.write_weights(unsealed.create("model.safetensors"), model.state_dict())
     read = load_file(tmp_path / "x" / "model.safetensors")
     assert read.keys() == model.state_dict().keys()
@@ -238,7 +274,10 @@ def test_a_corpus_is_whole_wherever_its_preparation_is_killed(tmp_path, story):
     while True:
         event += 1
         shutil.rmtree(cache, ignore_errors=True)
-        if forked(lambda: prepare(source(story), cache) and None, harness.killed_at(event, cache)) != -signal.SIGKILL:
+        if (
+            forked(lambda: prepare(source(story), cache) and None, harness.killed_at(event, cache))
+            != -signal.SIGKILL
+        ):
             break
         assert prepare(source(story), cache).sha256 == expected
         assert not list(cache.glob(".t*"))

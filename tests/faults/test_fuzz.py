@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from common import config, errors, hardware
-from common.config import RULES, flat
+from common.config import RULES, flatten
 from common.errors import IntegrityError
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
@@ -56,17 +56,40 @@ VALUES += (
     "${",
     "x=y",
 )
-GROUPS = ("model=tiny", "attention=mla", "attention=local_global", "attention=delta", "optimizer=adamw", "data=text")
-GROUPS += ("schedule=cosine", "attention=absent", "model=../../x", "experiment=tinystories", "data=tinystories")
+GROUPS = (
+    "model=tiny",
+    "attention=mla",
+    "attention=local_global",
+    "attention=delta",
+    "optimizer=adamw",
+    "data=text",
+)
+GROUPS += (
+    "schedule=cosine",
+    "attention=absent",
+    "model=../../x",
+    "experiment=tinystories",
+    "data=tinystories",
+)
 
 
 def words_of(draw: random.Random) -> list[str]:
     """A group or none, and one to three keys with anything for a value; now and then an unknown one."""
     words = draw.sample(GROUPS, draw.randint(0, 2))
-    keys = [*RULES, *dict(flat(settings_of(*(word for word in words if "absent" not in word and ".." not in word))))]
+    keys = [
+        *RULES,
+        *dict(
+            flatten(
+                settings_of(*(word for word in words if "absent" not in word and ".." not in word))
+            )
+        ),
+    ]
     for _ in range(draw.randint(1, 3)):
         key = draw.choice(keys)
-        key = draw.choice([key] * 12 + [f"+{key}", f"++{key}", f"{key}.more", "new", "+new", "~seed", f"+{key}.new"])
+        key = draw.choice(
+            [key] * 12
+            + [f"+{key}", f"++{key}", f"{key}.more", "new", "+new", "~seed", f"+{key}.new"]
+        )
         words.append(key if key.startswith("~") else f"{key}={draw.choice(VALUES)}")
     return words
 
@@ -74,9 +97,9 @@ def words_of(draw: random.Random) -> list[str]:
 def outcome(words: list[str]) -> int | str:
     """The exit code before any data is opened."""
     try:
-        with errors.one_line(HydraException, OmegaConfBaseException), errors.input_problems():
+        with errors.report_errors(HydraException, OmegaConfBaseException), errors.user_input():
             with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-                settings, *_ = setup.checked(compose("train", overrides=["name=test", *words]))
+                settings, *_ = setup.validate(compose("train", overrides=["name=test", *words]))
             hardware.pick_precision(settings["precision"], hardware.pick_device(settings["device"]))
         return 0
     except SystemExit as end:
@@ -110,11 +133,13 @@ def test_five_hundred_configs_are_taken_or_refused_in_words(capfd, tmp_path, mon
 
 
 def test_the_fuzz_sees_rules_that_are_missing(capfd, monkeypatch):
-    monkeypatch.setattr(config, "problems", lambda settings, world: [])
+    monkeypatch.setattr(config, "find_problems", lambda settings, world: [])
     assert next(fuzzed(120, 0, capfd), None) is not None
 
 
-@pytest.mark.parametrize("words, code", [(["new=1"], 1), (["+new=1"], 2), (["+seed.new=1"], 2), (["~seed"], 2)])
+@pytest.mark.parametrize(
+    "words, code", [(["new=1"], 1), (["+new=1"], 2), (["+seed.new=1"], 2), (["~seed"], 2)]
+)
 def test_what_no_key_is_named_is_unknown(words, code, capfd):
     assert outcome(words) == code
     assert len(capfd.readouterr().err.splitlines()) == 1
@@ -136,7 +161,11 @@ def commands(cases: int, seed: int, folder: Path, story: Path) -> list:
         )
         told = done.stderr.decode()
         written = list(folder.iterdir())
-        if done.returncode not in (0, 1, 2) or "Traceback" in told or (done.returncode and (written or done.stdout)):
+        if (
+            done.returncode not in (0, 1, 2)
+            or "Traceback" in told
+            or (done.returncode and (written or done.stdout))
+        ):
             found.append((words, done.returncode, told))
         if done.returncode and not all(line.startswith("error: ") for line in told.splitlines()):
             found.append((words, done.returncode, told))
@@ -162,7 +191,11 @@ def test_any_file_is_read_or_refused_in_words(tmp_path):
     refused = 0
     for number in range(60):
         kind = draw.choice([*good])
-        raw = bytearray(good[kind]) if draw.random() < 0.7 else bytearray(draw.randbytes(draw.randint(0, 3000)))
+        raw = (
+            bytearray(good[kind])
+            if draw.random() < 0.7
+            else bytearray(draw.randbytes(draw.randint(0, 3000)))
+        )
         for _ in range(draw.randint(0, 3) if raw else 0):
             raw[draw.randrange(len(raw))] = draw.randrange(256)
         path = tmp_path / f"{number}.{kind}"
@@ -189,25 +222,46 @@ def test_any_tokenizer_is_taken_or_refused_in_words(tmp_path, story):
             assert "fix: " in str(error)
 
 
-FORBIDDEN = {"eval", "exec", "compile", "system", "popen", "unsafe_load", "instantiate", "__import__", "loads"}
+FORBIDDEN = {
+    "eval",
+    "exec",
+    "compile",
+    "system",
+    "popen",
+    "unsafe_load",
+    "instantiate",
+    "__import__",
+    "loads",
+}
 
 
 def test_no_code_runs_what_it_reads():
-    for path in (path for path in ROOT.rglob("*.py") if not {"tests", ".venv", ".cache"} & set(path.parts)):
+    for path in (
+        path for path in ROOT.rglob("*.py") if not {"tests", ".venv", ".cache"} & set(path.parts)
+    ):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {alias.name for alias in node.names} | {getattr(node, "module", "")}
-                assert not {"pickle", "marshal", "shelve", "dill"} & (names - {"UnpicklingError"}) or names == {
-                    "pickle",
-                    "UnpicklingError",
-                }, path
+                assert not {"pickle", "marshal", "shelve", "dill"} & (
+                    names - {"UnpicklingError"}
+                ) or names == {"pickle", "UnpicklingError"}, path
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
-                assert called.rpartition(".")[2] not in FORBIDDEN or called in ALLOWED, (path, called)
+                assert called.rpartition(".")[2] not in FORBIDDEN or called in ALLOWED, (
+                    path,
+                    called,
+                )
                 given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 assert given.get("shell") != "True" and "trust_remote_code" not in given, path
                 assert called != "torch.load" or given["weights_only"] == "True", path
 
 
-ALLOWED = {"re.compile", "torch.compile", "json.loads", "trainer.compile", "module.compile", "self.model.eval"}
+ALLOWED = {
+    "re.compile",
+    "torch.compile",
+    "json.loads",
+    "trainer.compile",
+    "module.compile",
+    "self.model.eval",
+}
 ALLOWED |= {"objective.eval", "model.eval", "trainer.model.eval"}

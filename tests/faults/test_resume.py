@@ -22,7 +22,7 @@ def one_step_only() -> None:
     """As if a signal came in every first step of a process."""
 
     def note(self):
-        self.noting, self.code = True, 75
+        self.armed, self.code = True, 75
 
     Signals.note = note
 
@@ -35,12 +35,22 @@ def one_step_only() -> None:
         ("micro_batch=1",),
         ("optimizer=adamw", "eval_every=100"),
         ("save_every=100",),
-        ("activation_checkpointing=true", "z_loss=0.1", "attention=value_residual", "model.dim=64", "model.heads=4"),
+        (
+            "activation_checkpointing=true",
+            "z_loss=0.1",
+            "attention=value_residual",
+            "model.dim=64",
+            "model.heads=4",
+        ),
     ],
 )
 def test_a_run_cut_after_every_step_is_the_whole_run(job, precision, words, monkeypatch):
     cast = trainer.hardware.autocast
-    monkeypatch.setattr(trainer.hardware, "autocast", lambda device, _: cast(device, getattr(trainer.torch, precision)))
+    monkeypatch.setattr(
+        trainer.hardware,
+        "autocast",
+        lambda device, _: cast(device, getattr(trainer.torch, precision)),
+    )
     job.fresh()
     assert forked(lambda: job(*words)) == 0
     expected = job.curve()
@@ -50,11 +60,11 @@ def test_a_run_cut_after_every_step_is_the_whole_run(job, precision, words, monk
     assert job.curve() == expected
 
 
-@pytest.mark.parametrize("broken", ["named_state", "reported", "pending", "reseeded"])
+@pytest.mark.parametrize("broken", ["state_by_name", "reported", "pending", "reseeded"])
 def test_the_cut_run_sees_what_is_not_restored(job, whole, broken):
     def forget() -> None:
         one_step_only()
-        begin = trainer.Trainer.begin
+        begin = trainer.Trainer.restore_or_start
 
         def begin_without(self, start):
             begin(self, start)
@@ -63,9 +73,9 @@ def test_the_cut_run_sees_what_is_not_restored(job, whole, broken):
             if broken == "reseeded":
                 self.loader.seed += self.step
 
-        trainer.Trainer.begin = begin_without
-        if broken == "named_state":
-            trainer.load_named_state = lambda *_: None
+        trainer.Trainer.restore_or_start = begin_without
+        if broken == "state_by_name":
+            trainer.load_state_by_name = lambda *_: None
 
     job.fresh()
     for _ in range(4):
@@ -149,10 +159,38 @@ def test_looking_does_not_change_what_is_learned(job, whole):
     assert job.curve()[-1] == whole.curve()[-1]
 
 
-FIXED = {"seed": 1, "context": 32, "batch_tokens": 128, "document_mask": True, "text": "b", "model": {"dim": 2}}
-FREE = {"steps": 9, "eval_every": 9, "clip": None, "schedule": {"warmup": 9}, "precision": "fp32", "micro_batch": 9}
-THEN = {"seed": 0, "context": 16, "batch_tokens": 64, "document_mask": False, "text": "a", "model": {"dim": 1}}
-THEN |= {"steps": 1, "eval_every": 1, "clip": 1.0, "schedule": {"warmup": 1}, "precision": "bf16", "micro_batch": 1}
+FIXED = {
+    "seed": 1,
+    "context": 32,
+    "batch_tokens": 128,
+    "document_mask": True,
+    "text": "b",
+    "model": {"dim": 2},
+}
+FREE = {
+    "steps": 9,
+    "eval_every": 9,
+    "clip": None,
+    "schedule": {"warmup": 9},
+    "precision": "fp32",
+    "micro_batch": 9,
+}
+THEN = {
+    "seed": 0,
+    "context": 16,
+    "batch_tokens": 64,
+    "document_mask": False,
+    "text": "a",
+    "model": {"dim": 1},
+}
+THEN |= {
+    "steps": 1,
+    "eval_every": 1,
+    "clip": 1.0,
+    "schedule": {"warmup": 1},
+    "precision": "bf16",
+    "micro_batch": 1,
+}
 THEN |= {"machine": {"threads": 1}, "resume": False, "name": "a"}
 
 
@@ -163,11 +201,15 @@ def test_what_may_change_is_said_and_what_may_not_is_refused(key):
         with pytest.raises(ValueError, match=rf"{key}[.a-z]* \(then .*, now .*\)\. fix: "):
             resume.check_resumed(THEN, now, Path("step-00000001"))
     else:
-        assert f"changed since step-00000001: {key}" in resume.check_resumed(THEN, now, Path("step-00000001"))
+        assert f"changed since step-00000001: {key}" in resume.check_resumed(
+            THEN, now, Path("step-00000001")
+        )
 
 
 def test_another_machine_is_said():
-    said = resume.check_resumed(THEN, THEN | {"machine": {"threads": 2}, "resume": True}, Path("step-00000001"))
+    said = resume.check_resumed(
+        THEN, THEN | {"machine": {"threads": 2}, "resume": True}, Path("step-00000001")
+    )
     assert said == "changed since step-00000001: machine.threads (then 1, now 2)"
 
 
@@ -178,7 +220,10 @@ def test_a_changed_seed_or_text_is_refused_by_the_command(job, capfd):
         assert forked(lambda word=word: job(word)) == 2
         assert f"{word.partition('=')[0]} (then" in capfd.readouterr().err
     assert forked(lambda: job("optimizer.lr=0.001")) == 0
-    assert "changed since step-00000002: optimizer.lr (then 0.02, now 0.001), steps (then 2" in capfd.readouterr().err
+    assert (
+        "changed since step-00000002: optimizer.lr (then 0.02, now 0.001), steps (then 2"
+        in capfd.readouterr().err
+    )
 
 
 LOADING = """
@@ -202,8 +247,12 @@ print((memory("VmHWM") - before) / sum(p.nbytes for p in model.parameters()))
 def test_loading_takes_little_more_memory_than_the_weights(job):
     job.fresh()
     size = ("model.dim=512", "model.depth=12", "model.heads=8", "model.hidden=2048")
-    assert forked(lambda: job("steps=1", "optimizer=adamw", *size)) == 0  # Muon takes minutes without bf16 in hardware
-    checkpoint.verify(job.checkpoints[-1])  # of tensors so large that they are hashed where they lie
+    assert (
+        forked(lambda: job("steps=1", "optimizer=adamw", *size)) == 0
+    )  # Muon takes minutes without bf16 in hardware
+    checkpoint.verify(
+        job.checkpoints[-1]
+    )  # of tensors so large that they are hashed where they lie
     command = [sys.executable, "-c", LOADING, str(ROOT), str(job.checkpoints[-1])]
     share = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert 0.9 < share < 1.2
@@ -213,11 +262,28 @@ def test_loading_takes_little_more_memory_than_the_weights(job):
 def test_a_compiled_run_goes_on_to_the_bit(tmp_path, story):
     def run(folder: str, seconds: float | None) -> int:
         (tmp_path / folder).mkdir(exist_ok=True)
-        words = ("data=text", f"data.path={story}", "data.vocab_size=400", f"run_dir={folder}", "resume=true")
-        words = (*TINY, *words, "compile=true", "steps=40", "save_every=10", "attention.dropout=0.1")
-        process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *words], cwd=tmp_path, env=os.environ)
+        words = (
+            "data=text",
+            f"data.path={story}",
+            "data.vocab_size=400",
+            f"run_dir={folder}",
+            "resume=true",
+        )
+        words = (
+            *TINY,
+            *words,
+            "compile=true",
+            "steps=40",
+            "save_every=10",
+            "attention.dropout=0.1",
+        )
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), *words], cwd=tmp_path, env=os.environ
+        )
         metrics = tmp_path / folder / "metrics.jsonl"
-        while seconds is not None and not (metrics.exists() and metrics.read_text().count("\n") > seconds):
+        while seconds is not None and not (
+            metrics.exists() and metrics.read_text().count("\n") > seconds
+        ):
             time.sleep(0.01)
         if seconds is not None:
             process.send_signal(signal.SIGTERM)
@@ -225,7 +291,10 @@ def test_a_compiled_run_goes_on_to_the_bit(tmp_path, story):
 
     def curve(folder: str) -> list:
         lines = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
-        return [(line["step"], line.get("train_loss"), line.get("grad_norm"), line.get("val_loss")) for line in lines]
+        return [
+            (line["step"], line.get("train_loss"), line.get("grad_norm"), line.get("val_loss"))
+            for line in lines
+        ]
 
     assert run("whole", None) == 0
     assert [run("cut", 7), run("cut", 19), run("cut", None)] == [75, 75, 0]

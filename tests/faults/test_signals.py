@@ -45,7 +45,7 @@ PLACES = {
     "step": ((trainer.Trainer, "_accumulate"), 3, "step-00000003"),
     "evaluation": ((trainer, "evaluate"), 1, "step-00000002"),
     "last evaluation": ((trainer, "evaluate"), 2, "step-00000004"),
-    "sample": ((trainer, "sample"), 1, "step-00000002"),
+    "sample": ((trainer, "sample_text"), 1, "step-00000002"),
     "save": ((checkpoint, "save"), 2, "step-00000003"),
 }
 
@@ -74,17 +74,25 @@ def test_a_second_ctrl_c_ends_at_once(job, whole):
     job.fresh()
     noisy = sending(signal.SIGINT, (trainer.Trainer, "_accumulate"), 3)
     assert forked(job, noisy, sending(signal.SIGINT, (checkpoint, "write_weights"), 3)) == 130
-    assert job.checkpoints[-1].name == "step-00000002" and job.leftovers() == ["step-00000001", "step-00000002"]
+    assert job.checkpoints[-1].name == "step-00000002" and job.leftovers() == [
+        "step-00000001",
+        "step-00000002",
+    ]
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
 def test_a_signal_that_comes_again_and_again_saves_once(job, whole):
     job.fresh()
-    assert forked(job, sending(signal.SIGTERM, (trainer.Trainer, "_accumulate"), 3, again=True)) == 75
+    assert (
+        forked(job, sending(signal.SIGTERM, (trainer.Trainer, "_accumulate"), 3, again=True)) == 75
+    )
     assert job.checkpoints[-1].name == "step-00000003"
 
 
-WAITING = {"tokenizer": (tokenizer, "split"), "documents": (tokenizer.Tokenizer, "documents")}
+WAITING = {
+    "tokenizer": (tokenizer, "split"),
+    "documents": (tokenizer.Tokenizer, "encode_documents"),
+}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -95,9 +103,13 @@ def test_a_signal_in_a_preparation_ends_it(tmp_path, story, monkeypatch, place, 
     usual, calls = getattr(owner, name), itertools.count(1)
 
     def waiting(*arguments) -> object:
-        if name == "documents" or next(calls) == 3:  # SentencePiece asks for a first text before it trains
+        if (
+            name == "documents" or next(calls) == 3
+        ):  # SentencePiece asks for a first text before it trains
             os.write(there, b"x")
-            for _ in range(100 * LONG):  # one long sleep goes on where another thread gets the signal
+            for _ in range(
+                100 * LONG
+            ):  # one long sleep goes on where another thread gets the signal
                 time.sleep(0.01)
         return usual(*arguments)
 
@@ -116,13 +128,31 @@ def test_a_signal_in_a_preparation_ends_it(tmp_path, story, monkeypatch, place, 
 def torchrun(folder: Path, story: Path, *words: str) -> subprocess.Popen:
     """Two processes that train until they are told to end."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    text = ("data=text", f"data.path={story}", "data.vocab_size=400", "run_dir=run", "save_every=5", "steps=100000")
-    command = [*start, str(ROOT / "train.py"), *TINY, *text, "model.depth=1", "eval_every=100000", *words]
+    text = (
+        "data=text",
+        f"data.path={story}",
+        "data.vocab_size=400",
+        "run_dir=run",
+        "save_every=5",
+        "steps=100000",
+    )
+    command = [
+        *start,
+        str(ROOT / "train.py"),
+        *TINY,
+        *text,
+        "model.depth=1",
+        "eval_every=100000",
+        *words,
+    ]
     return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
 
 
 def ranks_of(launcher: subprocess.Popen) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+    return [
+        int(pid)
+        for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    ]
 
 
 def wait_for_steps(run: Path, steps: int) -> None:
@@ -137,8 +167,11 @@ def test_a_signal_to_one_of_two_processes_saves_and_ends_both(tmp_path, story):
     told = launcher.communicate(timeout=LONG)[1]
     assert re.findall(r"exitcode +: (-?\d+)", told) == ["75", "75"]
     assert "resume=true" in told
-    newest = checkpoint.newest(tmp_path / "run")
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    newest = checkpoint.newest_checkpoint(tmp_path / "run")
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert newest.name == f"step-{steps[-1]:08d}"
 
     launcher = torchrun(tmp_path, story, "resume=true")
@@ -146,4 +179,4 @@ def test_a_signal_to_one_of_two_processes_saves_and_ends_both(tmp_path, story):
     os.kill(ranks_of(launcher)[-1], signal.SIGKILL)  # now one dies
     assert launcher.wait(timeout=LONG) != 0
     launcher.stderr.close()
-    assert checkpoint.newest(tmp_path / "run").name > newest.name
+    assert checkpoint.newest_checkpoint(tmp_path / "run").name > newest.name

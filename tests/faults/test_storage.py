@@ -28,7 +28,10 @@ def test_a_full_disk_costs_no_checkpoint(job, whole, room, capfd):
     assert forked(lambda: job("steps=2", "save_every=2")) == 0
     assert forked(job, at_most(room)) == 74
     told = capfd.readouterr().err
-    assert "error: step 3 cannot be saved, step 2 is there" in told and "File too large). fix: make room" in told
+    assert (
+        "error: step 3 cannot be saved, step 2 is there" in told
+        and "File too large). fix: make room" in told
+    )
     assert [path.name for path in (job.root / "run" / "checkpoints").iterdir()] == ["step-00000002"]
     assert forked(job) == 0 and job.checkpoints[-1].name == "step-00000004"
 
@@ -55,7 +58,10 @@ def test_metrics_are_written_whole_or_not(job):
     job.fresh()
     words = ("steps=40", "log_every=1", "save_every=40", "eval_every=40")
     assert forked(lambda: job(*words), at_most(4000)) == 74  # standard error is full too
-    lines = [json.loads(line)["step"] for line in (job.root / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["step"]
+        for line in (job.root / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines == sorted(set(lines)) and 5 < len(lines) < 40
 
 
@@ -79,12 +85,14 @@ def test_one_run_in_a_folder(job, capfd):
         assert forked(job) == 2
         told = capfd.readouterr().err
         assert f"the folder is in use (run_dir={job.root}/run: process " in told
-    assert before == {path: path.read_bytes() for path in (job.root / "run").rglob("*") if path.is_file()}
+    assert before == {
+        path: path.read_bytes() for path in (job.root / "run").rglob("*") if path.is_file()
+    }
     assert forked(job) == 0
 
 
 def test_the_test_of_the_lock_sees_that_there_is_none(job, monkeypatch, capfd):
-    monkeypatch.setattr(run_dir, "hold", lambda *_: None)
+    monkeypatch.setattr(run_dir, "flock", lambda *_: None)
     with pytest.raises(AssertionError, match="assert 0 == 2"):
         test_one_run_in_a_folder(job, capfd)
 
@@ -109,7 +117,7 @@ def test_a_file_system_without_locks_is_a_warning(job, monkeypatch, capfd):
 
 
 def test_a_killed_preparation_leaves_no_lock(tmp_path, story, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "documents", lambda self, texts: time.sleep(LONG))
+    monkeypatch.setattr(Tokenizer, "encode_documents", lambda self, texts: time.sleep(LONG))
     cache = tmp_path / "cache"
     pid = start(lambda: prepare(source(story), cache) and None)
     wait_for(lambda: list(cache.glob(".tmp-*")))
@@ -123,12 +131,18 @@ def test_steps_that_are_no_longer_named_so_are_not_resumed(job):
     job.fresh()
     assert forked(lambda: job("steps=2")) == 0
     job.checkpoints[-1].rename(job.checkpoints[-1].with_name("step-00000009"))
-    assert checkpoint.newest(job.root / "run").name == "step-00000001"
+    assert checkpoint.newest_checkpoint(job.root / "run").name == "step-00000001"
 
 
 def test_a_place_that_cannot_be_written_is_storage(command, story):
     Path("file").touch()
-    words = ("steps=2", "data=text", f"data.path={story}", "data.vocab_size=400", "run_dir=file/run")
+    words = (
+        "steps=2",
+        "data=text",
+        f"data.path={story}",
+        "data.vocab_size=400",
+        "run_dir=file/run",
+    )
     result = command("train.py", *TINY, *words)
     assert result.code == 74 and "fix: another run_dir" in result.err.splitlines()[-1]
 
@@ -146,9 +160,15 @@ def test_a_folder_of_other_files_is_not_taken(command, story):
 def test_each_run_of_a_sweep_takes_up_its_own(command, story):
     words = ("-m", *TINY, "data=text", f"data.path={story}", "data.vocab_size=400", "save_every=2")
     assert command("train.py", *words, "optimizer.lr=0.01,0.02", "steps=2").code == 0
-    assert command("train.py", *words, "optimizer.lr=0.01,0.02,0.03", "steps=4", "resume=true").code == 0
+    assert (
+        command("train.py", *words, "optimizer.lr=0.01,0.02,0.03", "steps=4", "resume=true").code
+        == 0
+    )
     runs = sorted(path for path in Path("runs").iterdir() if path.is_dir())
-    rates = [next(line for line in (run / "config.yaml").read_text().splitlines() if "  lr:" in line) for run in runs]
+    rates = [
+        next(line for line in (run / "config.yaml").read_text().splitlines() if "  lr:" in line)
+        for run in runs
+    ]
     assert rates == ["  lr: 0.01", "  lr: 0.02", "  lr: 0.03"]
     assert all((run / "checkpoints" / "step-00000004").is_dir() for run in runs)
 

@@ -1,23 +1,33 @@
 """Attention with linear biases: the farther a key, the lower its score, at a slope for each head.
 
-Press et al., 2108.12409. There are no other positions, so a model can read on past its context.
+Press et al., 2108.12409. There are no other ctx, so a model can read on past its context.
 """
 
 import torch
 from torch import Tensor
 
-from model.attention.base import Attention, check
+from model.attention.base import Attention, validate_knobs
 from model.cache import KVCache, slot_bytes
-from model.context import Positions
-from model.layers import Linear, precise
+from model.context import ForwardContext
+from model.layers import Linear, fp32
 
 
 class ALiBi(Attention):
     """Raises ValueError where heads do not divide dim. `steepness`: of H heads, the last has 2^-steepness."""
 
-    def __init__(self, dim: int, heads: int, context: int, layer: int, depth: int, *, kv_heads: int, steepness: float):
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        context: int,
+        layer: int,
+        depth: int,
+        *,
+        kv_heads: int,
+        steepness: float,
+    ):
         super().__init__()
-        check(kv_heads=kv_heads)
+        validate_knobs(kv_heads=kv_heads)
         if dim % heads or heads % kv_heads:
             given = f"{dim=} {heads=} {kv_heads=}"
             raise ValueError(f"heads divide dim, and kv_heads heads (got {given}). fix: change one")
@@ -31,19 +41,19 @@ class ALiBi(Attention):
         exponents = torch.arange(1, heads + 1) * (-steepness / heads)
         self.register_buffer("slopes", exponents.exp2(), persistent=False)  # (H,)
 
-    def mix(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:
+    def mix(self, x: Tensor, ctx: ForwardContext, cache: KVCache | None) -> Tensor:
         q = self.q_proj(x).unflatten(-1, (self.heads, -1))  # (B, T, H, D)
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, -1))  # (B, T, K, D)
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
 
         # which keys there are, where they stand, and which of them are visible
-        key_ids = positions.ids  # (B, T)
+        key_ids = ctx.positions  # (B, T)
         if cache is None:
-            visible = positions.visible(None, None)
+            visible = ctx.causal_mask(None, None)
         else:
-            (k, v), visible = cache.extend(positions, k, v)  # (B, S, K, D)
+            (k, v), visible = cache.update(ctx, k, v)  # (B, S, K, D)
             key_ids = torch.arange(k.shape[1], device=x.device)[None]  # position p is in slot p
-        distance = positions.ids[:, None, :, None] - key_ids[:, None, None, :]  # (B, 1, T, S)
+        distance = ctx.positions[:, None, :, None] - key_ids[:, None, None, :]  # (B, 1, T, S)
         if visible is None:
             visible = distance >= 0
 
@@ -52,13 +62,15 @@ class ALiBi(Attention):
         q = q.transpose(1, 2)  # (B, H, T, D)
         k = k.transpose(1, 2).repeat_interleave(groups, dim=1)  # (B, H, S, D)
         v = v.transpose(1, 2).repeat_interleave(groups, dim=1)
-        scores = precise(q @ k.mT) * self.head_dim**-0.5
+        scores = fp32(q @ k.mT) * self.head_dim**-0.5
         scores = scores - self.slopes[:, None, None] * distance
         weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
         y = (weights.type_as(v) @ v).transpose(1, 2).flatten(-2)  # (B, T, H * D)
         return self.o_proj(y)
 
-    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> KVCache:
+    def new_cache(
+        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+    ) -> KVCache:
         feature = (self.kv_heads, self.head_dim)
         return KVCache(batch, capacity, None, None, feature, feature, dtype=dtype, device=device)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from model.attention.base import Attention
 from model.cache import LayerCache
-from model.context import Positions
-from model.layers import Linear, precise
+from model.context import ForwardContext
+from model.layers import Linear, fp32
 
 
 class StateCache(LayerCache):
@@ -21,7 +21,9 @@ class StateCache(LayerCache):
 class RunningAverage(Attention):
     """`offset` is the state before the first token."""
 
-    def __init__(self, dim: int, heads: int, context: int, layer: int, depth: int, *, offset: float):
+    def __init__(
+        self, dim: int, heads: int, context: int, layer: int, depth: int, *, offset: float
+    ):
         super().__init__()
         self.dim = dim
         self.v_proj = Linear(dim, dim)
@@ -29,16 +31,16 @@ class RunningAverage(Attention):
         self.o_proj = Linear(dim, dim)
         self.register_buffer("initial_state", torch.linspace(-offset, offset, dim))
 
-    def mix(self, x: Tensor, positions: Positions, cache: StateCache | None) -> Tensor:
-        v = precise(self.v_proj(x))
-        forget = precise(self.forget_proj(x)).sigmoid()
-        padding = (positions.ids < 0)[:, :, None]
+    def mix(self, x: Tensor, ctx: ForwardContext, cache: StateCache | None) -> Tensor:
+        v = fp32(self.v_proj(x))
+        forget = fp32(self.forget_proj(x)).sigmoid()
+        padding = (ctx.positions < 0)[:, :, None]
         forget = forget.masked_fill(padding, 1.0)
 
         # without a cache each document begins anew; a cache begins where it was reset
         initial = self.initial_state.type_as(v)
         if cache is None:
-            begins = (positions.ids == 0)[:, :, None]
+            begins = (ctx.positions == 0)[:, :, None]
             state = initial.expand(len(x), -1)
         else:
             begins = torch.zeros_like(padding)
@@ -53,7 +55,9 @@ class RunningAverage(Attention):
             cache.buffers[0].copy_(state)
         return self.o_proj(torch.stack(states, dim=1).type_as(x))
 
-    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> StateCache:
+    def new_cache(
+        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+    ) -> StateCache:
         dtype = torch.promote_types(torch.float32, dtype)
         state = torch.empty(batch, self.dim, dtype=dtype, device=device)
         return StateCache(state, initial=(self.initial_state,))

@@ -18,20 +18,26 @@ from common import errors
 from common.cli import Parser
 from common.errors import IntegrityError
 from tools.compare.jobs import train_all
-from tools.compare.plan import SIZES, as_long_as_the_first, digest, planned
-from tools.compare.report import write
+from tools.compare.plan import SIZES, digest, match_baseline_tokens, plan_jobs
+from tools.compare.report import write_report
 from tools.compare.runs import Run
 
 
 def main(given: argparse.Namespace) -> None:
-    with errors.input_problems():
-        jobs = [*planned(given.words, given.match, given.dir)] if given.words else []
+    with errors.user_input():
+        jobs = [*plan_jobs(given.words, given.match, given.dir)] if given.words else []
     if jobs:
         print(f"{len(jobs)} runs in {jobs[0].run.parent}/", file=sys.stderr)
         lengths = {(job.settings["steps"], job.settings["max_minutes"]) for job in jobs}
-        train_all(as_long_as_the_first(jobs) if len(lengths) == 1 and jobs[0].settings["max_minutes"] else jobs)
+        train_all(
+            match_baseline_tokens(jobs)
+            if len(lengths) == 1 and jobs[0].settings["max_minutes"]
+            else jobs
+        )
     runs, problems = [], {job.run.name: job.problem for job in jobs if job.problem}
-    folders = [run for run in given.report if run.is_dir() or not run.exists()]  # not the files that a * finds too
+    folders = [
+        run for run in given.report if run.is_dir() or not run.exists()
+    ]  # not the files that a * finds too
     for run in folders or [job.run for job in jobs if job.problem is None]:
         try:
             runs.append(Run.read(run))
@@ -40,21 +46,35 @@ def main(given: argparse.Namespace) -> None:
     words = ["--report", *map(str, folders)] if folders else ["--match", given.match, *given.words]
     words += ["--dir", str(given.dir)] if given.dir else []
     where = given.dir or (jobs[0].run.parent if jobs else Path("runs", f"report-{digest(words)}"))
-    call, baseline = f"python -m tools.compare {shlex.join(words)}", jobs[0].settings["name"] if jobs else None
-    with errors.input_problems():
-        print(write(where, runs, problems, baseline, call))
+    call, baseline = (
+        f"python -m tools.compare {shlex.join(words)}",
+        jobs[0].settings["name"] if jobs else None,
+    )
+    with errors.user_input():
+        print(write_report(where, runs, problems, baseline, call))
 
 
 def arguments() -> argparse.Namespace:
     hint = "words are written without dashes: attention=gqa,mha"
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser("python -m tools.compare", description=__doc__, epilog=hint, formatter_class=form)
-    parser.add_argument("words", nargs="*", metavar="KEY=VALUE,...", help="of train.py; commas sweep")
+    parser = Parser(
+        "python -m tools.compare", description=__doc__, epilog=hint, formatter_class=form
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="KEY=VALUE,...", help="of train.py; commas sweep"
+    )
     match = "what model.hidden makes equal (default: params)"
     parser.add_argument("--match", choices=SIZES, default="params", help=match)
-    parser.add_argument("--dir", type=Path, help="where runs and report go (default: runs/compare-...)")
     parser.add_argument(
-        "--report", type=Path, nargs="+", default=[], metavar="RUN", help="only report; the first is the baseline's"
+        "--dir", type=Path, help="where runs and report go (default: runs/compare-...)"
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="only report; the first is the baseline's",
     )
     given = parser.parse_intermixed_args()
     if bool(given.words) == bool(given.report):
@@ -64,5 +84,5 @@ def arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     asked = arguments()
-    with errors.one_line(HydraException, OmegaConfBaseException):
+    with errors.report_errors(HydraException, OmegaConfBaseException):
         main(asked)

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from common import errors
-from common.atomic_dir import hold
+from common.atomic_dir import flock
 from common.errors import IntegrityError
 from common.instantiate import ROOT
 from tools.compare.runs import Run
@@ -45,7 +45,7 @@ class Job:
         self.run.parent.mkdir(parents=True, exist_ok=True)
         log = self.log.open("a")
         try:
-            hold(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return log
         except BlockingIOError:
             log.close()
@@ -58,7 +58,9 @@ class Job:
             then = {key: value for key, value in run.settings.items() if key in self.settings}
             other = resume.changes(then, self.settings)
             if told := [text for key, text in other.items() if key not in MADE]:
-                self.problem = f"there is a run with other words: {', '.join(told)}. fix: another --dir"
+                self.problem = (
+                    f"there is a run with other words: {', '.join(told)}. fix: another --dir"
+                )
             return run.done or self.problem is not None
         return False
 
@@ -69,7 +71,9 @@ class Job:
         self.run.mkdir(exist_ok=True)  # where there is nothing, resume=true would be an error
         words = [sys.executable, ROOT / "train.py", *self.words]
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        return subprocess.Popen(words, **streams, env=os.environ | where, start_new_session=True)  # Ctrl-C is for us
+        return subprocess.Popen(
+            words, **streams, env=os.environ | where, start_new_session=True
+        )  # Ctrl-C is for us
 
     def share(self) -> float:
         """How much of it is done, about."""
@@ -94,7 +98,14 @@ def train_all(jobs: list[Job], later: int = 0) -> None:
 
     `later`: how many more will come, for who watches.
     """
-    waiting, running, ended, before, began, total = list(jobs), {}, 0, 0, monotonic(), len(jobs) + later
+    waiting, running, ended, before, began, total = (
+        list(jobs),
+        {},
+        0,
+        0,
+        monotonic(),
+        len(jobs) + later,
+    )
     free = gpus_of(jobs[0].settings["device"])
 
     def left(done: float) -> str:
@@ -103,7 +114,7 @@ def train_all(jobs: list[Job], later: int = 0) -> None:
         return f"{timedelta(seconds=round((monotonic() - began) * (total - done) / (done - before)))} left"
 
     with Signals() as signals, tqdm(total=total, bar_format="{desc} |{bar}|", disable=None) as bar:
-        signals.note()
+        signals.arm()
         try:
             while (waiting or running) and not signals.code:
                 for job in [*waiting]:
@@ -124,7 +135,10 @@ def train_all(jobs: list[Job], later: int = 0) -> None:
                         free.append(gpu)
                         ended += 1
                         told = job.end(process.returncode)
-                        tqdm.write(f"{ended}/{total}, {left(ended)}. {job.run.name}: {told}", file=sys.stderr)
+                        tqdm.write(
+                            f"{ended}/{total}, {left(ended)}. {job.run.name}: {told}",
+                            file=sys.stderr,
+                        )
                 bar.n = ended + sum(job.share() for job, _, _ in running.values())
                 bar.set_description_str(f"{ended} of {total} runs, {left(bar.n)}")
                 sleep(0.5)
@@ -134,11 +148,17 @@ def train_all(jobs: list[Job], later: int = 0) -> None:
             ended += sum(process.wait() == 0 for _, process, _ in running.values())
     if signals.code:
         problem = f"stopped, what was trained is saved ({ended} of {total} runs are finished)"
-        errors.fail(signals.code, f"{problem}. fix: the same call goes on")
+        errors.exit_with(signals.code, f"{problem}. fix: the same call goes on")
 
 
 def gpus_of(device: str) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES for each of the runs that are trained at a time; None: as it is."""
     count = torch.cuda.device_count() if device in ("auto", "cuda") else 0
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return [None] if count < 2 else named.split(",") if named else [str(number) for number in range(count)]
+    return (
+        [None]
+        if count < 2
+        else named.split(",")
+        if named
+        else [str(number) for number in range(count)]
+    )

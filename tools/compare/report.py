@@ -40,15 +40,21 @@ th:first-child, td:first-child, :nth-child(2):last-child { text-align: left }
 img { max-width: 100% } pre { white-space: pre-wrap; font-size: 12px } :root { color-scheme: light dark }"""
 
 
-def write(where: Path, runs: list[Run], problems: dict[str, str], baseline: str | None, call: str) -> str:
+def write_report(
+    where: Path, runs: list[Run], problems: dict[str, str], baseline: str | None, call: str
+) -> str:
     """`problems`: why a run has no end, by its folder's name; `baseline`: the name of that variant, if not the first.
 
     Raises ValueError where no run has an end.
     """
     ended = [run for run in runs if run.done]
-    problems = problems | {run.folder.name: f"at {run.last['tokens']:,} tokens" for run in runs if not run.done}
+    problems = problems | {
+        run.folder.name: f"at {run.last['tokens']:,} tokens" for run in runs if not run.done
+    }
     if not ended:
-        why = "; ".join(f"{name}: {told.partition('. fix: ')[0]}" for name, told in problems.items())
+        why = "; ".join(
+            f"{name}: {told.partition('. fix: ')[0]}" for name, told in problems.items()
+        )
         raise ValueError(f"no run came to its end ({why or 'no run'}). fix: train one")
     for name, told in problems.items():
         print(f"not in the report: {name} ({told.partition('. fix: ')[0]})", file=sys.stderr)
@@ -57,7 +63,9 @@ def write(where: Path, runs: list[Run], problems: dict[str, str], baseline: str 
     where.mkdir(parents=True, exist_ok=True)
     note = ""
     if baseline not in (None, *groups):
-        note = f"No run of {baseline} came to its end: {next(iter(groups))} is the baseline instead. "
+        note = (
+            f"No run of {baseline} came to its end: {next(iter(groups))} is the baseline instead. "
+        )
     blocks = page(groups, problems, where, call, note)
     (where / "report.md").write_text("\n\n".join(markdown(*block) for block in blocks) + "\n")
     title = hypertext("title", blocks[0][1], where)
@@ -67,7 +75,9 @@ def write(where: Path, runs: list[Run], problems: dict[str, str], baseline: str 
     return f"{blocks[1][1]}\nwritten: {where / 'report.html'}"
 
 
-def page(groups: Groups, problems: dict[str, str], where: Path, call: str, note: str) -> list[Block]:
+def page(
+    groups: Groups, problems: dict[str, str], where: Path, call: str, note: str
+) -> list[Block]:
     scores = {name: {run.seed: run.loss for run in group} for name, group in groups.items()}
     baseline, *others = groups
     runs = [run for group in groups.values() for run in group]
@@ -76,7 +86,10 @@ def page(groups: Groups, problems: dict[str, str], where: Path, call: str, note:
     device = hardware.pick_device("cpu" if on_cpu else "auto")
     tokens = sorted({run.last["tokens"] for run in runs})
     seen = " to ".join(f"{count / 1e6:.1f} M" for count in dict.fromkeys((tokens[0], tokens[-1])))
-    other = [("setting", "values"), *((key, ", ".join(each)) for key, each in differences(runs).items())]
+    other = [
+        ("setting", "values"),
+        *((key, ", ".join(each)) for key, each in differences(runs).items()),
+    ]
     return [
         ("h1", f"{', '.join(groups)} after {seen} tokens"),
         ("p", note + summary(groups, found)),
@@ -85,7 +98,11 @@ def page(groups: Groups, problems: dict[str, str], where: Path, call: str, note:
         ("h2", "Loss"),
         ("table", losses(scores, found, runs[0].unit)),
         ("p", LOSS),
-        *([("p", "Not in it:"), ("table", [("run", "why"), *problems.items()])] if problems else []),
+        *(
+            [("p", "Not in it:"), ("table", [("run", "why"), *problems.items()])]
+            if problems
+            else []
+        ),
         ("h2", "Size"),
         ("table", sizes(groups, device)),
         ("p", SIZE),
@@ -100,7 +117,11 @@ def page(groups: Groups, problems: dict[str, str], where: Path, call: str, note:
         ("h2", "What is equal, and what is not"),
         ("p", f"{EQUAL} Settings that all runs have, and not the same:"),
         ("table", other),
-        ("p", ". ".join(f"{key}: {value}" for key, value in runs[0].settings["machine"].items()) + "."),
+        (
+            "p",
+            ". ".join(f"{key}: {value}" for key, value in runs[0].settings["machine"].items())
+            + ".",
+        ),
         ("h2", "Commands"),
         ("pre", "\n".join(run.command for run in runs)),
     ]
@@ -112,12 +133,22 @@ def summary(groups: Groups, found: dict[str, Verdict]) -> str:
     for said in ("better", "worse", "not distinguishable", "n/a"):
         if names := [name for name, verdict in found.items() if verdict.said == said]:
             told.append(f"{said}: {', '.join(names)}")
-    fit = [baseline, *(name for name, verdict in found.items() if verdict.said in ("better", "not distinguishable"))]
+    fit = [
+        baseline,
+        *(
+            name
+            for name, verdict in found.items()
+            if verdict.said in ("better", "not distinguishable")
+        ),
+    ]
     least = min(fit, key=lambda name: cached(groups[name][0]))
     if least == baseline:
         return "; ".join(told) + "."
     difference = found[least].difference
-    size, most = f"{cached(groups[least][0]):,.0f} bytes a token", f"{difference.mean + difference.half:+.4f}"
+    size, most = (
+        f"{cached(groups[least][0]):,.0f} bytes a token",
+        f"{difference.mean + difference.half:+.4f}",
+    )
     return f"{'; '.join(told)}. The smallest cache not shown to be worse: {least}, {size}, {most} at most (95 %)."
 
 
@@ -126,7 +157,9 @@ def cached(run: Run) -> float:
     return run.model.cache_bytes(run.model.context, BF16) / run.model.context
 
 
-def losses(scores: dict[str, dict[int, float]], found: dict[str, Verdict], unit: str) -> list[tuple]:
+def losses(
+    scores: dict[str, dict[int, float]], found: dict[str, Verdict], unit: str
+) -> list[tuple]:
     def around(value: Estimate, sign: str = "") -> str:
         return f"{value.mean:{sign}.4f} ± {value.half:.4f}".replace("nan", "n/a")
 
@@ -141,12 +174,38 @@ def losses(scores: dict[str, dict[int, float]], found: dict[str, Verdict], unit:
 
 
 def sizes(groups: Groups, device: torch.device) -> list[tuple]:
-    rows = [("variant", "parameters", "model.hidden", "MFLOP/token", "KV bytes", "allocated", "per token")]
+    rows = [
+        (
+            "variant",
+            "parameters",
+            "model.hidden",
+            "MFLOP/token",
+            "KV bytes",
+            "allocated",
+            "per token",
+        )
+    ]
     for name, (run, *_) in groups.items():
         context, hidden = run.model.context, run.settings["model"]["hidden"]
-        weights, flops = sum(p.numel() for p in run.model.parameters()), run.model.training_flops() / 1e6
-        full, held = run.model.cache_bytes(context, BF16), run.model.new_cache(1, context, BF16, device).nbytes
-        rows.append((name, f"{weights:,}", hidden, f"{flops:.2f}", f"{full:,}", f"{held:,}", f"{cached(run):,.0f}"))
+        weights, flops = (
+            sum(p.numel() for p in run.model.parameters()),
+            run.model.training_flops() / 1e6,
+        )
+        full, held = (
+            run.model.cache_bytes(context, BF16),
+            run.model.new_cache(1, context, BF16, device).nbytes,
+        )
+        rows.append(
+            (
+                name,
+                f"{weights:,}",
+                hidden,
+                f"{flops:.2f}",
+                f"{full:,}",
+                f"{held:,}",
+                f"{cached(run):,.0f}",
+            )
+        )
     return rows
 
 
@@ -156,7 +215,14 @@ def training(groups: Groups) -> list[tuple]:
         lines = [[line for line in run.lines if "train_loss" in line] for run in group]
         rate = median(line["tokens_per_second"] for each in lines for line in each[1:] or each)
         memory = mean(each[-1].get("peak_memory_bytes", float("nan")) for each in lines) / 1e6
-        rows.append((name, f"{rate:,.0f}", f"{mean(run.last['seconds'] for run in group):,.0f}", f"{memory:,.0f}"))
+        rows.append(
+            (
+                name,
+                f"{rate:,.0f}",
+                f"{mean(run.last['seconds'] for run in group):,.0f}",
+                f"{memory:,.0f}",
+            )
+        )
     return rows
 
 
@@ -164,7 +230,10 @@ def decoding(groups: Groups, device: torch.device) -> list[tuple]:
     context = min(group[0].model.context for group in groups.values())
     taken = latencies({name: group[0].folder for name, group in groups.items()}, context, device)
     cases = [f"{case}, {what}" for case in next(iter(taken.values())) for what in ("first", "next")]
-    rows = [(name, *(f"{ms:.2f}" for pair in times.values() for ms in pair)) for name, times in taken.items()]
+    rows = [
+        (name, *(f"{ms:.2f}" for pair in times.values() for ms in pair))
+        for name, times in taken.items()
+    ]
     return [("variant", *cases), *rows]
 
 
@@ -172,13 +241,21 @@ def draw_caches(groups: Groups, path: Path, unit: str) -> Path:
     """Loss against cache bytes: the one to share."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    points = [(cached(runs[0]), estimate([run.loss for run in runs]), name) for name, runs in groups.items()]
+    points = [
+        (cached(runs[0]), estimate([run.loss for run in runs]), name)
+        for name, runs in groups.items()
+    ]
     colors = {name: f"C{number % 10}" for number, name in enumerate(groups)}  # those of the curves
     for number, (x, y, name) in enumerate(sorted(points)):
         axes.errorbar(x, y.mean, yerr=y.half, fmt="o", capsize=3, color=colors[name])
-        side, shift = ("left", 7) if number % 2 else ("right", -7)  # neighbours keep out of each other's way
+        side, shift = (
+            ("left", 7) if number % 2 else ("right", -7)
+        )  # neighbours keep out of each other's way
         axes.annotate(name, (x, y.mean), xytext=(shift, 4), textcoords="offset points", ha=side)
-    axes.set(xlabel="cache bytes per token at full context, bf16", ylabel=f"{unit}, 95 % interval over seeds")
+    axes.set(
+        xlabel="cache bytes per token at full context, bf16",
+        ylabel=f"{unit}, 95 % interval over seeds",
+    )
     axes.margins(x=0.15)
     figure.savefig(path, dpi=120)
     return path
@@ -187,13 +264,23 @@ def draw_caches(groups: Groups, path: Path, unit: str) -> Path:
 def draw_curves(groups: Groups, path: Path, unit: str) -> Path:
     """Means over seeds, wherever all of them looked at the held-out text."""
     figure = Figure(figsize=(12, 5), layout="constrained")
-    for axes, (axis, value) in zip(figure.subplots(1, len(AXES), sharey=True), AXES.items(), strict=True):
+    for axes, (axis, value) in zip(
+        figure.subplots(1, len(AXES), sharey=True), AXES.items(), strict=True
+    ):
         for number, (name, group) in enumerate(groups.items()):
-            looks = [{look["tokens"]: (value(run, look), look["loss"]) for look in run.looks} for run in group]
+            looks = [
+                {look["tokens"]: (value(run, look), look["loss"]) for look in run.looks}
+                for run in group
+            ]
             shared = sorted(set.intersection(*map(set, looks)))
-            points = [[mean(each) for each in zip(*(look[at] for look in looks), strict=True)] for at in shared]
+            points = [
+                [mean(each) for each in zip(*(look[at] for look in looks), strict=True)]
+                for at in shared
+            ]
             style = ("o-", "s--", "^:")[number // 10 % 3]
-            axes.plot([x for x, _ in points], [y for _, y in points], style, label=name, markersize=4)
+            axes.plot(
+                [x for x, _ in points], [y for _, y in points], style, label=name, markersize=4
+            )
         axes.set(xlabel=axis)
     figure.axes[0].set(ylabel=unit)
     figure.axes[-1].legend()
@@ -203,7 +290,9 @@ def draw_curves(groups: Groups, path: Path, unit: str) -> Path:
 
 def markdown(kind: str, what) -> str:
     if kind == "table":
-        head, *rows = [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in what]
+        head, *rows = [
+            f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in what
+        ]
         return "\n".join([head, "|---" + "|---:" * (len(what[0]) - 1) + "|", *rows])
     form = {"h1": "# {}", "h2": "## {}", "p": "{}", "pre": "```\n{}\n```", "img": "![]({})"}[kind]
     return form.format(what.name if kind == "img" else what)

@@ -10,11 +10,22 @@ import torch
 from checkpoints import checkpoint
 from common import config
 from common.errors import IntegrityError
-from common.instantiate import build
+from common.instantiate import instantiate
 from model.transformer import Transformer
 
 # Of a run alone, or told by others: `tokens` says how long it was, `machine.` on what, `model.` which attention.
-LABELS = ("name", "run_dir", "seed", "attention.", "steps", "max_minutes", "resume", "wandb", "device", "compile")
+LABELS = (
+    "name",
+    "run_dir",
+    "seed",
+    "attention.",
+    "steps",
+    "max_minutes",
+    "resume",
+    "wandb",
+    "device",
+    "compile",
+)
 
 
 @dataclass
@@ -29,17 +40,22 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> "Run":
         """Raises IntegrityError where there is no run, or none that can be read."""
-        found = checkpoint.newest(folder)
+        found = checkpoint.newest_checkpoint(folder)
         if found is None:
             raise IntegrityError(f"no checkpoint ({folder}). fix: the folder of a run")
-        state, metrics = checkpoint.load_state(found, {"step", "steps", "pending"}), folder / "metrics.jsonl"
+        state, metrics = (
+            checkpoint.load_state(found, {"step", "steps", "pending"}),
+            folder / "metrics.jsonl",
+        )
         try:
             lines = [json.loads(line) for line in metrics.read_text().splitlines()]
             whole = lines[-1]["step"] == state["step"] >= state["steps"] and not state["pending"]
             done = whole and any("val_bpb" in line for line in lines)
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise IntegrityError(f"metrics cannot be read ({metrics}: {error}). fix: train it anew") from None
-        return cls(folder, checkpoint.config_of(found), lines, done)
+            raise IntegrityError(
+                f"metrics cannot be read ({metrics}: {error}). fix: train it anew"
+            ) from None
+        return cls(folder, checkpoint.load_config(found), lines, done)
 
     @property
     def seed(self) -> int:
@@ -53,7 +69,10 @@ class Run:
     def looks(self) -> list[dict]:
         """At the held-out text, each with its `loss` in `unit`."""
         looks = [line for line in self.lines if "val_bpb" in line]
-        return [look | {"loss": look["val_loss"] if look["val_bpb"] is None else look["val_bpb"]} for look in looks]
+        return [
+            look | {"loss": look["val_loss"] if look["val_bpb"] is None else look["val_bpb"]}
+            for look in looks
+        ]
 
     @property
     def unit(self) -> str:
@@ -75,18 +94,24 @@ class Run:
     def model(self) -> Transformer:
         """Its shapes."""
         with torch.device("meta"):
-            return build(self.settings["model"])
+            return instantiate(self.settings["model"])
 
     @cached_property
     def flat(self) -> dict[str, str]:
         """Its settings by their paths, those apart that only label it, and its tokens."""
         tree = self.settings | {"tokens": self.last["tokens"]}
-        return {key: str(value) for key, value in config.flat(tree) if not key.startswith(LABELS)}
+        return {
+            key: str(value) for key, value in config.flatten(tree) if not key.startswith(LABELS)
+        }
 
     @property
     def identity(self) -> dict[str, str]:
         """What makes it this variant, and no other."""
-        kept = (key for key in self.flat if not key.startswith(("tokens", "machine.")) and not key.endswith("_every"))
+        kept = (
+            key
+            for key in self.flat
+            if not key.startswith(("tokens", "machine.")) and not key.endswith("_every")
+        )
         return {key: self.flat[key] for key in kept}
 
 

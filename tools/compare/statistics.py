@@ -44,7 +44,9 @@ def verdicts(baseline: dict[int, float], others: dict[str, dict[int, float]]) ->
     for name, p in corrected.items():
         difference = estimate(differences[name])
         said = "not distinguishable" if p > LEVEL else "worse" if difference.mean > 0 else "better"
-        found[name] = Verdict(difference, len(differences[name]), p, "n/a" if math.isnan(p) else said)
+        found[name] = Verdict(
+            difference, len(differences[name]), p, "n/a" if math.isnan(p) else said
+        )
     return found
 
 
