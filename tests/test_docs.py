@@ -11,12 +11,19 @@ import pytest
 
 from tests.conftest import ROOT, SHORT, TINY, saved, tree_of
 
-README = (ROOT / "README.md").read_text()
-LINES = [
-    line
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-]
+PAGES = (
+    "README",
+    "docs/generation",
+    "docs/data",
+    "docs/compare",
+    "docs/formats",
+    "docs/evaluation",
+)
+TEXTS = [(ROOT / f"{page}.md").read_text() for page in PAGES]
+BLOCKS = [block for text in TEXTS for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
+# each command once, without its comment
+COMMANDS = [shlex.join(shlex.split(line, comments=True)) for line in "".join(BLOCKS).splitlines()]
+LINES = [*dict.fromkeys(filter(None, COMMANDS))]
 TAKEN = [
     line
     for line in LINES
@@ -35,9 +42,7 @@ def test_training_commands(command, story, line):
     (story.parent / "my").mkdir()
     story.rename(story.parent / "my" / "stories.txt")
     text = ("data=text", "data.path=my/stories.txt", "data.vocab_size=400")
-    words = [
-        word for word in shlex.split(line, comments=True)[2:] if not word.startswith("max_minutes")
-    ]
+    words = [word for word in shlex.split(line)[2:] if not word.startswith("max_minutes")]
     result = command("train.py", *words, *TINY, *text, "steps=2", "batch_tokens=512")
     assert result.code == 0, result.err
 
@@ -51,42 +56,38 @@ def test_generation_commands(command, tokenizer, line, monkeypatch):
         Path("runs/stdlib-small-gqa"), tree_of("gqa", "model.depth=1"), tokenizer
     )  # the compiler is slow
     Path("prompts.txt").write_text("one\nand another")
-    result = command("generate.py", *shlex.split(line, comments=True)[2:], "--max-new-tokens", "3")
+    result = command("generate.py", *shlex.split(line)[2:], "--max-new-tokens", "3")
     assert result.code == 0, result.err
     assert " tokens; loaded in " in result.err or "map.png" in line
 
 
 def test_the_comparison_and_its_report(command, story, forked_jobs):
-    train, report = (
-        shlex.split(line, comments=True)[3:] for line in LINES if "tools.compare" in line
-    )
+    train, report = (shlex.split(line)[3:] for line in LINES if "tools.compare" in line)
     text = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=2")
     few = (*TINY, *text, "attention=gqa,mla", "seed=0", "--dir", "runs/stdlib-small-x")
-    assert command("tools/compare.py", *train, *few).code == 0
+    assert command("tools/compare/__main__.py", *train, *few).code == 0
     runs = sorted(map(str, Path("runs/stdlib-small-x").glob("*-0")))
     assert (
-        command("tools/compare.py", report[0], *runs).code == 0
+        command("tools/compare/__main__.py", report[0], *runs).code == 0
         and report[1] == "runs/stdlib-small-*"
     )
 
 
 def test_a_model_is_taken_away_and_back(command, trained, story):
-    """In the order of the README; its tasks that need a network apart."""
+    """Export, generate, fine-tune and evaluate in the order of the documents, without a network."""
     (story.parent / "my").mkdir()
     story.rename(story.parent / "my" / "stories.txt")
     lines = [line for line in TAKEN if "--tasks" not in line]
     assert len(lines) == 5 and len(TAKEN) == 7
     for line in lines:
-        module, *words = shlex.split(
-            line.replace("-m ", "").replace("runs/NAME", str(trained)), comments=True
-        )[1:]
+        module, *words = shlex.split(line.replace("-m ", "").replace("runs/NAME", str(trained)))[1:]
         file = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
         result = command(file, *words, *((*TINY[1:], *SHORT) if file == "train.py" else ()))
         assert result.code == 0, result.err
 
 
 def test_the_test_command_of_ci_is_the_readmes():
-    (test,) = (line for line in LINES if "pytest" in line)
+    (test,) = (line for line in TEXTS[0].splitlines() if line.endswith(".venv/bin/pytest"))
     assert test in (ROOT / ".ci" / "run").read_text()
 
 
