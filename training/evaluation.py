@@ -1,9 +1,8 @@
-"""Held-out loss, and sampled text."""
+"""What a model is judged by while it trains: the loss on held-out text, and a sample of its own."""
 
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import nn
@@ -27,26 +26,35 @@ def evaluate(
     ranks: DistEnv,
     stop: Callable[[], int],
 ) -> dict[str, float | None] | None:
-    """`val_loss` in nats per token and `val_bpb`, if the bytes are known, over all held-out text in windows apart.
+    """`val_loss` in nats per token and `val_bpb` in bits per byte, over all held-out text.
 
-    Gradients stay enabled and are thrown away: what training has compiled serves here too. None where `stop` says so.
+    The text is read in windows of `context` tokens that do not overlap, `batch` of them at a time.
+    `val_bpb` is None where the size of the text is unknown. Return None once `stop()`, called by
+    all ranks after each batch, is not 0.
     """
-    nats, stopped = 0.0, False
-    batches = iter(eval_windows(corpus.validation, context, batch))
+    # Gradients stay enabled and are discarded: the graph compiled for training serves here too.
     objective.eval()
-    while (each := list(islice(batches, ranks.world_size))) and not stopped:
-        inputs, targets = each[
-            min(ranks.rank, len(each) - 1)
-        ]  # the last ones may only keep the others company
+    loss_sum = 0.0
+    batches = list(eval_windows(corpus.validation, context, batch))
+    for start in range(0, len(batches), ranks.world_size):
+        # Sharded ranks compute together: one without a batch of its own repeats the last, unscored.
+        number = start + ranks.rank
+        inputs, targets = batches[min(number, len(batches) - 1)]
         with autocast(ranks.device, precision):
-            found = objective(*to_device(ranks.device, inputs, targets)).item()
-        nats, stopped = nats + found * (ranks.rank < len(each)), bool(stop())
+            loss = objective(*to_device(ranks.device, inputs, targets))
+        if number < len(batches):
+            loss_sum += loss.item()
+        if stop():
+            objective.train()
+            return None
     objective.train()
-    if stopped:
-        return None
-    nats, tokens = ranks.all_reduce_sum(nats), sum(map(len, corpus.validation)) - 1
-    size = corpus.validation_bytes
-    return {"val_loss": nats / tokens, "val_bpb": nats / math.log(2) / size if size else None}
+
+    loss_sum = ranks.all_reduce_sum(loss_sum)
+    num_targets = sum(map(len, corpus.validation)) - 1  # the first token is the target of none
+    bits_per_byte = None
+    if corpus.validation_bytes:
+        bits_per_byte = loss_sum / math.log(2) / corpus.validation_bytes
+    return {"val_loss": loss_sum / num_targets, "val_bpb": bits_per_byte}
 
 
 def sample_text(
