@@ -1,4 +1,4 @@
-"""A model made parallel: DDP, FSDP2, activation checkpointing."""
+"""The model as it is trained: activation checkpointing, FSDP2 and DDP."""
 
 from collections.abc import Callable
 
@@ -14,9 +14,50 @@ from training.distributed import DistEnv
 from training.loss import LanguageModelLoss
 
 
+def build_parallel(
+    settings: dict, bos: int | None, ranks: DistEnv, precision: torch.dtype
+) -> tuple[LanguageModelLoss, nn.Module]:
+    """The loss of a model with its initial weights, and the module to call for a training step.
+
+    The two are the same module, unless DDP wraps the loss. `bos` begins each document, where tokens
+    must not attend to other documents.
+    """
+    model = build_model(settings["model"])
+    if settings["activation_checkpointing"]:
+        checkpoint_activations(model)
+    if settings["sharded"]:
+        shard(model, ranks, precision)
+    initialize(materialize(model, ranks.device), settings["seed"], shard_like)
+    objective = LanguageModelLoss(model, z_loss=settings["z_loss"], bos=bos)
+    if ranks.world_size == 1 or settings["sharded"]:
+        return objective, objective
+    return objective, DistributedDataParallel(objective, gradient_as_bucket_view=True)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Keep only the input of each block; the backward runs the block again. Chen, 1604.06174."""
+    # What the layers share (masks, rotary tables) is built once, not again in the backward.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    for block in model.blocks:
+        block.forward = checkpointed(block.forward)
+
+
+# torch's checkpoint_wrapper compiles to the same graphs, but adds a prefix to the names of the
+# parameters, by which their initial values are drawn and their optimizer state is saved.
+def checkpointed(forward: Callable) -> Callable:
+    """`forward`, recomputed in the backward."""
+
+    # A block compiled by itself needs a function of ours here: torch.compile skips `checkpoint`.
+    def recomputed(*args):
+        return checkpoint(forward, *args, use_reentrant=False)
+
+    return recomputed
+
+
 def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
-    """Spreads weights, gradients and the optimizers' state over all processes; a block is whole only while it computes,
-    in the precision of its products. FSDP: Zhao et al., 2304.11277.
+    """Divide weights, gradients and optimizer state among all ranks. FSDP: Zhao, 2304.11277.
+
+    A block is gathered only while it computes, and in `precision`; gradients are reduced in fp32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
@@ -29,38 +70,6 @@ def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
+    # Embedding, head and final norm stay in fp32. The loss calls `hidden` instead of `forward`.
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "hidden")
-
-
-def checkpointed(forward: Callable) -> Callable:
-    def again(
-        *args,
-    ):  # compiled by itself, this is what the compiler sees; `checkpoint` alone it would leave out
-        return checkpoint(forward, *args, use_reentrant=False)
-
-    return again
-
-
-def build_parallel(
-    settings: dict, bos: int | None, ranks: DistEnv, precision: torch.dtype
-) -> tuple[LanguageModelLoss, nn.Module]:
-    """The objective of a model at its first step, and what makes it parallel.
-
-    With `activation_checkpointing`, a block keeps its input alone and computes the rest again. Chen et al., 1604.06174.
-    """
-    model = build_model(settings["model"])
-    if settings["activation_checkpointing"]:
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = (
-            True  # what layers share is made once
-        )
-        for block in model.blocks:
-            block.forward = checkpointed(block.forward)
-    if settings["sharded"]:
-        shard(model, ranks, precision)
-    initialize(materialize(model, ranks.device), settings["seed"], shard_like)
-    objective = LanguageModelLoss(model, z_loss=settings["z_loss"], bos=bos)
-    alone = ranks.world_size == 1 or settings["sharded"]
-    return objective, objective if alone else DistributedDataParallel(
-        objective, gradient_as_bucket_view=True
-    )
