@@ -31,16 +31,16 @@ class Novel(Optimizer):
                     state["drift"] = torch.zeros_like(p)
                     state["largest"] = [torch.zeros((), dtype=torch.float64), torch.zeros(3)]
                     state["count"] = torch.zeros((), dtype=torch.int64)
-                    state["seen"] = 0
-                    state["mood"] = group["mode"]
-                state["seen"] += 1
+                    state["count_int"] = 0
+                    state["phase"] = group["mode"]
+                state["count_int"] += 1
                 state["count"] += 1
-                state["mood"] = group["mode"] + str(state["seen"] % 2)
+                state["phase"] = group["mode"] + str(state["count_int"] % 2)
                 state["drift"].mul_(0.9).add_(p.grad)
                 state["largest"][0].fill_(max(state["largest"][0], p.grad.abs().max().item()))
                 drift = state["drift"].sign() if group["signed"] else state["drift"]
-                rate = group["lr"] / (1 + state["seen"] / 10)
-                p.add_(drift, alpha=-rate if state["mood"] != "slow1" else -rate / 2)
+                rate = group["lr"] / (1 + state["count_int"] / 10)
+                p.add_(drift, alpha=-rate if state["phase"] != "slow1" else -rate / 2)
                 p.mul_(1 - 0.01 * group["lr"])
 
 
@@ -52,7 +52,7 @@ def sgd(model: nn.Module, *, lr: float):
     return [SGD(model.parameters(), lr=lr, momentum=0.9)]
 
 
-WORDS = {
+OVERRIDES = {
     "novel": (
         "optimizer=adamw",
         "~optimizer.betas",
@@ -99,16 +99,16 @@ def same(one, other) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", OVERRIDES)
 def test_any_optimizer_resumes_bit_for_bit(trainer_of, name):
-    whole = trainer_of(*WORDS[name])
+    whole = trainer_of(*OVERRIDES[name])
     for _ in range(6):
         whole.train_step()
-    cut = trainer_of(*WORDS[name], run="cut")
+    cut = trainer_of(*OVERRIDES[name], run="cut")
     for _ in range(3):
         cut.train_step()
     cut.save()
-    resumed = trainer_of(*WORDS[name], "resume=true", run="cut")
+    resumed = trainer_of(*OVERRIDES[name], "resume=true", run="cut")
     resumed.restore_or_start(None)
     assert same(weights(resumed), weights(cut)) and same(states(resumed), states(cut))
     for _ in range(3):
@@ -117,9 +117,9 @@ def test_any_optimizer_resumes_bit_for_bit(trainer_of, name):
 
 
 def test_an_optimizer_without_state_resumes(trainer_of):
-    words = WORDS["sgd"]
+    overrides = OVERRIDES["sgd"]
     for resume in ("false", "true"):
-        trainer = trainer_of(*words, f"resume={resume}", run="run")
+        trainer = trainer_of(*overrides, f"resume={resume}", run="run")
         for optimizer in trainer.optimizers:
             optimizer.param_groups[0]["momentum"] = 0
         trainer.restore_or_start(None)
@@ -134,14 +134,14 @@ FOREIGN = {
     "another shape": lambda state: state.update(drift=torch.zeros(3)),
     "another dtype": lambda state: state.update(drift=state["drift"].double()),
     "a number for a tensor": lambda state: state.update(drift=0.0),
-    "a tensor for a number": lambda state: state.update(seen=torch.zeros(())),
+    "a tensor for a number": lambda state: state.update(count_int=torch.zeros(())),
     "a shorter list": lambda state: state["largest"].pop(),
 }
 
 
 @pytest.mark.parametrize("case", FOREIGN)
 def test_the_state_of_another_optimizer_is_refused(trainer_of, case):
-    trainer = trainer_of(*WORDS["novel"])
+    trainer = trainer_of(*OVERRIDES["novel"])
     trainer.train_step()
     state = states(trainer)
     load_state_by_name(trainer.optimizers, trainer.model, state)
@@ -152,27 +152,27 @@ def test_the_state_of_another_optimizer_is_refused(trainer_of, case):
 
 @pytest.mark.parametrize("state", [0, {}, {"embed.weight": {}}, {"embed.weight": 1}])
 def test_what_is_no_state_is_refused(trainer_of, state):
-    trainer = trainer_of(*WORDS["lion"])
+    trainer = trainer_of(*OVERRIDES["lion"])
     with pytest.raises(IntegrityError, match="other parameters"):
         load_state_by_name(trainer.optimizers, trainer.model, state)
 
 
-def test_a_state_that_no_checkpoint_can_hold_is_told_at_the_first_save(trainer_of):
-    trainer = trainer_of(*WORDS["novel"])
+def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_first_save(trainer_of):
+    trainer = trainer_of(*OVERRIDES["novel"])
     trainer.train_step()
-    trainer.optimizers[0].state[trainer.model.embed.weight]["mood"] = trainer
+    trainer.optimizers[0].state[trainer.model.embed.weight]["phase"] = trainer
     with pytest.raises(TypeError, match=r"embed.weight holds a Trainer"):
         trainer.save()
 
 
-def test_options_may_be_flags_words_and_null():
-    assert config.find_problems(settings_of(*WORDS["novel"]), world=1) == []
-    (found,) = config.find_problems(settings_of(*WORDS["novel"], "optimizer.lr=-1"), world=1)
-    assert found.startswith("optimizer.lr must be a number from 0 (got -1)")
+def test_options_may_be_flags_texts_and_null():
+    assert config.find_problems(settings_of(*OVERRIDES["novel"]), world=1) == []
+    (problem,) = config.find_problems(settings_of(*OVERRIDES["novel"], "optimizer.lr=-1"), world=1)
+    assert problem.startswith("optimizer.lr must be a number from 0 (got -1)")
 
 
 @pytest.mark.parametrize(
-    "word",
+    "override",
     [
         "signed=1",
         "signed=yes_please",
@@ -184,9 +184,9 @@ def test_options_may_be_flags_words_and_null():
         "lr=true",
     ],
 )
-def test_an_option_of_another_kind_is_refused(word):
-    settings = settings_of(*WORDS["novel"], f"optimizer.{word}")
-    with pytest.raises(ValueError, match=rf"novel: {word.partition('=')[0]} must be "):
+def test_an_option_of_another_kind_is_refused(override):
+    settings = settings_of(*OVERRIDES["novel"], f"optimizer.{override}")
+    with pytest.raises(ValueError, match=rf"novel: {override.partition('=')[0]} must be "):
         instantiate(settings["optimizer"], "training")
 
 
@@ -197,11 +197,11 @@ def test_betas_are_numbers(betas):
         instantiate(settings["optimizer"], "training")
 
 
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", OVERRIDES)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("first", [False, True])
 def test_a_step_that_is_not_finite_does_nothing(trainer_of, name, value, first, capsys):
-    trainer = trainer_of(*WORDS[name])
+    trainer = trainer_of(*OVERRIDES[name])
     if not first:
         trainer.train_step()
     before, forward = weights(trainer), trainer.parallel
@@ -245,7 +245,7 @@ def test_lion_steps_as_the_paper_does():
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 def test_every_optimizer_learns(trainer_of, name):
     rate = ["optimizer.lr=3e-3"] if name == "lion" else []  # a text learned by heart wants more
-    trainer = trainer_of(*WORDS[name], *rate, "steps=60", "batch_tokens=256")
+    trainer = trainer_of(*OVERRIDES[name], *rate, "steps=60", "batch_tokens=256")
     losses = []
     for _ in range(60):
         trainer.train_step()
