@@ -1,11 +1,12 @@
-"""Tensors that may be spread over processes (DTensor)."""
+"""Tensors that FSDP may have divided among processes (DTensor), and plain ones alike."""
 
 import torch.distributed as dist
 from torch import Tensor
 
 
 def is_sharded(x: Tensor) -> bool:
-    if not dist.is_available() or not dist.is_initialized():  # the next line takes time
+    # Importing DTensor is slow, and without a process group there is none.
+    if not dist.is_available() or not dist.is_initialized():
         return False
     from torch.distributed.tensor import DTensor
 
@@ -13,21 +14,21 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """All of it; every process calls."""
+    """x gathered from all ranks, which must all call this; x itself where it is not sharded."""
     return x.full_tensor() if is_sharded(x) else x
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """This process's part of it, in the same memory."""
+    """This rank's part of x, a view of the same memory; x itself where it is not sharded."""
     return x.to_local() if is_sharded(x) else x
 
 
 def shard_like(x: Tensor, target: Tensor) -> Tensor:
-    """x, spread as `target` is; every process has all of it, and keeps its own part."""
+    """x on the device of `target` and sharded as `target` is. Every rank passes the whole of x."""
+    x = x.to(target.device)
     if not is_sharded(target):
-        return x.to(target.device)
+        return x
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(
-        x.to(target.device), target.device_mesh, target.placements, src_data_rank=None
-    )
+    # Without a source rank, each takes its part of its own x: nothing is sent.
+    return distribute_tensor(x, target.device_mesh, target.placements, src_data_rank=None)

@@ -17,6 +17,8 @@ from common.sharding import full_tensor
 
 @dataclass(frozen=True)
 class DistEnv:
+    """This process's rank and device, and its collectives, which all ranks call together."""
+
     rank: int
     world_size: int
     device: torch.device
@@ -25,84 +27,96 @@ class DistEnv:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
     def all_reduce_sum(self, number: float) -> float:
-        """The sum over all ranks."""
+        """The sum over all ranks, in fp64."""
         if self.world_size == 1:
             return number
         x = torch.tensor(number, dtype=torch.float64, device=self.device)
         dist.all_reduce(x)
         return x.item()
 
-    def all_reduce_min_(self, x: Tensor) -> None:
-        """Makes a number on the device the smallest of all ranks."""
-        if self.world_size > 1:
-            dist.all_reduce(x, dist.ReduceOp.MIN)
-
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
-
     def all_reduce_max(self, number: int) -> int:
-        """The largest of all ranks; the hosts wait for each other, the devices for nobody."""
+        """The maximum over all ranks, exchanged between CPUs so that no GPU is synchronized."""
         if self.world_size == 1:
             return number
         x = torch.tensor(number)
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return x.item()
 
+    def all_reduce_min_(self, x: Tensor) -> None:
+        """Replace x, a tensor on the device, by its minimum over all ranks, without a host sync."""
+        if self.world_size > 1:
+            dist.all_reduce(x, dist.ReduceOp.MIN)
+
     def gather_to_rank0(self, x: Tensor) -> Tensor | None:
-        """All of what may be spread, on the first process's CPU."""
+        """The whole of a sharded x, or a plain x, on the CPU of rank 0; None on the other ranks."""
         x = full_tensor(x)
         return x.cpu() if self.is_main else None
 
-    def on_rank0(self, action: Callable):
-        """What `action` gives on the first rank, on all of them; where it ends the process there, all end."""
-        said = [None, 0]
+    def on_rank0(self, action: Callable) -> object:
+        """Run `action` on rank 0 and return its result on all ranks.
+
+        Where it ends the process with an exit code, all ranks end with that code.
+        """
+        result = None
+        exit_code = 0
         if self.is_main:
             try:
                 with errors.report_errors():
-                    said[0] = action()
-            except SystemExit as end:
-                said[1] = end.code
+                    result = action()
+            except SystemExit as exit_request:
+                exit_code = exit_request.code
         if self.world_size > 1:
-            dist.broadcast_object_list(said)
-        if said[1]:
-            raise SystemExit(said[1])
-        return said[0]
+            message = [result, exit_code]
+            dist.broadcast_object_list(message)
+            result, exit_code = message
+        if exit_code:
+            raise SystemExit(exit_code)
+        return result
 
 
 def init_distributed(device: torch.device) -> DistEnv:
-    """Join the process group that torchrun describes, if there is one."""
+    """Join the process group that torchrun describes in the environment; without one, run alone.
+
+    Raises ValueError where this machine has fewer GPUs than processes.
+    """
     if "RANK" not in os.environ:
         return DistEnv(0, 1, device)
+    backend = "gloo"
     if device.type == "cuda":
-        local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local >= there:
+        backend = "cpu:gloo,cuda:nccl"
+        local_rank = int(os.environ["LOCAL_RANK"])
+        num_gpus = torch.cuda.device_count()
+        if local_rank >= num_gpus:
             raise ValueError(
-                f"more processes than GPUs (process {local + 1} of {there} GPUs). fix: --nproc_per_node={there}"
+                f"more processes than GPUs (process {local_rank + 1} of {num_gpus} GPUs). "
+                f"fix: --nproc_per_node={num_gpus}"
             )
-        device = torch.device("cuda", local)
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(backend)
     return DistEnv(dist.get_rank(), dist.get_world_size(), device)
 
 
 @contextmanager
 def hard_exit_on_error() -> Iterator[None]:
-    """Around a whole process: one that had a group goes without destructors, for gloo's can wait for ever there."""
-    code = errors.BUG
+    """Around a command: under torchrun, end by os._exit, because gloo's destructor can hang."""
+    if "RANK" not in os.environ:
+        yield
+        return
+    exit_code = errors.BUG
     try:
         yield
-        code = 0
-    except SystemExit as end:
-        code = end.code or 0
-        raise
+        exit_code = 0
+    except SystemExit as exit_request:
+        exit_code = exit_request.code or 0
     except BaseException:
-        if "RANK" in os.environ:
-            traceback.print_exc()
-        raise
+        traceback.print_exc()
     finally:
-        if "RANK" in os.environ:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
