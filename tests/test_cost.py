@@ -8,33 +8,33 @@ from tests.conftest import VARIANTS, settings_of
 from tools import cost
 from training.loss import LanguageModelLoss
 
-WORDS = ("model=tiny", "context=64", "batch_tokens=512", "micro_batch=2", "data.vocab_size=128")
+OVERRIDES = ("model=tiny", "context=64", "batch_tokens=512", "micro_batch=2", "data.vocab_size=128")
 
 
 def test_the_card_has_every_attention(command):
-    result = command("tools/cost.py", *WORDS)
+    result = command("tools/cost.py", *OVERRIDES)
     assert (
         result.code == 0 and [line.split()[0] for line in result.out.splitlines()[1:-3]] == VARIANTS
     )
 
 
 def test_figures_are_those_of_the_real_thing():
-    words = (
+    overrides = (
         "model=15m",
-        *WORDS[1:],
+        *OVERRIDES[1:],
         "data.vocab_size=20000",
     )  # so large that every part is seen in the figures
-    settings = settings_of(*words, "attention=local_global")
+    settings = settings_of(*overrides, "attention=local_global")
     model = instantiate(settings["model"])
     weights = sum(p.numel() for p in model.parameters())
-    activations = cost.kept(
+    activations = cost.saved_bytes(
         LanguageModelLoss(model, z_loss=0.0, bos=None), torch.zeros(2, 64, dtype=torch.int64)
     )
     moments = sum(
         p.numel() * (1 if p.ndim == 2 and "blocks" in name else 2)
         for name, p in model.named_parameters()
     )
-    assert cost.Cost([*words, "attention=local_global"]).alone() == (
+    assert cost.row(cost.Cost([*overrides, "attention=local_global"])) == (
         f"{weights / 1e6:.2f} M",
         f"{model.training_flops() / 1e6:.1f}",
         f"{2 * 2 * model.blocks[0].attention.head_dim * 2 * len(model.blocks):,}",
@@ -44,15 +44,17 @@ def test_figures_are_those_of_the_real_thing():
 
 
 def test_a_choice_of_attentions_and_a_wrong_one(command):
-    chosen = command("tools/cost.py", *WORDS, "attention=mla,gqa")
+    chosen = command("tools/cost.py", *OVERRIDES, "attention=mla,gqa")
     assert [line.split()[0] for line in chosen.out.splitlines()[1:3]] == ["mla", "gqa"]
-    wrong = command("tools/cost.py", *WORDS, "attention=none")
+    wrong = command("tools/cost.py", *OVERRIDES, "attention=none")
     assert wrong.code == 1 and wrong.err.startswith("error: ") and wrong.err.count("\n") == 1
-    assert command("tools/cost.py", *WORDS, "batch_tokens=100").code == 2
+    assert command("tools/cost.py", *OVERRIDES, "batch_tokens=100").code == 2
 
 
 def test_more_gpus_hold_less_and_reach_more(command):
-    result = command("tools/cost.py", *WORDS, "attention=gqa,mla", "gpus=1,4", "optimizer=adamw")
+    result = command(
+        "tools/cost.py", *OVERRIDES, "attention=gqa,mla", "gpus=1,4", "optimizer=adamw"
+    )
     rows = [line.split() for line in result.out.splitlines()[1:5]]
     assert [(row[0], row[3]) for row in rows] == [
         ("gqa", "1"),
@@ -61,9 +63,9 @@ def test_more_gpus_hold_less_and_reach_more(command):
         ("mla", "4"),
     ]
     found = cost.Cost(
-        [*WORDS, "attention=gqa", "optimizer=adamw", "model.dim=512", "model.depth=8"]
+        [*OVERRIDES, "attention=gqa", "optimizer=adamw", "model.dim=512", "model.depth=8"]
     )
-    one, four = found.at_scale(1), found.at_scale(4)
+    one, four = cost.scale_row(found, 1), cost.scale_row(found, 4)
     assert one[2] == four[2] and one[3] == "-" and float(four[2]) > float(four[3]) > float(four[4])
     assert float(four[5].replace(",", "")) == pytest.approx(
         4 * float(one[5].replace(",", "")), rel=1e-3
@@ -72,5 +74,5 @@ def test_more_gpus_hold_less_and_reach_more(command):
 
 @pytest.mark.parametrize("gpus", ["0", "many", "1.5"])
 def test_a_number_of_gpus_that_cannot_be(command, gpus):
-    result = command("tools/cost.py", *WORDS, f"gpus={gpus}")
+    result = command("tools/cost.py", *OVERRIDES, f"gpus={gpus}")
     assert result.code == 2 and result.err.count("\n") == 1

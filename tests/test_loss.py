@@ -1,4 +1,4 @@
-"""The loss and its gradient, against autograd in float64 and torch's own; blocks that are computed again."""
+"""The loss and its gradient, against autograd and torch's own; blocks that are computed again."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from data.loader import IGNORE_INDEX
 from tests.conftest import VARIANTS, close, learn_by_heart, weights
-from tools.cost import kept
+from tools.cost import saved_bytes
 from training import loss
-from training.loss import LinearCrossEntropy
+from training.loss import ChunkedCrossEntropy, cross_entropy
 
 
 def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -23,11 +23,11 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 @pytest.mark.parametrize("softcap", [None, 2.5])
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
-@pytest.mark.parametrize("at_once", [1, 31 * 5, 2**20])  # one row, five, all
-def test_loss_and_gradient_are_those_of_all_logits(monkeypatch, softcap, z_loss, at_once):
-    monkeypatch.setitem(loss.MAX_LOGITS, "cpu", at_once)
+@pytest.mark.parametrize("max_logits", [1, 31 * 5, 2**20])  # one row, five, all
+def test_loss_and_gradient_are_those_of_all_logits(monkeypatch, softcap, z_loss, max_logits):
+    monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
     hidden, weight, targets = example(torch.float64)
-    ours = LinearCrossEntropy.apply(hidden, weight, targets, softcap, z_loss)
+    ours = ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, z_loss)
     grads = torch.autograd.grad(3 * ours, (hidden, weight))
     logits = hidden @ weight.T
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -37,12 +37,25 @@ def test_loss_and_gradient_are_those_of_all_logits(monkeypatch, softcap, z_loss,
     close(grads, torch.autograd.grad(3 * (nats + z_loss * squares), (hidden, weight)))
 
 
+@pytest.mark.parametrize("softcap", [None, 2.5])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("max_logits", [1, 31 * 5, 2**20])  # one row at a time, five, all
+def test_chunked_cross_entropy_matches_the_definition(monkeypatch, softcap, z_loss, max_logits):
+    monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
+    hidden, weight, targets = example(torch.float64)
+    chunked = ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, z_loss)
+    whole = cross_entropy(hidden @ weight.mT, targets, softcap=softcap, z_loss=z_loss)
+    close(chunked, whole)
+    inputs = (hidden, weight)
+    close(torch.autograd.grad(3 * chunked, inputs), torch.autograd.grad(3 * whole, inputs))
+
+
 @pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="torch 2.13's own, not in this one"
 )
 def test_loss_is_that_of_torch():
     hidden, weight, targets = example(torch.float32)
-    ours = LinearCrossEntropy.apply(hidden, weight, targets, None, 0.0)
+    ours = ChunkedCrossEntropy.apply(hidden, weight, targets, None, 0.0)
     theirs = F.linear_cross_entropy(
         hidden, weight, targets, ignore_index=IGNORE_INDEX, reduction="sum"
     )
@@ -55,14 +68,14 @@ def test_loss_is_that_of_torch():
 def test_rows_without_a_target_have_no_gradient():
     hidden, weight, targets = example(torch.float64)
     (grad,) = torch.autograd.grad(
-        LinearCrossEntropy.apply(hidden, weight, targets, None, 0.1), hidden
+        ChunkedCrossEntropy.apply(hidden, weight, targets, None, 0.1), hidden
     )
     assert grad[[0, 7, 22]].eq(0).all() and grad[1:7].ne(0).all()
 
 
 def test_a_loss_of_huge_logits_stays_finite():
     hidden, weight, targets = example(torch.float32)
-    nats = LinearCrossEntropy.apply(hidden * 1e4, weight, targets, None, 0.0)
+    nats = ChunkedCrossEntropy.apply(hidden * 1e4, weight, targets, None, 0.0)
     assert nats.isfinite() and all(
         g.isfinite().all() for g in torch.autograd.grad(nats, (hidden, weight))
     )
@@ -84,12 +97,12 @@ def test_z_loss_keeps_the_sum_of_exponentials_near_one(trainer_of):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_recomputed_blocks_learn_the_same_and_keep_less(trainer_of, variant):
-    words = (f"attention={variant}", "model.depth=4", "document_mask=true")
+    overrides = (f"attention={variant}", "model.depth=4", "document_mask=true")
     plain, lean = (
-        trainer_of(*words, f"activation_checkpointing={flag}") for flag in ("false", "true")
+        trainer_of(*overrides, f"activation_checkpointing={flag}") for flag in ("false", "true")
     )
     tokens = torch.zeros(2, 64, dtype=torch.int64)
-    assert kept(lean.objective, tokens) < kept(plain.objective, tokens) / 4
+    assert saved_bytes(lean.objective, tokens) < saved_bytes(plain.objective, tokens) / 4
     for trainer in (plain, lean):
         for _ in range(3):
             trainer.train_step()
@@ -97,9 +110,9 @@ def test_recomputed_blocks_learn_the_same_and_keep_less(trainer_of, variant):
 
 
 def test_recomputed_blocks_drop_the_same_weights(trainer_of):
-    words = ("attention.dropout=0.5", "optimizer=adamw")
+    overrides = ("attention.dropout=0.5", "optimizer=adamw")
     plain, lean = (
-        trainer_of(*words, f"activation_checkpointing={flag}") for flag in ("false", "true")
+        trainer_of(*overrides, f"activation_checkpointing={flag}") for flag in ("false", "true")
     )
     for trainer in (plain, lean):
         for _ in range(4):
@@ -125,9 +138,9 @@ def test_recomputed_blocks_are_compiled_each_by_itself(trainer_of, attention):
 
 @pytest.mark.parametrize("attention", ["value_residual", "local_global"])
 def test_a_model_learns_recomputed_in_one_graph(trainer_of, attention):
-    words = (f"attention={attention}", "model.dim=64", "model.heads=4", "model.hidden=96")
+    overrides = (f"attention={attention}", "model.dim=64", "model.heads=4", "model.hidden=96")
     steps = ("steps=12", "batch_tokens=128", "schedule.warmup=2")
-    trainer = trainer_of(*words, "z_loss=1e-4", "activation_checkpointing=true", *steps)
+    trainer = trainer_of(*overrides, "z_loss=1e-4", "activation_checkpointing=true", *steps)
     torch._dynamo.reset()
     trainer.objective.compile(dynamic=False, fullgraph=True, backend="aot_eager")
     losses = learn_by_heart(trainer, 12)

@@ -1,7 +1,7 @@
-"""What every attention would cost, before anything is trained:  python -m tools.cost model=124m context=4096
+"""What every attention would cost in a run:  python -m tools.cost model=124m context=4096
 
-The words are those of train.py; gpus=8, or gpus=1,8,64, shows what that many would hold and reach. Nothing is computed:
-weights and activations are shapes without memory.
+The overrides are those of train.py; gpus=8, or gpus=1,8,64, shows what each of that many GPUs would
+hold and how fast they would train. Nothing is computed: tensors are shapes without memory.
 """
 
 import sys
@@ -28,7 +28,7 @@ COLUMNS = (
     "KV MB at context",
     "training GB",
 )
-SCALE = (
+SCALE_COLUMNS = (
     "attention",
     "parameters",
     "GPUs",
@@ -38,131 +38,168 @@ SCALE = (
     "tokens/s",
     "days",
 )
-PEAK, MFU, TOKENS = (
-    989e12,
-    0.4,
-    20,
-)  # of an H100; of it, what such runs reach; that a run sees for each parameter
+PEAK_FLOPS = 989e12  # FLOP/s of an H100 in bf16
+MFU = 0.4  # fraction of the peak that such runs reach
+TOKENS_PER_PARAMETER = 20  # that a run trains on
+MEMORY_NOTE = (
+    "GB: fp32 weights, gradients and optimizer, and what a forward of micro_batch sequences keeps "
+    "in bf16 for its\nbackward without torch.compile, which keeps less."
+)
+SCALE_NOTE = (
+    f"tokens/s at {MFU:.0%} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s each, assumed; "
+    f"days for {TOKENS_PER_PARAMETER} tokens a parameter."
+)
 
 
-def main(words: list[str]) -> None:
-    gpus = listed(words, "gpus")
-    if wrong := [n for n in gpus if not n.isdecimal() or int(n) < 1]:
-        errors.exit_with(
-            errors.INPUT, f"gpus must be a whole number from 1 (got {wrong[0]!r}). fix: gpus=8"
-        )
-    asked = listed(words, "attention")
-    words = [word for word in words if not word.startswith(("attention=", "gpus="))]
-    rows = []
-    for name in asked or sorted(
-        path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml")
-    ):
+def main(overrides: list[str]) -> None:
+    # Take out the two keys that are lists here.
+    gpu_counts = [parse_gpus(value) for value in values_of(overrides, "gpus")]
+    chosen = values_of(overrides, "attention")
+    overrides = [text for text in overrides if not text.startswith(("attention=", "gpus="))]
+    presets = sorted(path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml"))
+    columns = SCALE_COLUMNS if gpu_counts else COLUMNS
+
+    rows = [columns]
+    for name in chosen or presets:
         try:
-            found = Cost([*words, f"attention={name}"])
-            rows += [(name, *found.at_scale(int(n))) for n in gpus] or [(name, *found.alone())]
-        except ConfigCompositionException:  # a knob that this attention does not have
-            if asked:
+            cost = Cost([*overrides, f"attention={name}"])
+        except ConfigCompositionException:
+            # An override that this attention does not have is an error only if it was asked for.
+            if chosen:
                 raise
-            rows.append((name, *["-"] * (len(SCALE if gpus else COLUMNS) - 1)))
-    rows = [SCALE if gpus else COLUMNS, *rows]
+            rows.append((name, *["-"] * (len(columns) - 1)))
+            continue
+        if gpu_counts:
+            rows += [(name, *scale_row(cost, gpus)) for gpus in gpu_counts]
+        else:
+            rows.append((name, *row(cost)))
+
+    print_table(rows)
+    note = SCALE_NOTE if gpu_counts else "KV bytes are of one row in bf16."
+    print(f"\n{MEMORY_NOTE} {note}")
+
+
+def values_of(overrides: list[str], key: str) -> list[str]:
+    """The values, separated by commas, of the overrides of `key`."""
+    values = []
+    for override in overrides:
+        if override.startswith(f"{key}="):
+            values += override.removeprefix(f"{key}=").split(",")
+    return values
+
+
+def parse_gpus(value: str) -> int:
+    """Ends with exit code 2 for what is not a whole number from 1."""
+    if value.isdecimal() and int(value) > 0:
+        return int(value)
+    problem = f"gpus must be a whole number from 1 (got {value!r})"
+    errors.exit_with(errors.INPUT, f"{problem}. fix: gpus=8")
+
+
+def print_table(rows: list[tuple[str, ...]]) -> None:
+    """Print columns as wide as their widest cell, the first aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]))
-    note = f"tokens/s at {MFU:.0%} of {PEAK / 1e12:.0f} TFLOP/s each, assumed; days for {TOKENS} tokens a parameter."
-    print(
-        "\nGB: fp32 weights, gradients and optimizer, and what a forward of micro_batch sequences keeps in bf16 for its"
-    )
-    print(
-        "backward without torch.compile, which keeps less.",
-        note if gpus else "KV bytes are of one row in bf16.",
-    )
-
-
-def listed(words: list[str], key: str) -> list[str]:
-    return [
-        value
-        for word in words
-        if word.startswith(f"{key}=")
-        for value in word.partition("=")[2].split(",")
-    ]
+    for name, *cells in rows:
+        aligned = map(str.rjust, cells, widths[1:])
+        print("  ".join([name.ljust(widths[0]), *aligned]))
 
 
 class Cost:
-    """Of the model and the batch that these words describe."""
+    """The model of a run with these overrides, and bytes that it and its optimizer take."""
 
-    def __init__(self, words: list[str]):
-        cfg = compose(["name=cost", *words])
-        if not any(word.startswith("batch_tokens=") for word in words):
+    def __init__(self, overrides: list[str]):
+        cfg = compose(["name=cost", *overrides])
+        if not values_of(overrides, "batch_tokens"):
             cfg.batch_tokens = cfg.micro_batch * cfg.context
         cfg.sharded = False
         settings, *_ = validate(cfg)
-        self.context, self.batch = settings["context"], config.micro_batch_size(settings, 1)
+        self.context = settings["context"]
+        batch = config.micro_batch_size(settings, 1)
+        self.num_tokens = batch * self.context
+
         with FakeTensorMode():
             self.model = instantiate(settings["model"])
             optimizers = instantiate(settings["optimizer"], "training")(self.model)
             init_state(optimizers)
-            objective = LanguageModelLoss(self.model, z_loss=0.0, bos=None)
-            tokens = torch.zeros(self.batch, self.context, dtype=torch.int64)
-            self.kept = kept(objective, tokens)
-            self.activations = (
-                kept(objective, torch.cat((tokens, tokens))) - self.kept
-            )  # without weights in bf16
-        self.weights = sum(p.numel() for p in self.model.parameters())
-        # weights and gradients in fp32, and what the optimizers keep
+            loss = LanguageModelLoss(self.model, z_loss=0.0, bos=None)
+            tokens = torch.zeros(batch, self.context, dtype=torch.int64)
+            self.saved = saved_bytes(loss, tokens)
+            # The part that grows with the batch: without the copies of the weights in bf16.
+            self.activations = saved_bytes(loss, torch.cat((tokens, tokens))) - self.saved
+
+        self.parameters = sum(p.numel() for p in self.model.parameters())
         leaves = tree_leaves([*state_by_parameter(optimizers).values()])
-        kept_by_optimizers = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-        self.state = 8 * self.weights + kept_by_optimizers  # bytes
-
-    def alone(self) -> tuple[str, ...]:
-        cached = partial(self.model.cache_bytes, dtype=torch.bfloat16)
-        return (
-            f"{self.weights / 1e6:.2f} M",
-            f"{self.model.training_flops() / 1e6:.1f}",
-            f"{cached(2) - cached(1):,}",
-            f"{cached(self.context) / 1e6:.2f}",
-            f"{(self.state + self.kept) / 1e9:.2f}",
-        )
-
-    def at_scale(self, gpus: int) -> tuple[str, ...]:
-        """Sharded, two blocks in bf16, a block's gradient and the ends in fp32 are whole at a time; checkpointed, one
-        block keeps all.
-        """
-        depth, width = len(self.model.blocks), self.model.embed.weight.shape[1]
-        block = sum(p.numel() for p in self.model.blocks.parameters()) / depth
-        gathered = (2 * 2 + 2 + 4) * block + 2 * 4 * (self.weights - depth * block)
-        sharded = (
-            self.state / gpus + gathered + 4 * self.model.unembedding.numel()
-        )  # its gradient, until the backward
-        inputs = 4 * depth * self.batch * self.context * width
-        rate = MFU * PEAK * gpus / self.model.training_flops()
-        spread = (sharded + self.activations, sharded + inputs + self.activations / depth)
-        return (
-            f"{self.weights / 1e9:.2f} B",
-            str(gpus),
-            f"{(self.state + self.kept) / 1e9:.1f}",
-            *(f"{size / 1e9:.1f}" if gpus > 1 else "-" for size in spread),
-            f"{rate:,.0f}",
-            f"{TOKENS * self.weights / rate / 86400:,.1f}",
-        )
+        optimizer_state = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+        self.state = 8 * self.parameters + optimizer_state  # fp32 weights and gradients
 
 
-def kept(objective: LanguageModelLoss, tokens: torch.Tensor) -> int:
-    """Bytes that a forward keeps for its backward, the weights themselves left out."""
-    weights, sizes = {p.untyped_storage()._cdata for p in objective.parameters()}, {}
+def saved_bytes(loss: LanguageModelLoss, tokens: torch.Tensor) -> int:
+    """Bytes that a forward in bf16 keeps for its backward, without the weights themselves."""
+    weights = {storage_id(p) for p in loss.parameters()}
+    saved = {}
 
-    def see(x: torch.Tensor) -> torch.Tensor:
-        sizes[x.untyped_storage()._cdata] = (
-            x,
-            x.untyped_storage().nbytes(),
-        )  # x stays, so that no number is used twice
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        # The tensor stays alive in `saved`, so that no storage id is used twice.
+        saved[storage_id(x)] = x
         return x
 
-    with (
-        torch.autograd.graph.saved_tensors_hooks(see, lambda x: x),
-        torch.autocast("cpu", dtype=torch.bfloat16),
-    ):
-        objective(tokens, tokens)
-    return sum(size for storage, (_, size) in sizes.items() if storage not in weights)
+    saved_tensors = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with saved_tensors, torch.autocast("cpu", dtype=torch.bfloat16):
+        loss(tokens, tokens)
+    return sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in weights)
+
+
+def storage_id(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def row(cost: Cost) -> tuple[str, ...]:
+    """The cells of COLUMNS after the name."""
+    cache_bytes = partial(cost.model.cache_bytes, dtype=torch.bfloat16)
+    return (
+        f"{cost.parameters / 1e6:.2f} M",
+        f"{cost.model.training_flops() / 1e6:.1f}",
+        f"{cache_bytes(2) - cache_bytes(1):,}",
+        f"{cache_bytes(cost.context) / 1e6:.2f}",
+        f"{(cost.state + cost.saved) / 1e9:.2f}",
+    )
+
+
+def scale_row(cost: Cost, gpus: int) -> tuple[str, ...]:
+    """The cells of SCALE_COLUMNS after the name, for a run on that many GPUs."""
+    tokens_per_second = MFU * PEAK_FLOPS * gpus / cost.model.training_flops()
+    seconds = TOKENS_PER_PARAMETER * cost.parameters / tokens_per_second
+    sharded = "-"
+    checkpointed = "-"
+    if gpus > 1:
+        state = sharded_state_bytes(cost, gpus)
+        sharded = f"{(state + cost.activations) / 1e9:.1f}"
+        # Checkpointing keeps the fp32 input of every block, and all that one block saves.
+        depth = len(cost.model.blocks)
+        inputs = 4 * depth * cost.num_tokens * cost.model.embed.embedding_dim
+        checkpointed = f"{(state + inputs + cost.activations / depth) / 1e9:.1f}"
+    return (
+        f"{cost.parameters / 1e9:.2f} B",
+        str(gpus),
+        f"{(cost.state + cost.saved) / 1e9:.1f}",
+        sharded,
+        checkpointed,
+        f"{tokens_per_second:,.0f}",
+        f"{seconds / 86400:,.1f}",
+    )
+
+
+def sharded_state_bytes(cost: Cost, gpus: int) -> float:
+    """Bytes for each GPU of weights, gradients and optimizer state, at the peak of a backward."""
+    model = cost.model
+    blocks = sum(p.numel() for p in model.blocks.parameters())
+    # Whole at a time: two blocks in bf16, the gradient of one in bf16 and in fp32, and the weights
+    # and gradients of the ends (embedding, head, norm) in fp32.
+    one_block = 10 * blocks / len(model.blocks)
+    ends = 8 * (cost.parameters - blocks)
+    # The loss makes the gradient of the head in the forward.
+    head_grad = 4 * model.unembedding.numel()
+    return cost.state / gpus + one_block + ends + head_grad
 
 
 if __name__ == "__main__":
