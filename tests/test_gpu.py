@@ -33,9 +33,9 @@ def test_greedy_tokens_are_those_of_the_cpu(variant, compiled):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    "words", ["precision=bf16", "precision=bf16 compile=true", "precision=fp16"]
+    "overrides", ["precision=bf16", "precision=bf16 compile=true", "precision=fp16"]
 )
-def test_every_variant_learns(command, story, variant, words):
+def test_every_variant_learns(command, story, variant, overrides):
     tiny = (
         "model=tiny",
         "context=64",
@@ -51,7 +51,7 @@ def test_every_variant_learns(command, story, variant, words):
         "device=cuda",
         f"attention={variant}",
     )
-    result = command("train.py", *tiny, *text, "compile=false", *words.split())
+    result = command("train.py", *tiny, *text, "compile=false", *overrides.split())
     assert result.code == 0, result.err
     (run,) = Path("runs").iterdir()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -72,9 +72,9 @@ def test_no_step_waits_for_the_device(trainer_of, optimizer):
 
 
 @pytest.mark.parametrize(
-    "words", ["attention=value_residual", "activation_checkpointing=true z_loss=1e-4"]
+    "overrides", ["attention=value_residual", "activation_checkpointing=true z_loss=1e-4"]
 )
-def test_options_learn(command, story, words):
+def test_options_learn(command, story, overrides):
     tiny = (
         "context=64",
         "batch_tokens=512",
@@ -84,7 +84,7 @@ def test_options_learn(command, story, words):
         "compile=true",
     )
     text = ("data=text", f"data.path={story}", "data.vocab_size=400", "device=cuda")
-    assert command("train.py", *words.split(), *tiny, *text).code == 0
+    assert command("train.py", *overrides.split(), *tiny, *text).code == 0
     (run,) = Path("runs").iterdir()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines[49]["train_loss"] < lines[0]["train_loss"] / 2
