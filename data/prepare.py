@@ -1,6 +1,6 @@
-"""Documents to token shards, once: later runs find them by what they are made from.
+"""Documents to token shards, once: later runs find them in a cache by what they were made from.
 
-A build happens under a lock, in a sealed folder: what has the right name is complete.
+A corpus is built under a lock, in an atomic directory: a folder that has its name is complete.
 """
 
 import fcntl
@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -19,18 +19,25 @@ from tqdm import tqdm
 
 from common.atomic_dir import StagingDirectory, atomic_directory, flock, remove_leftovers, verify
 from common.progress import waiting
-from data.shards import ShardWriter, open_shard
-from data.sources import Source
+from data.loader import check_enough_tokens
+from data.shards import ShardWriter, open_shard, shard_name
+from data.sources import Source, tokenize_documents
 from data.tokenizer import Tokenizer
 
+# Part of the cache key: increase it if a change in data/ gives other tokens for the same text.
+FORMAT_VERSION = 1
 SPLITS = ("train", "validation")
-SAMPLE = 50_000_000  # characters a tokenizer is trained on
-VALIDATION = 2_000_000  # bytes held out at most, at whole documents
+MAX_TOKENIZER_CHARS = 50_000_000  # characters of training text that a tokenizer is trained on
+MAX_VALIDATION_BYTES = 2_000_000  # UTF-8 bytes held out at most, in whole documents
 
 
 @dataclass
 class Corpus:
-    """Token shards of both splits, the UTF-8 bytes of the validation tokens, where known, and a hash of all."""
+    """Token shards of both splits and their tokenizer.
+
+    `validation_bytes` is the UTF-8 size of the validation text, None if it is unknown.
+    `sha256` identifies the tokens: a run resumes on a corpus of the same hash only.
+    """
 
     train: list[np.ndarray]
     validation: list[np.ndarray]
@@ -39,45 +46,49 @@ class Corpus:
     sha256: str
 
 
-def prepare(
-    source: Source,
-    cache: Path,
-    enough: Callable[[int], None] = lambda tokens: None,
-    quiet: bool = False,
-) -> Corpus:
-    """Finds the corpus, or builds it in the cache. Of processes that call at once, one builds and the others wait.
+def prepare(source: Source, cache_dir: Path, min_tokens: int = 0, quiet: bool = False) -> Corpus:
+    """Open the corpus of a source, after building it in `cache_dir` if it is not there.
 
-    `enough` may raise ValueError for the number of training tokens; then nothing is kept.
-    Raises ValueError for text that cannot be used, IntegrityError for shards that were changed.
+    Of processes that call this at once, one builds and the others wait. Raises ValueError for text
+    that cannot be used, or that has fewer than `min_tokens` training tokens: then nothing is kept.
+    Raises IntegrityError for a corpus that was changed on disk.
     """
-    given = source.pretrained_tokenizer()
-    if (shards := source.memmapped_shards()) is not None:
-        size = given.nbytes(np.concatenate(shards["validation"]))
+    tokenizer = source.pretrained_tokenizer()
+    shards = source.memmapped_shards()
+    if shards is not None:
         return Corpus(
-            **shards, validation_bytes=size, tokenizer=given, sha256=digest(source.fingerprint())
+            **shards,
+            validation_bytes=tokenizer.nbytes(np.concatenate(shards["validation"])),
+            tokenizer=tokenizer,
+            sha256=digest(source.fingerprint()),
         )
-    code = [
-        path.read_text()
-        for path in sorted(Path(__file__).parent.glob("*.py"))
-        if path.stem != "loader"
-    ]
-    made_from = [source.fingerprint(), given.sha256 if given else source.vocab_size, *code]
-    folder = cache / f"{type(source).__name__.lower()}-{digest(json.dumps(made_from))[:16]}"
+
+    vocabulary = source.vocab_size if tokenizer is None else tokenizer.sha256
+    cache_key = digest(json.dumps([FORMAT_VERSION, source.fingerprint(), vocabulary]))
+    folder = cache_dir / f"{type(source).__name__.lower()}-{cache_key[:16]}"
     if not folder.exists():
-        with exclusive(cache):
+        with exclusive(cache_dir):
+            # Another process may have built it while this one was waiting for the lock.
             if not folder.exists():
-                build_corpus(source, given, folder, enough, quiet)
-    about = verify(folder, f"delete {folder}, it is made again")
-    shards = {
-        split: [open_shard(folder / name, about["dtype"]) for name in about[split]]
-        for split in SPLITS
-    }
-    content = json.dumps(
-        [about["files"][name]["sha256"] for split in SPLITS for name in about[split]]
+                build_corpus(source, tokenizer, folder, min_tokens, quiet)
+    return open_corpus(folder)
+
+
+def open_corpus(folder: Path) -> Corpus:
+    """Verify a folder that build_corpus() wrote and map its shards."""
+    manifest = verify(folder, f"delete {folder}, it is made again")
+    shards = {}
+    hashes = []
+    for split in SPLITS:
+        name = shard_name(split)
+        shards[split] = [open_shard(folder / name, manifest["dtype"])]
+        hashes.append(manifest["files"][name]["sha256"])
+    return Corpus(
+        **shards,
+        validation_bytes=manifest["validation_bytes"],
+        tokenizer=Tokenizer.load(folder / "tokenizer.model"),
+        sha256=digest(json.dumps(hashes)),
     )
-    tokenizer = Tokenizer.load(folder / "tokenizer.model")
-    size = about["validation_bytes"] or tokenizer.nbytes(np.concatenate(shards["validation"]))
-    return Corpus(**shards, validation_bytes=size, tokenizer=tokenizer, sha256=digest(content))
 
 
 def digest(text: str) -> str:
@@ -85,45 +96,44 @@ def digest(text: str) -> str:
 
 
 @contextmanager
-def exclusive(cache: Path) -> Iterator[None]:
-    """One process at a time prepares, until it ends, however it ends. What fails leaves no trace."""
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / ".lock").open("w") as lock:
+def exclusive(cache_dir: Path) -> Iterator[None]:
+    """Let one process at a time build in the cache; the lock ends with it, however it ends.
+
+    Removes a cache that is still empty after a failure.
+    """
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with (cache_dir / ".lock").open("w") as lock:
         flock(lock, fcntl.LOCK_EX)
-        remove_leftovers(cache)
+        remove_leftovers(cache_dir)
         try:
             yield
         except BaseException:
-            if [path.name for path in cache.iterdir()] == [".lock"]:
-                shutil.rmtree(cache)
+            if [path.name for path in cache_dir.iterdir()] == [".lock"]:
+                shutil.rmtree(cache_dir)
             raise
 
 
 def build_corpus(
-    source: Source,
-    tokenizer: Tokenizer | None,
-    folder: Path,
-    enough: Callable[[int], None],
-    quiet: bool,
+    source: Source, tokenizer: Tokenizer | None, folder: Path, min_tokens: int, quiet: bool
 ) -> None:
-    with atomic_directory(folder) as unsealed:
+    """Write shards, tokenizer and manifest to `folder`; train a tokenizer if there is none."""
+    with atomic_directory(folder) as staging:
         if tokenizer is None:
-            with waiting(
-                f"training a tokenizer of {source.vocab_size} pieces, once", is_shown=not quiet
-            ):
+            message = f"training a tokenizer of {source.vocab_size} pieces, once"
+            with waiting(message, is_shown=not quiet):
                 tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)
-        unsealed.about = write_shards(source, tokenizer, unsealed, quiet)
-        unsealed.create("tokenizer.model").write(tokenizer.proto)
-        enough(unsealed.about["train_tokens"])
+        staging.about = write_shards(source, tokenizer, staging, quiet)
+        staging.create("tokenizer.model").write(tokenizer.proto)
+        check_enough_tokens(staging.about["train_tokens"], min_tokens)
 
 
 def tokenizer_corpus(source: Source) -> Iterator[str]:
-    """Training documents up to SAMPLE characters."""
+    """Yield training documents until they have MAX_TOKENIZER_CHARS characters."""
     size = 0
-    for text, held_out in source.documents():
-        if size >= SAMPLE:
+    for text, is_held_out in source.documents():
+        if size >= MAX_TOKENIZER_CHARS:
             return
-        if not held_out:
+        if not is_held_out:
             size += len(text)
             yield text
 
@@ -131,30 +141,39 @@ def tokenizer_corpus(source: Source) -> Iterator[str]:
 def write_shards(
     source: Source, tokenizer: Tokenizer, folder: StagingDirectory, quiet: bool
 ) -> dict:
-    train, validation = (ShardWriter(folder, split, tokenizer.vocab_size) for split in SPLITS)
-    held_bytes, held_enough = 0, False
-    with tqdm(
-        unit=" tokens", unit_scale=True, desc="tokenise", disable=quiet or not sys.stderr.isatty()
-    ) as bar:
-        for tokens, size, held_out in source.tokenize(tokenizer):
-            if not held_out:
+    """Tokenize the documents into one shard for each split -> what the manifest says about them.
+
+    Raises ValueError if a split has no document.
+    """
+    train = ShardWriter(folder, "train", tokenizer.vocab_size)
+    validation = ShardWriter(folder, "validation", tokenizer.vocab_size)
+    validation_bytes = 0
+    is_validation_full = False
+    max_train_tokens = source.tokens or math.inf
+
+    is_bar_hidden = quiet or not sys.stderr.isatty()
+    with tqdm(unit=" tokens", unit_scale=True, desc="tokenise", disable=is_bar_hidden) as bar:
+        for tokens, nbytes, is_held_out in tokenize_documents(source.documents(), tokenizer):
+            if not is_held_out:
                 train.write(tokens)
                 bar.update(len(tokens))
-            elif held_bytes == 0 or (not held_enough and held_bytes + size <= VALIDATION):
+            # The first document is taken whatever its size; the first that does not fit is the end.
+            elif validation_bytes == 0 or (
+                not is_validation_full and validation_bytes + nbytes <= MAX_VALIDATION_BYTES
+            ):
                 validation.write(tokens)
-                held_bytes += size
+                validation_bytes += nbytes
             else:
-                held_enough = True
-            if train.total >= (source.tokens or math.inf):
+                is_validation_full = True
+            if train.num_tokens >= max_train_tokens:
                 break
+
     for split, writer in (("training", train), ("validation", validation)):
         writer.flush()
-        if not writer.names:
+        if writer.num_tokens == 0:
             raise ValueError(f"no {split} text (of {type(source).__name__}). fix: more documents")
     return {
-        "train": train.names,
-        "validation": validation.names,
-        "validation_bytes": held_bytes,
-        "train_tokens": train.total,
+        "validation_bytes": validation_bytes,
+        "train_tokens": train.num_tokens,
         "dtype": train.dtype.name,
     }

@@ -1,32 +1,30 @@
-"""Text that others have tokenised: .bin files, mapped where they lie, or rows of .parquet."""
+"""Token ids that others have prepared: .bin files of nanoGPT and llm.c, memory-mapped where they are."""
 
-from collections.abc import Iterator
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from data.files import content_hash, parquet_column, split_files
-from data.sources import Source, Tokenised
+from data.files import content_hash, split_files
+from data.sources import Documents, Source
 from data.tokenizer import IdTokenizer, Tokenizer
 
-HEAD = 1024  # bytes before llm.c's tokens: int32 magic, version, number of tokens, zeros
-FORMATS = {
-    20240520: (1, "<u2"),
-    20240801: (7, "<u4"),
-}  # version and tokens by the magic; all else is nanoGPT's
+# A file of llm.c begins with magic, version and number of tokens, three int32, padded with zeros.
+HEADER_BYTES = 1024
+LLMC_FORMATS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: (version, dtype of tokens)
+NANOGPT_FORMAT = (None, "<u2")  # no header
 
 
 @dataclass(kw_only=True)
 class Pretokenized(Source):
-    """Ids of `tokenizer`, or of one that is not here: then of `vocab_size`, with `bos` between documents.
+    """Ids of `tokenizer`, or of an unknown one with `vocab_size` ids and `bos` between documents.
 
-    Held out are at most `validation_tokens`: the first of the files that are named so (`files_of`), or else the end of
-    the last .bin, 5 % of it at most, or one .parquet row in 20. Raises ValueError for a file that is not whole.
+    Held out are at most `validation_tokens` tokens: the first of the files that split_files() holds
+    out, or else the end of the last file, 5 % of it at most. Raises ValueError for a damaged file.
     """
 
     path: str | None
-    tokens_field: str
     validation_tokens: int
     bos: int
 
@@ -35,78 +33,68 @@ class Pretokenized(Source):
             raise ValueError(
                 f"data.validation_tokens must be from 2 (got {self.validation_tokens}). fix: 500_000"
             )
-        self.files, self.held = split_files(self.path, (".bin", ".parquet"))
-        self.known = super().pretrained_tokenizer() or IdTokenizer(
-            IdTokenizer.MAGIC + f"{self.vocab_size} {self.bos}\n".encode()
-        )
+        self.train_files, self.val_files = split_files(self.path, (".bin",))
+        for file in (*self.train_files, *self.val_files):
+            if file.suffix == ".parquet":
+                raise ValueError(f"no token ids from parquet (data.path={file}). fix: write a .bin")
+        self.id_tokenizer = super().pretrained_tokenizer()
+        if self.id_tokenizer is None:
+            proto = IdTokenizer.MAGIC + f"{self.vocab_size} {self.bos}\n".encode()
+            self.id_tokenizer = IdTokenizer(proto)
 
     def pretrained_tokenizer(self) -> Tokenizer:
-        return self.known
+        return self.id_tokenizer
 
     def fingerprint(self) -> str:
-        return f"{content_hash(self.files)} {content_hash(self.held)} {self.tokens_field} {self.validation_tokens}"
+        # "input_ids" was an option once; without it, older runs would not find their corpus.
+        hashes = f"{content_hash(self.train_files)} {content_hash(self.val_files)}"
+        return f"{hashes} input_ids {self.validation_tokens}"
 
-    def memmapped_shards(self) -> dict[str, list[np.ndarray]] | None:
-        if any(file.suffix == ".parquet" for file in (*self.files, *self.held)):
-            return None
-        train, held = ([self.shard(file) for file in files] for files in (self.files, self.held))
-        if not held:
-            cut = len(train[-1]) - min(self.validation_tokens, max(2, len(train[-1]) // 20))
-            train[-1], held = train[-1][:cut], [train[-1][cut:]]
-        held = np.concatenate([shard[: self.validation_tokens] for shard in held])[
-            : self.validation_tokens
-        ]
-        return {"train": train, "validation": [held]}
+    def documents(self) -> Documents:
+        """Yield nothing: prepare() takes the shards, which are not text."""
+        return iter(())
 
-    def shard(self, file: Path) -> np.ndarray:
+    def memmapped_shards(self) -> dict[str, list[np.ndarray]]:
+        train = [self.open_bin(file) for file in self.train_files]
+        if self.val_files:
+            held_out = [self.open_bin(file)[: self.validation_tokens] for file in self.val_files]
+        else:
+            # Cut the end off the last file.
+            last = train.pop()
+            cut = len(last) - min(self.validation_tokens, max(2, len(last) // 20))
+            train.append(last[:cut])
+            held_out = [last[cut:]]
+        validation = np.concatenate(held_out)[: self.validation_tokens]
+        return {"train": train, "validation": [validation]}
+
+    def open_bin(self, file: Path) -> np.ndarray:
+        """Memory-map the tokens of a file, checking its length and its ids."""
         with file.open("rb") as opened:
-            magic, *said = (int.from_bytes(opened.read(4), "little") for _ in range(3))
-        version, dtype = FORMATS.get(magic, (None, "<u2"))
-        start, size = 0 if version is None else HEAD, file.stat().st_size
-        count, rest = divmod(size - start, np.dtype(dtype).itemsize)
-        if count < 2 or rest or (start and said != [version, count]):
-            head = f", version {said[0]}, said to have {said[1]} tokens" if start else ""
-            raise ValueError(
-                f"not whole, or of another version ({file}: {size} bytes{head}). fix: get it again"
-            )
-        return self.checked(np.memmap(file, dtype, "r", start), str(file))
+            header = opened.read(12).ljust(12, b"\0")
+        magic, version, num_tokens = struct.unpack("<3I", header)
+        size = file.stat().st_size
 
-    def checked(self, ids: np.ndarray, where: str) -> np.ndarray:
-        low, high = 0 if ids.dtype.kind == "u" else ids.min(), ids.max()
-        if low < 0 or high >= self.known.vocab_size:
-            bad = f"{where} has {low if low < 0 else high}, of {self.known.vocab_size}"
+        # What is not the magic of llm.c are tokens of nanoGPT, from the first byte on.
+        is_llmc = magic in LLMC_FORMATS
+        expected_version, dtype = LLMC_FORMATS.get(magic, NANOGPT_FORMAT)
+        start = HEADER_BYTES if is_llmc else 0
+        count, rest = divmod(size - start, np.dtype(dtype).itemsize)
+        is_whole = count >= 2 and rest == 0
+        header_text = ""
+        if is_llmc:
+            is_whole = is_whole and version == expected_version and num_tokens == count
+            header_text = f", version {version}, {num_tokens} tokens by its header"
+        if not is_whole:
             raise ValueError(
-                f"a token outside the vocabulary ({bad}). fix: data.vocab_size or data.tokenizer"
+                f"not whole, or of another version ({file}: {size} bytes{header_text}). "
+                "fix: get it again"
+            )
+
+        ids = np.memmap(file, dtype, "r", start)
+        highest = ids.max()
+        if highest >= self.id_tokenizer.vocab_size:
+            raise ValueError(
+                f"a token outside the vocabulary ({file} has {highest}, "
+                f"of {self.id_tokenizer.vocab_size}). fix: data.vocab_size or data.tokenizer"
             )
         return ids
-
-    def tokenize(self, tokenizer: Tokenizer) -> Tokenised:
-        return (
-            (ids, 0, held_out) for ids, held_out in self.documents()
-        )  # how many bytes, the tokenizer may know
-
-    def documents(self) -> Iterator[tuple[np.ndarray, bool]]:
-        left = self.validation_tokens
-        rows = (
-            (file in self.held, ids)
-            for file in (*self.held, *self.files)
-            for ids in self.rows(file)
-        )
-        for number, (named, ids) in enumerate(rows):
-            if left > 0 and (named or (not self.held and number % 20 == 0)):
-                yield ids[:left], True
-                left -= len(ids)
-            elif not named:
-                yield ids, False
-
-    def rows(self, file: Path) -> Iterator[np.ndarray]:
-        """Each with BOS before it, if it is not there."""
-        for number, row in enumerate(parquet_column(file, self.tokens_field), start=1):
-            ids, where = np.array(row.as_py()), f"{file} row {number}"
-            if ids.ndim != 1 or (len(ids) and ids.dtype.kind != "i"):
-                raise ValueError(
-                    f"no ids in the field {self.tokens_field!r} ({where}). fix: data.tokens_field=..."
-                )
-            if len(ids):
-                ids = self.checked(ids, where)
-                yield ids if ids[0] == self.known.bos else np.insert(ids, 0, self.known.bos)

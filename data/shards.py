@@ -1,4 +1,4 @@
-"""Token ids on disk: files of raw integers in a sealed folder, memory-mapped when read."""
+"""Token ids on disk: one file of raw integers for each split, memory-mapped when it is read."""
 
 from pathlib import Path
 
@@ -6,40 +6,48 @@ import numpy as np
 
 from common.atomic_dir import StagingDirectory
 
-LARGEST = 2**28  # tokens in a file
-TOGETHER = 2**20  # tokens written at once
+BUFFERED_TOKENS = 2**20  # written at once
 
 
 class ShardWriter:
-    """Writes `stem`-00000.bin and so on. uint16 where the vocabulary fits, else uint32."""
+    """Writes the tokens of a split to one file: uint16 if the vocabulary fits, else uint32."""
 
-    def __init__(self, folder: StagingDirectory, stem: str, vocab_size: int):
-        self.folder, self.stem, self.vocab_size = folder, stem, vocab_size
+    def __init__(self, folder: StagingDirectory, split: str, vocab_size: int):
+        self.name = shard_name(split)
+        self.file = folder.create(self.name)
+        self.vocab_size = vocab_size
         self.dtype = np.dtype("uint16" if vocab_size <= 2**16 else "uint32")
-        self.names, self.total, self.count, self.waiting, self.waits = [], 0, LARGEST, [], 0
+        self.num_tokens = 0
+        self.buffer = []
+        self.buffered = 0
 
     def write(self, tokens: np.ndarray) -> None:
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:  # a cast would wrap silently
+        """Append tokens; flush() must follow the last ones."""
+        # The cast to an unsigned dtype would wrap what is outside without a word.
+        lowest = tokens.min()
+        highest = tokens.max()
+        if lowest < 0 or highest >= self.vocab_size:
             raise OverflowError(
-                f"a token outside the vocabulary ({tokens.min()} to {tokens.max()}, {self.vocab_size})"
+                f"a token outside the vocabulary ({lowest} to {highest}, {self.vocab_size})"
             )
-        self.waiting.append(tokens)
-        self.waits += len(tokens)
-        self.total += len(tokens)
-        if self.waits >= TOGETHER:
+        self.buffer.append(tokens)
+        self.buffered += len(tokens)
+        self.num_tokens += len(tokens)
+        if self.buffered >= BUFFERED_TOKENS:
             self.flush()
 
     def flush(self) -> None:
-        if self.waits == 0:
-            return
-        if self.count + self.waits > LARGEST:
-            self.names.append(f"{self.stem}-{len(self.names):05d}.bin")
-            self.file, self.count = self.folder.create(self.names[-1]), 0
-        self.file.write(np.concatenate(self.waiting).astype(self.dtype).tobytes())
-        self.count += self.waits
-        self.waiting, self.waits = [], 0
+        """Write the buffered tokens to the file."""
+        if self.buffer:
+            self.file.write(np.concatenate(self.buffer).astype(self.dtype).tobytes())
+        self.buffer = []
+        self.buffered = 0
+
+
+def shard_name(split: str) -> str:
+    return f"{split}-00000.bin"
 
 
 def open_shard(path: Path, dtype: str) -> np.ndarray:
-    """The tokens of a file, mapped."""
+    """Memory-map the tokens of a file."""
     return np.memmap(path, dtype=np.dtype(dtype), mode="r")

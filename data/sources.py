@@ -1,6 +1,7 @@
 """Where documents come from, and which of them are held out for validation.
 
-A source yields (document, held out?) in an order of its own that never changes, and names its content by a fingerprint.
+A source yields its documents in an order that never changes, and identifies its content by a
+fingerprint.
 """
 
 import json
@@ -20,53 +21,62 @@ import numpy as np
 from data.files import TEXTS, content_hash, read_documents, split_files, text_of_row
 from data.tokenizer import Tokenizer
 
-BATCH = 256  # documents tokenised together
-Documents = Iterator[tuple[str, bool]]
-Tokenised = Iterator[tuple[np.ndarray, int, bool]]  # tokens, UTF-8 bytes, held out?
+DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
+Documents = Iterator[tuple[str, bool]]  # text, is it held out?
+TokenizedDocuments = Iterator[tuple[np.ndarray, int, bool]]  # tokens, UTF-8 bytes, held out?
+
+
+def text_digest(text: str) -> int:
+    """SHA-256 as an integer: the same in every process, as Python's own hash is not."""
+    return int(sha256(text.encode()).hexdigest(), 16)
 
 
 def is_held_out(identity: str, holdout: int) -> bool:
-    """True for one in `holdout`, by the hash of what identifies a document: everywhere the same, in any order."""
-    return int(sha256(identity.encode()).hexdigest(), 16) % holdout == 0
+    """Hold out one document in `holdout`, by the hash of what identifies it, whatever the order."""
+    return text_digest(identity) % holdout == 0
 
 
 @dataclass(kw_only=True)
 class Source(ABC):
-    """Text, and the tokenizer for it: a file `tokenizer`, or one of `vocab_size` pieces trained on the documents."""
+    """Documents and their tokenizer: the file `tokenizer`, or else one of `vocab_size` pieces.
 
-    tokens = None  # to stop at; None: take all
+    A tokenizer that is not a file is trained on the training documents.
+    """
+
+    tokens = None  # training tokens to stop at; None: take all
     vocab_size: int
     tokenizer: str | None
 
     def __post_init__(self):
         if self.vocab_size < 300:
             raise ValueError(
-                f"data.vocab_size needs room for 256 bytes and more (got {self.vocab_size}). fix: 4096"
+                "data.vocab_size needs room for 256 bytes and more "
+                f"(got {self.vocab_size}). fix: 4096"
             )
 
     def pretrained_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, where none is to be trained."""
+        """Load the tokenizer; None if it is to be trained."""
         return Tokenizer.load(self.tokenizer) if self.tokenizer else None
 
     def memmapped_shards(self) -> dict[str, list[np.ndarray]] | None:
-        """The shards of both splits, where the source has them."""
+        """Return the token shards of both splits; None if there are only documents."""
         return None
-
-    def tokenize(self, tokenizer: Tokenizer) -> Tokenised:
-        return tokenize_documents(self.documents(), tokenizer)
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """The same where the documents are, another where they differ."""
+        """Return a text that is equal for equal documents and differs for others."""
 
     @abstractmethod
     def documents(self) -> Documents:
-        """Each with whether it is held out, in an order that never changes."""
+        """Yield each document and whether it is held out, in an order that never changes."""
 
 
 @dataclass(kw_only=True)
 class Stdlib(Source):
-    """The Python standard library's own sources: real text that needs no download. One file in 20 is held out."""
+    """The Python standard library's own sources: real text that needs no download.
+
+    A document is a file; one in 20 is held out.
+    """
 
     SKIPPED = {
         "test",
@@ -82,10 +92,12 @@ class Stdlib(Source):
     def __post_init__(self):
         super().__post_init__()
         self.root = Path(sysconfig.get_paths()["stdlib"])
-        relative = (path.relative_to(self.root) for path in self.root.rglob("*.py"))
-        self.files = sorted(
-            path.as_posix() for path in relative if not self.SKIPPED & set(path.parts)
-        )
+        self.files = []
+        for path in self.root.rglob("*.py"):
+            relative = path.relative_to(self.root)
+            if not self.SKIPPED & set(relative.parts):
+                self.files.append(relative.as_posix())
+        self.files.sort()
         if not self.files:
             raise ValueError(
                 f"this Python has no sources (in {self.root}). fix: data=text data.path=FILE"
@@ -96,7 +108,8 @@ class Stdlib(Source):
 
     def documents(self) -> Documents:
         for file in self.files:
-            with tokenize.open(self.root / file) as source:  # knows the coding that a file declares
+            # tokenize.open() decodes by the encoding that a source file declares.
+            with tokenize.open(self.root / file) as source:
                 yield source.read(), is_held_out(file, 20)
 
 
@@ -104,9 +117,10 @@ class Stdlib(Source):
 class Text(Source):
     """The user's own files: `path` is a file, a glob, or a folder of .txt, .jsonl and .parquet.
 
-    A .txt is cut into documents at lines that are just `separator`; others have one a row, in `text_field`.
-    Held out are the files that are named so (`files_of`), or else one document in `holdout`, by its hash, at least one;
-    or the last 5 % of a lone one. Raises ValueError for what cannot be read as text.
+    A .txt is cut into documents at lines that are `separator`; the others have a document a row, in
+    `text_field`. The files that split_files() holds out are for validation. Without any, it is one
+    document in `holdout`, by its hash, at least one, or the last 5 % of a lone document.
+    Raises ValueError for what cannot be read as text.
     """
 
     path: str | None
@@ -118,42 +132,51 @@ class Text(Source):
         super().__post_init__()
         if self.holdout < 2:
             raise ValueError(f"data.holdout must be from 2 (got {self.holdout}). fix: 20")
-        self.files, self.held = split_files(self.path, TEXTS)
+        self.train_files, self.val_files = split_files(self.path, TEXTS)
 
     def fingerprint(self) -> str:
-        return f"{content_hash(self.files)} {content_hash(self.held)} {self.text_field} {self.separator} {self.holdout}"
+        hashes = f"{content_hash(self.train_files)} {content_hash(self.val_files)}"
+        return f"{hashes} {self.text_field} {self.separator} {self.holdout}"
 
     def documents(self) -> Documents:
-        if self.held:
-            yield from ((text, True) for text in self.texts(*self.held))
-            yield from ((text, False) for text in self.texts())
+        # Files that are held out by their names.
+        if self.val_files:
+            for text in read_documents(self.val_files, self.text_field, self.separator):
+                yield text, True
+            for text in self.texts():
+                yield text, False
             return
-        hashes = [int(sha256(text.encode()).hexdigest(), 16) for text in self.texts()]
-        if not hashes:
-            raise ValueError(
-                f"no documents (in {', '.join(map(str, self.files[:3]))}). fix: a file that is not empty"
-            )
-        if len(hashes) == 1:
+
+        digests = [text_digest(text) for text in self.texts()]
+        if not digests:
+            files = ", ".join(map(str, self.train_files[:3]))
+            raise ValueError(f"no documents (in {files}). fix: a file that is not empty")
+
+        # A lone document: hold out its end.
+        if len(digests) == 1:
             text = next(self.texts())
             cut = len(text) - max(1, len(text) // 20)
-            yield from ((text[:cut], False), (text[cut:], True))
+            yield text[:cut], False
+            yield text[cut:], True
             return
-        lowest = min(hashes, key=lambda h: h % self.holdout)
-        for text, digest in zip(self.texts(), hashes, strict=True):
-            yield text, digest % self.holdout == 0 or digest == lowest
 
-    def texts(self, *files: Path) -> Iterator[str]:
-        """Those of these files, or of all that are not held out."""
-        return read_documents(files or self.files, self.text_field, self.separator)
+        # One document in `holdout`; if chance takes none, the one that came closest.
+        closest = min(digests, key=lambda digest: digest % self.holdout)
+        for text, digest in zip(self.texts(), digests, strict=True):
+            yield text, digest % self.holdout == 0 or digest == closest
+
+    def texts(self) -> Iterator[str]:
+        """Yield the documents of the files that are not held out."""
+        return read_documents(self.train_files, self.text_field, self.separator)
 
 
 @dataclass(kw_only=True)
 class Hub(Source):
     """A public dataset of the Hugging Face hub, read with `datasets`.
 
-    `tokens` streams about so many instead of downloading all. `validation` names the dataset's own split; without
-    one, a document in `holdout` is held out, by its hash. Where rows are lines, `starts` is a pattern of those that
-    begin a document.
+    With `tokens`, the dataset is streamed until there are so many, instead of downloaded.
+    `validation` names the dataset's own split; without one, a document in `holdout` is held out, by
+    its hash. If rows are lines, `starts` is a regular expression of those that begin a document.
     """
 
     repo: str
@@ -167,13 +190,12 @@ class Hub(Source):
     holdout: int
 
     def fingerprint(self) -> str:
-        """Asks the hub for the commit that `revision` names; the next calls read that commit."""
+        """Ask the hub which commit `revision` names; documents() then reads that commit."""
         from huggingface_hub import HfApi
 
-        if not re.fullmatch(
-            "[0-9a-f]{40}", self.revision
-        ):  # a commit is its own answer, without a network
-            with self._explained():
+        # The hash of a commit needs no answer, so no network.
+        if not re.fullmatch("[0-9a-f]{40}", self.revision):
+            with self._client_errors_as_value_errors():
                 self.revision = HfApi().dataset_info(self.repo, revision=self.revision).sha
         return json.dumps(vars(self))
 
@@ -185,27 +207,33 @@ class Hub(Source):
             yield text, self.validation is None and is_held_out(text, self.holdout)
 
     def texts(self, split: str) -> Iterator[str]:
+        """Yield the documents of a split: one row each, or the rows up to the next beginning."""
         from datasets import load_dataset
 
-        streamed = self.tokens is not None
-        with self._explained():
+        with self._client_errors_as_value_errors():
             rows = load_dataset(
-                self.repo, self.config, split=split, revision=self.revision, streaming=streamed
+                self.repo,
+                self.config,
+                split=split,
+                revision=self.revision,
+                streaming=self.tokens is not None,
             )
-            lines = []
+            parts = []
             for number, row in enumerate(rows):
-                line = text_of_row(row, self.text_field, f"{self.repo} {split} row {number}")
-                if lines and (self.starts is None or re.match(self.starts, line)):
-                    yield "".join(lines)
-                    lines = []
-                lines.append(line)
-            yield "".join(lines)
+                text = text_of_row(row, self.text_field, f"{self.repo} {split} row {number}")
+                is_start = self.starts is None or re.match(self.starts, text)
+                if parts and is_start:
+                    yield "".join(parts)
+                    parts = []
+                parts.append(text)
+            yield "".join(parts)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _client_errors_as_value_errors(self) -> Iterator[None]:
+        """Turn the errors of the hub's client libraries, of many kinds, into one-line errors."""
         try:
             yield
-        except Exception as error:  # the client's libraries have many kinds
+        except Exception as error:
             if "fix: " in str(error):
                 raise
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
@@ -214,9 +242,13 @@ class Hub(Source):
             ) from None
 
 
-def tokenize_documents(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Tokenised:
+def tokenize_documents(
+    documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer
+) -> TokenizedDocuments:
+    """Yield BOS + text + EOS of each document, its UTF-8 bytes, and whether it is held out."""
     documents = iter(documents)
-    while batch := list(islice(documents, BATCH)):
+    while batch := list(islice(documents, DOCUMENTS_PER_BATCH)):
         texts = [text for text, _ in batch]
-        for tokens, (text, held_out) in zip(tokenizer.encode_documents(texts), batch, strict=True):
-            yield tokens, len(text.encode()), held_out
+        encoded = tokenizer.encode_documents(texts)
+        for tokens, (text, is_validation) in zip(encoded, batch, strict=True):
+            yield tokens, len(text.encode()), is_validation

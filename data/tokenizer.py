@@ -1,4 +1,4 @@
-"""SentencePiece byte-pair encoding that gives back any UTF-8 text to the letter. Kudo and Richardson, 1808.06226."""
+"""SentencePiece byte-pair encoding that reproduces any UTF-8 text. Kudo and Richardson, 1808.06226."""
 
 import io
 import os
@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import sentencepiece as spm
 
-PIECE = 4000  # characters; the trainer's time grows with the length of what it is given at once
-SPACE = "\u2581"  # SentencePiece's own sign for a space: it would come back as one
+MAX_PIECE_CHARS = 4000  # the trainer's time grows with the length of what it gets at once
+SPACE = "\u2581"  # SentencePiece's own sign for a space: in a text, it would be decoded as one
 
 
 class Tokenizer:
-    """Raises ValueError for bytes that are no SentencePiece model, or one without BOS and EOS."""
+    """A SentencePiece model, from the bytes of its file.
+
+    Raises ValueError for bytes that are no such model, or one without BOS and EOS.
+    """
 
     def __init__(self, proto: bytes):
         try:
@@ -23,46 +26,58 @@ class Tokenizer:
             raise ValueError(
                 f"not a SentencePiece model ({error}). fix: another tokenizer.model"
             ) from None
-        self.proto, self.sha256 = proto, sha256(proto).hexdigest()
-        self.vocab_size, self.bos, self.eos = (
-            self.processor.vocab_size(),
-            self.processor.bos_id(),
-            self.processor.eos_id(),
-        )
+        self.proto = proto
+        self.sha256 = sha256(proto).hexdigest()
+        self.vocab_size = self.processor.vocab_size()
+        self.bos = self.processor.bos_id()
+        self.eos = self.processor.eos_id()
         if self.bos < 0 or self.eos < 0:
             raise ValueError(
-                f"a tokenizer needs BOS and EOS (ids {self.bos}, {self.eos}). fix: train it with both"
+                f"a tokenizer needs BOS and EOS (ids {self.bos}, {self.eos}). "
+                "fix: train it with both"
             )
-        self.sign = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+        # A SPACE in a text is encoded as its bytes, so that it comes back.
+        self.space_tokens = [
+            self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()
+        ]
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
+        """Read a tokenizer.model; returns an IdTokenizer if the file is one of those."""
         try:
             proto = Path(path).expanduser().read_bytes()
         except OSError as error:
             raise ValueError(
                 f"no tokenizer ({path}: {error.strerror}). fix: a path of one"
             ) from None
-        return (IdTokenizer if proto.startswith(IdTokenizer.MAGIC) else cls)(proto)
+        if proto.startswith(IdTokenizer.MAGIC):
+            return IdTokenizer(proto)
+        return cls(proto)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """At most `vocab_size` pieces: control signs, 256 bytes, what is frequent, newlines and runs of spaces too."""
-        written = io.BytesIO()
-        ended: list[BaseException] = []
+        """Train on texts, to at most `vocab_size` tokens.
 
+        Among them are the control tokens, all 256 bytes, newlines and runs of spaces. Raises
+        ValueError for text that no such tokenizer can be trained on.
+        """
+        model = io.BytesIO()
+        failure: BaseException | None = None
+
+        # SentencePiece turns an exception of its iterator, a signal's too, into a RuntimeError.
         def sentences() -> Iterator[str]:
+            nonlocal failure
             try:
                 for text in texts:
                     yield from split(text)
             except (Exception, SystemExit, KeyboardInterrupt) as error:
-                ended.append(error)
+                failure = error
                 raise
 
         try:
             spm.SentencePieceTrainer.train(
                 sentence_iterator=sentences(),
-                model_writer=written,
+                model_writer=model,
                 model_type="bpe",
                 vocab_size=vocab_size,
                 hard_vocab_limit=False,
@@ -77,67 +92,81 @@ class Tokenizer:
                 bos_id=1,
                 eos_id=2,
                 pad_id=-1,
-                max_sentence_length=4 * PIECE,
+                max_sentence_length=4 * MAX_PIECE_CHARS,  # bytes; UTF-8 has up to 4 a character
                 num_threads=os.cpu_count(),
                 minloglevel=2,
             )
         except RuntimeError as error:
-            if ended:  # of a signal, say, which SentencePiece hands on as an error of its own
-                raise ended[0] from None
+            if failure is not None:
+                raise failure from None
             reason = str(error).rpartition("] ")[2].partition("\n")[0]
-            fix = "more text, or another data.vocab_size"
             raise ValueError(
-                f"no tokenizer from this text ({vocab_size=}: {reason}). fix: {fix}"
+                f"no tokenizer from this text ({vocab_size=}: {reason}). "
+                "fix: more text, or another data.vocab_size"
             ) from None
-        return cls(written.getvalue())
+        return cls(model.getvalue())
 
     def encode(self, text: str) -> list[int]:
-        """Without BOS and EOS; text that looks like them is ordinary text."""
-        first, *rest = self.processor.encode(text.split(SPACE))
-        return first + [token for part in rest for token in (*self.sign, *part)]
+        """Encode without BOS and EOS; a text that looks like one of them is ordinary text."""
+        parts = self.processor.encode(text.split(SPACE))
+        tokens = parts[0]
+        for part in parts[1:]:
+            tokens += self.space_tokens
+            tokens += part
+        return tokens
 
     def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
-        """BOS + text + EOS of each, int32, made on all cores."""
-        pairs = zip(texts, self.processor.encode(texts, num_threads=os.cpu_count()), strict=True)
-        encoded = (self.encode(text) if SPACE in text else tokens for text, tokens in pairs)
-        return [np.array([self.bos, *tokens, self.eos], dtype=np.int32) for tokens in encoded]
+        """Encode each text as BOS + text + EOS, int32, on all cores."""
+        encoded = self.processor.encode(texts, num_threads=os.cpu_count())
+        documents = []
+        for text, tokens in zip(texts, encoded, strict=True):
+            if SPACE in text:
+                tokens = self.encode(text)
+            documents.append(np.array([self.bos, *tokens, self.eos], dtype=np.int32))
+        return documents
 
     def decode(self, tokens: list[int]) -> str:
-        """Bytes that are not UTF-8 come out as U+FFFD; BOS and EOS as nothing."""
+        """Decode; bytes that are not UTF-8 become U+FFFD, BOS and EOS nothing."""
         return self.processor.decode(tokens)
 
     def nbytes(self, tokens: np.ndarray) -> int | None:
-        """UTF-8 bytes of the documents that these are; None where nobody knows."""
+        """Count the UTF-8 bytes of the documents in `tokens`; None if there is no text of them."""
         starts = np.flatnonzero(np.isin(tokens, (self.bos, self.eos)))
-        texts = self.processor.decode([part.tolist() for part in np.split(tokens, starts)])
-        return sum(len(text.encode()) for text in texts)
+        documents = [document.tolist() for document in np.split(tokens, starts)]
+        return sum(len(text.encode()) for text in self.processor.decode(documents))
 
 
 class IdTokenizer(Tokenizer):
-    """Stands for a tokenizer that is not here: the text of tokens is their ids, as in 464 3290. BOS is EOS.
+    """Stands in for an unknown tokenizer: the text of tokens is their ids, as in 464 3290.
 
-    Its file is a line: SIGN, the size of the vocabulary, BOS. Raises ValueError for a BOS outside, and for other text.
+    Its file is one line: MAGIC, the size of the vocabulary, BOS, which is EOS too. Raises
+    ValueError for a BOS outside the vocabulary.
     """
 
-    MAGIC = b"ids "  # no SentencePiece model begins so
+    MAGIC = b"ids "  # no SentencePiece model begins with it
 
     def __init__(self, proto: bytes):
-        self.processor, self.proto, self.sha256 = self, proto, sha256(proto).hexdigest()
+        self.processor = self
+        self.proto = proto
+        self.sha256 = sha256(proto).hexdigest()
         self.vocab_size, self.bos = map(int, proto.removeprefix(self.MAGIC).split())
         self.eos = self.bos
         if self.bos >= self.vocab_size:
             raise ValueError(
-                f"BOS is outside the vocabulary (data.bos={self.bos}, {self.vocab_size}). fix: one inside"
+                f"BOS is outside the vocabulary (data.bos={self.bos}, {self.vocab_size}). "
+                "fix: one inside"
             )
 
     def encode(self, text: str) -> list[int]:
-        if bad := [
-            word for word in text.split() if not word.isdecimal() or int(word) >= self.vocab_size
-        ]:
-            raise ValueError(
-                f"not a token id below {self.vocab_size} ({bad[0]}). fix: numbers, as in 464 3290"
-            )
-        return [int(word) for word in text.split()]
+        """Read the ids. Raises ValueError for other text and for ids outside the vocabulary."""
+        tokens = []
+        for word in text.split():
+            if not word.isdecimal() or int(word) >= self.vocab_size:
+                raise ValueError(
+                    f"not a token id below {self.vocab_size} ({word}). fix: numbers, as in 464 3290"
+                )
+            tokens.append(int(word))
+        return tokens
 
     def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
         return [np.array([self.bos, *self.encode(text)]) for text in texts]
@@ -153,10 +182,10 @@ class IdTokenizer(Tokenizer):
 
 
 def split(text: str) -> Iterator[str]:
-    """Pieces of up to PIECE characters, cut at line ends where there are any."""
+    """Cut a text into pieces of up to MAX_PIECE_CHARS, at line ends if there are any."""
     start = 0
     while start < len(text):
-        end = start + PIECE
+        end = start + MAX_PIECE_CHARS
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
         yield text[start:end]

@@ -24,13 +24,15 @@ def test_targets_are_the_next_tokens():
 
 def test_an_epoch_visits_every_row_once():
     one = loader()
-    rows = torch.cat([one(step)[0] for step in range(-(-one.rows // 4))])[: one.rows]
-    assert len(rows.flatten().unique()) == rows.numel() == one.rows * 10
+    rows = torch.cat([one(step)[0] for step in range(-(-one.rows_per_epoch // 4))])[
+        : one.rows_per_epoch
+    ]
+    assert len(rows.flatten().unique()) == rows.numel() == one.rows_per_epoch * 10
 
 
 def test_epochs_are_cut_and_ordered_anew():
     one = loader(batch=98)  # all rows
-    assert one.rows == 98
+    assert one.rows_per_epoch == 98
     first, second = one(0)[0], one(1)[0]
     assert not torch.equal(first, second) and not torch.equal(
         first.sort(dim=0).values, second.sort(dim=0).values

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from common.atomic_dir import atomic_directory
-from data.prepare import prepare
+from data.prepare import build_corpus, prepare
 from data.shards import ShardWriter, open_shard
 from data.sources import Stdlib, Text
 from data.tokenizer import Tokenizer
@@ -202,12 +202,13 @@ def test_a_corpus_is_every_document_between_bos_and_eos(tmp_path, story):
 
 
 def test_a_corpus_is_built_once_and_again_when_its_text_changes(tmp_path, story, monkeypatch):
-    from data import prepare as module
-
     built = []
-    monkeypatch.setattr(
-        prepare, "build_corpus", lambda *a, make=module.build_corpus: (built.append(a), make(*a))
-    )
+
+    def build(*arguments):
+        built.append(arguments)
+        build_corpus(*arguments)
+
+    monkeypatch.setattr("data.prepare.build_corpus", build)
     prepare(text_source(story), tmp_path / "cache")
     prepare(text_source(story), tmp_path / "cache")
     assert len(built) == 1
@@ -231,7 +232,7 @@ def test_an_interrupted_preparation_is_redone(tmp_path, story, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare, "write_shards", interrupted)
+        patch.setattr("data.prepare.write_shards", interrupted)
         prepare(text_source(story), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
     (half,) = folders
@@ -245,7 +246,8 @@ def test_four_processes_build_one_corpus(tmp_path, story):
     code = (
         "import sys; sys.path.insert(0, sys.argv[3])\n"
         "from pathlib import Path; from data import prepare as m; from data.sources import Text\n"
-        "m.make = lambda *a, make=m.make: (print('built'), make(*a))\n"
+        "build = m.build_corpus\n"
+        "m.build_corpus = lambda *a: (print('built'), build(*a))\n"
         "knobs = dict(text_field='text', separator='<|endoftext|>', holdout=20, vocab_size=400, tokenizer=None)\n"
         "m.prepare(Text(path=sys.argv[1], **knobs), Path(sys.argv[2]))\n"
     )
@@ -276,24 +278,23 @@ def test_a_given_tokenizer_is_used(tmp_path, story, tokenizer):
 
 @pytest.mark.parametrize("vocab_size, dtype", [(2**16, "uint16"), (2**16 + 1, "uint32")])
 def test_a_shard_is_as_wide_as_its_vocabulary(tmp_path, vocab_size, dtype, monkeypatch):
-    monkeypatch.setattr("data.shards.LARGEST", 4)
+    monkeypatch.setattr("data.shards.BUFFERED_TOKENS", 4)
     tokens = np.array([0, 1, vocab_size - 1])
     with atomic_directory(tmp_path / "corpus") as unsealed:
         writer = ShardWriter(unsealed, "a", vocab_size)
-        for _ in range(2):
+        for _ in range(3):
             writer.write(tokens)
             with pytest.raises(OverflowError, match=str(vocab_size)):
                 writer.write(np.array([vocab_size]))
-            writer.flush()
-    assert writer.names == ["a-00000.bin", "a-00001.bin"] and writer.total == 6
-    for name in writer.names:
-        shard = open_shard(tmp_path / "corpus" / name, writer.dtype.name)
-        assert shard.dtype == dtype and shard.tolist() == tokens.tolist()
+        writer.flush()
+    assert writer.num_tokens == 9
+    shard = open_shard(tmp_path / "corpus" / writer.name, writer.dtype.name)
+    assert shard.dtype == dtype and shard.tolist() == [*tokens, *tokens, *tokens]
 
 
 def test_only_two_megabytes_are_held_out(tmp_path, monkeypatch):
 
-    monkeypatch.setattr(prepare, "VALIDATION", 300)
+    monkeypatch.setattr("data.prepare.MAX_VALIDATION_BYTES", 300)
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": f"{i} " * 20}) + "\n" for i in range(100))
     )

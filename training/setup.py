@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from checkpoints import checkpoint
 from checkpoints.weights import dtype_name
 from common import compilation, config, errors, hardware
 from common.instantiate import instantiate
-from data.loader import Loader, check_enough_tokens
+from data.loader import Loader, min_corpus_tokens
 from data.prepare import Corpus, prepare
 from data.sources import Source
 from model.materialize import build_model
@@ -110,7 +109,7 @@ def load_corpus(settings: dict, source: Source) -> tuple[Corpus, Loader]:
     }
     first = os.environ.get("RANK", "0") == "0"
     corpus = prepare(
-        source, Path(".cache"), enough=partial(check_enough_tokens, **sizes), quiet=not first
+        source, Path(".cache"), min_tokens=min_corpus_tokens(**sizes), quiet=not first
     )
     settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
     return corpus, Loader(corpus.train, **sizes, seed=settings["seed"])
