@@ -1,91 +1,157 @@
 """Continue text with a trained model:  python generate.py "Once upon a time, there was"
 
-Standard output carries new text and nothing else; speed, and what goes wrong, are told on standard error.
+Standard output carries new text and nothing else; speed and problems go to standard error.
 """
 
 from time import perf_counter
-
-from common.cli import Parser, bounded_number
-from inference.load import load
 
 STARTED = perf_counter()
 
 import argparse
 import json
+import math
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from common import errors
+from common.cli import Parser, bounded_number
 from data.files import utf8_lines
 
-BUCKET = (
-    256  # a cache has room for a multiple of so many tokens, so that what is compiled serves again
-)
-WORTH_COMPILING = 4000  # steps that take as long as compiling
+CACHE_MULTIPLE = 256  # tokens; few capacities, so that what was compiled for one is used again
+MIN_STEPS_TO_COMPILE = 4000  # decode steps that take as long as compiling
 
 
-def arguments() -> argparse.Namespace:
-    hint = "a prompt is quoted, and one with a dash comes after --"
-    about, how = __doc__.partition("\n")[0], argparse.ArgumentDefaultsHelpFormatter
-    parser = Parser("python generate.py", description=about, epilog=hint, formatter_class=how)
+def main(args: argparse.Namespace) -> None:
+    # torch is imported only now, so that --help and wrong options are answered at once.
+    from common import compilation, hardware
+    from inference.engine import decode_step, generate
+    from inference.load import load
+    from inference.sampling import sample
+    from inference.text import print_stream, truncate_left
+
+    # Read and check all input; a ValueError ends the process with exit code 2.
+    with errors.user_input():
+        prompts = read_prompts(args)
+        device = hardware.pick_device(args.device)
+        num_batches = math.ceil(len(prompts) * args.num_samples / args.batch_size)
+        is_long = args.max_new_tokens * num_batches >= MIN_STEPS_TO_COMPILE
+        wanted = {"auto": "auto", "true": True, "false": False}[args.compile]
+        is_compiled, _ = compilation.pick_compile(wanted, device, is_long)
+        model, tokenizer, name = load(args.run, device, args.dtype)
+        prompt_tokens = [
+            truncate_left([tokenizer.bos, *tokenizer.encode(prompt)], model.context)
+            for prompt in prompts
+        ]
+    if args.attention_map is not None:
+        from inference import attention_map
+
+        tokens = prompt_tokens[0]
+        labels = tokenizer.processor.id_to_piece(tokens)
+        with errors.user_input():
+            attention_map.draw(model, tokens, labels, args.attention_map)
+        print(f"drawn: {args.attention_map}", file=sys.stderr)
+        return
+
+    # Set up decoding.
+    cache = None
+    step = decode_step
+    if not args.no_cache:
+        cache = new_cache(args, model, prompt_tokens)
+        if is_compiled:
+            step = compile_ahead(args, model, cache)
+    sampler = partial(
+        sample,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+    )
+    sequences = new_sequences(args, tokenizer, model.context, cache, prompts, prompt_tokens)
+
+    # Generate and print.
+    loaded = perf_counter()
+    generated = generate(
+        model, sequences, sampler, cache=cache, step=step, num_draft_tokens=args.prompt_lookup
+    )
+    num_tokens, first_token = print_stream(generated, is_json(args))
+    ended = perf_counter()
+
+    # Report speed and memory.
+    report = f"{name}: {num_tokens} tokens; loaded in {loaded - STARTED:.2f} s"
+    if num_tokens > 0:
+        report += f", first token {first_token - loaded:.3f} s later"
+    if num_tokens > 1 and not args.interactive:
+        speed = (num_tokens - 1) / (ended - first_token)
+        report += f", then {speed:,.0f} tokens/s"
+    memory = "no cache" if cache is None else f"{cache.nbytes:,} bytes of cache"
+    print(f"{report}, {memory}", file=sys.stderr)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = Parser(
+        "python generate.py",
+        description=__doc__.partition("\n")[0],
+        epilog="a prompt is quoted, and one with a dash comes after --",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     add = parser.add_argument
+    positive = bounded_number(int, 1)
+    natural = bounded_number(int, 0)
+
+    # What to continue, and with which model.
     add("prompt", nargs="?", help="text to continue; - reads it from standard input")
     add(
         "--prompt-file",
         type=Path,
-        help='one prompt a line; in a .jsonl {"prompt": ...}, and so is what comes out',
+        help='one prompt a line; a .jsonl has {"prompt": ...}, and JSON lines come out',
     )
     add(
         "--interactive",
         action="store_true",
-        help="a prompt a line, each goes on from the text before; Ctrl-D ends",
+        help="a prompt a line, each continues the text before it; Ctrl-D ends",
     )
     add(
         "--run",
         type=Path,
         help="a run, a Hugging Face folder or llama2.c's .bin (default: the run that saved last)",
     )
-    add("--max-new-tokens", type=bounded_number(int, 1), default=200, help="of each continuation")
+
+    # How to sample.
+    add("--max-new-tokens", type=positive, default=200, help="of each continuation")
     add(
         "--temperature",
         type=bounded_number(float, 0),
         default=0.8,
         help="0: always the likeliest token",
     )
-    add(
-        "--top-k",
-        type=bounded_number(int, 0),
-        default=50,
-        help="choose among so many; 0: among all",
-    )
+    add("--top-k", type=natural, default=50, help="sample from so many tokens; 0: from all")
     add(
         "--top-p",
         type=bounded_number(float, 1e-9, 1),
         default=0.95,
-        help="among the likeliest, this probable together",
+        help="sample from the likeliest tokens that together have this probability",
     )
     add(
         "--min-p",
         type=bounded_number(float, 0, 1),
         default=0.0,
-        help="among those this probable, the likeliest being 1",
+        help="sample from tokens of at least this probability, relative to the likeliest",
     )
     add("--repetition-penalty", type=bounded_number(float, 1e-9), default=1.0, help="1: none")
-    add(
-        "--num-samples", type=bounded_number(int, 1), default=1, help="continuations of each prompt"
-    )
+    add("--num-samples", type=positive, default=1, help="continuations of each prompt")
     add(
         "--batch-size",
-        type=bounded_number(int, 1),
+        type=positive,
         default=8,
-        help="continued at a time; who ends makes room for the next",
+        help="sequences decoded together; the next one takes the row of one that ends",
     )
     add(
         "--seed",
-        type=bounded_number(int, 0),
+        type=natural,
         default=0,
         help="of a prompt's continuations, in whatever file it stands",
     )
@@ -95,18 +161,16 @@ def arguments() -> argparse.Namespace:
         default=[],
         help="end before this text; may be given several times",
     )
+
+    # How to compute.
+    dtypes = ("auto", "fp32", "bf16", "int8")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    add(
-        "--dtype",
-        choices=("auto", "fp32", "bf16", "int8"),
-        default="auto",
-        help="auto: bf16 on a GPU, else fp32",
-    )
+    add("--dtype", choices=dtypes, default="auto", help="auto: bf16 on a GPU, else fp32")
     add(
         "--cache-dtype",
-        choices=("auto", "fp32", "bf16", "int8"),
+        choices=dtypes,
         default="auto",
-        help="auto: of the weights; bf16 if int8",
+        help="auto: that of the weights; bf16 if they are int8",
     )
     add(
         "--compile",
@@ -116,177 +180,139 @@ def arguments() -> argparse.Namespace:
     )
     add(
         "--prompt-lookup",
-        type=bounded_number(int, 0),
+        type=natural,
         default=0,
-        help="guess so many tokens, in fewer steps",
+        help="draft so many tokens from earlier text, and verify them in one step",
     )
-    add("--no-cache", action="store_true", help="read everything again for every token, slower")
+    add("--no-cache", action="store_true", help="compute all tokens anew at each step, slower")
     add(
         "--attention-map",
         type=Path,
         help="draw what each token of the prompt attends to, and end: a .png or .svg",
     )
-    given = parser.parse_args()
-    if (given.prompt is not None) + (given.prompt_file is not None) + given.interactive != 1:
+    args = parser.parse_args()
+
+    num_inputs = (args.prompt is not None) + (args.prompt_file is not None) + args.interactive
+    if num_inputs != 1:
         parser.error("exactly one of a prompt, --prompt-file and --interactive is needed")
-    if given.attention_map is not None and given.prompt is None:
+    if args.attention_map is not None and args.prompt is None:
         parser.error("--attention-map draws one prompt")
-    if given.interactive and given.num_samples > 1:
-        parser.error("--interactive goes on with one text")
-    of_cache = (
-        given.interactive
-        or given.prompt_lookup
-        or given.cache_dtype != "auto"
-        or given.compile == "true"
-    )
-    if given.no_cache and of_cache:
-        parser.error(
-            "--no-cache leaves nothing to --interactive, --prompt-lookup, --cache-dtype and --compile"
-        )
-    if "" in given.stop:
+    if args.interactive and args.num_samples > 1:
+        parser.error("--interactive continues one text")
+    needs_cache = args.interactive or args.prompt_lookup > 0
+    needs_cache = needs_cache or args.cache_dtype != "auto" or args.compile == "true"
+    if args.no_cache and needs_cache:
+        options = "--interactive, --prompt-lookup, --cache-dtype and --compile"
+        parser.error(f"--no-cache does not go with {options}")
+    if "" in args.stop:
         parser.error("--stop needs text")
-    return given
+    return args
 
 
-def main(given: argparse.Namespace) -> None:
-    import torch
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """Read the prompts; none with --interactive.
 
-    from common import compilation, errors, hardware
-    from inference.engine import compile_decode_step, decode_step, generate
-    from inference.sampling import sample
-    from inference.text import StreamingText, print_stream, read_turns, truncate_left
-
-    with errors.user_input():
-        prompts = [] if given.interactive else read_prompts(given)
-        device = hardware.pick_device(given.device)
-        steps = given.max_new_tokens * -(-len(prompts) // given.batch_size)
-        wanted = {"true": True, "false": False}.get(given.compile, "auto")
-        compiles, _ = compilation.pick_compile(wanted, device, steps >= WORTH_COMPILING)
-        model, tokenizer, name = load(given, device)
-        read = [
-            truncate_left([tokenizer.bos, *tokenizer.encode(prompt)], model.context)
-            for prompt in prompts
-        ]
-    if given.attention_map is not None:
-        from inference import attention_map
-
-        with errors.user_input():
-            attention_map.draw(
-                model, read[0], tokenizer.processor.id_to_piece(read[0]), given.attention_map
-            )
-        print(f"drawn: {given.attention_map}", file=sys.stderr)
-        return
-    cache = None
-    if not given.no_cache:
-        room = model.context if given.interactive else max(map(len, read)) + given.max_new_tokens
-        capacity, rows = (
-            min(model.context, -(-room // BUCKET) * BUCKET),
-            min(given.batch_size, len(read) or 1),
-        )
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-        cache = model.new_cache(
-            rows, capacity, dtypes.get(given.cache_dtype, model.embed.weight.dtype), device
-        )
-    choices = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    draw = partial(sample, **{choice: getattr(given, choice) for choice in choices})
-    step = decode_step
-    if compiles and cache is not None:
-        step = compile_decode_step(device)
-        if not compile_ahead(step, model, cache, given.prompt_lookup, required=wanted is True):
-            step = decode_step
-    text = partial(
-        StreamingText, tokenizer, given.max_new_tokens, given.seed, given.stop, is_json(given)
-    )
-    samples = (number % given.num_samples for number in range(len(read)))
-    texts = map(text, range(len(read)), samples, read, prompts)
-    if given.interactive:
-        texts = read_turns(text, tokenizer, model.context, cache)
-
-    loaded = perf_counter()
-    made, first = print_stream(
-        generate(model, texts, draw, cache=cache, step=step, guesses=given.prompt_lookup)
-    )
-    ended, told = perf_counter(), f"{name}: {made} tokens; loaded in {loaded - STARTED:.2f} s"
-    if made > 0:
-        told += f", first token {first - loaded:.3f} s later"
-    if made > 1 and not given.interactive:
-        told += f", then {(made - 1) / (ended - first):,.0f} tokens/s"
-    print(
-        f"{told}, {'no cache' if cache is None else f'{cache.nbytes:,} bytes of cache'}",
-        file=sys.stderr,
-    )
-
-
-def compile_ahead(step: Callable, model, cache, num_draft_tokens: int, *, required: bool) -> bool:
-    """Compile the decode step for the shapes that it will get, and leave the cache empty.
-
-    Returns whether that worked. Where it did not and is `required`, the process ends with exit code 2.
+    Raises ValueError for a file without a line and for JSON without a prompt.
     """
-    import torch
-
-    from common import compilation, errors
-
-    told = "compiling the decode step, about half a minute where .cache/ does not have it"
-    print(f"{told} (to begin at once: --compile false)", file=sys.stderr)
-    compilation.use_cache()
-    rows = len(cache.lengths)
-    shapes = {1, 1 + num_draft_tokens}
-    try:
-        with compilation.exit_without_waiting(), errors.report_errors(), torch.inference_mode():
-            for width in sorted(shapes):
-                tokens = torch.zeros(rows, width, dtype=torch.int64, device=cache.lengths.device)
-                step(model, tokens, cache, None if width == 1 else torch.ones_like(tokens).bool())
-    except RuntimeError as error:
-        if not compilation.is_compile_error(error):
-            raise
-        problem = f"compilation failed ({compilation.first_error_line(error)})"
-        if required:
-            errors.exit_with(
-                errors.INPUT, f"{problem}. fix: --compile false, or another C++ compiler in $CXX"
-            )
-        print(f"warning: {problem}: decoding goes on without it", file=sys.stderr)
-        return False
-    finally:
-        cache.reset()
-    return True
-
-
-def read_prompts(given: argparse.Namespace) -> list[str]:
-    """Each as often as there are samples. Raises ValueError for a file without a line and for JSON without a prompt."""
     from inference.text import decode_utf8
 
-    if given.prompt_file is None:
-        raw = sys.stdin.buffer.read() if given.prompt == "-" else os.fsencode(given.prompt)
-        return [decode_utf8(raw)] * given.num_samples
-    lines = [
-        (n, line.rstrip("\r\n"))
-        for n, line in enumerate(utf8_lines(given.prompt_file), 1)
-        if line.strip()
-    ]
-    if not lines:
-        raise ValueError(f"no prompts ({given.prompt_file} is empty). fix: one prompt a line")
-    prompts = [
-        prompt_of(line, f"{given.prompt_file} line {n}") if is_json(given) else line
-        for n, line in lines
-    ]
-    return [prompt for prompt in prompts for _ in range(given.num_samples)]
+    if args.interactive:
+        return []
+    if args.prompt == "-":
+        return [decode_utf8(sys.stdin.buffer.read())]
+    if args.prompt is not None:
+        return [decode_utf8(os.fsencode(args.prompt))]
+
+    prompts = []
+    for number, line in enumerate(utf8_lines(args.prompt_file), start=1):
+        if not line.strip():
+            continue
+        prompt = line.rstrip("\r\n")
+        if is_json(args):
+            prompt = parse_json_prompt(prompt, f"{args.prompt_file} line {number}")
+        prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f"no prompts ({args.prompt_file} is empty). fix: one prompt a line")
+    return prompts
 
 
-def is_json(given: argparse.Namespace) -> bool:
-    return given.prompt_file is not None and given.prompt_file.suffix.lower() == ".jsonl"
+def is_json(args: argparse.Namespace) -> bool:
+    return args.prompt_file is not None and args.prompt_file.suffix.lower() == ".jsonl"
 
 
-def prompt_of(line: str, where: str) -> str:
+def parse_json_prompt(line: str, location: str) -> str:
     with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
         prompt = json.loads(line)["prompt"]
         prompt.encode()  # half of a surrogate pair is no text
         return prompt
-    raise ValueError(f'no prompt ({where}: {line[:60]}). fix: {{"prompt": "text"}}')
+    raise ValueError(f'no prompt ({location}: {line[:60]}). fix: {{"prompt": "text"}}')
+
+
+def new_cache(args: argparse.Namespace, model, prompt_tokens: list[list[int]]):
+    """Allocate a cache with a row for each sequence decoded together, and room for the longest."""
+    import torch
+
+    num_rows = min(args.batch_size, max(1, len(prompt_tokens) * args.num_samples))
+    capacity = model.context
+    if not args.interactive:
+        num_tokens = max(len(tokens) for tokens in prompt_tokens) + args.max_new_tokens
+        capacity = min(capacity, math.ceil(num_tokens / CACHE_MULTIPLE) * CACHE_MULTIPLE)
+    weight = model.embed.weight
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+    dtype = dtypes.get(args.cache_dtype, weight.dtype)
+    return model.new_cache(num_rows, capacity, dtype, weight.device)
+
+
+def compile_ahead(args: argparse.Namespace, model, cache):
+    """Compile the decode step for all of its shapes, and return it.
+
+    Where compilation fails, returns the plain step; with --compile true the process ends.
+    """
+    from common import compilation
+    from inference.engine import compile_decode_step, decode_step, warm_up
+
+    problem = "compiling the decode step, about half a minute where .cache/ does not have it"
+    print(f"{problem} (to begin at once: --compile false)", file=sys.stderr)
+    compilation.use_cache()
+    step = compile_decode_step(cache.lengths.device)
+    try:
+        with compilation.exit_without_waiting(), errors.report_errors():
+            warm_up(step, model, cache, args.prompt_lookup)
+    except RuntimeError as error:
+        if not compilation.is_compile_error(error):
+            raise
+        problem = compilation.first_error_line(error)
+        if args.compile == "true":
+            compilation.exit_failed(problem, "--compile false")
+        print(f"warning: compilation failed ({problem}): decoding goes on", file=sys.stderr)
+        return decode_step
+    finally:
+        cache.reset()
+    return step
+
+
+def new_sequences(args, tokenizer, context: int, cache, prompts, prompt_tokens):
+    """Build the sequences to generate: --num-samples of each prompt, or a turn a line of input."""
+    from inference.text import StreamingText, read_turns, sample_seed
+
+    if args.interactive:
+        return read_turns(tokenizer, context, cache, args.max_new_tokens, args.seed, args.stop)
+    sequences = []
+    for prompt, tokens in zip(prompts, prompt_tokens, strict=True):
+        for sample in range(args.num_samples):
+            sequence = StreamingText(
+                tokenizer,
+                tokens,
+                args.max_new_tokens,
+                seed=sample_seed(args.seed, sample),
+                stop_texts=args.stop,
+                prompt=prompt,
+            )
+            sequences.append(sequence)
+    return sequences
 
 
 if __name__ == "__main__":
-    asked = arguments()
-    from common.errors import report_errors
-
-    with report_errors():
-        main(asked)
+    args = parse_arguments()
+    with errors.report_errors():
+        main(args)

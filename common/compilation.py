@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
+from common import errors
 from common.hardware import processor_features
 from common.instantiate import ROOT
 
@@ -171,3 +173,9 @@ def first_error_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     of_compiler = [line for line in lines if "error: " in line]
     return (of_compiler or lines or [type(error).__name__])[0][:200]
+
+
+def exit_failed(problem: str, option: str) -> NoReturn:
+    """End with exit code 2 after a compilation that failed, where `option` asked for it."""
+    fix = f"{option}, or another C++ compiler in $CXX"
+    errors.exit_with(errors.INPUT, f"compilation failed ({problem}). fix: {fix}", rank0_only=True)

@@ -1,280 +1,310 @@
-"""Continuing texts: rows of one batch that live independently, each step and each draw on the device."""
+"""The decoding engine: sequences share a batch, and each finishes and is replaced on its own."""
 
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from inference.speculative import speculate
 from model.cache import Cache
 from model.transformer import Transformer
 
-Step = Callable[[Transformer, Tensor, Cache, Tensor | None], Tensor]
-Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# (model, tokens (B, T), cache, valid (B, T) or None) -> logits (B, T, V)
+DecodeStep = Callable[[Transformer, Tensor, Cache, Tensor | None], Tensor]
+# (logits (B, V), seeds (B,), draw indices (B,), seen tokens (B, V)) -> tokens (B,)
+Sampler = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+MAX_PADDING_FACTOR = 2  # prompts are padded to one batch up to this many times their own tokens
 
 
 class Sequence:
-    """Tokens that are continued by `most` more, or until somebody sets `done`; `key` seeds what is drawn.
+    """A prompt and what is generated after it, until `finish_reason` is "eos", "stop" or "length".
 
-    A text longer than the context loses its older half. `held` of its tokens are in its row of the cache already.
+    `seed` determines what is drawn. `num_cached` of the tokens are in the cache row already.
     """
 
-    def __init__(self, tokens: list[int], most: int, key: int = 0, held: int = 0):
-        self.tokens, self.most, self.key, self.held = list(tokens), most, key, held
-        self.drawn, self.done = 0, most == 0
+    def __init__(
+        self,
+        tokens: list[int],
+        max_new_tokens: int,
+        *,
+        seed: int = 0,
+        eos: int | None = None,
+        num_cached: int = 0,
+    ):
+        self.tokens = list(tokens)
+        self.max_new_tokens = max_new_tokens
+        self.seed = seed
+        self.eos = eos
+        self.num_cached = num_cached
+        self.num_generated = 0
+        self.finish_reason: str | None = None
+        if max_new_tokens == 0:
+            self.finish_reason = "length"
 
-    def push(self, token: int) -> None:
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, token: int) -> None:
         self.tokens.append(token)
-        self.drawn += 1
-        self.done = self.drawn == self.most
+        self.num_generated += 1
+        if token == self.eos:
+            self.finish_reason = "eos"
+        elif self.num_generated == self.max_new_tokens:
+            self.finish_reason = "length"
+
+    def stop(self) -> None:
+        """Finish now, whatever was generated last."""
+        self.finish_reason = "stop"
 
 
 def decode_step(
     model: Transformer, tokens: Tensor, cache: Cache, valid: Tensor | None = None
 ) -> Tensor:
-    """tokens (B, T) -> logits (B, T, V). Compiled once, it serves every length up to the capacity."""
+    """tokens (B, T) -> logits (B, T, V). Compiled once, it serves every length of the cache."""
     return model(tokens, cache, valid)
 
 
-def compile_decode_step(device: torch.device) -> Step:
-    """`decode_step` compiled, for one model and one cache: at the first call with so many tokens, and never again."""
-    step = torch.compile(
-        decode_step,
-        dynamic=False,
-        fullgraph=True,
-        mode="reduce-overhead" if device.type == "cuda" else None,
-    )
-    met = set()
+def compile_decode_step(device: torch.device) -> DecodeStep:
+    """Return a compiled `decode_step` for one model and one cache.
 
-    def quick(model: Transformer, tokens: Tensor, cache: Cache, valid: Tensor | None) -> Tensor:
-        if not met:  # a CUDA graph writes to where these are
-            cache.map(lambda tensor: torch._dynamo.mark_static_address(tensor) or tensor)
-        if device.type == "cuda":
+    It compiles at the first call with each shape of tokens, and never again.
+    """
+    is_cuda = device.type == "cuda"
+    mode = "reduce-overhead" if is_cuda else None
+    compiled = torch.compile(decode_step, dynamic=False, fullgraph=True, mode=mode)
+    compiled_shapes = set()
+
+    def step(model: Transformer, tokens: Tensor, cache: Cache, valid: Tensor | None) -> Tensor:
+        # A CUDA graph reads and writes the cache at the addresses that it was recorded with.
+        if not compiled_shapes:
+            torch._dynamo.mark_static_address(cache.lengths)
+            for layer in cache.layers:
+                for buffer in layer.buffers:
+                    torch._dynamo.mark_static_address(buffer)
+        if is_cuda:
             torch.compiler.cudagraph_mark_step_begin()
-        with torch.compiler.set_stance(skip_guard_eval_unsafe=tokens.shape in met):
-            met.add(tokens.shape)
-            return step(model, tokens, cache, valid)
 
-    return quick
+        # For a shape that is compiled nothing can have changed: skip the guards, which take time.
+        with torch.compiler.set_stance(skip_guard_eval_unsafe=tokens.shape in compiled_shapes):
+            compiled_shapes.add(tokens.shape)
+            return compiled(model, tokens, cache, valid)
+
+    return step
 
 
-def prefill(model: Transformer, rows: list[list[int]], cache: Cache | None, chunk: int) -> Tensor:
-    """Read what is new of each row, `chunk` tokens at a time -> the logits (B, V) after each."""
-    width, device = max(map(len, rows)), model.embed.weight.device
-    padded = torch.tensor([[-1] * (width - len(row)) + row for row in rows], device=device)
-    ragged, end = (
-        any(len(row) < width for row in rows),
-        0 if cache is None else int(cache.lengths.max()),
-    )
-    for tokens in padded.split(width if cache is None else chunk, dim=1):
-        end += tokens.shape[1]
-        part = None if cache is None else cache.first(end)
-        hidden = model.hidden(tokens.clamp(min=0), part, tokens >= 0 if ragged else None)
-    return model.logits(
-        hidden[:, -1]
-    )  # padded on the left, so that the last column is everyone's last token
+@torch.inference_mode()
+def warm_up(step: DecodeStep, model: Transformer, cache: Cache, num_draft_tokens: int) -> None:
+    """Call a decode step with the shapes that `generate` will call it with."""
+    for width in sorted({1, 1 + num_draft_tokens}):
+        tokens = torch.zeros_like(cache.lengths)[:, None].repeat(1, width)
+        valid = None if width == 1 else torch.ones_like(tokens, dtype=torch.bool)
+        step(model, tokens, cache, valid)
 
 
 @torch.inference_mode()
 def generate(
     model: Transformer,
-    texts: Iterable[Sequence],
-    draw: Draw,
+    sequences: Iterable[Sequence],
+    sampler: Sampler,
     *,
     cache: Cache | None = None,
-    step: Step = decode_step,
-    chunk: int = 2048,
-    guesses: int = 0,
+    step: DecodeStep = decode_step,
+    prefill_chunk: int = 2048,
+    num_draft_tokens: int = 0,
 ) -> Iterator[Sequence]:
-    """Yields each text with a token more, as they are drawn.
+    """Extend the sequences token by token; yield a sequence each time it has a new token.
 
-    `cache` has a row for each of the texts that are continued together, and room for min(context, all tokens of the
-    longest); a row that is done takes the next text, and equal texts that begin together are read once. Without a
-    cache, everything is read again for every token, to the same text. With `guesses`, what followed the last tokens
-    earlier in a text is read along with them, and kept as far as it is what is drawn: the same text in fewer steps
-    (prompt lookup, github.com/apoorvumang/prompt-lookup-decoding).
-    Raises ValueError for an empty text or one longer than the context.
+    The cache has a row for each sequence decoded at the same time, and room for min(context, all
+    tokens of the longest). Without a cache, all tokens are computed anew at each step. With
+    `num_draft_tokens`, what follows is drafted from the sequence itself and verified in one step.
+    The tokens are the same in all of these ways.
+    Raises ValueError for a prompt that is empty or longer than the context.
     """
-    rows = Batch(model, texts, cache, chunk)
-    while rows.fill():
-        tokens = draw(rows.logits, rows.keys, rows.places, rows.seen)
-        rows.note(tokens)
-        if cache is not None and guesses > 0:
-            yield from rows.push(tokens.tolist())
-            yield from speculate(rows, tokens, draw, step, guesses)
+    batch = Batch(model, sequences, cache, prefill_chunk)
+    while batch.schedule():
+        tokens = sampler(batch.logits, batch.seeds, batch.draw_indices, batch.seen_tokens)
+        batch.record(tokens)
+
+        if cache is not None and num_draft_tokens > 0:
+            yield from batch.append(tokens.tolist())
+            yield from speculate(batch, tokens, sampler, step, num_draft_tokens)
             continue
-        values = copy_to_host_async(tokens)
-        if cache is not None and rows.go_on():
-            rows.logits = step(model, tokens[:, None], cache, None)[:, -1]
-        yield from rows.push(values())
 
-
-def speculate(
-    rows: "Batch", tokens: Tensor, draw: Draw, step: Step, guesses: int
-) -> Iterator[Sequence]:
-    """Reads `tokens` (B,) and what may follow them -> each text with a token more, for each guess that was right.
-
-    What is drawn depends on key, place and logits alone, so a guess is right if it is what would have been drawn.
-    """
-    model, cache, device = rows.model, rows.cache, tokens.device
-    guessed = [draft_tokens(text, guesses, model.context) for text in rows.texts]
-    if not any(guessed):
-        rows.logits = step(model, tokens[:, None], cache, None)[:, -1]
-        return
-    padded = torch.tensor([g + [0] * (guesses - len(g)) for g in guessed], device=device)
-    read = torch.cat((tokens[:, None], padded), dim=1)  # (B, 1 + guesses)
-    place, sizes = (
-        torch.arange(1 + guesses, device=device),
-        torch.tensor([[len(g)] for g in guessed], device=device),
-    )
-    before = [(layer, layer.map(torch.clone)) for layer in cache.layers if not layer.can_rewind]
-    lengths = cache.lengths.clone()
-    logits = step(model, read, cache, place <= sizes)
-
-    right = torch.zeros_like(tokens)  # how many guesses of each row
-    for number in range(guesses):
-        drawn = draw(logits[:, number], rows.keys, rows.places, rows.seen)
-        agrees = (
-            (drawn == padded[:, number]) & (right == number) & (number < sizes[:, 0]) & rows.live()
-        )
-        if not agrees.any():
-            break
-        rows.note(drawn, agrees)
-        right += agrees
-        yield from rows.push(
-            [d if a else None for d, a in zip(drawn.tolist(), agrees.tolist(), strict=True)]
-        )
-    rows.logits = logits[torch.arange(len(right), device=device), right]
-
-    if not before:
-        cache.rewind(lengths + 1 + right)
-    elif (
-        right[:, None] < sizes
-    ).any():  # what cannot be rewound is restored, and what was right is read again
-        for layer, kept in before:
-            layer.copy_(kept)
-        cache.lengths.copy_(lengths)
-        step(model, read, cache, place <= right[:, None])
-
-
-def draft_tokens(text: "Sequence | None", most: int, context: int) -> list[int]:
-    """What came after the newest earlier place in the text that has its last three, or two, tokens."""
-    if text is None or text.done or len(text.tokens) > context:
-        return []
-    tokens = text.tokens
-    most = min(most, text.most - text.drawn, context - len(tokens))
-    for size in (3, 2):
-        last = tokens[-size:]
-        for start in range(len(tokens) - size - 1, -1, -1):
-            if tokens[start] == last[0] and tokens[start : start + size] == last:
-                return tokens[start + size : start + size + most]
-    return []
+        # A GPU gets its next step before the host waits for the tokens of this one.
+        host_tokens, copied = copy_to_host_async(tokens)
+        if cache is not None and batch.needs_more():
+            batch.logits = step(model, tokens[:, None], cache, None)[:, -1]
+        if copied is not None:
+            copied.synchronize()
+        yield from batch.append(host_tokens.tolist())
 
 
 class Batch:
-    """Which text is in which row, and the tensors that the next draw needs: logits (B, V) and seen (B, V), keys and
-    places (B,).
+    """The sequences that are decoded together, and the tensors that the sampler draws from.
+
+    logits (B, V), seen_tokens (B, V), seeds (B,) and draw_indices (B,) have a row a sequence.
     """
 
     def __init__(
-        self, model: Transformer, texts: Iterable[Sequence], cache: Cache | None, chunk: int
+        self,
+        model: Transformer,
+        sequences: Iterable[Sequence],
+        cache: Cache | None,
+        prefill_chunk: int,
     ):
-        self.model, self.cache, self.chunk = model, cache, chunk
-        self.waiting = iter(texts)
-        size, weight = 1 if cache is None else len(cache.lengths), model.embed.weight
-        self.texts: list[Sequence | None] = [None] * size
-        self.logits = torch.zeros(size, len(weight), dtype=weight.dtype, device=weight.device)
-        self.seen = torch.zeros_like(self.logits, dtype=torch.bool)
-        self.keys, self.places = torch.zeros(2, size, dtype=torch.int64, device=weight.device)
+        self.model = model
+        self.cache = cache
+        self.prefill_chunk = prefill_chunk
+        self.waiting = iter(sequences)
 
-    def fill(self) -> bool:
-        """Gives rows that are done the next texts, and reads anew what has outgrown the context -> is there work?"""
-        due = []
-        for row, text in enumerate(self.texts):
-            if text is None or text.done:
-                text = self.texts[row] = next(
-                    (text for text in self.waiting if not text.done), None
-                )
-            elif self.cache is not None and len(text.tokens) <= self.model.context:
-                continue
-            if text is None:
-                continue
-            if not 0 < len(text.tokens) <= self.model.context + text.drawn:
-                given = f"got {len(text.tokens)}"
-                raise ValueError(
-                    f"a prompt must have 1 to {self.model.context} tokens ({given}). fix: cut it"
-                )
-            if len(text.tokens) > self.model.context:
-                del text.tokens[: self.model.context // 2]
-            due.append((row, text))
-        self.read(due)
-        for row, text in due:
-            text.held, self.seen[row] = 0, False
-            self.seen[row, text.tokens] = True
-            self.keys[row], self.places[row] = text.key, text.drawn
-        return any(self.texts)
+        # A row without a sequence is None. Without a cache there is one row.
+        num_rows = 1 if cache is None else len(cache.lengths)
+        self.rows: list[Sequence | None] = [None] * num_rows
 
-    def read(self, due: list[tuple[int, Sequence]]) -> None:
-        """All rows at once where that wastes little; else one after the other, and equal ones once."""
-        new = [text.tokens[text.held :] for _, text in due]
-        apart = len(set(map(tuple, new))) == len(self.texts) and not any(
-            text.held for _, text in due
-        )
-        if (
-            self.cache is not None
-            and apart
-            and len(new) * max(map(len, new)) <= 2 * sum(map(len, new))
-        ):
+        # What the sampler draws from.
+        weight = model.embed.weight
+        self.logits = torch.zeros(num_rows, len(weight), dtype=weight.dtype, device=weight.device)
+        self.seen_tokens = torch.zeros_like(self.logits, dtype=torch.bool)
+        self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=weight.device)
+        self.draw_indices = torch.zeros_like(self.seeds)
+
+    def schedule(self) -> bool:
+        """Give free rows the next sequences and prefill them; return whether any row has one.
+
+        A sequence that has outgrown the context loses its oldest half and is prefilled anew.
+        """
+        rows = []  # to prefill
+        for row, sequence in enumerate(self.rows):
+            if sequence is None or sequence.is_finished:
+                sequence = self.next_waiting()
+                self.rows[row] = sequence
+            elif len(sequence.tokens) > self.model.context:
+                del sequence.tokens[: self.model.context // 2]
+            elif self.cache is not None:
+                continue  # its cache row has all of it
+            if sequence is not None:
+                rows.append(row)
+
+        self.prefill_rows(rows)
+        for row in rows:
+            sequence = self.rows[row]
+            sequence.num_cached = 0
+            self.seeds[row] = sequence.seed
+            self.draw_indices[row] = sequence.num_generated
+            self.seen_tokens[row] = False
+            self.seen_tokens[row, sequence.tokens] = True
+        return any(sequence is not None for sequence in self.rows)
+
+    def next_waiting(self) -> Sequence | None:
+        context = self.model.context
+        for sequence in self.waiting:
+            if sequence.is_finished:
+                continue
+            length = len(sequence.tokens)
+            if not 1 <= length <= context:
+                problem = f"a prompt must have 1 to {context} tokens (got {length})"
+                raise ValueError(f"{problem}. fix: cut it")
+            return sequence
+        return None
+
+    def prefill_rows(self, rows: list[int]) -> None:
+        """Compute the logits of these rows from those of their tokens that are not cached."""
+        sequences = [self.rows[row] for row in rows]
+        if self.can_prefill_together(sequences):
+            prompts = [sequence.tokens for sequence in sequences]
             self.cache.reset()
-            self.logits = prefill(self.model, new, self.cache, self.chunk)
+            self.logits = prefill(self.model, prompts, self.cache, self.prefill_chunk)
             return
-        for number, (row, text) in enumerate(due):
+
+        previous = None  # the row before, whose tokens may be the same
+        for row, sequence in zip(rows, sequences, strict=True):
             cache = None if self.cache is None else self.cache.row(row)
-            if (
-                cache is not None
-                and number > 0
-                and new[number] == new[number - 1]
-                and text.held == 0
-            ):
-                cache.copy_(self.cache.row(due[number - 1][0]))
-                self.logits[row] = self.logits[due[number - 1][0]]
+            if previous is not None and sequence.tokens == self.rows[previous].tokens:
+                cache.copy_(self.cache.row(previous))
+                self.logits[row] = self.logits[previous]
                 continue
-            if cache is not None and text.held == 0:
+            if cache is not None and sequence.num_cached == 0:
                 cache.reset()
-            self.logits[row] = prefill(self.model, [new[number]], cache, self.chunk)[0]
+            new_tokens = sequence.tokens[sequence.num_cached :]
+            self.logits[row] = prefill(self.model, [new_tokens], cache, self.prefill_chunk)[0]
+            previous = row
 
-    def live(self) -> Tensor:
-        return torch.tensor(
-            [text is not None and not text.done for text in self.texts], device=self.logits.device
-        )
+    def can_prefill_together(self, sequences: list[Sequence]) -> bool:
+        """Whether these take all rows, no two are the same, and padding them wastes little."""
+        if self.cache is None or any(sequence.num_cached > 0 for sequence in sequences):
+            return False
+        prompts = {tuple(sequence.tokens) for sequence in sequences}
+        if len(prompts) < len(self.rows):
+            return False
+        lengths = [len(prompt) for prompt in prompts]
+        return len(lengths) * max(lengths) <= MAX_PADDING_FACTOR * sum(lengths)
 
-    def go_on(self) -> bool:
-        """Whether any text wants a token after the one that was drawn last."""
-        return any(text is not None and text.drawn + 1 < text.most for text in self.texts)
+    def record(self, tokens: Tensor, mask: Tensor | None = None) -> None:
+        """Tell the sampler's tensors what was drawn: tokens (B,), in the rows of `mask` (B,)."""
+        if mask is None:
+            mask = torch.ones_like(tokens, dtype=torch.bool)
+        self.draw_indices += mask
+        column = tokens[:, None]
+        is_seen = self.seen_tokens.gather(1, column) | mask[:, None]
+        self.seen_tokens.scatter_(1, column, is_seen)
 
-    def note(self, tokens: Tensor, rows: Tensor | None = None) -> None:
-        """These (B,) were drawn; `rows` (B,) says where, if not everywhere."""
-        added = torch.ones_like(tokens, dtype=torch.bool) if rows is None else rows
-        self.places += added
-        self.seen.scatter_(
-            1, tokens[:, None], self.seen.gather(1, tokens[:, None]) | added[:, None]
-        )
+    def append(self, tokens: list[int], mask: list[bool] | None = None) -> Iterator[Sequence]:
+        """Append to each active row of `mask` its token; yield the sequences that have a new one."""
+        for row, is_active in enumerate(self.active_rows()):
+            if is_active and (mask is None or mask[row]):
+                sequence = self.rows[row]
+                sequence.append(tokens[row])
+                yield sequence
 
-    def push(self, tokens: list[int | None]) -> Iterator[Sequence]:
-        for text, token in zip(self.texts, tokens, strict=True):
-            if text is not None and not text.done and token is not None:
-                text.push(token)
-                yield text
+    def active_rows(self) -> list[bool]:
+        return [sequence is not None and not sequence.is_finished for sequence in self.rows]
+
+    def active_mask(self) -> Tensor:
+        """Which rows (B,) have a sequence that is not finished."""
+        return torch.tensor(self.active_rows(), device=self.logits.device)
+
+    def needs_more(self) -> bool:
+        """Whether any sequence may get a token after the one that was recorded last."""
+        for sequence in self.rows:
+            if sequence is not None and sequence.num_generated + 1 < sequence.max_new_tokens:
+                return True
+        return False
 
 
-def copy_to_host_async(tokens: Tensor) -> Callable[[], list[int]]:
-    """A way to their values that does not wait for what a GPU is given to do after them."""
+def prefill(
+    model: Transformer, prompts: list[list[int]], cache: Cache | None, chunk: int
+) -> Tensor:
+    """Run prompts through the model, `chunk` tokens at a time; return the last logits (B, V)."""
+    # Pad on the left, so that the last column has the last token of each prompt.
+    width = max(len(prompt) for prompt in prompts)
+    is_ragged = any(len(prompt) < width for prompt in prompts)
+    padded = [[-1] * (width - len(prompt)) + prompt for prompt in prompts]
+    tokens = torch.tensor(padded, device=model.embed.weight.device)
+
+    if cache is None:
+        chunk = width
+        end = 0
+    else:
+        end = int(cache.lengths.max())
+    for part in tokens.split(chunk, dim=1):
+        end += part.shape[1]
+        # Attend to no more slots than are filled after this part.
+        slots = None if cache is None else cache.first(end)
+        valid = part >= 0 if is_ragged else None
+        hidden = model.hidden(part.clamp(min=0), slots, valid)
+    return model.logits(hidden[:, -1])
+
+
+def copy_to_host_async(tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Start to copy tokens from a GPU; return the copy and the event after which it is complete.
+
+    Waiting for the event does not wait for what the GPU is given to do after the copy.
+    """
     if not tokens.is_cuda:
-        return tokens.tolist
-    values, ready = tokens.to("cpu", non_blocking=True), torch.cuda.Event()
-    ready.record()
-
-    def wait() -> list[int]:
-        ready.synchronize()
-        return values.tolist()
-
-    return wait
+        return tokens, None
+    host_tokens = tokens.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return host_tokens, copied

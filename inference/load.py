@@ -1,35 +1,45 @@
-"""A path to a model, its tokenizer and its name."""
+"""Load a model for generation: a path to the model, its tokenizer and its name."""
 
-import argparse
 from pathlib import Path
 
+import torch
+
+from checkpoints import checkpoint
+from common import compilation
+from common.instantiate import ROOT
 from data.tokenizer import Tokenizer
+from inference import quantize
+from model.transformer import Transformer
 
-CACHE = Path(__file__).parent / ".cache"
 
+def load(
+    path: Path | None, device: torch.device, dtype: str = "auto"
+) -> tuple[Transformer, Tokenizer, str]:
+    """Load a run's newest checkpoint, or a model from elsewhere, optimized for decoding.
 
-def load(given: argparse.Namespace, device):
-    """The model of a run's newest checkpoint in the precision asked for, its tokenizer and its name."""
-    import torch
-
-    from checkpoints import checkpoint
-    from common import compilation
-    from inference import quantize
-
-    found = checkpoint.find_model(given.run)
-    if given.dtype == "int8" and device.type == "mps":
+    Without a path, it is of the run that saved last. `dtype` is auto, fp32, bf16 or int8.
+    Raises ValueError where there is no model, and for int8 on a device without products in it.
+    """
+    source = checkpoint.find_model(path)
+    if dtype == "int8" and device.type == "mps":
         raise ValueError(
             "no products with int8 weights here (--dtype int8, mps). fix: --dtype bf16"
         )
-    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    bf16 = given.dtype in ("bf16", "int8") or (given.dtype == "auto" and fast)
-    model = checkpoint.load_model(found, device, torch.bfloat16 if bf16 else torch.float32)
+    model = checkpoint.load_model(source, device, weight_dtype(dtype, device))
     if device.type == "cpu":
-        quantize.load_matvec(CACHE, compilation.cpp_compiler())
-    quantize.optimize_for_decoding(model, given.dtype == "int8")
-    name = (
-        f"{found.parents[1].name} {found.name}"
-        if (found / "manifest.json").exists()
-        else found.name
-    )
-    return model, Tokenizer.load(checkpoint.tokenizer_path(found)), name
+        quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
+    quantize.optimize_for_decoding(model, dtype == "int8")
+
+    # A checkpoint of ours is named after its run and its step.
+    name = source.name
+    if (source / "manifest.json").exists():
+        name = f"{source.parents[1].name} {name}"
+    return model, Tokenizer.load(checkpoint.tokenizer_path(source)), name
+
+
+def weight_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Choose the dtype to load weights in; int8 is quantized from bf16."""
+    is_bf16 = dtype in ("bf16", "int8")
+    if dtype == "auto" and device.type == "cuda":
+        is_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if is_bf16 else torch.float32

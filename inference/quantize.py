@@ -1,6 +1,6 @@
-"""Linear maps of a few tokens, as fast as their weights are read from memory.
+"""Linear layers for decoding: products of a few tokens at the bandwidth of memory, and int8 weights.
 
-On a CPU torch's products reach a quarter of its bandwidth; matvec.cpp, compiled once where a compiler is, most of it.
+On a CPU torch's products reach a quarter of the bandwidth, and the kernel in matvec.cpp most of it.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from common.hardware import processor_features
 from model.layers import Linear
 from model.transformer import Transformer
 
-MAX_FEW_TOKENS = 16  # tokens up to which reading the weights takes longer than multiplying
+MAX_FEW_TOKENS = 16  # up to this, reading the weights takes longer than multiplying
 SOURCE = Path(__file__).with_name("matvec.cpp")
 FLAGS = (
     "-O3",
@@ -33,11 +33,13 @@ FLAGS = (
 
 
 def load_matvec(folder: Path, compiler: str | None) -> bool:
-    """Whether matvec.cpp is at hand: from `folder`, or compiled to there where there is a compiler."""
+    """Load the kernel from `folder`, compiled to there if need be; return whether it is available."""
     if hasattr(torch.ops.attend, "matvec"):
         return True
-    same = f"{torch.__version__} {processor_features()} {FLAGS}".encode() + SOURCE.read_bytes()
-    library = folder / f"matvec-{hashlib.sha256(same).hexdigest()[:16]}.so"
+
+    # Processors, versions of torch and of the source have a library each.
+    identity = f"{torch.__version__} {processor_features()} {FLAGS}".encode() + SOURCE.read_bytes()
+    library = folder / f"matvec-{hashlib.sha256(identity).hexdigest()[:16]}.so"
     try:
         if not library.exists():
             if compiler is None:
@@ -45,79 +47,87 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
             compile_matvec(library, compiler)
         torch.ops.load_library(library)
     except OSError as error:
-        print(f"note: matvec.cpp is not at hand ({error}), torch multiplies", file=sys.stderr)
+        print(f"note: without {SOURCE.name} ({error}), torch multiplies", file=sys.stderr)
         return False
+
+    # torch.compile needs the shape of its result.
     torch.library.register_fake("attend::matvec")(lambda x, w: x.new_empty(*x.shape[:-1], len(w)))
     return True
 
 
 def compile_matvec(library: Path, compiler: str) -> None:
-    """Raises OSError where that fails."""
+    """Compile the kernel to a library that is complete once it has its name. Raises OSError."""
     print(f"compiling {SOURCE.name}, about 8 s, once", file=sys.stderr)
-    began, torch_folder = perf_counter(), Path(torch.__file__).parent
-    include = [
-        f"-I{torch_folder / 'include'}",
-        f"-I{torch_folder / 'include/torch/csrc/api/include'}",
+    start = perf_counter()
+    torch_folder = Path(torch.__file__).parent
+    temporary = library.with_suffix(f".{os.getpid()}")
+    command = [
+        compiler,
+        *FLAGS,
+        f"-I{torch_folder}/include",
+        f"-I{torch_folder}/include/torch/csrc/api/include",
+        SOURCE,
+        "-o",
+        temporary,
+        f"-L{torch_folder}/lib",
+        "-lc10",
+        "-ltorch_cpu",
     ]
-    link = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
     library.parent.mkdir(parents=True, exist_ok=True)
-    aside = library.with_suffix(f".{os.getpid()}")
-    done = subprocess.run(
-        [compiler, *FLAGS, *include, SOURCE, "-o", aside, *link], capture_output=True, text=True
-    )
-    if done.returncode != 0:
-        raise OSError(f"{compiler}: {' '.join(done.stderr.split())[:200]}")
-    with aside.open("rb") as file:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise OSError(f"{compiler}: {' '.join(result.stderr.split())[:200]}")
+    with temporary.open("rb") as file:
         os.fsync(file.fileno())
-    aside.replace(library)
-    print(f"compiled {SOURCE.name} in {perf_counter() - began:.1f} s, once", file=sys.stderr)
+    temporary.replace(library)
+    print(f"compiled {SOURCE.name} in {perf_counter() - start:.1f} s, once", file=sys.stderr)
 
 
 class DecodingLinear(nn.Module):
-    """(..., N) to (..., M), as the Linear that it is made of; in `int8`, with a scale for each output."""
+    """x (..., N) -> (..., M), for inference only; in int8, each output has a scale.
+
+    `stored_weight` (M, N) is int8 or of the dtype of `weight`, which is what it stands for.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, int8: bool):
         super().__init__()
-        self.bias, self.by_matvec, scale = bias, hasattr(torch.ops.attend, "matvec"), None
+        self.bias = bias
+        self.has_matvec = hasattr(torch.ops.attend, "matvec")
+        scale = None
         if int8:
-            scale = (weight.abs().amax(dim=1) / 127).clamp(min=1e-7)
-            weight = (
-                (weight.float() / scale[:, None].float()).round().clamp(-127, 127).to(torch.int8)
-            )
+            scale = (weight.abs().amax(dim=1) / 127).clamp(min=1e-7)  # (M,)
+            rounded = (weight.float() / scale[:, None].float()).round()
+            weight = rounded.clamp(-127, 127).to(torch.int8)
         self.register_buffer("scale", scale)
-        self.kept = nn.Parameter(weight.contiguous(), requires_grad=False)
+        self.stored_weight = nn.Parameter(weight.contiguous(), requires_grad=False)
 
     @property
     def weight(self) -> Tensor:
-        return (
-            self.kept
-            if self.scale is None
-            else self.kept.to(self.scale.dtype) * self.scale[:, None]
-        )
+        if self.scale is None:
+            return self.stored_weight
+        return self.stored_weight.to(self.scale.dtype) * self.scale[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
-        few = (
-            x.device.type == "cpu"
-            and x.numel() <= MAX_FEW_TOKENS * x.shape[-1]
-            and x.dtype != torch.float64
-        )
-        if (
-            self.scale is not None and few and x.shape[-1] % 16 == 0
-        ):  # torch's kernel is wrong for other sizes
-            y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.kept, self.scale).view(
-                *x.shape[:-1], -1
-            )
-        elif self.scale is not None:
-            y = F.linear(x, self.kept.to(x.dtype)) * self.scale
-        elif few and self.by_matvec:
-            y = torch.ops.attend.matvec(x.contiguous(), self.kept)
+        is_few = x.numel() <= MAX_FEW_TOKENS * x.shape[-1]
+        is_fast = is_few and x.device.type == "cpu" and x.dtype != torch.float64
+        if self.scale is not None:
+            y = self.multiply_int8(x, is_fast)
+        elif is_fast and self.has_matvec:
+            y = torch.ops.attend.matvec(x.contiguous(), self.stored_weight)
         else:
-            return F.linear(x, self.kept, self.bias)
+            return F.linear(x, self.stored_weight, self.bias)
         return y if self.bias is None else y + self.bias
+
+    def multiply_int8(self, x: Tensor, is_fast: bool) -> Tensor:
+        if is_fast and x.shape[-1] % 16 == 0:  # torch's kernel is wrong for other sizes
+            rows = x.reshape(-1, x.shape[-1])
+            y = torch._weight_int8pack_mm(rows, self.stored_weight, self.scale)
+            return y.view(*x.shape[:-1], -1)
+        return F.linear(x, self.stored_weight.to(x.dtype)) * self.scale
 
 
 def optimize_for_decoding(model: Transformer, int8: bool) -> None:
-    """Changes the linear maps of a model in place, the head included: from now on it decodes, and learns no more."""
+    """Replace the linear layers and the head of a model, in place; it cannot be trained any more."""
     model.head = DecodingLinear(model.unembedding.detach(), None, int8)
     for parent in [*model.modules()]:
         for name, child in parent.named_children():

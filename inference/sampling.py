@@ -1,14 +1,16 @@
-"""Turning logits into tokens. What is drawn depends on the logits, a key and a place, and on nothing drawn before."""
+"""Logits to tokens. A draw depends on the logits, a seed and its index, not on earlier draws."""
 
 import torch
 from torch import Tensor
 
+MIN_TEMPERATURE = 1e-5  # below it, sampling is greedy
+
 
 def sample(
     logits: Tensor,
-    keys: Tensor,
-    places: Tensor,
-    seen: Tensor | None = None,
+    seeds: Tensor,
+    draw_indices: Tensor,
+    seen_tokens: Tensor | None = None,
     *,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -16,52 +18,54 @@ def sample(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
 ) -> Tensor:
-    """logits (B, V), keys and places (B,) int64 -> tokens (B,). temperature = 0 is greedy; top_k = 0, top_p = 1 and
-    min_p = 0 cut nothing.
+    """logits (B, V), seeds and draw_indices (B,) int64 -> tokens (B,).
 
-    A row's `key` is its seed, its `place` counts its draws: the same row draws the same in any batch, at any time.
-    `seen` (B, V) says which tokens a row already holds: theirs are divided by the penalty (Keskar et al., 1909.05858).
-    Cuts in this order, each on what the one before left: top-k, top-p (1904.09751), min-p (2407.01082).
+    Draw number `draw_indices` of a row with this seed is the same in any batch, at any time.
+    temperature = 0 is greedy; top_k = 0, top_p = 1 and min_p = 0 exclude nothing. They apply in
+    the order top-k, top-p (1904.09751), min-p (2407.01082), each to what the one before left.
+    The penalty (Keskar et al., 1909.05858) is on the tokens in `seen_tokens` (B, V).
     """
     logits = logits.float()
     if repetition_penalty != 1:
-        penalised = torch.where(
-            logits > 0, logits / repetition_penalty, logits * repetition_penalty
-        )
-        logits = torch.where(seen, penalised, logits)
-    if temperature < 1e-5:
+        divided = logits / repetition_penalty
+        penalised = torch.where(logits > 0, divided, logits * repetition_penalty)
+        logits = torch.where(seen_tokens, penalised, logits)
+    if temperature < MIN_TEMPERATURE:
         return logits.argmax(dim=-1)
-    vocabulary = logits.shape[-1]
-    if (
-        top_p < 1 or 0 < top_k < vocabulary
-    ):  # what follows is of the likeliest alone, in their order
-        logits, tokens = logits.topk(min(top_k or vocabulary, vocabulary))
+
+    # Sort the likeliest tokens where top-k or top-p need an order.
+    vocab_size = logits.shape[-1]
+    if top_p < 1 or 0 < top_k < vocab_size:
+        logits, tokens = logits.topk(min(top_k or vocab_size, vocab_size))
     else:
-        tokens = torch.arange(vocabulary, device=logits.device).expand_as(logits)
+        tokens = torch.arange(vocab_size, device=logits.device).expand_as(logits)
+
     probability = (logits / temperature).softmax(dim=-1)
     if top_p < 1:
-        outside = probability.cumsum(dim=-1) - probability >= top_p  # the first is always inside
-        probability = probability.masked_fill(outside, 0.0)
+        # A token is outside if those before it reach top_p, so the first is always inside.
+        probability_before = probability.cumsum(dim=-1) - probability
+        probability = probability.masked_fill(probability_before >= top_p, 0.0)
     if min_p > 0:
-        probability = probability.masked_fill(
-            probability < min_p * probability.amax(dim=-1, keepdim=True), 0.0
-        )
-    fastest = (probability / exponential_noise(keys, places, tokens)).argmax(dim=-1, keepdim=True)
+        threshold = min_p * probability.amax(dim=-1, keepdim=True)
+        probability = probability.masked_fill(probability < threshold, 0.0)
+
+    # Of arrival times that are exponential with these rates, the first is a draw from them.
+    arrival_rate = probability / exponential_noise(seeds, draw_indices, tokens)
+    fastest = arrival_rate.argmax(dim=-1, keepdim=True)
     return tokens.gather(1, fastest).squeeze(1)
 
 
-def exponential_noise(keys: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-    """Of each of the tokens (B, V), a draw from an exponential distribution: the first arrival of races at their
-    probabilities is a draw from them.
-    """
-    bits = splitmix64(splitmix64(splitmix64(keys) + places)[:, None] + tokens)
-    return -(
-        (((bits >> 41) & 0x7FFFFF) + 0.5) / 2**23
-    ).log()  # of 23 bits, so that none is 0 or 1 in fp32
+def exponential_noise(seeds: Tensor, draw_indices: Tensor, tokens: Tensor) -> Tensor:
+    """Draw from an exponential distribution: seeds, draw_indices (B,), tokens (B, V) -> (B, V)."""
+    row_bits = splitmix64(splitmix64(seeds) + draw_indices)
+    bits = splitmix64(row_bits[:, None] + tokens)
+    # Take 23 bits and a half: in fp32 neither 0 nor 1 can come out.
+    uniform = (((bits >> 41) & 0x7FFFFF) + 0.5) / 2**23
+    return -uniform.log()
 
 
 def splitmix64(x: Tensor) -> Tensor:
-    """int64 to int64, as if at random: splitmix64 (Steele et al., 10.1145/2660193.2660195)."""
+    """Hash int64 to int64 by splitmix64 (Steele et al., 10.1145/2660193.2660195)."""
     x = (x + 1) * -0x61C8864680B583EB
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15

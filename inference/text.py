@@ -1,9 +1,10 @@
-"""Texts as they are read and printed: prompts to tokens, tokens to what is certain of their text."""
+"""Text in and out: sequences that detokenize as they grow, stop texts, and streaming to stdout."""
 
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from time import perf_counter
 
 from common.errors import user_input
@@ -13,139 +14,197 @@ from model.cache import Cache
 
 
 class StreamingText(Sequence):
-    """Tokens go in, text comes out once no token to come can change it. `number` of all, `sample` of its prompt."""
+    """A sequence whose generated `text` grows with its tokens and ends before the first stop text."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        most: int,
-        seed: int,
-        stops: list[str],
-        is_json: bool,
-        number: int,
-        sample: int,
         tokens: list[int],
-        prompt: str,
-        held: int = 0,
+        max_new_tokens: int,
+        *,
+        seed: int = 0,
+        stop_texts: list[str],
+        prompt: str = "",
+        num_cached: int = 0,
     ):
-        super().__init__(tokens, most, key=(seed * 1_000_003 + sample) % 2**63, held=held)
-        self.number, self.prompt, self.is_json = number, prompt, is_json
-        self.stops, self.eos, self.stream = (
-            stops,
-            tokenizer.eos,
-            StreamingDetokenizer(tokenizer, tokens[-1:]),
+        super().__init__(
+            tokens, max_new_tokens, seed=seed, eos=tokenizer.eos, num_cached=num_cached
         )
-        self.ready, self.unsure = "", ""  # text that stays, and what may become a stop
+        self.detokenizer = StreamingDetokenizer(tokenizer, tokens[-1:])
+        self.stop_texts = stop_texts
+        self.prompt = prompt
+        self.text = ""
+        self.pending = ""  # text that may be the beginning of a stop text
+        self.num_printed = 0  # characters
+        self.is_prompt_printed = False
 
-    def hear(self) -> None:
-        """Its newest token."""
-        ended = self.tokens[-1] == self.eos
-        if not ended:
-            self.unsure += self.stream.push(self.tokens[-1])
-        if ended or self.done:
-            self.unsure += self.stream.text()
-        cut = min(
-            (self.unsure.find(stop) for stop in self.stops if stop in self.unsure), default=None
-        )
-        self.done = self.done or ended or cut is not None
-        begun = max(
-            (n for stop in self.stops for n in range(len(stop)) if self.unsure.endswith(stop[:n])),
-            default=0,
-        )
-        sure = cut if cut is not None else len(self.unsure) - (0 if self.done else begun)
-        self.ready, self.unsure = self.ready + self.unsure[:sure], self.unsure[sure:]
+    def append(self, token: int) -> None:
+        super().append(token)
+        if self.finish_reason != "eos":
+            self.pending += self.detokenizer.push(token)
+        if self.is_finished:
+            self.pending += self.detokenizer.pending_text()
 
-    def show(self) -> None:
-        """Prints what is ready: plain text at once, JSON when it is done."""
-        if self.is_json:
-            line = {"prompt": self.prompt, "text": self.ready}
-            print(
-                json.dumps(line, ensure_ascii=False) + "\n" if self.done else "", end="", flush=True
-            )
-            return
-        if self.prompt and sys.stderr.isatty():
+        # Pass on what is pending, but for a stop text and what may become one.
+        end = self.find_stop()
+        if end is not None:
+            self.stop()
+        else:
+            end = len(self.pending)
+            if not self.is_finished:
+                end -= self.partial_stop_length()
+        self.text += self.pending[:end]
+        self.pending = self.pending[end:]
+
+    def find_stop(self) -> int | None:
+        """Return where the first stop text begins in the pending text."""
+        starts = [self.pending.find(stop) for stop in self.stop_texts]
+        return min((start for start in starts if start >= 0), default=None)
+
+    def partial_stop_length(self) -> int:
+        """Return how many characters at the end of the pending text may begin a stop text."""
+        longest = 0
+        for stop in self.stop_texts:
+            for length in range(1, len(stop)):
+                if self.pending.endswith(stop[:length]):
+                    longest = max(longest, length)
+        return longest
+
+    def print(self) -> None:
+        """Print what is new; on a terminal, the prompt goes first, dimmed, to standard error."""
+        if self.prompt and not self.is_prompt_printed and sys.stderr.isatty():
             print(f"\033[2m{self.prompt}\033[0m", end="", file=sys.stderr, flush=True)
-        print(self.ready, end="\n" if self.done else "", flush=True)
-        self.prompt = self.ready = ""
+        self.is_prompt_printed = True
+        end = "\n" if self.is_finished else ""
+        print(self.text[self.num_printed :], end=end, flush=True)
+        self.num_printed = len(self.text)
+
+    def print_json(self) -> None:
+        """Print a line of JSON, once the text is finished."""
+        if self.is_finished:
+            line = {"prompt": self.prompt, "text": self.text}
+            print(json.dumps(line, ensure_ascii=False), flush=True)
 
 
-def print_stream(steps: Iterator[StreamingText]) -> tuple[int, float]:
-    """Prints texts in their order, each as it grows -> how many tokens came, and when the first did."""
-    made, first, current, met = 0, math.nan, 0, {}
-    for text in steps:
-        text.hear()
-        made, first = made + 1, perf_counter() if made == 0 else first
-        met[text.number] = text
-        while current in met:
-            met[current].show()
-            if not met[current].done:
+def print_stream(generated: Iterator[StreamingText], is_json: bool) -> tuple[int, float]:
+    """Print texts in the order in which they begin, each as it grows.
+
+    `generated` yields a text each time it has a new token. Returns the number of tokens, and the
+    time of the first by `perf_counter` (NaN without a token).
+    """
+    num_tokens = 0
+    first_token_time = math.nan
+    unprinted = deque()  # texts that have begun; all but the first wait
+    for text in generated:
+        num_tokens += 1
+        if num_tokens == 1:
+            first_token_time = perf_counter()
+        if text.num_generated == 1:
+            unprinted.append(text)
+
+        while unprinted:
+            current = unprinted[0]
+            if is_json:
+                current.print_json()
+            else:
+                current.print()
+            if not current.is_finished:
                 break
-            del met[current]
-            current += 1
-    return made, first
+            unprinted.popleft()
+    return num_tokens, first_token_time
 
 
 def read_turns(
-    text: Callable[..., StreamingText], tokenizer: Tokenizer, context: int, cache: Cache
+    tokenizer: Tokenizer,
+    context: int,
+    cache: Cache,
+    max_new_tokens: int,
+    seed: int,
+    stop_texts: list[str],
 ) -> Iterator[StreamingText]:
-    """A text for each line of standard input, which goes on from the one before and from what the cache holds of it."""
-    tokens, number = [tokenizer.bos], 0
+    """Yield a text for each line of standard input, which continues the text before it.
+
+    What the cache holds of the text before is not prefilled again.
+    """
+    tokens = [tokenizer.bos]
+    turn = 0
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
         with user_input():
             line = decode_utf8(sys.stdin.buffer.readline())
-            new = tokenizer.encode(line.rstrip("\r\n"))
+            new_tokens = tokenizer.encode(line.rstrip("\r\n"))
         if not line:
             return
-        if not new:
+        if not new_tokens:
             continue
-        tokens = [*tokens, *new]
-        said = text(number, number, tokens, "", int(cache.lengths[0]))
+
+        tokens = tokens + new_tokens
+        num_cached = int(cache.lengths[0])
         if len(tokens) > context:
-            said = text(number, number, truncate_left(tokens, context), "")
-        yield said
-        tokens, number = (
-            said.tokens + [tokenizer.bos] * (said.tokens[-1] == tokenizer.eos),
-            number + 1,
+            tokens = truncate_left(tokens, context)
+            num_cached = 0
+        text = StreamingText(
+            tokenizer,
+            tokens,
+            max_new_tokens,
+            seed=sample_seed(seed, turn),
+            stop_texts=stop_texts,
+            num_cached=num_cached,
         )
+        yield text
+
+        tokens = text.tokens
+        if tokens[-1] == tokenizer.eos:  # the next line begins a document
+            tokens = [*tokens, tokenizer.bos]
+        turn += 1
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """Derive the seed of a prompt's sample from that of the command."""
+    return (seed * 1_000_003 + sample) % 2**63
 
 
 def decode_utf8(raw: bytes) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"the prompt is not UTF-8 (at byte {error.start}). fix: convert it"
-        ) from None
+        problem = f"the prompt is not UTF-8 (at byte {error.start})"
+        raise ValueError(f"{problem}. fix: convert it") from None
 
 
 def truncate_left(tokens: list[int], context: int) -> list[int]:
+    """Return the tokens, or with a warning the last `context` - 1 of them if they are too many."""
     if len(tokens) <= context:
         return tokens
-    told = f"warning: a text of {len(tokens)} tokens, the model's context is {context}: its end is used"
-    print(told, file=sys.stderr)
+    problem = f"a text of {len(tokens)} tokens, the model's context is {context}"
+    print(f"warning: {problem}: its end is used", file=sys.stderr)
     return tokens[1 - context :]
 
 
 class StreamingDetokenizer:
-    """Tokens, one at a time, to text as soon as it is certain: a character of several bytes waits for its last.
+    """Turns tokens into text as soon as it is certain: a character's bytes wait for the last one.
 
-    `behind` is what comes before them: a word keeps its leading space where it is not the first.
+    `prefix` holds the token before the first one, if any: decoded behind it, a word keeps the
+    space in front of it, which the tokenizer may drop at the beginning of a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, behind: list[int]):
-        self.tokenizer, self.before, self.pending = tokenizer, behind, []
+    def __init__(self, tokenizer: Tokenizer, prefix: list[int]):
+        self.tokenizer = tokenizer
+        self.prefix = prefix
+        self.pending: list[int] = []
 
     def push(self, token: int) -> str:
+        """Add a token; return the text that is certain now."""
         self.pending.append(token)
-        text = self.text()
-        if text.endswith("\ufffd"):
+        text = self.pending_text()
+        if text.endswith("\ufffd"):  # bytes of a character that is not complete
             return ""
-        self.before, self.pending = self.pending[-1:], []
+        self.prefix = self.pending[-1:]
+        self.pending = []
         return text
 
-    def text(self) -> str:
-        """What is waiting. A piece is read behind the one before it, for a first piece may lose its leading space."""
-        decode = self.tokenizer.decode
-        return decode(self.before + self.pending)[len(decode(self.before)) :]
+    def pending_text(self) -> str:
+        """Decode the tokens whose text was not returned yet."""
+        before = self.tokenizer.decode(self.prefix)
+        return self.tokenizer.decode(self.prefix + self.pending)[len(before) :]

@@ -112,15 +112,12 @@ def continued(
     model, prompts: list[list[int]], most: int, draw=greedy, rows: int = 0, eos: int = -1, **more
 ):
     """What is drawn after each prompt, up to `eos`, `rows` of them at a time; without rows, without a cache."""
-    weight, texts = (
-        model.embed.weight,
-        [Sequence(prompt, most, key) for key, prompt in enumerate(prompts)],
-    )
+    weight = model.embed.weight
     cache = model.new_cache(rows, model.context, weight.dtype, weight.device) if rows else None
-    drawn = {id(text): [] for text in texts}
-    for text in generate(model, texts, draw, cache=cache, **more):
-        drawn[id(text)].append(text.tokens[-1])
-        text.done |= text.tokens[-1] == eos
+    sequences = [Sequence(prompt, most, seed=seed, eos=eos) for seed, prompt in enumerate(prompts)]
+    drawn = {id(sequence): [] for sequence in sequences}
+    for sequence in generate(model, sequences, draw, cache=cache, **more):
+        drawn[id(sequence)].append(sequence.tokens[-1])
     return [*drawn.values()]
 
 

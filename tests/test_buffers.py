@@ -99,7 +99,7 @@ def test_buffers_train_and_decode_with_their_values(kind, ours, trainer_of):
 
     texts = continued(trainer.model.eval(), PROMPTS, 20)
     for rows, guesses in ((0, 0), (2, 0), (3, 3)):
-        assert continued(loaded, PROMPTS, 20, rows=rows, guesses=guesses) == texts
+        assert continued(loaded, PROMPTS, 20, rows=rows, num_draft_tokens=guesses) == texts
 
 
 @pytest.mark.parametrize("int8", [False, True])

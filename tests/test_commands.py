@@ -268,12 +268,12 @@ def test_guesses_and_fewer_bits_change_the_speed_alone(command, drawn_run):
 
 def test_a_text_ends_where_its_model_ends_it(story):
     tokenizer = Tokenizer.train([story.read_text()], 400)
-    text = StreamingText(tokenizer, 99, 0, ["old map"], False, 0, 0, [tokenizer.bos], "")
+    text = StreamingText(tokenizer, [tokenizer.bos], 99, stop_texts=["old map"])
     for token in [*tokenizer.encode("Ann had an old"), tokenizer.eos]:
-        assert not text.done
-        text.push(token)
-        text.hear()
-    assert text.done and text.ready == "Ann had an old"  # what may have become a stop, too
+        assert not text.is_finished
+        text.append(token)
+    assert text.finish_reason == "eos"
+    assert text.text == "Ann had an old"  # what may have become a stop, too
 
 
 def test_text_ends_before_the_stop_text(command, drawn_run):

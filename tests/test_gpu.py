@@ -25,7 +25,10 @@ def test_greedy_tokens_are_those_of_the_cpu(variant, compiled):
     expected = continued(model, prompts, 20)
     step = compile_decode_step(torch.device("cuda")) if compiled else decode_step
     for guesses in (0, 3):
-        assert continued(model.cuda(), prompts, 20, rows=2, step=step, guesses=guesses) == expected
+        assert (
+            continued(model.cuda(), prompts, 20, rows=2, step=step, num_draft_tokens=guesses)
+            == expected
+        )
         step = (
             compile_decode_step(torch.device("cuda")) if compiled else decode_step
         )  # of another cache

@@ -237,10 +237,8 @@ def test_a_text_is_the_same_alone_in_a_batch_with_guesses_and_without_a_cache(
     prompts = [random.choices(range(6), k=length) for length in (1, 40, 63, 7, 61)]
     expected = continued(model, prompts, 14, draw, eos=eos)
     for rows, guesses in ((2, 0), (1, 5), (5, 3)):
-        assert (
-            continued(model, prompts, 14, draw, rows, eos=eos, step=step, guesses=guesses, chunk=9)
-            == expected
-        )
+        how = {"step": step, "num_draft_tokens": guesses, "prefill_chunk": 9}
+        assert continued(model, prompts, 14, draw, rows, eos=eos, **how) == expected
     assert eos == 5 or set(widths) >= {1, 4, 6}
 
 
@@ -274,19 +272,19 @@ def test_a_trained_variant_decodes_from_its_checkpoint(trainer_of, variant):
 @pytest.mark.parametrize("guesses", [0, 3])
 def test_a_text_goes_on_from_what_the_cache_holds(model, guesses):
     cache, draw = new_cache(model, batch=1, capacity=64), partial(few, temperature=2.0)
-    said, read = Sequence(PROMPTS[2], 7), 0
+    said, read = Sequence(PROMPTS[2], 7, eos=5), 0
     for turn in range(4):
-        for text in generate(model, [said], draw, cache=cache, guesses=guesses):
-            text.done |= text.tokens[-1] == 5
+        for _ in generate(model, [said], draw, cache=cache, num_draft_tokens=guesses):
+            pass
         assert read < cache.lengths[0] <= len(said.tokens)
         read = int(cache.lengths[0])
-        said = Sequence([*said.tokens, 4, 3, turn], 7, held=read)
-        expected = Sequence(said.tokens, 7)
-        for text in generate(model, [expected], draw):
-            text.done |= text.tokens[-1] == 5
-        again = Sequence(said.tokens, 7, held=read)
-        for text in generate(model, [again], draw, cache=cache.map(torch.clone), guesses=guesses):
-            text.done |= text.tokens[-1] == 5
+        said = Sequence([*said.tokens, 4, 3, turn], 7, eos=5, num_cached=read)
+        expected = Sequence(said.tokens, 7, eos=5)
+        for _ in generate(model, [expected], draw):
+            pass
+        again, copy = Sequence(said.tokens, 7, eos=5, num_cached=read), cache.map(torch.clone)
+        for _ in generate(model, [again], draw, cache=copy, num_draft_tokens=guesses):
+            pass
         assert again.tokens == expected.tokens
 
 

@@ -33,7 +33,7 @@ def test_products_are_those_of_float64(
         linear.weight.detach().to(dtype), linear.bias.detach().to(dtype), int8
     )
     if int8:
-        assert few.kept.dtype == torch.int8
+        assert few.stored_weight.dtype == torch.int8
         scale = (
             linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127
         )  # half a step, and a rounded scale

@@ -81,10 +81,10 @@ def test_the_noise_is_exponential_and_unrelated_between_keys_places_and_tokens()
 def test_a_penalty_makes_what_was_seen_less_likely_whatever_its_sign(logits):
     seen = torch.tensor([[True, False]])
     assert draws(
-        torch.tensor([logits]), seen=seen, temperature=0, repetition_penalty=1.2
+        torch.tensor([logits]), seen_tokens=seen, temperature=0, repetition_penalty=1.2
     ).tolist() == [0]
     assert draws(
-        torch.tensor([logits]), seen=seen, temperature=0, repetition_penalty=2.0
+        torch.tensor([logits]), seen_tokens=seen, temperature=0, repetition_penalty=2.0
     ).tolist() == [1]
 
 
@@ -132,7 +132,7 @@ def test_right_guesses_save_steps_and_change_no_logits():
         return decode_step(*about)
 
     assert (
-        continued(model, [prompt], 12, draw, rows=1, step=step, guesses=3)
+        continued(model, [prompt], 12, draw, rows=1, step=step, num_draft_tokens=3)
         == plain
         == [[5, 6, 7] * 4]
     )
@@ -152,7 +152,7 @@ def test_a_wrong_guess_is_read_but_never_kept():
         torch.testing.assert_close(logits, read[int(places)][0])
         return torch.tensor([read[int(places)][1]])
 
-    (drawn,) = continued(model, [[5, 6, 7]], 9, draw, rows=1, guesses=3)
+    (drawn,) = continued(model, [[5, 6, 7]], 9, draw, rows=1, num_draft_tokens=3)
     assert drawn == [5, 6, 9, 5, 6, 4, 5, 6, 8]
     for place, (logits, _) in read.items():
         torch.testing.assert_close(logits, model(torch.tensor([[5, 6, 7, *drawn[:place]]]))[:, -1])
@@ -160,9 +160,13 @@ def test_a_wrong_guess_is_read_but_never_kept():
 
 def test_an_end_within_right_guesses_is_all_that_the_cache_holds():
     model = redraw(instantiate(tree_of("gqa"))).double()
-    cache, text = model.new_cache(1, 64, torch.float64, "cpu"), Sequence([5, 6, 7] * 4, 12)
-    for _ in generate(
-        model, [text], lambda logits, keys, places, seen: 5 + places % 3, cache=cache, guesses=3
-    ):
-        text.done = text.tokens[-1] == 6
-    assert text.tokens[12:] == [5, 6] and int(cache.lengths[0]) == 14
+    cache = model.new_cache(1, 64, torch.float64, "cpu")
+    sequence = Sequence([5, 6, 7] * 4, 12, eos=6)
+
+    def draw(logits, seeds, draw_indices, seen):
+        return 5 + draw_indices % 3
+
+    for _ in generate(model, [sequence], draw, cache=cache, num_draft_tokens=3):
+        pass
+    assert sequence.tokens[12:] == [5, 6] and sequence.finish_reason == "eos"
+    assert int(cache.lengths[0]) == 14

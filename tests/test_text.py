@@ -58,7 +58,7 @@ def test_any_text_comes_back(tokenizer, text):
     assert tokenizer.decode(tokens) == text
     assert not {tokenizer.bos, tokenizer.eos} & set(tokens)
     stream = StreamingDetokenizer(tokenizer, [])
-    assert "".join(stream.push(token) for token in tokens) + stream.text() == text
+    assert "".join(stream.push(token) for token in tokens) + stream.pending_text() == text
 
 
 def test_any_random_text_comes_back(tokenizer):

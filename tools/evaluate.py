@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
 
 def main(given: argparse.Namespace) -> None:
     with errors.user_input():
-        model, tokenizer, name = load(given, hardware.pick_device(given.device))
+        model, tokenizer, name = load(given.run, hardware.pick_device(given.device), given.dtype)
         if given.text is not None:
             found = {"name": name, **of_text(model, tokenizer, given)}
         else:
@@ -195,27 +195,23 @@ def harnessed(model: Transformer, tokenizer: Tokenizer, batch: int):
             return [self.answer(*request.args) for request in requests]
 
         def answer(self, prompt: str, how: dict) -> str:
-            stops, most = how.get("until") or [], how.get("max_gen_toks", 256)
-            read = truncate_left(self.tok_encode(prompt), model.context)
-            text = StreamingText(
-                tokenizer,
-                most,
-                0,
-                [stops] if isinstance(stops, str) else stops,
-                False,
-                0,
-                0,
-                read,
-                "",
-            )
-            draw = partial(
-                sample, temperature=how.get("temperature", 1.0) if how.get("do_sample") else 0
-            )
-            room = min(model.context, len(read) + most)
-            cache = model.new_cache(1, room, model.embed.weight.dtype, model.embed.weight.device)
-            for _ in generate(model, [text], draw, cache=cache):
-                text.hear()
-            return text.ready
+            stop_texts = how.get("until") or []
+            if isinstance(stop_texts, str):
+                stop_texts = [stop_texts]
+            max_new_tokens = how.get("max_gen_toks", 256)
+            temperature = 0
+            if how.get("do_sample"):
+                temperature = how.get("temperature", 1.0)
+
+            tokens = truncate_left(self.tok_encode(prompt), model.context)
+            text = StreamingText(tokenizer, tokens, max_new_tokens, stop_texts=stop_texts)
+            capacity = min(model.context, len(tokens) + max_new_tokens)
+            weight = model.embed.weight
+            cache = model.new_cache(1, capacity, weight.dtype, weight.device)
+            sampler = partial(sample, temperature=temperature)
+            for _ in generate(model, [text], sampler, cache=cache):
+                pass
+            return text.text
 
     return Harnessed()
 

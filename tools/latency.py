@@ -1,6 +1,5 @@
-"""What cached decoding with trained models takes."""
+"""Measure how long trained models take to decode with a cache."""
 
-from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -9,66 +8,90 @@ from time import perf_counter
 import torch
 
 from common import compilation
-from inference.engine import Sequence, Step, compile_decode_step, decode_step, generate
+from inference.engine import DecodeStep, Sequence, compile_decode_step, decode_step, generate
 from inference.load import load
 from inference.sampling import sample
 from model.cache import Cache
 from model.transformer import Transformer
 
-ROWS, NEW, TURNS = (
-    (1, 8),
-    32,
-    3,
-)  # rows that are decoded together; tokens that each draws; turns, and runs in a turn
+BATCH_SIZES = (1, 8)
+MIN_LENGTH = 8  # tokens of a sequence
+NEW_TOKENS = 32  # that each sequence generates
+TURNS = 3  # of each model, and runs in each turn
 greedy = partial(sample, temperature=0)
 
 
 def latencies(
     runs: dict[str, Path], context: int, device: torch.device
 ) -> dict[str, dict[str, tuple[float, float]]]:
-    """By name of the model and by case: ms until the first token, and ms from each to the next. Medians.
+    """Measure medians in ms: to the first token, and from each token to the next.
 
-    A case is so many rows that end at so many tokens. On a CPU models take turns; on a GPU steps are compiled.
+    The result is by name of the model and by case, a batch size and the length at the end of its
+    sequences. On a CPU the models take turns, on a GPU the decode step is compiled.
     """
-    compiles = device.type == "cuda" and compilation.missing_for_compilation(device) is None
-    if compiles:
+    is_compiled = device.type == "cuda" and compilation.missing_for_compilation(device) is None
+    num_turns = TURNS
+    if is_compiled:
         compilation.use_cache()
-    cases = [(rows, length) for rows in ROWS for length in (context // 4, context) if length >= 8]
-    taken = {name: {f"{rows} x {length}": [] for rows, length in cases} for name in runs}
-    for _ in range(1 if compiles else TURNS):
+        num_turns = 1
+
+    cases = {}
+    for batch_size in BATCH_SIZES:
+        for length in (context // 4, context):
+            if length >= MIN_LENGTH:
+                cases[f"{batch_size} x {length}"] = (batch_size, length)
+
+    measured = {name: {case: [] for case in cases} for name in runs}
+    for _ in range(num_turns):
         for name, run in runs.items():
-            model, *_ = load(Namespace(run=run, dtype="auto"), device)
-            for rows, length in cases:
-                taken[name][f"{rows} x {length}"] += times(model, rows, length, compiles)
-    return {
-        name: {
-            case: tuple(1e3 * median(each) for each in zip(*pairs, strict=True))
-            for case, pairs in found.items()
-        }
-        for name, found in taken.items()
-    }
+            model, *_ = load(run, device)
+            for case, (batch_size, length) in cases.items():
+                measured[name][case] += times(model, batch_size, length, is_compiled)
+    return {name: medians_in_ms(by_case) for name, by_case in measured.items()}
 
 
-def times(model: Transformer, rows: int, length: int, compiles: bool) -> list[tuple[float, float]]:
-    """Seconds until the first token and from one to the next, several times, after one that does not count."""
-    weight, new = model.embed.weight, min(NEW, length // 2)
-    prompts = torch.randint(
-        len(weight), (rows, length - new), generator=torch.Generator().manual_seed(0)
-    ).tolist()
-    cache = model.new_cache(rows, length, weight.dtype, weight.device)
-    if compiles:
+def medians_in_ms(measured: dict[str, list[tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    medians = {}
+    for case, seconds in measured.items():
+        first, following = zip(*seconds, strict=True)
+        medians[case] = (1e3 * median(first), 1e3 * median(following))
+    return medians
+
+
+def times(
+    model: Transformer, batch_size: int, length: int, is_compiled: bool
+) -> list[tuple[float, float]]:
+    """Measure several runs in s: to the first token, and from one to the next; after a warm-up."""
+    weight = model.embed.weight
+    num_new = min(NEW_TOKENS, length // 2)
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch_size, length - num_new)
+    prompts = torch.randint(len(weight), shape, generator=generator).tolist()
+    cache = model.new_cache(batch_size, length, weight.dtype, weight.device)
+    step = decode_step
+    if is_compiled:
         torch.compiler.reset()
-    step, pairs = compile_decode_step(weight.device) if compiles else decode_step, []
+        step = compile_decode_step(weight.device)
+
+    measured = []
     for _ in range(1 + TURNS):
-        first, rest, _ = timed(model, prompts, new, cache, step)
-        pairs.append((first, rest / (new - 1)))
-    return pairs[1:]
+        first, rest, _ = timed(model, prompts, num_new, cache, step)
+        measured.append((first, rest / (num_new - 1)))
+    return measured[1:]
 
 
-def timed(model: Transformer, prompts: list[list[int]], new: int, cache: Cache, step: Step):
-    """Continues all prompts at once, greedily: seconds to the first token of all and of the rest, and the tokens."""
-    texts, began, first = [Sequence(prompt, new) for prompt in prompts], perf_counter(), 0.0
-    for number, _ in enumerate(generate(model, texts, greedy, cache=cache, step=step), start=1):
-        if number == len(texts):
+def timed(
+    model: Transformer, prompts: list[list[int]], num_new: int, cache: Cache, step: DecodeStep
+) -> tuple[float, float, list[list[int]]]:
+    """Continue all prompts together, greedily.
+
+    Returns the seconds to the first token of all, those of the other tokens, and all tokens.
+    """
+    sequences = [Sequence(prompt, num_new) for prompt in prompts]
+    start = perf_counter()
+    generated = generate(model, sequences, greedy, cache=cache, step=step)
+    for number, _ in enumerate(generated, start=1):
+        if number == len(sequences):
             first = perf_counter()
-    return first - began, perf_counter() - first, [text.tokens for text in texts]
+    end = perf_counter()
+    return first - start, end - first, [sequence.tokens for sequence in sequences]

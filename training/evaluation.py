@@ -60,14 +60,14 @@ def evaluate(
 def sample_text(
     model: Transformer, tokenizer: Tokenizer, seed: int, stop: Callable[[], int]
 ) -> str:
-    """Text from nothing, up to its end or 192 tokens, or until `stop` says so."""
+    """Generate a text from BOS alone, of at most 192 tokens, or as far as it is when `stop()`."""
     capacity = min(192, model.context)
     cache = model.new_cache(1, capacity, torch.float32, model.embed.weight.device)
-    text = Sequence([tokenizer.bos], capacity - 1, key=seed)
+    sequence = Sequence([tokenizer.bos], capacity - 1, seed=seed, eos=tokenizer.eos)
+    sampler = partial(sampling.sample, temperature=0.8, top_k=50)
     model.eval()
-    for _ in generate(
-        model, [text], partial(sampling.sample, temperature=0.8, top_k=50), cache=cache
-    ):
-        text.done |= text.tokens[-1] == tokenizer.eos or bool(stop())
+    for _ in generate(model, [sequence], sampler, cache=cache):
+        if stop():
+            break
     model.train()
-    return tokenizer.decode(text.tokens)
+    return tokenizer.decode(sequence.tokens)
