@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> None:
     generated = generate(
         model, sequences, sampler, cache=cache, step=step, num_draft_tokens=args.prompt_lookup
     )
-    num_tokens, first_token = print_stream(generated, is_json(args))
+    num_tokens, first_token = print_stream(generated, args.is_json)
     ended = perf_counter()
 
     # Report speed and memory.
@@ -206,6 +206,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--no-cache does not go with {options}")
     if "" in args.stop:
         parser.error("--stop needs text")
+    args.is_json = args.prompt_file is not None and args.prompt_file.suffix.lower() == ".jsonl"
     return args
 
 
@@ -228,16 +229,12 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         if not line.strip():
             continue
         prompt = line.rstrip("\r\n")
-        if is_json(args):
+        if args.is_json:
             prompt = parse_json_prompt(prompt, f"{args.prompt_file} line {number}")
         prompts.append(prompt)
     if not prompts:
         raise ValueError(f"no prompts ({args.prompt_file} is empty). fix: one prompt a line")
     return prompts
-
-
-def is_json(args: argparse.Namespace) -> bool:
-    return args.prompt_file is not None and args.prompt_file.suffix.lower() == ".jsonl"
 
 
 def parse_json_prompt(line: str, location: str) -> str:

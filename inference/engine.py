@@ -9,10 +9,12 @@ from inference.speculative import speculate
 from model.cache import Cache
 from model.transformer import Transformer
 
-# (model, tokens (B, T), cache, valid (B, T) or None) -> logits (B, T, V)
-DecodeStep = Callable[[Transformer, Tensor, Cache, Tensor | None], Tensor]
-# (logits (B, V), seeds (B,), draw indices (B,), seen tokens (B, V)) -> tokens (B,)
-Sampler = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# Takes a model, tokens (B, T), its cache, and which tokens are valid (B, T) or None for all;
+# returns logits (B, T, V).
+DecodeStep = Callable[..., Tensor]
+
+# Takes logits (B, V), seeds (B,), draw indices (B,) and seen tokens (B, V); returns tokens (B,).
+Sampler = Callable[..., Tensor]
 
 MAX_PADDING_FACTOR = 2  # prompts are padded to one batch up to this many times their own tokens
 
@@ -46,17 +48,22 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def num_left(self) -> int:
+        return self.max_new_tokens - self.num_generated
+
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.num_generated += 1
         if token == self.eos:
             self.finish_reason = "eos"
-        elif self.num_generated == self.max_new_tokens:
+        elif self.num_left == 0:
             self.finish_reason = "length"
 
-    def stop(self) -> None:
-        """Finish now, whatever was generated last."""
-        self.finish_reason = "stop"
+
+def is_active(sequence: Sequence | None) -> bool:
+    """Whether a row has a sequence, and it wants more tokens."""
+    return sequence is not None and not sequence.is_finished
 
 
 def decode_step(
@@ -177,7 +184,7 @@ class Batch:
         """
         rows = []  # to prefill
         for row, sequence in enumerate(self.rows):
-            if sequence is None or sequence.is_finished:
+            if not is_active(sequence):
                 sequence = self.next_waiting()
                 self.rows[row] = sequence
             elif len(sequence.tokens) > self.model.context:
@@ -198,16 +205,13 @@ class Batch:
         return any(sequence is not None for sequence in self.rows)
 
     def next_waiting(self) -> Sequence | None:
+        """Return the next sequence that wants tokens. Raises ValueError for an unfit length."""
+        sequence = next(filter(is_active, self.waiting), None)
         context = self.model.context
-        for sequence in self.waiting:
-            if sequence.is_finished:
-                continue
-            length = len(sequence.tokens)
-            if not 1 <= length <= context:
-                problem = f"a prompt must have 1 to {context} tokens (got {length})"
-                raise ValueError(f"{problem}. fix: cut it")
-            return sequence
-        return None
+        if sequence is not None and not 1 <= len(sequence.tokens) <= context:
+            problem = f"a prompt must have 1 to {context} tokens (got {len(sequence.tokens)})"
+            raise ValueError(f"{problem}. fix: cut it")
+        return sequence
 
     def prefill_rows(self, rows: list[int]) -> None:
         """Compute the logits of these rows from those of their tokens that are not cached."""
@@ -252,25 +256,18 @@ class Batch:
 
     def append(self, tokens: list[int], mask: list[bool] | None = None) -> Iterator[Sequence]:
         """Append to each active row of `mask` its token; yield the sequences that have a new one."""
-        for row, is_active in enumerate(self.active_rows()):
-            if is_active and (mask is None or mask[row]):
-                sequence = self.rows[row]
+        for row, sequence in enumerate(self.rows):
+            if is_active(sequence) and (mask is None or mask[row]):
                 sequence.append(tokens[row])
                 yield sequence
 
-    def active_rows(self) -> list[bool]:
-        return [sequence is not None and not sequence.is_finished for sequence in self.rows]
-
     def active_mask(self) -> Tensor:
         """Which rows (B,) have a sequence that is not finished."""
-        return torch.tensor(self.active_rows(), device=self.logits.device)
+        return torch.tensor([is_active(row) for row in self.rows], device=self.logits.device)
 
     def needs_more(self) -> bool:
         """Whether any sequence may get a token after the one that was recorded last."""
-        for sequence in self.rows:
-            if sequence is not None and sequence.num_generated + 1 < sequence.max_new_tokens:
-                return True
-        return False
+        return any(row is not None and row.num_left > 1 for row in self.rows)
 
 
 def prefill(
@@ -284,16 +281,15 @@ def prefill(
     tokens = torch.tensor(padded, device=model.embed.weight.device)
 
     if cache is None:
-        chunk = width
-        end = 0
-    else:
-        end = int(cache.lengths.max())
+        hidden = model.hidden(tokens)  # of one prompt
+        return model.logits(hidden[:, -1])
+
+    # Attend to no more slots of the cache than are filled after each part.
+    end = int(cache.lengths.max())
     for part in tokens.split(chunk, dim=1):
         end += part.shape[1]
-        # Attend to no more slots than are filled after this part.
-        slots = None if cache is None else cache.first(end)
         valid = part >= 0 if is_ragged else None
-        hidden = model.hidden(part.clamp(min=0), slots, valid)
+        hidden = model.hidden(part.clamp(min=0), cache.first(end), valid)
     return model.logits(hidden[:, -1])
 
 

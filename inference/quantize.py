@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from time import perf_counter
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +57,6 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
 def compile_matvec(library: Path, compiler: str) -> None:
     """Compile the kernel to a library that is complete once it has its name. Raises OSError."""
     print(f"compiling {SOURCE.name}, about 8 s, once", file=sys.stderr)
-    start = perf_counter()
     torch_folder = Path(torch.__file__).parent
     temporary = library.with_suffix(f".{os.getpid()}")
     command = [
@@ -80,7 +78,6 @@ def compile_matvec(library: Path, compiler: str) -> None:
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.replace(library)
-    print(f"compiled {SOURCE.name} in {perf_counter() - start:.1f} s, once", file=sys.stderr)
 
 
 class DecodingLinear(nn.Module):

@@ -48,7 +48,7 @@ class StreamingText(Sequence):
         # Pass on what is pending, but for a stop text and what may become one.
         end = self.find_stop()
         if end is not None:
-            self.stop()
+            self.finish_reason = "stop"
         else:
             end = len(self.pending)
             if not self.is_finished:
@@ -63,12 +63,11 @@ class StreamingText(Sequence):
 
     def partial_stop_length(self) -> int:
         """Return how many characters at the end of the pending text may begin a stop text."""
-        longest = 0
-        for stop in self.stop_texts:
-            for length in range(1, len(stop)):
-                if self.pending.endswith(stop[:length]):
-                    longest = max(longest, length)
-        return longest
+        for length in range(len(self.pending), 0, -1):
+            end = self.pending[-length:]
+            if any(stop.startswith(end) for stop in self.stop_texts):
+                return length
+        return 0
 
     def print(self) -> None:
         """Print what is new; on a terminal, the prompt goes first, dimmed, to standard error."""

@@ -258,7 +258,7 @@ def test_a_conversation_goes_on_from_the_text_before(command, tokenizer, monkeyp
     assert result.code == 0 and result.out == expected and "18 tokens" in result.err
 
 
-def test_guesses_and_fewer_bits_change_the_speed_alone(command, drawn_run):
+def test_drafts_and_fewer_bits_change_the_speed_alone(command, drawn_run):
     plain = command("generate.py", *CPU, *GREEDY)
     assert command("generate.py", *CPU, *GREEDY, "--prompt-lookup", "4").out == plain.out
     assert "drawn step-00000001" in plain.err
@@ -274,6 +274,17 @@ def test_a_text_ends_where_its_model_ends_it(story):
         text.append(token)
     assert text.finish_reason == "eos"
     assert text.text == "Ann had an old"  # what may have become a stop, too
+
+
+def test_a_text_ends_before_its_first_stop(story):
+    """The stop may begin in one token and end in another."""
+    tokenizer = Tokenizer.train([story.read_text()], 400)
+    text = StreamingText(tokenizer, [tokenizer.bos], 99, stop_texts=["map", "n old", "@"])
+    for token in tokenizer.encode("Ann had an old map"):
+        if not text.is_finished:
+            text.append(token)
+            assert "Ann had a".startswith(text.text)
+    assert text.text == "Ann had a" and text.finish_reason == "stop"
 
 
 def test_text_ends_before_the_stop_text(command, drawn_run):

@@ -114,8 +114,8 @@ def test_a_full_context_loses_its_older_half():
         torch.testing.assert_close(got, model(torch.tensor([text]))[:, -1])
 
 
-def test_right_guesses_save_steps_and_change_no_logits():
-    """A text that repeats itself: what follows is guessed, and read four tokens at a time."""
+def test_right_drafts_save_steps_and_change_no_logits():
+    """A text that repeats itself: what follows is drafted, and decoded four tokens at a time."""
     model, prompt = redraw(instantiate(tree_of("delta"))).double(), [5, 6, 7] * 4
     found = {}
 
@@ -142,7 +142,7 @@ def test_right_guesses_save_steps_and_change_no_logits():
             torch.testing.assert_close(logits, read[place])
 
 
-def test_a_wrong_guess_is_read_but_never_kept():
+def test_a_wrong_draft_is_decoded_but_never_kept():
     model, read = redraw(instantiate(tree_of("gqa"))).double(), {}
     tokens = iter([5, 6, 9, 5, 6, 4, 5, 6, 8])
 
@@ -158,7 +158,20 @@ def test_a_wrong_guess_is_read_but_never_kept():
         torch.testing.assert_close(logits, model(torch.tensor([[5, 6, 7, *drawn[:place]]]))[:, -1])
 
 
-def test_an_end_within_right_guesses_is_all_that_the_cache_holds():
+def test_a_sequence_says_why_it_is_over():
+    for tokens, reasons in (
+        ([3, 4, 6, 6], [None, None, None, "length"]),
+        ([3, 5], [None, "eos"]),
+        ([3, 4, 6, 5], [None, None, None, "eos"]),
+    ):
+        sequence = Sequence([1], 4, eos=5)
+        for token, reason in zip(tokens, reasons, strict=True):
+            sequence.append(token)
+            assert sequence.finish_reason == reason
+    assert Sequence([1], 0).finish_reason == "length"
+
+
+def test_an_end_within_right_drafts_is_all_that_the_cache_holds():
     model = redraw(instantiate(tree_of("gqa"))).double()
     cache = model.new_cache(1, 64, torch.float64, "cpu")
     sequence = Sequence([5, 6, 7] * 4, 12, eos=6)

@@ -1,5 +1,6 @@
 """Measure how long trained models take to decode with a cache."""
 
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -35,26 +36,20 @@ def latencies(
         compilation.use_cache()
         num_turns = 1
 
-    cases = {}
-    for batch_size in BATCH_SIZES:
-        for length in (context // 4, context):
-            if length >= MIN_LENGTH:
-                cases[f"{batch_size} x {length}"] = (batch_size, length)
-
-    measured = {name: {case: [] for case in cases} for name in runs}
+    seconds = defaultdict(list)  # by model, batch size and length
     for _ in range(num_turns):
         for name, run in runs.items():
             model, *_ = load(run, device)
-            for case, (batch_size, length) in cases.items():
-                measured[name][case] += times(model, batch_size, length, is_compiled)
-    return {name: medians_in_ms(by_case) for name, by_case in measured.items()}
+            for batch_size in BATCH_SIZES:
+                for length in (context // 4, context):
+                    if length >= MIN_LENGTH:
+                        case = (name, f"{batch_size} x {length}")
+                        seconds[case] += times(model, batch_size, length, is_compiled)
 
-
-def medians_in_ms(measured: dict[str, list[tuple[float, float]]]) -> dict[str, tuple[float, float]]:
-    medians = {}
-    for case, seconds in measured.items():
-        first, following = zip(*seconds, strict=True)
-        medians[case] = (1e3 * median(first), 1e3 * median(following))
+    medians = {name: {} for name in runs}
+    for (name, case), pairs in seconds.items():
+        first, following = zip(*pairs, strict=True)
+        medians[name][case] = (1e3 * median(first), 1e3 * median(following))
     return medians
 
 
