@@ -142,13 +142,6 @@ class KVCache(LayerCache):
             buffer[rows, slots] = x.to(buffer.dtype)
 
 
-def slot_bytes(dtype: torch.dtype, *features: tuple[int, int]) -> int:
-    """What a KVCache holds a token in, by arithmetic alone."""
-    return sum(
-        kinds * (size * dtype.itemsize + 2 * (dtype == torch.int8)) for kinds, size in features
-    )
-
-
 class Cache:
     """Of a whole model: one LayerCache a layer, and how many tokens each row has seen."""
 

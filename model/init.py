@@ -40,4 +40,4 @@ def initial_value(path: str, module: nn.Module, name: str, generator: torch.Gene
         case nn.Linear():
             return torch.randn(module.weight.shape, generator=generator) * module.in_features**-0.5
         case _:
-            return module.initial(name, generator)
+            return module.init_param(name, generator)

@@ -1,4 +1,7 @@
-"""The decoder: embed, `depth` x (attention, feed-forward), normalise, predict. Touvron et al., 2302.13971."""
+"""The decoder: embed, `depth` x (attention, feed-forward), normalise, predict.
+
+Touvron et al., 2302.13971.
+"""
 
 import math
 from collections.abc import Callable
@@ -7,36 +10,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention.base import Attention, CrossLayer
+from model.attention.base import Attention, CrossLayer, LayerSpec
 from model.cache import Cache, LayerCache
 from model.context import ForwardContext
 from model.layers import Embedding, Linear, RMSNorm, SwiGLU, apply_softcap
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + ffn(norm(x))."""
+    """A pre-norm decoder layer: x + attention(norm(x)), then x + ffn(norm(x))."""
 
-    feed_forward = SwiGLU
-
-    def __init__(self, dim: int, hidden: int, attention: Attention):
+    def __init__(self, spec: LayerSpec, hidden: int, attention: Attention):
         super().__init__()
-        self.attention_norm = RMSNorm(dim)
+        self.attention_norm = RMSNorm(spec.dim, spec.norm_eps)
         self.attention = attention
-        self.ffn_norm = RMSNorm(dim)
-        self.ffn = self.feed_forward(dim, hidden)
+        self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.ffn = SwiGLU(spec.dim, hidden)
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, handed: CrossLayer
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
-        y, handed = self.attention(self.attention_norm(x), ctx, cache, handed)
+        """x (B, T, D) -> (B, T, D)"""
+        y, carry = self.attention(self.attention_norm(x), ctx, cache, carry)
         x = x + y
-        return x + self.ffn(self.ffn_norm(x)), handed
+        return x + self.ffn(self.ffn_norm(x)), carry
 
 
 class Transformer(nn.Module):
-    """With `tied`, the embedding is the head too; `softcap` bounds the logits; `norm_eps` keeps norms from 0."""
+    """A decoder-only language model.
 
-    block = Block
+    `hidden` is the width of the feed-forward and `context` the longest sequence in tokens. With
+    `tied`, the embedding is the head too. `softcap` bounds the logits.
+    """
 
     def __init__(
         self,
@@ -48,7 +52,7 @@ class Transformer(nn.Module):
         hidden: int,
         context: int,
         tied: bool,
-        attention: Callable[..., Attention],
+        attention: Callable[[LayerSpec], Attention],
         softcap: float | None = None,
         norm_eps: float = 1e-6,
     ):
@@ -59,17 +63,17 @@ class Transformer(nn.Module):
             raise ValueError(
                 f"model.norm_eps must be from 0 to below 1 (got {norm_eps!r}). fix: 1e-6"
             )
-        self.context, self.softcap = context, softcap
+        self.context = context
+        self.softcap = softcap
         self.embed = Embedding(vocab_size, dim)
-        self.blocks = nn.ModuleList(
-            self.block(dim, hidden, attention(dim, heads, context, layer, depth))
-            for layer in range(depth)
-        )
-        self.norm = RMSNorm(dim)
+        self.blocks = nn.ModuleList()
+        for layer in range(depth):
+            spec = LayerSpec(
+                dim=dim, heads=heads, context=context, layer=layer, depth=depth, norm_eps=norm_eps
+            )
+            self.blocks.append(Block(spec, hidden, attention(spec)))
+        self.norm = RMSNorm(dim, norm_eps)
         self.head = None if tied else Linear(dim, vocab_size)
-        for module in self.modules():
-            if hasattr(module, "eps"):
-                module.eps = norm_eps
 
     def forward(
         self,
@@ -78,9 +82,10 @@ class Transformer(nn.Module):
         valid: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V). With a cache, the tokens that follow those it has seen.
+        """tokens (B, T) -> logits (B, T, V). With a cache, the tokens follow those it holds.
 
-        `valid` (B, T) is false on padding, wherever it is; `documents` (B, T) numbers what is packed in a row.
+        `valid` (B, T) is false on padding, which may be anywhere; `documents` (B, T) numbers the
+        documents that are packed in a row.
         """
         return self.logits(self.hidden(tokens, cache, valid, documents))
 
@@ -91,54 +96,54 @@ class Transformer(nn.Module):
         valid: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T) -> (B, T, D), ready for the head."""
-        ctx = ForwardContext(tokens, None if cache is None else cache.lengths, valid, documents)
-        x, handed = self.enter(tokens)
-        layers = [None] * len(self.blocks) if cache is None else cache.layers
-        for block, layer in zip(self.blocks, layers, strict=True):
-            x, handed = block(x, ctx, layer, handed)
+        """tokens (B, T) -> the input of the head (B, T, D)."""
+        cached_lengths = None if cache is None else cache.lengths
+        layer_caches = [None] * len(self.blocks) if cache is None else cache.layers
+        ctx = ForwardContext(tokens, cached_lengths, valid, documents)
+        x = self.embed(tokens)
+        carry: CrossLayer = {}
+        for block, layer_cache in zip(self.blocks, layer_caches, strict=True):
+            x, carry = block(x, ctx, layer_cache, carry)
         if cache is not None:
             cache.lengths.copy_(ctx.lengths)
         return self.norm(x)
 
-    def enter(self, tokens: Tensor) -> tuple[Tensor, CrossLayer]:
-        """What the first block gets: tokens (B, T) -> (B, T, D), and what else the layers may need of them."""
-        return self.embed(tokens), {}
-
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)"""
-        predicted = F.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
-        return apply_softcap(predicted, self.softcap)
+        logits = F.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
+        return apply_softcap(logits, self.softcap)
 
     @property
     def unembedding(self) -> Tensor:
-        """(V, D)"""
+        """The weight of the head (V, D)."""
         return self.embed.weight if self.head is None else self.head.weight
 
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> Cache:
-        """Room for `capacity` tokens in each of `batch` rows."""
+        """Allocate an empty cache for `capacity` tokens in each of `batch` rows."""
         lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        return Cache(
-            lengths,
-            [block.attention.new_cache(batch, capacity, dtype, device) for block in self.blocks],
-        )
+        layers = []
+        for block in self.blocks:
+            layers.append(block.attention.new_cache(batch, capacity, dtype, device))
+        return Cache(lengths, layers)
 
     def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
-        """What a row of the cache costs, by arithmetic alone."""
-        return sum(block.attention.cache_bytes(capacity, dtype) for block in self.blocks)
+        """Return the bytes of one row of the cache, without allocating it."""
+        return self.new_cache(1, capacity, dtype, "meta").nbytes
 
     def training_flops(self) -> float:
-        """Floating-point operations a token costs to train on at full context: forward, and twice that backward.
+        """Return the FLOPs of a token's forward and backward, averaged over a full context.
 
-        Matrices count 2 a weight (embeddings are lookups), attention scores their causal half.
+        A backward costs two forwards. A matrix costs 2 FLOPs a weight; embeddings are lookups.
         """
-        lookups = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
-        matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2) - sum(
-            p.numel() for p in lookups
-        )
-        matrices += self.embed.weight.numel() if self.head is None else 0
-        return 3 * (
-            2 * matrices + sum(block.attention.score_flops(self.context) for block in self.blocks)
-        )
+        weights = sum(p.numel() for p in self.parameters() if p.ndim == 2)
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                weights -= module.weight.numel()
+        if self.head is None:
+            weights += self.embed.weight.numel()
+        flops = 2 * weights
+        for block in self.blocks:
+            flops += block.attention.attention_flops(self.context)
+        return 3 * flops

@@ -12,6 +12,7 @@ from checkpoints import checkpoint
 from common import instantiate as instantiation
 from common.instantiate import instantiate
 from inference.quantize import optimize_for_decoding
+from model.attention.base import LayerSpec
 from model.attention.softmax import SoftmaxAttention
 from model.materialize import build_model, materialize
 from tests.conftest import ROOT, TINY, close, continued, drawn, poisoned_memory, tree_of
@@ -27,21 +28,22 @@ class Buffered(SoftmaxAttention):
 
     persistent = False
 
-    def __init__(self, dim: int, heads: int, context: int, layer: int, depth: int, **knobs):
-        super().__init__(dim, heads, context, layer, depth, **knobs)
+    def __init__(self, spec: LayerSpec, **knobs):
+        super().__init__(spec, **knobs)
+        heads = spec.heads
         buffers = {
             "gain": torch.linspace(0.5, 2.0, heads),
             "rough": torch.ones(1, dtype=torch.bfloat16).expand(heads),
             "drawn": torch.randn(heads),
             "is_even": torch.arange(heads) % 2 == 0,
-            "layer": torch.tensor(layer),
+            "layer": torch.tensor(spec.layer),
         }
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer, persistent=self.persistent)
 
-    def read(self, x, q, k, v, visible):
+    def attend(self, q, k, v, mask):
         factor = torch.where(self.is_even, self.gain * self.rough, self.drawn) + self.layer
-        y = super().read(x, q, k, v, visible)  # (B, T, H, D)
+        y = super().attend(q, k, v, mask)  # (B, T, H, D)
         return y * factor[:, None].type_as(y)
 
 
@@ -50,9 +52,9 @@ class Persistent(Buffered):
 
 
 class Stray(SoftmaxAttention):
-    def __init__(self, dim: int, heads: int, context: int, layer: int, depth: int, **knobs):
-        super().__init__(dim, heads, context, layer, depth, **knobs)
-        self.slopes = torch.linspace(0.5, 2.0, heads)
+    def __init__(self, spec: LayerSpec, **knobs):
+        super().__init__(spec, **knobs)
+        self.slopes = torch.linspace(0.5, 2.0, spec.heads)
 
 
 @pytest.fixture
@@ -138,8 +140,8 @@ def test_the_command_refuses_a_tensor_attribute_by_name(ours, command):
 def with_attribute(value) -> dict:
     """The tree of a model whose attentions have this attribute."""
 
-    def make(*shape, **knobs) -> SoftmaxAttention:
-        attention = SoftmaxAttention(*shape, **knobs)
+    def make(spec: LayerSpec, **knobs) -> SoftmaxAttention:
+        attention = SoftmaxAttention(spec, **knobs)
         attention.extra = value(attention)
         return attention
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from common.instantiate import instantiate
-from model.attention.base import Attention
+from model.attention.base import Attention, LayerSpec
 from model.init import initialize
 from model.materialize import build_model, materialize
 from tests.conftest import VARIANTS, tree_of
+
+SPEC = LayerSpec(dim=64, heads=4, context=64, layer=0, depth=2, norm_eps=1e-6)
 
 HOSTILE = [
     "model.layers.torch.hub.load",
@@ -17,7 +19,7 @@ HOSTILE = [
     "common.instantiate.Path",
     "model.cache.Tensor",
     "model.attention.softmax.Linear",  # ours, but not from there
-    "model.attention.base.Handed",
+    "model.attention.base.CrossLayer",
     "model.layers.SwiGLU.__init__",
     "model..layers.SwiGLU",
     "model.nothing.Here",
@@ -38,7 +40,7 @@ def test_a_knob_too_many_or_too_few_is_refused(change):
     tree = tree_of("gqa")["attention"] | change
     tree = {key: value for key, value in tree.items() if value is not None or key == "window"}
     with pytest.raises(TypeError, match="SoftmaxAttention"):
-        instantiate(tree)(64, 4, 64, 0, 2)
+        instantiate(tree)(SPEC)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -75,8 +77,8 @@ def test_layers_and_seeds_begin_apart():
 
 def test_an_attention_says_what_it_lacks():
     class Half(Attention):
-        def mix(self, x, ctx, cache):
-            return x
+        def forward(self, x, ctx, cache, carry):
+            return x, carry
 
-    with pytest.raises(TypeError, match=r"Half.*cache_bytes.*new_cache.*score_flops"):
+    with pytest.raises(TypeError, match=r"Half.*attention_flops.*new_cache"):
         Half()

@@ -17,7 +17,7 @@ SCALINGS = (
 
 def softmax(draw: random.Random, heads: int) -> dict:
     kinds = ("softmax.SoftmaxAttention", "differential.DifferentialAttention")
-    kind = draw.choice((*kinds, kinds[0], "across.ValueResidualAttention"))
+    kind = draw.choice((*kinds, kinds[0], "cross_layer.ValueResidualAttention"))
     rotates, kv_heads = draw.random() < 0.8, [n for n in (1, 2, 3, 4, 6) if heads % n == 0]
     window, chunk = draw.choice(
         ((None, None), (draw.randint(1, 14), None), (None, draw.randint(1, 14)))
@@ -72,11 +72,11 @@ def drawn(seed: int) -> dict:
     ]
     mixed = {"_target_": "model.attention.hybrid.hybrid", "_partial_": True, "pattern": ["a", "b"]}
     kinds.sort(
-        key=lambda kind: "across" not in kind["_target_"]
+        key=lambda kind: "cross_layer" not in kind["_target_"]
     )  # one that takes from its own kind is alone
     attention = (
         kinds[0]
-        if "across" in kinds[0]["_target_"] or draw.random() < 0.5
+        if "cross_layer" in kinds[0]["_target_"] or draw.random() < 0.5
         else mixed | {"kinds": dict(zip("ab", kinds, strict=True))}
     )
     shape = {
@@ -98,7 +98,7 @@ def keeps_the_laws(seed: int) -> None:
     laws.test_the_future_is_invisible(model)
     laws.test_packed_documents_equal_each_alone(model)
     laws.test_rows_can_be_reset_and_copied(model)
-    laws.test_cache_bytes_are_the_stated_formula(model, 9)
+    laws.test_the_cache_costs_what_cache_bytes_says(model, 9)
     laws.test_every_parameter_learns(model)
 
 

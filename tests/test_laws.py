@@ -97,7 +97,7 @@ def test_a_cache_stays_where_it_was_allocated(model):
 
 def test_no_two_tokens_of_a_chunk_take_one_slot():
     valid = torch.arange(13) != torch.tensor([[2], [12], [20]])
-    slots = ForwardContext(TOKENS, torch.tensor([0, 3, 50]), valid, None).slots(5)
+    slots = ForwardContext(TOKENS, torch.tensor([0, 3, 50]), valid, None).cache_slots(5)
     for row in slots:  # two writes to one slot come in any order on a GPU
         assert row[row < 5].sort().values.tolist() == [0, 1, 2, 3, 4]
 
@@ -158,7 +158,7 @@ def test_a_rewound_cache_goes_on_or_refuses(model):
 
 def test_a_block_begins_as_the_identity(model):
     initialize(model, 0)
-    close(model.hidden(TOKENS), model.norm(model.enter(TOKENS)[0]))
+    close(model.hidden(TOKENS), model.norm(model.embed(TOKENS)))
 
 
 def test_every_parameter_learns(model):
@@ -167,9 +167,9 @@ def test_every_parameter_learns(model):
 
 
 @pytest.mark.parametrize("capacity", [3, 64])
-def test_cache_bytes_are_the_stated_formula(model, capacity):
+def test_the_cache_costs_what_cache_bytes_says(model, capacity):
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
-        stated = sum(block.attention.cache_bytes(capacity, dtype) for block in model.blocks)
+        stated = model.cache_bytes(capacity, dtype)
         assert model.new_cache(5, capacity, dtype, "cpu").nbytes == 5 * stated
 
 

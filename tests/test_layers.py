@@ -12,13 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.instantiate import instantiate
 from model.attention import kernels
-from model.attention.kernels import attention
+from model.attention.base import Attention, LayerSpec
+from model.attention.kernels import AttentionKernel
 from model.attention.mla import LatentAttention
 from model.attention.softmax import SoftmaxAttention
 from model.cache import KVCache
 from model.context import ForwardContext
 from model.layers import RMSNorm, SwiGLU, apply_rope
 from tests.conftest import close, redraw, settings_of, tree_of
+from tools import cost
 
 
 def random(*shape: int) -> Tensor:
@@ -27,8 +29,20 @@ def random(*shape: int) -> Tensor:
     )
 
 
+COST = ("model=15m", "context=4096", "micro_batch=1", "data.vocab_size=128")
+
+
+def spec_of(dim: int, heads: int, context: int) -> LayerSpec:
+    return LayerSpec(dim=dim, heads=heads, context=context, layer=0, depth=1, norm_eps=1e-6)
+
+
+def output(layer: Attention, x: Tensor) -> Tensor:
+    """What a layer that takes nothing from others computes of plain rows."""
+    return layer(x, ForwardContext(x[..., 0], None, None, None), None, {})[0]
+
+
 def test_rms_norm():
-    x, norm = random(2, 5, 7), RMSNorm(7).double()
+    x, norm = random(2, 5, 7), RMSNorm(7, 1e-6).double()
     norm.weight.data.copy_(random(7))
     for b in range(2):
         for t in range(5):
@@ -38,7 +52,7 @@ def test_rms_norm():
 
 def test_rms_norm_of_bf16_sums_in_fp32():
     x = torch.full((1, 4096), 3.0, dtype=torch.bfloat16)
-    assert RMSNorm(4096).bfloat16()(x).eq(1).all()
+    assert RMSNorm(4096, 1e-6).bfloat16()(x).eq(1).all()
 
 
 def test_swiglu():
@@ -64,13 +78,11 @@ def test_rope_turns_each_pair_by_its_angle():
 
 @pytest.mark.parametrize("heads, kv_heads", [(6, 6), (6, 3), (6, 1)])
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_is_a_softmax_over_what_is_visible(heads, kv_heads, window, monkeypatch):
+def test_attention_is_a_softmax_over_what_is_visible(heads, kv_heads, window):
     q, k, v = random(2, 7, heads, 4), random(2, 7, kv_heads, 4), random(2, 7, kv_heads, 4)
-    visible = ForwardContext(torch.zeros(2, 7), None, None, None).causal_mask(window, None)
-    y = attention(q, k, v, visible)
-    monkeypatch.setattr(kernels, "BLOCK", 3)
+    mask = ForwardContext(torch.zeros(2, 7), None, None, None).causal_mask(window, None)
     by_heads = (x.transpose(1, 2) for x in (q, k, v))
-    close(kernels.eager_attention(*by_heads, visible, None, None, 0.0, None).transpose(1, 2), y)
+    y = kernels.eager_attention(*by_heads, mask).transpose(1, 2)
     for b in range(2):
         for t in range(7):
             for h in range(heads):
@@ -83,16 +95,88 @@ def test_attention_is_a_softmax_over_what_is_visible(heads, kv_heads, window, mo
                 close(y[b, t, h], mean)
 
 
+# What the faster kernels support: (window, softcap, has_sink).
+BLOCKWISE = [(None, None, False), (None, 2.0, True), (3, None, False), (3, 2.0, True)]
+FUSED = [(None, None, False), (3, None, False)]
+
+
+def kernel_inputs(window: int | None, has_sink: bool, dtype: torch.dtype) -> tuple:
+    """q, k, v with grouped heads and values of another width, mask and sink."""
+    q, k, v = (random(2, heads, 9, width) for heads, width in ((4, 8), (2, 8), (2, 6)))
+    mask = ForwardContext(torch.zeros(2, 9), None, None, None).causal_mask(window, None)
+    inputs = [x.to(dtype).requires_grad_() for x in (q, k, v, random(4))]
+    return *inputs[:3], mask, inputs[3] if has_sink else None
+
+
+def assert_same_with_gradients(y: Tensor, expected: Tensor, inputs: tuple) -> None:
+    inputs = [x for x in inputs if x is not None and x.requires_grad]
+    close(y, expected)
+    close(
+        torch.autograd.grad(y.pow(3).sum(), inputs),
+        torch.autograd.grad(expected.pow(3).sum(), inputs),
+    )
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("window, softcap, has_sink", BLOCKWISE)
+def test_blockwise_attention_equals_the_definition(window, softcap, has_sink, scale, monkeypatch):
+    monkeypatch.setattr(kernels, "BLOCK_SIZE", 4)
+    *qkv, mask, sink = kernel_inputs(window, has_sink, torch.float64)
+    options = {"softcap": softcap, "sink": sink, "scale": scale}
+    y = kernels.blockwise_attention(*qkv, mask, **options)
+    expected = kernels.eager_attention(*qkv, mask, **options)
+    assert_same_with_gradients(y, expected, (*qkv, sink))
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("window, softcap, has_sink", [*FUSED, *BLOCKWISE])
+def test_the_chosen_kernel_equals_the_definition(window, softcap, has_sink, scale):
+    *qkv, mask, sink = kernel_inputs(window, has_sink, torch.float64)
+    by_tokens = [x.transpose(1, 2) for x in qkv]
+    y = AttentionKernel(softcap)(*by_tokens, mask, sink=sink, scale=scale).transpose(1, 2)
+    expected = kernels.eager_attention(*qkv, mask, softcap=softcap, sink=sink, scale=scale)
+    assert_same_with_gradients(y, expected, (*qkv, sink))
+
+
+@pytest.mark.parametrize("kernel", [kernels.eager_attention, kernels.blockwise_attention])
+def test_dropout_zeroes_weights_and_enlarges_the_others(kernel):
+    q, k = torch.zeros(2, 1, 4, 200, 8).double()
+    v = torch.eye(200).double().expand(1, 4, -1, -1)
+    mask = torch.ones(1, 1, 200, 200, dtype=torch.bool)
+    weights = kernel(q, k, v, mask, dropout=0.25) * 200  # 1 each without dropout
+    close(weights[weights != 0].unique(), torch.tensor([4 / 3]).double(), rtol=0, atol=1e-6)
+    assert (weights == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
-    "window, softcap, sinks", [(None, 2.0, 0), (3, None, 0), (3, None, 4), (None, 2.0, 4)]
+    "window, softcap, has_sink",
+    [(None, 2.0, False), (3, None, False), (3, None, True), (None, 2.0, True)],
 )
-def test_flex_attention_is_the_same(window, softcap, sinks):
+def test_flex_attention_equals_the_definition(window, softcap, has_sink):
+    """Its output alone: without a GPU it has no backward."""
     q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
-    visible = ForwardContext(torch.zeros(2, 9), None, None, None).causal_mask(window, None)
-    sink = random(sinks).float() if sinks else None
-    expected = kernels.eager_attention(q, k, v, visible, softcap, sink, 0.0, None)
-    close(kernels.flex(q, k, v, visible, softcap, sink, None), expected, rtol=0, atol=1e-5)
+    *_, mask, sink = kernel_inputs(window, has_sink, torch.float32)
+    options = {"softcap": softcap, "sink": sink if sink is None else sink.detach(), "scale": None}
+    y = kernels.flex_attention_kernel(q, k, v, mask, **options)
+    close(y, kernels.eager_attention(q, k, v, mask, **options), rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window, softcap, has_sink", BLOCKWISE[1:])
+def test_compiled_flex_attention_has_the_gradients_of_the_definition(window, softcap, has_sink):
+    *_, mask, sink = kernel_inputs(window, has_sink, torch.float32)
+    q, k, v = (random(2, heads, 9, 16).float().cuda().requires_grad_() for heads in (4, 2, 2))
+    sink = None if sink is None else sink.detach().cuda().requires_grad_()
+    mask = None if mask is None else mask.cuda()
+    options = {"softcap": softcap, "sink": sink, "scale": None}
+    y = torch.compile(kernels.flex_attention_kernel, fullgraph=True)(q, k, v, mask, **options)
+    expected = kernels.eager_attention(q, k, v, mask, **options)
+    inputs = [x for x in (q, k, v, sink) if x is not None]
+    grads = [torch.autograd.grad(x.pow(3).sum(), inputs) for x in (y, expected)]
+    close(y, expected, rtol=0, atol=1e-2)  # products in TF32
+    close(*grads, rtol=0, atol=1e-1)
 
 
 @pytest.mark.long
@@ -101,22 +185,21 @@ def test_flex_attention_is_the_same(window, softcap, sinks):
 def test_flex_attention_compiles(window, softcap):
     torch._dynamo.reset()
     q, k, v = (random(2, heads, 128, 16).float() for heads in (4, 2, 2))
-    visible = ForwardContext(torch.zeros(2, 128), None, None, None).causal_mask(window, None)
+    mask = ForwardContext(torch.zeros(2, 128), None, None, None).causal_mask(window, None)
+    options = {"softcap": softcap, "sink": None, "scale": None}
+    compiled = torch.compile(kernels.flex_attention_kernel, fullgraph=True, dynamic=False)
     with torch.no_grad():  # without a GPU there is no backward
-        y = torch.compile(kernels.flex, fullgraph=True, dynamic=False)(
-            q, k, v, visible, softcap, None, None
-        )
-    close(y, kernels.eager_attention(q, k, v, visible, softcap, None, 0.0, None), rtol=0, atol=1e-5)
+        y = compiled(q, k, v, mask, **options)
+    close(y, kernels.eager_attention(q, k, v, mask, **options), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "softcap"])
 def test_dropout_acts_in_training_alone(variant):
     layer = redraw(instantiate(tree_of(variant, "attention.dropout=0.5"))).blocks[0].attention
     x = random(2, 9, 64).float()
-    ctx = ForwardContext(x[..., 0], None, None, None)
-    assert (layer.mix(x, ctx, None) - layer.mix(x, ctx, None)).abs().max() > 1e-3
+    assert (output(layer, x) - output(layer, x)).abs().max() > 1e-3
     layer.eval()
-    close(layer.mix(x, ctx, None), layer.mix(x, ctx, None), rtol=0, atol=0)
+    close(output(layer, x), output(layer, x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "sliding_window", "chunked"])
@@ -130,7 +213,7 @@ def test_operations_on_scores_are_counted_where_they_are_visible(variant):
         each = (
             2 * 2 * layer.heads * getattr(layer, "value_dim", layer.head_dim)
         )  # a product with k and one with v
-        assert layer.score_flops(13) * 13 == pytest.approx(each * len(pairs))
+        assert layer.attention_flops(13) * 13 == pytest.approx(each * len(pairs))
 
 
 def test_a_window_cache_holds_no_more_than_the_window():
@@ -174,7 +257,7 @@ def test_a_window_holds_its_positions_whatever_the_prompt():
 def test_the_block_of_the_classic_walkthrough():
     """Hidden 128, 16 heads of 8, 4 key-value heads, RoPE, then QK-norm without weight: number by number."""
     layer = SoftmaxAttention(
-        128, 16, 10, 0, 1, kv_heads=4, rope_base=10000.0, qk_norm="after_rope"
+        spec_of(128, 16, 10), kv_heads=4, rope_base=10000.0, qk_norm="after_rope"
     ).double()
     x = random(2, 10, 128)
     q, k, v = (x @ w.weight.detach().T for w in (layer.q_proj, layer.k_proj, layer.v_proj))
@@ -196,14 +279,12 @@ def test_the_block_of_the_classic_walkthrough():
         for s in range(t + 1):
             y[b, t, 8 * h : 8 * h + 8] += scores[s] / sum(scores) * v[b, s, shared]
     expected = y @ layer.o_proj.weight.T
-    close(
-        layer.mix(x, ForwardContext(x[..., 0], None, None, None), None), expected, rtol=0, atol=1e-6
-    )
+    close(output(layer, x), expected, rtol=0, atol=1e-6)
 
 
 def test_absorption_halves_the_work_of_a_step():
     layer = LatentAttention(
-        256, 8, 4096, 0, 1, rank=64, head_dim=32, rope_dim=16, rope_base=10000.0
+        spec_of(256, 8, 4096), rank=64, head_dim=32, rope_dim=16, rope_base=10000.0
     )
     cache, seen = layer.new_cache(1, 2049, torch.float32, "cpu"), torch.tensor([2048])
     assert (
@@ -211,13 +292,10 @@ def test_absorption_halves_the_work_of_a_step():
     )  # bytes a token: latent and rope, once for all heads
     work = {}
     for way in ("absorbed", "expanded"):
-        layer.absorbed = getattr(layer, way)
+        layer.attend_absorbed = getattr(layer, f"attend_{way}")
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            work[way] = layer.mix(
-                random(1, 1, 256).float(),
-                ForwardContext(torch.zeros(1, 1), seen, None, None),
-                cache,
-            )
+            ctx = ForwardContext(torch.zeros(1, 1), seen, None, None)
+            work[way], _ = layer(random(1, 1, 256).float(), ctx, cache, {})
         work[way + " FLOP"] = counter.get_total_flops()
     close(work["absorbed"], work["expanded"], rtol=0, atol=1e-4)
     assert work["absorbed FLOP"] < work["expanded FLOP"] / 2
@@ -233,11 +311,11 @@ def test_shared_keys_and_values_are_those_of_the_layer_before():
     first, second = layers_of("shared_kv")
     x, later = random(2, 9, 64), random(1, 9, 65, 2).reshape(-1)[: 2 * 9 * 64].reshape(2, 9, 64)
     ctx = ForwardContext(x[..., 0], None, None, None)
-    _, handed = first(x, ctx, None, {})
-    y, _ = second(later, ctx, None, handed)
+    _, carry = first(x, ctx, None, {})
+    y, _ = second(later, ctx, None, carry)
     first.q_proj, first.q_norm, first.o_proj = second.q_proj, second.q_norm, second.o_proj
-    k, v = first.keys_values(x, ctx)
-    q = first.place(first.q_proj(later).unflatten(-1, (4, 16)), first.q_norm, ctx)
+    k, v, _ = first.project_kv(x, ctx, {})
+    q = first.project_q(later, ctx)
     k, v = (z.repeat_interleave(2, dim=2).transpose(1, 2) for z in (k, v))
     scores = (q.transpose(1, 2) @ k.mT / 4).masked_fill(
         ~torch.ones(9, 9, dtype=torch.bool).tril(), -torch.inf
@@ -251,7 +329,7 @@ def test_values_mix_with_the_first_layers_by_their_share():
     first, second = layers_of("value_residual")
     x = random(2, 9, 64)
     ctx = ForwardContext(x[..., 0], None, None, None)
-    _, handed = first(x, ctx, None, {})
+    _, carry = first(x, ctx, None, {})
     for share in (0.0, 1.0):
         second.share.data.fill_(share)
         (_, plain) = layers_of("gqa")
@@ -259,22 +337,34 @@ def test_values_mix_with_the_first_layers_by_their_share():
             {name: w for name, w in second.state_dict().items() if name != "share"}
         )
         plain.v_proj = first.v_proj if share == 1.0 else plain.v_proj
-        close(second(x, ctx, None, handed)[0], plain.mix(x, ctx, None))
+        close(second(x, ctx, None, carry)[0], output(plain, x))
 
 
-@pytest.mark.parametrize("sink", [False, True])
-def test_gradients_through_scores_are_those_of_a_softmax(sink):
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 4, 200, 8), (2, 2, 200, 8), (2, 2, 200, 6), (4,))  # more queries than a block
-    q, k, v, extra = (
-        torch.randn(shape, generator=generator).double().requires_grad_() for shape in shapes
-    )
-    ours = kernels.eager_attention(q, k, v, None, None, extra if sink else None, 0.0, None)
-    every_k, every_v = (x.repeat_interleave(2, dim=1) for x in (k, v))
-    scores = (q @ every_k.mT * 8**-0.5).masked_fill(torch.ones(200, 200).triu(1).bool(), -torch.inf)
-    column = extra.view(-1, 1, 1).expand(2, 4, 200, 1)
-    weights = (torch.cat((scores, column), dim=-1) if sink else scores).softmax(dim=-1)[..., :200]
-    inputs = (q, k, v, extra) if sink else (q, k, v)
-    grads = [torch.autograd.grad((y**3).sum(), inputs) for y in (ours, weights @ every_v)]
-    close(ours, weights @ every_v)
-    close(*grads)
+@pytest.mark.parametrize(
+    "variant, bytes_per_token",
+    [
+        ("gqa", lambda d, h: 2 * 2 * (d // h) * 2),  # 2 of k and v x 2 heads x D/H x 2 bytes
+        ("mha", lambda d, h: 2 * d * 2),
+        ("mla", lambda d, h: (2 * (d // h) + d // h // 2) * 2),  # latent and rotary key
+    ],
+)
+def test_the_card_of_a_cache_equals_a_formula(variant, bytes_per_token):
+    settings = settings_of(*COST, f"attention={variant}")["model"]
+    per_token = settings["depth"] * bytes_per_token(settings["dim"], settings["heads"])
+    card = cost.Cost([*COST, f"attention={variant}"]).alone()
+    assert card[2:4] == (f"{per_token:,}", f"{4097 * per_token / 1e6:.2f}")  # a slot for padding
+
+
+def test_the_card_of_a_cache_of_fixed_size_equals_a_formula():
+    model = settings_of(*COST)["model"]
+    depth, dim, heads = model["depth"], model["dim"], model["heads"]
+    slot = 2 * 2 * (dim // heads) * 2
+    window = cost.Cost([*COST, "attention=sliding_window"])
+    assert window.model.cache_bytes(4096, torch.bfloat16) == depth * (128 + 1) * slot
+    assert window.alone()[3] == f"{depth * 129 * slot / 1e6:.2f}"
+
+    # Three layers in four have a state in fp32 and the inputs of a convolution of 4 tokens.
+    delta = cost.Cost([*COST, "attention=delta", "model.depth=4"])
+    state = dim * (dim // heads) * 4 + 3 * dim * (4 - 1) * 2
+    assert delta.model.cache_bytes(4096, torch.bfloat16) == 3 * state + 4097 * slot
+    assert delta.alone()[2] == f"{slot:,}"

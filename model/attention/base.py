@@ -1,7 +1,8 @@
-"""The contract of an attention variant, and the one kernel call they share."""
+"""The contract of an attention variant."""
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -9,57 +10,61 @@ from torch import Tensor, nn
 from model.cache import LayerCache
 from model.context import ForwardContext
 
-CrossLayer = dict[
-    str, tuple[Tensor | None, ...]
-]  # what earlier layers of this forward hand to later ones
+# What earlier layers of this forward hand on to later ones, such as keys and values, by name.
+CrossLayer = dict[str, tuple[Tensor | None, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """What a layer knows of the model that it is part of."""
+
+    dim: int  # features of a token
+    heads: int  # query heads
+    context: int  # tokens of the longest sequence in training
+    layer: int  # index of this layer, from 0
+    depth: int  # number of layers
+    norm_eps: float  # added to the mean square in every norm
 
 
 class Attention(nn.Module, ABC):
-    """Maps (B, T, D) to (B, T, D); every token sees itself and its past.
+    """Maps (B, T, D) to (B, T, D) such that every token depends on itself and its past alone.
 
-    It is constructed with what its layer knows, then its own knobs:
-    (dim, heads, context, layer, depth, *, ...). Projections, ctx, mask and what to remember are its own affair.
-    Its last map is called o_proj and begins at zero; its norms have `norm` in their names.
-    A tensor that is no parameter is a buffer, which keeps its dtype whatever that of the parameters is:
-    cast what is computed from it (`type_as`).
+    A variant is constructed from the spec of its layer and its own knobs: `(spec, *, ...)`.
+    Projections, positions, masks and the contents of its cache are its own affair.
+    Its last projection is called `o_proj` and starts at zero; its norms have `norm` in their names.
+    A tensor that is no parameter is a buffer. Buffers keep their dtype in a model of another
+    precision, so cast what is computed from them (`type_as`).
     """
 
-    value_width: int | None = None  # width of the values that it takes from before it
-
-    def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, handed: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """A variant that takes from or gives to other layers overrides this; all others only `mix`."""
-        return self.mix(x, ctx, cache), handed
-
     @abstractmethod
-    def mix(self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None) -> Tensor:
-        """x (B, T, D) -> (B, T, D), with a cache also of what came before."""
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """Map x (B, T, D) to the output (B, T, D) and to what later layers receive as `carry`.
+
+        With a cache, x follows the tokens that the cache holds, and is added to them.
+        """
 
     @abstractmethod
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> LayerCache:
-        """Empty, with room for `capacity` tokens in each row.
+        """Allocate an empty cache for `capacity` tokens in each of `batch` rows.
 
-        What a row holds before its first token is zero, or `initial` of the LayerCache.
+        Rows start at zero, or at the `initial` values of the LayerCache.
         """
 
     @abstractmethod
-    def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
-        """What a row of the cache costs, by arithmetic alone."""
+    def attention_flops(self, context: int) -> float:
+        """Return the FLOPs of one token's forward outside the weights, averaged over a context."""
 
-    @abstractmethod
-    def score_flops(self, context: int) -> float:
-        """Floating-point operations of one token's forward outside the weights, averaged over a full context."""
-
-    def initial(self, name: str, generator: torch.Generator) -> Tensor:
-        """The first value of a parameter that belongs to no torch module: a sink weighs as much as a score of 0."""
+    def init_param(self, name: str, generator: torch.Generator) -> Tensor:
+        """Return the first value of a parameter that belongs to no torch module: zeros."""
         return torch.zeros(getattr(self, name).shape)
 
 
 def validate_knobs(base: float | None = None, dropout: float = 0.0, **sizes: int | None) -> None:
-    """Raises ValueError for a knob that no attention can have."""
+    """Raise ValueError for a RoPE base, a dropout rate or a size that no attention can have."""
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(

@@ -1,76 +1,94 @@
-"""Softmax attention that takes something from an earlier layer."""
+"""Softmax attention that uses keys or values of an earlier layer."""
 
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import CrossLayer
+from model.attention.base import CrossLayer, LayerSpec
 from model.attention.softmax import SoftmaxAttention
 from model.cache import KVCache, LayerCache
 from model.context import ForwardContext
 
 
 class SharedAttention(SoftmaxAttention):
-    """Several layers read one layer's keys and values: `pairs` (Brandon et al., 2405.12981), or all of the last `half`
-    those of its first (Sun et al., 2405.05254). Takes the knobs of SoftmaxAttention too.
+    """Several layers use the keys and values of one; only this one has a cache.
 
+    `share` is pairs of layers (Brandon et al., 2405.12981), or half: all layers of the last half
+    use those of its first (Sun et al., 2405.05254). Takes the knobs of SoftmaxAttention too.
     Raises ValueError for another `share`.
     """
 
-    def __init__(
-        self, dim: int, heads: int, context: int, layer: int, depth: int, *, share: str, **knobs
-    ):
-        super().__init__(dim, heads, context, layer, depth, **knobs)
+    def __init__(self, spec: LayerSpec, *, share: str, **knobs):
+        super().__init__(spec, **knobs)
         if share not in ("pairs", "half"):
             raise ValueError(f"attention.share is unknown (got {share!r}). fix: pairs or half")
-        self.layer = layer
-        self.takes = layer % 2 == 1 if share == "pairs" else layer > depth // 2
-        if self.takes:
-            self.k_proj = self.v_proj = self.k_norm = None
+        self.layer = spec.layer
+        if share == "pairs":
+            self.reuses_kv = spec.layer % 2 == 1
+        else:
+            self.reuses_kv = spec.layer > spec.depth // 2
+        if self.reuses_kv:
+            self.k_proj = None
+            self.v_proj = None
+            self.k_norm = None
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, handed: CrossLayer
+        self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
-        if not self.takes:
-            handed = handed | {"seen": self.remember(*self.keys_values(x, ctx), ctx, cache)}
-        return self.answer(x, ctx, *take(handed, "seen", self.layer)), handed
+        """Attend as SoftmaxAttention does, to keys and values that are carried to later layers."""
+        if not self.reuses_kv:
+            k, v, carry = self.project_kv(x, ctx, carry)
+            if cache is None:
+                mask = ctx.causal_mask(self.window, self.chunk)
+            else:
+                (k, v), mask = cache.update(ctx, k, v)
+            carry = carry | {"kv": (k, v, mask)}
+        k, v, mask = take(carry, "kv", self.layer)
+
+        q = self.project_q(x, ctx)
+        y = self.attend(q, k, v, mask).flatten(-2)
+        if self.gate_proj is not None:
+            y = y * self.gate_proj(x).sigmoid()
+        return self.o_proj(y), carry
 
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> LayerCache:
-        return LayerCache() if self.takes else super().new_cache(batch, capacity, dtype, device)
-
-    def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
-        return 0 if self.takes else super().cache_bytes(capacity, dtype)
+        if self.reuses_kv:
+            return LayerCache()
+        return super().new_cache(batch, capacity, dtype, device)
 
 
 class ValueResidualAttention(SoftmaxAttention):
-    """Values are mixed with those of the first layer, by a learned share. Zhou et al., 2410.17897. Takes the knobs of
-    SoftmaxAttention.
+    """Values are interpolated with those of the first layer, by a learned weight.
+
+    Zhou et al., 2410.17897. Takes the knobs of SoftmaxAttention.
     """
 
-    def __init__(self, dim: int, heads: int, context: int, layer: int, depth: int, **knobs):
-        super().__init__(dim, heads, context, layer, depth, **knobs)
-        self.layer = layer
-        self.share = nn.Parameter(torch.empty(1)) if layer > 0 else None
-        self.value_width = self.kv_heads * self.head_dim if layer > 0 else None
+    def __init__(self, spec: LayerSpec, **knobs):
+        super().__init__(spec, **knobs)
+        self.layer = spec.layer
+        self.share = nn.Parameter(torch.empty(1)) if spec.layer > 0 else None
 
-    def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, handed: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        k, v = self.keys_values(x, ctx)
+    def project_kv(
+        self, x: Tensor, ctx: ForwardContext, carry: CrossLayer
+    ) -> tuple[Tensor, Tensor, CrossLayer]:
+        k, v, carry = super().project_kv(x, ctx, carry)
         if self.share is None:
-            handed = handed | {"values": (v,)}
-        else:
-            v = v + self.share.type_as(v) * (take(handed, "values", self.layer)[0].view_as(v) - v)
-        return self.answer(x, ctx, *self.remember(k, v, ctx, cache)), handed
+            return k, v, carry | {"values": (v,)}
+        (first_v,) = take(carry, "values", self.layer)
+        v = v + self.share.type_as(v) * (first_v - v)
+        return k, v, carry
 
-    def initial(self, name: str, generator: torch.Generator) -> Tensor:
-        return torch.full((1,), 0.5) if name == "share" else super().initial(name, generator)
+    def init_param(self, name: str, generator: torch.Generator) -> Tensor:
+        if name == "share":
+            return torch.full((1,), 0.5)
+        return super().init_param(name, generator)
 
 
-def take(handed: CrossLayer, what: str, layer: int) -> tuple[Tensor | None, ...]:
-    if what not in handed:
+def take(carry: CrossLayer, name: str, layer: int) -> tuple[Tensor | None, ...]:
+    """Return what an earlier layer carries to `layer`. Raises ValueError where none does."""
+    if name not in carry:
         raise ValueError(
-            f"no layer before hands on what this one takes ({what=} {layer=}). fix: another attention"
+            f"no layer before carries what this one uses ({name=} {layer=}). fix: another attention"
         )
-    return handed[what]
+    return carry[name]

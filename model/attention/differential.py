@@ -1,50 +1,64 @@
-"""Differential attention: what a second softmax sees too is taken away as noise. Ye et al., 2410.05258."""
+"""Differential attention: a second softmax subtracts the noise of the first. Ye et al., 2410.05258."""
 
-from math import exp
+import math
 
 import torch
 from torch import Tensor, nn
 
+from model.attention.base import LayerSpec
 from model.attention.softmax import SoftmaxAttention
 from model.layers import fp32, rms
 
 
 class DifferentialAttention(SoftmaxAttention):
-    """Head h and head h + H/2 make a pair: (softmax of one - lambda x softmax of the other) x the values of both.
+    """Heads h and h + H/2 are a pair: (softmax of the first - lambda x softmax of the second) x v.
 
-    Takes the knobs of SoftmaxAttention. Raises ValueError where kv_heads are odd, and for dropout: of
-    which softmax, the paper does not say.
+    Takes the knobs of SoftmaxAttention. Raises ValueError for an odd number of kv_heads, and for
+    dropout: the paper does not say to which softmax it would apply.
     """
 
-    def __init__(self, dim: int, heads: int, context: int, layer: int, depth: int, **knobs):
-        super().__init__(dim, heads, context, layer, depth, **knobs)
+    def __init__(self, spec: LayerSpec, **knobs):
+        super().__init__(spec, **knobs)
         if self.kv_heads % 2:
+            values = f"heads={spec.heads} kv_heads={self.kv_heads}"
+            raise ValueError(f"heads come in pairs: kv_heads must be even ({values}). fix: 2")
+        if self.kernel.dropout:
+            values = f"dropout={self.kernel.dropout}, DifferentialAttention"
             raise ValueError(
-                f"heads come in pairs: kv_heads must be even ({heads=} kv_heads={self.kv_heads}). fix: 2"
+                f"weights that are a difference have no dropout ({values}). fix: attention.dropout=0"
             )
-        if self.dropout:
-            given = f"dropout={self.dropout}, DifferentialAttention"
-            raise ValueError(
-                f"weights that are a difference have no dropout ({given}). fix: attention.dropout=0"
-            )
-        self.least = 0.8 - 0.6 * exp(-0.3 * layer)
-        self.q1, self.k1, self.q2, self.k2 = (
-            nn.Parameter(torch.empty(self.head_dim)) for _ in range(4)
-        )
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * spec.layer)
+        head_dim = self.head_dim
+        self.q1 = nn.Parameter(torch.empty(head_dim))
+        self.k1 = nn.Parameter(torch.empty(head_dim))
+        self.q2 = nn.Parameter(torch.empty(head_dim))
+        self.k2 = nn.Parameter(torch.empty(head_dim))
 
-    def read(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        halves = [
-            super(DifferentialAttention, self).read(x, q, k, w.repeat(1, 1, 2, 1), visible)
-            for w in v.chunk(2, dim=2)
-        ]
-        seen, noise = torch.cat(halves, dim=-1).chunk(2, dim=2)  # (B, T, H/2, 2 D)
-        q1, k1, q2, k2 = map(fp32, (self.q1, self.k1, self.q2, self.k2))
-        share = ((q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.least).type_as(seen)
-        return (1 - self.least) * rms(seen - share * noise, self.eps)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q (B, T, H, D/H), k and v (B, S, K, D/H) -> (B, T, H/2, 2 D/H)"""
+        # Both heads of a pair weigh the values of both, one half of these at a time.
+        v1, v2 = v.chunk(2, dim=2)
+        v1 = v1.repeat(1, 1, 2, 1)
+        v2 = v2.repeat(1, 1, 2, 1)
+        y1 = super().attend(q, k, v1, mask)  # (B, T, H, D/H)
+        y2 = super().attend(q, k, v2, mask)
+        y = torch.cat((y1, y2), dim=-1)
+        signal, noise = y.chunk(2, dim=2)
 
-    def score_flops(self, context: int) -> float:
-        return 1.5 * super().score_flops(context)  # values twice as wide
+        # lambda = exp(q1 . k1) - exp(q2 . k2) + lambda_init
+        q1 = fp32(self.q1)
+        k1 = fp32(self.k1)
+        q2 = fp32(self.q2)
+        k2 = fp32(self.k2)
+        lambda_ = (q1 * k1).sum().exp() - (q2 * k2).sum().exp()
+        lambda_ = (lambda_ + self.lambda_init).type_as(signal)
+        y = rms(signal - lambda_ * noise, self.norm_eps)
+        return (1 - self.lambda_init) * y
 
-    def initial(self, name: str, generator: torch.Generator) -> Tensor:
-        zero = super().initial(name, generator)
-        return zero if name == "sink" else 0.1 * torch.randn(zero.shape, generator=generator)
+    def attention_flops(self, context: int) -> float:
+        return 1.5 * super().attention_flops(context)  # the values are twice as wide
+
+    def init_param(self, name: str, generator: torch.Generator) -> Tensor:
+        if name == "sink":
+            return super().init_param(name, generator)
+        return 0.1 * torch.randn(self.head_dim, generator=generator)

@@ -1,142 +1,23 @@
-"""Gated delta rule: a matrix per head that forgets, and corrects what it holds. Yang et al., 2412.06464.
+"""Gated delta rule: a matrix per head that decays and corrects itself. Yang et al., 2412.06464.
 
-    S_t = a_t S_{t-1} + k_t u_t'   with   u_t = b_t (v_t - a_t S_{t-1}' k_t),   and the output S_t' q_t
+    S_t = a_t S_{t-1} + k_t u_t'   with   u_t = b_t (v_t - a_t S_{t-1}' k_t),   output S_t' q_t
 
-As in Qwen3-Next, queries, keys and values pass a short causal convolution first. The state and the convolution's last
-inputs are all it remembers, whatever the length. Within a chunk of tokens all u_t are solved for at once.
+As in Qwen3-Next, queries, keys and values pass a short causal convolution first. The cache holds
+the state S (D, D) and the convolution's last inputs, whatever the length.
+In this file D is the width of a head, C the features of q, k and v together, N the chunks.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention.base import Attention, validate_knobs
+from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
 from model.cache import LayerCache
 from model.context import ForwardContext
 from model.layers import Linear, RMSNorm, fp32, no_autocast
 
-
-class GatedDelta(Attention):
-    """Raises ValueError for sizes that are no whole numbers from 1."""
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        context: int,
-        layer: int,
-        depth: int,
-        *,
-        head_dim: int | None,
-        kernel: int,
-        chunk: int,
-    ):
-        super().__init__()
-        validate_knobs(head_dim=head_dim, kernel=kernel, chunk=chunk)
-        head_dim = dim // heads if head_dim is None else head_dim
-        self.heads, self.head_dim, self.kernel, self.chunk = heads, head_dim, kernel, chunk
-        self.q_proj = Linear(dim, heads * head_dim)
-        self.k_proj = Linear(dim, heads * head_dim)
-        self.v_proj = Linear(dim, heads * head_dim)
-        self.taps = nn.Parameter(
-            torch.empty(3 * heads * head_dim, 1, kernel)
-        )  # of the convolution, newest last
-        self.write_proj = Linear(dim, heads)
-        self.decay_proj = Linear(dim, heads)
-        self.decay_rate = nn.Parameter(torch.empty(heads))  # its logarithm
-        self.decay_bias = nn.Parameter(torch.empty(heads))
-        self.out_norm = RMSNorm(head_dim)
-        self.gate_proj = Linear(dim, heads * head_dim)
-        self.o_proj = Linear(heads * head_dim, dim)
-
-    def mix(self, x: Tensor, ctx: ForwardContext, cache: "StateCache | None") -> Tensor:
-        mixed = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
-        mixed = F.silu(self.convolve(mixed, ctx, cache))
-        q, k, v = (
-            fp32(y).unflatten(-1, (self.heads, -1)) for y in mixed.chunk(3, dim=-1)
-        )  # (B, T, H, D)
-        q, k = (y * (y.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
-        write = fp32(self.write_proj(x)).sigmoid()  # b (B, T, H)
-        decay = -fp32(self.decay_rate).exp() * F.softplus(
-            fp32(self.decay_proj(x)) + fp32(self.decay_bias)
-        )  # log a (B, T, H)
-        ids = ctx.positions[:, :, None]
-        decay = decay.masked_fill(ids == 0, -60.0)  # e^-60 is left of the document before
-        write, decay = (
-            y.masked_fill(ids < 0, 0.0) for y in (write, decay)
-        )  # padding: S_t = S_{t-1}
-        empty = (x.shape[0], self.heads, self.head_dim, self.head_dim)
-        state = q.new_zeros(empty) if cache is None else cache.state.type_as(q)
-        with no_autocast(x.device):
-            y, state = delta_rule(q * self.head_dim**-0.5, k, v, write, decay, state, self.chunk)
-        if cache is not None:
-            cache.state.copy_(state)
-        return self.o_proj(
-            (
-                self.out_norm(y.type_as(x)) * F.silu(self.gate_proj(x).unflatten(-1, y.shape[2:]))
-            ).flatten(-2)
-        )
-
-    def convolve(self, x: Tensor, ctx: ForwardContext, cache: "StateCache | None") -> Tensor:
-        """Each feature of x (B, T, C) with its own `kernel` newest tokens of its document, padding skipped."""
-        past = (
-            x.new_zeros(x.shape[0], self.kernel - 1, x.shape[2])
-            if cache is None
-            else cache.inputs.type_as(x)
-        )
-        line, place = ctx.pack(x)  # the tokens without padding, and where in there each is
-        line = torch.cat((past, line), dim=1)
-        y = 0.0
-        for back in range(self.kernel):
-            tap = line[:, self.kernel - 1 - back :][:, : x.shape[1]]
-            tap = tap if place is None else tap.gather(1, place[:, :, None].expand_as(x))
-            y = y + (tap * self.taps[:, 0, -1 - back].type_as(x)).masked_fill(
-                ctx.positions[:, :, None] < back, 0.0
-            )
-        if cache is not None:
-            newest = (
-                ctx.lengths[:, None]
-                - ctx.cached_lengths[:, None]
-                + torch.arange(self.kernel - 1, device=x.device)
-            )
-            cache.inputs.copy_(line.gather(1, newest[:, :, None].expand_as(past)))
-        return y
-
-    def new_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
-    ) -> "StateCache":
-        dtype = dtype if dtype.is_floating_point else torch.bfloat16
-        state = torch.zeros(
-            batch, self.heads, self.head_dim, self.head_dim, dtype=dtype, device=device
-        )
-        inputs = torch.zeros(
-            batch, self.kernel - 1, 3 * self.heads * self.head_dim, dtype=dtype, device=device
-        )
-        return StateCache(fp32(state), inputs)  # the state accumulates
-
-    def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
-        itemsize = dtype.itemsize if dtype.is_floating_point else 2
-        return (
-            self.heads
-            * self.head_dim
-            * (self.head_dim * max(itemsize, 4) + 3 * (self.kernel - 1) * itemsize)
-        )
-
-    def score_flops(self, context: int) -> float:
-        return (
-            self.heads
-            * self.head_dim
-            * (8 * min(self.chunk, context) + 6 * self.head_dim + 6 * self.kernel)
-        )
-
-    def initial(self, name: str, generator: torch.Generator) -> Tensor:
-        if name == "taps":  # at first a token passes as it is
-            return F.one_hot(torch.tensor(self.kernel - 1), self.kernel).expand(self.taps.shape)
-        return (
-            torch.zeros(self.heads)
-            if name == "decay_rate"
-            else torch.linspace(-6.0, 0.0, self.heads)
-        )
+# The log decay at the first token of a document: e^-60 of the document before remains.
+FORGET_ALL = -60.0
 
 
 class StateCache(LayerCache):
@@ -149,43 +30,221 @@ class StateCache(LayerCache):
         return self.buffers[0]
 
     @property
-    def inputs(self) -> Tensor:
+    def conv_state(self) -> Tensor:
         return self.buffers[1]
 
 
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, write: Tensor, decay: Tensor, state: Tensor, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """q, k, v (B, T, H, D), write, decay (B, T, H), state (B, H, D, D) -> output (B, T, H, D), state after.
+class GatedDelta(Attention):
+    """`kernel` is the width of the convolution and `chunk` that of `delta_rule`, in tokens.
 
-    A chunk's u solve a triangular system whose right side is linear in the state before it: both parts are solved for
-    all chunks together, and only a few products a chunk wait for the state.
+    Raises ValueError for sizes that are no whole numbers from 1.
     """
-    length, chunk = q.shape[1], min(chunk, q.shape[1])
-    pad = -length % chunk  # tokens that write and forget nothing
-    q, k, v = (
-        F.pad(x, (0, 0, 0, 0, 0, pad)).transpose(1, 2).unflatten(2, (-1, chunk)) for x in (q, k, v)
+
+    def __init__(self, spec: LayerSpec, *, head_dim: int | None, kernel: int, chunk: int):
+        super().__init__()
+        validate_knobs(head_dim=head_dim, kernel=kernel, chunk=chunk)
+        dim = spec.dim
+        heads = spec.heads
+        if head_dim is None:
+            head_dim = dim // heads
+        width = heads * head_dim
+        self.heads = heads
+        self.head_dim = head_dim
+        self.kernel = kernel
+        self.chunk = chunk
+
+        # Queries, keys, values, and the weights of their convolution, newest token last.
+        self.q_proj = Linear(dim, width)
+        self.k_proj = Linear(dim, width)
+        self.v_proj = Linear(dim, width)
+        self.taps = nn.Parameter(torch.empty(3 * width, 1, kernel))
+
+        # b = sigmoid(write_proj(x)), log a = -exp(decay_rate) softplus(decay_proj(x) + decay_bias)
+        self.write_proj = Linear(dim, heads)
+        self.decay_proj = Linear(dim, heads)
+        self.decay_rate = nn.Parameter(torch.empty(heads))
+        self.decay_bias = nn.Parameter(torch.empty(heads))
+
+        # The output, normalised and gated.
+        self.out_norm = RMSNorm(head_dim, spec.norm_eps)
+        self.gate_proj = Linear(dim, width)
+        self.o_proj = Linear(width, dim)
+
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: StateCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        # Project, convolve, and normalise queries and keys to length 1.
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        v = self.v_proj(x)
+        qkv = torch.cat((q, k, v), dim=-1)  # (B, T, C)
+        qkv = F.silu(self.short_conv(qkv, ctx, cache))
+        qkv = fp32(qkv).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.unbind(dim=2)  # (B, T, H, D)
+        q = l2_norm(q) * self.head_dim**-0.5
+        k = l2_norm(k)
+
+        # beta and the log decay g, (B, T, H). Padding writes and forgets nothing: S_t = S_{t-1}.
+        beta = fp32(self.write_proj(x)).sigmoid()
+        rate = fp32(self.decay_rate).exp()
+        step = fp32(self.decay_proj(x))
+        step = step + fp32(self.decay_bias)
+        g = -rate * F.softplus(step)
+        positions = ctx.positions[:, :, None]
+        g = g.masked_fill(positions == 0, FORGET_ALL)
+        is_padding = positions < 0
+        beta = beta.masked_fill(is_padding, 0.0)
+        g = g.masked_fill(is_padding, 0.0)
+
+        # Run the recurrence from the cached state.
+        if cache is None:
+            state = q.new_zeros(len(x), self.heads, self.head_dim, self.head_dim)
+        else:
+            state = cache.state.type_as(q)
+        with no_autocast(x.device):
+            y, state = delta_rule(q, k, v, beta, g, state, self.chunk)
+        if cache is not None:
+            cache.state.copy_(state)
+
+        # Normalise, gate and project back.
+        gate = self.gate_proj(x).unflatten(-1, y.shape[2:])
+        y = self.out_norm(y.type_as(x)) * F.silu(gate)
+        return self.o_proj(y.flatten(-2)), carry
+
+    def short_conv(self, x: Tensor, ctx: ForwardContext, cache: StateCache | None) -> Tensor:
+        """Convolve each feature of x (B, T, C) over its `kernel` newest tokens.
+
+        The tokens are those of the same document; padding is skipped.
+        """
+        batch, length, width = x.shape
+        if cache is None:
+            past = x.new_zeros(batch, self.kernel - 1, width)
+        else:
+            past = cache.conv_state.type_as(x)
+        packed, indices = ctx.pack(x)  # the tokens without padding, and where in them each is
+        packed = torch.cat((past, packed), dim=1)
+        if indices is not None:
+            indices = indices[:, :, None].expand_as(x)
+
+        positions = ctx.positions[:, :, None]
+        y = 0.0
+        for lag in range(self.kernel):
+            start = self.kernel - 1 - lag
+            lagged = packed.narrow(1, start, length)  # (B, T, C), `lag` tokens ago
+            if indices is not None:
+                lagged = lagged.gather(1, indices)
+            weight = self.taps[:, 0, -1 - lag].type_as(x)
+            term = lagged * weight
+            y = y + term.masked_fill(positions < lag, 0.0)
+
+        # Keep the newest kernel - 1 inputs, which end with the last token of each row.
+        if cache is not None:
+            num_new = ctx.lengths - ctx.cached_lengths
+            offsets = torch.arange(self.kernel - 1, device=x.device)
+            newest = num_new[:, None, None] + offsets[:, None]  # (B, kernel - 1, 1)
+            conv_state = packed.gather(1, newest.expand_as(past))
+            cache.conv_state.copy_(conv_state)
+        return y
+
+    def new_cache(
+        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+    ) -> StateCache:
+        if not dtype.is_floating_point:
+            dtype = torch.bfloat16
+        # The state is at least fp32, because it accumulates over all tokens.
+        state_dtype = torch.promote_types(dtype, torch.float32)
+        head_dim = self.head_dim
+        width = 3 * self.heads * head_dim
+        state = torch.zeros(
+            (batch, self.heads, head_dim, head_dim), dtype=state_dtype, device=device
+        )
+        conv_state = torch.zeros((batch, self.kernel - 1, width), dtype=dtype, device=device)
+        return StateCache(state, conv_state)
+
+    def attention_flops(self, context: int) -> float:
+        # For each feature of each head: within the chunk, with the state, in the convolution.
+        flops = 8 * min(self.chunk, context)
+        flops += 6 * self.head_dim
+        flops += 6 * self.kernel
+        return self.heads * self.head_dim * flops
+
+    def init_param(self, name: str, generator: torch.Generator) -> Tensor:
+        if name == "taps":  # the newest token passes unchanged
+            newest = torch.tensor(self.kernel - 1)
+            return F.one_hot(newest, self.kernel).expand(self.taps.shape)
+        if name == "decay_bias":  # heads from slow to fast decay
+            return torch.linspace(-6.0, 0.0, self.heads)
+        return super().init_param(name, generator)
+
+
+def l2_norm(x: Tensor) -> Tensor:
+    """Scale x (..., D) to length 1."""
+    square = x.square().sum(dim=-1, keepdim=True)
+    return x * (square + 1e-6).rsqrt()
+
+
+def split_chunks(x: Tensor, chunk: int) -> Tensor:
+    """x (B, T, H, D) -> (B, H, N, chunk, D), padded with zeros."""
+    pad = -x.shape[1] % chunk
+    x = F.pad(x, (0, 0, 0, 0, 0, pad))
+    return x.transpose(1, 2).unflatten(2, (-1, chunk))
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Run the gated delta rule over chunks of tokens, from `state` (B, H, D, D).
+
+    q, k, v (B, T, H, D), beta and log decay g (B, T, H) -> output (B, T, H, D), next state.
+
+    Within a chunk that starts from the state S, all u_t are solved for at once. They are linear in
+    S, so that the systems of all chunks are solved together; a few products a chunk wait for S.
+    """
+    length = q.shape[1]
+    chunk = min(chunk, length)
+    q = split_chunks(q, chunk)  # (B, H, N, chunk, D)
+    k = split_chunks(k, chunk)
+    v = split_chunks(v, chunk)
+    beta = split_chunks(beta[..., None], chunk)  # (B, H, N, chunk, 1)
+    g = split_chunks(g[..., None], chunk)
+
+    # G_i = g_1 + ... + g_i, and M_ij = exp(G_i - G_j): what remains at token i of token j <= i.
+    g_sum = g.cumsum(dim=-2)
+    decay_mask = (g_sum - g_sum.mT).tril()  # (B, H, N, chunk, chunk)
+    decay_mask = decay_mask.exp().tril()
+
+    # u_i + b_i sum_{j<i} M_ij (k_i . k_j) u_j = b_i v_i - b_i exp(G_i) S' k_i.
+    # With (I + A) u_v = b v and (I + A) w = b exp(G) k, this is u = u_v - w S.
+    system = beta * (k @ k.mT) * decay_mask
+    system = system.tril(-1)
+    right_v = beta * v
+    right_k = beta * g_sum.exp() * k
+    right_side = torch.cat((right_v, right_k), dim=-1)
+    solution = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
+    u_v, w = solution.chunk(2, dim=-1)  # (B, H, N, chunk, D)
+
+    # o_i = sum_{j<=i} M_ij (q_i . k_j) u_j + exp(G_i) S' q_i
+    # S_next = exp(G_last) S + sum_j M_last,j k_j u_j'
+    scores = (q @ k.mT) * decay_mask
+    k = (k * decay_mask.mT[..., -1:]).mT  # (B, H, N, D, chunk)
+    decay = g_sum[..., -1:, :].exp()  # (B, H, N, 1, 1)
+    q = q * g_sum.exp()
+    chunks = zip(
+        q.unbind(dim=2),
+        k.unbind(dim=2),
+        u_v.unbind(dim=2),
+        w.unbind(dim=2),
+        scores.unbind(dim=2),
+        decay.unbind(dim=2),
+        strict=True,
     )
-    write, decay = (
-        F.pad(x, (0, 0, 0, pad)).transpose(1, 2).unflatten(2, (-1, chunk)) for x in (write, decay)
-    )
-    write, total = write[..., None], decay.cumsum(dim=-1)[..., None]  # (B, H, N, C, 1)
-    fade = (
-        (total - total.mT).tril().exp().tril()
-    )  # how much of token j is left at token i, (B, H, N, C, C)
-    system = (write * (k @ k.mT) * fade).tril(-1)
-    right = torch.cat((write * v, write * total.exp() * k), dim=-1)
-    fresh, read = torch.linalg.solve_triangular(
-        system, right, upper=False, unitriangular=True
-    ).chunk(2, dim=-1)
-    within, keep, last = (
-        (q @ k.mT) * fade,
-        (k * fade[..., -1, :, None]).mT,
-        total[..., -1:, :].exp(),
-    )
-    q, outputs = q * total.exp(), []
-    for n in range(q.shape[2]):
-        u = fresh[:, :, n] - read[:, :, n] @ state
-        outputs.append(within[:, :, n] @ u + q[:, :, n] @ state)
-        state = last[:, :, n] * state + keep[:, :, n] @ u
-    return torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2), state
+    outputs = []
+    for q_n, k_n, u_v_n, w_n, scores_n, decay_n in chunks:
+        u = u_v_n - w_n @ state
+        output = scores_n @ u + q_n @ state
+        state = decay_n * state + k_n @ u
+        outputs.append(output)
+    y = torch.cat(outputs, dim=2)  # (B, H, N * chunk, D)
+    y = y[:, :, :length].transpose(1, 2)
+    return y, state

@@ -1,28 +1,24 @@
-"""Different attentions over depth, by a pattern: Gemma 3 has 5 local to 1 global, Llama 4 has 3 chunked to 1 full."""
+"""Different attentions over depth, such as 5 local layers to 1 global one (Gemma 3)."""
 
 from collections.abc import Callable
 
-from model.attention.base import Attention
+from model.attention.base import Attention, LayerSpec
 
 
 def hybrid(
-    dim: int,
-    heads: int,
-    context: int,
-    layer: int,
-    depth: int,
-    *,
-    kinds: dict[str, Callable[..., Attention]],
-    pattern: list[str],
+    spec: LayerSpec, *, kinds: dict[str, Callable[..., Attention]], pattern: list[str]
 ) -> Attention:
-    """The pattern is repeated so that it ends with the last layer. Raises ValueError for a kind that is not there."""
+    """Build the attention of a layer; `pattern` repeats over depth and ends with the last layer.
+
+    Raises ValueError for an empty pattern and for a kind that is not in `kinds`.
+    """
     if not pattern:
         raise ValueError(
             f"attention.pattern is empty ({sorted(kinds)=}). fix: name the kind of some layers"
         )
-    kind = pattern[(layer - depth) % len(pattern)]
+    kind = pattern[(spec.layer - spec.depth) % len(pattern)]
     if kind not in kinds:
         raise ValueError(
             f"attention.pattern names no kind ({kind!r} of {sorted(kinds)}). fix: one of its kinds"
         )
-    return kinds[kind](dim, heads, context, layer, depth)
+    return kinds[kind](spec)

@@ -1,109 +1,120 @@
-"""Attention kernels: (q, k, v, mask) -> (B, T, H, D)."""
+"""Softmax attention: its definition, three faster kernels that equal it, and the choice of one.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+Functions take q (B, H, T, D), k (B, K, S, D), v (B, K, S, E) and mask (B, 1, T, S), and return
+(B, H, T, E). H is a multiple of K. True in the mask means visible; mask=None means plain causal
+attention with T = S, which needs no mask in memory.
+"""
+
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from model.layers import apply_softcap, fp32
 
-BLOCK, DENSE = 128, 1024  # queries of a block; tokens up to which scores may lie in memory
+BLOCK_SIZE = 128  # queries in a block of `blockwise_attention`
+MAX_COMPILED_TOKENS = 1024  # tokens up to which it beats the fused kernel, compiled for a CPU
 
 
-watched: list[Tensor] | None = None
-
-
-@contextmanager
-def watching() -> Iterator[list[Tensor]]:
-    """Inside, every `attend` adds its weights (B, H, T, S) to the list."""
-    global watched
-    watched = []
-    try:
-        yield watched
-    finally:
-        watched = None
-
-
-def attention(
+def eager_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    visible: Tensor | None,
+    mask: Tensor | None,
     *,
     softcap: float | None = None,
     sink: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """q (B, T, H, D), k (B, S, K, D), v (B, S, K, E), visible (B, 1, T, S), sink (H,) -> (B, T, H, E).
+    """Compute attention by its definition, which every other kernel must equal.
 
-    H is a multiple of K. visible=None is plain causal, T = S: no mask exists, the fused kernel knows. Compiled for a
-    CPU and up to `DENSE` tokens, plain products of a few query blocks take less time than that kernel, and so do sums
-    for T = 1; compiled for CUDA, whatever is not plain and as long as its keys goes to FlexAttention.
+    `scale` is 1 / sqrt(D) unless given; sink (H,) is a logit that adds no value.
     """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if watched is not None:
-        each = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:2], -1, -1)
-        watched.append(eager_attention(q, k, each, visible, softcap, sink, 0.0, scale))
-    compiled, plain = torch.compiler.is_compiling(), softcap is None and sink is None
-    if (
-        compiled
-        and q.is_cuda
-        and q.shape[2] == k.shape[2]
-        and not (plain and visible is None)
-        and dropout == 0
-    ):
-        return flex(q, k, v, visible, softcap, sink, scale).transpose(1, 2)
-    dense = (
-        compiled
-        and q.device.type == "cpu"
-        and (q.shape[2] == 1 or (visible is None and q.shape[2] <= DENSE))
-    )
-    if plain and not dense:
-        causal, gqa = visible is None, q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(
-            q, k, v, visible, dropout, causal, scale=scale, enable_gqa=gqa
-        )
-    else:
-        y = eager_attention(q, k, v, visible, softcap, sink, dropout, scale)
-    return y.transpose(1, 2)
+    batch, heads, length, head_dim = q.shape
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    if scale is None:
+        scale = head_dim**-0.5
+    k = k.repeat_interleave(heads // k.shape[1], dim=1)  # (B, H, S, D)
+    v = v.repeat_interleave(heads // v.shape[1], dim=1)  # (B, H, S, E)
+
+    scores = fp32(q @ k.mT) * scale  # (B, H, T, S)
+    scores = apply_softcap(scores, softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sink is not None:
+        column = fp32(sink).view(-1, 1, 1).expand(batch, -1, length, 1)
+        scores = torch.cat((scores, column), dim=-1)  # (B, H, T, S + 1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[2]]
+    weights = F.dropout(weights, dropout)
+    return weights.type_as(v) @ v
 
 
-def flex(
+def blockwise_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
+) -> Tensor:
+    """Compute causal attention by blocks of queries, each without the keys that come after it.
+
+    With a mask, all queries are one block. `options` are those of `attend_block`.
+    """
+    if mask is not None:
+        return attend_block(q, k, v, mask, **options)
+    positions = torch.arange(q.shape[2], device=q.device)
+    blocks = []
+    for start in range(0, q.shape[2], BLOCK_SIZE):
+        end = min(start + BLOCK_SIZE, q.shape[2])
+        queries = q[:, :, start:end]
+        keys = k[:, :, :end]
+        values = v[:, :, :end]
+        mask = (positions[:end] <= positions[start:end, None])[None, None]
+        blocks.append(attend_block(queries, keys, values, mask, **options))
+    return torch.cat(blocks, dim=2)
+
+
+def attend_block(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    visible: Tensor | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    scale: float | None,
+    mask: Tensor,
+    *,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
 ) -> Tensor:
-    """The same, q (B, H, T, D) and so on, skipping blocks that nobody sees, with no score in memory. 2412.05496."""
-    every = None if visible is None else visible.expand(q.shape[0], -1, -1, -1)
+    """Compute attention with the softmax unrolled, its division moved behind the product with v.
 
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return j <= i if every is None else every[b, 0, i, j]
+    For the backward it keeps the exponentials, in the dtype of v, instead of scores in fp32.
+    """
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    matmul = torch.matmul
+    if q.shape[2] == 1 and torch.compiler.is_compiling():
+        matmul = vector_matmul
 
-    def bent(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return apply_softcap(score, softcap)
+    scores = fp32(matmul(q * scale, k.mT))
+    scores = apply_softcap(scores, softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
 
-    batch = None if every is None else q.shape[0]
-    mask = create_block_mask(seen, batch, None, q.shape[2], k.shape[2], device=q.device)
-    how = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    how["score_mod"] = None if softcap is None else bent
-    if sink is None:
-        return flex_attention(q, k, v, **how)
-    y, extra = flex_attention(q, k, v, **how, return_aux=AuxRequest(lse=True))
-    # the sink is one more exponential in the sum
-    return y * (extra.lse - fp32(sink)[:, None]).sigmoid()[..., None].type_as(y)
+    # Subtract the largest score, so that no exponential overflows.
+    highest = scores.detach().amax(dim=-1, keepdim=True)
+    total = 0.0
+    if sink is not None:
+        sink = fp32(sink).view(-1, 1, 1)
+        highest = highest.maximum(sink.detach())
+        total = (sink - highest).exp()
+    weights = Exponential.apply(scores - highest, v.dtype)
+    total = total + fp32(weights).sum(dim=-1, keepdim=True)
+    y = matmul(F.dropout(weights, dropout), v)
+    return (y / total).type_as(v)
 
 
 class Exponential(torch.autograd.Function):
-    """e^x as `dtype`, which is all that stays in memory for the backward."""
+    """e^x in `dtype`; this result is all that stays in memory for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,42 +128,102 @@ class Exponential(torch.autograd.Function):
         return fp32(grad) * fp32(y), None
 
 
-def eager_attention(
+def vector_matmul(vector: Tensor, matrix: Tensor) -> Tensor:
+    """(..., 1, N) x (..., N, M) -> (..., 1, M), in fp32; it compiles to one loop without a call."""
+    return (fp32(vector).mT * fp32(matrix)).sum(dim=-2, keepdim=True)
+
+
+def flex_attention_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    visible: Tensor | None,
+    mask: Tensor | None,
+    *,
     softcap: float | None,
     sink: Tensor | None,
-    dropout: float,
     scale: float | None,
 ) -> Tensor:
-    """The same, q (B, H, T, D) and so on, with scores in memory: none that a whole block of queries does not see."""
-    if visible is None:
-        time, blocks = torch.arange(q.shape[2], device=q.device), []
-        for start in range(0, q.shape[2], BLOCK):
-            end = min(start + BLOCK, q.shape[2])
-            seen = (time[:end] <= time[start:end, None])[None, None]
-            parts = q[:, :, start:end], k[:, :, :end], v[:, :, :end]
-            blocks.append(eager_attention(*parts, seen, softcap, sink, dropout, scale))
-        return torch.cat(blocks, dim=2)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    product = vector_matmul if q.shape[2] == 1 and torch.compiler.is_compiling() else torch.matmul
-    scores = apply_softcap(
-        fp32(product(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT)), softcap
-    )
-    scores = scores.masked_fill(~visible, -torch.inf)
-    highest, total = scores.detach().amax(dim=-1, keepdim=True), 0.0
-    if sink is not None:  # one more score, of nothing
-        extra = fp32(sink).view(-1, 1, 1)
-        highest = highest.maximum(extra.detach())
-        total = (extra - highest).exp()
-    weights = Exponential.apply(scores - highest, v.dtype)
-    total = total + fp32(weights).sum(dim=-1, keepdim=True)
-    y = product(F.dropout(weights, dropout), v)
-    return (y / total).type_as(v)  # so the backward sums over features alone
+    """Compute attention by FlexAttention, which skips blocks without a visible key. 2412.05496."""
+    mask_batch = None
+    if mask is not None:
+        mask_batch = q.shape[0]
+        mask = mask.expand(mask_batch, -1, -1, -1)
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i if mask is None else mask[b, 0, i, j]
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return apply_softcap(score, softcap)
+
+    options = {
+        "score_mod": None if softcap is None else score_mod,
+        "block_mask": create_block_mask(
+            mask_mod, mask_batch, None, q.shape[2], k.shape[2], device=q.device
+        ),
+        "scale": scale,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
+    if sink is None:
+        return flex_attention(q, k, v, **options)
+
+    # The sink adds an exponential to the sum: y * sum / (sum + exp(sink)).
+    y, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    fraction = (aux.lse - fp32(sink)[:, None]).sigmoid()  # (B, H, T)
+    return y * fraction[..., None].type_as(y)
 
 
-def vector_matmul(row: Tensor, matrix: Tensor) -> Tensor:
-    """(..., 1, N) x (..., N, M), which the compiler makes one loop of, without a call."""
-    return (fp32(row).mT * fp32(matrix)).sum(dim=-2, keepdim=True)
+class AttentionKernel(nn.Module):
+    """Softmax attention by the fastest kernel for the shapes, the device and the compiler.
+
+    It has no parameters; it is a module so that a forward hook can see what it is called with.
+    """
+
+    def __init__(self, softcap: float | None = None, dropout: float = 0.0):
+        super().__init__()
+        self.softcap = softcap
+        self.dropout = dropout
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        *,
+        sink: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """q (B, T, H, D), k (B, S, K, D), v (B, S, K, E), mask (B, 1, T, S) -> (B, T, H, E)."""
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
+        length = q.shape[2]
+        dropout = self.dropout if self.training else 0.0
+        options = {"softcap": self.softcap, "sink": sink, "scale": scale}
+        is_compiling = torch.compiler.is_compiling()
+        is_fusable = self.softcap is None and sink is None
+        is_plain = is_fusable and mask is None
+
+        # FlexAttention must be compiled, and has no dropout. It takes what is not plain causal.
+        can_flex = is_compiling and q.is_cuda and length == k.shape[2] and dropout == 0
+        if can_flex and not is_plain:
+            return flex_attention_kernel(q, k, v, mask, **options).transpose(1, 2)
+
+        # The fused kernel has neither soft-cap nor sink. Compiled for a CPU it loses to products
+        # of a few blocks, and to sums for a single query.
+        is_short = length == 1 or (mask is None and length <= MAX_COMPILED_TOKENS)
+        prefers_blocks = is_compiling and q.device.type == "cpu" and is_short
+        if is_fusable and not prefers_blocks:
+            y = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                mask,
+                dropout,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        else:
+            y = blockwise_attention(q, k, v, mask, dropout=dropout, **options)
+        return y.transpose(1, 2)

@@ -1,32 +1,30 @@
-"""Multi-head latent attention: keys and values are read out of one small latent. DeepSeek-V2, 2405.04434.
+"""Multi-head latent attention: keys and values are projected from a latent. DeepSeek-V2, 2405.04434.
 
-Only the latent (`rank`) and one rotary key (`rope_dim`) are cached, for all heads together. Few new tokens meet the
-latents themselves (absorbed): the read-out matrices move from the S cached tokens to the T new ones.
+The cache holds the latent (`rank`) and one rotary key (`rope_dim`) for all heads together. A few
+new tokens attend to the latents themselves (absorbed): the projections of keys and values move
+from the S cached tokens to the T new ones.
 """
 
 import torch
 from torch import Tensor
 
-from model.attention.base import Attention, validate_knobs
-from model.attention.kernels import attention
-from model.cache import KVCache, slot_bytes
+from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
+from model.attention.kernels import AttentionKernel
+from model.cache import KVCache
 from model.context import ForwardContext, Scaling
 from model.layers import Linear, RMSNorm, apply_rope
 
 
 class LatentAttention(Attention):
-    """`head_dim` is the part of a key without position; values are head_dim + rope_dim wide, as fused kernels ask.
+    """`head_dim` is the part of a key without position, `rope_dim` the part with one (R in shapes).
 
+    Values are head_dim + rope_dim wide (E), because fused kernels need them as wide as keys.
     With `query_rank`, queries come out of a latent too. Raises ValueError for an odd `rope_dim`.
     """
 
     def __init__(
         self,
-        dim: int,
-        heads: int,
-        context: int,
-        layer: int,
-        depth: int,
+        spec: LayerSpec,
         *,
         rank: int | None,
         head_dim: int | None,
@@ -46,84 +44,103 @@ class LatentAttention(Attention):
             rope_dim=rope_dim,
             query_rank=query_rank,
         )
-        head_dim = dim // heads if head_dim is None else head_dim
-        rank = 2 * head_dim if rank is None else rank
-        rope_dim = head_dim // 2 if rope_dim is None else rope_dim
+        dim = spec.dim
+        heads = spec.heads
+        if head_dim is None:
+            head_dim = dim // heads
+        if rank is None:
+            rank = 2 * head_dim
+        if rope_dim is None:
+            rope_dim = head_dim // 2
         if rope_dim % 2:
             raise ValueError(
-                f"RoPE turns pairs, so attention.rope_dim must be even (got {rope_dim}). fix: change it"
+                "RoPE rotates pairs, so attention.rope_dim must be even "
+                f"(got {rope_dim}). fix: change it"
             )
-        self.heads, self.rank, self.head_dim, self.rope_dim, self.dropout = (
-            heads,
-            rank,
-            head_dim,
-            rope_dim,
-            dropout,
-        )
+        self.heads = heads
+        self.rank = rank
+        self.head_dim = head_dim
+        self.rope_dim = rope_dim
         self.value_dim = head_dim + rope_dim
-        self.rotary = rope_dim, rope_base, rope_scaling
-        self.q_down_proj = None if query_rank is None else Linear(dim, query_rank, bias)
-        self.q_down_norm = None if query_rank is None else RMSNorm(query_rank)
+        self.rotary = (rope_dim, rope_base, rope_scaling)  # which tables of cos and sin
+
+        # Queries, through a latent of their own where there is a `query_rank`.
+        self.q_down_proj = None
+        self.q_down_norm = None
+        if query_rank is not None:
+            self.q_down_proj = Linear(dim, query_rank, bias)
+            self.q_down_norm = RMSNorm(query_rank, spec.norm_eps)
         self.q_proj = Linear(query_rank or dim, heads * (head_dim + rope_dim))
+
+        # The latent of keys and values, and the key with position that all heads share.
         self.latent_proj = Linear(dim, rank, bias)
-        self.latent_norm = RMSNorm(rank)
+        self.latent_norm = RMSNorm(rank, spec.norm_eps)
         self.rope_proj = Linear(dim, rope_dim, bias)
         self.kv_proj = Linear(rank, heads * (head_dim + self.value_dim))
         self.o_proj = Linear(heads * self.value_dim, dim, bias)
+        self.kernel = AttentionKernel(dropout=dropout)
 
-    def mix(self, x: Tensor, ctx: ForwardContext, cache: KVCache | None) -> Tensor:
-        tables = ctx.rotary(*self.rotary)
-        q = self.q_proj(x if self.q_down_proj is None else self.q_down_norm(self.q_down_proj(x)))
-        q, q_rope = q.unflatten(-1, (self.heads, -1)).split(
-            [self.head_dim, self.rope_dim], dim=-1
-        )  # (B, T, H, D), R
-        q_rope = apply_rope(q_rope, *tables)
-        k_rope = apply_rope(self.rope_proj(x).unsqueeze(2), *tables)
-        latent = torch.cat(
-            (self.latent_norm(self.latent_proj(x)).unsqueeze(2), k_rope), dim=-1
-        )  # (B, T, 1, rank+R)
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        cos, sin = ctx.rotary(*self.rotary)
+
+        # Queries: a part without position (B, T, H, head_dim) and one with it (B, T, H, R).
+        q_input = x
+        if self.q_down_proj is not None:
+            q_input = self.q_down_norm(self.q_down_proj(x))
+        q = self.q_proj(q_input).unflatten(-1, (self.heads, -1))
+        q, q_rope = q.split([self.head_dim, self.rope_dim], dim=-1)
+        q_rope = apply_rope(q_rope, cos, sin)
+
+        # The latent and the rotary key, side by side as one feature of one head.
+        k_rope = apply_rope(self.rope_proj(x).unsqueeze(2), cos, sin)
+        latent = self.latent_norm(self.latent_proj(x)).unsqueeze(2)
+        latent = torch.cat((latent, k_rope), dim=-1)  # (B, T, 1, rank + R)
         if cache is None:
-            return self.o_proj(
-                self.expanded(q, q_rope, latent, ctx.causal_mask(None, None)).flatten(-2)
-            )
-        (latent,), visible = cache.update(ctx, latent)
-        # multiplications a cached token and head cost: T (2 rank + R) absorbed, 2 rank D + T (2 D + R) expanded
-        few = x.shape[1] * (self.rank - self.head_dim) < self.rank * self.head_dim
-        y = (
-            self.absorbed(q, q_rope, latent, visible)
-            if few
-            else self.expanded(q, q_rope, latent, visible)
-        )
-        return self.o_proj(y.flatten(-2))
+            mask = ctx.causal_mask(None, None)
+        else:
+            (latent,), mask = cache.update(ctx, latent)  # (B, S, 1, rank + R)
 
-    def expanded(self, q: Tensor, q_rope: Tensor, latent: Tensor, visible: Tensor | None) -> Tensor:
-        """latent (B, S, 1, rank+R) -> (B, T, H, D+R), through keys and values of every head."""
+        # Multiplications for each cached token and head: T (2 rank + R) absorbed,
+        # 2 rank head_dim + T (2 head_dim + R) expanded. Take the way that needs fewer.
+        is_short = x.shape[1] * (self.rank - self.head_dim) < self.rank * self.head_dim
+        if cache is not None and is_short:
+            y = self.attend_absorbed(q, q_rope, latent, mask)
+        else:
+            y = self.attend_expanded(q, q_rope, latent, mask)
+        return self.o_proj(y.flatten(-2)), carry
+
+    def attend_expanded(
+        self, q: Tensor, q_rope: Tensor, latent: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """latent (B, S, 1, rank + R) -> (B, T, H, E), through keys and values of every head."""
         latent, k_rope = latent.split([self.rank, self.rope_dim], dim=-1)
-        both = self.kv_proj(latent.squeeze(2)).unflatten(-1, (self.heads, -1))
-        k, v = both.split([self.head_dim, self.value_dim], dim=-1)
-        k = torch.cat((k, k_rope.expand(-1, -1, self.heads, -1)), dim=-1)  # (B, S, H, D+R)
-        dropout = self.dropout if self.dropout and self.training else 0.0
-        return attention(torch.cat((q, q_rope), dim=-1), k, v, visible, dropout=dropout)
+        kv = self.kv_proj(latent.squeeze(2)).unflatten(-1, (self.heads, -1))
+        k, v = kv.split([self.head_dim, self.value_dim], dim=-1)
+        k_rope = k_rope.expand(-1, -1, self.heads, -1)
+        k = torch.cat((k, k_rope), dim=-1)  # (B, S, H, head_dim + R)
+        q = torch.cat((q, q_rope), dim=-1)  # (B, T, H, head_dim + R)
+        return self.kernel(q, k, v, mask)
 
-    def absorbed(self, q: Tensor, q_rope: Tensor, latent: Tensor, visible: Tensor) -> Tensor:
-        """The same, with the latents as one key and value for all heads."""
-        readout = self.kv_proj.weight.unflatten(0, (self.heads, -1))  # (H, D+E, rank)
-        to_key, to_value = readout.split([self.head_dim, self.value_dim], dim=1)
-        q = torch.cat(
-            (torch.einsum("bthd,hdr->bthr", q, to_key), q_rope), dim=-1
-        )  # (B, T, H, rank+R)
-        y = attention(q, latent, latent, visible, scale=self.value_dim**-0.5)[..., : self.rank]
-        return torch.einsum("bthr,her->bthe", y, to_value)
+    def attend_absorbed(self, q: Tensor, q_rope: Tensor, latent: Tensor, mask: Tensor) -> Tensor:
+        """Compute the same, with the latents as the one key and value of all heads.
+
+        q . (W_k c) = (W_k' q) . c, and a weighted sum of W_v c is W_v times that of c.
+        """
+        weight = self.kv_proj.weight.unflatten(0, (self.heads, -1))  # (H, head_dim + E, rank)
+        w_k, w_v = weight.split([self.head_dim, self.value_dim], dim=1)
+        q = torch.einsum("bthd,hdr->bthr", q, w_k)  # (B, T, H, rank)
+        q = torch.cat((q, q_rope), dim=-1)  # (B, T, H, rank + R)
+        y = self.kernel(q, latent, latent, mask, scale=self.value_dim**-0.5)
+        return torch.einsum("bthr,her->bthe", y[..., : self.rank], w_v)
 
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> KVCache:
-        return KVCache(
-            batch, capacity, None, None, (1, self.rank + self.rope_dim), dtype=dtype, device=device
-        )
+        feature = (1, self.rank + self.rope_dim)
+        return KVCache(batch, capacity, None, None, feature, dtype=dtype, device=device)
 
-    def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
-        return (capacity + 1) * slot_bytes(dtype, (1, self.rank + self.rope_dim))
-
-    def score_flops(self, context: int) -> float:
+    def attention_flops(self, context: int) -> float:
         return 2 * self.heads * self.value_dim * (context + 1)

@@ -1,37 +1,33 @@
 """Softmax attention as a product of independent choices. Vaswani et al., 1706.03762.
 
-Projections: `heads` queries share `kv_heads` keys and values (grouped queries: Ainslie, 2305.13245). Positions: RoPE,
-or none (NoPE: Kazemnejad, 2305.19466). QK-norm: none, before RoPE with a weight (Qwen3), after it without (Llama 4).
-Mask: the whole past, a `window` (Beltagy, 2004.05150) or a `chunk` (Llama 4). Scores: a soft-cap (Gemma 2), a learned
-sink (gpt-oss). Output: plain or gated (2505.06708).
+Projections: `heads` queries share `kv_heads` keys and values (grouped queries: Ainslie, 2305.13245).
+Positions: RoPE, or none (NoPE: Kazemnejad, 2305.19466).
+QK-norm: none, before RoPE with a weight (Qwen3), or after it without one (Llama 4).
+Mask: the whole past, a `window` (Beltagy, 2004.05150) or a `chunk` (Llama 4).
+Scores: a soft-cap (Gemma 2), a learned sink (gpt-oss).
+Output: plain or gated (Qiu et al., 2505.06708).
 """
 
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import Attention, validate_knobs
-from model.attention.kernels import attention
-from model.cache import KVCache, slot_bytes
+from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
+from model.attention.kernels import AttentionKernel
+from model.cache import KVCache
 from model.context import ForwardContext, Scaling
 from model.layers import Linear, RMSNorm, apply_rope, rms
 
 
 class SoftmaxAttention(Attention):
-    """Raises ValueError for choices that do not go together.
+    """`rope_base` null means no positions. `window` and `chunk` are in tokens.
 
-    `rope_base` null: no positions. `window` and `chunk` are in tokens: a token sees the `window` newest, itself
-    included, or those of its own chunk; a cache holds no more.
+    A token sees the `window` newest tokens, itself included, or those of its own chunk; a cache
+    holds no more. Raises ValueError for choices that do not go together.
     """
-
-    eps = 1e-6  # of norms without a weight
 
     def __init__(
         self,
-        dim: int,
-        heads: int,
-        context: int,
-        layer: int,
-        depth: int,
+        spec: LayerSpec,
         *,
         kv_heads: int,
         rope_base: float | None,
@@ -47,7 +43,12 @@ class SoftmaxAttention(Attention):
         bias: bool = False,
     ):
         super().__init__()
+        dim = spec.dim
+        heads = spec.heads
         head_dim = dim // heads
+        rotary_dim = int(head_dim * rope_fraction)
+
+        # Refuse knobs that are impossible alone, then those that contradict each other.
         if rope_base is None and rope_scaling is not None:
             raise ValueError(
                 f"there is no RoPE to scale ({rope_base=} {rope_scaling=}). fix: one of them"
@@ -56,77 +57,97 @@ class SoftmaxAttention(Attention):
         if softcap is not None and not softcap > 0:
             raise ValueError(f"attention.softcap must be above 0 (got {softcap!r}). fix: null")
         if dim % heads or heads % kv_heads:
+            values = f"{dim=} {heads=} {kv_heads=}"
             raise ValueError(
-                f"heads divide dim, and kv_heads heads (got {dim=} {heads=} {kv_heads=}). fix: change one"
+                f"heads divide dim, and kv_heads heads (got {values}). fix: change one"
             )
-        rotary_dim = int(head_dim * rope_fraction)
         if rope_base is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
-            given = f"{dim=} / {heads=} x {rope_fraction=} is {head_dim * rope_fraction:g}"
+            values = f"{dim=} / {heads=} x {rope_fraction=} is {head_dim * rope_fraction:g}"
             raise ValueError(
-                f"RoPE needs an even part of the head dimension ({given}). fix: change one of them"
+                f"RoPE needs an even part of the head dimension ({values}). fix: change one of them"
             )
         if qk_norm not in (None, "before_rope", "after_rope"):
-            raise ValueError(
-                f"attention.qk_norm is unknown (got {qk_norm!r}). fix: null, before_rope or after_rope"
-            )
+            fix = "null, before_rope or after_rope"
+            raise ValueError(f"attention.qk_norm is unknown (got {qk_norm!r}). fix: {fix}")
         if window is not None and chunk is not None:
+            values = f"{window=} {chunk=}"
             raise ValueError(
-                f"a layer has a window or a chunk, not both ({window=} {chunk=}). fix: one of them null"
+                f"a layer has a window or a chunk, not both ({values}). fix: one of them null"
             )
-        self.rotary = rotary_dim, rope_base, rope_scaling
-        self.heads, self.kv_heads, self.head_dim, self.qk_norm = heads, kv_heads, head_dim, qk_norm
-        self.rope_base, self.window, self.chunk, self.softcap, self.dropout = (
-            rope_base,
-            window,
-            chunk,
-            softcap,
-            dropout,
-        )
+
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.window = window
+        self.chunk = chunk
+        self.qk_norm = qk_norm
+        self.norm_eps = spec.norm_eps
+        self.rope_base = rope_base
+        self.rotary = (rotary_dim, rope_base, rope_scaling)  # which tables of cos and sin
+
+        # Projections and their norms.
         self.q_proj = Linear(dim, dim, bias)
         self.k_proj = Linear(dim, kv_heads * head_dim, bias)
         self.v_proj = Linear(dim, kv_heads * head_dim, bias)
         self.o_proj = Linear(dim, dim, bias)
         self.gate_proj = Linear(dim, dim, bias) if gated else None
-        self.q_norm = RMSNorm(head_dim) if qk_norm == "before_rope" else None
-        self.k_norm = RMSNorm(head_dim) if qk_norm == "before_rope" else None
+        self.q_norm = None
+        self.k_norm = None
+        if qk_norm == "before_rope":
+            self.q_norm = RMSNorm(head_dim, spec.norm_eps)
+            self.k_norm = RMSNorm(head_dim, spec.norm_eps)
+
+        # The softmax. A sink starts at 0: it weighs as much as a key with that score.
         self.sink = nn.Parameter(torch.empty(heads)) if sink else None
+        self.kernel = AttentionKernel(softcap, dropout)
 
-    def mix(self, x: Tensor, ctx: ForwardContext, cache: KVCache | None) -> Tensor:
-        k, v = self.keys_values(x, ctx)
-        return self.answer(x, ctx, *self.remember(k, v, ctx, cache))
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        # Project, normalise and rotate the new tokens.
+        k, v, carry = self.project_kv(x, ctx, carry)  # (B, T, K, D/H)
+        q = self.project_q(x, ctx)  # (B, T, H, D/H)
 
-    def keys_values(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """x (B, T, D) -> k and v (B, T, K, D/H)"""
-        k, v = (proj(x).unflatten(-1, (self.kv_heads, -1)) for proj in (self.k_proj, self.v_proj))
-        return self.place(k, self.k_norm, ctx), v
-
-    def remember(
-        self, k: Tensor, v: Tensor, ctx: ForwardContext, cache: KVCache | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """All that may be seen, k and v (B, S, K, D/H), and what sees what."""
+        # Keys and values of all visible tokens (B, S, K, D/H), and which query sees which key.
         if cache is None:
-            return k, v, ctx.causal_mask(self.window, self.chunk)
-        (k, v), visible = cache.update(ctx, k, v)
-        return k, v, visible
+            mask = ctx.causal_mask(self.window, self.chunk)
+        else:
+            (k, v), mask = cache.update(ctx, k, v)
 
-    def answer(
-        self, x: Tensor, ctx: ForwardContext, k: Tensor, v: Tensor, visible: Tensor | None
-    ) -> Tensor:
-        """What the tokens x (B, T, D) find there."""
-        q = self.place(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), self.q_norm, ctx)
-        y = self.read(x, q, k, v, visible).flatten(-2)
-        return self.o_proj(y if self.gate_proj is None else y * self.gate_proj(x).sigmoid())
+        # Attend, gate and project back.
+        y = self.attend(q, k, v, mask).flatten(-2)  # (B, T, D)
+        if self.gate_proj is not None:
+            y = y * self.gate_proj(x).sigmoid()
+        return self.o_proj(y), carry
 
-    def read(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        """q (B, T, H, D/H) -> (B, T, H, D/H)"""
-        dropout = self.dropout if self.dropout and self.training else 0.0
-        return attention(q, k, v, visible, softcap=self.softcap, sink=self.sink, dropout=dropout)
+    def project_q(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x (B, T, D) -> queries (B, T, H, D/H), normalised and rotated."""
+        q = self.q_proj(x).unflatten(-1, (self.heads, -1))
+        return self.norm_and_rope(q, self.q_norm, ctx)
 
-    def place(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext) -> Tensor:
-        """Queries or keys (B, T, H, D), normalised and turned to their positions."""
-        x = x if norm is None else norm(x)
-        x = x if self.rope_base is None else apply_rope(x, *ctx.rotary(*self.rotary))
-        return rms(x, self.eps) if self.qk_norm == "after_rope" else x
+    def project_kv(
+        self, x: Tensor, ctx: ForwardContext, carry: CrossLayer
+    ) -> tuple[Tensor, Tensor, CrossLayer]:
+        """x (B, T, D) -> keys (normalised and rotated) and values, both (B, T, K, D/H), and carry."""
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, -1))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
+        return self.norm_and_rope(k, self.k_norm, ctx), v, carry
+
+    def norm_and_rope(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext) -> Tensor:
+        """Normalise queries or keys (B, T, H, D/H) and rotate them to their positions."""
+        if norm is not None:
+            x = norm(x)
+        if self.rope_base is not None:
+            cos, sin = ctx.rotary(*self.rotary)
+            x = apply_rope(x, cos, sin)
+        if self.qk_norm == "after_rope":
+            x = rms(x, self.norm_eps)
+        return x
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q (B, T, H, D/H), k and v (B, S, K, D/H), mask (B, 1, T, S) -> (B, T, H, D/H)"""
+        return self.kernel(q, k, v, mask, sink=self.sink)
 
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
@@ -136,15 +157,9 @@ class SoftmaxAttention(Attention):
             batch, capacity, self.window, self.chunk, feature, feature, dtype=dtype, device=device
         )
 
-    def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
-        slots = min(n for n in (capacity, self.window, self.chunk) if n is not None)
-        return (slots + 1) * slot_bytes(dtype, *[(self.kv_heads, self.head_dim)] * 2)
-
-    def score_flops(self, context: int) -> float:
-        if self.chunk is None:
-            most = context if self.window is None else min(context, self.window)
-            pairs = most * (most + 1) / 2 + (context - most) * most
-        else:
-            whole, rest = divmod(context, self.chunk)
-            pairs = whole * self.chunk * (self.chunk + 1) / 2 + rest * (rest + 1) / 2
-        return 4 * self.heads * self.head_dim * pairs / context
+    def attention_flops(self, context: int) -> float:
+        # A product with a key and one with a value, for each token that a token sees.
+        window = context if self.window is None else self.window
+        chunk = context if self.chunk is None else self.chunk
+        visible = sum(min(position % chunk + 1, window) for position in range(context))
+        return 4 * self.heads * self.head_dim * visible / context

@@ -6,7 +6,7 @@ s_t = f_t s_{t-1} + (1 - f_t) v_t   with   f_t = sigmoid(forget(x_t)),   s_0 = i
 import torch
 from torch import Tensor
 
-from model.attention.base import Attention
+from model.attention.base import Attention, CrossLayer, LayerSpec
 from model.cache import LayerCache
 from model.context import ForwardContext
 from model.layers import Linear, fp32
@@ -21,23 +21,25 @@ class StateCache(LayerCache):
 class RunningAverage(Attention):
     """`offset` is the state before the first token."""
 
-    def __init__(
-        self, dim: int, heads: int, context: int, layer: int, depth: int, *, offset: float
-    ):
+    def __init__(self, spec: LayerSpec, *, offset: float):
         super().__init__()
+        dim = spec.dim
         self.dim = dim
         self.v_proj = Linear(dim, dim)
         self.forget_proj = Linear(dim, dim)
         self.o_proj = Linear(dim, dim)
         self.register_buffer("initial_state", torch.linspace(-offset, offset, dim))
 
-    def mix(self, x: Tensor, ctx: ForwardContext, cache: StateCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: StateCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
         v = fp32(self.v_proj(x))
         forget = fp32(self.forget_proj(x)).sigmoid()
         padding = (ctx.positions < 0)[:, :, None]
         forget = forget.masked_fill(padding, 1.0)
 
-        # without a cache each document begins anew; a cache begins where it was reset
+        # Without a cache each document starts anew; a cache starts where it was reset.
         initial = self.initial_state.type_as(v)
         if cache is None:
             begins = (ctx.positions == 0)[:, :, None]
@@ -53,7 +55,7 @@ class RunningAverage(Attention):
             states.append(state)
         if cache is not None:
             cache.buffers[0].copy_(state)
-        return self.o_proj(torch.stack(states, dim=1).type_as(x))
+        return self.o_proj(torch.stack(states, dim=1).type_as(x)), carry
 
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
@@ -62,8 +64,5 @@ class RunningAverage(Attention):
         state = torch.empty(batch, self.dim, dtype=dtype, device=device)
         return StateCache(state, initial=(self.initial_state,))
 
-    def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
-        return self.dim * torch.promote_types(torch.float32, dtype).itemsize
-
-    def score_flops(self, context: int) -> float:
+    def attention_flops(self, context: int) -> float:
         return 5 * self.dim
