@@ -25,7 +25,7 @@ class LayerCache:
     def __init__(self, *buffers: Tensor, initial: Sequence[Tensor] = ()):
         self.buffers = buffers
         self.initial = initial
-        if len(initial) > 0:
+        if len(initial) > 0 and not buffers[0].is_meta:  # without memory, only sizes count
             self.reset()
 
     @property

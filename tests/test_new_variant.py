@@ -30,7 +30,7 @@ EVERY = (
     "test_build", "test_compare", "test_configs", "test_cost", "test_export", "test_laws", "test_loss",
     "test_training",
 )  # fmt: skip
-CASES = {"alibi": EVERY, "average": ("test_laws",)}
+CASES = {"alibi": EVERY, "average": ("test_cost", "test_laws")}
 
 
 @pytest.mark.parametrize("name", CASES)
