@@ -58,7 +58,7 @@ def curves(where: Path) -> dict[str, list]:
 
 def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
     asked = ("attention=gqa,mqa", "seed=0,1", *words, "--dir", "out")
-    first = command("tools/compare.py", *asked)
+    first = command("tools/compare/__main__.py", *asked)
     assert (
         first.code == 0
         and "4/4, 0:00:00 left. mqa-1: " in first.err
@@ -82,20 +82,22 @@ def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
     )
 
     before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")}
-    again = command("tools/compare.py", *asked)
+    again = command("tools/compare/__main__.py", *asked)
     assert (
         again.code == 0
         and again.err.count("finished before") == 4
         and table(Path("out/report.md"), "Loss") == losses
     )
     assert {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")} == before
-    other = command("tools/compare.py", *asked, "optimizer.lr=0.01")
+    other = command("tools/compare/__main__.py", *asked, "optimizer.lr=0.01")
     assert other.code == 2 and "optimizer.lr (then 0.02, now 0.01). fix: another --dir" in other.err
     assert {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")} == before
 
 
 def test_the_page_needs_nothing_else(command, words, forked_jobs):
-    assert command("tools/compare.py", "attention=gqa,mla", *words, "--dir", "out").code == 0
+    assert (
+        command("tools/compare/__main__.py", "attention=gqa,mla", *words, "--dir", "out").code == 0
+    )
     page = Path("out/report.html").read_text()
     assert (
         "http" not in page
@@ -124,14 +126,14 @@ def test_the_page_needs_nothing_else(command, words, forked_jobs):
 
 def test_a_run_that_fails_is_a_row(command, words, forked_jobs):
     asked = ("optimizer.lr=0.02,1e30", "seed=0,1", *words, "precision=fp32", "--dir", "out")
-    assert command("tools/compare.py", *asked).code == 0
+    assert command("tools/compare/__main__.py", *asked).code == 0
     report, losses = Path("out/report.md").read_text(), table(Path("out/report.md"), "Loss")
     assert "| lr-1e30-0 | exit 4: training diverged" in report and [row[:2] for row in losses] == [
         ["lr-0.02", "2"]
     ]
     Path("out/lr-0.02-0/metrics.jsonl").write_text("{")
     runs = sorted(str(path.parent) for path in Path("out").glob("*/metrics.jsonl"))
-    assert command("tools/compare.py", "--report", *runs, "--dir", "out").code == 0
+    assert command("tools/compare/__main__.py", "--report", *runs, "--dir", "out").code == 0
     report, losses = Path("out/report.md").read_text(), table(Path("out/report.md"), "Loss")
     assert "| lr-0.02-0 | metrics cannot be read" in report and [row[:2] for row in losses] == [
         ["lr-0.02", "1"]
@@ -142,7 +144,9 @@ def test_the_baseline_stays_where_its_first_seed_fails(command, words, forked_jo
     Path("out/gqa-0").mkdir(parents=True)
     Path("out/gqa-0/mine").touch()  # where no run may be
     assert (
-        command("tools/compare.py", "attention=gqa,mla", "seed=0,1", *words, "--dir", "out").code
+        command(
+            "tools/compare/__main__.py", "attention=gqa,mla", "seed=0,1", *words, "--dir", "out"
+        ).code
         == 0
     )
     rows = table(Path("out/report.md"), "Loss")
@@ -152,12 +156,14 @@ def test_the_baseline_stays_where_its_first_seed_fails(command, words, forked_jo
 def begun(said: Path, *words: str) -> Forked:
     """The command in a process of its own, which tells `said`."""
     with said.open("w") as file:
-        return Forked([sys.executable, ROOT / "tools" / "compare.py", *words], file, file, {})
+        return Forked(
+            [sys.executable, ROOT / "tools" / "compare" / "__main__.py", *words], file, file, {}
+        )
 
 
 def test_a_comparison_that_is_killed_goes_on(command, words, forked_jobs, tmp_path):
     asked = ["attention=gqa,mqa,mha", *words, "steps=40", "save_every=4"]
-    assert command("tools/compare.py", *asked, "--dir", "whole").code == 0
+    assert command("tools/compare/__main__.py", *asked, "--dir", "whole").code == 0
     cut = begun(tmp_path / "said", *asked, "--dir", "cut")
     wait_for(lambda: [*tmp_path.glob("cut/mqa-0/checkpoints/step-*")])
     os.kill(cut.pid, signal.SIGKILL)  # and what it was training, in the middle
@@ -166,7 +172,7 @@ def test_a_comparison_that_is_killed_goes_on(command, words, forked_jobs, tmp_pa
     assert cut.wait() == -signal.SIGKILL
     assert not Run.read(tmp_path / "cut/mqa-0").done and Run.read(tmp_path / "cut/gqa-0").done
     finished = (tmp_path / "cut/gqa-0/metrics.jsonl").stat().st_mtime_ns
-    assert command("tools/compare.py", *asked, "--dir", "cut").code == 0
+    assert command("tools/compare/__main__.py", *asked, "--dir", "cut").code == 0
     assert (tmp_path / "cut/gqa-0/metrics.jsonl").stat().st_mtime_ns == finished
     assert curves(tmp_path / "cut") == curves(tmp_path / "whole")
     for head in ("Loss", "Size"):
@@ -199,13 +205,13 @@ def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
         ["name=cut", "attention.window=2"],
     )
     for chosen in (early, late, [*cut, "seed=0,1,2"]):
-        assert command("tools/compare.py", *words, *chosen, "--dir", "out").code == 0
+        assert command("tools/compare/__main__.py", *words, *chosen, "--dir", "out").code == 0
     runs = [
         f"out/{name}-{seed}"
         for name, first in (("early", 0), ("late", 3), ("cut", 0))
         for seed in range(first, first + 3)
     ]
-    assert command("tools/compare.py", "--report", *runs, "--dir", "out").code == 0
+    assert command("tools/compare/__main__.py", "--report", *runs, "--dir", "out").code == 0
     verdicts = {row[0]: row[6] for row in table(Path("out/report.md"), "Loss")}
     assert verdicts == {"early": "baseline", "late": "not distinguishable", "cut": "worse"}
 
@@ -213,7 +219,7 @@ def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
 def test_minutes_are_the_baselines(command, words, forked_jobs):
     timed = [word for word in words if not word.startswith(("steps", "max_minutes"))]
     result = command(
-        "tools/compare.py", "attention=gqa,mha", *timed, "max_minutes=0.01", "--dir", "out"
+        "tools/compare/__main__.py", "attention=gqa,mha", *timed, "max_minutes=0.01", "--dir", "out"
     )
     assert result.code == 0, result.err
     one, other = Run.read(Path("out/gqa-0")), Run.read(Path("out/mha-0"))
@@ -250,7 +256,7 @@ def test_a_signal_saves_and_ends(words, tmp_path):
     ],
 )
 def test_what_cannot_be_compared_is_a_line(command, words, code, said):
-    result = command("tools/compare.py", *words)
+    result = command("tools/compare/__main__.py", *words)
     assert result.code == code and said in result.err and result.err.startswith("error: "), result
     assert result.err.count("\n") == 1 and not [*Path().iterdir()]
 
@@ -263,13 +269,15 @@ def test_a_sweep_of_hydras_is_reported_too(command, words):
         == 0
     )
     runs = sorted(str(path.parent) for path in Path("runs").glob("*/metrics.jsonl"))
-    assert command("tools/compare.py", "--report", *runs, "--dir", "out").code == 0
+    assert command("tools/compare/__main__.py", "--report", *runs, "--dir", "out").code == 0
     rows = table(Path("out/report.md"), "Loss")
     assert [row[:2] for row in rows] == [
         ["text-tiny-gqa kv_heads=2", "2"],
         ["text-tiny-gqa kv_heads=1", "2"],
     ]
-    assert command("tools/compare.py", "--report", *runs, runs[0]).code == 2  # the same twice
+    assert (
+        command("tools/compare/__main__.py", "--report", *runs, runs[0]).code == 2
+    )  # the same twice
 
 
 def test_variants_are_told_apart_by_what_they_are():

@@ -117,7 +117,7 @@ def test_commands_end_in_one_line(machine, command, trained):
         "generate.py": ["Ann", "--run", str(trained)],
         "tools/evaluate.py": ["--run", str(trained), "--text", "story.txt"],
         "tools/bench.py": ["train", *words],
-        "tools/compare.py": [*words, "seed=0,1"],
+        "tools/compare/__main__.py": [*words, "seed=0,1"],
     }
     before = sorted(os.listdir("runs"))
     for file, arguments in calls.items():
