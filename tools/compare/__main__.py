@@ -1,9 +1,11 @@
-"""Which attention should I use?  python -m tools.compare attention=gqa,mha,mla seed=0,1,2 model=small max_minutes=10
+"""Which attention should I use?
 
-The words are those of train.py, with Hydra's sweeps. Each combination is trained by a process of its own, on a machine
-with several GPUs one on each; the first is the baseline. The same call again skips what is finished, goes on where it
-was cut off, and shares the work with one that is still running. It ends with a report, which
-python -m tools.compare --report RUN...  writes of any runs.
+    python -m tools.compare attention=gqa,mha,mla seed=0,1,2 model=small max_minutes=10
+
+Overrides are those of train.py, with Hydra's sweeps. Each combination is trained by a process of its
+own, on a machine with several GPUs one on each; the first is the baseline. The same call again
+skips what is finished, goes on where it was cut off, and shares the work with one still running.
+It ends with a report, which  python -m tools.compare --report RUN...  writes of any runs.
 """
 
 import argparse
@@ -17,54 +19,75 @@ from omegaconf.errors import OmegaConfBaseException
 from common import errors
 from common.cli import Parser
 from common.errors import IntegrityError
-from tools.compare.jobs import train_all
+from tools.compare.jobs import Job, train_all
 from tools.compare.plan import SIZES, digest, match_baseline_tokens, plan_jobs
 from tools.compare.report import write_report
 from tools.compare.runs import Run
 
 
-def main(given: argparse.Namespace) -> None:
-    with errors.user_input():
-        jobs = [*plan_jobs(given.words, given.match, given.dir)] if given.words else []
-    if jobs:
-        print(f"{len(jobs)} runs in {jobs[0].run.parent}/", file=sys.stderr)
-        lengths = {(job.settings["steps"], job.settings["max_minutes"]) for job in jobs}
-        train_all(
-            match_baseline_tokens(jobs)
-            if len(lengths) == 1 and jobs[0].settings["max_minutes"]
-            else jobs
-        )
-    runs, problems = [], {job.run.name: job.problem for job in jobs if job.problem}
-    folders = [
-        run for run in given.report if run.is_dir() or not run.exists()
-    ]  # not the files that a * finds too
-    for run in folders or [job.run for job in jobs if job.problem is None]:
+def main(args: argparse.Namespace) -> None:
+    if args.report:
+        # A pattern such as runs/* also matches logs, which are left out.
+        run_dirs = [path for path in args.report if path.is_dir() or not path.exists()]
+        command = ["--report", *map(str, run_dirs)]
+        folder = args.dir or Path("runs", f"report-{digest(command)}")
+        baseline = None
+        problems = {}
+    else:
+        with errors.user_input():
+            jobs = plan_jobs(args.overrides, args.match, args.dir)
+        folder = jobs[0].run_dir.parent
+        print(f"{len(jobs)} runs in {folder}/", file=sys.stderr)
+        train(jobs)
+        command = ["--match", args.match, *args.overrides]
+        baseline = jobs[0].settings["name"]
+        run_dirs = [job.run_dir for job in jobs if job.problem is None]
+        problems = {job.run_dir.name: job.problem for job in jobs if job.problem is not None}
+
+    # A run that cannot be read is a row of the report.
+    runs = []
+    for run_dir in run_dirs:
         try:
-            runs.append(Run.read(run))
+            runs.append(Run.read(run_dir))
         except IntegrityError as error:
-            problems[run.name] = str(error)
-    words = ["--report", *map(str, folders)] if folders else ["--match", given.match, *given.words]
-    words += ["--dir", str(given.dir)] if given.dir else []
-    where = given.dir or (jobs[0].run.parent if jobs else Path("runs", f"report-{digest(words)}"))
-    call, baseline = (
-        f"python -m tools.compare {shlex.join(words)}",
-        jobs[0].settings["name"] if jobs else None,
-    )
+            problems[run_dir.name] = str(error)
+    if args.dir is not None:
+        command += ["--dir", str(args.dir)]
     with errors.user_input():
-        print(write_report(where, runs, problems, baseline, call))
+        call = f"python -m tools.compare {shlex.join(command)}"
+        print(write_report(folder, runs, problems, baseline, call))
 
 
-def arguments() -> argparse.Namespace:
-    hint = "words are written without dashes: attention=gqa,mha"
-    form = argparse.RawDescriptionHelpFormatter
+def train(jobs: list[Job]) -> None:
+    """Trains all jobs. A common max_minutes limits the first; the others get as many tokens as it did."""
+    lengths = {(job.settings["steps"], job.settings["max_minutes"]) for job in jobs}
+    baseline = jobs[0]
+    if len(lengths) == 1 and baseline.settings["max_minutes"] is not None:
+        train_all([baseline], num_later=len(jobs) - 1)
+        if baseline.problem is not None:
+            reason = baseline.problem.partition(". fix: ")[0]
+            problem = f"the baseline did not finish ({reason}). fix: see {baseline.log_path}"
+            errors.exit_with(errors.INPUT, problem)
+        match_baseline_tokens(baseline, jobs[1:])
+    train_all(jobs)
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = Parser(
-        "python -m tools.compare", description=__doc__, epilog=hint, formatter_class=form
+        "python -m tools.compare",
+        description=__doc__,
+        epilog="overrides are written without dashes: attention=gqa,mha",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "words", nargs="*", metavar="KEY=VALUE,...", help="of train.py; commas sweep"
+        "overrides", nargs="*", metavar="KEY=VALUE,...", help="for train.py; commas sweep"
     )
-    match = "what model.hidden makes equal (default: params)"
-    parser.add_argument("--match", choices=SIZES, default="params", help=match)
+    parser.add_argument(
+        "--match",
+        choices=SIZES,
+        default="params",
+        help="what model.hidden makes equal (default: params)",
+    )
     parser.add_argument(
         "--dir", type=Path, help="where runs and report go (default: runs/compare-...)"
     )
@@ -74,15 +97,15 @@ def arguments() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="RUN",
-        help="only report; the first is the baseline's",
+        help="only report; the variant of the first run is the baseline",
     )
-    given = parser.parse_intermixed_args()
-    if bool(given.words) == bool(given.report):
-        parser.error("words to train with, or --report RUN...")
-    return given
+    args = parser.parse_intermixed_args()
+    if bool(args.overrides) == bool(args.report):
+        parser.error("either overrides to train with, or --report RUN...")
+    return args
 
 
 if __name__ == "__main__":
-    asked = arguments()
+    args = parse_arguments()
     with errors.report_errors(HydraException, OmegaConfBaseException):
-        main(asked)
+        main(args)

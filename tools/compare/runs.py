@@ -1,4 +1,4 @@
-"""What runs say of themselves, and which of them are one variant with different seeds."""
+"""Runs as the report reads them, and which of them are one variant with different seeds."""
 
 import json
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ from common.errors import IntegrityError
 from common.instantiate import instantiate
 from model.transformer import Transformer
 
-# Of a run alone, or told by others: `tokens` says how long it was, `machine.` on what, `model.` which attention.
-LABELS = (
+# Settings that are not compared: they name a run, or repeat what another setting says. Its length
+# is in `tokens`, its machine in `machine.`, its attention in `model.`.
+NOT_COMPARED = (
     "name",
     "run_dir",
     "seed",
@@ -28,9 +29,12 @@ LABELS = (
 )
 
 
+Groups = dict[str, list["Run"]]  # the runs of each variant, by its name; the baseline first
+
+
 @dataclass
 class Run:
-    """`lines` are those of its metrics; it is `done` when nothing of it is left to do."""
+    """A run on disk: its settings, the lines of its metrics, and whether nothing is left to do."""
 
     folder: Path
     settings: dict
@@ -66,78 +70,103 @@ class Run:
         return self.lines[-1]
 
     @property
-    def looks(self) -> list[dict]:
-        """At the held-out text, each with its `loss` in `unit`."""
-        looks = [line for line in self.lines if "val_bpb" in line]
-        return [
-            look | {"loss": look["val_loss"] if look["val_bpb"] is None else look["val_bpb"]}
-            for look in looks
-        ]
+    def evaluations(self) -> list[dict]:
+        """The metrics of each evaluation, with its `loss` in the unit `metric_name`."""
+        evaluations = []
+        for line in self.lines:
+            if "val_bpb" in line:
+                loss = line["val_loss"] if line["val_bpb"] is None else line["val_bpb"]
+                evaluations.append(line | {"loss": loss})
+        return evaluations
 
     @property
-    def unit(self) -> str:
-        """Bits per byte, or nats per token where nobody knows the bytes."""
-        return "nats per token" if self.looks[-1]["val_bpb"] is None else "bits per byte"
+    def metric_name(self) -> str:
+        """Bits per byte, or nats per token where the bytes of the text are unknown."""
+        return "nats per token" if self.evaluations[-1]["val_bpb"] is None else "bits per byte"
 
     @property
     def loss(self) -> float:
-        return self.looks[-1]["loss"]
+        """The loss of the last evaluation."""
+        return self.evaluations[-1]["loss"]
 
     @property
     def command(self) -> str:
-        """As its log has it, where a comparison trained it."""
+        """The command that trained the run: the first line of the log that a comparison keeps."""
         log = self.folder.with_name(f"{self.folder.name}.log")
-        first = log.read_text(errors="replace").partition("\n")[0] if log.exists() else ""
-        return first.removeprefix("$ ") or f"# {self.folder / 'config.yaml'} has its settings"
+        if log.exists():
+            first_line = log.read_text(errors="replace").partition("\n")[0]
+            if first_line:
+                return first_line.removeprefix("$ ")
+        return f"# {self.folder / 'config.yaml'} has its settings"
 
     @cached_property
     def model(self) -> Transformer:
-        """Its shapes."""
+        """The model on the meta device: shapes without memory."""
         with torch.device("meta"):
             return instantiate(self.settings["model"])
 
+    @property
+    def cache_bytes(self) -> int:
+        """The bytes of a cache in bf16 that holds one full context."""
+        return self.model.cache_bytes(self.model.context, torch.bfloat16)
+
+    @property
+    def cache_bytes_per_token(self) -> float:
+        return self.cache_bytes / self.model.context
+
     @cached_property
-    def flat(self) -> dict[str, str]:
-        """Its settings by their paths, those apart that only label it, and its tokens."""
+    def compared_settings(self) -> dict[str, str]:
+        """The settings by their dotted keys, and the number of tokens, without NOT_COMPARED."""
         tree = self.settings | {"tokens": self.last["tokens"]}
-        return {
-            key: str(value) for key, value in config.flatten(tree) if not key.startswith(LABELS)
-        }
+        pairs = config.flatten(tree)
+        return {key: str(value) for key, value in pairs if not key.startswith(NOT_COMPARED)}
 
     @property
     def identity(self) -> dict[str, str]:
-        """What makes it this variant, and no other."""
-        kept = (
-            key
-            for key in self.flat
-            if not key.startswith(("tokens", "machine.")) and not key.endswith("_every")
-        )
-        return {key: self.flat[key] for key in kept}
+        """The settings that make the run this variant: its length, machine and intervals do not."""
+        identity = {}
+        for key, value in self.compared_settings.items():
+            if not key.startswith(("tokens", "machine.")) and not key.endswith("_every"):
+                identity[key] = value
+        return identity
 
 
-def variants(runs: list[Run]) -> dict[str, list[Run]]:
-    """Runs that differ by their seed alone, by their name; where several go by one name, with what sets them apart.
+def group_by_variant(runs: list[Run]) -> Groups:
+    """Groups runs that differ by their seed alone, and names each group.
 
-    Raises ValueError where two runs of a variant have one seed.
+    A group has the name of its runs; where several have the same name, the settings that set them
+    apart follow it. Raises ValueError where two runs of a group have one seed.
     """
-    alike: dict[tuple, list[Run]] = {}
+    groups: dict[tuple, list[Run]] = {}
     for run in runs:
-        group = alike.setdefault((run.settings["name"], *run.identity.items()), [])
-        if other := [other for other in group if other.seed == run.seed]:
-            both = f"{other[0].folder}, {run.folder}"
-            raise ValueError(f"two runs are of one variant and seed ({both}). fix: leave out one")
+        group = groups.setdefault((run.settings["name"], *run.identity.items()), [])
+        for other in group:
+            if other.seed == run.seed:
+                both = f"{other.folder}, {run.folder}"
+                raise ValueError(
+                    f"two runs are of one variant and seed ({both}). fix: leave out one"
+                )
         group.append(run)
+
+    # One run stands for its group; the others of the same name decide what has to be told apart.
     named = {}
-    for (name, *_), group in alike.items():
-        others = [other[0].identity for (called, *_), other in alike.items() if called == name]
-        mine = group[0].identity
-        apart = [key for key in mine if any(other.get(key) != mine[key] for other in others)]
-        named[" ".join([name, *(f"{key.rpartition('.')[2]}={mine[key]}" for key in apart)])] = group
+    for group in groups.values():
+        name = group[0].settings["name"]
+        namesakes = [other[0] for other in groups.values() if other[0].settings["name"] == name]
+        words = [name]
+        for key, value in group[0].identity.items():
+            if any(other.identity.get(key) != value for other in namesakes):
+                words.append(f"{key.rpartition('.')[2]}={value}")
+        named[" ".join(words)] = group
     return named
 
 
 def differences(runs: list[Run]) -> dict[str, list[str]]:
-    """The values of what all runs have, settings and tokens, but not the same."""
-    keys = [key for key in runs[0].flat if all(key in run.flat for run in runs)]
-    values = {key: [*dict.fromkeys(run.flat[key] for run in runs)] for key in keys}
-    return {key: found for key, found in values.items() if len(found) > 1}
+    """Maps each setting that all runs have, but not with one value, to its values."""
+    values_by_key = {}
+    for key in runs[0].compared_settings:
+        if all(key in run.compared_settings for run in runs):
+            values = list(dict.fromkeys(run.compared_settings[key] for run in runs))
+            if len(values) > 1:
+                values_by_key[key] = values
+    return values_by_key

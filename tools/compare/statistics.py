@@ -1,76 +1,109 @@
-"""Better, worse, or not distinguishable: paired t-tests over seeds, corrected for how many they are."""
+"""Better, worse, or not distinguishable: paired t-tests over seeds, corrected for their number."""
 
 import math
-from statistics import mean, stdev
 from typing import NamedTuple
 
-from scipy.stats import t as student
+from scipy.stats import ttest_1samp
 
-LEVEL = 0.05  # how often one of all tests together may see a difference where there is none
+LEVEL = 0.05  # chance that any of all tests together reports a difference where there is none
+Losses = dict[int, float]  # final losses of one variant, by the seed of the run
 
 
 class Estimate(NamedTuple):
-    """A mean, and half of its 95 % interval: NaN for a single value."""
+    """A mean, half of its 95 % confidence interval, and the p-value of a true mean of zero.
+
+    The last two are NaN for a single value.
+    """
 
     mean: float
-    half: float
+    ci95: float
+    p: float
 
 
 class Verdict(NamedTuple):
-    """`difference` to the baseline over so many `pairs`; `p` after the correction, NaN where there are no two."""
+    """The difference to the baseline over `pairs` pairs of runs, and what a test says about it.
+
+    `p` is corrected for the number of tests; it is NaN where there are not two pairs.
+    """
 
     difference: Estimate
     pairs: int
     p: float
-    said: str
+    text: str
+
+
+def compare_to_baseline(baseline: Losses, variants: dict[str, Losses]) -> dict[str, Verdict]:
+    """Tests each variant, named by its key, against the baseline."""
+    pairs = {}
+    differences = {}
+    for name, losses in variants.items():
+        values = paired_differences(baseline, losses)
+        pairs[name] = len(values)
+        differences[name] = estimate(values)
+
+    # Correct all tests together, and judge by the corrected p-values.
+    corrected = holm({name: difference.p for name, difference in differences.items()})
+    verdicts = {}
+    for name, difference in differences.items():
+        p = corrected[name]
+        text = verdict_text(difference.mean, p)
+        verdicts[name] = Verdict(difference, pairs[name], p, text)
+    return verdicts
+
+
+def paired_differences(baseline: Losses, losses: Losses) -> list[float]:
+    """Subtracts the baseline's loss from the variant's, pair by pair.
+
+    Runs of one seed, which share batches and first weights, are a pair. Where no seed is shared,
+    the order of the seeds pairs them, and runs without a partner are left out.
+    """
+    shared = sorted(baseline.keys() & losses.keys())
+    if shared:
+        return [losses[seed] - baseline[seed] for seed in shared]
+    pairs = zip(sorted(baseline), sorted(losses), strict=False)
+    return [losses[seed] - baseline[baseline_seed] for baseline_seed, seed in pairs]
 
 
 def estimate(values: list[float]) -> Estimate:
-    count = len(values)
-    half = math.nan
-    if count > 1:
-        half = float(student.ppf(1 - LEVEL / 2, count - 1)) * stdev(values) / math.sqrt(count)
-    return Estimate(mean(values), half)
+    """Estimates the mean of the values: Student, Biometrika 6 (1908).
 
-
-def verdicts(baseline: dict[int, float], others: dict[str, dict[int, float]]) -> dict[str, Verdict]:
-    """Losses by seed, of the baseline and of each variant, to a verdict on each.
-
-    Runs of one seed, which share batches and first weights, are a pair; where no seed is shared, the order pairs them.
+    For the differences of pairs, this is the paired t-test.
     """
-    differences = {name: paired(baseline, values) for name, values in others.items()}
-    corrected = holm({name: p_value(each) for name, each in differences.items()})
-    found = {}
-    for name, p in corrected.items():
-        difference = estimate(differences[name])
-        said = "not distinguishable" if p > LEVEL else "worse" if difference.mean > 0 else "better"
-        found[name] = Verdict(
-            difference, len(differences[name]), p, "n/a" if math.isnan(p) else said
-        )
-    return found
+    if len(values) < 2:
+        return Estimate(values[0], math.nan, math.nan)
+
+    # Without a spread beyond rounding the mean is certain; scipy would divide by a spread of zero.
+    if math.isclose(min(values), max(values), rel_tol=1e-13):
+        return Estimate(values[0], 0.0, float(values[0] == 0))
+
+    test = ttest_1samp(values, 0)
+    low, high = test.confidence_interval(1 - LEVEL)
+    mean = float(low + high) / 2
+    ci95 = float(high - low) / 2
+    return Estimate(mean, ci95, float(test.pvalue))
 
 
-def paired(baseline: dict[int, float], values: dict[int, float]) -> list[float]:
-    seeds = sorted(baseline.keys() & values.keys())
-    pairs = zip(seeds or sorted(baseline), seeds or sorted(values), strict=False)
-    return [values[theirs] - baseline[ours] for ours, theirs in pairs]
+def verdict_text(difference: float, p: float) -> str:
+    if math.isnan(p):
+        return "n/a"
+    if p > LEVEL:
+        return "not distinguishable"
+    return "worse" if difference > 0 else "better"
 
 
-def p_value(differences: list[float]) -> float:
-    """How likely a mean so far from zero is by chance: Student, Biometrika 6 (1908). NaN for a single difference."""
-    if len(differences) < 2:
-        return math.nan
-    error = stdev(differences) / math.sqrt(len(differences))
-    if error == 0:
-        return float(mean(differences) == 0)
-    return float(2 * student.sf(abs(mean(differences)) / error, len(differences) - 1))
+def holm(p_values: dict[str, float]) -> dict[str, float]:
+    """Corrects p-values so that all tests together err as rarely as one. NaN stands for no test.
 
-
-def holm(ps: dict[str, float]) -> dict[str, float]:
-    """Each p as large as that many tests make it: Holm, Scand. J. Statist. 6 (1979). NaN is no test."""
-    tests, largest = sorted((p, name) for name, p in ps.items() if not math.isnan(p)), 0.0
-    corrected = dict(ps)
-    for rank, (p, name) in enumerate(tests):
-        largest = max(largest, min(1.0, (len(tests) - rank) * p))
+    Holm, Scand. J. Statist. 6 (1979): the smallest is multiplied by the number of tests, the next
+    by one less, and so on, and none becomes smaller than the one before it.
+    """
+    corrected = dict(p_values)
+    tests = [name for name, p in p_values.items() if not math.isnan(p)]
+    remaining = len(tests)
+    largest = 0.0
+    for name in sorted(tests, key=p_values.get):
+        scaled = min(1.0, remaining * p_values[name])
+        largest = max(largest, scaled)
         corrected[name] = largest
+        remaining -= 1
     return corrected
