@@ -12,42 +12,33 @@ WORDS = [*TINY, "attention=llama", "data.vocab_size=512", "optimizer=adamw", "pr
 
 
 def test_competitors_train_the_same_shape():
-    (step, work, device), (other, same, _) = bench.ours(WORDS), bench.transformers(WORDS)
-    assert work == same and work["tokens"] == 512 and device.type == "cpu"
-    step(), other()
+    ours, theirs = bench.train_ours(WORDS), bench.train_transformers(WORDS)
+    assert ours.work == theirs.work and ours.work["tokens"] == 512 and ours.device.type == "cpu"
+    ours.step(), theirs.step()
 
 
-def test_tokenising_is_measured_in_turns(story, monkeypatch, capfd):
-    monkeypatch.setattr(bench, "ROUNDS", 1)
-    bench.main(["data", "data=text", f"data.path={story}", "data.vocab_size=400"])
+def test_competitors_are_measured_in_turns(monkeypatch, capfd):
+    monkeypatch.setattr(bench, "NUM_TURNS", 1)
+    bench.main(["train", *WORDS])
     out, err = capfd.readouterr()
     ours, theirs, ratios = map(json.loads, out.splitlines())
-    assert (ours["name"], theirs["name"]) == ("our_tokens", "sentencepiece")
-    assert ratios["speed"] == pytest.approx(
-        ours["bytes_per_second"] / theirs["bytes_per_second"], rel=1e-2
-    )
+    assert (ours["name"], theirs["name"]) == ("ours", "transformers")
+    expected = ours["tokens_per_second"] / theirs["tokens_per_second"]
+    assert ratios["speed"] == pytest.approx(expected, rel=1e-2)
     assert err.count("turn ") == 4
-
-
-def test_competitors_tokenise_the_same(story):
-    words = ["data=text", f"data.path={story}", "data.vocab_size=400"]
-    (ours, work, _), (theirs, same, _) = bench.our_tokens(words), bench.sentencepiece(words)
-    assert work == same and ours() == sum(len(tokens) + 2 for tokens in theirs())  # BOS and EOS
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_decoders_say_the_same_and_time_it(monkeypatch, tied):
-    monkeypatch.setattr(bench, "NEW", 6)
+    monkeypatch.setattr(bench, "NEW_TOKENS", 6)
     words = [*WORDS, "context=16", "batch_tokens=48", f"model.tied={tied}"]
     said = []
-    for run, work, _ in (
-        bench.COMPETITORS[name](words) for name in ("our_text", "dynamic", "static")
-    ):
-        measured = run()
+    for name in ("ours", "dynamic", "static"):
+        competitor = bench.COMPETITORS["decode"][name](words)
+        measured = competitor.step()
         assert measured["seconds"] > 0 < measured["first_token_seconds"]
-        assert (
-            work["tokens"] == 3 * 5 and measured["cache_bytes"] >= 2 * 3 * 14 * 2 * 32 * 4
-        )  # less one, unread
+        assert competitor.work["tokens"] == 3 * 5
+        assert measured["cache_bytes"] >= 2 * 3 * 14 * 2 * 32 * 4  # less one, unread
         said.append(torch.tensor(measured["tokens"]))
     # The two largest logits lie 0.001 apart or more.
     assert (
@@ -57,12 +48,12 @@ def test_decoders_say_the_same_and_time_it(monkeypatch, tied):
 
 def test_utilisation_is_of_the_best_product():
     turn = {"seconds": 2.0, "work": {"tokens": 100, "flops": 1e9}, "memory": 7, "ceiling": 1e9}
-    line = bench.summary("x", [turn | {"seconds": 9.0}, turn, turn | {"ceiling": 2e9}])
+    line = bench.summarize("x", [turn | {"seconds": 9.0}, turn, turn | {"ceiling": 2e9}])
     assert (line["tokens_per_second"], line["mfu"], line["cold_seconds"]) == (50, 0.25, 9.0)
 
 
 def test_a_product_is_timed():
-    assert bench.product(64) > 0
+    assert bench.matmul_flops(64) > 0
 
 
 @pytest.mark.parametrize(
@@ -70,10 +61,11 @@ def test_a_product_is_timed():
     [
         [],
         ["nothing"],
-        ["as"],
-        ["as", "nobody"],
+        ["data"],
+        ["worker"],
+        ["worker", "train", "nobody"],
         ["train", "model=none"],
-        ["as", "transformers", "attention=mla"],
+        ["worker", "train", "transformers", "attention=mla"],
     ],
 )
 def test_what_cannot_be_measured_is_a_line(command, words):

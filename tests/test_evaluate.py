@@ -74,9 +74,9 @@ def test_scores_of_rows_together_are_those_of_rows_alone(drawn):
         for n, first in ((5, 4), (40, 1), (3, 1), (9, 9))
     ]
     rows.append(([1, 7, 9, *continued(model, [[1, 7, 9]], 6)[0]], 3))
-    together = evaluate.scores(model, rows, 5)
+    together = evaluate.score_rows(model, rows, 5)
     for row, (score, greedy) in zip(rows, together, strict=True):
-        alone = evaluate.scores(model, [row], 1)[0]
+        alone = evaluate.score_rows(model, [row], 1)[0]
         assert alone == (pytest.approx(score, abs=1e-4), greedy)
         assert score == pytest.approx(-nats_of(model, *row), abs=1e-4)
     assert [greedy for _, greedy in together] == [

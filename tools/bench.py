@@ -1,11 +1,12 @@
-"""How fast this is beside what others have, on this machine:
+"""Measures how fast training and decoding are beside `transformers`, on this machine.
 
-python -m tools.bench train model=15m attention=llama optimizer=adamw   a step, and one of `transformers`' Llama
-python -m tools.bench data data=stdlib                                  tokenising, and SentencePiece alone
-python -m tools.bench decode model=15m attention=llama precision=bf16   text, and `generate` of `transformers`
+    python -m tools.bench train model=15m attention=llama optimizer=adamw
+        an optimizer step, and one of `transformers`' Llama
+    python -m tools.bench decode model=15m attention=llama precision=bf16
+        greedy text, and `generate` of `transformers` with three kinds of cache
 
-The words are those of train.py. Competitors are processes that live side by side and work in turns; what comes out are
-JSON lines.
+Overrides are those of train.py. Competitors are processes that live side by side and take turns, so
+that a slow moment of the machine meets all of them. Each prints a JSON line, and so do the ratios.
 """
 
 import json
@@ -14,8 +15,8 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from time import perf_counter
 
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor, nn
 
 from checkpoints.huggingface import mapping
 from checkpoints.weights import weight_map
@@ -30,9 +32,7 @@ from common import compilation, errors, hardware
 from common.config import compose
 from common.instantiate import ROOT, instantiate
 from data.loader import Loader
-from data.prepare import Corpus, tokenizer_corpus
-from data.sources import tokenize_documents
-from data.tokenizer import Tokenizer
+from data.prepare import Corpus
 from inference import quantize
 from inference.engine import compile_decode_step, decode_step
 from model.materialize import build_model, materialize
@@ -42,150 +42,195 @@ from training.setup import validate
 from training.signals import Signals
 from training.trainer import Trainer
 
-ROUNDS, PROBES = (
-    8,
-    20,
-)  # turns of each competitor; probes of the machine in all, the best of which is the ceiling
-CASES = (
-    (1, 256),
-    (8, 256),
-    (1, 2048),
-    (8, 2048),
-)  # rows that are decoded together, tokens of each at its end
-NEW = 255  # of them are drawn
-Competitor = tuple[
-    Callable[[], object], dict[str, float], torch.device
-]  # a step, what it does, where
+NUM_TURNS = 8  # of each competitor, after one that compiles
+PROBES_PER_TURN = 3  # measurements of the machine's ceiling; the best of all counts
+DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # rows, tokens of each at the end
+NEW_TOKENS = 255  # of them are generated
 
 
-def main(words: list[str]) -> None:
-    match words:
-        case ["decode", *rest]:
-            for rows, length in CASES:
-                sizes = [f"context={length + 1}", f"batch_tokens={rows * (length + 1)}"]
-                compare(DECODERS, [*sizes, *rest], rows=rows, length=length)
-        case [kind, *rest] if kind in KINDS:
-            compare(KINDS[kind], rest)
-        case ["as", name, *rest] if name in COMPETITORS:
-            compete(*COMPETITORS[name](rest))
+def main(args: list[str]) -> None:
+    match args:
+        case ["train", *overrides]:
+            compare("train", overrides, {})
+        case ["decode", *overrides]:
+            for rows, length in DECODE_CASES:
+                context = length + 1
+                sizes = [f"context={context}", f"batch_tokens={rows * context}"]
+                compare("decode", [*sizes, *overrides], {"rows": rows, "length": length})
+        case ["worker", kind, name, *overrides] if name in COMPETITORS.get(kind, {}):
+            take_turns(COMPETITORS[kind][name](overrides))
         case _:
-            problem = f"nothing to measure (got {' '.join(words) or 'no words'})"
-            errors.exit_with(
-                errors.INPUT,
-                f"{problem}. fix: python -m tools.bench {' or '.join([*KINDS, 'decode'])}",
-            )
+            problem = f"nothing to measure (got {' '.join(args) or 'no arguments'})"
+            errors.exit_with(errors.INPUT, f"{problem}. fix: python -m tools.bench train or decode")
 
 
-def compare(names: list[str], words: list[str], **case: int) -> None:
-    """Prints a line for each competitor, and one of ratios, the first to the best of the others."""
-    settings_of(words)  # which may end here
-    start = [sys.executable, "-m", "tools.bench", "as"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    pipes["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
-    running = {name: subprocess.Popen([*start, name, *words], **pipes) for name in names}
-    turns = {name: [] for name in names}
-    for number in range(ROUNDS + 1):  # the first compiles
-        for name, process in running.items():
-            process.stdin.write("\n")
-            process.stdin.flush()
-            turn = json.loads(
-                process.stdout.readline()
-                or errors.exit_with(errors.BUG, f"{name} ended. fix: see above")
-            )
+# The parent: starts the competitors, gives them turns, and prints what they measured.
+
+
+def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
+    """Prints a line for each competitor, and the ratios of ours to the best of the others."""
+    load_settings(overrides)  # ends here where the overrides are wrong
+    # Let all build their models at the same time, and then work one at a time, for a fair share.
+    processes = {}
+    turns = {}
+    for name in COMPETITORS[kind]:
+        processes[name] = start_worker(kind, name, overrides)
+        turns[name] = []
+    for number in range(NUM_TURNS + 1):
+        for name, process in processes.items():
+            turn = request_turn(name, process)
             turns[name].append(turn)
-            print(f"turn {number} of {ROUNDS}: {name} {turn['seconds']:.3f} s", file=sys.stderr)
-    for process in running.values():
+            print(f"turn {number} of {NUM_TURNS}: {name} {turn['seconds']:.3f} s", file=sys.stderr)
+    for process in processes.values():
         process.communicate()
-    lines = [summary(name, each) for name, each in turns.items()]
-    best = min(lines[1:], key=lambda line: line["seconds"])
-    pairs = zip(turns[names[0]][1:], turns[best["name"]][1:], strict=True)
-    ratios = {
-        "speed": statistics.median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs)
-    }
-    ratios["peak_memory"] = lines[0]["peak_memory_bytes"] / best["peak_memory_bytes"]
-    for line in (*lines, {name: round(ratio, 3) for name, ratio in ratios.items()}):
+
+    # Within a turn all meet the same machine, so the ratio of speeds is the median over turns.
+    ours, *others = [summarize(name, measured) for name, measured in turns.items()]
+    best = min(others, key=lambda line: line["seconds"])
+    pairs = zip(turns[ours["name"]][1:], turns[best["name"]][1:], strict=True)
+    speed = statistics.median(theirs["seconds"] / our["seconds"] for our, theirs in pairs)
+    memory = ours["peak_memory_bytes"] / best["peak_memory_bytes"]
+    ratios = {"speed": round(speed, 3), "peak_memory": round(memory, 3)}
+    for line in (ours, *others, ratios):
         print(json.dumps(case | line))
 
 
-def summary(name: str, turns: list[dict]) -> dict:
-    """Medians of all turns but the first, which compiles."""
-    work, ceiling = turns[0]["work"], max(turn["ceiling"] or 0.0 for turn in turns)
-    middle = {
-        key: statistics.median(turn[key] for turn in turns[1:])
-        for key in turns[0]
-        if key.endswith("seconds")
+def start_worker(kind: str, name: str, overrides: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tools.bench", "worker", kind, name, *overrides],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def request_turn(name: str, process: subprocess.Popen) -> dict:
+    process.stdin.write("\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        errors.exit_with(errors.BUG, f"{name} ended. fix: see above")
+    return json.loads(line)
+
+
+def summarize(name: str, turns: list[dict]) -> dict:
+    """Medians of all turns but the first, which compiles, and the rates that follow from them."""
+    first, *timed_turns = turns
+    medians = {}
+    for key in first:
+        if key.endswith("seconds"):
+            medians[key] = statistics.median(turn[key] for turn in timed_turns)
+
+    # Rates, and how near they come to the machine's: FLOP/s in training, bytes/s in decoding.
+    rates = {}
+    ceiling = max(turn["ceiling"] for turn in turns)
+    utilization = {}
+    for unit, amount in first["work"].items():
+        rate = amount / medians["seconds"]
+        rates[f"{unit}_per_second"] = round(rate)
+        if unit == "flops":
+            utilization["mfu"] = round(rate / ceiling, 3)
+        if unit == "bytes_read":
+            utilization["bandwidth_share"] = round(rate / ceiling, 3)
+
+    cold = first.get("first_token_seconds", first["seconds"])
+    return {
+        "name": name,
+        **{key: round(seconds, 4) for key, seconds in medians.items()},
+        **rates,
+        **utilization,
+        "peak_memory_bytes": turns[-1]["memory"],
+        "cold_seconds": round(cold, 2),
+        "cache_bytes": first.get("cache_bytes"),
     }
-    rates = {f"{what}_per_second": round(much / middle["seconds"]) for what, much in work.items()}
-    if ceiling:
-        of_ceiling, what = (
-            ("mfu", "flops") if "flops" in work else ("bandwidth_share", "bytes_read")
-        )
-        rates[of_ceiling] = round(work[what] / middle["seconds"] / ceiling, 3)
-    rounded = {key: round(value, 4) for key, value in middle.items()}
-    cold = turns[0].get("first_token_seconds", turns[0]["seconds"])
-    first = {"cold_seconds": round(cold, 2), "cache_bytes": turns[0].get("cache_bytes")}
-    return {"name": name, **rounded, **rates, "peak_memory_bytes": turns[-1]["memory"], **first}
 
 
-def compete(step: Callable[[], object], work: dict[str, float], device: torch.device) -> None:
-    """Two steps when it is told to, by a line; the first time, and where a step times itself, one."""
+# The worker: one competitor in a process of its own.
+
+
+@dataclass
+class Competitor:
+    """A step to be timed, and what one step does: tokens, and either flops or bytes_read.
+
+    A step of decoding measures itself, and returns what it measured.
+    """
+
+    step: Callable[[], dict | None]
+    work: dict[str, float]
+    device: torch.device
+
+
+def take_turns(competitor: Competitor) -> None:
+    """For each line of standard input, times some steps and prints what was measured as JSON."""
+    device = competitor.device
+    is_training = "flops" in competitor.work
     hardware.keep_freed_memory(device)
     compilation.use_cache()
     for number, _ in enumerate(sys.stdin):
-        steps, began = 1 if number == 0 or "bytes_read" in work else 2, perf_counter()
-        for _ in range(steps):
-            own = step()
+        # Time two steps of training at once, but only one in the first turn, which compiles.
+        num_steps = 2 if is_training and number > 0 else 1
+        start = perf_counter()
+        for _ in range(num_steps):
+            measured = competitor.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
+        seconds = (perf_counter() - start) / num_steps
+        # Memory is read before the probes of the machine's rate, which take some too.
         turn = {
-            "seconds": (perf_counter() - began) / steps,
-            "work": work,
+            "seconds": seconds,
+            "work": competitor.work,
             "memory": hardware.peak_memory(device),
+            "ceiling": peak_rate(device, is_training),
         }
-        probe = (
-            product
-            if "flops" in work
-            else partial(bandwidth, device)
-            if "bytes_read" in work
-            else None
-        )
-        turn["ceiling"] = hardware.peak_flops(device) if probe is product else None
-        if probe is not None and turn["ceiling"] is None:
-            turn["ceiling"] = max(probe() for _ in range(-(-PROBES // ROUNDS)))
-        print(json.dumps(turn | (own if isinstance(own, dict) else {})), flush=True)
+        print(json.dumps(turn | (measured or {})), flush=True)
 
 
-def bandwidth(device: torch.device) -> float:
-    """Bytes/s at which numbers are read and summed."""
+def peak_rate(device: torch.device, is_training: bool) -> float:
+    """FLOP/s for training, known for a GPU and measured on a CPU; bytes/s for decoding."""
+    rate = hardware.peak_flops(device) if is_training else None
+    if rate is None:
+        probe = matmul_flops if is_training else partial(read_bandwidth, device)
+        rate = max(probe() for _ in range(PROBES_PER_TURN))
+    return rate
+
+
+def matmul_flops(size: int = 4096) -> float:
+    """Measures FLOP/s of a product of square matrices in bf16, on a CPU."""
+    a = torch.randn(size, size, dtype=torch.bfloat16)
+    b = torch.randn(size, size, dtype=torch.bfloat16)
+    start = perf_counter()
+    a @ b
+    return 2 * size**3 / (perf_counter() - start)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Measures bytes/s at which numbers are read and summed."""
     x = torch.ones(2**28 if device.type == "cuda" else 2**26, device=device)
     x.sum().item()
-    began = perf_counter()
+    start = perf_counter()
     x.sum().item()
-    return x.nbytes / (perf_counter() - began)
+    return x.nbytes / (perf_counter() - start)
 
 
-def product(size: int = 4096) -> float:
-    """FLOP/s of a product of square matrices in bf16, on a CPU."""
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
-    began = perf_counter()
-    a @ b
-    return 2 * size**3 / (perf_counter() - began)
+# Training: a step of the optimizer on random tokens.
 
 
-def ours(words: list[str]) -> Competitor:
-    settings, device = settings_of(words)
-    batch, size = settings["batch_tokens"] // settings["context"], settings["model"]["vocab_size"]
-    tokens = (
-        np.random.default_rng(0).integers(0, size, 100 * settings["batch_tokens"]).astype(np.uint32)
-    )
-    loader = Loader([tokens], context=settings["context"], batch=batch, seed=0)
+def train_ours(overrides: list[str]) -> Competitor:
+    settings, device = load_settings(overrides)
+    batch_tokens = settings["batch_tokens"]
+    vocab_size = settings["model"]["vocab_size"]
+    # Random tokens are as fast as text.
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 100 * batch_tokens).astype(np.uint32)
+    context = settings["context"]
+    loader = Loader([tokens], context=context, batch=batch_tokens // context, seed=0)
+    corpus = Corpus([tokens], [tokens[:1000]], 1, None, "")
     precision = hardware.pick_precision(settings["precision"], device)
-    corpus, nowhere = Corpus([tokens], [tokens[:1000]], 1, None, ""), Path(os.devnull)
     trainer = Trainer(
         settings,
         corpus,
         loader,
-        nowhere,
+        Path(os.devnull),
         DistEnv(0, 1, device),
         precision,
         Signals(),
@@ -193,116 +238,62 @@ def ours(words: list[str]) -> Competitor:
     )
     if settings["compile"] is not False:
         trainer.compile()
-    return trainer.train_step, done(settings), device
+
+    return Competitor(trainer.train_step, training_work(settings), device)
 
 
-def transformers(words: list[str]) -> Competitor:
-    """Torch's fused AdamW, autocast and torch.compile of the whole, as its users have it."""
-    settings, device = settings_of(words)
-    context, batch = settings["context"], settings["batch_tokens"] // settings["context"]
-    model = llama(settings).to(device)
+def train_transformers(overrides: list[str]) -> Competitor:
+    """Llama with torch's fused AdamW, autocast and torch.compile of the whole model."""
+    settings, device = load_settings(overrides)
+    batch_size = settings["batch_tokens"] // settings["context"]
+    model = transformers_llama(settings).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     forward = model if settings["compile"] is False else torch.compile(model)
     precision = hardware.pick_precision(settings["precision"], device)
-    tokens = torch.randint(0, settings["model"]["vocab_size"], (batch, context), device=device)
+    shape = (batch_size, settings["context"])
+    tokens = torch.randint(0, settings["model"]["vocab_size"], shape, device=device)
 
+    # One optimizer step over the micro-batches, with the gradient of the mean over the batch.
     def step() -> None:
         for part in tokens.split(settings["micro_batch"]):
             with hardware.autocast(device, precision):
                 loss = forward(input_ids=part, labels=part, use_cache=False).loss
-            (loss * len(part) / batch).backward()
+            (loss * len(part) / batch_size).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, done(settings), device
+    return Competitor(step, training_work(settings), device)
 
 
-def llama(settings: dict):
-    """The same shape in `transformers`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with errors.user_input():
-        config = mapping.to_hf_config(settings["model"])
-    if config["model_type"] != "llama" or settings["document_mask"]:
-        errors.exit_with(
-            errors.INPUT,
-            "LlamaForCausalLM has another shape. fix: attention=llama, and nothing else of ours",
-        )
-    return LlamaForCausalLM(LlamaConfig(**config, bos_token_id=None, eos_token_id=None))
-
-
-def done(settings: dict) -> dict[str, float]:
+def training_work(settings: dict) -> dict[str, float]:
     with torch.device("meta"):
-        flops = instantiate(settings["model"]).training_flops()
-    return {"tokens": settings["batch_tokens"], "flops": settings["batch_tokens"] * flops}
+        flops_per_token = instantiate(settings["model"]).training_flops()
+    tokens = settings["batch_tokens"]
+    return {"tokens": tokens, "flops": tokens * flops_per_token}
 
 
-def our_tokens(words: list[str]) -> Competitor:
-    tokenizer, texts, size = text_of(words)
-    documents = [(text, False) for text in texts]
-    return (
-        lambda: sum(len(tokens) for tokens, *_ in tokenize_documents(documents, tokenizer)),
-        size,
-        torch.device("cpu"),
-    )
+# Decoding: NEW_TOKENS greedy tokens after random prompts, with the same random weights.
 
 
-def sentencepiece(words: list[str]) -> Competitor:
-    """Its own threads, as many as there are cores, over a list of documents."""
-    tokenizer, texts, size = text_of(words)
-    threads = torch.get_num_threads()
-    return lambda: tokenizer.processor.encode(texts, num_threads=threads), size, torch.device("cpu")
+def decode_ours(overrides: list[str]) -> Competitor:
+    settings, device = load_settings(overrides)
+    reference, prompts = decoding_case(settings, device)
+    dtype = reference.dtype
+    model = materialize(build_model(settings["model"]), device, dtype)
 
+    # Load the weights under our names.
+    weights = reference.state_dict()
+    stored = weight_map(model, "Llama")
+    model.load_state_dict({tensor.names[0]: weights[name] for name, tensor in stored.items()})
 
-def text_of(words: list[str]) -> tuple[Tokenizer, list[str], dict[str, int]]:
-    settings, _ = settings_of(words)
-    source = instantiate(settings["data"], "data")
-    tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)
-    texts = [text for text, _ in islice(source.documents(), 20_000)]
-    return tokenizer, texts, {"bytes": sum(len(text.encode()) for text in texts)}
-
-
-def decoded_case(words: list[str]):
-    """Settings, device, a model of `transformers`, prompts (B, T), and what drawing NEW tokens takes."""
-    settings, device = settings_of(words)
-    rows, prompt = settings["batch_tokens"] // settings["context"], settings["context"] - NEW - 1
-    torch.manual_seed(0)
-    dtype = hardware.pick_precision(settings["precision"], device)
-    model = llama(settings).to(device, dtype)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.05) if p.ndim > 1 else torch.nn.init.ones_(p)
-    model.eval()
-    prompts = torch.randint(settings["model"]["vocab_size"], (rows, prompt), device=device)
-    shape = settings["model"]
-    token = (
-        2
-        * shape["depth"]
-        * shape["attention"]["kv_heads"]
-        * shape["dim"]
-        // shape["heads"]
-        * dtype.itemsize
-    )
-    weights = sum(p.nbytes for p in model.parameters()) - (
-        0 if shape["tied"] else model.lm_head.weight.nbytes
-    )
-    read = (NEW - 1) * (weights + rows * token * (prompt + NEW / 2))
-    return settings, device, model, prompts, {"tokens": rows * (NEW - 1), "bytes_read": read}
-
-
-def our_text(words: list[str]) -> Competitor:
-    settings, device, theirs, prompts, work = decoded_case(words)
-    model = materialize(build_model(settings["model"]), device, theirs.dtype)
-    weights = theirs.state_dict()
-    model.load_state_dict(
-        {held.names[0]: weights[name] for name, held in weight_map(model, "Llama").items()}
-    )
+    # As generate.py does: products for few rows, and a compiled step.
     quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     quantize.optimize_for_decoding(model, int8=False)
     step = decode_step if settings["compile"] is False else compile_decode_step(device)
-    cache = model.new_cache(len(prompts), settings["context"] - 1, theirs.dtype, device)
+    cache = model.new_cache(len(prompts), settings["context"] - 1, dtype, device)
 
     def run() -> dict:
-        first, rest, tokens = timed(model, prompts.tolist(), NEW, cache, step)
+        first, rest, tokens = timed(model, prompts.tolist(), NEW_TOKENS, cache, step)
         return {
             "seconds": rest,
             "first_token_seconds": first,
@@ -310,56 +301,116 @@ def our_text(words: list[str]) -> Competitor:
             "tokens": tokens,
         }
 
-    return run, work, device
+    return Competitor(run, decoding_work(settings, reference, prompts), device)
 
 
-def transformers_text(kind: str, words: list[str]) -> Competitor:
+def decode_transformers(cache_kind: str, overrides: list[str]) -> Competitor:
+    """`generate` with a dynamic cache, a static one, or a static one and a compiled forward."""
     from transformers import DynamicCache, StaticCache
 
-    settings, device, model, prompts, work = decoded_case(words)
-    if kind == "compiled":
+    settings, device = load_settings(overrides)
+    model, prompts = decoding_case(settings, device)
+    if cache_kind == "compiled":
         model.forward = torch.compile(model.forward, dynamic=False)
+    # When each token came; a stopping criterion that never stops is called after each.
+    times = []
+
+    def record_time(ids: Tensor, *_) -> Tensor:
+        times.append(perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool, device=device)
 
     def run() -> dict:
-        ticks, kept = [perf_counter()], DynamicCache(config=model.config)
-        if kind != "dynamic":
-            kept = StaticCache(config=model.config, max_cache_len=settings["context"] - 1)
-        tick = [
-            lambda ids, *_: (
-                ticks.append(perf_counter())
-                or torch.zeros(len(ids), dtype=torch.bool, device=device)
-            )
-        ]
-        options = {
-            "do_sample": False,
-            "max_new_tokens": NEW,
-            "past_key_values": kept,
-            "pad_token_id": 0,
-        }
-        drawn = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), **options, stopping_criteria=tick
+        times.clear()
+        start = perf_counter()
+        if cache_kind == "dynamic":
+            cache = DynamicCache(config=model.config)
+        else:
+            cache = StaticCache(config=model.config, max_cache_len=settings["context"] - 1)
+        tokens = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            past_key_values=cache,
+            pad_token_id=0,
+            stopping_criteria=[record_time],
         )
-        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in kept.layers)
-        drawn, ended = drawn.tolist(), perf_counter()
-        measured = {"seconds": ended - ticks[1], "first_token_seconds": ticks[1] - ticks[0]}
-        return measured | {"cache_bytes": held, "tokens": drawn}
+        tokens = tokens.tolist()  # waits for a GPU
+        end = perf_counter()
+        return {
+            "seconds": end - times[0],
+            "first_token_seconds": times[0] - start,
+            "cache_bytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers),
+            "tokens": tokens,
+        }
 
-    return run, work, device
+    return Competitor(run, decoding_work(settings, model, prompts), device)
 
 
-def settings_of(words: list[str]) -> tuple[dict, torch.device]:
-    settings, *_ = validate(compose(["name=bench", "max_minutes=null", "steps=1000000", *words]))
+def decoding_case(settings: dict, device: torch.device) -> tuple[nn.Module, Tensor]:
+    """A Llama of `transformers` with random weights, and prompts (B, T)."""
+    torch.manual_seed(0)
+    dtype = hardware.pick_precision(settings["precision"], device)
+    model = transformers_llama(settings).to(device, dtype)
+    # Random matrices, and norms of ones.
+    for p in model.parameters():
+        if p.ndim > 1:
+            nn.init.normal_(p, std=0.05)
+        else:
+            nn.init.ones_(p)
+    context = settings["context"]
+    shape = (settings["batch_tokens"] // context, context - 1 - NEW_TOKENS)
+    prompts = torch.randint(settings["model"]["vocab_size"], shape, device=device)
+    return model.eval(), prompts
+
+
+def decoding_work(settings: dict, model: nn.Module, prompts: Tensor) -> dict[str, float]:
+    """Tokens after the first, and the bytes of weights and cache that are read for them."""
+    tree = settings["model"]
+    rows, prompt_length = prompts.shape
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    if not tree["tied"]:  # of the embedding, only some rows are read
+        weight_bytes -= model.lm_head.weight.nbytes
+    kv_dim = tree["attention"]["kv_heads"] * tree["dim"] // tree["heads"]
+    token_bytes = 2 * tree["depth"] * kv_dim * model.dtype.itemsize
+    cache_bytes = rows * token_bytes * (prompt_length + NEW_TOKENS / 2)  # at the middle step
+    num_steps = NEW_TOKENS - 1
+    bytes_read = num_steps * (weight_bytes + cache_bytes)
+    return {"tokens": rows * num_steps, "bytes_read": bytes_read}
+
+
+# What both have in common.
+
+
+def transformers_llama(settings: dict) -> nn.Module:
+    """LlamaForCausalLM of the same shape, with its own initial weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with errors.user_input():
+        config = mapping.to_hf_config(settings["model"])
+    if config["model_type"] != "llama" or settings["document_mask"]:
+        problem = "LlamaForCausalLM has another shape"
+        errors.exit_with(errors.INPUT, f"{problem}. fix: attention=llama, and nothing else of ours")
+    return LlamaForCausalLM(LlamaConfig(**config, bos_token_id=None, eos_token_id=None))
+
+
+def load_settings(overrides: list[str]) -> tuple[dict, torch.device]:
+    settings, *_ = validate(
+        compose(["name=bench", "max_minutes=null", "steps=1000000", *overrides])
+    )
     with errors.user_input():
         return settings, hardware.pick_device(settings["device"])
 
 
-KINDS = {"train": ["ours", "transformers"], "data": ["our_tokens", "sentencepiece"]}
-DECODERS = ["our_text", "dynamic", "static", "compiled"]  # the others: caches of transformers
 COMPETITORS = {
-    function.__name__: function
-    for function in (ours, transformers, our_tokens, sentencepiece, our_text)
+    "train": {"ours": train_ours, "transformers": train_transformers},
+    "decode": {
+        "ours": decode_ours,
+        "dynamic": partial(decode_transformers, "dynamic"),
+        "static": partial(decode_transformers, "static"),
+        "compiled": partial(decode_transformers, "compiled"),
+    },
 }
-COMPETITORS |= {kind: partial(transformers_text, kind) for kind in DECODERS[1:]}
 
 if __name__ == "__main__":
     with errors.report_errors(HydraException, OmegaConfBaseException):

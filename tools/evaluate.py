@@ -1,19 +1,22 @@
-"""How good a model is, in numbers that others quote too, as JSON:
+"""Measures a model in figures that others publish too, and prints them as JSON.
 
-python -m tools.evaluate --run runs/NAME --text FILE            nats per token and bits per byte, of any text
-python -m tools.evaluate --run runs/NAME --tasks arc_easy,piqa  lm-evaluation-harness, with its tasks
-python -m tools.evaluate --run runs/NAME --tasks mine --task-folder FOLDER      or with yours, without a network
+python -m tools.evaluate --run runs/NAME --text FILE
+    nats per token and bits per byte, of any text
+python -m tools.evaluate --run runs/NAME --tasks arc_easy,piqa
+    lm-evaluation-harness, with its tasks
+python -m tools.evaluate --run runs/NAME --tasks mine --task-folder FOLDER
+    or with yours, without a network
 """
 
 import argparse
 import json
 import math
-from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from common import errors, hardware
 from common.cli import Parser, bounded_number
@@ -26,170 +29,202 @@ from inference.text import StreamingText, truncate_left
 from model.layers import fp32
 from model.transformer import Transformer
 
-Row = tuple[list[int], int]  # tokens, and the first of them that is scored
+Row = tuple[list[int], int]  # tokens, and the index of the first that is scored
 
 
-def arguments() -> argparse.Namespace:
-    about, how = __doc__.partition(",")[0], argparse.ArgumentDefaultsHelpFormatter
+def main(args: argparse.Namespace) -> None:
+    with errors.user_input():
+        model, tokenizer, name = load(args.run, hardware.pick_device(args.device), args.dtype)
+        result = {"name": name}
+        if args.text is not None:
+            result |= evaluate_text(model, tokenizer, args)
+        else:
+            result["tasks"] = evaluate_tasks(model, tokenizer, args)
+    print(json.dumps(result, default=str))
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python -m tools.evaluate",
-        description=about,
+        description=__doc__.partition(",")[0],
         epilog="--text or --tasks",
-        formatter_class=how,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--run",
-        type=Path,
-        help="a run, a Hugging Face folder or llama2.c's .bin (default: the run that saved last)",
-    )
+    model = "a run, a Hugging Face folder or llama2.c's .bin (default: the run that saved last)"
+    add("--run", type=Path, help=model)
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    dtype = "auto: bf16 on a GPU, else fp32"
+    add("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help=dtype)
+    add("--batch-size", type=bounded_number(int, 1), default=8)
+
+    # Options of --text.
     add("--text", help="a file, a glob, or a folder of .txt, .jsonl and .parquet")
     add("--separator", default="<|endoftext|>", help="a line between the documents of a .txt")
-    add("--documents", type=bounded_number(int, 1), help="look at the first so many")
+    add("--documents", type=bounded_number(int, 1), help="evaluate only the first N documents")
     add("--truncate", action="store_true", help="leave out what lies beyond the model's context")
+
+    # Options of --tasks.
     add("--tasks", help="names of lm-evaluation-harness, with commas between them")
     add("--task-folder", type=Path, help="your tasks, as .yaml")
     add("--num-fewshot", type=bounded_number(int, 0), help="examples before each question")
     add("--limit", type=bounded_number(int, 1), help="questions of each task")
-    add("--batch-size", type=bounded_number(int, 1), default=8)
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    add(
-        "--dtype",
-        choices=("auto", "fp32", "bf16"),
-        default="auto",
-        help="auto: bf16 on a GPU, else fp32",
-    )
-    given = parser.parse_args()
-    if (given.text is None) == (given.tasks is None):
+
+    # Options that would be ignored are refused.
+    args = parser.parse_args()
+    if (args.text is None) == (args.tasks is None):
         parser.error("exactly one of --text and --tasks is needed")
-    if given.tasks is None and (given.task_folder or given.limit or given.num_fewshot is not None):
+    if args.tasks is None and (args.task_folder or args.limit or args.num_fewshot is not None):
         parser.error("--task-folder, --limit and --num-fewshot are for --tasks")
-    if given.text is None and (given.documents or given.truncate):
+    if args.text is None and (args.documents or args.truncate):
         parser.error("--documents and --truncate are for --text")
-    if given.task_folder is not None and not given.task_folder.is_dir():
-        parser.error(f"there is no folder {given.task_folder}")
-    return given
+    if args.task_folder is not None and not args.task_folder.is_dir():
+        parser.error(f"there is no folder {args.task_folder}")
+    return args
 
 
-def main(given: argparse.Namespace) -> None:
-    with errors.user_input():
-        model, tokenizer, name = load(given.run, hardware.pick_device(given.device), given.dtype)
-        if given.text is not None:
-            found = {"name": name, **of_text(model, tokenizer, given)}
-        else:
-            found = {"name": name, "tasks": of_tasks(model, tokenizer, given)}
-    print(json.dumps(found, default=str))
+def evaluate_text(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> dict:
+    """Scores the tokens of each document, after BOS and without EOS, in windows of the context."""
+    files = find_files(args.text, TEXTS)
 
-
-def of_text(
-    model: Transformer, tokenizer: Tokenizer, given: argparse.Namespace
-) -> dict[str, float]:
-    """Of each document's own tokens behind BOS, in windows of the context; its end is not counted."""
-    size, rows, count = 0, [], 0
-    for count, text in enumerate(
-        read_documents(find_files(given.text, TEXTS), "text", given.separator), 1
-    ):
+    # Tokenize and cut all documents before scoring, because rows are sorted by length.
+    rows = []
+    num_documents = 0
+    num_bytes = 0
+    for text in read_documents(files, "text", args.separator):
         tokens = [tokenizer.bos, *tokenizer.encode(text)]
-        if given.truncate and len(tokens) > model.context:
+        if args.truncate and len(tokens) > model.context:
             tokens = tokens[: model.context]
             text = tokenizer.decode(tokens)
         rows += windows(tokens, model.context)
-        size += len(text.encode())
-        if count == given.documents:
+        num_documents += 1
+        num_bytes += len(text.encode())
+        if num_documents == args.documents:
             break
     if not rows:
-        raise ValueError(f"no text (--text {given.text}). fix: a file that is not empty")
-    nats, tokens = (
-        -sum(each for each, _ in scores(model, rows, given.batch_size)),
-        sum(len(row) - 1 for row, _ in rows),
-    )
-    rates = {"nats_per_token": nats / tokens, "bits_per_byte": nats / math.log(2) / size}
-    if isinstance(tokenizer, IdTokenizer):
-        rates["bits_per_byte"] = None
-    return {"documents": count, "tokens": tokens, "bytes": size, **rates}
+        raise ValueError(f"no text (--text {args.text}). fix: a file that is not empty")
+
+    nats = -sum(score for score, _ in score_rows(model, rows, args.batch_size))
+    num_tokens = sum(len(tokens) - 1 for tokens, _ in rows)
+    bits_per_byte = nats / math.log(2) / num_bytes
+    if isinstance(tokenizer, IdTokenizer):  # the bytes of its tokens are unknown
+        bits_per_byte = None
+    return {
+        "documents": num_documents,
+        "tokens": num_tokens,
+        "bytes": num_bytes,
+        "nats_per_token": nats / num_tokens,
+        "bits_per_byte": bits_per_byte,
+    }
 
 
-def windows(tokens: list[int], context: int) -> Iterator[Row]:
-    """All but the first token once, each seen from as many before it as a window has."""
-    for start in range(0, len(tokens) - 1, context):
-        yield tokens[start : start + context + 1], 1
+def windows(tokens: list[int], context: int) -> list[Row]:
+    """Cuts tokens into rows; every token but the first is scored once."""
+    starts = range(0, len(tokens) - 1, context)
+    return [(tokens[start : start + context + 1], 1) for start in starts]
 
 
 @torch.inference_mode()
-def scores(model: Transformer, rows: list[Row], batch: int) -> list[tuple[float, bool]]:
-    """Of each row, the summed log-probability of its tokens from the first scored on, and whether all are likeliest."""
-    order, found = sorted(range(len(rows)), key=lambda row: -len(rows[row][0])), {}
-    for start in range(0, len(rows), batch):
-        some = [rows[place] for place in order[start : start + batch]]
-        width, device = len(some[0][0]) - 1, model.embed.weight.device
-        padded = torch.tensor(
-            [tokens[:-1] + [0] * (width + 1 - len(tokens)) for tokens, _ in some], device=device
-        )
-        for place, hidden, (tokens, first) in zip(
-            order[start:], model.hidden(padded), some, strict=False
-        ):
-            logits = fp32(model.logits(hidden[first - 1 : len(tokens) - 1]))
-            targets = torch.tensor(tokens[first:], device=device)
-            chosen = logits.log_softmax(dim=-1).gather(-1, targets[:, None]).double().sum()
-            found[place] = chosen.item(), bool((logits.argmax(dim=-1) == targets).all())
-    return [found[row] for row in range(len(rows))]
+def score_rows(model: Transformer, rows: list[Row], batch_size: int) -> list[tuple[float, bool]]:
+    """Scores rows in batches, the longest first, so that rows of a batch have similar lengths.
+
+    Returns for each row the summed log-probability of its tokens from the first that is scored, and
+    whether all of these are the most likely ones.
+    """
+    device = model.embed.weight.device
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
+    scores = {}
+    for start in range(0, len(rows), batch_size):
+        # Pad on the right, which earlier tokens do not attend to. The last token is only a target.
+        indices = order[start : start + batch_size]
+        inputs = [torch.tensor(rows[index][0][:-1]) for index in indices]
+        hidden = model.hidden(pad_sequence(inputs, batch_first=True).to(device))
+        for index, states in zip(indices, hidden, strict=True):
+            scores[index] = score_row(model, states, rows[index])
+    return [scores[index] for index in range(len(rows))]
 
 
-def of_tasks(
-    model: Transformer, tokenizer: Tokenizer, given: argparse.Namespace
-) -> dict[str, dict]:
-    """What lm-evaluation-harness measures. Raises ValueError where it is not there, or has no such task."""
+def score_row(model: Transformer, hidden: Tensor, row: Row) -> tuple[float, bool]:
+    """hidden (T, D) -> the summed log-probability of the scored tokens, whether all are greedy."""
+    tokens, first = row
+    # The hidden state at a token predicts the next one.
+    logits = fp32(model.logits(hidden[first - 1 : len(tokens) - 1]))  # (scored tokens, V)
+    targets = torch.tensor(tokens[first:], device=hidden.device)
+    log_probabilities = logits.log_softmax(dim=-1).gather(-1, targets[:, None])
+    is_greedy = (logits.argmax(dim=-1) == targets).all()
+    return log_probabilities.double().sum().item(), bool(is_greedy)
+
+
+def evaluate_tasks(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> dict:
+    """Runs lm-evaluation-harness, and returns its results by task.
+
+    Raises ValueError where it is not installed, or has no such task.
+    """
     try:
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ValueError(
-            f"lm-evaluation-harness is not installed ({error}). fix: pip install lm_eval"
-        ) from None
-    tasks, names = (
-        TaskManager(include_path=given.task_folder and str(given.task_folder)),
-        given.tasks.split(","),
+        problem = f"lm-evaluation-harness is not installed ({error})"
+        raise ValueError(f"{problem}. fix: pip install lm_eval") from None
+
+    # The harness refuses an unknown task with a traceback, so look it up first.
+    manager = TaskManager(include_path=args.task_folder and str(args.task_folder))
+    names = args.tasks.split(",")
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
+        problem = f"unknown tasks ({', '.join(unknown)})"
+        raise ValueError(f"{problem}. fix: --task-folder, or one of lm_eval ls tasks")
+    evaluation = simple_evaluate(
+        lm_eval_model(model, tokenizer, args.batch_size),
+        tasks=names,
+        task_manager=manager,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
     )
-    if unknown := [name for name in names if name not in tasks.all_tasks]:
-        raise ValueError(
-            f"unknown tasks ({', '.join(unknown)}). fix: --task-folder, or one of lm_eval ls tasks"
-        )
-    asked = {
-        "tasks": names,
-        "task_manager": tasks,
-        "num_fewshot": given.num_fewshot,
-        "limit": given.limit,
-    }
-    return simple_evaluate(harnessed(model, tokenizer, given.batch_size), **asked)["results"]
+    return evaluation["results"]
 
 
-def harnessed(model: Transformer, tokenizer: Tokenizer, batch: int):
-    """A model as lm-evaluation-harness asks it; each text begins with BOS."""
+def lm_eval_model(model: Transformer, tokenizer: Tokenizer, batch_size: int):
+    """Wraps a model as lm-evaluation-harness calls it; each text begins with BOS.
+
+    The class is made here because its base class is part of the harness, which is optional.
+    """
     from lm_eval.api.model import TemplateLM
 
     class Harnessed(TemplateLM):
-        eot_token_id, prefix_token_id = tokenizer.eos, tokenizer.bos
+        eot_token_id = tokenizer.eos
+        prefix_token_id = tokenizer.bos
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-            return [tokenizer.bos] * (add_special_tokens is not False) + tokenizer.encode(string)
+            tokens = tokenizer.encode(string)
+            return tokens if add_special_tokens is False else [tokenizer.bos, *tokens]
 
         def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
+            """Scores answers (text, tokens of the question, tokens of the answer) of choices."""
             rows = []
-            for _, before, after in requests:
-                tokens = [*before, *after][-model.context - 1 :]
-                if len(after) >= len(tokens):
-                    raise ValueError(
-                        f"an answer of {len(after)} tokens (context {model.context}). fix: another task"
-                    )
-                rows.append((tokens, len(tokens) - len(after)))
-            return scores(model, rows, batch)
+            for _, question, answer in requests:
+                # A question that does not fit loses its beginning.
+                tokens = [*question, *answer][-model.context - 1 :]
+                if len(answer) >= len(tokens):
+                    problem = f"an answer of {len(answer)} tokens (context {model.context})"
+                    raise ValueError(f"{problem}. fix: another task")
+                rows.append((tokens, len(tokens) - len(answer)))
+            return score_rows(model, rows, batch_size)
 
         def loglikelihood_rolling(self, requests: list, **_) -> list[float]:
-            texts = [
-                [*windows(self.tok_encode(request.args[0]), model.context)] for request in requests
-            ]
-            found = iter(scores(model, [row for rows in texts for row in rows], batch))
-            return [sum(score for score, _ in islice(found, len(rows))) for rows in texts]
+            """Scores whole texts, of any length."""
+            # Rows of all texts are scored in common batches; `owners` has the text of each row.
+            rows = []
+            owners = []
+            for index, request in enumerate(requests):
+                text_rows = windows(self.tok_encode(request.args[0]), model.context)
+                rows += text_rows
+                owners += [index] * len(text_rows)
+            totals = [0.0] * len(requests)
+            scores = score_rows(model, rows, batch_size)
+            for index, (score, _) in zip(owners, scores, strict=True):
+                totals[index] += score
+            return totals
 
         def generate_until(self, requests: list, **_) -> list[str]:
             return [self.answer(*request.args) for request in requests]
@@ -218,4 +253,4 @@ def harnessed(model: Transformer, tokenizer: Tokenizer, batch: int):
 
 if __name__ == "__main__":
     with errors.report_errors():
-        main(arguments())
+        main(parse_arguments())

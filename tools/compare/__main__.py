@@ -2,8 +2,8 @@
 
     python -m tools.compare attention=gqa,mha,mla seed=0,1,2 model=small max_minutes=10
 
-Overrides are those of train.py, with Hydra's sweeps. Each combination is trained by a process of its
-own, on a machine with several GPUs one on each; the first is the baseline. The same call again
+Overrides are those of train.py, with Hydra's sweeps. Each combination is trained by a process of
+its own, on a machine with several GPUs one on each; the first is the baseline. The same call again
 skips what is finished, goes on where it was cut off, and shares the work with one still running.
 It ends with a report, which  python -m tools.compare --report RUN...  writes of any runs.
 """
@@ -26,50 +26,59 @@ from tools.compare.runs import Run
 
 
 def main(args: argparse.Namespace) -> None:
+    problems = {}
     if args.report:
         # A pattern such as runs/* also matches logs, which are left out.
         run_dirs = [path for path in args.report if path.is_dir() or not path.exists()]
-        command = ["--report", *map(str, run_dirs)]
-        folder = args.dir or Path("runs", f"report-{digest(command)}")
+        folder = args.dir or Path("runs", f"report-{digest(['--report', *map(str, run_dirs)])}")
         baseline = None
-        problems = {}
     else:
+        # Train what is missing. A run that fails is listed in the report.
         with errors.user_input():
             jobs = plan_jobs(args.overrides, args.match, args.dir)
         folder = jobs[0].run_dir.parent
+        baseline = jobs[0].settings["name"]
         print(f"{len(jobs)} runs in {folder}/", file=sys.stderr)
         train(jobs)
-        command = ["--match", args.match, *args.overrides]
-        baseline = jobs[0].settings["name"]
-        run_dirs = [job.run_dir for job in jobs if job.problem is None]
-        problems = {job.run_dir.name: job.problem for job in jobs if job.problem is not None}
+        run_dirs = []
+        for job in jobs:
+            if job.problem is None:
+                run_dirs.append(job.run_dir)
+            else:
+                problems[job.run_dir.name] = job.problem
 
-    # A run that cannot be read is a row of the report.
-    runs = []
-    for run_dir in run_dirs:
-        try:
-            runs.append(Run.read(run_dir))
-        except IntegrityError as error:
-            problems[run_dir.name] = str(error)
-    if args.dir is not None:
-        command += ["--dir", str(args.dir)]
+    runs = read_finished(run_dirs, problems)
+    command = f"python -m tools.compare {shlex.join(sys.argv[1:])}"
     with errors.user_input():
-        call = f"python -m tools.compare {shlex.join(command)}"
-        print(write_report(folder, runs, problems, baseline, call))
+        print(write_report(folder, runs, problems, baseline, command))
 
 
 def train(jobs: list[Job]) -> None:
-    """Trains all jobs. A common max_minutes limits the first; the others get as many tokens as it did."""
+    """Trains all jobs. A common max_minutes limits the first; the others get as many tokens."""
     lengths = {(job.settings["steps"], job.settings["max_minutes"]) for job in jobs}
     baseline = jobs[0]
     if len(lengths) == 1 and baseline.settings["max_minutes"] is not None:
         train_all([baseline], num_later=len(jobs) - 1)
         if baseline.problem is not None:
-            reason = baseline.problem.partition(". fix: ")[0]
-            problem = f"the baseline did not finish ({reason}). fix: see {baseline.log_path}"
-            errors.exit_with(errors.INPUT, problem)
+            errors.exit_with(errors.INPUT, f"the baseline did not finish: {baseline.problem}")
         match_baseline_tokens(baseline, jobs[1:])
     train_all(jobs)
+
+
+def read_finished(run_dirs: list[Path], problems: dict[str, str]) -> list[Run]:
+    """Reads the runs that finished, and adds why others did not to `problems`."""
+    runs = []
+    for run_dir in run_dirs:
+        try:
+            run = Run.read(run_dir)
+        except IntegrityError as error:
+            problems[run_dir.name] = str(error)
+            continue
+        if run.done:
+            runs.append(run)
+        else:
+            problems[run_dir.name] = f"at {run.last['tokens']:,} tokens"
+    return runs
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,7 +1,6 @@
 """Trains many runs, each by a process of its own: one after the other, or one on each GPU."""
 
 import fcntl
-import json
 import os
 import shlex
 import subprocess
@@ -42,7 +41,7 @@ class Job:
     def try_lock(self) -> IO | None:
         """Opens and locks the log, or returns None where another call has locked it.
 
-        The lock lasts until both this process and the training process, which inherits it, close it.
+        The lock lasts until this process and the training process, which inherits it, close it.
         """
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
         log = self.log_path.open("a")
@@ -54,14 +53,16 @@ class Job:
         return log
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to train; sets `problem` where the run there has other settings."""
+        """Whether nothing is left to train; sets `problem` if the run there has other settings."""
         try:
             run = Run.read(self.run_dir)
         except IntegrityError:  # train.py decides whether it can resume from this
             return False
-        before = {key: value for key, value in run.settings.items() if key in self.settings}
-        changes = resume.changes(before, self.settings)
-        changes = [text for key, text in changes.items() if key not in SET_BY_RUN]
+        # What training adds to the settings of a run is not compared.
+        changes = []
+        for key, text in resume.changes(run.settings, self.settings).items():
+            if key.partition(".")[0] in self.settings and key not in SET_BY_RUN:
+                changes.append(text)
         if changes:
             self.problem = (
                 f"the run there has other settings: {', '.join(changes)}. fix: another --dir"
@@ -69,38 +70,26 @@ class Job:
         return run.done or self.problem is not None
 
     def start(self, log: IO, gpu: str | None) -> subprocess.Popen:
-        """Starts train.py, which writes into the log, on one GPU if there are several."""
+        """Starts train.py, which writes into the log; on one GPU if there are several."""
         log.truncate(0)
         print("$ python train.py", shlex.join(self.overrides), file=log, flush=True)
         self.run_dir.mkdir(exist_ok=True)  # resume=true needs a folder
-        environment = dict(os.environ)
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        gpus = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         return subprocess.Popen(
             [sys.executable, ROOT / "train.py", *self.overrides],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment,
+            env=os.environ | gpus,
             start_new_session=True,  # Ctrl-C is for this process, which then ends the runs
         )
-
-    def progress(self) -> float:
-        """The fraction of the run that is trained, from 0 to 1, by the last line of its metrics."""
-        try:
-            line = json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-            if self.settings["steps"]:
-                fraction = line["step"] / self.settings["steps"]
-            else:
-                fraction = line["seconds"] / (60 * self.settings["max_minutes"])
-        except (OSError, ValueError, LookupError):  # nothing is written yet
-            return 0.0
-        return min(1.0, fraction)
 
     def finish(self, exit_code: int) -> str:
         """Sets `problem` where training failed, and describes the outcome in a line."""
         if exit_code != 0:
-            message = self.error_line().removeprefix("error: ")
+            lines = self.log_path.read_text(errors="replace").strip().splitlines()
+            problems = [line for line in lines if line.startswith("error: ")]
+            message = (problems or lines)[-1].removeprefix("error: ")
             self.problem = f"exit {exit_code}: {message}"
             return self.problem
         try:
@@ -108,16 +97,6 @@ class Job:
             return f"{run.loss:.4f} {run.metric_name}"
         except (IntegrityError, LookupError):
             return "cannot be read"
-
-    def error_line(self) -> str:
-        """The last error in the log, else its last line."""
-        lines = [
-            line for line in self.log_path.read_text(errors="replace").splitlines() if line.strip()
-        ]
-        for line in reversed(lines):
-            if line.startswith("error: "):
-                return line
-        return lines[-1]
 
 
 class JobRunner:
@@ -131,21 +110,23 @@ class JobRunner:
         self.running: list[tuple[Job, subprocess.Popen, str | None]] = []
         self.free_gpus = visible_gpus(jobs[0].settings["device"])
 
-        # What the progress bar shows.
+        # What is shown; skipped runs had finished before this call.
         self.total = len(jobs) + num_later
         self.num_finished = 0
-        self.num_skipped = 0  # finished before this call
+        self.num_skipped = 0
         self.start_time = monotonic()
 
     def start_ready(self) -> None:
         """Starts waiting jobs while a GPU is free, and skips those that are finished."""
+        # Iterate over copies, because jobs leave the list.
         for job in list(self.waiting):
             if not self.free_gpus:
                 return
             log = job.try_lock()
-            if log is None:
+            if log is None:  # another call trains it
                 continue
             self.waiting.remove(job)
+            # Closing our copy leaves the lock to the training process, or frees it.
             with log:
                 if job.is_finished():
                     self.num_finished += 1
@@ -166,35 +147,35 @@ class JobRunner:
             self.free_gpus.append(gpu)
             self.num_finished += 1
             outcome = job.finish(process.returncode)
-            time_left = self.time_left(self.num_finished)
-            say(f"{self.num_finished}/{self.total}, {time_left}. {job.run_dir.name}: {outcome}")
+            counts = f"{self.num_finished}/{self.total}, {self.time_left()}"
+            say(f"{counts}. {job.run_dir.name}: {outcome}")
 
     def show_progress(self, bar: tqdm) -> None:
-        bar.n = self.num_finished + sum(job.progress() for job, _, _ in self.running)
-        time_left = self.time_left(bar.n)
-        bar.set_description_str(f"{self.num_finished} of {self.total} runs, {time_left}")
+        bar.n = self.num_finished
+        bar.set_description_str(f"{bar.n} of {self.total} runs, {self.time_left()}")
 
-    def time_left(self, done: float) -> str:
-        """Estimates the time for the rest from the average of what this call has trained."""
-        trained = done - self.num_skipped
-        if trained < 0.02:  # of a run
+    def time_left(self) -> str:
+        """Estimates the time for the rest from the average of the runs trained in this call."""
+        num_trained = self.num_finished - self.num_skipped
+        if num_trained == 0:
             return "? left"
-        seconds_per_run = (monotonic() - self.start_time) / trained
-        return f"{duration(seconds_per_run * (self.total - done))} left"
+        seconds_per_run = (monotonic() - self.start_time) / num_trained
+        return f"{duration(seconds_per_run * (self.total - self.num_finished))} left"
 
     def stop(self) -> None:
         """Ends the runs that still train; each saves first."""
+        # Signal all before waiting for any, so that they save at the same time.
         for _, process, _ in self.running:
             process.terminate()
         for _, process, _ in self.running:
-            if process.wait() == 0:
-                self.num_finished += 1
+            self.num_finished += process.wait() == 0
 
 
 def train_all(jobs: list[Job], num_later: int = 0) -> None:
     """Trains the jobs that are not finished. On a signal, all runs save, and the process exits."""
     runner = JobRunner(jobs, num_later)
-    bar = tqdm(total=runner.total, bar_format="{desc} |{bar}|", disable=None)
+    # `disable=None` shows the bar on a terminal only.
+    bar = tqdm(total=runner.total, bar_format="{desc} |{bar}| {elapsed}", disable=None)
     with Signals() as signals, bar:
         signals.arm()
         try:
@@ -216,7 +197,5 @@ def visible_gpus(device: str) -> list[str | None]:
     count = torch.cuda.device_count() if device in ("auto", "cuda") else 0
     if count < 2:
         return [None]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible:
-        return visible.split(",")
-    return [str(index) for index in range(count)]
+    every = ",".join(map(str, range(count)))
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or every).split(",")

@@ -47,6 +47,7 @@ class Page:
 
     def table(self, header: list[str], rows: list[list]) -> None:
         """Adds a table whose cells may be of any type; a bar would end a cell in Markdown."""
+        # In Markdown the first column is left-aligned, as in HTML by the style.
         lines = []
         for row in (header, *rows):
             cells = [str(cell).replace("|", "/") for cell in row]

@@ -39,6 +39,7 @@ def plan_jobs(overrides: list[str], match: str, folder: Path | None) -> list[Job
     """
     sweep = expand_sweep(overrides)
     check_sweep(sweep, match)
+    # Seeds are repetitions of a variant, and all other keys make variants.
     seeds = sweep.pop("seed", ["seed=0"])
     variants = name_variants(sweep)
     match_sizes(variants, match)
@@ -56,6 +57,7 @@ def expand_sweep(overrides: list[str]) -> Sweep:
         for override in parser.parse_overrides(overrides):
             key = override.get_key_element()
             line = override.input_line
+            # A sweep that matches nothing stays as it is, for Hydra to refuse.
             values = []
             if override.is_discrete_sweep():
                 values = list(dict.fromkeys(override.sweep_string_iterator()))
@@ -81,11 +83,13 @@ def name_variants(sweep: Sweep) -> Variants:
 
     Raises ValueError where two combinations have one name.
     """
+    # Without a sweep, the attention names the only variant.
     named_keys = [key for key, values in sweep.items() if len(values) > 1 or key == "name"]
     if not named_keys:
         named_keys = ["attention"]
     variants = {}
     for combination in product(*sweep.values()):
+        # Groups are named by their value, and other keys also by the last part of the key.
         parts = []
         for override in combination:
             key, _, value = override.partition("=")
@@ -106,6 +110,7 @@ def name_variants(sweep: Sweep) -> Variants:
 
 def match_sizes(variants: Variants, match: str) -> None:
     """Gives each variant the model.hidden with which it is as large as the first, the baseline."""
+    # The first variant, the baseline, has its own size as the target.
     size = SIZES[match]
     target = None
     for name, overrides in variants.items():
@@ -133,8 +138,8 @@ def match_hidden(settings: dict, size: Callable[[Transformer], float], target: f
     if is_near(own):
         return own
 
-    # Size is linear in the width. Of the widths near enough, the multiple of the largest power of two
-    # makes the fastest matrix products.
+    # Size is linear in the width. Of the widths near enough, the multiple of the largest power of
+    # two makes the fastest matrix products.
     low = size(meta_model(settings, hidden=64))
     high = size(meta_model(settings, hidden=128))
     exact = 64 + 64 * (target - low) / (high - low)
@@ -149,7 +154,8 @@ def match_hidden(settings: dict, size: Callable[[Transformer], float], target: f
 def make_job(name: str, overrides: list[str], seed: str, folder: Path) -> Job:
     run_dir = folder / f"{name}-{seed.partition('=')[2]}"
     value = str(run_dir)
-    if not re.fullmatch(r"[\w./+-]+", value, re.ASCII):  # quoted for Hydra
+    # Hydra wants quotes around other characters.
+    if not re.fullmatch(r"[\w./+-]+", value, re.ASCII):
         value = "'" + value.replace("'", "\\'") + "'"
     overrides = [*overrides, seed, f"name={name}", f"run_dir={value}", "resume=true"]
     return Job(run_dir, overrides, compose_settings(overrides))
@@ -180,6 +186,6 @@ def meta_model(settings: dict, **sizes: int) -> Transformer:
         return instantiate(settings["model"] | sizes)
 
 
-def digest(overrides: list[str]) -> str:
-    """A short name for a list of overrides."""
-    return sha256(" ".join(overrides).encode()).hexdigest()[:8]
+def digest(words: list[str]) -> str:
+    """A short name for a list of words."""
+    return sha256(" ".join(words).encode()).hexdigest()[:8]

@@ -23,10 +23,11 @@ def draw_caches(groups: Groups) -> Figure:
         points.append((runs[0].cache_bytes_per_token, loss, name, color))
 
     # The names of neighbours go to different sides of their points.
-    sides = ("right", "left")
-    for number, (x, loss, name, color) in enumerate(sorted(points)):
-        side = sides[number % 2]
-        shift = 7 if side == "left" else -7
+    side = "left"
+    shift = 7  # points
+    for x, loss, name, color in sorted(points):
+        side = "right" if side == "left" else "left"
+        shift = -shift
         axes.errorbar(x, loss.mean, loss.ci95, fmt="o", capsize=3, color=color)
         position = (x, loss.mean)
         axes.annotate(name, position, (shift, 4), textcoords="offset points", ha=side)
@@ -64,6 +65,7 @@ def mean_curve(runs: list[Run], quantity: str) -> tuple[list[float], list[float]
             curve[tokens] = line | {"training FLOP": tokens * flops}
         curves.append(curve)
 
+    # The points that all runs have.
     xs = []
     losses = []
     for tokens in sorted(set.intersection(*map(set, curves))):

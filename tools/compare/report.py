@@ -2,6 +2,7 @@
 
 import math
 import sys
+from itertools import chain
 from pathlib import Path
 from statistics import mean, median
 
@@ -40,48 +41,51 @@ def write_report(
 ) -> str:
     """Writes report.md, report.html and the plots into `folder`, and returns the summary.
 
-    `problems` says why runs are missing, by the name of their folder. `baseline` names a variant;
-    by default it is that of the first run. Raises ValueError where no run has finished.
+    `runs` are finished; `problems` says why others are not, by the name of their folder. `baseline`
+    names a variant; by default it is that of the first run. Raises ValueError if there is no run.
     """
-    # Unfinished runs are not in the tables.
-    finished = [run for run in runs if run.done]
-    problems = dict(problems)
-    for run in runs:
-        if not run.done:
-            problems[run.folder.name] = f"at {run.last['tokens']:,} tokens"
-    reasons = [f"{name}: {text.partition('. fix: ')[0]}" for name, text in problems.items()]
-    if not finished:
+    if not runs:
+        reasons = [f"{name}: {short(text)}" for name, text in problems.items()]
         raise ValueError(f"no run finished ({'; '.join(reasons) or 'no run'}). fix: train one")
-    for reason in reasons:
-        print(f"not in the report: {reason}", file=sys.stderr)
+
+    # Say what is missing at once; the page lists it too.
+    for name, text in problems.items():
+        print(f"not in the report: {name} ({short(text)})", file=sys.stderr)
 
     # Group by variant, the baseline first.
-    groups = group_by_variant(finished)
+    groups = group_by_variant(runs)
     if baseline in groups:
         groups = {baseline: groups[baseline]} | groups
-    names = list(groups)
-    losses = {name: {run.seed: run.loss for run in group} for name, group in groups.items()}
-    others = {name: losses[name] for name in names[1:]}
-    verdicts = compare_to_baseline(losses[names[0]], others)
+    losses = {}
+    for name, group in groups.items():
+        losses[name] = {run.seed: run.loss for run in group}
+    others = dict(losses)
+    first = next(iter(groups))
+    verdicts = compare_to_baseline(others.pop(first), others)
     text = summary(groups, verdicts)
-    if baseline is not None and baseline not in groups:
-        text = f"No run of {baseline} finished: {names[0]} is the baseline instead. {text}"
+    if baseline not in (None, first):
+        text = f"No run of {baseline} finished: {first} is the baseline instead. {text}"
 
     folder.mkdir(parents=True, exist_ok=True)
-    page = Page(f"{', '.join(names)} after {token_range(finished)} tokens")
+    # The page, top to bottom.
+    page = Page(f"{', '.join(groups)} after {token_range(runs)} tokens")
     page.paragraph(text)
     page.code(command)
     page.figure(draw_caches(groups), folder / "caches.png")
-    add_losses(page, losses, verdicts, finished[0].metric_name)
+    add_losses(page, losses, verdicts, runs[0].metric_name)
     add_problems(page, problems)
     add_sizes(page, groups)
     add_training_speed(page, groups)
     add_decoding_speed(page, groups)
     page.heading("During training")
     page.figure(draw_curves(groups), folder / "curves.png")
-    add_settings(page, [run for group in groups.values() for run in group])
+    add_settings(page, list(chain.from_iterable(groups.values())))
     page.write(folder)
     return f"{text}\nwritten: {folder / 'report.html'}"
+
+
+def short(problem: str) -> str:
+    return problem.partition(". fix: ")[0]
 
 
 def summary(groups: Groups, verdicts: dict[str, Verdict]) -> str:
@@ -94,6 +98,7 @@ def summary(groups: Groups, verdicts: dict[str, Verdict]) -> str:
             clauses.append(f"{text}: {', '.join(names)}")
     sentence = f"{'; '.join(clauses)}."
 
+    # Users look for the smallest cache that costs nothing in loss, as far as the runs can tell.
     candidates = [baseline]
     for name, verdict in verdicts.items():
         if verdict.text in ("better", "not distinguishable"):
@@ -166,6 +171,7 @@ def add_training_speed(page: Page, groups: Groups) -> None:
         rates = []
         megabytes = []
         for run in runs:
+            # The first line includes compilation; a short run has no other.
             lines = [line for line in run.lines if "train_loss" in line]
             rates += [line["tokens_per_second"] for line in lines[1:] or lines]
             megabytes.append(lines[-1].get("peak_memory_bytes", math.nan) / 1e6)
@@ -178,13 +184,18 @@ def add_training_speed(page: Page, groups: Groups) -> None:
 
 def add_decoding_speed(page: Page, groups: Groups) -> None:
     """Measures decoding with the first run of each variant."""
+    run_dirs = {}
+    contexts = []
+    devices = set()
+    for name, runs in groups.items():
+        run_dirs[name] = runs[0].folder
+        contexts.append(runs[0].model.context)
+        devices.update(run.settings["device"] for run in runs)
+
     # Decode on the CPU only where all runs were asked to use it.
-    devices = {run.settings["device"] for runs in groups.values() for run in runs}
     device = hardware.pick_device("cpu" if devices == {"cpu"} else "auto")
-    context = min(runs[0].model.context for runs in groups.values())
-    run_dirs = {name: runs[0].folder for name, runs in groups.items()}
     rows = []
-    for name, cases in latencies(run_dirs, context, device).items():
+    for name, cases in latencies(run_dirs, min(contexts), device).items():
         header = ["variant"]
         row = [name]
         for case, (first, following) in cases.items():
@@ -197,10 +208,9 @@ def add_decoding_speed(page: Page, groups: Groups) -> None:
 
 
 def add_settings(page: Page, runs: list[Run]) -> None:
-    rows = [[key, ", ".join(values)] for key, values in differences(runs).items()]
     page.heading("What is equal, and what is not")
     page.paragraph(EQUAL)
-    page.table(["setting", "values"], rows)
+    page.table(["setting", "values"], list(differences(runs).items()))
     machine = [f"{key}: {value}." for key, value in runs[0].settings["machine"].items()]
     page.paragraph(" ".join(machine))
     page.heading("Commands")

@@ -93,11 +93,10 @@ class Run:
     def command(self) -> str:
         """The command that trained the run: the first line of the log that a comparison keeps."""
         log = self.folder.with_name(f"{self.folder.name}.log")
-        if log.exists():
-            first_line = log.read_text(errors="replace").partition("\n")[0]
-            if first_line:
-                return first_line.removeprefix("$ ")
-        return f"# {self.folder / 'config.yaml'} has its settings"
+        if not log.exists():
+            return f"# {self.folder / 'config.yaml'} has its settings"
+        first_line = log.read_text(errors="replace").partition("\n")[0]
+        return first_line.removeprefix("$ ")
 
     @cached_property
     def model(self) -> Transformer:
@@ -137,36 +136,35 @@ def group_by_variant(runs: list[Run]) -> Groups:
     A group has the name of its runs; where several have the same name, the settings that set them
     apart follow it. Raises ValueError where two runs of a group have one seed.
     """
-    groups: dict[tuple, list[Run]] = {}
+    # The key of a group is what its runs have in common; in it, each run has a seed of its own.
+    groups = {}
     for run in runs:
-        group = groups.setdefault((run.settings["name"], *run.identity.items()), [])
-        for other in group:
-            if other.seed == run.seed:
-                both = f"{other.folder}, {run.folder}"
-                raise ValueError(
-                    f"two runs are of one variant and seed ({both}). fix: leave out one"
-                )
-        group.append(run)
+        key = (run.settings["name"], *run.identity.items())
+        by_seed = groups.setdefault(key, {})
+        if run.seed in by_seed:
+            both = f"{by_seed[run.seed].folder}, {run.folder}"
+            raise ValueError(f"two runs are of one variant and seed ({both}). fix: leave out one")
+        by_seed[run.seed] = run
 
-    # One run stands for its group; the others of the same name decide what has to be told apart.
+    # Name each group by its first run. Those of the same name say what must be told apart.
     named = {}
-    for group in groups.values():
-        name = group[0].settings["name"]
-        namesakes = [other[0] for other in groups.values() if other[0].settings["name"] == name]
-        words = [name]
-        for key, value in group[0].identity.items():
-            if any(other.identity.get(key) != value for other in namesakes):
-                words.append(f"{key.rpartition('.')[2]}={value}")
-        named[" ".join(words)] = group
+    first_runs = [next(iter(by_seed.values())) for by_seed in groups.values()]
+    for run, by_seed in zip(first_runs, groups.values(), strict=True):
+        name = run.settings["name"]
+        namesakes = [other.identity for other in first_runs if other.settings["name"] == name]
+        for key, value in run.identity.items():
+            if any(identity.get(key) != value for identity in namesakes):
+                name += f" {key.rpartition('.')[2]}={value}"
+        named[name] = list(by_seed.values())
     return named
 
 
-def differences(runs: list[Run]) -> dict[str, list[str]]:
-    """Maps each setting that all runs have, but not with one value, to its values."""
+def differences(runs: list[Run]) -> dict[str, str]:
+    """Maps each setting that all runs have, but not with one value, to a text of its values."""
     values_by_key = {}
     for key in runs[0].compared_settings:
         if all(key in run.compared_settings for run in runs):
-            values = list(dict.fromkeys(run.compared_settings[key] for run in runs))
+            values = dict.fromkeys(run.compared_settings[key] for run in runs)
             if len(values) > 1:
-                values_by_key[key] = values
+                values_by_key[key] = ", ".join(values)
     return values_by_key
