@@ -6,21 +6,11 @@ torchrun --nproc_per_node=8 train.py ...  trains the same thing on eight GPUs. c
 import sys
 from time import monotonic
 
-from training.setup import (
-    adopt_pretrained,
-    choose_machine,
-    load_corpus,
-    out_of_memory,
-    summary,
-    validate,
-)
-
 BEFORE_IMPORTS = monotonic()
 if __name__ == "__main__" and sys.stderr.isatty():
     print("loading PyTorch", end="", file=sys.stderr, flush=True)
 
 import os
-from functools import partial
 from pathlib import Path
 
 import hydra
@@ -31,109 +21,106 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from common import compilation, config, errors, hardware
-from common.instantiate import instantiate
 from training import distributed, run_dir
+from training.setup import load_corpus, report_machine_errors, set_up_run, summary
 from training.signals import Signals
 from training.trainer import Trainer
 
-IMPORTS = monotonic() - BEFORE_IMPORTS  # seconds: max_minutes counts them too
+IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # which max_minutes counts too
 
 
 @hydra.main(config_path="configs", config_name="train", version_base="1.3")
 def main(cfg: DictConfig) -> None:
-    started = monotonic() - IMPORTS
+    """Set up a run from its config, train it, and exit with a code that says how it ended."""
+    started = monotonic() - IMPORT_SECONDS
+    overrides = HydraConfig.get().overrides.task
+    is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     with Signals() as signals, errors.report_errors():
+        # Whatever is wrong with the input shows here, before anything is written.
         with errors.user_input():
-            begun = partial(adopt_pretrained, words=HydraConfig.get().overrides.task)
-            found = validate(
-                cfg, choose_machine, begun, lambda settings: instantiate(settings["data"], "data")
-            )
-            settings, (device, precision, (compiles, why)), start, source = found
-            corpus, loader = load_corpus(settings, source)
-            ranks = distributed.init_distributed(device)
-        hardware.keep_freed_memory(device)
-        if compiles:
+            setup = set_up_run(cfg, overrides)
+            settings = setup.settings
+            corpus, loader = load_corpus(settings, setup.source)
+            ranks = distributed.init_distributed(setup.device)
+        hardware.keep_freed_memory(setup.device)
+        if setup.is_compiled:
             compilation.use_cache()
-        with run_dir.open_run_dir(
-            settings, ranks, HydraConfig.get().mode == RunMode.MULTIRUN
-        ) as run:
-            try:
-                trainer = Trainer(settings, corpus, loader, run, ranks, precision, signals, started)
-                plan = f"{'to be compiled' if compiles else 'not compiled'} ({why})"
-                trainer.log.info(summary(trainer, plan))
-                code = train(trainer, compiles, start)
-            except RuntimeError as error:
-                if compilation.is_compile_error(error):
-                    fix = "compile=false resume=true"
-                    errors.exit_with(
-                        errors.INPUT,
-                        f"compilation failed ({compilation.first_error_line(error)}). fix: {fix}",
-                    )
-                errors.exit_with(
-                    errors.INPUT,
-                    out_of_memory(error, config.micro_batch_size(settings, ranks.world_size)),
-                )
+
+        micro_batch_size = config.micro_batch_size(settings, ranks.world_size)
+        with (
+            run_dir.open_run_dir(settings, ranks, is_sweep) as run,
+            report_machine_errors(micro_batch_size),
+        ):
+            trainer = Trainer(
+                settings, corpus, loader, run, ranks, setup.precision, signals, started
+            )
+            trainer.log.info(summary(trainer, setup))
+            exit_code = train(trainer, setup.is_compiled, setup.pretrained)
             ranks.barrier()
-    if code:
-        raise SystemExit(code)
+    if exit_code:
+        raise SystemExit(exit_code)
 
 
-def train(trainer: Trainer, compiles: bool, start: Path | None = None) -> int:
-    """From where it stands to the end -> 0, or the exit code where a signal ended it."""
-    if compiles:
+def train(trainer: Trainer, is_compiled: bool, pretrained: Path | None = None) -> int:
+    """Train to the last step, from wherever the run is -> 0, or the exit code that a signal asks for."""
+    if is_compiled:
         trainer.compile()
     with trainer.log.waiting("reading the weights"):
-        trainer.restore_or_start(start)
-    if trainer.step >= trainer.steps and not trainer.pending:
-        trainer.log.info(
-            f"already at step {trainer.step} of {trainer.steps} ({trainer.run}). To go on: steps=N"
-        )
+        trainer.restore_or_start(pretrained)
+    if trainer.is_complete():
+        position = f"step {trainer.step} of {trainer.steps} ({trainer.run})"
+        trainer.log.info(f"already at {position}. To go on: steps=N")
         return 0
-    if compiles and trainer.step < trainer.steps:
+    if is_compiled and not trainer.is_finished:
         trainer.compile_first_step()
-    trainer.log.open(trainer.kept)
-    while trainer.pending or trainer.step < trainer.steps:
-        if not trainer.pending:
-            trainer.train_step()
-            trainer.fit_steps_to_budget()
-            if trainer.due("log_every"):
-                trainer.log_metrics()
-            trainer.show_progress()
-            trainer.pending = [what for what in ("eval", "sample") if trainer.due(f"{what}_every")]
-        if "eval" in trainer.pending and not trainer.exit_code:
-            trainer.evaluate()
-        if "sample" in trainer.pending and not trainer.exit_code:
-            trainer.sample()
-        if trainer.due("save_every") or trainer.exit_code:
+    trainer.log.open(trainer.log_state)
+
+    # A checkpoint is saved before the sample and the evaluation of its step: where these are cut
+    # off, a resumed run does them again. The evaluation comes last, as the mark of a whole step.
+    while True:
+        if trainer.is_due("save_every"):
             trainer.save()
-        if trainer.exit_code:
-            trainer.log.close()
-            trainer.log.info(
-                f"step {trainer.step} is saved in {trainer.run}. To go on: the same words and resume=true"
-            )
-            return trainer.exit_code
+        if trainer.is_due("sample_every"):
+            trainer.sample()
+        if trainer.is_due("eval_every"):
+            trainer.evaluate()
+        if trainer.is_finished or trainer.exit_code:
+            break
+        trainer.train_step()
+        trainer.fit_steps_to_budget()
+        if trainer.is_due("log_every"):
+            trainer.log_metrics()
+        trainer.show_progress()
+
+    if trainer.exit_code:
+        trainer.save()
+        trainer.log.close()
+        fix = "the same overrides and resume=true"
+        trainer.log.info(f"step {trainer.step} is saved in {trainer.run}. To go on: {fix}")
+        return trainer.exit_code
     trainer.finish()
     return 0
 
 
+def check_arguments(arguments: list[str]) -> None:
+    """Refuse two slips that Hydra would answer with its usage, or with an error of our code."""
+    for argument in arguments:
+        key, _, value = argument.lstrip("-").partition("=")
+        is_key = key.split(".")[0] in (*config.RULES, *config.GROUPS)
+        if argument.startswith("--") and is_key:
+            problem = f"keys are written without dashes (got {argument})"
+            errors.exit_with(errors.INPUT, f"{problem}. fix: {argument[2:]}")
+        if key in config.GROUPS and value in ("", "null"):
+            problem = f"nothing is chosen (got {argument})"
+            errors.exit_with(errors.INPUT, f"{problem}. fix: {key}= one of configs/{key}/")
+
+
 if __name__ == "__main__":
     errors.start_line()
-    os.environ.setdefault(
-        "HYDRA_FULL_ERROR", "1"
-    )  # Hydra hands its errors on instead of printing them
-    sys.argv[1:] = sorted(
-        sys.argv[1:], key=lambda word: word not in ("-m", "--multirun")
-    )  # Hydra wants it first
-    for word in sys.argv[1:]:
-        key, _, value = word.lstrip("-").partition("=")
-        if word.startswith("--") and key.split(".")[0] in (*config.RULES, *config.GROUPS):
-            errors.exit_with(
-                errors.INPUT, f"keys are written without dashes (got {word}). fix: {word[2:]}"
-            )
-        if key in config.GROUPS and value in ("", "null"):
-            errors.exit_with(
-                errors.INPUT, f"nothing is chosen (got {word}). fix: {key}= one of configs/{key}/"
-            )
+    # Hydra passes its errors on instead of printing them, and wants --multirun before all overrides.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
+    check_arguments(sys.argv[1:])
     with (
         distributed.hard_exit_on_error(),
         errors.report_errors(HydraException, OmegaConfBaseException),

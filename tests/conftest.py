@@ -321,7 +321,7 @@ def learn_by_heart(trainer: Trainer, steps: int) -> list[float]:
     trainer.loader = FirstBatch(trainer.corpus.train, **sizes)
     losses = []
     for _ in range(steps):
-        trainer.nats.zero_()
+        trainer.loss_sum.zero_()
         trainer.train_step()
-        losses.append(trainer.nats.item() / trainer.settings["batch_tokens"])
+        losses.append(trainer.loss_sum.item() / trainer.settings["batch_tokens"])
     return losses

@@ -29,7 +29,7 @@ def test_a_resumed_run_continues_bit_for_bit(trainer_of, optimizer):
     first.log_metrics()  # work that is lost, its line of metrics too
     second = trainer_of(f"optimizer={optimizer}", "resume=true", run="cut")
     second.restore_or_start(None)
-    second.log.open(second.kept)
+    second.log.open(second.log_state)
     assert second.step == 3
     for _ in range(3):
         second.train_step()

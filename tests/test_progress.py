@@ -59,7 +59,7 @@ def test_compilation_is_not_in_the_time_left(trainer_of, terminal, monkeypatch):
     trainer.train_step()
     drawn(terminal)
     trainer.log_metrics()
-    assert 0 < 5 * 512 / trainer.rate < 60
+    assert 0 < 5 * 512 / trainer.tokens_per_second < 60
     assert "0:00:" in drawn(terminal)[-1]
 
 

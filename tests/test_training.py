@@ -22,7 +22,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(trainer_of):
         trainer = trainer_of(f"micro_batch={micro}", "optimizer=adamw", "clip=null")
         for _ in range(3):
             trainer.train_step()
-        ends.append((weights(trainer), trainer.nats / 3 / 512, trainer.norm))
+        ends.append((weights(trainer), trainer.loss_sum / 3 / 512, trainer.grad_norm))
     for other in ends[1:]:
         close(ends[0], other, rtol=1e-4, atol=1e-5)
 
@@ -38,7 +38,7 @@ def test_clipping_bounds_the_gradient(trainer_of):
         max((a - b).abs().max() for a, b in zip(before.values(), weights(t).values(), strict=True))
         for t in (free, clipped)
     ]
-    assert free.norm == clipped.norm > 0.1  # as it was before clipping
+    assert free.grad_norm == clipped.grad_norm > 0.1  # as it was before clipping
     assert moved[1] < moved[0] / 5
 
 
@@ -186,7 +186,7 @@ def test_every_variant_learns_the_same_when_compiled(trainer_of, variant):
     for _ in range(3):
         eager.train_step()
         compiled.train_step()
-    close(compiled.nats, eager.nats, rtol=1e-3, atol=0)
+    close(compiled.loss_sum, eager.loss_sum, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla"])
@@ -243,7 +243,7 @@ def test_document_mask_changes_what_is_learned(trainer_of):
         for _ in range(4):  # what starts at zero has to grow first
             trainer.train_step()
         trainer.evaluate()
-    assert plain.norm != masked.norm
+    assert plain.grad_norm != masked.grad_norm
     scores = [
         json.loads((t.run / "metrics.jsonl").read_text())["val_loss"] for t in (plain, masked)
     ]
@@ -258,7 +258,7 @@ def test_steps_are_fitted_to_the_minutes(trainer_of, monkeypatch, minutes):
     trainer = trainer_of(f"max_minutes={minutes}", "steps=null", "eval_every=100000")
     clock = [trainer.started]
     monkeypatch.setattr("training.trainer.monotonic", lambda: clock[0])
-    trainer.mark = trainer._clock()
+    trainer.last_report_time = trainer._clock()
     fitted = []
     while trainer.step < trainer.steps:
         trainer.step += 1

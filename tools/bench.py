@@ -38,7 +38,7 @@ from inference.engine import compile_decode_step, decode_step
 from model.materialize import build_model, materialize
 from tools.latency import timed
 from training.distributed import DistEnv
-from training.setup import validate
+from training.setup import load_settings
 from training.signals import Signals
 from training.trainer import Trainer
 
@@ -69,7 +69,7 @@ def main(args: list[str]) -> None:
 
 def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     """Prints a line for each competitor, and the ratios of ours to the best of the others."""
-    load_settings(overrides)  # ends here where the overrides are wrong
+    bench_settings(overrides)  # ends here where the overrides are wrong
     # Let all build their models at the same time, and then work one at a time, for a fair share.
     processes = {}
     turns = {}
@@ -217,7 +217,7 @@ def read_bandwidth(device: torch.device) -> float:
 
 
 def train_ours(overrides: list[str]) -> Competitor:
-    settings, device = load_settings(overrides)
+    settings, device = bench_settings(overrides)
     batch_tokens = settings["batch_tokens"]
     vocab_size = settings["model"]["vocab_size"]
     # Random tokens are as fast as text.
@@ -244,7 +244,7 @@ def train_ours(overrides: list[str]) -> Competitor:
 
 def train_transformers(overrides: list[str]) -> Competitor:
     """Llama with torch's fused AdamW, autocast and torch.compile of the whole model."""
-    settings, device = load_settings(overrides)
+    settings, device = bench_settings(overrides)
     batch_size = settings["batch_tokens"] // settings["context"]
     model = transformers_llama(settings).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -276,7 +276,7 @@ def training_work(settings: dict) -> dict[str, float]:
 
 
 def decode_ours(overrides: list[str]) -> Competitor:
-    settings, device = load_settings(overrides)
+    settings, device = bench_settings(overrides)
     reference, prompts = decoding_case(settings, device)
     dtype = reference.dtype
     model = materialize(build_model(settings["model"]), device, dtype)
@@ -308,7 +308,7 @@ def decode_transformers(cache_kind: str, overrides: list[str]) -> Competitor:
     """`generate` with a dynamic cache, a static one, or a static one and a compiled forward."""
     from transformers import DynamicCache, StaticCache
 
-    settings, device = load_settings(overrides)
+    settings, device = bench_settings(overrides)
     model, prompts = decoding_case(settings, device)
     if cache_kind == "compiled":
         model.forward = torch.compile(model.forward, dynamic=False)
@@ -394,8 +394,8 @@ def transformers_llama(settings: dict) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**config, bos_token_id=None, eos_token_id=None))
 
 
-def load_settings(overrides: list[str]) -> tuple[dict, torch.device]:
-    settings, *_ = validate(
+def bench_settings(overrides: list[str]) -> tuple[dict, torch.device]:
+    settings = load_settings(
         compose(["name=bench", "max_minutes=null", "steps=1000000", *overrides])
     )
     with errors.user_input():

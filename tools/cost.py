@@ -18,7 +18,7 @@ from common.config import compose
 from common.instantiate import ROOT, instantiate
 from training.loss import LanguageModelLoss
 from training.optimizers import init_state, state_by_parameter
-from training.setup import validate
+from training.setup import load_settings
 
 COLUMNS = (
     "attention",
@@ -112,7 +112,7 @@ class Cost:
         if not values_of(overrides, "batch_tokens"):
             cfg.batch_tokens = cfg.micro_batch * cfg.context
         cfg.sharded = False
-        settings, *_ = validate(cfg)
+        settings = load_settings(cfg)
         self.context = settings["context"]
         batch = config.micro_batch_size(settings, 1)
         self.num_tokens = batch * self.context

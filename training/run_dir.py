@@ -1,4 +1,4 @@
-"""The folder of a run: which one it is, and that nobody else trains in it."""
+"""The folder of a run: which one it is, and the lock that keeps other processes out of it."""
 
 import fcntl
 import os
@@ -11,107 +11,112 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
-from omegaconf import OmegaConf
-from yaml import YAMLError
-
 from common import errors
 from common.atomic_dir import flock
 from training.distributed import DistEnv
-from training.resume import changes
+
+RUNS = Path("runs")
 
 
 @contextmanager
-def open_run_dir(config: dict, ranks: DistEnv, sweeping: bool = False) -> Iterator[Path]:
-    """run_dir, or the next free runs/name, or when it is to go on the newest of those with the same words, or at all.
+def open_run_dir(settings: dict, ranks: DistEnv, is_sweep: bool = False) -> Iterator[Path]:
+    """The folder of a run, made and locked by rank 0 for all ranks.
 
-    Locked for all ranks. One of a sweep never takes up a run that has other words. Ends with exit code 2 for a folder
-    that is in use, holds something else, or a run already and is not to be resumed; and for a run_dir that is to be
-    resumed and does not exist.
+    It is `run_dir`, else the next free runs/name, or with resume=true the newest of these. Ends
+    with exit code 2 for a folder that is in use, holds something else, holds a run that is not to
+    be resumed, or is to be resumed and does not exist; with 74 where no folder can be made.
     """
-    with ExitStack() as held:
-        yield ranks.on_rank0(lambda: acquire(config, sweeping, held))
+    with ExitStack() as stack:
+        yield ranks.on_rank0(lambda: acquire(settings, is_sweep, stack))
 
 
-def acquire(config: dict, sweeping: bool, held: ExitStack) -> Path:
+def acquire(settings: dict, is_sweep: bool, stack: ExitStack) -> Path:
+    """The folder of a run, locked until `stack` is closed."""
     with errors.user_input():
         try:
-            run = resolve_run_dir(config, sweeping)
-            if run is None:
-                run, lock = new_folder(config["name"])
-            else:
-                if config["resume"] and config["run_dir"] is not None and not run.exists():
-                    fix = "the folder of a run, or leave resume out to begin one there"
-                    raise ValueError(
-                        f"there is nothing to resume (run_dir={run} does not exist). fix: {fix}"
-                    )
-                there = {path.name for path in run.iterdir()} if run.is_dir() else set()
-                if there and not {".lock", "checkpoints"} & there:
-                    raise ValueError(
-                        f"the folder holds other files (run_dir={run}). fix: another run_dir"
-                    )
-                run.mkdir(parents=True, exist_ok=True)
-                lock = locked(run)
-            held.enter_context(lock)
+            run, lock = resolve_run_dir(settings, is_sweep)
         except OSError as error:
             problem = f"no run can be kept there ({error.filename}: {error.strerror})"
             errors.exit_with(errors.STORAGE, f"{problem}. fix: another run_dir, or room")
-        if list(run.glob("checkpoints/step-*")) and not config["resume"]:
-            raise ValueError(
-                f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir"
-            )
+        stack.enter_context(lock)
+        if has_checkpoint(run) and not settings["resume"]:
+            problem = f"the folder holds a run (run_dir={run})"
+            raise ValueError(f"{problem}. fix: resume=true, or another run_dir")
     return run
 
 
-def resolve_run_dir(config: dict, sweeping: bool) -> Path | None:
-    """The folder that is asked for; None where that is a new one in runs/."""
-    if config["run_dir"] is not None:
-        return Path(config["run_dir"]).expanduser()
-    name = config["name"]
-    taken = {
-        run.name: run
-        for run in Path("runs").glob(f"{name}*")
-        if re.fullmatch(rf"{re.escape(name)}(-\d+)?", run.name)
-    }
-    if config["resume"] and taken:
-        saved = [run for run in taken.values() if list(run.glob("checkpoints/step-*"))]
-        alike = [run for run in taken.values() if same_words(run, config)]
-        if among := alike or ([] if sweeping else saved or taken.values()):
-            return max(among, key=lambda run: int(run.name[len(name) + 1 :] or 1))
-    return None
+def resolve_run_dir(settings: dict, is_sweep: bool) -> tuple[Path, IO]:
+    """The folder of a run and its open lock. Raises ValueError where it cannot be this run's."""
+    if settings["run_dir"] is not None:
+        run = Path(settings["run_dir"]).expanduser()
+        check_run_dir(run, settings["resume"])
+        run.mkdir(parents=True, exist_ok=True)
+        return run, lock_folder(run)
+    run = newest_run(settings["name"]) if settings["resume"] else None
+    if run is None:
+        return create_run_dir(settings["name"])
+    if is_sweep:
+        problem = f"a sweep cannot tell its runs of one name apart (resume=true, {run} is there)"
+        raise ValueError(f"{problem}. fix: python -m tools.compare, which resumes its runs")
+    return run, lock_folder(run)
 
 
-def new_folder(name: str) -> tuple[Path, IO]:
-    """The first of runs/name, runs/name-2 and so on that is not in use, and its open lock.
+def check_run_dir(run: Path, resume: bool) -> None:
+    """Raises ValueError for a folder of other files, and for one that cannot be resumed."""
+    if not run.exists():
+        if resume:
+            problem = f"there is nothing to resume (run_dir={run} does not exist)"
+            fix = "the folder of a run, or leave resume out to begin one there"
+            raise ValueError(f"{problem}. fix: {fix}")
+        return
+    if run.is_dir():
+        names = {path.name for path in run.iterdir()}
+        if names and names.isdisjoint({".lock", "checkpoints"}):
+            problem = f"the folder holds other files (run_dir={run})"
+            raise ValueError(f"{problem}. fix: another run_dir")
 
-    A folder with nothing but a lock is of a run that ended before it began: it is taken again.
+
+def newest_run(name: str) -> Path | None:
+    """The newest of runs/name, runs/name-2 and so on, before all one with a checkpoint."""
+    runs = {}
+    for run in RUNS.glob(f"{name}*"):
+        match = re.fullmatch(rf"{re.escape(name)}(-(\d+))?", run.name)
+        if match is not None:
+            runs[run] = int(match[2] or 1)
+    saved = [run for run in runs if has_checkpoint(run)]
+    return max(saved or runs, key=runs.get, default=None)
+
+
+def has_checkpoint(run: Path) -> bool:
+    return any(run.glob("checkpoints/step-*"))
+
+
+def create_run_dir(name: str) -> tuple[Path, IO]:
+    """The first of runs/name, runs/name-2 and so on that is free, and its open lock.
+
+    A folder with nothing but a lock is of a run that ended before it began: it is used again.
     """
     for number in count(1):
-        run = Path("runs", name if number == 1 else f"{name}-{number}")
+        run = RUNS / (name if number == 1 else f"{name}-{number}")
         run.mkdir(parents=True, exist_ok=True)
-        if {path.name for path in run.iterdir()} - {".lock"}:
+        if not is_empty(run):
             continue
         try:
-            lock = locked(run)
+            lock = lock_folder(run)
         except ValueError:  # in use
             continue
-        if {path.name for path in run.iterdir()} == {".lock"}:
+        if is_empty(run):
             return run, lock
-        lock.close()  # another process used it in between
+        lock.close()  # another process has used it in between
 
 
-def same_words(run: Path, config: dict) -> bool:
-    """Whether it was begun with these settings, how long and how often it looks apart."""
-    try:
-        changed = changes(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")), config)
-    except (OSError, ValueError, YAMLError):
-        return False
-    return not [
-        key for key in changed if key not in ("steps", "max_minutes") and not key.endswith("_every")
-    ]
+def is_empty(run: Path) -> bool:
+    """Whether a folder holds nothing but a lock."""
+    return all(path.name == ".lock" for path in run.iterdir())
 
 
-def locked(run: Path) -> IO:
-    """Its open lock. Raises ValueError where another process has it."""
+def lock_folder(run: Path) -> IO:
+    """The open lock of a folder. Raises ValueError where another process has it."""
     lock = (run / ".lock").open("a+")
     try:
         flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,9 +124,10 @@ def locked(run: Path) -> IO:
         with lock:
             lock.seek(0)
             owner = lock.read() or "another process"
-        raise ValueError(
-            f"the folder is in use (run_dir={run}: {owner}). fix: wait, or another run_dir"
-        ) from None
+        problem = f"the folder is in use (run_dir={run}: {owner})"
+        raise ValueError(f"{problem}. fix: wait, or another run_dir") from None
+
+    # Tell who reads the lock whose it is.
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}")
     lock.flush()

@@ -1,8 +1,10 @@
-"""From a config to what a run needs: validated settings, device, corpus."""
+"""From a config to what a run needs: valid settings, device, precision, corpus; and the errors of a machine."""
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,36 +20,91 @@ from data.sources import Source
 from model.materialize import build_model
 from training.trainer import Trainer
 
+# A problem of these keys would only show again, less clearly, where they are used.
+BLOCKING_KEYS = (*config.GROUPS, "device", "precision", "compile", "init_from")
 
-def validate(cfg: DictConfig, *more: Callable[[dict], object]) -> list:
-    """Plain settings that a model and an optimizer can be built from, and what each of `more` makes of them.
 
-    Ends with every fault at once.
-    """
+@dataclass
+class RunSetup:
+    """What a valid config comes to on this machine, before any data is read."""
+
+    settings: dict
+    pretrained: Path | None  # the model to start from
+    device: torch.device
+    precision: torch.dtype  # of matrix products
+    is_compiled: bool
+    compile_reason: str
+    source: Source
+
+
+class Problems:
+    """The problems of a config, collected so that all of them are reported at once."""
+
+    def __init__(self):
+        self.messages: list[str] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Add the error of the block, if there is one. An option of the wrong type fails anywhere."""
+        try:
+            yield
+        except (ValueError, TypeError, RuntimeError) as error:
+            self.messages.append(str(error))
+
+    def report(self) -> None:
+        """End the process with exit code 2 where there are problems."""
+        if self.messages:
+            errors.exit_with(errors.INPUT, *dict.fromkeys(self.messages), rank0_only=True)
+
+
+def set_up_run(cfg: DictConfig, overrides: list[str]) -> RunSetup:
+    """Validate a config and resolve what depends on this machine. Ends with exit code 2."""
+    settings = resolve(cfg)
+    problems = Problems()
+    with problems.collect():
+        pretrained = adopt_pretrained(settings, overrides)
+    check_settings(settings, problems)
+    with problems.collect():
+        device = hardware.pick_device(settings["device"])
+        precision = hardware.pick_precision(settings["precision"], device)
+        is_long = config.is_long_run(settings)
+        is_compiled, reason = compilation.pick_compile(settings["compile"], device, is_long)
+    with problems.collect():
+        source = instantiate(settings["data"], "data")
+    problems.report()
+    return RunSetup(settings, pretrained, device, precision, is_compiled, reason, source)
+
+
+def load_settings(cfg: DictConfig) -> dict:
+    """Validate a config for commands that do not train. Ends with exit code 2."""
+    settings = resolve(cfg)
+    problems = Problems()
+    check_settings(settings, problems)
+    problems.report()
+    return settings
+
+
+def resolve(cfg: DictConfig) -> dict:
+    """A config as plain dicts. Ends with exit code 2 where nothing can be built from it."""
     settings = config.resolve(cfg)
-    found = config.find_problems(settings, int(os.environ.get("WORLD_SIZE", "1")))
-    made, apart = [], (*config.GROUPS, "device", "precision", "compile", "init_from")
-    if not any(problem.startswith(apart) for problem in found):
-        for attempt in (
-            dry_build,
-            lambda settings: instantiate(settings["schedule"], "training")(0, 1),
-            *more,
-        ):
-            try:
-                made.append(attempt(settings))
-            except (
-                ValueError,
-                TypeError,
-                RuntimeError,
-            ) as error:  # a knob of the wrong kind fails somewhere inside
-                found.append(str(error))
-    if found:
-        errors.exit_with(errors.INPUT, *found, rank0_only=True)
-    return [settings, *made[2:]]
+    messages = config.find_problems(settings, world_size())
+    if any(text.startswith(BLOCKING_KEYS) or " is missing" in text for text in messages):
+        errors.exit_with(errors.INPUT, *messages, rank0_only=True)
+    return settings
+
+
+def check_settings(settings: dict, problems: Problems) -> None:
+    """Collect keys that are out of range, and a model, optimizer or schedule that cannot be built."""
+    problems.messages += config.find_problems(settings, world_size())
+    with problems.collect():
+        dry_build(settings)
+    with problems.collect():
+        schedule = instantiate(settings["schedule"], "training")
+        schedule(0, 1)
 
 
 def dry_build(settings: dict) -> None:
-    """The model and its optimizer, as shapes without memory.
+    """Build the model and its optimizer as shapes without memory, and run two tokens through it.
 
     Raises ValueError for what cannot be built, trained or saved.
     """
@@ -56,86 +113,90 @@ def dry_build(settings: dict) -> None:
         dtype_name(name, tensor)
     with torch.device("meta"):
         instantiate(settings["optimizer"], "training")(model)
-        model(torch.zeros(1, 2, dtype=torch.int64), model.new_cache(1, 2, torch.float32, "meta"))
+        tokens = torch.zeros(1, 2, dtype=torch.int64)
+        model(tokens, model.new_cache(1, 2, torch.float32, "meta"))
 
 
-def choose_machine(settings: dict) -> tuple[torch.device, torch.dtype, tuple[bool, str]]:
-    device = hardware.pick_device(settings["device"])
-    precision = hardware.pick_precision(settings["precision"], device)
-    return (
-        device,
-        precision,
-        compilation.pick_compile(settings["compile"], device, config.is_long_run(settings)),
-    )
+def adopt_pretrained(settings: dict, overrides: list[str]) -> Path | None:
+    """Take model and tokenizer from `init_from`, and context and name unless they are overridden.
 
-
-def adopt_pretrained(settings: dict, words: list[str]) -> Path | None:
-    """The model to begin with. Its shape and tokenizer become the run's, and context and name unless `words` say some.
-
-    Raises ValueError for words about a model.
+    Returns the checkpoint to load. Raises ValueError for overrides of the model.
     """
     if settings["init_from"] is None:
         return None
-    if said := [
-        word for word in words if re.match(r"[+~]*(model|attention|data\.tokenizer)\b", word)
-    ]:
-        raise ValueError(
-            f"init_from has a model of its own ({' '.join(said)}). fix: leave these words out"
-        )
-    source = Path(settings["init_from"]).expanduser()
-    start = checkpoint.find_model(source)
-    tree = checkpoint.load_config(start)["model"]
-    if not any(word.startswith("context=") for word in words):
-        settings["context"] = tree["context"]
-        if found := config.find_problems(settings, int(os.environ.get("WORLD_SIZE", "1"))):
-            raise ValueError(found[0])
-    if not any(word.startswith("name=") for word in words):
-        known = source.resolve().name.removesuffix(".bin")
-        settings["name"] = re.sub(
-            r"[^\w.-]+", "-", f"{settings['name'].partition('-')[0]}-{known}", flags=re.ASCII
-        )
-    settings["model"] = tree | {"context": settings["context"]}
-    settings["data"]["tokenizer"] = str(checkpoint.tokenizer_path(start))
+    keys_of_model = re.compile(r"[+~]*(model|attention|data\.tokenizer)\b")
+    of_model = [word for word in overrides if keys_of_model.match(word)]
+    if of_model:
+        problem = f"init_from has a model of its own ({' '.join(of_model)})"
+        raise ValueError(f"{problem}. fix: leave these overrides out")
+    overridden = {word.partition("=")[0].lstrip("+") for word in overrides}
+
+    # The model keeps its shape, but may be trained on shorter or longer sequences.
+    folder = Path(settings["init_from"]).expanduser()
+    pretrained = checkpoint.find_model(folder)
+    model = checkpoint.load_config(pretrained)["model"]
+    if "context" not in overridden:
+        settings["context"] = model["context"]
+    settings["model"] = model | {"context": settings["context"]}
+    settings["data"]["tokenizer"] = str(checkpoint.tokenizer_path(pretrained))
     with torch.device("meta"):
-        checkpoint.check_weights(instantiate(settings["model"]), start)
-    return start
+        checkpoint.check_weights(instantiate(settings["model"]), pretrained)
+
+    # The run is named after its data and the pretrained model.
+    if "name" not in overridden:
+        data = settings["name"].partition("-")[0]
+        stem = folder.resolve().name.removesuffix(".bin")
+        settings["name"] = re.sub(r"[^\w.-]+", "-", f"{data}-{stem}", flags=re.ASCII)
+    return pretrained
 
 
 def load_corpus(settings: dict, source: Source) -> tuple[Corpus, Loader]:
-    """The text, prepared; the model's vocabulary becomes its tokenizer's."""
+    """Prepare the text. The vocabulary of the model becomes that of the tokenizer."""
     sizes = {
         "context": settings["context"],
         "batch": settings["batch_tokens"] // settings["context"],
     }
     first = os.environ.get("RANK", "0") == "0"
-    corpus = prepare(
-        source, Path(".cache"), min_tokens=min_corpus_tokens(**sizes), quiet=not first
-    )
+    corpus = prepare(source, Path(".cache"), min_tokens=min_corpus_tokens(**sizes), quiet=not first)
     settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
     return corpus, Loader(corpus.train, **sizes, seed=settings["seed"])
 
 
-def out_of_memory(error: RuntimeError, micro: int) -> str:
-    """What there is to do, if that is the error; raises any other."""
-    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-        raise error
-    fix = (
-        f"micro_batch={micro // 2}, which changes nothing else"
-        if micro > 1
-        else "a smaller model or context"
-    )
-    return f"{str(error).partition('. ')[0]} (micro_batch={micro}). fix: {fix}"
+def world_size() -> int:
+    """The number of processes that torchrun started, or one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def summary(trainer: Trainer, plan: str) -> str:
-    millions = sum(p.numel() for p in trainer.model.parameters()) / 1e6
-    text = f"{sum(map(len, trainer.corpus.train)) / 1e6:.1f} M tokens of text"
-    peak = (
-        "peak rate unknown, so no MFU"
-        if trainer.peak is None
-        else f"peak {trainer.peak / 1e12:.0f} TFLOP/s"
-    )
+@contextmanager
+def report_machine_errors(micro_batch_size: int) -> Iterator[None]:
+    """End with exit code 2 and a line where compilation fails or memory runs out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if compilation.is_compile_error(error):
+            problem = f"compilation failed ({compilation.first_error_line(error)})"
+            fix = "compile=false resume=true"
+        elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            problem = f"{str(error).partition('. ')[0]} (micro_batch={micro_batch_size})"
+            fix = f"micro_batch={micro_batch_size // 2}, which changes nothing else"
+            if micro_batch_size == 1:
+                fix = "a smaller model or context"
+        else:
+            raise
+        errors.exit_with(errors.INPUT, f"{problem}. fix: {fix}")
+
+
+def summary(trainer: Trainer, setup: RunSetup) -> str:
+    """Two lines about a run before it starts: sizes, and what it is computed with."""
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    tokens = sum(map(len, trainer.corpus.train))
+    compilation_plan = "to be compiled" if setup.is_compiled else "not compiled"
+    peak = "peak FLOP/s unknown, so no MFU"
+    if trainer.peak_flops is not None:
+        peak = f"peak {trainer.peak_flops / 1e12:.0f} TFLOP/s"
     return (
-        f"{trainer.run}: {millions:.1f} M parameters, {trainer.flops / 1e6:.0f} MFLOP a token, {text}\n"
-        f"{trainer.ranks.world_size} x {trainer.ranks.device}, {trainer.precision}, {plan}, {peak}"
+        f"{trainer.run}: {parameters / 1e6:.1f} M parameters, "
+        f"{trainer.flops_per_token / 1e6:.0f} MFLOP per token, {tokens / 1e6:.1f} M tokens of text\n"
+        f"{trainer.ranks.world_size} x {trainer.ranks.device}, {trainer.precision}, "
+        f"{compilation_plan} ({setup.compile_reason}), {peak}"
     )

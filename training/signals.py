@@ -1,4 +1,4 @@
-"""What the system or the user asks of a run by SIGTERM, SIGUSR1, SIGHUP and Ctrl-C: to save, and to end."""
+"""Signals that ask a run to save and end: SIGTERM, SIGUSR1, SIGHUP and Ctrl-C."""
 
 import os
 import signal
@@ -6,55 +6,55 @@ from types import FrameType
 
 from common import errors
 
-CODES = dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), errors.PREEMPTED)
-CODES[signal.SIGINT] = errors.INTERRUPTED
+EXIT_CODES = {
+    signal.SIGTERM: errors.PREEMPTED,
+    signal.SIGUSR1: errors.PREEMPTED,
+    signal.SIGHUP: errors.PREEMPTED,
+    signal.SIGINT: errors.INTERRUPTED,
+}
 
 
 class Signals:
-    """Inside `with`, a signal ends the process at once, until `note` is called: then it is kept in `code`.
+    """Inside `with`, a signal ends the process at once until `arm` is called, and then sets `code`.
 
-    A second Ctrl-C ends a lone process; torchrun sends its processes what they may have had already.
+    A second Ctrl-C ends a lone process at once; torchrun may send its processes the same one twice.
     """
 
     def __init__(self):
-        self.code, self.armed = 0, False
+        self.code = 0  # the exit code that a signal asked for
+        self.is_armed = False
+        self.previous_handlers = {}
 
     def __enter__(self) -> "Signals":
-        heard = [
-            number
-            for number in CODES
-            if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP
-        ]
-        self.before = {
-            number: signal.signal(number, self._handle) for number in heard
-        }  # nohup stays what it is
+        for number in EXIT_CODES:
+            # nohup ignores SIGHUP, and so do we
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
+            self.previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if "RANK" not in os.environ:  # torchrun may still send some
-            for number, handler in self.before.items():
-                signal.signal(number, handler)
+        if "RANK" in os.environ:  # torchrun may still send signals
+            return
+        for number, handler in self.previous_handlers.items():
+            signal.signal(number, handler)
 
     def arm(self) -> None:
-        self.armed = True
+        """From now on there is something to save."""
+        self.is_armed = True
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
-        again = self.code != 0 and number == signal.SIGINT and "RANK" not in os.environ
-        if not self.armed or again:
-            lost = (
-                "what came after the last save is lost"
-                if again
-                else "there was nothing new to save"
-            )
-            errors.exit_with(
-                CODES[number],
-                f"ended at once, {lost} ({name}). fix: call it again, with resume=true to go on",
-            )
-        if not self.code:
-            start = "\r\033[K" if os.isatty(2) else ""  # over a progress bar
-            os.write(
-                2,
-                f"{start}{name}: saving after this step; Ctrl-C again ends at once, unsaved\n".encode(),
-            )
-        self.code = self.code or CODES[number]
+        is_repeated = self.code != 0 and number == signal.SIGINT and "RANK" not in os.environ
+        if not self.is_armed or is_repeated:
+            loss = "there was nothing new to save"
+            if is_repeated:
+                loss = "what came after the last save is lost"
+            fix = "call it again, with resume=true to go on"
+            errors.exit_with(EXIT_CODES[number], f"ended at once, {loss} ({name}). fix: {fix}")
+        if self.code == 0:
+            self.code = EXIT_CODES[number]
+            # Over a progress bar. The handler may have interrupted a print, so it uses none.
+            start = "\r\033[K" if os.isatty(2) else ""
+            text = f"{start}{name}: saving after this step; Ctrl-C again ends at once, unsaved\n"
+            os.write(2, text.encode())

@@ -72,7 +72,7 @@ class Job:
             trainer = Trainer(
                 settings, self.corpus, loader, run, ranks, torch.float32, signals, monotonic()
             )
-            return train(trainer, compiles=False)
+            return train(trainer, is_compiled=False)
 
     def fresh(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
@@ -184,7 +184,7 @@ def lose_power(record: Path, checkpoints: list[Path]) -> None:
 def trusting() -> None:
     """A loader as most are: what has the right name is good."""
     atomic_dir.verify = lambda folder, fix: json.loads(
-        (run_dir / "manifest.json").read_bytes()[: -atomic_dir.SEAL]
+        (folder / "manifest.json").read_bytes()[: -atomic_dir.SEAL]
     )
     checkpoint.verify = lambda folder: None
 
@@ -194,8 +194,8 @@ def in_place() -> None:
 
     @contextmanager
     def written(folder: Path):
-        run_dir.mkdir(parents=True)
-        unsealed = atomic_dir.StagingDirectory(run_dir)
+        folder.mkdir(parents=True)
+        unsealed = atomic_dir.StagingDirectory(folder)
         yield unsealed
         for file in unsealed.files.values():
             file.close()

@@ -69,7 +69,7 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
     "the place in the data": (
         "training/trainer.py",
         "self.loader(self.step, ",
-        "self.loader(self.step - self.first, ",
+        "self.loader(self.step - self.first_step, ",
         "resume.py",
     ),
     "the draw of a step": (
@@ -79,8 +79,8 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
         "resume.py",
     ),
     "what is finite": (
-        "training/trainer.py",
-        "self.found_inf.copy_(self.diverged < NEVER)",
+        "training/divergence.py",
+        "self.found_inf.copy_(self.first_bad_step < NEVER)",
         "pass",
         "../test_checkpoint.py",
     ),

@@ -99,7 +99,7 @@ def outcome(words: list[str]) -> int | str:
     try:
         with errors.report_errors(HydraException, OmegaConfBaseException), errors.user_input():
             with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-                settings, *_ = setup.validate(compose("train", overrides=["name=test", *words]))
+                settings = setup.load_settings(compose("train", overrides=["name=test", *words]))
             hardware.pick_precision(settings["precision"], hardware.pick_device(settings["device"]))
         return 0
     except SystemExit as end:

@@ -15,16 +15,19 @@ from checkpoints import checkpoint
 from tests.conftest import LONG, ROOT, TINY
 from tests.faults.harness import forked
 from training import optimizers, resume, trainer
+from training.budget import TimeBudget
+from training.divergence import DivergenceGuard
 from training.signals import Signals
 
 
 def one_step_only() -> None:
     """As if a signal came in every first step of a process."""
 
-    def note(self):
-        self.armed, self.code = True, 75
+    def arm(self):
+        self.is_armed = True
+        self.code = 75
 
-    Signals.note = note
+    Signals.arm = arm
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -60,7 +63,7 @@ def test_a_run_cut_after_every_step_is_the_whole_run(job, precision, words, monk
     assert job.curve() == expected
 
 
-@pytest.mark.parametrize("broken", ["state_by_name", "reported", "pending", "reseeded"])
+@pytest.mark.parametrize("broken", ["optimizer", "reported_step", "log_state", "reseeded"])
 def test_the_cut_run_sees_what_is_not_restored(job, whole, broken):
     def forget() -> None:
         one_step_only()
@@ -68,13 +71,15 @@ def test_the_cut_run_sees_what_is_not_restored(job, whole, broken):
 
         def begin_without(self, start):
             begin(self, start)
-            if broken in ("reported", "pending"):
-                setattr(self, broken, {"reported": self.step, "pending": []}[broken])
+            if broken == "reported_step":
+                self.reported_step = self.step
+            if broken == "log_state":
+                self.log_state = {}
             if broken == "reseeded":
                 self.loader.seed += self.step
 
         trainer.Trainer.restore_or_start = begin_without
-        if broken == "state_by_name":
+        if broken == "optimizer":
             trainer.load_state_by_name = lambda *_: None
 
     job.fresh()
@@ -86,14 +91,14 @@ def test_the_cut_run_sees_what_is_not_restored(job, whole, broken):
 
 def killed_in_step(number: int) -> None:
     """SIGKILL once the gradients of this step are there."""
-    watch = trainer.Trainer._watch
+    update = DivergenceGuard.update
 
-    def kill(self):
-        if self.step + 1 == number:
+    def kill(self, step, *values):
+        if step == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        watch(self)
+        update(self, step, *values)
 
-    trainer.Trainer._watch = kill
+    DivergenceGuard.update = kill
 
 
 @pytest.mark.parametrize("optimizer", ["lion", "muon", "adamw"])
@@ -116,7 +121,7 @@ def spoiled_in_step(number: int) -> None:
     def spoil(self, rows):
         accumulate(self, rows)
         if self.step + 1 == number:
-            self.nats.fill_(float("nan"))
+            self.loss_sum.fill_(float("nan"))
             next(self.model.parameters()).grad.fill_(float("nan"))
 
     trainer.Trainer._accumulate = spoil
@@ -145,10 +150,10 @@ def test_a_run_that_diverged_goes_on_from_its_last_save(job, optimizer, monkeypa
 
 
 def test_fitted_steps_stay_though_both_bounds_are_given(job, monkeypatch):
-    monkeypatch.setattr(trainer.Trainer, "_fitting_steps", lambda self: 4)
+    monkeypatch.setattr(TimeBudget, "fit", lambda self, steps, *_: 4 - steps)
     job.fresh()
     assert forked(lambda: job("steps=100", "max_minutes=1"), one_step_only) == 75
-    monkeypatch.setattr(trainer.Trainer, "_fitting_steps", lambda self: 7)
+    monkeypatch.setattr(TimeBudget, "fit", lambda self, steps, *_: 7 - steps)
     assert forked(lambda: job("steps=100", "max_minutes=1")) == 0
     assert job.checkpoints[-1].name == "step-00000004"
 
@@ -234,7 +239,7 @@ import torch
 from model.materialize import build_model, materialize
 from checkpoints import checkpoint
 torch.set_num_threads(1)
-tree = checkpoint.config_of(Path(sys.argv[2]))["model"]
+tree = checkpoint.load_config(Path(sys.argv[2]))["model"]
 materialize(build_model(tree), "meta")  # all that is imported on the way
 memory = lambda kind: int(re.search(kind + ".*?([0-9]+)", Path("/proc/self/status").read_text())[1]) * 1024
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins here

@@ -46,7 +46,9 @@ PLACES = {
     "evaluation": ((trainer, "evaluate"), 1, "step-00000002"),
     "last evaluation": ((trainer, "evaluate"), 2, "step-00000004"),
     "sample": ((trainer, "sample_text"), 1, "step-00000002"),
-    "save": ((checkpoint, "save"), 2, "step-00000003"),
+    "save": ((checkpoint, "save"), 1, "step-00000002"),
+    "save before a sample": ((checkpoint, "save"), 2, "step-00000002"),
+    "last save": ((checkpoint, "save"), 4, "step-00000004"),
 }
 
 
@@ -104,7 +106,7 @@ def test_a_signal_in_a_preparation_ends_it(tmp_path, story, monkeypatch, place, 
 
     def waiting(*arguments) -> object:
         if (
-            name == "documents" or next(calls) == 3
+            name == "encode_documents" or next(calls) == 3
         ):  # SentencePiece asks for a first text before it trains
             os.write(there, b"x")
             for _ in range(

@@ -19,7 +19,7 @@ from common.instantiate import ROOT, instantiate
 from model.transformer import Transformer
 from tools.compare.jobs import Job
 from tools.compare.runs import Run
-from training.setup import validate
+from training.setup import load_settings
 
 SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes count as equal
 SIZES: dict[str, Callable[[Transformer], float]] = {
@@ -175,9 +175,9 @@ def match_baseline_tokens(baseline: Job, others: list[Job]) -> None:
 
 
 def compose_settings(overrides: list[str]) -> dict:
-    return validate(compose(overrides), lambda settings: hardware.pick_device(settings["device"]))[
-        0
-    ]
+    settings = load_settings(compose(overrides))
+    hardware.pick_device(settings["device"])  # raises ValueError where it is not there
+    return settings
 
 
 def meta_model(settings: dict, **sizes: int) -> Transformer:

@@ -47,14 +47,11 @@ class Run:
         found = checkpoint.newest_checkpoint(folder)
         if found is None:
             raise IntegrityError(f"no checkpoint ({folder}). fix: the folder of a run")
-        state, metrics = (
-            checkpoint.load_state(found, {"step", "steps", "pending"}),
-            folder / "metrics.jsonl",
-        )
+        state, metrics = (checkpoint.load_state(found, {"step", "steps"}), folder / "metrics.jsonl")
         try:
             lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-            whole = lines[-1]["step"] == state["step"] >= state["steps"] and not state["pending"]
-            done = whole and any("val_bpb" in line for line in lines)
+            is_last = lines[-1]["step"] == state["step"] >= state["steps"]
+            done = is_last and "val_bpb" in lines[-1]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise IntegrityError(
                 f"metrics cannot be read ({metrics}: {error}). fix: train it anew"

@@ -1,0 +1,40 @@
+"""How many optimizer steps fit into max_minutes."""
+
+WARMUP_STEPS = 3  # which compile and fill caches, and are not timed
+TIMED_FRACTION = 0.1  # of the time left, during which steps are timed
+RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot
+SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
+
+
+class TimeBudget:
+    """Times the first steps of a process, then says how many more there is time for.
+
+    `evaluation_steps` is the number of training steps that take as long as one evaluation.
+    """
+
+    def __init__(self, max_minutes: float, *, eval_every: int, evaluation_steps: float):
+        self.limit = 60 * max_minutes  # seconds
+        self.eval_every = eval_every
+        self.evaluation_steps = evaluation_steps
+        self.warmup_end = 0.0  # seconds of training at the end of the warm-up
+
+    def fit(self, steps: int, training_seconds: float, total_seconds: float) -> int | None:
+        """The number of further steps that fit; None as long as too few are timed.
+
+        `steps` were done by this process in `training_seconds`, counted from any instant on.
+        `total_seconds` are those of the run so far, evaluation, saving and imports included.
+        """
+        if steps == WARMUP_STEPS:
+            self.warmup_end = training_seconds
+        if steps <= WARMUP_STEPS:
+            return None
+        timed = training_seconds - self.warmup_end
+        left = self.limit - total_seconds
+        if timed < TIMED_FRACTION * left and left > 0.5 * self.limit:
+            return None
+
+        # The last evaluation comes on top of those every eval_every steps.
+        seconds_per_step = timed / (steps - WARMUP_STEPS)
+        evaluation_seconds = self.evaluation_steps * seconds_per_step
+        left = (1 - SAFETY_MARGIN) * left - evaluation_seconds - RESERVED_SECONDS
+        return max(1, int(left / (seconds_per_step + evaluation_seconds / self.eval_every)))
