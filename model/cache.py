@@ -1,6 +1,6 @@
-"""What a model remembers between forwards: buffers allocated once, rows that live independently.
+"""What a model remembers between forwards: buffers allocated once, whose rows are independent.
 
-How much of a row is in use is one tensor for all layers, so a step never changes a Python value,
+The number of tokens in each row is one tensor for all layers. So a step changes no Python value,
 and a decode step compiled once serves every length.
 """
 
@@ -14,10 +14,10 @@ from model.context import ForwardContext
 
 
 class LayerCache:
-    """The buffers (B, ...) of one layer. With none, a layer that remembers nothing.
+    """The buffers (B, ...) of one layer; a layer that remembers nothing has none.
 
-    `initial` has, for each of them, what a row holds before its first token: a tensor that
-    broadcasts to the buffer, such as a buffer of the module. Without it, zeros.
+    `initial` holds the value of each buffer before the first token of a row: a tensor that
+    broadcasts to it, such as a buffer of the module. Without `initial`, they are zeros.
     """
 
     can_rewind = True
@@ -33,22 +33,22 @@ class LayerCache:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def used(self) -> list[Tensor]:
-        """What may be read."""
+        """The buffers, without slots that are written to but never read."""
         return list(self.buffers)
 
     def first(self, count: int) -> "LayerCache":
-        """The same, in place, for rows that will have up to `count` tokens: no more than these are looked at."""
+        """A view for rows of up to `count` tokens: writes go to the same memory, and less is read."""
         return self
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "LayerCache":
-        """The same, of other buffers."""
+        """A copy of this object whose buffers are changed ones."""
         other = copy(self)
         other.buffers = tuple(map(change, self.buffers))
         return other
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Make all rows as they were before their first token."""
+        """Bring all rows back to where they were before their first token."""
         if len(self.initial) == 0:
             for buffer in self.buffers:
                 buffer.zero_()
@@ -57,15 +57,18 @@ class LayerCache:
             buffer.copy_(initial)
 
     def copy_(self, other: "LayerCache") -> None:
+        """Copy the values of a cache of the same shape into this one."""
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
             mine.copy_(theirs)
 
 
 class KVCache(LayerCache):
-    """The newest positions of each row: position p is in slot p mod size, so a full cache is a ring that never turns.
+    """The newest tokens of each row: position p is in slot p % size (see ForwardContext).
 
-    A feature of shape (K, D) takes a buffer (B, size + 1, K, D). The last slot takes what must not be kept. In int8,
-    each vector of D has a scale, in a second buffer (B, size + 1, K, 1), fp16.
+    A ring where `size`, the window or the chunk, is less than the capacity; else every position has
+    a slot of its own. A feature of shape (K, D) has a buffer (B, size + 1, K, D), whose last slot
+    takes what is not kept. In int8, each vector of D has a scale, in a second buffer
+    (B, size + 1, K, 1) in fp16.
     """
 
     def __init__(
@@ -78,33 +81,42 @@ class KVCache(LayerCache):
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.window, self.chunk = window, chunk
+        self.window = window
+        self.chunk = chunk
         self.size = min(n for n in (capacity, window, chunk) if n is not None)
         self.is_ring = self.size < capacity
         self.can_rewind = not self.is_ring
-        kept = [((*shape,), dtype) for shape in features]
-        if dtype == torch.int8:
-            kept += [((*shape[:-1], 1), torch.float16) for shape in features]
-        super().__init__(
-            *(
-                torch.zeros(batch, self.size + 1, *shape, dtype=kind, device=device)
-                for shape, kind in kept
-            )
-        )
+        self.is_quantized = dtype == torch.int8
 
-    def update(self, ctx: ForwardContext, *new: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Keep (B, T, ...) tensors; return each with all that may be seen, (B, S, ...), and what sees what."""
-        if self.is_ring and new[0].shape[1] > 1:
-            # a chunk overwrites what its first tokens still see: read before writing
-            seen = [
-                torch.cat((held, x), dim=1) for held, x in zip(self._read(new), new, strict=True)
-            ]
+        buffers = []
+        for feature in features:
+            shape = (batch, self.size + 1, *feature)
+            buffers.append(torch.zeros(shape, dtype=dtype, device=device))
+        if self.is_quantized:
+            shapes = [(*x.shape[:-1], 1) for x in buffers]
+            buffers += [torch.zeros(s, dtype=torch.float16, device=device) for s in shapes]
+        super().__init__(*buffers)
+
+    def update(self, ctx: ForwardContext, *new: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """Store new features (B, T, ...), and return the keys' side of attention.
+
+        That is, each feature with all tokens that can be attended to, (B, S, ...), and the mask
+        (B, 1, T, S), or None for plain causal attention.
+        """
+        num_new = new[0].shape[1]
+        if self.is_ring and num_new > 1:
+            # Read before writing: new tokens overwrite what the first of them attend to.
+            cached = self._read(new)
+            features = [torch.cat(pair, dim=1) for pair in zip(cached, new, strict=True)]
             self._write(ctx, new)
-            return seen, ctx.ring_mask(self.size, self.window, self.chunk)
+            return features, ctx.ring_mask(self.size, self.window, self.chunk)
+
         self._write(ctx, new)
-        if new[0].shape[1] == self.size and ctx.valid is None:  # all that it holds is new
-            plain = self.window is None and self.chunk is None
-            return list(new), None if plain else ctx.causal_mask(self.window, self.chunk)
+        if num_new == self.size and ctx.valid is None:
+            # The new tokens fill the cache: nothing needs to be read back.
+            if self.window is None and self.chunk is None:
+                return list(new), None
+            return list(new), ctx.causal_mask(self.window, self.chunk)
         return self._read(new), ctx.cache_mask(self.size, self.window, self.chunk)
 
     def used(self) -> list[Tensor]:
@@ -113,65 +125,74 @@ class KVCache(LayerCache):
     def first(self, count: int) -> "KVCache":
         if count >= self.size:
             return self
-        part = self.map(
-            lambda buffer: buffer[:, : count + 1]
-        )  # what must not be kept goes where nothing is yet
-        part.size, part.is_ring = count, False
-        return part
+        # Slot `count` is empty yet, so the view may store there what is not kept.
+        view = self.map(lambda buffer: buffer[:, : count + 1])
+        view.size = count
+        view.is_ring = False
+        return view
 
     def _read(self, new: tuple[Tensor, ...]) -> list[Tensor]:
-        held, count = self.used(), len(new)
-        if len(held) > count:
-            held = [x * scale for x, scale in zip(held[:count], held[count:], strict=True)]
-        return [x.type_as(like) for x, like in zip(held, new, strict=True)]
+        """The stored features, in the dtypes of new ones."""
+        stored = self.used()
+        if self.is_quantized:
+            count = len(new)
+            stored = map(dequantize, stored[:count], stored[count:])
+        return [x.type_as(like) for x, like in zip(stored, new, strict=True)]
 
     def _write(self, ctx: ForwardContext, new: tuple[Tensor, ...]) -> None:
-        if len(self.buffers) > len(new):
-            scales = [x.abs().amax(dim=-1, keepdim=True) / 127 for x in new]
-            scales = [scale.clamp(min=1e-7).half() for scale in scales]
-            new = (
-                *(
-                    (x / scale).round().clamp(-127, 127)
-                    for x, scale in zip(new, scales, strict=True)
-                ),
-                *scales,
-            )
-        slots = ctx.cache_slots(self.size)
+        """Store new features in the slots of their positions."""
+        if self.is_quantized:
+            values, scales = zip(*map(quantize, new), strict=True)
+            new = (*values, *scales)
+        slots = ctx.cache_slots(self.size)  # (B, T)
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
         for buffer, x in zip(self.buffers, new, strict=True):
             buffer[rows, slots] = x.to(buffer.dtype)
 
 
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (..., D) -> its int8 values (..., D), and the scale (..., 1) of each vector in fp16."""
+    scale = x.abs().amax(dim=-1, keepdim=True) / 127
+    scale = scale.clamp(min=1e-7).half()
+    return (x / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def dequantize(values: Tensor, scale: Tensor) -> Tensor:
+    """int8 values (..., D) and their scales (..., 1) -> (..., D) in fp16."""
+    return values * scale
+
+
 class Cache:
-    """Of a whole model: one LayerCache a layer, and how many tokens each row has seen."""
+    """The cache of a whole model: a LayerCache for each layer, and the tokens of each row, (B,)."""
 
     def __init__(self, lengths: Tensor, layers: list[LayerCache]):
-        self.lengths, self.layers = lengths, layers
+        self.lengths = lengths
+        self.layers = layers
 
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Cache":
-        """A cache of other tensors, each made from one of these."""
+        """A cache of changed tensors."""
         return Cache(change(self.lengths), [layer.map(change) for layer in self.layers])
 
     def row(self, number: int) -> "Cache":
-        """One row, in place: what is written there is written here."""
+        """A view of one row: what is written to it is written here."""
         return self.map(lambda tensor: tensor[number : number + 1])
 
     def first(self, count: int) -> "Cache":
-        """The same, in place, while rows have up to `count` tokens: no more than these are looked at."""
+        """A view for rows of up to `count` tokens: writes go to the same memory, and less is read."""
         return Cache(self.lengths, [layer.first(count) for layer in self.layers])
 
     def copy_(self, other: "Cache") -> None:
-        """Go on from where a cache of the same shape is."""
+        """Copy the values of a cache of the same shape into this one."""
         self.lengths.copy_(other.lengths)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.copy_(theirs)
 
     def reset(self) -> None:
-        """Empty it for new sequences."""
+        """Empty all rows for new sequences."""
         self.lengths.zero_()
         for layer in self.layers:
             layer.reset()
@@ -179,5 +200,5 @@ class Cache:
     def rewind(self, lengths: Tensor) -> None:
         """Forget all but the first `lengths` (B,) tokens of each row."""
         if not all(layer.can_rewind for layer in self.layers):
-            raise ValueError("a turned window or a state cannot be rewound. fix: keep a copy")
+            raise ValueError("a ring or a recurrent state cannot be rewound. fix: keep a copy")
         self.lengths.copy_(torch.minimum(self.lengths, lengths))

@@ -1,4 +1,7 @@
-"""First values of all parameters, each from a generator of its own: two models that share a name share its value."""
+"""Initial values of all parameters.
+
+Each is drawn from a generator of its own, so two models that share a parameter's name share its value.
+"""
 
 from collections.abc import Callable
 from hashlib import sha256
@@ -8,28 +11,29 @@ from torch import Tensor, nn
 
 from model.transformer import Transformer
 
-ZERO = (
-    "o_proj",
-    "down_proj",
-    "head",
-)  # a block starts as the identity, every token as likely as any other
+# With these at zero, a block starts as the identity, and all tokens are equally likely.
+ZERO = ("o_proj", "down_proj", "head")
 
 
 @torch.no_grad()
 def initialize(
-    model: Transformer, seed: int, like: Callable[[Tensor, Tensor], Tensor] = torch.Tensor.to
+    model: Transformer, seed: int, place_like: Callable[[Tensor, Tensor], Tensor] = torch.Tensor.to
 ) -> None:
-    """Drawn on the CPU in fp32 whatever the device; `like` spreads a value as its parameter is spread over devices."""
+    """Set every parameter to a value that depends on the seed, its name and its shape alone.
+
+    Values are drawn on the CPU in fp32. `place_like(value, parameter)` moves a value to where its
+    parameter is: to its device, or, for a sharded one, to all devices that share it.
+    """
     for path, parameter in model.named_parameters():
         owner, _, name = path.rpartition(".")
         digest = sha256(f"{seed} {path}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
-        parameter.copy_(
-            like(initial_value(owner, model.get_submodule(owner), name, generator), parameter)
-        )
+        value = initial_value(owner, model.get_submodule(owner), name, generator)
+        parameter.copy_(place_like(value, parameter))
 
 
 def initial_value(path: str, module: nn.Module, name: str, generator: torch.Generator) -> Tensor:
+    """The initial value of the parameter `name` of the module at `path`, on the CPU in fp32."""
     match module:
         case nn.RMSNorm():
             return torch.ones(module.normalized_shape)

@@ -1,7 +1,8 @@
-"""Ways to stretch rotary positions over a longer context than a model was trained on.
+"""Scalings of RoPE's frequencies, for a longer context than a model was trained with.
 
-Each maps the frequencies (D/2,) of `dim` rotary dimensions to new ones, and says by what to multiply cos and sin.
-`context` is the one before stretching, in tokens. They are plain values: layers that agree share their tables.
+Each is called with the frequencies (D/2,) of `dim` rotary dimensions and RoPE's base, and returns the
+new frequencies and the factor that multiplies cos and sin. `context` is the one before scaling, in
+tokens. Scalings are compared by value, so layers whose scalings agree share their tables.
 """
 
 import math
@@ -12,66 +13,86 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear:
-    """Every position divided by `factor`. Chen et al., 2306.15595."""
+class Scaling:
+    """What all scalings have in common: the factor by which the context grows."""
 
     factor: float
 
     def __post_init__(self):
-        if not self.factor >= 1:
-            raise ValueError(
-                f"rope_scaling.factor must be from 1 (got {self.factor!r}). fix: change it"
-            )
+        self.require(self.factor >= 1, "factor >= 1")
+
+    def require(self, is_met: bool, rule: str) -> None:
+        """Raise ValueError unless the rule is met."""
+        if not is_met:
+            raise ValueError(f"rope_scaling needs {rule} (got {self}). fix: change it")
+
+    def interpolate(self, frequency: Tensor, unscaled: Tensor) -> Tensor:
+        """Divide frequencies by the factor, but for the fraction `unscaled` (D/2,) of each."""
+        return frequency * (unscaled + (1 - unscaled) / self.factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Scaling):
+    """Every position is divided by `factor`. Chen et al., 2306.15595."""
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
         return frequency / self.factor, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3:
-    """Waves that turn fewer than `low` times in the context are divided, those above `high` are not. 2407.21783."""
+class Llama3(Scaling):
+    """Scale frequencies that rotate fewer than `low` times in the context, not those above `high`.
 
-    factor: float
+    Between the two, the scaling grows linearly with the number of rotations. Llama 3, 2407.21783.
+    """
+
     low: float
     high: float
     context: int
 
     def __post_init__(self):
-        if not (self.factor >= 1 and 0 < self.low < self.high and self.context > 0):
-            raise ValueError(
-                f"rope_scaling needs factor >= 1, 0 < low < high, context > 0 (got {self}). fix: change one"
-            )
+        super().__post_init__()
+        self.require(0 < self.low < self.high, "0 < low < high")
+        self.require(self.context > 0, "context > 0")
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
-        turns = self.context * frequency / (2 * math.pi)
-        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
-        return frequency * (kept + (1 - kept) / self.factor), 1.0
+        rotations = self.context * frequency / (2 * math.pi)
+        width = self.high - self.low
+        unscaled = ((rotations - self.low) / width).clamp(0, 1)
+        return self.interpolate(frequency, unscaled), 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class YaRN:
-    """The same by dimension, in a ramp from `fast` turns in the context to `slow`. Peng et al., 2309.00071."""
+class YaRN(Scaling):
+    """Scale frequencies that rotate fewer than `slow` times in the context, not those above `fast`.
 
-    factor: float
+    Between the two, the scaling grows linearly with the dimension. Peng et al., 2309.00071.
+    """
+
     fast: float
     slow: float
     context: int
 
     def __post_init__(self):
-        if not (self.factor >= 1 and 0 < self.slow < self.fast and self.context > 0):
-            raise ValueError(
-                f"rope_scaling needs factor >= 1, 0 < slow < fast, context > 0 (got {self}). fix: change one"
-            )
+        super().__post_init__()
+        self.require(0 < self.slow < self.fast, "0 < slow < fast")
+        self.require(self.context > 0, "context > 0")
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
-        def turning(turns: float) -> float:
-            """The dimension pair that turns so often in the context."""
-            return dim * math.log(self.context / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-        first, last = (
-            max(math.floor(turning(self.fast)), 0),
-            min(math.ceil(turning(self.slow)), dim - 1),
-        )
+        # The ramp goes from the pair that rotates `fast` times to the one that rotates `slow` times.
+        fast_pair = self.pair_at(self.fast, dim, base)
+        slow_pair = self.pair_at(self.slow, dim, base)
+        first = max(math.floor(fast_pair), 0)
+        last = min(math.ceil(slow_pair), dim - 1)
+        width = max(last - first, 1e-3)
         pair = torch.arange(len(frequency), device=frequency.device)
-        kept = 1 - ((pair - first) / max(last - first, 1e-3)).clamp(0, 1)
-        return frequency * (kept + (1 - kept) / self.factor), 0.1 * math.log(self.factor) + 1
+        unscaled = 1 - ((pair - first) / width).clamp(0, 1)
+
+        magnitude = 0.1 * math.log(self.factor) + 1
+        return self.interpolate(frequency, unscaled), magnitude
+
+    def pair_at(self, rotations: float, dim: int, base: float) -> float:
+        """The pair of dimensions, as a real number, that rotates so many times in the context."""
+        # Pair i rotates by frequency base^(-2 i / dim), so many radians a token.
+        inverse_frequency = self.context / (rotations * 2 * math.pi)
+        return dim * math.log(inverse_frequency) / (2 * math.log(base))
