@@ -15,10 +15,8 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from common import compilation, config, errors, hardware
 from training import distributed, run_dir
@@ -121,8 +119,5 @@ if __name__ == "__main__":
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     check_arguments(sys.argv[1:])
-    with (
-        distributed.hard_exit_on_error(),
-        errors.report_errors(HydraException, OmegaConfBaseException),
-    ):
+    with distributed.hard_exit_on_error(), config.report_errors():
         main()

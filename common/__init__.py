@@ -1,1 +1,1 @@
-"""What every part uses and none is about: no machine learning in here."""
+"""What all other folders use: configs, errors, hardware, files. No machine learning in here."""

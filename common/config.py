@@ -1,175 +1,204 @@
-"""What a configuration must be before anything is built: all that is wrong with it, at once."""
+"""The configuration: composing it from configs/, and checking it before anything is built."""
 
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from common import errors
 from common.instantiate import ROOT
 
 LARGEST = 2**24  # of a size
-Rule = tuple[Callable[[object], bool], str]
 
 
-def whole(least: int) -> Rule:
-    return lambda value: type(value) is int and value >= least, f"a whole number from {least}"
+class Rule(NamedTuple):
+    """What the value of a key must be: a test of it, and how an error describes it."""
+
+    is_valid: Callable[[object], bool]
+    wanted: str
 
 
-def number_above_zero(value: object) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+def is_number(value: object, minimum: float) -> bool:
+    """Whether a value is a finite number of at least the minimum. A flag is no number."""
+    return type(value) in (int, float) and minimum <= value < math.inf
 
 
-def is_rate(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
+def is_positive(value: object) -> bool:
+    return is_number(value, 0) and value > 0
 
 
-def is_size(value: object) -> bool:
+def is_nonnegative(value: object) -> bool:
+    return is_number(value, 0)
+
+
+def is_nonnegative_or_no_number(value: object) -> bool:
+    return type(value) not in (int, float) or is_number(value, 0)
+
+
+def is_flag_or_size(value: object) -> bool:
     return type(value) is bool or (type(value) is int and 0 < value <= LARGEST)
 
 
-def is_no_bad_number(value: object) -> bool:
-    return type(value) not in (int, float) or 0 <= value < math.inf
+def is_text(value: object) -> bool:
+    return isinstance(value, str) and value.strip() != ""
 
 
-def flatten_group(group: object) -> list[tuple[str, object]]:
-    """(key, value) of all that a group sets, lists taken apart. A model's attention, soft-cap and epsilon are apart."""
-    named = flatten(group if isinstance(group, dict) else {})
-    named = [
-        (key, value)
-        for key, value in named
-        if not re.search(r"^(attention|softcap|norm_eps)|_target_|_partial_", key)
-    ]
-    return [
-        (key, each)
-        for key, value in named
-        for each in (value if isinstance(value, list) else [value])
-    ]
+def is_name(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value, re.ASCII) is not None
 
 
-def one_of(*words: object) -> Rule:
-    def holds(value: object) -> bool:
-        return any(value == word and type(value) is type(word) for word in words)
+def integer_from(minimum: int) -> Rule:
+    """A rule for integers of at least the minimum."""
 
-    return holds, " or ".join(map(str, words)).lower()
+    def is_valid(value: object) -> bool:
+        return type(value) is int and value >= minimum
+
+    return Rule(is_valid, f"a whole number from {minimum}")
+
+
+def one_of(*choices: object) -> Rule:
+    """A rule for some values. 1 is not true, although Python takes them for equal."""
+
+    def is_valid(value: object) -> bool:
+        return any(value == choice and type(value) is type(choice) for choice in choices)
+
+    return Rule(is_valid, " or ".join(map(str, choices)).lower())
 
 
 def optional(rule: Rule) -> Rule:
-    return lambda value: value is None or rule[0](value), f"null or {rule[1]}"
+    """A rule that allows null too."""
+
+    def is_valid(value: object) -> bool:
+        return value is None or rule.is_valid(value)
+
+    return Rule(is_valid, f"null or {rule.wanted}")
 
 
-TEXT: Rule = (lambda value: isinstance(value, str) and value.strip() != "", "text")
+POSITIVE = Rule(is_positive, "a number above 0")
+NONNEGATIVE = Rule(is_nonnegative, "a number from 0")
+TEXT = Rule(is_text, "text")
 FLAG = one_of(True, False)
-GROUPS = ("model", "attention", "data", "optimizer", "schedule")
+
 RULES: dict[str, Rule] = {
-    "name": (
-        lambda value: (
-            isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value, re.ASCII) is not None
-        ),
-        "letters, digits, dots and dashes",
-    ),
+    "name": Rule(is_name, "letters, digits, dots and dashes"),
     "run_dir": optional(TEXT),
-    "seed": whole(0),
+    "seed": integer_from(0),
     "device": one_of("auto", "cpu", "cuda", "mps"),
     "precision": one_of("auto", "fp32", "bf16", "fp16"),
     "compile": one_of("auto", True, False),
-    "steps": optional(whole(1)),
-    "max_minutes": optional((number_above_zero, "a number above 0")),
-    "context": whole(2),
-    "batch_tokens": whole(1),
-    "micro_batch": whole(1),
-    "clip": optional((number_above_zero, "a number above 0")),
+    "steps": optional(integer_from(1)),
+    "max_minutes": optional(POSITIVE),
+    "context": integer_from(2),
+    "batch_tokens": integer_from(1),
+    "micro_batch": integer_from(1),
+    "clip": optional(POSITIVE),
     "sharded": FLAG,
     "activation_checkpointing": FLAG,
-    "z_loss": (is_rate, "a number from 0"),
-    "eval_every": whole(1),
-    "save_every": whole(1),
-    "sample_every": whole(1),
-    "log_every": whole(1),
+    "z_loss": NONNEGATIVE,
+    "eval_every": integer_from(1),
+    "save_every": integer_from(1),
+    "sample_every": integer_from(1),
+    "log_every": integer_from(1),
     "resume": FLAG,
     "document_mask": FLAG,
     "init_from": optional(TEXT),
     "wandb": one_of("disabled", "offline", "online"),
 }
-NUMBERS: dict[str, Rule] = {
-    "model": (is_size, f"a whole number from 1 to {LARGEST}"),
-    "attention": (is_no_bad_number, "from 0"),
-    "data": (is_no_bad_number, "from 0"),
-    "optimizer": (is_no_bad_number, "a number from 0"),  # flags, words and null are options too
-    "schedule": (is_rate, "a number from 0"),
+
+# Rules for every value of a group. Constructors check types and what goes together.
+GROUPS = ("model", "attention", "data", "optimizer", "schedule")
+GROUP_RULES: dict[str, Rule] = {
+    "model": Rule(is_flag_or_size, f"a whole number from 1 to {LARGEST}"),
+    "attention": Rule(is_nonnegative_or_no_number, "from 0"),
+    "data": Rule(is_nonnegative_or_no_number, "from 0"),
+    "optimizer": Rule(is_nonnegative_or_no_number, "a number from 0"),
+    "schedule": NONNEGATIVE,
 }
+CHECKED_BY_CONSTRUCTORS = ("attention", "softcap", "norm_eps")
 
 
 def find_problems(config: dict, world: int) -> list[str]:
-    """A sentence for each key that is unknown, missing or out of range. `config` is resolved."""
-    found = [
-        f"unknown key ({key}). fix: remove it"
-        for key in config
-        if key not in RULES and key not in GROUPS
-    ]
-    found += [
-        f"{key} is missing. fix: give it back" for key in (*RULES, *GROUPS) if key not in config
-    ]
-    for key, (holds, wanted) in RULES.items():
-        if key in config and not holds(config[key]):
-            found.append(f"{key} must be {wanted} (got {config[key]!r}). fix: change it")
+    """Return a line for each key of a resolved config that is unknown, missing or out of range.
+
+    `world` is the number of processes that train together.
+    """
+    problems = []
+    for key in config:
+        if key not in RULES and key not in GROUPS:
+            problems.append(f"unknown key ({key}). fix: remove it")
+    for key in (*RULES, *GROUPS):
+        if key not in config:
+            problems.append(f"{key} is missing. fix: give it back")
+
+    # Single values.
+    for key, rule in RULES.items():
+        if key in config and not rule.is_valid(config[key]):
+            problems.append(f"{key} must be {rule.wanted} (got {config[key]!r}). fix: change it")
     for group in GROUPS:
         if group in config and not isinstance(config[group], dict):
-            found.append(f"{group} must be a group (got {config[group]!r}). fix: {group}=NAME")
-    for group, (holds, wanted) in NUMBERS.items():
-        wrong = [
-            (key, value) for key, value in flatten_group(config.get(group)) if not holds(value)
-        ]
-        found += [
-            f"{group}.{key} must be {wanted} (got {value!r}). fix: change it"
-            for key, value in wrong
-        ]
-    if not found and config["steps"] is None and config["max_minutes"] is None:
-        found.append("the run has no end (steps=null, max_minutes=null). fix: give one of them")
-    if not found and config["sharded"] and world == 1:
-        found.append(
-            "one process has nobody to share with (sharded=true). fix: torchrun --nproc_per_node=N"
-        )
-    if not found:
-        found += batch_problems(
-            config["batch_tokens"], config["micro_batch"], config["context"] * world, world
-        )
-    return found
+            problems.append(f"{group} must be a group (got {config[group]!r}). fix: {group}=NAME")
+    for group, rule in GROUP_RULES.items():
+        for key, value in group_values(config.get(group)):
+            if not rule.is_valid(value):
+                problem = f"{group}.{key} must be {rule.wanted} (got {value!r})"
+                problems.append(f"{problem}. fix: change it")
+    if problems:
+        return problems
+
+    # Values that must go together.
+    if config["steps"] is None and config["max_minutes"] is None:
+        problems.append("the run has no end (steps=null, max_minutes=null). fix: set one of them")
+    if config["sharded"] and world == 1:
+        fix = "torchrun --nproc_per_node=N"
+        problems.append(f"one process has nothing to shard over (sharded=true). fix: {fix}")
+    batch_problem = find_batch_problem(config, world)
+    if batch_problem is not None:
+        problems.append(batch_problem)
+    return problems
 
 
-def batch_problems(tokens: int, micro: int, unit: int, world: int) -> list[str]:
-    """`unit`: tokens of one sequence for every process."""
-    share = tokens // unit
-    if tokens % unit == 0 and (share < micro or share % micro == 0):
-        return []
-    every = 1 if tokens < micro * unit else micro
-    near = [n * unit for n in (share // every * every, (share // every + 1) * every) if n > 0]
-    fixes = [f"batch_tokens={' or '.join(map(str, near))}"]
-    if tokens % unit == 0:
-        fixes.append(f"micro_batch={max(n for n in range(1, micro) if share % n == 0)}")
-    given = f"batch_tokens={tokens} micro_batch={micro} context={unit // world} processes={world}"
-    return [
-        f"a batch must be whole micro-batches for every process ({given}). fix: {', or '.join(fixes)}"
-    ]
+def group_values(group: object) -> Iterator[tuple[str, object]]:
+    """Yield (key, value) for each value of a group that a group rule applies to, items of lists too."""
+    if not isinstance(group, dict):
+        return
+    for key, value in flatten(group):
+        if key.startswith(CHECKED_BY_CONSTRUCTORS) or "_target_" in key or "_partial_" in key:
+            continue
+        items = value if isinstance(value, list) else [value]
+        for item in items:
+            yield key, item
 
 
-def is_long_run(config: dict) -> bool:
-    """Long enough for compilation to pay."""
-    return (config["steps"] or math.inf) >= 200 and (config["max_minutes"] or math.inf) >= 3
+def find_batch_problem(config: dict, world: int) -> str | None:
+    """Return a line if a batch is not a whole number of micro-batches on every process.
 
+    A batch smaller than one micro-batch a process is fine: it is a smaller micro-batch.
+    """
+    batch_tokens = config["batch_tokens"]
+    micro_batch = config["micro_batch"]
+    context = config["context"]
+    unit = context * world  # tokens of one sequence on every process
+    sequences = batch_tokens // unit  # on each process
+    is_whole = batch_tokens % unit == 0
+    if is_whole and (sequences < micro_batch or sequences % micro_batch == 0):
+        return None
 
-def resolve(cfg: DictConfig) -> dict:
-    """Plain dicts. Raises ValueError for an interpolation that leads nowhere."""
-    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-
-
-def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in tree.items():
-        yield from (
-            flatten(value, f"{path}{key}.")
-            if isinstance(value, dict)
-            else [(f"{path}{key}", value)]
-        )
+    # Propose the nearest batches below and above, and the largest micro-batch that would do.
+    step = micro_batch if sequences >= micro_batch else 1
+    below = sequences // step * step
+    above = below + step
+    fix = f"batch_tokens={above * unit}"
+    if below > 0:
+        fix = f"batch_tokens={below * unit} or {above * unit}"
+    if is_whole:
+        divisors = [n for n in range(1, micro_batch) if sequences % n == 0]
+        fix += f", or micro_batch={max(divisors)}"
+    values = f"{batch_tokens=} {micro_batch=} {context=} processes={world}"
+    return f"a batch must be whole micro-batches for every process ({values}). fix: {fix}"
 
 
 def micro_batch_size(config: dict, world: int) -> int:
@@ -177,13 +206,58 @@ def micro_batch_size(config: dict, world: int) -> int:
     return min(config["micro_batch"], config["batch_tokens"] // config["context"] // world)
 
 
-def compose(words: list[str]) -> DictConfig:
-    """What these words make of the configs, for other commands."""
-    import hydra  # takes a quarter of a second, which only commands that compose should take
+def is_long_run(config: dict) -> bool:
+    """Whether a run is long enough for compilation to pay."""
+    steps = config["steps"] or math.inf
+    minutes = config["max_minutes"] or math.inf
+    return steps >= 200 and minutes >= 3
+
+
+def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (key, value) for each leaf of nested dicts; keys are joined by dots."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def compose(overrides: list[str]) -> DictConfig:
+    """The config of `python train.py OVERRIDES`, for other commands. Raises HydraException."""
+    import hydra  # takes a quarter of a second, which only commands that compose should spend
     from hydra.errors import HydraException, MissingConfigException
 
     with hydra.initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         try:
-            return hydra.compose("train", words)
-        except MissingConfigException as error:  # which would pass for a missing file
+            return hydra.compose("train", overrides)
+        except MissingConfigException as error:  # an OSError, which would pass for a missing file
             raise HydraException(str(error)) from None
+
+
+def resolve(cfg: DictConfig) -> dict:
+    """Plain dicts. Raises ValueError for an interpolation that leads nowhere."""
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+@contextmanager
+def report_errors() -> Iterator[None]:
+    """As errors.report_errors, and Hydra's errors of composing with exit code 1."""
+    from hydra.errors import HydraException
+
+    try:
+        with errors.report_errors():
+            yield
+    except (HydraException, OmegaConfBaseException) as error:
+        errors.exit_with(errors.BUG, composing_problem(error))
+
+
+def composing_problem(error: Exception) -> str:
+    """What an error of Hydra says, without its advice, and a fix of ours."""
+    what = re.split(r"\nTo append|\nConfig search path|\nSee https", str(error))[0].rstrip(".")
+    if "Could not override 'data.path'" in what:
+        return f"{what}. fix: data=text or data=tokens, which have one"
+    if "Could not override" in what:
+        keys = "configs/ lists the keys of what is chosen"
+        return f"{what}. fix: {keys}; a kind of layer has its own: attention.kinds.NAME.KEY"
+    keys = "configs/ has the keys"
+    return f"{what}. fix: {keys}; a value with spaces or commas is quoted twice: 'key=\"a b\"'"

@@ -1,79 +1,86 @@
-"""Expected problems end a command with one line on standard error and an exit code; bugs show their traceback."""
+"""Exit codes, and the one line on standard error that an expected problem ends a command with.
+
+A bug is not an expected problem: it shows its traceback.
+"""
 
 import errno
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-pass
+BUG = 1
+INPUT = 2
+INTEGRITY = 3
+DIVERGED = 4
+STORAGE = 74
+PREEMPTED = 75
+INTERRUPTED = 130
 
-BUG, INPUT, INTEGRITY, DIVERGED, STORAGE, PREEMPTED, INTERRUPTED = 1, 2, 3, 4, 74, 75, 130
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 
 
 class IntegrityError(Exception):
-    """What lies on disk is not what was written there."""
+    """A file on disk is not what was written."""
 
 
 def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoReturn:
-    """Raises SystemExit(code), after a line for each problem: what (values). fix: how. `rank0_only`: every rank finds it."""
+    """Print a line for each problem, "error: what (values). fix: how", and raise SystemExit(code).
+
+    `rank0_only` is for problems that every rank finds: rank 0 alone prints them.
+    """
     if not rank0_only or os.environ.get("RANK", "0") == "0":
         for problem in problems:
-            text = " ".join(str(problem).split())
-            with suppress(OSError):
+            line = " ".join(str(problem).split())
+            if "fix: " not in line:
+                line += ". fix: change it"
+            with suppress(OSError):  # standard error may be closed
                 start_line()
-                print(
-                    "error:",
-                    text if "fix: " in text else f"{text}. fix: change it",
-                    file=sys.stderr,
-                )
+                print("error:", line, file=sys.stderr)
     raise SystemExit(code)
 
 
 def start_line() -> None:
-    """On a terminal, go to an empty line: a progress bar may stand in this one."""
+    """Clear the line of a terminal, in which a progress bar may stand."""
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
 
 
 @contextmanager
 def user_input() -> Iterator[None]:
-    """Only while a config is checked or data is opened: there, a ValueError is the user's to mend."""
+    """Report a ValueError or OSError raised inside as bad input, with exit code 2.
+
+    Only for checking configs and opening data: elsewhere such an error is a bug.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in NO_ROOM:
             raise
-        where = f" ({error.filename})" if error.filename else ""
-        what = "path" if error.filename or isinstance(error, FileNotFoundError) else "network"
-        exit_with(
-            INPUT, f"{error.strerror or error}{where}. fix: check the {what}", rank0_only=True
-        )
+        problem = str(error.strerror or error)
+        source = "network"
+        if isinstance(error, FileNotFoundError):
+            source = "path"
+        if error.filename:
+            problem += f" ({error.filename})"
+            source = "path"
+        exit_with(INPUT, f"{problem}. fix: check the {source}", rank0_only=True)
     except ValueError as error:
         exit_with(INPUT, error, rank0_only=True)
 
 
 @contextmanager
-def report_errors(*of_config: type[Exception]) -> Iterator[None]:
-    """Around a whole command: problems that may come at any time. `of_config` are those of the config's own library."""
+def report_errors() -> Iterator[None]:
+    """Report the expected problems that may come up at any time in a command. Wraps all of it."""
     try:
         yield
-    except of_config as error:
-        text = re.split(r"\nTo append|\nConfig search path|\nSee https", str(error))[0]
-        fix = "configs/ has the keys; a value with spaces or commas is quoted twice: 'key=\"a b\"'"
-        if "Could not override 'data.path'" in text:
-            fix = "data=text or data=tokens, which have one"
-        elif "Could not override" in text:
-            fix = "configs/ lists the keys of what is chosen; a kind of layer has its own: attention.kinds.NAME.KEY"
-        exit_with(BUG, f"{text.rstrip('.')}. fix: {fix}")
     except IntegrityError as error:
         exit_with(INTEGRITY, error)
     except KeyboardInterrupt:
         exit_with(INTERRUPTED, "interrupted. fix: call it again")
-    except BrokenPipeError:  # who read our output has had enough
+    except BrokenPipeError:
+        # The reader of our output has ended, such as `head`. Python must not flush into its pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except OSError as error:

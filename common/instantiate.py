@@ -1,6 +1,7 @@
-"""From config to objects: a tree of `_target_` and keyword arguments, as in a yaml and in a checkpoint.
+"""Build objects from config: a tree of `_target_` and keyword arguments, as in yamls and checkpoints.
 
-A checkpoint may come from anyone, so a target is only ever a class or function written in a file of the named package.
+A checkpoint may come from anyone. So a target must be a class or function that is defined in a file
+of the given package, and an argument must have the type of its annotation.
 """
 
 import inspect
@@ -15,67 +16,81 @@ ROOT = Path(__file__).parents[1]
 
 
 def instantiate(tree, package: str = "model"):
-    """Calls every `_target_` of the tree, innermost first; with `_partial_: true` its caller adds the rest.
+    """Call every `_target_` of the tree, innermost first.
 
-    Raises ValueError for a target outside `package` and for a knob of another kind, TypeError for one that is not its.
+    With `_partial_: true` it is not called, but becomes a functools.partial that waits for more
+    arguments. Raises ValueError for a target outside of `package` and for an argument of a wrong
+    type, TypeError for an unknown or missing argument.
     """
     if isinstance(tree, list):
         return [instantiate(branch, package) for branch in tree]
     if not isinstance(tree, dict):
         return tree
+
+    arguments = {}
+    for key, branch in tree.items():
+        if key not in ("_target_", "_partial_"):
+            arguments[key] = instantiate(branch, package)
     if "_target_" not in tree:
-        return {key: instantiate(branch, package) for key, branch in tree.items()}
-    target, later = resolve_target(tree["_target_"], package), tree.get("_partial_", False)
-    knobs = {
-        key: instantiate(branch, package)
-        for key, branch in tree.items()
-        if key not in ("_target_", "_partial_")
-    }
-    check_arguments(target, knobs)
-    return partial(target, **knobs) if later else target(**knobs)
+        return arguments
+
+    target = resolve_target(tree["_target_"], package)
+    check_arguments(target, arguments)
+    if tree.get("_partial_", False):
+        return partial(target, **arguments)
+    return target(**arguments)
 
 
 def resolve_target(path: str, package: str) -> Callable:
+    """Import the class or function at `package.module.name`.
+
+    Raises ValueError for one that is not defined in this very module: `package.module.torch.load`
+    begins with the package too.
+    """
     module, _, name = str(path).rpartition(".")
-    files = {
-        ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        for file in (ROOT / package).rglob("*.py")
-    }
-    found = vars(import_module(module)).get(name) if module in files else None
-    if not (inspect.isclass(found) or inspect.isfunction(found)) or found.__module__ != module:
-        raise ValueError(
-            f"_target_ must be a class or function written in {package}/ (got {path!r}). fix: one of them"
-        )
-    return found
+    files = (ROOT / package).rglob("*.py")
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
+    if module in modules:
+        target = vars(import_module(module)).get(name)
+        is_callable = inspect.isclass(target) or inspect.isfunction(target)
+        if is_callable and target.__module__ == module:
+            return target
+    raise ValueError(
+        f"_target_ must be a class or function written in {package}/ (got {path!r}). fix: one of them"
+    )
 
 
-def check_arguments(target: Callable, given: dict) -> None:
-    """A knob is of the kind that its annotation says. Which knobs there are, the call itself checks."""
-    for p in parameters_of(target):
-        if p.name in given and not matches_annotation(given[p.name], p.annotation):
-            kind = inspect.formatannotation(p.annotation).partition("[")[0]
+def check_arguments(target: Callable, arguments: dict) -> None:
+    """Raise ValueError for an argument of another type than its annotation.
+
+    Otherwise the text "no" would pass for true. The call itself refuses names that are unknown.
+    """
+    for parameter in parameters_of(target):
+        name = parameter.name
+        if name in arguments and not matches_annotation(arguments[name], parameter.annotation):
+            wanted = inspect.formatannotation(parameter.annotation).partition("[")[0]
             raise ValueError(
-                f"{target.__name__}: {p.name} must be {kind} (got {given[p.name]!r}). fix: change it"
+                f"{target.__name__}: {name} must be {wanted} (got {arguments[name]!r}). fix: change it"
             )
 
 
-def matches_annotation(value: object, kind: object) -> bool:
-    """Whether a knob annotated so may have this value; a whole number is a number too, a flag is not."""
-    if isinstance(kind, UnionType):
-        return any(matches_annotation(value, each) for each in get_args(kind))
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(
-            matches_annotation(each, *get_args(kind)) for each in value
-        )
-    kind = get_origin(kind) or kind
-    if kind in (bool, int, float, str):
-        return type(value) in ((int, float) if kind is float else (kind,))
-    return isinstance(value, kind)
+def matches_annotation(value: object, annotation: object) -> bool:
+    """Whether a value is of the annotated type."""
+    if isinstance(annotation, UnionType):
+        return any(matches_annotation(value, option) for option in get_args(annotation))
+    origin = get_origin(annotation) or annotation
+    if origin is list and isinstance(value, list):
+        return all(matches_annotation(item, *get_args(annotation)) for item in value)
+    if isinstance(value, bool):  # which Python takes for an int
+        return origin is bool
+    if origin is float:
+        return isinstance(value, int | float)
+    return isinstance(value, origin)
 
 
 def parameters_of(target: Callable) -> list[inspect.Parameter]:
-    """Those of the base class too, where a class hands `**knobs` on to it."""
-    named = list(inspect.signature(target).parameters.values())
-    if named and named[-1].kind is inspect.Parameter.VAR_KEYWORD:
-        return named[:-1] + parameters_of(target.__base__)
-    return named
+    """The parameters of a target, and those of its base class if it passes `**knobs` on to it."""
+    parameters = list(inspect.signature(target).parameters.values())
+    if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        return parameters[:-1] + parameters_of(target.__base__)
+    return parameters

@@ -1,8 +1,8 @@
-"""Models built without memory for their parameters, and the memory that they get before they compute.
+"""Build models whose parameters have no memory yet, and give them memory before they compute.
 
-A buffer has a value once its module is built, a parameter only after `initialise` or
+A buffer has its value once its module is built, a parameter only after `initialize` or
 `load_weights`. So parameters alone are built on the meta device: a model of any size is built
-in no time, can be sharded before it has memory, and its buffers hold what their modules put there.
+in no time and can be sharded before it has memory, and its buffers keep the values of their modules.
 """
 
 from collections import defaultdict
@@ -23,8 +23,8 @@ REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of every nn.M
 def build_model(tree: dict) -> Transformer:
     """Build the model of a config: parameters on the meta device, buffers with their values.
 
-    `materialize` makes it compute. Numbers that a buffer draws are the same in every build.
-    Raises ValueError for a bad config, and for a tensor that would not follow the model.
+    It cannot compute before `materialize`. Random values of buffers are the same in every build.
+    Raises ValueError for a bad config, and for a tensor that would not move with the model.
     """
     with torch.random.fork_rng(devices=[]), parameters_on_meta():
         torch.default_generator.manual_seed(0)
@@ -35,15 +35,15 @@ def build_model(tree: dict) -> Transformer:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter that a module registers becomes a meta tensor; a shared one stays shared."""
+    """Turn each parameter registered inside into a meta tensor; shared parameters stay shared."""
     meta_parameters = WeakIdKeyDictionary()
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.is_meta:
             return parameter
         if parameter not in meta_parameters:
-            shape = torch.empty_like(parameter, device="meta")
-            meta_parameters[parameter] = nn.Parameter(shape, parameter.requires_grad)
+            meta = torch.empty_like(parameter, device="meta")
+            meta_parameters[parameter] = nn.Parameter(meta, parameter.requires_grad)
         return meta_parameters[parameter]
 
     hook = register_module_parameter_registration_hook(to_meta)
@@ -56,33 +56,34 @@ def parameters_on_meta() -> Iterator[None]:
 def materialize(
     model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Give meta parameters uninitialised memory on `device`, and move buffers there; -> model.
+    """Give meta parameters uninitialised memory on `device`, move buffers there, return the model.
 
-    `dtype` is that of floating-point parameters; buffers keep their own, as under autocast.
+    Floating-point parameters get `dtype`; buffers keep their own, as under autocast.
     Parameters may be shards of FSDP2. Shared parameters stay shared.
     """
-    # `_apply` makes a new parameter at each place that a shared one is registered
-    places = defaultdict(list)
+    # `_apply` makes a new parameter for each module that registers a shared one.
+    owners = defaultdict(list)
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                places[parameter].append((module, name))
+                owners[parameter].append((module, name))
 
     def to_device(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor.to(device).contiguous()
-        kind = dtype if tensor.is_floating_point() else None
-        return torch.empty_like(tensor, device=device, dtype=kind)
+        if not tensor.is_floating_point():
+            return torch.empty_like(tensor, device=device)
+        return torch.empty_like(tensor, device=device, dtype=dtype)
 
     model._apply(to_device)
-    for (first, first_name), *others in places.values():
+    for (first, first_name), *others in owners.values():
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]
     return model
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Raise ValueError for a tensor that would stay behind when the model moves, or has no value."""
+    """Raise ValueError for a tensor that would not move with the model, or for a buffer without values."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in REGISTERED:
@@ -90,12 +91,12 @@ def check_tensors(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(
-                f"a buffer is made of parameters, which have no values yet ({name}). fix: make it of numbers"
+                f"a buffer is computed from parameters, which have no values yet ({name}). fix: use constants"
             )
 
 
 def check_attribute(path: str, value: object) -> None:
-    """Raise ValueError where an attribute, or what is in its lists and dicts, is a tensor."""
+    """Raise ValueError if the attribute at `path`, or an item of its lists and dicts, is a tensor."""
     if isinstance(value, nn.Parameter):
         raise ValueError(f"a parameter is not registered ({path}). fix: nn.ParameterList")
     if isinstance(value, Tensor):

@@ -22,14 +22,12 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 from checkpoints.huggingface import mapping
 from checkpoints.weights import weight_map
 from common import compilation, errors, hardware
-from common.config import compose
+from common.config import compose, report_errors
 from common.instantiate import ROOT, instantiate
 from data.loader import Loader
 from data.prepare import Corpus
@@ -413,5 +411,5 @@ COMPETITORS = {
 }
 
 if __name__ == "__main__":
-    with errors.report_errors(HydraException, OmegaConfBaseException):
+    with report_errors():
         main(sys.argv[1:])

@@ -8,8 +8,7 @@ import sys
 from functools import partial
 
 import torch
-from hydra.errors import ConfigCompositionException, HydraException
-from omegaconf.errors import OmegaConfBaseException
+from hydra.errors import ConfigCompositionException
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -203,5 +202,5 @@ def sharded_state_bytes(cost: Cost, gpus: int) -> float:
 
 
 if __name__ == "__main__":
-    with errors.report_errors(HydraException, OmegaConfBaseException):
+    with config.report_errors():
         main(sys.argv[1:])

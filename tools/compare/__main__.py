@@ -13,10 +13,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
-from common import errors
+from common import config, errors
 from common.cli import Parser
 from common.errors import IntegrityError
 from tools.compare.jobs import Job, train_all
@@ -116,5 +113,5 @@ def parse_arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_arguments()
-    with errors.report_errors(HydraException, OmegaConfBaseException):
+    with config.report_errors():
         main(args)
