@@ -74,7 +74,7 @@ def save(
             raise error.__context__ or error from None
         unsealed.create("config.json").write(json.dumps(trees, indent=1).encode())
         unsealed.create("tokenizer.model").write(tokenizer)
-        unsealed.about = {"step": step}
+        unsealed.metadata = {"step": step}
     for path in (run, run.parent):  # the names of the folders themselves
         atomic_dir.fsync_directory(path)
     prune(done)

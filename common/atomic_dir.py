@@ -1,6 +1,7 @@
-"""A folder that is whole or not there, whenever a crash comes: written aside, sealed by a manifest, renamed.
+"""A directory that is complete or absent after a crash: written aside, sealed by a manifest, renamed.
 
-manifest.json has size and SHA-256 of every file and ends with the SHA-256 of its own lines. docs/reliability.md.
+manifest.json has the size and SHA-256 of every file, and ends with the SHA-256 of its own lines.
+See docs/reliability.md.
 """
 
 import errno
@@ -19,25 +20,28 @@ from typing import IO
 from common.errors import IntegrityError
 
 FORMAT = 2
-COPIED = 2**20  # bytes: what is shorter may change once it is written, and is hashed from a copy
+SMALL = 2**20  # bytes: smaller writes may be of buffers that are used again, so a copy is hashed
 SEAL = 65  # bytes: the last line of a manifest
 
 
 class HashedFile:
-    """Bytes on their way to the disk, and a thread that hashes them meanwhile."""
+    """A new file, hashed by a thread while it is written.
+
+    Reading the file again to hash it would make saving a checkpoint a fifth longer, and much longer
+    on processors without SHA instructions.
+    """
 
     def __init__(self, path: Path):
-        self.file, self.hash, self.size, self.thread = (
-            path.open("xb"),
-            sha256(),
-            0,
-            ThreadPoolExecutor(1),
-        )
+        self.file = path.open("xb")
+        self.size = 0
+        self.hash = sha256()
+        self.thread = ThreadPoolExecutor(1)
 
     def write(self, raw: bytes | memoryview) -> int:
-        """More than COPIED bytes must stay as they are until the folder is sealed."""
+        """Write bytes. More than SMALL of them must not change until the directory is sealed."""
         raw = memoryview(raw).cast("B")
-        self.thread.submit(self.hash.update, raw if len(raw) > COPIED else bytes(raw))
+        stable = raw if len(raw) > SMALL else bytes(raw)
+        self.thread.submit(self.hash.update, stable)
         self.size += len(raw)
         return self.file.write(raw)
 
@@ -45,7 +49,7 @@ class HashedFile:
         self.file.flush()
 
     def close(self) -> dict:
-        """Onto the disk itself -> what the manifest says of it."""
+        """Force the file to the disk, and return its entry in the manifest."""
         with self.file, self.thread:
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -53,10 +57,12 @@ class HashedFile:
 
 
 class StagingDirectory:
-    """A folder in the making: its files, and what else its manifest is to say."""
+    """A directory while it is written: its files, and metadata to store in its manifest."""
 
     def __init__(self, folder: Path):
-        self.folder, self.files, self.about = folder, {}, {}
+        self.folder = folder
+        self.files: dict[str, HashedFile] = {}
+        self.metadata: dict = {}
 
     def create(self, name: str) -> HashedFile:
         self.files[name] = HashedFile(self.folder / name)
@@ -65,55 +71,63 @@ class StagingDirectory:
 
 @contextmanager
 def atomic_directory(folder: Path) -> Iterator[StagingDirectory]:
-    """What is written inside becomes `folder`, which must not be there; where it fails, nothing stays."""
-    unsealed = StagingDirectory(folder.with_name(f".tmp-{folder.name}"))
-    shutil.rmtree(unsealed.folder, ignore_errors=True)
-    unsealed.folder.mkdir(parents=True)
+    """Write files inside, and they become `folder`, which must not exist; after an error, nothing does."""
+    staging = StagingDirectory(folder.with_name(f".tmp-{folder.name}"))
+    shutil.rmtree(staging.folder, ignore_errors=True)
+    staging.folder.mkdir(parents=True)
     try:
-        yield unsealed
-        files = {name: file.close() for name, file in unsealed.files.items()}
-        about = {"format": FORMAT, "name": folder.name, "files": files, **unsealed.about}
-        body = f"{json.dumps(about, indent=1)}\n".encode()
-        manifest = HashedFile(unsealed.folder / "manifest.json")
-        manifest.write(body + f"{sha256(body).hexdigest()}\n".encode())
+        yield staging
+
+        # The manifest lists files that are on the disk already, ...
+        files = {name: file.close() for name, file in staging.files.items()}
+        metadata = {"format": FORMAT, "name": folder.name, "files": files, **staging.metadata}
+        body = f"{json.dumps(metadata, indent=1)}\n".encode()
+        seal = f"{sha256(body).hexdigest()}\n".encode()
+        manifest = HashedFile(staging.folder / "manifest.json")
+        manifest.write(body + seal)
         manifest.close()
-        fsync_directory(unsealed.folder)
-        unsealed.folder.rename(folder)
+
+        # ... and the directory gets its name when their names are on the disk, too.
+        fsync_directory(staging.folder)
+        staging.folder.rename(folder)
         fsync_directory(folder.parent)
     except BaseException:
-        for file in unsealed.files.values():
-            with suppress(OSError, ValueError):  # closed already
+        for file in staging.files.values():
+            with suppress(OSError, ValueError):  # it may be closed already
                 file.close()
-        shutil.rmtree(unsealed.folder, ignore_errors=True)
+        shutil.rmtree(staging.folder, ignore_errors=True)
         raise
 
 
 def verify(folder: Path, fix: str) -> dict:
-    """The manifest. Raises IntegrityError where it, or a file that it names, is not what was written."""
+    """Return the manifest of a directory.
+
+    Raises IntegrityError, with this fix, if it or a file that it lists is not what was written.
+    """
     try:
         raw = safe_child(folder, "manifest.json").read_bytes()
-        if raw[-SEAL:] != f"{sha256(raw[:-SEAL]).hexdigest()}\n".encode():
+        body = raw[:-SEAL]
+        if raw[-SEAL:] != f"{sha256(body).hexdigest()}\n".encode():
             raise IntegrityError(f"damaged manifest ({folder}). fix: {fix}")
-        manifest = json.loads(raw[:-SEAL])
+        manifest = json.loads(body)
         if (manifest["format"], manifest["name"]) != (FORMAT, folder.name):
-            made = f"format {manifest['format']}, {manifest['name']}"
+            origin = f"format {manifest['format']}, {manifest['name']}"
             raise IntegrityError(
-                f"made by another version, or renamed ({folder}: {made}). fix: {fix}"
+                f"made by another version, or renamed ({folder}: {origin}). fix: {fix}"
             )
-        for name, said in manifest["files"].items():
+        for name, entry in manifest["files"].items():
             with safe_child(folder, name).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if (
-                    size != said["size"]
-                    or file_digest(file, "sha256").hexdigest() != said["sha256"]
-                ):
-                    raise IntegrityError(f"damaged file ({folder / name}). fix: {fix}")
+                is_whole = os.fstat(file.fileno()).st_size == entry["size"]
+                is_whole = is_whole and file_digest(file, "sha256").hexdigest() == entry["sha256"]
+            if not is_whole:
+                raise IntegrityError(f"damaged file ({folder / name}). fix: {fix}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise IntegrityError(f"not whole ({folder}: {error}). fix: {fix}") from None
     return manifest
 
 
 def safe_child(folder: Path, name: str) -> Path:
+    """folder / name. Raises ValueError if that is not right inside the folder, or is a link."""
     path = folder / name
     if path.parent != folder or path.is_symlink() or folder.is_symlink():
         raise ValueError(f"{path} leads elsewhere")
@@ -121,7 +135,10 @@ def safe_child(folder: Path, name: str) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """All of it, or, where this is cut off, what no longer has its name. A link goes, not what it leads to."""
+    """Remove a directory, or a link but not its target.
+
+    Renames it first: if this is interrupted, what is left does not have its name.
+    """
     trash = folder.with_name(f".trash-{folder.name}")
     shutil.rmtree(trash, ignore_errors=True)
     folder.rename(trash)
@@ -130,29 +147,31 @@ def remove(folder: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def remove_leftovers(place: Path) -> None:
-    """Removes what a crash left in `place`."""
-    for left in (*place.glob(".tmp-*"), *place.glob(".trash-*")):
-        shutil.rmtree(left, ignore_errors=True)
+def remove_leftovers(parent: Path) -> None:
+    """Remove the unfinished directories that a crash left in `parent`."""
+    for pattern in (".tmp-*", ".trash-*"):
+        for leftover in parent.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
-def flock(lock: IO, how: int) -> None:
-    """Locks a file until it is closed or the process ends, as fcntl.flock."""
+def flock(lock: IO, operation: int) -> None:
+    """Lock a file until it is closed or the process ends, as fcntl.flock.
+
+    Prints a warning on a file system without locks.
+    """
     try:
-        fcntl.flock(lock, how)
+        fcntl.flock(lock, operation)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
             raise
-        print(
-            f"warning: no locks on this file system ({lock.name}): run nothing twice in it",
-            file=sys.stderr,
-        )
+        advice = "run nothing twice in it"
+        print(f"warning: no locks on this file system ({lock.name}): {advice}", file=sys.stderr)
 
 
 def fsync_directory(folder: Path) -> None:
-    """What it holds, onto the disk itself."""
-    opened = os.open(folder, os.O_RDONLY)
+    """Force the names in a directory to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)

@@ -122,9 +122,9 @@ def build_corpus(
             message = f"training a tokenizer of {source.vocab_size} pieces, once"
             with waiting(message, is_shown=not quiet):
                 tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)
-        staging.about = write_shards(source, tokenizer, staging, quiet)
+        staging.metadata = write_shards(source, tokenizer, staging, quiet)
         staging.create("tokenizer.model").write(tokenizer.proto)
-        check_enough_tokens(staging.about["train_tokens"], min_tokens)
+        check_enough_tokens(staging.metadata["train_tokens"], min_tokens)
 
 
 def tokenizer_corpus(source: Source) -> Iterator[str]:

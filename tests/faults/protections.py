@@ -20,8 +20,8 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
     ),
     "hashes of files": (
         "common/atomic_dir.py",
-        'hexdigest() != said["sha256"]',
-        "hexdigest() is None",
+        'hexdigest() == entry["sha256"]',
+        "hexdigest() is not None",
         "damage.py",
     ),
     "hash of the manifest": (
@@ -44,7 +44,7 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
     ),
     "the lock": (
         "common/atomic_dir.py",
-        "        fcntl.flock(lock, how)",
+        "        fcntl.flock(lock, operation)",
         "        pass",
         "storage.py -k one_run",
     ),

@@ -134,7 +134,7 @@ def forge(folder: Path, name: str, raw: bytes) -> None:
     with atomic_dir.atomic_directory(folder) as unsealed:
         for other, content in rest.items():
             unsealed.create(other).write(content)
-        unsealed.about = {"step": about["step"]}
+        unsealed.metadata = {"step": about["step"]}
 
 
 class Canary:
