@@ -1,4 +1,4 @@
-"""torch.compile on this machine: what it needs, and a cache in which every file is whole."""
+"""torch.compile on this machine: what it needs, and a cache whose files are always complete."""
 
 import os
 import shlex
@@ -20,12 +20,12 @@ from common.hardware import processor_features
 from common.instantiate import ROOT
 
 USER_CACHE = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # read before torch puts its default there
-SCRIPTS = "compiler-scripts"  # a folder of the cache
-STALE_SECONDS = 3600  # age of a temporary file that no compiler is writing any more
+SCRIPTS = "compiler-scripts"  # a folder in the cache
+STALE_SECONDS = 3600  # age at which no compiler is writing a temporary file any more
 
-# torch lets the compiler write straight to the path that it later trusts, so that a compiler that
-# is cut off leaves a library of 0 bytes for good. Under this script an output file gets its name
-# when it is whole. The terminal's signals are for training, not for its compilers.
+# torch lets the compiler write to the path that it later trusts, so a compiler that is killed leaves
+# a library of 0 bytes for good. This script renames an output file when it is complete. It ignores
+# the signals of the terminal, which are meant for the training process alone.
 COMPILER_SCRIPT = """#!/bin/sh
 trap '' INT QUIT HUP
 output= previous=
@@ -44,9 +44,9 @@ done
 
 
 def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> tuple[bool, str]:
-    """Whether to compile, and why.
+    """Whether to compile for `compile=wanted`, and the reason.
 
-    Raises ValueError where compilation is asked for and the machine lacks something for it.
+    Raises ValueError if compilation is asked for and the machine lacks something for it.
     """
     missing = missing_for_compilation(device)
     if wanted is True and missing:
@@ -56,11 +56,12 @@ def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> tup
         return wanted, "as asked"
     if missing:
         return False, f"no {missing}"
-    return is_long, "a long run" if is_long else "a short run"
+    reason = "a long run" if is_long else "a short run"
+    return is_long, reason
 
 
 def missing_for_compilation(device: torch.device) -> str | None:
-    """What torch.compile needs and this machine does not have."""
+    """What torch.compile needs and this machine does not have; None if it has everything."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -76,51 +77,52 @@ def missing_for_compilation(device: torch.device) -> str | None:
 
 
 def cpp_compiler() -> str | None:
-    """The path of the C++ compiler, from $CXX or by its usual name."""
-    usual = "clang++" if sys.platform == "darwin" else "g++"
-    return shutil.which(os.environ.get("CXX", usual))
+    """The path of the C++ compiler: $CXX, or the default of the system."""
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    return shutil.which(os.environ.get("CXX", default))
 
 
 def use_cache(folder: Path = ROOT / ".cache") -> None:
-    """Let torch.compile keep its files below `folder`, where a file that has its name is whole.
+    """Make torch.compile keep its files in `folder`, under the name of a file only when it is complete.
 
-    Processors, compilers and versions of torch have a cache each. $TORCHINDUCTOR_CACHE_DIR, if
-    set, stays where torch keeps its files.
+    Each processor, compiler and version of torch has a cache of its own. If $TORCHINDUCTOR_CACHE_DIR
+    is set, torch's files stay there.
     """
     folder = folder.absolute()
     compiler = cpp_compiler()
     if compiler is None or Path(compiler).parent.name == SCRIPTS:  # none, or set up already
         return
 
-    # a cache for what decides on machine code and is not in torch's own keys
+    # Torch's own keys leave out some of what decides on machine code.
     capability = os.environ.get("ATEN_CPU_CAPABILITY", "")
     identity = [torch.__version__, compiler, capability, *processor_features()]
     key = sha256("\n".join(identity).encode()).hexdigest()[:16]
     cache = folder / f"compiled-{key}"
-    if not is_writable(cache):  # such as another user's
+    if not is_writable(cache):  # it may be another user's
         cache = Path(tempfile.gettempdir(), f"attend-{os.getuid()}-{key}")
     scripts = cache / SCRIPTS
     scripts.mkdir(parents=True, exist_ok=True)
     remove_leftovers(cache)
 
-    # the script goes by the compiler's name, from which torch tells which compiler it is
+    # The script has the name of the compiler, by which torch recognises it.
     script = scripts / Path(compiler).name
     temporary = script.with_name(f"{script.name}.{os.getpid()}.tmp")
     temporary.write_text(COMPILER_SCRIPT.format(compiler=shlex.quote(compiler)))
     temporary.chmod(0o755)
     temporary.replace(script)
 
+    # Put the script in front of the compiler, for torch and for its subprocesses.
     os.environ["PATH"] = f"{scripts}{os.pathsep}{os.environ['PATH']}"
     os.environ["CXX"] = script.name
     if USER_CACHE is None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    from torch._inductor import config  # which reads the environment
+    from torch._inductor import config  # imported here, since it reads the environment
 
     config.cpp.cxx = (None, script.name)
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be made in a folder, which is made if it is not there."""
+    """Whether files can be created in a folder. Creates the folder if it does not exist."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -130,8 +132,8 @@ def is_writable(folder: Path) -> bool:
 
 
 def remove_leftovers(cache: Path) -> None:
-    """Delete what compilers that were killed have left, and libraries that lost their content."""
-    for folder, _, names in os.walk(cache):  # which passes over what other processes remove
+    """Delete old temporary files of killed compilers, and libraries that are empty."""
+    for folder, _, names in os.walk(cache):  # it skips what other processes remove meanwhile
         for name in names:
             path = Path(folder, name)
             if path.suffix not in (".tmp", ".so"):
@@ -140,14 +142,16 @@ def remove_leftovers(cache: Path) -> None:
                 status = path.stat()
             except FileNotFoundError:
                 continue
-            is_stale = path.suffix == ".tmp" and time.time() - status.st_mtime > STALE_SECONDS
-            if is_stale or (path.suffix == ".so" and status.st_size == 0):
+            is_stale = time.time() - status.st_mtime > STALE_SECONDS
+            if path.suffix == ".so":
+                is_stale = status.st_size == 0
+            if is_stale:
                 path.unlink(missing_ok=True)
 
 
 @contextmanager
 def exit_without_waiting() -> Iterator[None]:
-    """End the process, where that is raised inside, without waiting for compilers in threads."""
+    """On a SystemExit raised inside, end the process without waiting for threads that compile."""
     try:
         yield
     except SystemExit as end:
@@ -157,22 +161,28 @@ def exit_without_waiting() -> Iterator[None]:
 
 
 def expected_seconds(depth: int, device: torch.device) -> float:
-    """About how long forward and backward of so many layers take to compile, from nothing."""
-    return 40.0 if device.type == "cuda" else 10.0 + 10.0 * depth
+    """About how long forward and backward of `depth` layers take to compile with an empty cache."""
+    if device.type == "cuda":
+        return 40.0
+    return 10.0 + 10.0 * depth
 
 
 def is_compile_error(error: RuntimeError) -> bool:
-    """Whether the error is torch.compile's, and not one of what was compiled."""
+    """Whether an error is one of torch.compile itself, not of the compiled code."""
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
 
 
 def first_error_line(error: Exception) -> str:
-    """The line of a compilation's error that says what went wrong."""
+    """The line of a compilation error that says what went wrong, at most 200 characters of it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    of_compiler = [line for line in lines if "error: " in line]
-    return (of_compiler or lines or [type(error).__name__])[0][:200]
+    lines.append(type(error).__name__)
+    # A C++ compiler says it in a line of its own.
+    for line in lines:
+        if "error: " in line:
+            return line[:200]
+    return lines[0][:200]
 
 
 def exit_failed(problem: str, option: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What the machine is and can do: device, precision, peak rate, memory."""
+"""What this machine is and can do: device, precision, peak FLOP/s, memory."""
 
 import ctypes
 import os
@@ -14,14 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+# Parameters of mallopt, from glibc's malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 DEVICES = Path("/dev")
 # The least driver for each major version of CUDA: NVIDIA's CUDA Toolkit Release Notes, table 2.
 DRIVERS = {11: 450, 12: 525, 13: 580}
 
-# Dense tensor-core peaks in bf16 (V100 and T4: fp16), FLOP/s, from NVIDIA's data sheets. The first that fits counts.
+# Dense tensor-core peaks in bf16 (V100 and T4: fp16), FLOP/s, from NVIDIA's data sheets.
+# Keys are patterns of device names, of which the first that matches counts.
 PEAKS = {
     "B200|GB200": 2250e12,
     "H100 PCIe": 756e12,
@@ -40,29 +43,39 @@ PEAKS = {
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Raises ValueError for a device that is not there, or an NVIDIA GPU that torch cannot use."""
+    """The device for `device=wanted`: auto takes a GPU if there is one.
+
+    Raises ValueError for a device that is not there, or an NVIDIA GPU that torch cannot use.
+    """
     if wanted == "cpu":
         return torch.device("cpu")
-    with warnings.catch_warnings(record=True) as caught:  # torch's own words would precede our line
+    # torch's own warning would precede our line.
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         has_cuda = torch.cuda.is_available()
     if not has_cuda and wanted in ("auto", "cuda"):
         check_unused_gpu()
-        for warning in caught:  # of a driver that stands elsewhere, as under WSL
+        # No driver was found, but it may be in another place, as under WSL.
+        for warning in caught:
             print(f"warning: {str(warning.message).partition('. ')[0]}", file=sys.stderr)
-    there = {"cuda": has_cuda, "mps": torch.backends.mps.is_available(), "cpu": True}
+
+    available = ["cpu"]
+    if torch.backends.mps.is_available():
+        available.insert(0, "mps")
+    if has_cuda:
+        available.insert(0, "cuda")
     if wanted == "auto":
-        return torch.device(next(kind for kind in there if there[kind]))
-    if not there[wanted]:
+        return torch.device(available[0])
+    if wanted not in available:
         raise ValueError(f"no such device here (device={wanted}). fix: device=auto or device=cpu")
     return torch.device(wanted)
 
 
 def check_unused_gpu() -> None:
-    """What to do about an NVIDIA GPU that torch does not see; nothing where there is none.
+    """Refuse to go on without an NVIDIA GPU that is here but that torch does not see.
 
-    Raises ValueError where torch has CUDA: the driver is too old, or broken. A build of torch
-    without CUDA gets a note, once.
+    Raises ValueError if torch has CUDA: the driver is too old, or broken. For a build of torch
+    without CUDA, prints a note once.
     """
     driver = nvidia_driver()
     if driver is None:
@@ -72,65 +85,79 @@ def check_unused_gpu() -> None:
         return
     needed = DRIVERS.get(int(torch.version.cuda.partition(".")[0]))
     major = int(driver.partition(".")[0])
-    found = f"driver {driver}, CUDA {torch.version.cuda} of torch {torch.__version__}"
+    versions = f"driver {driver}, CUDA {torch.version.cuda} of torch {torch.__version__}"
     if needed is None or major >= needed:
         fix = "what nvidia-smi says, or device=cpu"
-        raise ValueError(f"torch cannot use the NVIDIA GPU here ({found}). fix: {fix}")
+        raise ValueError(f"torch cannot use the NVIDIA GPU here ({versions}). fix: {fix}")
     fix = f"NVIDIA driver {needed} or newer"
     if major >= DRIVERS[12]:
         fix += f", a torch {torch.__version__.partition('+')[0]} build for CUDA 12.6"
-    raise ValueError(f"the NVIDIA driver is too old for torch ({found}). fix: {fix}, or device=cpu")
+    raise ValueError(
+        f"the NVIDIA driver is too old for torch ({versions}). fix: {fix}, or device=cpu"
+    )
 
 
 def nvidia_driver() -> str | None:
-    """Version of the NVIDIA driver, such as 535.161.08, where there is a GPU that nobody hid.
+    """The version of the NVIDIA driver, such as 535.161.08; None without a GPU, or if it is hidden.
 
-    A container that was given no GPU shows the driver of its host, but no device of it.
+    A container without GPUs shows the driver of its host, but none of its devices.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     if re.match(r"\d|GPU-|MIG-", visible) is None:  # "", -1 and NoDevFiles hide all
         return None
     if not NVIDIA_DRIVER.exists() or not list(DEVICES.glob("nvidia[0-9]*")):
         return None
-    found = re.search(r"Module.*?\s(\d+\.[\d.]+)", NVIDIA_DRIVER.read_text())
-    return found[1] if found else None
+    match = re.search(r"Module.*?\s(\d+\.[\d.]+)", NVIDIA_DRIVER.read_text())
+    return match[1] if match else None
 
 
 @cache
 def note_unused_gpu(driver: str) -> None:
+    """Print, once a process, that torch cannot use the GPU."""
     if os.environ.get("RANK", "0") == "0":
-        about = f"driver {driver}, torch {torch.__version__}"
-        print(f"note: an NVIDIA GPU is here, but this torch has no CUDA ({about})", file=sys.stderr)
+        versions = f"driver {driver}, torch {torch.__version__}"
+        print(
+            f"note: an NVIDIA GPU is here, but this torch has no CUDA ({versions})", file=sys.stderr
+        )
 
 
 def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
-    """What matrices are multiplied in; weights are fp32 in any case. Raises ValueError where the device has no bf16."""
-    if device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        best = torch.bfloat16 if has_bf16 else torch.float16
-    else:
-        has_bf16 = True  # emulated where there is none
-        best = torch.bfloat16 if multiplies_bf16(device) else torch.float32
-    if wanted == "bf16" and not has_bf16:
-        raise ValueError(
-            f"this GPU has no bf16 (precision=bf16, {torch.cuda.get_device_name()}). fix: precision=fp16"
-        )
+    """The dtype of matrix products for `precision=wanted`; weights are in fp32 in any case.
+
+    Raises ValueError for one that the device does not have.
+    """
+    if wanted == "fp32":
+        return torch.float32
     if wanted == "fp16" and device.type == "cpu":
         raise ValueError("fp16 needs a GPU (precision=fp16, device=cpu). fix: precision=auto")
-    return {"auto": best, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
-        wanted
-    ]
+    if wanted == "fp16":
+        return torch.float16
+
+    # bf16 is emulated on CPUs that do not have it, which auto avoids.
+    if device.type != "cuda":
+        if wanted == "bf16" or multiplies_bf16(device):
+            return torch.bfloat16
+        return torch.float32
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    if wanted == "bf16":
+        name = torch.cuda.get_device_name()
+        raise ValueError(f"this GPU has no bf16 (precision=bf16, {name}). fix: precision=fp16")
+    return torch.float16
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether products in bf16 are fast here; elsewhere a CPU takes several times as long as for fp32."""
+    """Whether the device has bf16 products; a CPU without takes several times as long as for fp32."""
     if device.type == "cpu":
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return device.type == "cuda"
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """With glibc on a CPU, memory that is freed stays with the process: fresh pages would be zeroed at every step."""
+    """On a CPU with glibc, let the process keep freed memory.
+
+    Otherwise every step would get fresh pages, which the system fills with zeros.
+    """
     if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_MAX, 0)
@@ -138,11 +165,14 @@ def keep_freed_memory(device: torch.device) -> None:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+    """A context in which matrices are multiplied in `dtype`."""
+    if dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
 
 
 def processor_features() -> list[str]:
-    """What decides which machine code runs here: the architecture and the flags of its processors."""
+    """The architecture and the flags of the processors, which decide what machine code runs here."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = {line for line in lines if line.startswith(("flags", "Features"))}  # x86, Arm
@@ -150,40 +180,43 @@ def processor_features() -> list[str]:
 
 
 def processor() -> str:
-    """Its name, as far as it is known."""
-    known = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", known.read_text()) if known.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
+    """The name of the processor, or else of its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        match = re.search(r"model name\s*: (.*)", cpuinfo.read_text())
+        if match:
+            return match[1]
+    return platform.processor() or platform.machine()
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """For sums that must not depend on their order: fp64, where the device has it."""
+    """The dtype of sums whose order must not matter: fp64, or fp32 on MPS, which has no fp64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """None where the device is not in the table: an MFU would be a guess."""
+    """Dense bf16 FLOP/s; None for a device that is not in the table, since an MFU would be a guess."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAKS.items() if re.search(rf"\b({known})\b", name)), None)
+    for pattern, peak in PEAKS.items():
+        if re.search(rf"\b({pattern})\b", name):
+            return peak
+    return None
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of the GPU, or of this process."""
+    """The most bytes allocated so far, on the GPU or by this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-
-
-pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":
+        return peak
+    return peak * 1024  # elsewhere, it is in KiB
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """The same, where they are computed with; pinned on the way to a GPU, so that nobody waits."""
-    return [
-        (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
-        for x in tensors
-    ]
+    """Copy tensors to a device; from pinned memory and without blocking on CUDA."""
+    if device.type == "cuda":
+        tensors = [x.pin_memory() for x in tensors]
+    return [x.to(device, non_blocking=True) for x in tensors]

@@ -1,4 +1,4 @@
-"""Signs of life for whoever waits: what is going on, about how long it takes, how to avoid it."""
+"""Messages for whoever waits: what is going on, about how long it takes, and how to avoid it."""
 
 import os
 import sys
@@ -10,23 +10,27 @@ from time import monotonic
 
 from tqdm import tqdm
 
-PATIENCE = 2.0  # seconds that a wait may take unannounced
+PATIENCE = 2.0  # seconds that a wait may take without an announcement
 
 
 def say(text: str) -> None:
     """Write a line on standard error, above a progress bar if there is one."""
-    with suppress(OSError):  # nobody reads on, or it is a file on a full disk
+    with suppress(OSError):  # it may be a closed pipe, or a file on a full disk
         tqdm.write(text, file=sys.stderr)
 
 
 def is_watched() -> bool:
-    """Whether standard error is a terminal, where something may move."""
+    """Whether standard error is a terminal, on which a progress bar can be drawn."""
     return sys.stderr.isatty()
 
 
 def terminal_size() -> dict[str, int]:
-    """Columns and rows of the terminal, for tqdm, which draws nothing on one that claims to have none."""
-    columns, rows = 80, 24
+    """Columns and rows of the terminal, as arguments of tqdm.
+
+    tqdm alone draws nothing on a terminal that claims to have no columns.
+    """
+    columns = 80
+    rows = 24
     with suppress(OSError, ValueError):  # standard error is no terminal
         size = os.get_terminal_size(sys.stderr.fileno())
         columns = size.columns or columns
@@ -35,7 +39,7 @@ def terminal_size() -> dict[str, int]:
 
 
 def duration(seconds: float) -> str:
-    """Such as 0:04:10."""
+    """Seconds as hours, minutes and seconds, such as 0:04:10."""
     return str(timedelta(seconds=round(seconds)))
 
 
@@ -43,38 +47,40 @@ def duration(seconds: float) -> str:
 def waiting(
     what: str, seconds: float | None = None, advice: str = "", is_shown: bool = True
 ) -> Iterator[None]:
-    """Announce what takes more than PATIENCE; a terminal is told each second how long it took so far.
+    """Announce what happens inside if it takes longer than PATIENCE.
 
-    `seconds` is about how long it will take, if that is known; then a long wait is announced at its
-    start. `advice` is how to avoid it.
+    A terminal shows the time elapsed, every second. `seconds` is about how long it will take, if
+    that is known; then a long wait is announced at its start. `advice` is how to avoid it.
     """
     if not is_shown:
         yield
         return
 
-    text = what
+    message = what
+    delay = PATIENCE
     if seconds is not None and seconds > PATIENCE:
-        text += f", about {seconds:.0f} s" if seconds < 90 else f", about {seconds / 60:.0f} min"
+        delay = 0.0
+        message += f", about {seconds:.0f} s" if seconds < 90 else f", about {seconds / 60:.0f} min"
     if advice:
-        text += f" ({advice})"
-    delay = 0.0 if seconds is not None and seconds > PATIENCE else PATIENCE
-    began = monotonic()
-    ended = Event()
+        message += f" ({advice})"
+    start = monotonic()
+    is_done = Event()
 
-    def tell() -> None:
-        if ended.wait(delay):
+    # A thread announces the wait and shows the clock until the block inside is done.
+    def announce() -> None:
+        if is_done.wait(delay):
             return
-        say(text)
+        say(message)
         if not is_watched():
             return
         with tqdm(leave=False, bar_format="{desc}", **terminal_size()) as clock:
-            while not ended.wait(1):
-                clock.set_description_str(duration(monotonic() - began))
+            while not is_done.wait(1):
+                clock.set_description_str(duration(monotonic() - start))
 
-    teller = Thread(target=tell, daemon=True)
-    teller.start()
+    announcer = Thread(target=announce, daemon=True)
+    announcer.start()
     try:
         yield
     finally:
-        ended.set()
-        teller.join()
+        is_done.set()
+        announcer.join()
