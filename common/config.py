@@ -22,21 +22,18 @@ class Rule(NamedTuple):
     wanted: str
 
 
-def is_number(value: object, minimum: float) -> bool:
-    """Whether a value is a finite number of at least the minimum. A flag is no number."""
-    return type(value) in (int, float) and minimum <= value < math.inf
+def is_nonnegative(value: object) -> bool:
+    """Whether a value is a finite number from 0. A flag is no number."""
+    return type(value) in (int, float) and 0 <= value < math.inf
 
 
 def is_positive(value: object) -> bool:
-    return is_number(value, 0) and value > 0
+    return is_nonnegative(value) and value > 0
 
 
-def is_nonnegative(value: object) -> bool:
-    return is_number(value, 0)
-
-
-def is_nonnegative_or_no_number(value: object) -> bool:
-    return type(value) not in (int, float) or is_number(value, 0)
+def is_no_bad_number(value: object) -> bool:
+    """Whether a value is no number, such as a name or null, or is one from 0."""
+    return type(value) not in (int, float) or is_nonnegative(value)
 
 
 def is_flag_or_size(value: object) -> bool:
@@ -53,11 +50,8 @@ def is_name(value: object) -> bool:
 
 def integer_from(minimum: int) -> Rule:
     """A rule for integers of at least the minimum."""
-
-    def is_valid(value: object) -> bool:
-        return type(value) is int and value >= minimum
-
-    return Rule(is_valid, f"a whole number from {minimum}")
+    wanted = f"a whole number from {minimum}"
+    return Rule(lambda value: type(value) is int and value >= minimum, wanted)
 
 
 def one_of(*choices: object) -> Rule:
@@ -71,11 +65,8 @@ def one_of(*choices: object) -> Rule:
 
 def optional(rule: Rule) -> Rule:
     """A rule that allows null too."""
-
-    def is_valid(value: object) -> bool:
-        return value is None or rule.is_valid(value)
-
-    return Rule(is_valid, f"null or {rule.wanted}")
+    wanted = f"null or {rule.wanted}"
+    return Rule(lambda value: value is None or rule.is_valid(value), wanted)
 
 
 POSITIVE = Rule(is_positive, "a number above 0")
@@ -110,14 +101,14 @@ RULES: dict[str, Rule] = {
 }
 
 # Rules for every value of a group. Constructors check types and what goes together.
-GROUPS = ("model", "attention", "data", "optimizer", "schedule")
 GROUP_RULES: dict[str, Rule] = {
     "model": Rule(is_flag_or_size, f"a whole number from 1 to {LARGEST}"),
-    "attention": Rule(is_nonnegative_or_no_number, "from 0"),
-    "data": Rule(is_nonnegative_or_no_number, "from 0"),
-    "optimizer": Rule(is_nonnegative_or_no_number, "a number from 0"),
+    "attention": Rule(is_no_bad_number, "from 0"),
+    "data": Rule(is_no_bad_number, "from 0"),
+    "optimizer": Rule(is_no_bad_number, "a number from 0"),
     "schedule": NONNEGATIVE,
 }
+GROUPS = tuple(GROUP_RULES)
 CHECKED_BY_CONSTRUCTORS = ("attention", "softcap", "norm_eps")
 
 
@@ -138,11 +129,12 @@ def find_problems(config: dict, world: int) -> list[str]:
     for key, rule in RULES.items():
         if key in config and not rule.is_valid(config[key]):
             problems.append(f"{key} must be {rule.wanted} (got {config[key]!r}). fix: change it")
-    for group in GROUPS:
-        if group in config and not isinstance(config[group], dict):
-            problems.append(f"{group} must be a group (got {config[group]!r}). fix: {group}=NAME")
     for group, rule in GROUP_RULES.items():
-        for key, value in group_values(config.get(group)):
+        values = config.get(group, {})
+        if not isinstance(values, dict):
+            problems.append(f"{group} must be a group (got {values!r}). fix: {group}=NAME")
+            continue
+        for key, value in group_values(values):
             if not rule.is_valid(value):
                 problem = f"{group}.{key} must be {rule.wanted} (got {value!r})"
                 problems.append(f"{problem}. fix: change it")
@@ -161,10 +153,8 @@ def find_problems(config: dict, world: int) -> list[str]:
     return problems
 
 
-def group_values(group: object) -> Iterator[tuple[str, object]]:
+def group_values(group: dict) -> Iterator[tuple[str, object]]:
     """Yield (key, value) for each value of a group that a group rule applies to, items of lists too."""
-    if not isinstance(group, dict):
-        return
     for key, value in flatten(group):
         if key.startswith(CHECKED_BY_CONSTRUCTORS) or "_target_" in key or "_partial_" in key:
             continue
@@ -253,11 +243,11 @@ def report_errors() -> Iterator[None]:
 
 def composing_problem(error: Exception) -> str:
     """What an error of Hydra says, without its advice, and a fix of ours."""
-    what = re.split(r"\nTo append|\nConfig search path|\nSee https", str(error))[0].rstrip(".")
-    if "Could not override 'data.path'" in what:
-        return f"{what}. fix: data=text or data=tokens, which have one"
-    if "Could not override" in what:
-        keys = "configs/ lists the keys of what is chosen"
-        return f"{what}. fix: {keys}; a kind of layer has its own: attention.kinds.NAME.KEY"
-    keys = "configs/ has the keys"
-    return f"{what}. fix: {keys}; a value with spaces or commas is quoted twice: 'key=\"a b\"'"
+    text = re.split(r"\nTo append|\nConfig search path|\nSee https", str(error))[0]
+    if "Could not override 'data.path'" in text:
+        fix = "data=text or data=tokens, which have one"
+    elif "Could not override" in text:
+        fix = "configs/ lists the keys of each choice; a kind of layer has its own: attention.kinds.NAME.KEY"
+    else:
+        fix = "configs/ has the keys; a value with spaces or commas is quoted twice: 'key=\"a b\"'"
+    return f"{text.rstrip('.')}. fix: {fix}"

@@ -52,8 +52,8 @@ class Llama3(Scaling):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require(0 < self.low < self.high, "0 < low < high")
-        self.require(self.context > 0, "context > 0")
+        is_ordered = 0 < self.low < self.high
+        self.require(is_ordered and self.context > 0, "0 < low < high, context > 0")
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
         rotations = self.context * frequency / (2 * math.pi)
@@ -75,8 +75,8 @@ class YaRN(Scaling):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require(0 < self.slow < self.fast, "0 < slow < fast")
-        self.require(self.context > 0, "context > 0")
+        is_ordered = 0 < self.slow < self.fast
+        self.require(is_ordered and self.context > 0, "0 < slow < fast, context > 0")
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
         # The ramp goes from the pair that rotates `fast` times to the one that rotates `slow` times.
