@@ -1,7 +1,7 @@
-"""A directory that is complete or absent after a crash: written aside, sealed by a manifest, renamed.
+"""A directory that is complete or absent after a crash: written aside, sealed, renamed.
 
-manifest.json has the size and SHA-256 of every file, and ends with the SHA-256 of its own lines.
-See docs/reliability.md.
+Its seal, manifest.json, has the size and SHA-256 of every file, and ends with the SHA-256 of its
+own lines. See docs/reliability.md.
 """
 
 import errno
@@ -19,7 +19,7 @@ from typing import IO
 
 from common.errors import IntegrityError
 
-FORMAT = 2
+FORMAT = 2  # of the manifest
 SMALL = 2**20  # bytes: smaller writes may be of buffers that are used again, so a copy is hashed
 SEAL = 65  # bytes: the last line of a manifest
 
@@ -71,7 +71,10 @@ class StagingDirectory:
 
 @contextmanager
 def atomic_directory(folder: Path) -> Iterator[StagingDirectory]:
-    """Write files inside, and they become `folder`, which must not exist; after an error, nothing does."""
+    """Collect the files that are created inside in `folder`, which must not exist yet.
+
+    If anything fails, no folder is left.
+    """
     staging = StagingDirectory(folder.with_name(f".tmp-{folder.name}"))
     shutil.rmtree(staging.folder, ignore_errors=True)
     staging.folder.mkdir(parents=True)
@@ -106,6 +109,7 @@ def verify(folder: Path, fix: str) -> dict:
     """
     try:
         raw = safe_child(folder, "manifest.json").read_bytes()
+        # A manifest that is intact and of this very folder tells what its files must be.
         body = raw[:-SEAL]
         if raw[-SEAL:] != f"{sha256(body).hexdigest()}\n".encode():
             raise IntegrityError(f"damaged manifest ({folder}). fix: {fix}")

@@ -23,9 +23,9 @@ USER_CACHE = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # read before torch puts
 SCRIPTS = "compiler-scripts"  # a folder in the cache
 STALE_SECONDS = 3600  # age at which no compiler is writing a temporary file any more
 
-# torch lets the compiler write to the path that it later trusts, so a compiler that is killed leaves
-# a library of 0 bytes for good. This script renames an output file when it is complete. It ignores
-# the signals of the terminal, which are meant for the training process alone.
+# torch lets the compiler write to the path that it later trusts, so a compiler that is killed
+# leaves a library of 0 bytes for good. This script renames an output file when it is complete. It
+# ignores the signals of the terminal, which are meant for the training process alone.
 COMPILER_SCRIPT = """#!/bin/sh
 trap '' INT QUIT HUP
 output= previous=
@@ -83,10 +83,10 @@ def cpp_compiler() -> str | None:
 
 
 def use_cache(folder: Path = ROOT / ".cache") -> None:
-    """Make torch.compile keep its files in `folder`, under the name of a file only when it is complete.
+    """Keep the files of torch.compile in `folder`, where a file gets its name once it is complete.
 
-    Each processor, compiler and version of torch has a cache of its own. If $TORCHINDUCTOR_CACHE_DIR
-    is set, torch's files stay there.
+    Each processor, compiler and version of torch has a cache of its own. If
+    $TORCHINDUCTOR_CACHE_DIR is set, torch's files stay there.
     """
     folder = folder.absolute()
     compiler = cpp_compiler()

@@ -154,7 +154,7 @@ def find_problems(config: dict, world: int) -> list[str]:
 
 
 def group_values(group: dict) -> Iterator[tuple[str, object]]:
-    """Yield (key, value) for each value of a group that a group rule applies to, items of lists too."""
+    """Yield (key, value) for what a group's rule applies to: numbers, and items of lists."""
     for key, value in flatten(group):
         if key.startswith(CHECKED_BY_CONSTRUCTORS) or "_target_" in key or "_partial_" in key:
             continue
@@ -247,7 +247,8 @@ def composing_problem(error: Exception) -> str:
     if "Could not override 'data.path'" in text:
         fix = "data=text or data=tokens, which have one"
     elif "Could not override" in text:
-        fix = "configs/ lists the keys of each choice; a kind of layer has its own: attention.kinds.NAME.KEY"
+        fix = "configs/ lists the keys of each choice"
+        fix += "; a kind of layer has its own: attention.kinds.NAME.KEY"
     else:
         fix = "configs/ has the keys; a value with spaces or commas is quoted twice: 'key=\"a b\"'"
     return f"{text.rstrip('.')}. fix: {fix}"

@@ -147,7 +147,7 @@ def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether the device has bf16 products; a CPU without takes several times as long as for fp32."""
+    """Whether the device has bf16 products; a CPU without is several times slower than in fp32."""
     if device.type == "cpu":
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return device.type == "cuda"
@@ -172,7 +172,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 
 
 def processor_features() -> list[str]:
-    """The architecture and the flags of the processors, which decide what machine code runs here."""
+    """The architecture and the flags of the processors: what decides on machine code."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = {line for line in lines if line.startswith(("flags", "Features"))}  # x86, Arm
@@ -195,7 +195,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s; None for a device that is not in the table, since an MFU would be a guess."""
+    """Dense bf16 FLOP/s; None for a device that is not in the table: an MFU would be a guess."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""Build objects from config: a tree of `_target_` and keyword arguments, as in yamls and checkpoints.
+"""Build objects from a tree of `_target_` and keyword arguments, as in yamls and checkpoints.
 
 A checkpoint may come from anyone. So a target must be a class or function that is defined in a file
 of the given package, and an argument must have the type of its annotation.
@@ -56,7 +56,8 @@ def resolve_target(path: str, package: str) -> Callable:
         if is_callable and target.__module__ == module:
             return target
     raise ValueError(
-        f"_target_ must be a class or function written in {package}/ (got {path!r}). fix: one of them"
+        f"_target_ must be a class or function written in {package}/ (got {path!r}). "
+        "fix: one of them"
     )
 
 
@@ -67,11 +68,11 @@ def check_arguments(target: Callable, arguments: dict) -> None:
     """
     for parameter in parameters_of(target):
         name = parameter.name
-        if name in arguments and not matches_annotation(arguments[name], parameter.annotation):
-            wanted = inspect.formatannotation(parameter.annotation).partition("[")[0]
-            raise ValueError(
-                f"{target.__name__}: {name} must be {wanted} (got {arguments[name]!r}). fix: change it"
-            )
+        if name not in arguments or matches_annotation(arguments[name], parameter.annotation):
+            continue
+        wanted = inspect.formatannotation(parameter.annotation).partition("[")[0]
+        problem = f"{target.__name__}: {name} must be {wanted} (got {arguments[name]!r})"
+        raise ValueError(f"{problem}. fix: change it")
 
 
 def matches_annotation(value: object, annotation: object) -> bool:

@@ -37,7 +37,7 @@ class LayerCache:
         return list(self.buffers)
 
     def first(self, count: int) -> "LayerCache":
-        """A view for rows of up to `count` tokens: writes go to the same memory, and less is read."""
+        """A view for rows of up to `count` tokens: it shares the memory, and less of it is read."""
         return self
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "LayerCache":
@@ -182,7 +182,7 @@ class Cache:
         return self.map(lambda tensor: tensor[number : number + 1])
 
     def first(self, count: int) -> "Cache":
-        """A view for rows of up to `count` tokens: writes go to the same memory, and less is read."""
+        """A view for rows of up to `count` tokens: it shares the memory, and less of it is read."""
         return Cache(self.lengths, [layer.first(count) for layer in self.layers])
 
     def copy_(self, other: "Cache") -> None:

@@ -1,6 +1,6 @@
 """Initial values of all parameters.
 
-Each is drawn from a generator of its own, so two models that share a parameter's name share its value.
+Each is drawn from a generator of its own: models that share a parameter's name share its value.
 """
 
 from collections.abc import Callable

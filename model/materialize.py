@@ -2,7 +2,7 @@
 
 A buffer has its value once its module is built, a parameter only after `initialize` or
 `load_weights`. So parameters alone are built on the meta device: a model of any size is built
-in no time and can be sharded before it has memory, and its buffers keep the values of their modules.
+in no time and can be sharded before it has memory; its buffers keep the values of their modules.
 """
 
 from collections import defaultdict
@@ -83,7 +83,7 @@ def materialize(
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Raise ValueError for a tensor that would not move with the model, or for a buffer without values."""
+    """Raise ValueError for a tensor that would not move with the model, or that has no values."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in REGISTERED:
@@ -91,12 +91,13 @@ def check_tensors(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(
-                f"a buffer is computed from parameters, which have no values yet ({name}). fix: use constants"
+                f"a buffer is computed from parameters, which have no values yet ({name}). "
+                "fix: use constants"
             )
 
 
 def check_attribute(path: str, value: object) -> None:
-    """Raise ValueError if the attribute at `path`, or an item of its lists and dicts, is a tensor."""
+    """Raise ValueError if the attribute at `path`, or an item in it, is a tensor."""
     if isinstance(value, nn.Parameter):
         raise ValueError(f"a parameter is not registered ({path}). fix: nn.ParameterList")
     if isinstance(value, Tensor):

@@ -1,8 +1,7 @@
 """Scalings of RoPE's frequencies, for a longer context than a model was trained with.
 
-Each is called with the frequencies (D/2,) of `dim` rotary dimensions and RoPE's base, and returns the
-new frequencies and the factor that multiplies cos and sin. `context` is the one before scaling, in
-tokens. Scalings are compared by value, so layers whose scalings agree share their tables.
+Each is called with the frequencies (R/2,) of R = `dim` rotary dimensions and RoPE's base. It
+returns new frequencies and a factor for cos and sin. `context` is the one before scaling, in tokens. Scalings are compared by value, so layers whose scalings agree share their tables.
 """
 
 import math
@@ -27,7 +26,7 @@ class Scaling:
             raise ValueError(f"rope_scaling needs {rule} (got {self}). fix: change it")
 
     def interpolate(self, frequency: Tensor, unscaled: Tensor) -> Tensor:
-        """Divide frequencies by the factor, but for the fraction `unscaled` (D/2,) of each."""
+        """Divide frequencies by the factor, but for the fraction `unscaled` (R/2,) of each."""
         return frequency * (unscaled + (1 - unscaled) / self.factor)
 
 
@@ -79,7 +78,7 @@ class YaRN(Scaling):
         self.require(is_ordered and self.context > 0, "0 < slow < fast, context > 0")
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
-        # The ramp goes from the pair that rotates `fast` times to the one that rotates `slow` times.
+        # The ramp begins at the pair that rotates `fast` times and ends at `slow` times.
         fast_pair = self.pair_at(self.fast, dim, base)
         slow_pair = self.pair_at(self.slow, dim, base)
         first = max(math.floor(fast_pair), 0)
