@@ -69,11 +69,13 @@ def optional(rule: Rule) -> Rule:
     return Rule(lambda value: value is None or rule.is_valid(value), wanted)
 
 
+# Rules that several keys have.
 POSITIVE = Rule(is_positive, "a number above 0")
 NONNEGATIVE = Rule(is_nonnegative, "a number from 0")
 TEXT = Rule(is_text, "text")
 FLAG = one_of(True, False)
 
+# Rules for the keys at the top of configs/train.yaml.
 RULES: dict[str, Rule] = {
     "name": Rule(is_name, "letters, digits, dots and dashes"),
     "run_dir": optional(TEXT),
@@ -118,6 +120,7 @@ def find_problems(config: dict, world: int) -> list[str]:
     `world` is the number of processes that train together.
     """
     problems = []
+    # Check that the keys are those of configs/train.yaml.
     for key in config:
         if key not in RULES and key not in GROUPS:
             problems.append(f"unknown key ({key}). fix: remove it")
@@ -125,7 +128,7 @@ def find_problems(config: dict, world: int) -> list[str]:
         if key not in config:
             problems.append(f"{key} is missing. fix: give it back")
 
-    # Single values.
+    # Check values one by one.
     for key, rule in RULES.items():
         if key in config and not rule.is_valid(config[key]):
             problems.append(f"{key} must be {rule.wanted} (got {config[key]!r}). fix: change it")
@@ -141,7 +144,7 @@ def find_problems(config: dict, world: int) -> list[str]:
     if problems:
         return problems
 
-    # Values that must go together.
+    # Check what goes together.
     if config["steps"] is None and config["max_minutes"] is None:
         problems.append("the run has no end (steps=null, max_minutes=null). fix: set one of them")
     if config["sharded"] and world == 1:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+# Exit codes.
 BUG = 1
 INPUT = 2
 INTEGRITY = 3
@@ -18,6 +19,7 @@ STORAGE = 74
 PREEMPTED = 75
 INTERRUPTED = 130
 
+# Errors of a disk that is full, read-only or broken.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 
 

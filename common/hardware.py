@@ -18,6 +18,7 @@ from torch import Tensor
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 
+# Where Linux shows the NVIDIA driver and its GPUs.
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 DEVICES = Path("/dev")
 # The least driver for each major version of CUDA: NVIDIA's CUDA Toolkit Release Notes, table 2.
@@ -83,6 +84,7 @@ def check_unused_gpu() -> None:
     if torch.version.cuda is None:
         note_unused_gpu(driver)
         return
+    # A driver that is new enough is broken; another one can be updated, or torch replaced.
     needed = DRIVERS.get(int(torch.version.cuda.partition(".")[0]))
     major = int(driver.partition(".")[0])
     versions = f"driver {driver}, CUDA {torch.version.cuda} of torch {torch.__version__}"
@@ -158,6 +160,7 @@ def keep_freed_memory(device: torch.device) -> None:
 
     Otherwise every step would get fresh pages, which the system fills with zeros.
     """
+    # Do not map large blocks one by one, and do not give back the end of the heap.
     if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_MAX, 0)

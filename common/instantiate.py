@@ -27,6 +27,7 @@ def instantiate(tree, package: str = "model"):
     if not isinstance(tree, dict):
         return tree
 
+    # Build the arguments before their caller.
     arguments = {}
     for key, branch in tree.items():
         if key not in ("_target_", "_partial_"):
@@ -47,6 +48,7 @@ def resolve_target(path: str, package: str) -> Callable:
     Raises ValueError for one that is not defined in this very module: `package.module.torch.load`
     begins with the package too.
     """
+    # Only modules that are files of the package are imported.
     module, _, name = str(path).rpartition(".")
     files = (ROOT / package).rglob("*.py")
     modules = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}

@@ -88,6 +88,7 @@ class KVCache(LayerCache):
         self.can_rewind = not self.is_ring
         self.is_quantized = dtype == torch.int8
 
+        # A buffer for each feature, and in int8 one for its scales.
         buffers = []
         for feature in features:
             shape = (batch, self.size + 1, *feature)
@@ -144,6 +145,7 @@ class KVCache(LayerCache):
         if self.is_quantized:
             values, scales = zip(*map(quantize, new), strict=True)
             new = (*values, *scales)
+        # Rows write to different slots, since their lengths differ.
         slots = ctx.cache_slots(self.size)  # (B, T)
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
         for buffer, x in zip(self.buffers, new, strict=True):

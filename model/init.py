@@ -25,6 +25,7 @@ def initialize(
     parameter is: to its device, or, for a sharded one, to all devices that share it.
     """
     for path, parameter in model.named_parameters():
+        # The generator depends on the name, not on the parameters drawn before.
         owner, _, name = path.rpartition(".")
         digest = sha256(f"{seed} {path}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))

@@ -76,6 +76,8 @@ def materialize(
         return torch.empty_like(tensor, device=device, dtype=dtype)
 
     model._apply(to_device)
+
+    # Share them again.
     for (first, first_name), *others in owners.values():
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]

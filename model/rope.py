@@ -1,7 +1,8 @@
 """Scalings of RoPE's frequencies, for a longer context than a model was trained with.
 
 Each is called with the frequencies (R/2,) of R = `dim` rotary dimensions and RoPE's base. It
-returns new frequencies and a factor for cos and sin. `context` is the one before scaling, in tokens. Scalings are compared by value, so layers whose scalings agree share their tables.
+returns new frequencies and a factor for cos and sin. `context` is that before scaling, in tokens.
+Scalings are compared by value, so layers whose scalings agree share their tables.
 """
 
 import math
