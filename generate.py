@@ -199,9 +199,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--attention-map draws one prompt")
     if args.interactive and args.num_samples > 1:
         parser.error("--interactive continues one text")
-    needs_cache = args.interactive or args.prompt_lookup > 0
-    needs_cache = needs_cache or args.cache_dtype != "auto" or args.compile == "true"
-    if args.no_cache and needs_cache:
+    sets_cache = args.cache_dtype != "auto" or args.compile == "true"
+    if args.no_cache and (args.interactive or args.prompt_lookup > 0 or sets_cache):
         options = "--interactive, --prompt-lookup, --cache-dtype and --compile"
         parser.error(f"--no-cache does not go with {options}")
     if "" in args.stop:
@@ -268,8 +267,8 @@ def compile_ahead(args: argparse.Namespace, model, cache):
     from common import compilation
     from inference.engine import compile_decode_step, decode_step, warm_up
 
-    problem = "compiling the decode step, about half a minute where .cache/ does not have it"
-    print(f"{problem} (to begin at once: --compile false)", file=sys.stderr)
+    note = "compiling the decode step, about half a minute where .cache/ does not have it"
+    print(f"{note} (to begin at once: --compile false)", file=sys.stderr)
     compilation.use_cache()
     step = compile_decode_step(cache.lengths.device)
     try:
@@ -281,7 +280,8 @@ def compile_ahead(args: argparse.Namespace, model, cache):
         problem = compilation.first_error_line(error)
         if args.compile == "true":
             compilation.exit_failed(problem, "--compile false")
-        print(f"warning: compilation failed ({problem}): decoding goes on", file=sys.stderr)
+        warning = f"compilation failed ({problem}): decoding goes on without it"
+        print(f"warning: {warning}", file=sys.stderr)
         return decode_step
     finally:
         cache.reset()
