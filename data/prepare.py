@@ -53,6 +53,7 @@ def prepare(source: Source, cache_dir: Path, min_tokens: int = 0, quiet: bool = 
     that cannot be used, or that has fewer than `min_tokens` training tokens: then nothing is kept.
     Raises IntegrityError for a corpus that was changed on disk.
     """
+    # Token ids of others are mapped where they are, without a copy in the cache.
     tokenizer = source.pretrained_tokenizer()
     shards = source.memmapped_shards()
     if shards is not None:
@@ -63,6 +64,7 @@ def prepare(source: Source, cache_dir: Path, min_tokens: int = 0, quiet: bool = 
             sha256=digest(source.fingerprint()),
         )
 
+    # Text is found again by its content and by what its tokenizer is, or is to be.
     vocabulary = source.vocab_size if tokenizer is None else tokenizer.sha256
     cache_key = digest(json.dumps([FORMAT_VERSION, source.fingerprint(), vocabulary]))
     folder = cache_dir / f"{type(source).__name__.lower()}-{cache_key[:16]}"
@@ -104,6 +106,7 @@ def exclusive(cache_dir: Path) -> Iterator[None]:
     cache_dir.mkdir(parents=True, exist_ok=True)
     with (cache_dir / ".lock").open("w") as lock:
         flock(lock, fcntl.LOCK_EX)
+        # Whatever is unfinished under the lock was left by a process that was killed.
         remove_leftovers(cache_dir)
         try:
             yield
@@ -124,6 +127,7 @@ def build_corpus(
                 tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)
         staging.metadata = write_shards(source, tokenizer, staging, quiet)
         staging.create("tokenizer.model").write(tokenizer.proto)
+        # Raised in here, the error removes the folder too.
         check_enough_tokens(staging.metadata["train_tokens"], min_tokens)
 
 
@@ -168,6 +172,7 @@ def write_shards(
             if train.num_tokens >= max_train_tokens:
                 break
 
+    # Write what is still buffered, and refuse a split without text.
     for split, writer in (("training", train), ("validation", validation)):
         writer.flush()
         if writer.num_tokens == 0:

@@ -1,4 +1,4 @@
-"""Token ids that others have prepared: .bin files of nanoGPT and llm.c, memory-mapped where they are."""
+"""Token ids prepared by others: .bin files of nanoGPT and llm.c, memory-mapped where they are."""
 
 import struct
 from dataclasses import dataclass
@@ -31,12 +31,15 @@ class Pretokenized(Source):
     def __post_init__(self):
         if self.validation_tokens < 2:
             raise ValueError(
-                f"data.validation_tokens must be from 2 (got {self.validation_tokens}). fix: 500_000"
+                "data.validation_tokens must be from 2 "
+                f"(got {self.validation_tokens}). fix: 500_000"
             )
         self.train_files, self.val_files = split_files(self.path, (".bin",))
+        # A file or a glob may name a .parquet, which would be read as raw integers.
         for file in (*self.train_files, *self.val_files):
             if file.suffix == ".parquet":
                 raise ValueError(f"no token ids from parquet (data.path={file}). fix: write a .bin")
+        # Without a tokenizer, the ids stand for themselves.
         self.id_tokenizer = super().pretrained_tokenizer()
         if self.id_tokenizer is None:
             proto = IdTokenizer.MAGIC + f"{self.vocab_size} {self.bos}\n".encode()
@@ -90,6 +93,7 @@ class Pretokenized(Source):
                 "fix: get it again"
             )
 
+        # An id outside the vocabulary would index past the end of the embedding.
         ids = np.memmap(file, dtype, "r", start)
         highest = ids.max()
         if highest >= self.id_tokenizer.vocab_size:

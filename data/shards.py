@@ -38,6 +38,7 @@ class ShardWriter:
 
     def flush(self) -> None:
         """Write the buffered tokens to the file."""
+        # Documents are short: many of them are one write.
         if self.buffer:
             self.file.write(np.concatenate(self.buffer).astype(self.dtype).tobytes())
         self.buffer = []

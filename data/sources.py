@@ -92,6 +92,7 @@ class Stdlib(Source):
     def __post_init__(self):
         super().__post_init__()
         self.root = Path(sysconfig.get_paths()["stdlib"])
+        # Tests and tables of encodings are not typical code, site-packages differ by machine.
         self.files = []
         for path in self.root.rglob("*.py"):
             relative = path.relative_to(self.root)
@@ -147,6 +148,7 @@ class Text(Source):
                 yield text, False
             return
 
+        # Read everything once to know which documents are held out, then again to yield them.
         digests = [text_digest(text) for text in self.texts()]
         if not digests:
             files = ", ".join(map(str, self.train_files[:3]))
@@ -218,6 +220,7 @@ class Hub(Source):
                 revision=self.revision,
                 streaming=self.tokens is not None,
             )
+            # Join rows until the next one begins a document.
             parts = []
             for number, row in enumerate(rows):
                 text = text_of_row(row, self.text_field, f"{self.repo} {split} row {number}")
@@ -236,6 +239,7 @@ class Hub(Source):
         except Exception as error:
             if "fix: " in str(error):
                 raise
+            # Their messages run over many lines; the first says what happened.
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ValueError(
                 f"cannot read the dataset ({self.repo}: {reason}). fix: network, or data.repo"
@@ -246,6 +250,7 @@ def tokenize_documents(
     documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer
 ) -> TokenizedDocuments:
     """Yield BOS + text + EOS of each document, its UTF-8 bytes, and whether it is held out."""
+    # Batches use all cores without the whole text in memory.
     documents = iter(documents)
     while batch := list(islice(documents, DOCUMENTS_PER_BATCH)):
         texts = [text for text, _ in batch]

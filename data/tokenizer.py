@@ -1,4 +1,4 @@
-"""SentencePiece byte-pair encoding that reproduces any UTF-8 text. Kudo and Richardson, 1808.06226."""
+"""SentencePiece byte-pair encoding, lossless for UTF-8 text. Kudo and Richardson, 1808.06226."""
 
 import io
 import os
@@ -97,6 +97,7 @@ class Tokenizer:
                 minloglevel=2,
             )
         except RuntimeError as error:
+            # An error of the texts is raised as it was, not as one of SentencePiece.
             if failure is not None:
                 raise failure from None
             reason = str(error).rpartition("] ")[2].partition("\n")[0]
@@ -108,6 +109,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode without BOS and EOS; a text that looks like one of them is ordinary text."""
+        # Encode what is between the SPACEs, and put the bytes of one between the parts.
         parts = self.processor.encode(text.split(SPACE))
         tokens = parts[0]
         for part in parts[1:]:
@@ -131,6 +133,7 @@ class Tokenizer:
 
     def nbytes(self, tokens: np.ndarray) -> int | None:
         """Count the UTF-8 bytes of the documents in `tokens`; None if there is no text of them."""
+        # Cut at BOS and EOS, so that each text is decoded by itself, as it was encoded.
         starts = np.flatnonzero(np.isin(tokens, (self.bos, self.eos)))
         documents = [document.tolist() for document in np.split(tokens, starts)]
         return sum(len(text.encode()) for text in self.processor.decode(documents))

@@ -4,6 +4,7 @@ import io
 import json
 import struct
 import sys
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,6 +80,32 @@ def test_a_corpus_is_the_ids_of_its_files(tmp_path, form):
     for path in (tmp_path / "other").glob("*val*"):
         path.replace(tmp_path / "corpus" / path.name)
     assert prepare(source(tmp_path / "corpus"), tmp_path / "cache").sha256 != corpus.sha256
+
+
+def test_a_corpus_keeps_the_hash_by_which_older_runs_resume(tmp_path, story):
+    save(tmp_path / "a.bin", [*range(100)] * 10)
+    digest = "37924b99330f1ef635d907d4bbb8d5fabb3807d3e96c9f17dfcd1789018c3baf"
+    assert prepare(source(tmp_path), tmp_path / "cache").sha256 == digest
+
+    prepared = prepare(text_source(story), tmp_path / "cache")
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    hashes = [
+        sha256((folder / name).read_bytes()).hexdigest()
+        for name in ("train-00000.bin", "validation-00000.bin")
+    ]
+    assert prepared.sha256 == sha256(json.dumps(hashes).encode()).hexdigest()
+
+
+def test_another_format_is_prepared_anew_and_too_little_text_leaves_nothing(
+    tmp_path, story, monkeypatch
+):
+    with pytest.raises(ValueError, match="too little text"):
+        prepare(text_source(story), tmp_path / "cache", min_tokens=10**6)
+    assert not (tmp_path / "cache").exists()
+    for version in (1, 2, 2):
+        monkeypatch.setattr("data.prepare.FORMAT_VERSION", version)
+        prepare(text_source(story), tmp_path / "cache", min_tokens=10)
+        assert len([*(tmp_path / "cache").glob("text-*")]) == version
 
 
 @pytest.mark.parametrize("most, held", [(500, 50), (7, 7)])
