@@ -116,9 +116,11 @@ def summarize(name: str, turns: list[dict]) -> dict:
     """Medians of all turns but the first, which compiles, and the rates that follow from them."""
     first, *timed_turns = turns
     medians = {}
+    rounded = {}
     for key in first:
         if key.endswith("seconds"):
             medians[key] = statistics.median(turn[key] for turn in timed_turns)
+            rounded[key] = round(medians[key], 4)
 
     # Rates, and how near they come to the machine's: FLOP/s in training, bytes/s in decoding.
     rates = {}
@@ -135,7 +137,7 @@ def summarize(name: str, turns: list[dict]) -> dict:
     cold = first.get("first_token_seconds", first["seconds"])
     return {
         "name": name,
-        **{key: round(seconds, 4) for key, seconds in medians.items()},
+        **rounded,
         **rates,
         **utilization,
         "peak_memory_bytes": turns[-1]["memory"],

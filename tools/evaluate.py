@@ -170,9 +170,9 @@ def evaluate_tasks(model: Transformer, tokenizer: Tokenizer, args: argparse.Name
     # The harness refuses an unknown task with a traceback, so look it up first.
     manager = TaskManager(include_path=args.task_folder and str(args.task_folder))
     names = args.tasks.split(",")
-    unknown = [name for name in names if name not in manager.all_tasks]
+    unknown = set(names) - set(manager.all_tasks)
     if unknown:
-        problem = f"unknown tasks ({', '.join(unknown)})"
+        problem = f"unknown tasks ({', '.join(sorted(unknown))})"
         raise ValueError(f"{problem}. fix: --task-folder, or one of lm_eval ls tasks")
     evaluation = simple_evaluate(
         lm_eval_model(model, tokenizer, args.batch_size),

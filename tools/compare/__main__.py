@@ -55,7 +55,7 @@ def train(jobs: list[Job]) -> None:
     lengths = {(job.settings["steps"], job.settings["max_minutes"]) for job in jobs}
     baseline = jobs[0]
     if len(lengths) == 1 and baseline.settings["max_minutes"] is not None:
-        train_all([baseline], num_later=len(jobs) - 1)
+        train_all([baseline])
         if baseline.problem is not None:
             errors.exit_with(errors.INPUT, f"the baseline did not finish: {baseline.problem}")
         match_baseline_tokens(baseline, jobs[1:])

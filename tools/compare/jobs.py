@@ -100,18 +100,15 @@ class Job:
 
 
 class JobRunner:
-    """Trains as many jobs at a time as there are GPUs, and waits for those of another call.
+    """Trains as many jobs at a time as there are GPUs, and waits for those of another call."""
 
-    `num_later` more jobs follow in a later runner; they count in the total that is shown.
-    """
-
-    def __init__(self, jobs: list[Job], num_later: int):
+    def __init__(self, jobs: list[Job]):
         self.waiting = list(jobs)
         self.running: list[tuple[Job, subprocess.Popen, str | None]] = []
         self.free_gpus = visible_gpus(jobs[0].settings["device"])
 
         # What is shown; skipped runs had finished before this call.
-        self.total = len(jobs) + num_later
+        self.total = len(jobs)
         self.num_finished = 0
         self.num_skipped = 0
         self.start_time = monotonic()
@@ -171,9 +168,9 @@ class JobRunner:
             self.num_finished += process.wait() == 0
 
 
-def train_all(jobs: list[Job], num_later: int = 0) -> None:
+def train_all(jobs: list[Job]) -> None:
     """Trains the jobs that are not finished. On a signal, all runs save, and the process exits."""
-    runner = JobRunner(jobs, num_later)
+    runner = JobRunner(jobs)
     # `disable=None` shows the bar on a terminal only.
     bar = tqdm(total=runner.total, bar_format="{desc} |{bar}| {elapsed}", disable=None)
     with Signals() as signals, bar:

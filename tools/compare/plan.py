@@ -91,8 +91,11 @@ def name_variants(sweep: Sweep) -> Variants:
     for combination in product(*sweep.values()):
         # Groups are named by their value, and other keys also by the last part of the key.
         parts = []
+        overrides = []
         for override in combination:
             key, _, value = override.partition("=")
+            if key != "name":
+                overrides.append(override)
             if key not in named_keys:
                 continue
             if key not in (*config.GROUPS, "name"):
@@ -104,7 +107,7 @@ def name_variants(sweep: Sweep) -> Variants:
         name = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.") or "run"
         if name in variants:
             raise ValueError(f"two variants of one name ({name}). fix: different values")
-        variants[name] = [word for word in combination if not word.startswith("name=")]
+        variants[name] = overrides
     return variants
 
 

@@ -114,9 +114,10 @@ def summary(groups: Groups, verdicts: dict[str, Verdict]) -> str:
 
 def token_range(runs: list[Run]) -> str:
     """The least and the most tokens of any run, in millions."""
-    tokens = [run.last["tokens"] for run in runs]
-    ends = dict.fromkeys((min(tokens), max(tokens)))
-    return " to ".join(f"{count / 1e6:.1f} M" for count in ends)
+    tokens = sorted(run.last["tokens"] for run in runs)
+    least = f"{tokens[0] / 1e6:.1f} M"
+    most = f"{tokens[-1] / 1e6:.1f} M"
+    return least if least == most else f"{least} to {most}"
 
 
 def add_losses(

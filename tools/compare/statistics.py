@@ -34,20 +34,18 @@ class Verdict(NamedTuple):
 
 def compare_to_baseline(baseline: Losses, variants: dict[str, Losses]) -> dict[str, Verdict]:
     """Tests each variant, named by its key, against the baseline."""
-    pairs = {}
     differences = {}
+    p_values = {}
     for name, losses in variants.items():
-        values = paired_differences(baseline, losses)
-        pairs[name] = len(values)
-        differences[name] = estimate(values)
+        differences[name] = paired_differences(baseline, losses)
+        p_values[name] = estimate(differences[name]).p
 
-    # Correct all tests together, and judge by the corrected p-values.
-    corrected = holm({name: difference.p for name, difference in differences.items()})
+    # Judge by p-values that are corrected for all tests together.
     verdicts = {}
-    for name, difference in differences.items():
-        p = corrected[name]
-        text = verdict_text(difference.mean, p)
-        verdicts[name] = Verdict(difference, pairs[name], p, text)
+    for name, p in holm(p_values).items():
+        pairs = len(differences[name])
+        difference = estimate(differences[name])
+        verdicts[name] = Verdict(difference, pairs, p, verdict_text(difference.mean, p))
     return verdicts
 
 
