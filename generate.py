@@ -192,6 +192,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
 
+    # Refuse what does not go together.
     num_inputs = (args.prompt is not None) + (args.prompt_file is not None) + args.interactive
     if num_inputs != 1:
         parser.error("exactly one of a prompt, --prompt-file and --interactive is needed")
@@ -223,6 +224,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt is not None:
         return [decode_utf8(os.fsencode(args.prompt))]
 
+    # A prompt file has a prompt a line; empty lines are skipped.
     prompts = []
     for number, line in enumerate(utf8_lines(args.prompt_file), start=1):
         if not line.strip():
@@ -248,6 +250,7 @@ def new_cache(args: argparse.Namespace, model, prompt_tokens: list[list[int]]):
     """Allocate a cache with a row for each sequence decoded together, and room for the longest."""
     import torch
 
+    # A conversation may fill the context; anything else needs room for prompt and continuation.
     num_rows = min(args.batch_size, max(1, len(prompt_tokens) * args.num_samples))
     capacity = model.context
     if not args.interactive:

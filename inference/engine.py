@@ -194,6 +194,7 @@ class Batch:
             if sequence is not None:
                 rows.append(row)
 
+        # Prefill, and set what the sampler draws from to the state of these sequences.
         self.prefill_rows(rows)
         for row in rows:
             sequence = self.rows[row]
@@ -229,6 +230,7 @@ class Batch:
                 cache.copy_(self.cache.row(previous))
                 self.logits[row] = self.logits[previous]
                 continue
+            # The row may still hold another sequence, or this one before it was cut.
             if cache is not None and sequence.num_cached == 0:
                 cache.reset()
             new_tokens = sequence.tokens[sequence.num_cached :]

@@ -92,6 +92,7 @@ class DecodingLinear(nn.Module):
         self.has_matvec = hasattr(torch.ops.attend, "matvec")
         scale = None
         if int8:
+            # Round each row to 255 levels of its largest weight.
             scale = (weight.abs().amax(dim=1) / 127).clamp(min=1e-7)  # (M,)
             rounded = (weight.float() / scale[:, None].float()).round()
             weight = rounded.clamp(-127, 127).to(torch.int8)

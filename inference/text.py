@@ -101,6 +101,7 @@ def print_stream(generated: Iterator[StreamingText], is_json: bool) -> tuple[int
         if text.num_generated == 1:
             unprinted.append(text)
 
+        # Print the first text, and, where it is finished, what those behind it have so far.
         while unprinted:
             current = unprinted[0]
             if is_json:
@@ -138,6 +139,7 @@ def read_turns(
         if not new_tokens:
             continue
 
+        # The cache holds the tokens of the text before, unless their beginning has to go.
         tokens = tokens + new_tokens
         num_cached = int(cache.lengths[0])
         if len(tokens) > context:

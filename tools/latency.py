@@ -30,12 +30,14 @@ def latencies(
     The result is by name of the model and by case, a batch size and the length at the end of its
     sequences. On a CPU the models take turns, on a GPU the decode step is compiled.
     """
+    # Compiling takes long, so on a GPU each model has a single turn.
     is_compiled = device.type == "cuda" and compilation.missing_for_compilation(device) is None
     num_turns = TURNS
     if is_compiled:
         compilation.use_cache()
         num_turns = 1
 
+    # Models take turns, so that a machine that slows down does so for all of them.
     seconds = defaultdict(list)  # by model, batch size and length
     for _ in range(num_turns):
         for name, run in runs.items():
@@ -46,6 +48,7 @@ def latencies(
                         case = (name, f"{batch_size} x {length}")
                         seconds[case] += times(model, batch_size, length, is_compiled)
 
+    # Take medians over the runs of all turns.
     medians = {name: {} for name in runs}
     for (name, case), pairs in seconds.items():
         first, following = zip(*pairs, strict=True)
@@ -68,6 +71,7 @@ def times(
         torch.compiler.reset()
         step = compile_decode_step(weight.device)
 
+    # The first run warms up and does not count.
     measured = []
     for _ in range(1 + TURNS):
         first, rest, _ = timed(model, prompts, num_new, cache, step)
@@ -82,6 +86,7 @@ def timed(
 
     Returns the seconds to the first token of all, those of the other tokens, and all tokens.
     """
+    # All sequences run in the batch, so the first len(sequences) tokens are their first ones.
     sequences = [Sequence(prompt, num_new) for prompt in prompts]
     start = perf_counter()
     generated = generate(model, sequences, greedy, cache=cache, step=step)
