@@ -1,4 +1,7 @@
-"""Differential attention: a second softmax subtracts the noise of the first. Ye et al., 2410.05258."""
+"""Differential attention: a second softmax subtracts the noise of the first.
+
+Ye et al., 2410.05258.
+"""
 
 import math
 
@@ -24,8 +27,9 @@ class DifferentialAttention(SoftmaxAttention):
             raise ValueError(f"heads come in pairs: kv_heads must be even ({values}). fix: 2")
         if self.kernel.dropout:
             values = f"dropout={self.kernel.dropout}, DifferentialAttention"
+            fix = "attention.dropout=0"
             raise ValueError(
-                f"weights that are a difference have no dropout ({values}). fix: attention.dropout=0"
+                f"weights that are a difference have no dropout ({values}). fix: {fix}"
             )
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * spec.layer)
         head_dim = self.head_dim

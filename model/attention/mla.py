@@ -1,5 +1,6 @@
-"""Multi-head latent attention: keys and values are projected from a latent. DeepSeek-V2, 2405.04434.
+"""Multi-head latent attention: keys and values are projected from a latent.
 
+DeepSeek-V2, 2405.04434.
 The cache holds the latent (`rank`) and one rotary key (`rope_dim`) for all heads together. A few
 new tokens attend to the latents themselves (absorbed): the projections of keys and values move
 from the S cached tokens to the T new ones.

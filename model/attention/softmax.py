@@ -1,6 +1,6 @@
 """Softmax attention as a product of independent choices. Vaswani et al., 1706.03762.
 
-Projections: `heads` queries share `kv_heads` keys and values (grouped queries: Ainslie, 2305.13245).
+Projections: `heads` queries share `kv_heads` keys and values (Ainslie et al., 2305.13245).
 Positions: RoPE, or none (NoPE: Kazemnejad, 2305.19466).
 QK-norm: none, before RoPE with a weight (Qwen3), or after it without one (Llama 4).
 Mask: the whole past, a `window` (Beltagy, 2004.05150) or a `chunk` (Llama 4).
@@ -129,7 +129,7 @@ class SoftmaxAttention(Attention):
     def project_kv(
         self, x: Tensor, ctx: ForwardContext, carry: CrossLayer
     ) -> tuple[Tensor, Tensor, CrossLayer]:
-        """x (B, T, D) -> keys (normalised and rotated) and values, both (B, T, K, D/H), and carry."""
+        """x (B, T, D) -> rotated keys and values (B, T, K, D/H), and carry."""
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, -1))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
         return self.norm_and_rope(k, self.k_norm, ctx), v, carry
