@@ -1,6 +1,7 @@
 """Train a language model:  python train.py attention=mha max_minutes=10
 
-torchrun --nproc_per_node=8 train.py ...  trains the same thing on eight GPUs. configs/train.yaml lists the keys.
+torchrun --nproc_per_node=8 train.py ...  trains the same thing on eight GPUs.
+configs/train.yaml lists the keys.
 """
 
 import sys
@@ -44,6 +45,7 @@ def main(cfg: DictConfig) -> None:
         if setup.is_compiled:
             compilation.use_cache()
 
+        # The folder is locked until the run ends; what this machine cannot do is one line.
         micro_batch_size = config.micro_batch_size(settings, ranks.world_size)
         with (
             run_dir.open_run_dir(settings, ranks, is_sweep) as run,
@@ -60,7 +62,11 @@ def main(cfg: DictConfig) -> None:
 
 
 def train(trainer: Trainer, is_compiled: bool, pretrained: Path | None = None) -> int:
-    """Train to the last step, from wherever the run is -> 0, or the exit code that a signal asks for."""
+    """Train to the last step -> 0, or the exit code that a signal asks for.
+
+    The run starts with `pretrained` weights if they are given, or resumes.
+    """
+    # Start or resume. A compilation that fails shows before the first step.
     if is_compiled:
         trainer.compile()
     with trainer.log.waiting("reading the weights"):
@@ -90,6 +96,7 @@ def train(trainer: Trainer, is_compiled: bool, pretrained: Path | None = None) -
             trainer.log_metrics()
         trainer.show_progress()
 
+    # A signal asks to save what was trained and to end.
     if trainer.exit_code:
         trainer.save()
         trainer.log.close()
@@ -115,7 +122,7 @@ def check_arguments(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     errors.start_line()
-    # Hydra passes its errors on instead of printing them, and wants --multirun before all overrides.
+    # Have Hydra raise its errors instead of printing them; it wants --multirun in front.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     check_arguments(sys.argv[1:])

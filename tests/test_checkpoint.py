@@ -46,6 +46,24 @@ def test_a_resumed_run_continues_bit_for_bit(trainer_of, optimizer):
     assert [line["train_loss"] for line in lines[0]] == [line["train_loss"] for line in lines[1]]
 
 
+def test_a_checkpoint_of_an_earlier_version_is_resumed(trainer_of, monkeypatch):
+    """It has a list of pending work, and a hash beside the size of each file of the log."""
+    first = trainer_of(run="cut")
+    first.train_step()
+    first.log_metrics()
+    sizes = {name: (size, "hash") for name, size in first.log.sizes.items()}
+    old = first.state() | {"pending": ["eval"], "log": {**sizes, "wandb": None}}
+    monkeypatch.setattr(first, "state", lambda: old)
+    first.save()
+    first.log.append("metrics.jsonl", "later")
+    second = trainer_of("resume=true", run="cut")
+    second.restore_or_start(None)
+    second.log.open(second.log_state)
+    assert second.step == 1
+    (line,) = (second.run / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 1
+
+
 def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(trainer_of, capsys):
     trainer = trainer_of()
     for _ in range(3):

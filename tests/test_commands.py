@@ -393,7 +393,6 @@ def test_infinite_weights_of_one_process_end_all(tmp_path, story):
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 from checkpoints import checkpoint
-from training.evaluation import sample
 from training.trainer import Trainer
 save = Trainer.save
 @torch.no_grad()

@@ -28,10 +28,10 @@ class DivergenceGuard:
             optimizer.grad_scale = None
             optimizer.found_inf = self.found_inf
 
-    def update(self, step: int, *values: Tensor) -> None:
-        """Record `step` as bad where a value is not finite, on the device."""
-        is_finite = torch.stack([value.isfinite() for value in values]).all()
-        bad_step = torch.where(is_finite, NEVER, step)
+    def update(self, step: int, value: Tensor) -> None:
+        """Record `step` as bad where `value` is not finite, on the device."""
+        # Only tensors are computed here: the host reads none of them.
+        bad_step = torch.where(value.isfinite(), NEVER, step)
         self.first_bad_step.copy_(bad_step.minimum(self.first_bad_step))
         self.ranks.all_reduce_min_(self.first_bad_step)
         self.found_inf.copy_(self.first_bad_step < NEVER)

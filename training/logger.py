@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, samples.txt, progress on standard error, Weights & Biases, loss.png."""
+"""What a run reports: metrics.jsonl, samples.txt, loss.png, progress, Weights & Biases."""
 
 import errno
 import json
@@ -80,7 +80,7 @@ class Logger:
             self.info(f"step {position}  {text}")
             return
 
-        # The terminal may have been resized since the last time.
+        # Update all of the bar: the terminal may have been resized, and the steps fitted.
         size = progress.terminal_size()
         bar_format = f"step {step}  {text}"
         if total is not None:
@@ -104,9 +104,10 @@ class Logger:
                 self.wandb.log(values, step=step)
 
     def append(self, name: str, text: str) -> None:
-        """Write all of a text or nothing. A full disk costs a warning: it is no reason to lose a run."""
+        """Write all of a text or nothing. A full disk costs a warning, and not the run."""
         if not self.is_enabled:
             return
+        # Unbuffered, so that the number of bytes that were written is known.
         data = text.encode()
         try:
             with (self.run / name).open("ab", buffering=0) as file:
@@ -192,13 +193,12 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     for key, style, name in (("train_loss", "-", "training"), ("val_loss", "o-", "validation")):
         measured = [line for line in lines if key in line]
         if measured:
-            tokens = [line["tokens"] for line in measured]
-            losses = [line[key] for line in measured]
-            axes.plot(tokens, losses, style, label=name)
+            points = [(line["tokens"], line[key]) for line in measured]
+            axes.plot(*zip(*points, strict=True), style, label=name)
     title = picture.parent.name
-    bits_per_byte = [line["val_bpb"] for line in lines if line.get("val_bpb")]
-    if bits_per_byte:
-        title += f": {bits_per_byte[-1]:.3f} bits per byte"
+    for line in lines:
+        if line.get("val_bpb"):
+            title = f"{picture.parent.name}: {line['val_bpb']:.3f} bits per byte"
     axes.set(xlabel="tokens", ylabel="nats per token", title=title)
     if axes.lines:
         axes.legend()

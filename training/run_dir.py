@@ -47,11 +47,14 @@ def acquire(settings: dict, is_sweep: bool, stack: ExitStack) -> Path:
 
 def resolve_run_dir(settings: dict, is_sweep: bool) -> tuple[Path, IO]:
     """The folder of a run and its open lock. Raises ValueError where it cannot be this run's."""
+    # A folder that the user names.
     if settings["run_dir"] is not None:
         run = Path(settings["run_dir"]).expanduser()
         check_run_dir(run, settings["resume"])
         run.mkdir(parents=True, exist_ok=True)
         return run, lock_folder(run)
+
+    # One that goes by the name of the run.
     run = newest_run(settings["name"]) if settings["resume"] else None
     if run is None:
         return create_run_dir(settings["name"])
@@ -80,6 +83,7 @@ def newest_run(name: str) -> Path | None:
     """The newest of runs/name, runs/name-2 and so on, before all one with a checkpoint."""
     runs = {}
     for run in RUNS.glob(f"{name}*"):
+        # glob would take runs/name-of-another, too
         match = re.fullmatch(rf"{re.escape(name)}(-(\d+))?", run.name)
         if match is not None:
             runs[run] = int(match[2] or 1)

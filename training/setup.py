@@ -1,4 +1,4 @@
-"""From a config to what a run needs: valid settings, device, precision, corpus; and the errors of a machine."""
+"""From a config to what a run needs: valid settings, device, precision and corpus."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from data.sources import Source
 from model.materialize import build_model
 from training.trainer import Trainer
 
-# A problem of these keys would only show again, less clearly, where they are used.
+MODEL_OVERRIDE = re.compile(r"[+~]*(model|attention|data\.tokenizer)\b")
 BLOCKING_KEYS = (*config.GROUPS, "device", "precision", "compile", "init_from")
 
 
@@ -45,7 +45,7 @@ class Problems:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Add the error of the block, if there is one. An option of the wrong type fails anywhere."""
+        """Add the error of the block, if there is one; an option of the wrong type fails anywhere."""
         try:
             yield
         except (ValueError, TypeError, RuntimeError) as error:
@@ -59,11 +59,13 @@ class Problems:
 
 def set_up_run(cfg: DictConfig, overrides: list[str]) -> RunSetup:
     """Validate a config and resolve what depends on this machine. Ends with exit code 2."""
-    settings = resolve(cfg)
+    settings = config.resolve(cfg)
+    # Adopt a pretrained model first, so that it is what is validated.
     problems = Problems()
     with problems.collect():
         pretrained = adopt_pretrained(settings, overrides)
     check_settings(settings, problems)
+    # What this machine has, and the source of the text.
     with problems.collect():
         device = hardware.pick_device(settings["device"])
         precision = hardware.pick_precision(settings["precision"], device)
@@ -77,25 +79,22 @@ def set_up_run(cfg: DictConfig, overrides: list[str]) -> RunSetup:
 
 def load_settings(cfg: DictConfig) -> dict:
     """Validate a config for commands that do not train. Ends with exit code 2."""
-    settings = resolve(cfg)
+    settings = config.resolve(cfg)
     problems = Problems()
     check_settings(settings, problems)
     problems.report()
     return settings
 
 
-def resolve(cfg: DictConfig) -> dict:
-    """A config as plain dicts. Ends with exit code 2 where nothing can be built from it."""
-    settings = config.resolve(cfg)
-    messages = config.find_problems(settings, world_size())
-    if any(text.startswith(BLOCKING_KEYS) or " is missing" in text for text in messages):
-        errors.exit_with(errors.INPUT, *messages, rank0_only=True)
-    return settings
-
-
 def check_settings(settings: dict, problems: Problems) -> None:
-    """Collect keys that are out of range, and a model, optimizer or schedule that cannot be built."""
-    problems.messages += config.find_problems(settings, world_size())
+    """Collect what is out of range, and model, optimizer and schedule if they cannot be built."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    messages = config.find_problems(settings, world_size)
+
+    # A problem of these keys would only show again, less clearly, where they are used.
+    problems.messages += messages
+    if any(message.startswith(BLOCKING_KEYS) for message in messages):
+        problems.report()
     with problems.collect():
         dry_build(settings)
     with problems.collect():
@@ -108,6 +107,7 @@ def dry_build(settings: dict) -> None:
 
     Raises ValueError for what cannot be built, trained or saved.
     """
+    # A tensor of a type that has no name in a checkpoint could not be saved.
     model = build_model(settings["model"]).to("meta")
     for name, tensor in model.state_dict().items():
         dtype_name(name, tensor)
@@ -122,28 +122,27 @@ def adopt_pretrained(settings: dict, overrides: list[str]) -> Path | None:
 
     Returns the checkpoint to load. Raises ValueError for overrides of the model.
     """
-    if settings["init_from"] is None:
+    if settings.get("init_from") is None:
         return None
-    keys_of_model = re.compile(r"[+~]*(model|attention|data\.tokenizer)\b")
-    of_model = [word for word in overrides if keys_of_model.match(word)]
-    if of_model:
-        problem = f"init_from has a model of its own ({' '.join(of_model)})"
+    keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    refused = [word for word in overrides if MODEL_OVERRIDE.match(word)]
+    if refused:
+        problem = f"init_from has a model of its own ({' '.join(refused)})"
         raise ValueError(f"{problem}. fix: leave these overrides out")
-    overridden = {word.partition("=")[0].lstrip("+") for word in overrides}
 
     # The model keeps its shape, but may be trained on shorter or longer sequences.
     folder = Path(settings["init_from"]).expanduser()
     pretrained = checkpoint.find_model(folder)
     model = checkpoint.load_config(pretrained)["model"]
-    if "context" not in overridden:
+    if "context" not in keys:
         settings["context"] = model["context"]
-    settings["model"] = model | {"context": settings["context"]}
+    settings["model"] = model | {"context": settings.get("context")}
     settings["data"]["tokenizer"] = str(checkpoint.tokenizer_path(pretrained))
     with torch.device("meta"):
         checkpoint.check_weights(instantiate(settings["model"]), pretrained)
 
     # The run is named after its data and the pretrained model.
-    if "name" not in overridden:
+    if "name" not in keys:
         data = settings["name"].partition("-")[0]
         stem = folder.resolve().name.removesuffix(".bin")
         settings["name"] = re.sub(r"[^\w.-]+", "-", f"{data}-{stem}", flags=re.ASCII)
@@ -160,11 +159,6 @@ def load_corpus(settings: dict, source: Source) -> tuple[Corpus, Loader]:
     corpus = prepare(source, Path(".cache"), min_tokens=min_corpus_tokens(**sizes), quiet=not first)
     settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
     return corpus, Loader(corpus.train, **sizes, seed=settings["seed"])
-
-
-def world_size() -> int:
-    """The number of processes that torchrun started, or one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
@@ -190,13 +184,14 @@ def summary(trainer: Trainer, setup: RunSetup) -> str:
     """Two lines about a run before it starts: sizes, and what it is computed with."""
     parameters = sum(p.numel() for p in trainer.model.parameters())
     tokens = sum(map(len, trainer.corpus.train))
-    compilation_plan = "to be compiled" if setup.is_compiled else "not compiled"
+    plan = "to be compiled" if setup.is_compiled else "not compiled"
     peak = "peak FLOP/s unknown, so no MFU"
     if trainer.peak_flops is not None:
         peak = f"peak {trainer.peak_flops / 1e12:.0f} TFLOP/s"
     return (
         f"{trainer.run}: {parameters / 1e6:.1f} M parameters, "
-        f"{trainer.flops_per_token / 1e6:.0f} MFLOP per token, {tokens / 1e6:.1f} M tokens of text\n"
+        f"{trainer.flops_per_token / 1e6:.0f} MFLOP per token, "
+        f"{tokens / 1e6:.1f} M tokens of text\n"
         f"{trainer.ranks.world_size} x {trainer.ranks.device}, {trainer.precision}, "
-        f"{compilation_plan} ({setup.compile_reason}), {peak}"
+        f"{plan} ({setup.compile_reason}), {peak}"
     )

@@ -59,6 +59,7 @@ class Trainer:
         self.precision = precision
         self.signals = signals
         self.log = Logger(run, settings, is_enabled=ranks.is_main)
+        self.batch_tokens = settings["batch_tokens"]
         self.micro_batch_size = config.micro_batch_size(settings, ranks.world_size)
 
         # Model and optimizers. `parallel` is the objective, or what exchanges its gradients.
@@ -89,6 +90,7 @@ class Trainer:
         self.reduced_loss_sum = 0.0  # the part of loss_sum that all ranks have added up already
         self.grad_norm = torch.zeros((), device=ranks.device)
         self.tokens_per_second = 0.0
+        self.flops_per_second = 0.0
         self.flops_per_token = self.model.training_flops()
         self.peak_flops = hardware.peak_flops(ranks.device)
 
@@ -108,13 +110,13 @@ class Trainer:
             self.budget = TimeBudget(
                 settings["max_minutes"],
                 eval_every=settings["eval_every"],
-                evaluation_steps=self.evaluation_cost / settings["batch_tokens"],
+                evaluation_steps=self.evaluation_cost / self.batch_tokens,
             )
 
     # Starting and resuming
 
     def restore_or_start(self, pretrained: Path | None) -> None:
-        """Restore the newest checkpoint if the run is resumed; else start, from `pretrained` if given."""
+        """Restore the newest checkpoint of a run that is resumed, or start a new one."""
         resumes = self.settings["resume"]
         newest = self.ranks.on_rank0(lambda: checkpoint.prepare_run(self.run, self.model, resumes))
         if newest is not None:
@@ -160,11 +162,8 @@ class Trainer:
 
     def is_complete(self) -> bool:
         """Whether an earlier process has done the last step and all that belongs to it."""
-        if not self.is_finished:
-            return False
-        # A longer run than is asked for now is complete, too.
-        if self.step > self.steps:
-            return True
+        if self.step != self.steps:
+            return self.step > self.steps  # a longer run than is asked for now
         return self.ranks.on_rank0(lambda: is_evaluated(self.run, self.step))
 
     @property
@@ -194,7 +193,6 @@ class Trainer:
         """
         problem = ""
         start = monotonic()
-        loss_sum = self.loss_sum.clone()
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         seconds = compilation.expected_seconds(len(self.model.blocks), self.ranks.device)
         advice = "less where .cache/ has it from before; to begin at once: compile=false"
@@ -210,7 +208,6 @@ class Trainer:
         # Undo what the batch did.
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        self.loss_sum.copy_(loss_sum)
         for buffer, before in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(before)
         self.last_report_time = self._clock()
@@ -245,7 +242,7 @@ class Trainer:
         """One optimizer step over `batch_tokens` tokens of all ranks."""
         self.log_state = self.log.state()
 
-        # Dropout depends on seed, step and rank alone: a resumed run draws what the whole run draws.
+        # Dropout depends on seed, step and rank alone, so that a resumed run repeats it.
         draw = (self.settings["seed"] * 2**32 + self.step) * self.ranks.world_size + self.ranks.rank
         torch.manual_seed(draw % 2**63)
         set_learning_rates(self.optimizers, self.schedule(self.step, self.steps))
@@ -254,8 +251,8 @@ class Trainer:
         *micro_batches, last = self._micro_batches()
         for rows in micro_batches:
             with self._no_sync():
-                self._accumulate(rows)
-        self._accumulate(last)
+                self.loss_sum += self._accumulate(rows)
+        self.loss_sum += self._accumulate(last)
 
         # Clip.
         for optimizer in self.optimizers:
@@ -264,11 +261,12 @@ class Trainer:
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         self.grad_norm = sharding.full_tensor(grad_norm)
 
-        # Update the weights. A smaller scale remedies an infinite gradient, as long as there is one.
-        if self.scaler.is_enabled() and self.scaler.get_scale() >= 1:
-            self.guard.update(self.step + 1, self.loss_sum)
-        else:
-            self.guard.update(self.step + 1, self.loss_sum, self.grad_norm)
+        # Update the weights, unless loss or gradient, and so their sum, is not finite. In fp16 an
+        # infinite gradient is no divergence as long as the scaler has a smaller scale to try.
+        value = self.loss_sum
+        if not self.scaler.is_enabled() or self.scaler.get_scale() < 1:
+            value = value + self.grad_norm
+        self.guard.update(self.step + 1, value)
         for optimizer in self.optimizers:
             if not self._must_skip(optimizer):
                 self.scaler.step(optimizer)
@@ -287,15 +285,15 @@ class Trainer:
         starts = range(first, first + rows_per_rank, self.micro_batch_size)
         return [slice(start, start + self.micro_batch_size) for start in starts]
 
-    def _accumulate(self, rows: slice) -> None:
-        """Add the gradient of these rows of the batch."""
+    def _accumulate(self, rows: slice) -> Tensor:
+        """Add the gradient of these rows of the batch -> their loss, summed over tokens."""
         batch = to_device(self.ranks.device, *self.loader(self.step, rows))
         with hardware.autocast(self.ranks.device, self.precision):
             loss_sum = self.parallel(*batch)
-        self.loss_sum += loss_sum.detach()
         # The mean over all tokens; gradients are averaged over ranks.
-        loss = loss_sum * (self.ranks.world_size / self.settings["batch_tokens"])
+        loss = loss_sum * (self.ranks.world_size / self.batch_tokens)
         self.scaler.scale(loss).backward()
+        return loss_sum.detach()
 
     def _no_sync(self) -> AbstractContextManager:
         """Inside, backward does not exchange gradients between ranks."""
@@ -323,7 +321,10 @@ class Trainer:
         """Decide, once, after a timed warm-up, how many steps fit into `max_minutes`."""
         if self.budget is None:
             return
-        steps_left = self.ranks.on_rank0(self._fitting_steps)
+        steps_done = self.step - self.first_step
+        steps_left = self.ranks.on_rank0(
+            lambda: self.budget.fit(steps_done, self._clock(), self.seconds)
+        )
         if steps_left is None:
             return
         steps = self.step + steps_left
@@ -333,16 +334,13 @@ class Trainer:
         self.steps = min(self.steps, steps)
         self.budget = None
 
-    def _fitting_steps(self) -> int | None:
-        return self.budget.fit(self.step - self.first_step, self._clock(), self.seconds)
-
     # Metrics and progress
 
     def log_metrics(self) -> None:
         """Write the metrics of the steps since the last report, and show them."""
         self.check_finite()
         self._measure_throughput()
-        tokens = (self.step - self.reported_step) * self.settings["batch_tokens"]
+        tokens = (self.step - self.reported_step) * self.batch_tokens
         train_loss = self.ranks.all_reduce_sum(self.loss_sum.item()) / tokens
         grad_norm = self.grad_norm.item()
         self.log.write(
@@ -352,7 +350,7 @@ class Trainer:
             lr=self.optimizers[0].param_groups[0]["lr"],
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             tokens_per_second=self.tokens_per_second,
-            flops_per_second=self.tokens_per_second * self.flops_per_token,
+            flops_per_second=self.flops_per_second,
             mfu=self.mfu,
             peak_memory_bytes=hardware.peak_memory(self.ranks.device),
         )
@@ -373,27 +371,26 @@ class Trainer:
         self._measure_throughput()
         own = self.loss_sum.item() - self.reduced_loss_sum
         loss_sum = self.reduced_loss_sum + own * self.ranks.world_size
-        loss = loss_sum / (steps * self.settings["batch_tokens"])
+        loss = loss_sum / (steps * self.batch_tokens)
         self.log.progress(self.step, self.steps, self._describe_progress(loss))
 
     def _measure_throughput(self) -> None:
         """Tokens per second of this process's steps since the last report."""
         steps = self.step - max(self.reported_step, self.first_step)
         seconds = self._clock() - self.last_report_time
-        self.tokens_per_second = steps * self.settings["batch_tokens"] / seconds
+        self.tokens_per_second = steps * self.batch_tokens / seconds
+        self.flops_per_second = self.tokens_per_second * self.flops_per_token
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation: the share of the devices' peak. None where the peak is unknown."""
+        """Model FLOP utilisation: the fraction of the devices' peak, if that is known."""
         if self.peak_flops is None:
             return None
-        flops_per_second = self.tokens_per_second * self.flops_per_token
-        return flops_per_second / self.peak_flops / self.ranks.world_size
+        return self.flops_per_second / self.peak_flops / self.ranks.world_size
 
     def _describe_progress(self, loss: float) -> str:
         """Loss, throughput, utilisation, memory and time left, for a line."""
-        flops_per_second = self.tokens_per_second * self.flops_per_token
-        utilisation = f"{flops_per_second / 1e9:,.0f} GFLOP/s"
+        utilisation = f"{self.flops_per_second / 1e9:,.0f} GFLOP/s"
         if self.mfu is not None:
             utilisation = f"mfu {self.mfu:.1%}"
         memory = f"{hardware.peak_memory(self.ranks.device) / 2**30:.1f} GiB"
@@ -401,7 +398,7 @@ class Trainer:
 
         # Until the number of steps is fitted, the clock decides when the run ends.
         if self.steps < math.inf:
-            tokens_left = (self.steps - self.step) * self.settings["batch_tokens"]
+            tokens_left = (self.steps - self.step) * self.batch_tokens
             return f"{text}  {duration(tokens_left / self.tokens_per_second)} left"
         if self.settings["max_minutes"] is not None:
             seconds = 60 * self.settings["max_minutes"] - self.seconds
@@ -410,10 +407,7 @@ class Trainer:
 
     def _progress_fields(self) -> dict[str, float]:
         """What every line of metrics says beside its step."""
-        return {
-            "tokens": self.step * self.settings["batch_tokens"],
-            "seconds": round(self.seconds, 3),
-        }
+        return {"tokens": self.step * self.batch_tokens, "seconds": round(self.seconds, 3)}
 
     # Evaluation and samples
 
@@ -502,7 +496,10 @@ class Trainer:
         return self.settings | {"text": self.corpus.sha256[:16], "machine": machine}
 
     def save(self) -> None:
-        """Write a checkpoint, unless this step has one. Ends with exit code 4 for infinite weights."""
+        """Write a checkpoint, unless this step has one.
+
+        Ends with exit code 4 where loss, gradient or weights are not finite.
+        """
         if self.saved_step == self.step:
             return
         self.check_finite()
@@ -544,7 +541,8 @@ class Trainer:
             self._end_diverged(f"at step {step}, whose batch is {batch}")
 
     def _end_diverged(self, where: str) -> NoReturn:
-        fix = f"a lower optimizer.lr, or precision=fp32; resume=true goes on from step {self.saved_step}"
+        fix = "a lower optimizer.lr, or precision=fp32"
+        fix += f"; resume=true goes on from step {self.saved_step}"
         problem = f"training diverged ({where}). fix: {fix}"
         errors.exit_with(errors.DIVERGED, problem, rank0_only=True)
 

@@ -93,10 +93,10 @@ def killed_in_step(number: int) -> None:
     """SIGKILL once the gradients of this step are there."""
     update = DivergenceGuard.update
 
-    def kill(self, step, *values):
+    def kill(self, step, value):
         if step == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        update(self, step, *values)
+        update(self, step, value)
 
     DivergenceGuard.update = kill
 
@@ -119,10 +119,11 @@ def spoiled_in_step(number: int) -> None:
     accumulate = trainer.Trainer._accumulate
 
     def spoil(self, rows):
-        accumulate(self, rows)
+        loss_sum = accumulate(self, rows)
         if self.step + 1 == number:
-            self.loss_sum.fill_(float("nan"))
+            loss_sum.fill_(float("nan"))
             next(self.model.parameters()).grad.fill_(float("nan"))
+        return loss_sum
 
     trainer.Trainer._accumulate = spoil
 
@@ -156,6 +157,30 @@ def test_fitted_steps_stay_though_both_bounds_are_given(job, monkeypatch):
     monkeypatch.setattr(TimeBudget, "fit", lambda self, steps, *_: 7 - steps)
     assert forked(lambda: job("steps=100", "max_minutes=1")) == 0
     assert job.checkpoints[-1].name == "step-00000004"
+
+
+@pytest.mark.parametrize("cut", ["sample_text", "evaluate"])
+def test_a_run_killed_after_its_last_save_only_samples_and_evaluates(job, whole, cut, capfd):
+    def killed_at_the_end() -> None:
+        function = getattr(trainer, cut)
+
+        def kill(*arguments):
+            if (job.root / "run" / "checkpoints" / "step-00000004").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments)
+
+        setattr(trainer, cut, kill)
+
+    def without_steps() -> None:
+        trainer.Trainer.train_step = None
+
+    job.fresh()
+    assert forked(job, killed_at_the_end) == -signal.SIGKILL
+    assert forked(job, without_steps) == 0
+    assert job.curve() == whole.curve()
+    capfd.readouterr()
+    assert forked(job, killed_at_the_end) == 0
+    assert "already at step 4 of 4" in capfd.readouterr().err
 
 
 def test_looking_does_not_change_what_is_learned(job, whole):
