@@ -45,7 +45,7 @@ class Problems:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Add the error of the block, if there is one; an option of the wrong type fails anywhere."""
+        """Add the error of the block, if it raises one."""
         try:
             yield
         except (ValueError, TypeError, RuntimeError) as error:

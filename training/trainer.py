@@ -421,6 +421,11 @@ class Trainer:
             self.log.waiting("sampling text", advice="less often: sample_every"),
         ):
             if self.is_sharded:  # then all ranks compute every token together
+                # FSDP keeps the buffers of its first all-gather. If inference mode, in which text
+                # is generated, had made them, training could not write to them.
+                for module in (self.model, *self.model.blocks):
+                    module.unshard()
+                    module.reshard()
                 text = self._sample_text(self.precision, self.check_signals)
             elif self.ranks.is_main:
                 text = self._sample_text(torch.float32, lambda: self.signals.code)
