@@ -1,5 +1,6 @@
-"""A checkpoint is a sealed folder.
+"""Checkpoints of a run, and loading of models: our own, and those from elsewhere.
 
+A checkpoint is a folder that is complete or not there (common/atomic_dir.py):
 step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manifest.json
 """
 
@@ -9,7 +10,6 @@ import shutil
 import struct
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from zipfile import is_zipfile
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from checkpoints.huggingface.mapping import from_hf_config
+from checkpoints.llama2c import LazyTensor
 from checkpoints.weights import (
+    FETCH_AGAIN,
     LLAMA2C,
-    WHOLE,
     StoredTensor,
     dtype_name,
+    is_own_checkpoint,
     open_tensors,
     read_config,
     weight_map,
@@ -38,14 +40,25 @@ NUM_KEPT = 2
 STEPS = "step-" + 8 * "[0-9]"
 FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.model")
 FIX = "use an older checkpoint, or train anew in another folder"
+# Modules of attentions have moved since some runs were saved: old path -> path of today.
+RENAMED_TARGETS = {
+    "model.attention.latent.": "model.attention.mla.",
+    "model.attention.delta.": "model.attention.gated_delta.",
+    "model.attention.across.": "model.attention.cross_layer.",
+    "model.attention.interleave.interleave": "model.attention.hybrid.hybrid",
+}
 
 
 def prepare_run(run: Path, model: Transformer, resume: bool) -> Path | None:
-    """Removes what a crash left -> what to go on from. Raises OSError where two checkpoints would not fit."""
+    """Remove what a crash left behind, and return the checkpoint to resume, if there is one.
+
+    Raises OSError where the disk has no room for the checkpoints of the run.
+    """
     atomic_dir.remove_leftovers(run / "checkpoints")
-    # an optimizer has up to two numbers a weight
-    needed = 3 * sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
-    needed *= NUM_KEPT + 1
+    # An optimizer has up to two numbers a weight; a new checkpoint is written beside those kept.
+    parameter_bytes = sum(p.nbytes for p in model.parameters())
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    needed = (NUM_KEPT + 1) * (3 * parameter_bytes + buffer_bytes)
     free = shutil.disk_usage(run).free
     if free < needed:
         raise OSError(
@@ -53,100 +66,124 @@ def prepare_run(run: Path, model: Transformer, resume: bool) -> Path | None:
             f"{NUM_KEPT + 1} checkpoints need {needed / 1e6:.1f} MB, free are {free / 1e6:.1f}",
             str(run),
         )
-    found = newest_checkpoint(run) if resume else None
-    if found is not None:
-        prune(found)
-    return found
+    if not resume:
+        return None
+    newest = newest_checkpoint(run)
+    if newest is not None:
+        prune(newest)
+    return newest
 
 
 def save(
-    run: Path, step: int, weights: dict[str, Tensor], trees: dict, tokenizer: bytes, state: dict
+    run: Path, step: int, weights: dict[str, Tensor], config: dict, tokenizer: bytes, state: dict
 ) -> Path:
-    """Survives a crash at any instant: what is named step-* is complete. Removes all but the newest KEPT."""
-    folder = run / "checkpoints"
-    done = folder / f"step-{step:08d}"
-    with atomic_dir.atomic_directory(done) as unsealed:
+    """Write a checkpoint, and remove all but the newest NUM_KEPT.
+
+    A crash at any instant leaves the older ones: what is named step-* is complete.
+    """
+    path = run / "checkpoints" / f"step-{step:08d}"
+    with atomic_dir.atomic_directory(path) as unsealed:
         write_weights(unsealed.create("model.safetensors"), weights)
-        torch.serialization.set_crc32_options(False)  # the manifest has a better sum
+        torch.serialization.set_crc32_options(False)  # the manifest has a better checksum
         try:
             torch.save(state, unsealed.create("state.pt"))
-        except RuntimeError as error:  # torch's own, about what a full disk did to it
+        except RuntimeError as error:
+            # torch reports a full disk as an error of its own; the cause is its context.
             raise error.__context__ or error from None
-        unsealed.create("config.json").write(json.dumps(trees, indent=1).encode())
+        unsealed.create("config.json").write(json.dumps(config, indent=1).encode())
         unsealed.create("tokenizer.model").write(tokenizer)
         unsealed.metadata = {"step": step}
-    for path in (run, run.parent):  # the names of the folders themselves
-        atomic_dir.fsync_directory(path)
-    prune(done)
-    return done
+    # Names of the folders themselves must reach the disk too.
+    for folder in (run, run.parent):
+        atomic_dir.fsync_directory(folder)
+    prune(path)
+    return path
 
 
-def prune(good: Path) -> None:
-    """Keeps KEPT, the last of which is good: those after it are damaged, and set aside for their owner."""
-    for path in good.parent.glob(STEPS):
-        if path > good:
+def prune(newest: Path) -> None:
+    """Keep NUM_KEPT checkpoints, up to `newest`. Later ones are damaged: they are set aside."""
+    for path in newest.parent.glob(STEPS):
+        if path > newest:
             path.rename(path.with_name(f"damaged-{time.time_ns()}-{path.name}"))
-    for old in sorted(good.parent.glob(STEPS))[:-NUM_KEPT]:
-        atomic_dir.remove(old)
+    for path in sorted(newest.parent.glob(STEPS))[:-NUM_KEPT]:
+        atomic_dir.remove(path)
 
 
 def write_weights(file: atomic_dir.HashedFile, weights: dict[str, Tensor]) -> None:
-    """The format of huggingface.co/docs/safetensors, written as a stream: its library would copy all weights first."""
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    """Write the format of huggingface.co/docs/safetensors, as a stream."""
+    # Not by safetensors.torch.save_file: it is as fast and makes no copy either (500 MB in 0.5 s),
+    # but a full disk is no OSError there, and its file would have to be read again for its hash.
     weights = {name: tensor.contiguous().cpu() for name, tensor in weights.items()}
+    # The header has the dtype and shape of each tensor, and where its bytes are behind the header.
+    header = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name, tensor in weights.items():
-        start, end = end, end + tensor.nbytes
-        dtype = dtype_name(name, tensor)
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    file.write(struct.pack("<Q", len(head)) + head)
+        start = end
+        end += tensor.nbytes
+        header[name] = {
+            "dtype": dtype_name(name, tensor),
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    # The header is padded, so that tensors are aligned to 8 bytes.
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    file.write(struct.pack("<Q", len(encoded)) + encoded)
     for tensor in weights.values():
-        # as bytes: numpy knows no bf16
+        # As bytes, because numpy has no bfloat16.
         file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
 def verify(checkpoint: Path) -> None:
-    """Raises IntegrityError where a file is missing, or not what was written."""
-    missing = set(FILES) - atomic_dir.verify(checkpoint, FIX)["files"].keys()
+    """Raises IntegrityError where a file is missing, or is not what was written."""
+    manifest = atomic_dir.verify(checkpoint, FIX)
+    missing = sorted(set(FILES) - manifest["files"].keys())
     if missing:
         raise IntegrityError(
-            f"incomplete checkpoint ({checkpoint} has no {', '.join(sorted(missing))}). fix: {FIX}"
+            f"incomplete checkpoint ({checkpoint} has no {', '.join(missing)}). fix: {FIX}"
         )
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The newest checkpoint of a run that verifies; None where there is none. A model from elsewhere is its own newest.
+    """The newest checkpoint of a run that verifies, or None where there is none.
 
+    `run` may also be a checkpoint, or a model from elsewhere: it is returned.
     Raises IntegrityError where all are damaged.
     """
-    if run.is_file() or (run / "config.json").exists():  # a model from elsewhere, or one checkpoint
-        if (run / "manifest.json").exists():
+    # What has weights of its own is no run with checkpoints.
+    if run.is_file() or (run / "config.json").exists():
+        if is_own_checkpoint(run):
             verify(run)
         return run
-    found = sorted((run / "checkpoints").glob(STEPS), reverse=True)
-    for checkpoint in found:
+    # Skip damaged checkpoints, from the newest on.
+    checkpoints = sorted((run / "checkpoints").glob(STEPS), reverse=True)
+    for checkpoint in checkpoints:
         try:
             verify(checkpoint)
             return checkpoint
         except IntegrityError as error:
             print(f"warning: skipped: {str(error).partition('. fix: ')[0]}", file=sys.stderr)
-    if found:
+    if checkpoints:
         raise IntegrityError(
-            f"no checkpoint is whole ({len(found)} in {run}). fix: train anew in another folder"
+            f"no checkpoint is whole ({len(checkpoints)} in {run}). "
+            "fix: train anew in another folder"
         )
     return None
 
 
 def load_state(checkpoint: Path, needed: set[str]) -> dict:
-    """Raises IntegrityError for what is not plain tensors, numbers and text: nothing in it is ever run."""
+    """The training state, which has the keys `needed`.
+
+    Raises IntegrityError for what is not plain tensors, numbers and text, since it might run code.
+    """
+    file = checkpoint / "state.pt"
     try:
-        if not is_zipfile(checkpoint / "state.pt"):  # torch would read older formats too
-            raise ValueError("not a zip file")
-        state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
-        if missing := needed - state.keys():
-            raise LookupError(f"no {', '.join(sorted(missing))}")
-        return state
+        if not is_zipfile(file):
+            raise ValueError("not a zip file")  # torch would read older formats too
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        missing = sorted(needed - state.keys())
+        if missing:
+            raise LookupError(f"no {', '.join(missing)}")
     except (
         UnpicklingError,
         RuntimeError,
@@ -157,125 +194,147 @@ def load_state(checkpoint: Path, needed: set[str]) -> dict:
     ) as error:
         reason = str(error).partition("\n")[0]
         raise IntegrityError(
-            f"unsafe or unreadable content ({checkpoint / 'state.pt'}: {reason}). fix: {FIX}"
+            f"unsafe or unreadable content ({file}: {reason}). fix: {FIX}"
         ) from None
+    return state
 
 
-def load_weights(model: Transformer, place: Path) -> None:
-    """Parameters and persistent buffers. Raises IntegrityError where names or shapes are not the model's."""
-    copy_weights(model, check_weights(model, place))
+def load_weights(model: Transformer, path: Path) -> None:
+    """Load parameters and persistent buffers.
+
+    Raises IntegrityError where names or shapes are not the model's.
+    """
+    copy_weights(model, check_weights(model, path))
 
 
 @torch.no_grad()
-def copy_weights(
-    model: Transformer, files: list[tuple[StoredTensor, Callable[[], Tensor]]]
-) -> None:
-    """From where `check_weights` found them, one at a time: memory holds little more than the model."""
-    weights = model.state_dict()
-    for stored, read in files:
-        for name, tensor in zip(stored.names, stored.split(read()), strict=True):
-            weights[name].copy_(shard_like(tensor, weights[name]))
-        del tensor  # before the next is read
+def copy_weights(model: Transformer, files: list[tuple[StoredTensor, LazyTensor]]) -> None:
+    """Read the tensors that `check_weights` found into the model.
 
-
-def check_weights(
-    model: Transformer, place: Path
-) -> list[tuple[StoredTensor, Callable[[], Tensor]]]:
-    """How its files hold the model's parameters, and what reads each."""
-    kind, found = architecture_of(place), open_tensors(place)
-    needed, fix = weight_map(model, kind), FIX if kind is None else WHOLE
-    state = model.state_dict()
-    shapes = {name: each.shape(state) for name, each in needed.items()}
-    spare = {name for name in found if kind is not None and name.endswith("rotary_emb.inv_freq")}
-    names = {**shapes, **dict.fromkeys(found.keys() - spare)}
-    other = [
-        name
-        for name in names
-        if name not in found or name not in shapes or found[name][0] != shapes[name]
-    ]
-    if other:
-        raise IntegrityError(
-            f"not the model's weights ({place}: {', '.join(other[:3])}). fix: {fix}"
-        )
-    return [(stored, found[name][1]) for name, stored in needed.items()]
-
-
-def architecture_of(place: Path) -> str | None:
-    """Of a model that was not trained here."""
-    if (place / "manifest.json").exists():
-        return None
-    return (
-        read_config(place)["architectures"][0].removesuffix("ForCausalLM")
-        if place.is_dir()
-        else LLAMA2C
-    )
-
-
-def load_config(place: Path) -> dict:
-    """The settings of the run that wrote it, as plain data; of a model from elsewhere, `model` alone.
-
-    Raises IntegrityError for our own that are damaged, ValueError for a model that is not of our layers.
+    They are read one at a time, so that memory holds little more than the model.
     """
-    found = read_config(place)
-    if (place / "manifest.json").exists():
-        if not isinstance(found.get("model"), dict):
+    weights = model.state_dict()
+    for stored, lazy in files:
+        parameters = stored.from_file(lazy.read())
+        for name, parameter in zip(stored.names, parameters, strict=True):
+            weights[name].copy_(shard_like(parameter, weights[name]))
+        del parameters, parameter  # before the next is read
+
+
+def check_weights(model: Transformer, path: Path) -> list[tuple[StoredTensor, LazyTensor]]:
+    """The tensors of a model's files, and how they hold our parameters.
+
+    Raises IntegrityError where names or shapes are not the model's.
+    """
+    # Compare what the model expects with what the files have: names and shapes.
+    kind = architecture_of(path)
+    stored = weight_map(model, kind)
+    tensors = open_tensors(path)
+    expected = {name: tensor.shape() for name, tensor in stored.items()}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    different = [name for name in expected | found if expected.get(name) != found.get(name)]
+    if kind is not None:
+        # Old files of `transformers` hold the frequencies of RoPE, which are computed anew.
+        different = [name for name in different if not name.endswith("rotary_emb.inv_freq")]
+    if different:
+        fix = FIX if kind is None else FETCH_AGAIN
+        raise IntegrityError(
+            f"not the model's weights ({path}: {', '.join(different[:3])}). fix: {fix}"
+        )
+    return [(stored[name], tensors[name]) for name in stored]
+
+
+def architecture_of(path: Path) -> str | None:
+    """The architecture whose names and layouts the weights have; None for a checkpoint of a run."""
+    if is_own_checkpoint(path):
+        return None
+    if not path.is_dir():
+        return LLAMA2C
+    return read_config(path)["architectures"][0].removesuffix("ForCausalLM")
+
+
+def load_config(path: Path) -> dict:
+    """The config of the run that wrote a checkpoint; of a model from elsewhere, `model` alone.
+
+    Raises IntegrityError for a damaged one of ours, and ValueError for a model from elsewhere that
+    our layers cannot express, or whose tokenizer does not fit.
+    """
+    config = read_config(path)
+    if is_own_checkpoint(path):
+        if not isinstance(config.get("model"), dict):
             raise IntegrityError(
-                f"not a run's settings ({place / 'config.json'}: no model in it). fix: {FIX}"
+                f"not a run's settings ({path / 'config.json'}: no model in it). fix: {FIX}"
             )
-        return found
-    if not tokenizer_path(place).exists():
+        return rename_targets(config)
+    # A model from elsewhere: its config.json is that of `transformers`.
+    file = tokenizer_path(path)
+    if not file.exists():
         raise ValueError(
-            f"no tokenizer.model ({place}). fix: a model with one of SentencePiece, no others are read"
+            f"no tokenizer.model ({path}). "
+            "fix: a model with one of SentencePiece, no others are read"
         )
-    tree, tokenizer = from_hf_config(found), Tokenizer.load(tokenizer_path(place))
+    tree = from_hf_config(config)
+    tokenizer = Tokenizer.load(file)
     if tokenizer.vocab_size != tree["vocab_size"]:
-        given = (
-            f"{tokenizer_path(place)} has {tokenizer.vocab_size}, the model {tree['vocab_size']}"
-        )
         raise ValueError(
-            f"a tokenizer of another vocabulary ({given}). fix: the tokenizer that it was trained with"
+            f"a tokenizer of another vocabulary ({file} has {tokenizer.vocab_size}, "
+            f"the model {tree['vocab_size']}). fix: the tokenizer that it was trained with"
         )
     return {"model": tree}
 
 
-def tokenizer_path(place: Path) -> Path:
-    return (place if place.is_dir() else place.parent) / "tokenizer.model"
+def rename_targets(config: dict) -> dict:
+    """The same config with every `_target_` at its path of today."""
+    text = json.dumps(config)
+    for old, new in RENAMED_TARGETS.items():
+        text = text.replace(f'"_target_": "{old}', f'"_target_": "{new}')
+    return json.loads(text)
+
+
+def tokenizer_path(path: Path) -> Path:
+    folder = path if path.is_dir() else path.parent
+    return folder / "tokenizer.model"
 
 
 def load_model(
-    place: Path, device: torch.device | str, dtype: torch.dtype = torch.float32
+    path: Path, device: torch.device | str, dtype: torch.dtype = torch.float32
 ) -> Transformer:
-    """The model of a checkpoint or from elsewhere, built from the config in it. Ends with exit code 4 for NaN.
+    """The model of a checkpoint, or from elsewhere, in evaluation mode.
 
-    `dtype` is that of its parameters. A buffer keeps its own, and may be infinite: it may be a mask.
+    `dtype` is that of parameters; a buffer keeps its own. Exits with code 4 where a parameter is
+    not finite. A buffer may be infinite, since it may be a mask.
     """
-    tree = load_config(place)["model"]
+    tree = load_config(path)["model"]
     try:
         model = build_model(tree)
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
-        raise IntegrityError(f"not a model's config ({place}: {error}). fix: {FIX}") from None
-    files = check_weights(model, place)  # before it has memory
+        raise IntegrityError(f"not a model's config ({path}: {error}). fix: {FIX}") from None
+    # Names and shapes are checked before the model has memory.
+    files = check_weights(model, path)
     copy_weights(materialize(model, device, dtype), files)
     if not all(p.isfinite().all() for p in model.parameters()):
         errors.exit_with(
-            errors.DIVERGED, f"weights contain NaN or infinity ({place}). fix: an older checkpoint"
+            errors.DIVERGED, f"weights contain NaN or infinity ({path}). fix: an older checkpoint"
         )
     return model.eval()
 
 
-def find_model(place: Path | None) -> Path:
-    """The newest checkpoint of a run, by default of the one in runs/ that saved last; or a model from elsewhere.
+def find_model(path: Path | None) -> Path:
+    """The newest checkpoint of a run, or the model from elsewhere, at `path`.
 
-    Raises ValueError where there is none.
+    By default, of the run in runs/ that saved last. Raises ValueError where there is none.
     """
-    saved = sorted(
-        Path("runs").glob("*/checkpoints/step-*"), key=lambda path: path.stat().st_mtime_ns
-    )
-    if place is None and not saved:
-        raise ValueError("no trained model (in runs/). fix: python train.py, or --run FOLDER")
-    found = newest_checkpoint(place or saved[-1].parents[1])
-    if found is None:
+    # Without a path, find the run that saved last.
+    run = path
+    if run is None:
+        saved = Path("runs").glob("*/checkpoints/step-*")
+        newest = max(saved, key=lambda folder: folder.stat().st_mtime_ns, default=None)
+        if newest is None:
+            raise ValueError("no trained model (in runs/). fix: python train.py, or --run FOLDER")
+        run = newest.parents[1]
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None:
         raise ValueError(
-            f"no model ({place}). fix: a folder on this disk with checkpoints/step-* or config.json"
+            f"no model ({path}). fix: a folder on this disk with checkpoints/step-* or config.json"
         )
-    return found
+    return checkpoint

@@ -1,8 +1,12 @@
-"""The format that export.py of github.com/karpathy/llama2.c calls version 0."""
+"""Models of github.com/karpathy/llama2.c, in the format that its export.py calls version 0.
+
+The file is a header of seven int32, then all tensors in fp32, each for all layers before the next.
+"""
 
 import math
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -10,62 +14,91 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from checkpoints.huggingface.architectures import MOST_LAYERS, Llama
 from common.errors import IntegrityError
 
-TensorReaders = dict[
-    str, tuple[tuple[int, ...], Callable[[], Tensor]]
-]  # by name: a shape, and what reads the tensor
+HEADER = struct.Struct("<7i")
 
 
-def open_llama2c(file: Path) -> tuple[dict, TensorReaders]:
-    """Settings and tensors of the format that export.py of github.com/karpathy/llama2.c calls version 0."""
+@dataclass
+class LazyTensor:
+    """A tensor in a file, and what reads it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+class Llama2c(Llama):
+    """Llama's names, but rows that RoPE rotates together are adjacent."""
+
+    has_interleaved_rope = True
+
+
+def open_llama2c(file: Path) -> tuple[dict, dict[str, LazyTensor]]:
+    """A file -> the entries of a Llama's config.json, and the tensors by Llama's names.
+
+    Raises IntegrityError where header and length of the file do not fit.
+    """
     with file.open("rb") as opened:
-        head = opened.read(28)
-    numbers = struct.unpack("<7i", head) if len(head) == 28 else (0,) * 7
-    dim, hidden, depth, heads, kv_heads, vocabulary, context = numbers
-    tied, vocabulary = vocabulary > 0, abs(vocabulary)
-    size = dim // max(heads, 1)
-    each = {
-        "input_layernorm": (dim,), "self_attn.q_proj": (dim, dim), "self_attn.k_proj": (kv_heads * size, dim),
-        "self_attn.v_proj": (kv_heads * size, dim), "self_attn.o_proj": (dim, dim), "post_attention_layernorm": (dim,),
-        "mlp.gate_proj": (hidden, dim), "mlp.down_proj": (dim, hidden), "mlp.up_proj": (hidden, dim),
-    }  # fmt: skip
-    order = [("model.embed_tokens", (vocabulary, dim))]
-    order += [
-        (f"model.layers.{n}.{name}", shape)
-        for name, shape in each.items()
-        for n in range(min(depth, 2**12))
-    ]
-    order += [
-        ("model.norm", (dim,)),
-        ("cosines", (context, size // 2)),
-        ("sines", (context, size // 2)),
-    ]
-    order += [] if tied else [("lm_head", (vocabulary, dim))]
-    needed = 28 + 4 * sum(math.prod(shape) for _, shape in order)
-    if min((*numbers[:5], vocabulary, context)) < 1 or file.stat().st_size != needed:
+        header = opened.read(HEADER.size)
+    # A file that is shorter has zeros for sizes, and is refused below.
+    sizes = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
+    dim, hidden, depth, heads, kv_heads, signed_vocab_size, context = sizes
+    vocab_size = abs(signed_vocab_size)
+    tied = signed_vocab_size > 0
+
+    # The shapes of all tensors, in the order of the file.
+    head_dim = dim // max(heads, 1)
+    layer_shapes = {
+        "input_layernorm": (dim,),
+        "self_attn.q_proj": (dim, dim),
+        "self_attn.k_proj": (kv_heads * head_dim, dim),
+        "self_attn.v_proj": (kv_heads * head_dim, dim),
+        "self_attn.o_proj": (dim, dim),
+        "post_attention_layernorm": (dim,),
+        "mlp.gate_proj": (hidden, dim),
+        "mlp.down_proj": (dim, hidden),
+        "mlp.up_proj": (hidden, dim),
+    }
+    shapes = {"model.embed_tokens": (vocab_size, dim)}
+    for name, shape in layer_shapes.items():
+        for layer in range(min(depth, MOST_LAYERS)):
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    shapes["model.norm"] = (dim,)
+    shapes["rope_cos"] = (context, head_dim // 2)
+    shapes["rope_sin"] = (context, head_dim // 2)
+    if not tied:
+        shapes["lm_head"] = (vocab_size, dim)
+
+    # Where each tensor begins.
+    tensors = {}
+    offset = HEADER.size
+    for name, shape in shapes.items():
+        tensors[f"{name}.weight"] = LazyTensor(shape, partial(read_tensor, file, offset, shape))
+        offset += 4 * math.prod(shape)
+    smallest = min(dim, hidden, depth, heads, kv_heads, vocab_size, context)
+    if smallest < 1 or file.stat().st_size != offset:
         raise IntegrityError(
-            f"not weights of llama2.c ({file}: {head[:4]!r}...). fix: its version 0, or safetensors"
+            f"not weights of llama2.c ({file}: {header[:4]!r}...). "
+            "fix: its version 0, or safetensors"
         )
-    tensors, start = {}, 28
-    for name, shape in order:
-        tensors[f"{name}.weight"] = shape, partial(memmap_tensor, file, start, shape)
-        start += 4 * math.prod(shape)
-    del tensors["cosines.weight"], tensors["sines.weight"]
-    shape = {
-        "vocab_size": vocabulary,
+    # RoPE's tables are computed anew.
+    del tensors["rope_cos.weight"], tensors["rope_sin.weight"]
+
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab_size,
         "hidden_size": dim,
         "intermediate_size": hidden,
         "num_hidden_layers": depth,
-    }
-    shape |= {
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": tied,
     }
-    shape |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": tied}
-    return {"architectures": ["LlamaForCausalLM"], **shape}, tensors
+    return config, tensors
 
 
-def memmap_tensor(file: Path, start: int, shape: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(np.memmap(file, "<f4", "c", start, shape))
+def read_tensor(file: Path, offset: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(np.memmap(file, "<f4", "c", offset, shape))

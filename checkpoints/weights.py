@@ -1,6 +1,6 @@
-"""Weights as files hold them: our own, those of `transformers`, and llama2.c's.
+"""Weights on disk: ours, those of `transformers`, and llama2.c's. Their names, layouts and files.
 
-Nothing in them is ever run: a pickle is refused.
+Nothing in a file is ever run: a pickle is refused.
 """
 
 import json
@@ -12,178 +12,221 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from checkpoints.llama2c import TensorReaders, open_llama2c
+from checkpoints.huggingface.architectures import ARCHITECTURES, Architecture
+from checkpoints.llama2c import LazyTensor, Llama2c, open_llama2c
 from common.errors import IntegrityError
-from model.attention.gated_delta import GatedDelta
-from model.attention.mla import LatentAttention
 from model.transformer import Transformer
 
-LLAMA2C, FLOATS = "llama2.c", ("F64", "F32", "F16", "BF16")
-DTYPE_NAMES = {  # of the safetensors format
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
-}  # fmt: skip
-WHOLE = "all files of the model, as they were made"
-NAMES = {
-    "embed": "model.embed_tokens", "blocks": "model.layers", "norm": "model.norm", "head": "lm_head", "ffn": "mlp",
-    "attention_norm": "input_layernorm", "attention": "self_attn", "ffn_norm": "post_attention_layernorm",
-    "sink": "sinks", "q1": "lambda_q1", "k1": "lambda_k1", "q2": "lambda_q2", "k2": "lambda_k2",
-}  # fmt: skip
-LATENT_NAMES = {
-    "q_down_proj": "q_a_proj", "q_down_norm": "q_a_layernorm", "latent_proj": "kv_a_proj_with_mqa",
-    "rope_proj": "kv_a_proj_with_mqa", "latent_norm": "kv_a_layernorm", "kv_proj": "kv_b_proj",
-}  # fmt: skip
-DELTA_NAMES = {
-    "attention": "linear_attn", "taps": "conv1d.weight", "decay_rate": "A_log", "decay_bias": "dt_bias",
-    "q_proj": "in_proj_qkv", "k_proj": "in_proj_qkv", "v_proj": "in_proj_qkv", "gate_proj": "in_proj_z",
-    "decay_proj": "in_proj_a", "write_proj": "in_proj_b", "out_norm": "norm", "o_proj": "out_proj",
-}  # fmt: skip
+LLAMA2C = "llama2.c"
+FLOATS = ("F64", "F32", "F16", "BF16")
+# Names of dtypes in the safetensors format.
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+FETCH_AGAIN = "all files of the model, as they were made"
+
+
+class Own(Architecture):
+    """Checkpoints of runs, where all parameters have our names."""
+
+    names = {}
+
+
+ADAPTERS = {None: Own(), LLAMA2C: Llama2c(), **ARCHITECTURES}
 
 
 @dataclass
 class StoredTensor:
-    """How a tensor of a file holds our parameters `names`, of `rows` each: one after the other in each of `groups`.
+    """How a tensor in a file holds our parameters `names`, of these `shapes`.
 
-    `turned`: rows that RoPE turns are side by side, and not `turned` / 2 apart. `less`: what is taken from each number.
+    All rows of the first parameter precede those of the second. With several `groups`, each
+    parameter is cut into as many parts, and the first parts of all parameters precede the second
+    parts: Qwen3.5 has, for each head (a group), the rows of the query and then those of the gate.
     """
 
     names: list[str]
-    rows: list[int]
+    shapes: list[torch.Size]
     groups: int = 1
-    turned: int = 0
-    less: float = 0.0
+    # In heads of this size, rows that RoPE rotates together are adjacent in the file; in our
+    # parameters they are half a head apart.
+    interleaved_head_dim: int | None = None
+    # The file has our numbers less this one.
+    offset: float = 0.0
 
-    def shape(self, state: dict[str, Tensor]) -> tuple[int, ...]:
-        """Of the stored tensor; `state` has ours, by name."""
-        if len(self.names) == 1:
-            return tuple(state[self.names[0]].shape)
-        return sum(self.rows), *state[self.names[0]].shape[1:]
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor in the file."""
+        if self.shapes == [()]:
+            return ()  # a buffer of one number
+        rows = sum(shape[0] for shape in self.shapes)
+        return rows, *self.shapes[0][1:]
 
-    def join(self, ours: list[Tensor]) -> Tensor:
-        theirs = torch.cat([x.unflatten(0, (self.groups, -1)) for x in ours], dim=1).flatten(0, 1)
-        if self.turned:
-            theirs = theirs.unflatten(0, (-1, 2, self.turned // 2)).transpose(1, 2).flatten(0, 2)
-        return theirs - self.less if self.less else theirs
+    def to_file(self, parameters: list[Tensor]) -> Tensor:
+        """Our parameters -> the tensor of the file."""
+        # (rows, ...) -> (groups, rows / groups, ...)
+        groups = [parameter.unflatten(0, (self.groups, -1)) for parameter in parameters]
+        tensor = torch.cat(groups, dim=1).flatten(0, 1)
+        if self.interleaved_head_dim is not None:
+            tensor = interleave_rope(tensor, self.interleaved_head_dim)
+        if self.offset != 0:
+            tensor = tensor - self.offset
+        return tensor
 
-    def split(self, theirs: Tensor) -> list[Tensor]:
-        if theirs.ndim == 0:  # a buffer of one number
-            return [theirs]
-        theirs = theirs + self.less if self.less else theirs
-        if self.turned:
-            theirs = theirs.unflatten(0, (-1, self.turned // 2, 2)).transpose(1, 2).flatten(0, 2)
-        parts = theirs.unflatten(0, (self.groups, -1)).split(
-            [rows // self.groups for rows in self.rows], dim=1
-        )
+    def from_file(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor of the file -> our parameters."""
+        if tensor.ndim == 0:
+            return [tensor]
+        if self.offset != 0:
+            tensor = tensor + self.offset
+        if self.interleaved_head_dim is not None:
+            tensor = deinterleave_rope(tensor, self.interleaved_head_dim)
+        rows = [shape[0] // self.groups for shape in self.shapes]
+        parts = tensor.unflatten(0, (self.groups, -1)).split(rows, dim=1)
         return [part.flatten(0, 1) for part in parts]
 
 
+def interleave_rope(weight: Tensor, head_dim: int) -> Tensor:
+    """weight (H D, ...) -> the same shape.
+
+    RoPE rotates row d of a head with row d + D/2 before, and row 2 d with row 2 d + 1 after.
+    """
+    halves = weight.unflatten(0, (-1, 2, head_dim // 2))
+    return halves.transpose(1, 2).flatten(0, 2)
+
+
+def deinterleave_rope(weight: Tensor, head_dim: int) -> Tensor:
+    """The inverse of `interleave_rope`."""
+    pairs = weight.unflatten(0, (-1, head_dim // 2, 2))
+    return pairs.transpose(1, 2).flatten(0, 2)
+
+
 def weight_map(model: Transformer, kind: str | None) -> dict[str, StoredTensor]:
-    """By their names, how a class of `transformers` or llama2.c holds our parameters; None: each as it is."""
-    stored, attention = {}, None
-    for ours, tensor in model.state_dict().items():
-        if ours.startswith("blocks."):
-            attention = model.blocks[int(ours.split(".")[1])].attention
-        theirs = ours if kind is None else hf_name(ours, attention)
-        if theirs not in stored:
-            stored[theirs] = StoredTensor([], [])
-        stored[theirs].names.append(ours)
-        stored[theirs].rows.append(len(tensor) if tensor.ndim > 0 else 1)
-        if kind == "Qwen3_5" and "self_attn.q_proj" in theirs:
-            stored[theirs].groups = attention.heads
-        if kind == "Qwen3_5" and "norm" in theirs and "linear_attn" not in theirs:
-            stored[theirs].less = 1.0
-        if kind in ("Llama4", LLAMA2C) and ("q_proj" in theirs or "k_proj" in theirs):
-            stored[theirs].turned = attention.head_dim
-        if kind == "Llama4":
-            stored[theirs.replace(".mlp.", ".feed_forward.")] = stored.pop(theirs)
+    """How files hold our parameters, by the names of their tensors.
+
+    `kind` is an architecture of `transformers` or LLAMA2C, or None for checkpoints of runs.
+    """
+    architecture = ADAPTERS[kind]
+    stored = {}
+    attention = None
+    for name, parameter in model.state_dict().items():
+        if name.startswith("blocks."):
+            attention = model.blocks[int(name.split(".")[1])].attention
+        file_name = hf_name(name, attention, architecture)
+        # Several of our parameters may be one tensor there.
+        if file_name not in stored:
+            layout = architecture.layout(file_name, attention)
+            stored[file_name] = StoredTensor([], [], **layout)
+        stored[file_name].names.append(name)
+        stored[file_name].shapes.append(parameter.shape)
     return stored
 
 
-def hf_name(ours: str, attention: nn.Module) -> str:
-    """`attention` is that of the parameter's layer."""
-    inside = NAMES if ".attention." not in ours else NAMES | {"gate_proj": "q_proj"}
-    if isinstance(attention, LatentAttention) and inside is not NAMES:
-        inside = (
-            NAMES | LATENT_NAMES | ({} if attention.q_down_proj is None else {"q_proj": "q_b_proj"})
-        )
-    if isinstance(attention, GatedDelta) and inside is not NAMES:
-        inside = NAMES | DELTA_NAMES
-    return ".".join(inside.get(part, part) for part in ours.split("."))
+def hf_name(name: str, attention: nn.Module, architecture: Architecture) -> str:
+    """The name of our parameter in files of an architecture; `attention` is that of its layer."""
+    names = architecture.names
+    if ".attention." in name:
+        names = names | architecture.attention_names(attention)
+    return ".".join(names.get(part, part) for part in name.split("."))
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:
-    """What safetensors calls its dtype. Raises ValueError, with `name`, for one that it lacks."""
+    """What safetensors calls the dtype of a tensor. Raises ValueError for one that it lacks."""
     if tensor.dtype not in DTYPE_NAMES:
-        fix = f"one of {', '.join(str(dtype) for dtype in DTYPE_NAMES)}, or persistent=False"
+        known = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
         raise ValueError(
-            f"a checkpoint cannot hold this dtype ({name}: {tensor.dtype}). fix: {fix}"
+            f"a checkpoint cannot hold this dtype ({name}: {tensor.dtype}). "
+            f"fix: one of {known}, or persistent=False"
         )
     return DTYPE_NAMES[tensor.dtype]
 
 
-def open_tensors(place: Path) -> TensorReaders:
-    """The tensors of a folder's safetensors files, or of llama2.c's .bin; from elsewhere, floats only.
+def is_own_checkpoint(path: Path) -> bool:
+    """Whether this is a checkpoint of a run, and not a model from elsewhere."""
+    return (path / "manifest.json").exists()
 
-    Raises IntegrityError where they cannot be read, and for a pickle.
+
+def open_tensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a folder's safetensors files, or of a file of llama2.c, by name.
+
+    Raises IntegrityError where they cannot be read, for a pickle, and for quantized weights.
     """
-    if not place.is_dir():
-        return open_llama2c(place)[1]
-    index, files = place / "model.safetensors.index.json", [place / "model.safetensors"]
+    if not path.is_dir():
+        return open_llama2c(path)[1]
+    # Our own buffers may be of any dtype; elsewhere, integers are quantized weights.
+    allowed = DTYPE_NAMES.values() if is_own_checkpoint(path) else FLOATS
+    tensors = {}
+    for file in weight_files(path):
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    description = opened.get_slice(name)
+                    dtype = description.get_dtype()
+                    if dtype not in allowed:
+                        raise IntegrityError(
+                            f"quantized weights ({file}: {name} is {dtype}). "
+                            f"fix: {', '.join(FLOATS)}"
+                        )
+                    shape = tuple(description.get_shape())
+                    tensors[name] = LazyTensor(shape, partial(read_tensor, file, name))
+        except SafetensorError as error:
+            raise IntegrityError(f"not weights ({file}: {error}). fix: {FETCH_AGAIN}") from None
+    return tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the files in its index. Raises IntegrityError where one is missing."""
+    names = ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
+            # An index has the file of each tensor. It must not lead out of the folder.
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             if any(Path(name).name != name for name in names):
                 raise ValueError("it leads elsewhere")
-            files = [place / name for name in names]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise IntegrityError(
                 f"not an index of weights ({index}: {error!r}). fix: fetch it again"
             ) from None
-    allowed = DTYPE_NAMES.values() if (place / "manifest.json").exists() else FLOATS
-    found = {}
-    for file in files:
-        if not file.exists():
-            pickles = [path.name for path in place.glob("*.bin")]
-            why = (
-                f"has {pickles[0]}, a pickle, which could run code"
-                if pickles
-                else f"has no {file.name}"
-            )
+    for name in names:
+        if not (folder / name).exists():
+            reason = f"has no {name}"
+            for pickle in folder.glob("*.bin"):
+                reason = f"has {pickle.name}, a pickle, which could run code"
             raise IntegrityError(
-                f"weights are missing ({place} {why}). fix: all of its .safetensors files"
+                f"weights are missing ({folder} {reason}). fix: all of its .safetensors files"
             )
-        try:
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    if (kind := opened.get_slice(name).get_dtype()) not in allowed:
-                        raise IntegrityError(
-                            f"quantized weights ({file}: {name} is {kind}). fix: {', '.join(FLOATS)}"
-                        )
-                    found[name] = (
-                        tuple(opened.get_slice(name).get_shape()),
-                        partial(read_tensor, file, name),
-                    )
-        except SafetensorError as error:
-            raise IntegrityError(f"not weights ({file}: {error}). fix: {WHOLE}") from None
-    return found
+    return [folder / name for name in names]
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    with safe_open(file, "pt") as opened:  # anew for each, so that what was read is let go
+    # The file is opened anew for each tensor, so that memory which was read is released.
+    with safe_open(file, "pt") as opened:
         return opened.get_tensor(name)
 
 
-def read_config(place: Path) -> dict:
-    """config.json of a folder, or what llama2.c's header says in its terms. Raises IntegrityError for another file."""
-    if not place.is_dir():
-        return open_llama2c(place)[0]
+def read_config(path: Path) -> dict:
+    """config.json of a folder, or what the header of llama2.c says in its terms.
+
+    Raises IntegrityError for another file.
+    """
+    if not path.is_dir():
+        return open_llama2c(path)[0]
+    file = path / "config.json"
     try:
-        found = json.loads((place / "config.json").read_text())
-        if not isinstance(found, dict):
+        config = json.loads(file.read_text())
+        if not isinstance(config, dict):
             raise ValueError("not an object")
-        return found
     except (OSError, ValueError, RecursionError) as error:
         raise IntegrityError(
-            f"not a model's settings ({place / 'config.json'}: {error}). fix: {WHOLE}"
+            f"not a model's settings ({file}: {error}). fix: {FETCH_AGAIN}"
         ) from None
+    return config

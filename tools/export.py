@@ -1,4 +1,4 @@
-"""Take a model away, to transformers, vLLM or llama.cpp:
+"""Convert a trained model for transformers, vLLM or llama.cpp:
 
 python -m tools.export --run runs/NAME --format hf --out FOLDER
 python -m tools.export --run runs/NAME --format gguf --dtype q8_0 --out FOLDER
@@ -15,39 +15,35 @@ from torch import Tensor
 
 from checkpoints import checkpoint, gguf
 from checkpoints.huggingface import folder, mapping
-from checkpoints.weights import weight_map
+from checkpoints.weights import is_own_checkpoint, weight_map
 from common import errors
 from common.cli import Parser
 from data.tokenizer import IdTokenizer, Tokenizer
 
-CARD = """---
+MODEL_CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
 ---
 
 # {name}
 
-A {kind} of {millions:.1f} million parameters ({shape}), trained with attend.
+A {architecture} of {millions:.1f} million parameters, trained with attend.
 
 {figures}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model, tokenizer = AutoModelForCausalLM.from_pretrained("{folder}"), AutoTokenizer.from_pretrained("{folder}")
-start = tokenizer("The", return_tensors="pt")
-print(tokenizer.decode(model.generate(**start, max_new_tokens=100)[0]))
-```
-
-A text begins with {bos} and ends with {eos}. The settings it was trained with:
-
-```json
-{settings}
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+prompt = tokenizer("The", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=100)[0]))
 ```
 """
+FIGURES = ("step", "tokens", "seconds", "train_loss", "val_loss", "val_bpb")
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     hint = "the class is chosen from what the model is"
     parser = Parser("python -m tools.export", description=__doc__.partition(":")[0], epilog=hint)
     parser.add_argument(
@@ -61,98 +57,104 @@ def arguments() -> argparse.Namespace:
         "--dtype",
         choices=(*folder.DTYPES, "q8_0"),
         default="f32",
-        help="of weights; q8_0 is gguf's alone",
+        help="of weights; q8_0 is for gguf alone",
     )
-    given = parser.parse_args()
-    if given.format == "hf" and given.dtype not in folder.DTYPES:
-        parser.error(f"--dtype {given.dtype} is for --format gguf")
-    return given
+    args = parser.parse_args()
+    if args.format == "hf" and args.dtype not in folder.DTYPES:
+        parser.error(f"--dtype {args.dtype} is for --format gguf")
+    return args
 
 
-def main(given: argparse.Namespace) -> None:
+def main(args: argparse.Namespace) -> None:
+    # All that can be wrong with the model or the arguments is found before anything is written.
     with errors.user_input():
-        place = checkpoint.find_model(given.run)
-        if given.out.is_symlink() or (
-            given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir()))
-        ):
-            raise ValueError(f"there is something already (--out {given.out}). fix: a new folder")
-        settings, tokenizer = (
-            checkpoint.load_config(place),
-            Tokenizer.load(checkpoint.tokenizer_path(place)),
-        )
-        if isinstance(tokenizer, IdTokenizer):
-            raise ValueError(
-                f"its tokens have no text ({place}). fix: train with data.tokenizer=FILE"
-            )
-        config = mapping.to_hf_config(settings["model"])
+        path = checkpoint.find_model(args.run)
+        check_is_new(args.out)
+        tree = checkpoint.load_config(path)["model"]
+        tokenizer = Tokenizer.load(checkpoint.tokenizer_path(path))
+        vocabulary = load_vocabulary(tokenizer, path)
+        config = mapping.to_hf_config(tree)
         config |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-        vocabulary = ModelProto.FromString(tokenizer.proto)
-        spec, kinds = vocabulary.trainer_spec, {piece.type for piece in vocabulary.pieces}
-        if (
-            spec.model_type != spec.BPE
-            or not spec.byte_fallback
-            or ModelProto.SentencePiece.USER_DEFINED in kinds
-        ):
-            raise ValueError(
-                f"only byte pairs, and bytes, are exported ({place}). fix: a tokenizer without symbols"
-            )
-        if given.format == "gguf":
+        if args.format == "gguf":
             gguf.check_exportable(config)
-        model = checkpoint.load_model(place, "cpu")
-        made = given.out.with_name(f".tmp-{given.out.name}")
-        shutil.rmtree(made, ignore_errors=True)
-        made.mkdir(parents=True)
-    weights = tensors(model, config["architectures"][0].removesuffix("ForCausalLM"))
-    to = gguf if given.format == "gguf" else folder
-    to.write(made, config, weights, vocabulary, given.dtype)
-    if given.format == "hf":
-        (made / "tokenizer.model").write_bytes(tokenizer.proto)
-        (made / "README.md").write_text(card(given.out, place, settings, config, model, vocabulary))
-    made.replace(given.out)
-    print(f"{config['architectures'][0]}, {given.dtype}: {given.out}")
+        model = checkpoint.load_model(path, "cpu")
+        staging = args.out.with_name(f".tmp-{args.out.name}")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+
+    # The folder gets its name once it is complete.
+    architecture = config["architectures"][0]
+    weights = tensors(model, architecture.removesuffix("ForCausalLM"))
+    if args.format == "gguf":
+        gguf.write(staging, config, weights, vocabulary, args.dtype)
+    else:
+        folder.write(staging, config, weights, vocabulary, args.dtype)
+        (staging / "tokenizer.model").write_bytes(tokenizer.proto)
+        (staging / "README.md").write_text(model_card(args.out, path, architecture, model))
+    staging.replace(args.out)
+    print(f"{architecture}, {args.dtype}: {args.out}")
 
 
-def tensors(model: torch.nn.Module, name: str) -> dict[str, Tensor]:
+def check_is_new(out: Path) -> None:
+    """Raises ValueError for a path that is there; an empty folder may be."""
+    is_empty_folder = out.is_dir() and not any(out.iterdir())
+    if out.is_symlink() or (out.exists() and not is_empty_folder):
+        raise ValueError(f"there is something already (--out {out}). fix: a new folder")
+
+
+def load_vocabulary(tokenizer: Tokenizer, path: Path) -> ModelProto:
+    """The SentencePiece model of a tokenizer.
+
+    Raises ValueError for one that other formats cannot express.
+    """
+    if isinstance(tokenizer, IdTokenizer):
+        raise ValueError(f"its tokens have no text ({path}). fix: train with data.tokenizer=FILE")
+    vocabulary = ModelProto.FromString(tokenizer.proto)
+    spec = vocabulary.trainer_spec
+    kinds = {piece.type for piece in vocabulary.pieces}
+    has_symbols = ModelProto.SentencePiece.USER_DEFINED in kinds
+    if spec.model_type != spec.BPE or not spec.byte_fallback or has_symbols:
+        raise ValueError(
+            f"only byte pairs, and bytes, are exported ({path}). fix: a tokenizer without symbols"
+        )
+    return vocabulary
+
+
+def tensors(model: torch.nn.Module, architecture: str) -> dict[str, Tensor]:
     """The weights of a model under the names and in the layouts of a class of `transformers`."""
-    ours, names = model.state_dict(), weight_map(model, name)
-    return {
-        theirs: stored.join([ours[each] for each in stored.names])
-        for theirs, stored in names.items()
-    }
+    parameters = model.state_dict()
+    weights = {}
+    for name, stored in weight_map(model, architecture).items():
+        weights[name] = stored.to_file([parameters[ours] for ours in stored.names])
+    return weights
 
 
-def card(
-    out: Path,
-    place: Path,
-    settings: dict,
-    config: dict,
-    model: torch.nn.Module,
-    vocabulary: ModelProto,
-) -> str:
-    figures, run = "Its training is not known: it came from elsewhere.", place.resolve().parents[1]
-    is_run, metrics = (place / "manifest.json").exists(), run / "metrics.jsonl"
-    if is_run and metrics.exists():
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        last = {key: value for line in lines for key, value in line.items()}
-        names = ("step", "tokens", "seconds", "train_loss", "val_loss", "val_bpb")
-        rows = [f"| {name} | {last[name]:,.6g} |" for name in names if last.get(name) is not None]
-        figures = "\n".join(["| | |", "|---|---|", *rows])
-    shape = ", ".join(
-        f"{key} {settings['model'][key]}" for key in ("dim", "depth", "heads", "hidden", "context")
-    )
-    return CARD.format(
-        folder=out.name,
-        name=run.name if is_run else place.resolve().name,
-        kind=config["architectures"][0],
+def model_card(out: Path, path: Path, architecture: str, model: torch.nn.Module) -> str:
+    """What the model is, the figures of its training, and how to use it."""
+    source = path.resolve()
+    if is_own_checkpoint(path):
+        source = source.parents[1]
+    return MODEL_CARD.format(
+        name=source.name,
+        architecture=architecture,
         millions=sum(p.numel() for p in model.parameters()) / 1e6,
-        shape=shape,
-        figures=figures,
-        bos=vocabulary.pieces[config["bos_token_id"]].piece,
-        eos=vocabulary.pieces[config["eos_token_id"]].piece,
-        settings=json.dumps(settings, indent=1),
+        figures=training_figures(source),
+        folder=out.name,
     )
+
+
+def training_figures(run: Path) -> str:
+    """A table with the last value of each figure in metrics.jsonl."""
+    file = run / "metrics.jsonl"
+    if not file.exists():
+        return "Its training is not known."
+    metrics = {}
+    for line in file.read_text().splitlines():
+        metrics |= json.loads(line)
+    rows = [f"| {key} | {metrics[key]:,.6g} |" for key in FIGURES if metrics.get(key) is not None]
+    return "\n".join(["| | |", "|---|---|", *rows])
 
 
 if __name__ == "__main__":
     with errors.report_errors():
-        main(arguments())
+        main(parse_arguments())

@@ -14,37 +14,33 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def write(
-    place: Path, config: dict, weights: dict[str, Tensor], vocabulary: ModelProto, dtype: str
+    folder: Path, config: dict, weights: dict[str, Tensor], vocabulary: ModelProto, dtype: str
 ) -> None:
-    save_torch_state_dict(
-        {name: w.to(DTYPES[dtype]) for name, w in weights.items()}, place, metadata={"format": "pt"}
-    )
-    for file in place.glob("*.safetensors"):
-        file.chmod(0o644)  # others may read it, as all else here
-    pieces, (bos, eos) = (
-        [piece.piece for piece in vocabulary.pieces],
-        (config["bos_token_id"], config["eos_token_id"]),
-    )
+    """Write weights, config.json and the tokenizer's files."""
+    converted = {name: weight.to(DTYPES[dtype]) for name, weight in weights.items()}
+    save_torch_state_dict(converted, folder, metadata={"format": "pt"})
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # the library lets only the owner read them
+
+    bos = config["bos_token_id"]
+    eos = config["eos_token_id"]
     special = {
-        "bos_token": pieces[bos],
-        "eos_token": pieces[eos],
-        "unk_token": pieces[vocabulary.trainer_spec.unk_id],
+        "bos_token": vocabulary.pieces[bos].piece,
+        "eos_token": vocabulary.pieces[eos].piece,
+        "unk_token": vocabulary.pieces[vocabulary.trainer_spec.unk_id].piece,
     }
-    reading = {
-        "split_special_tokens": True,
-        "clean_up_tokenization_spaces": False,
-    }  # signs in a text are text
-    reading["model_max_length"] = config["max_position_embeddings"]
-    of_torch = str(DTYPES[dtype]).removeprefix("torch.")
     files = {
-        "config.json": config | {"torch_dtype": of_torch, "pad_token_id": None},
+        "config.json": config
+        | {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch."), "pad_token_id": None},
         "generation_config.json": {"bos_token_id": bos, "eos_token_id": eos},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **special,
-            **reading,
+            "split_special_tokens": True,  # </s> in a text is text
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config["max_position_embeddings"],
         },
         "tokenizer.json": tokenizer_json(vocabulary, special),
     }
     for name, content in files.items():
-        (place / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
+        (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
