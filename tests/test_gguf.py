@@ -127,6 +127,27 @@ def test_rows_that_turn_together_lie_together(exported):
     assert torch.equal(theirs["blk.1.attn_v_b.weight"], both[:, 16:])
 
 
+def test_scaling_of_llama3_is_a_divisor_for_each_frequency(exported):
+    from gguf import GGUFReader
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = "{_target_:model.rope.Llama3,factor:8,low:1,high:4,context:16}"
+    _, file = exported(f"llama attention.rope_scaling={scaling}")
+    (divisors,) = [each for each in GGUFReader(file).tensors if each.name == "rope_freqs.weight"]
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=rope)
+    frequency, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    close(10000.0 ** -(torch.arange(8) / 8) / frequency, torch.from_numpy(divisors.data.copy()))
+
+
 @pytest.mark.parametrize("variant", REFUSED)
 def test_what_llama_cpp_cannot_run_is_refused(variant, command, tokenizer, tmp_path):
     saved(tmp_path / "run", tree_of(*variant.split()), tokenizer)

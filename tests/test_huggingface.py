@@ -122,6 +122,14 @@ def test_norms_are_computed_with_their_epsilon():
             close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("variant", ["chunked", "sink", "gated"])
+def test_layer_types_that_are_null_are_refused(variant):
+    """Transformers would take other types than full ones."""
+    config = mapping.to_hf_config(tree_of(variant)) | {"layer_types": None}
+    with pytest.raises(ValueError, match="not a config of"):
+        mapping.from_hf_config(config)
+
+
 def test_layer_types_of_a_mistral_decide():
     config, full = (
         mapping.to_hf_config(tree_of("sliding_window", "attention.qk_norm=null")),
