@@ -351,7 +351,7 @@ def test_values_mix_with_the_first_layers_by_their_share():
 def test_the_card_of_a_cache_equals_a_formula(variant, bytes_per_token):
     settings = settings_of(*COST, f"attention={variant}")["model"]
     per_token = settings["depth"] * bytes_per_token(settings["dim"], settings["heads"])
-    card = cost.Cost([*COST, f"attention={variant}"]).alone()
+    card = cost.row(cost.Cost([*COST, f"attention={variant}"]))
     assert card[2:4] == (f"{per_token:,}", f"{4097 * per_token / 1e6:.2f}")  # a slot for padding
 
 
@@ -361,10 +361,10 @@ def test_the_card_of_a_cache_of_fixed_size_equals_a_formula():
     slot = 2 * 2 * (dim // heads) * 2
     window = cost.Cost([*COST, "attention=sliding_window"])
     assert window.model.cache_bytes(4096, torch.bfloat16) == depth * (128 + 1) * slot
-    assert window.alone()[3] == f"{depth * 129 * slot / 1e6:.2f}"
+    assert cost.row(window)[3] == f"{depth * 129 * slot / 1e6:.2f}"
 
     # Three layers in four have a state in fp32 and the inputs of a convolution of 4 tokens.
     delta = cost.Cost([*COST, "attention=delta", "model.depth=4"])
     state = dim * (dim // heads) * 4 + 3 * dim * (4 - 1) * 2
     assert delta.model.cache_bytes(4096, torch.bfloat16) == 3 * state + 4097 * slot
-    assert delta.alone()[2] == f"{slot:,}"
+    assert cost.row(delta)[2] == f"{slot:,}"
