@@ -239,7 +239,7 @@ def test_a_run_needs_no_tokenizer(command, monkeypatch, form):
     result = command(
         "train.py", *TINY[1:], *SHORT, *words[len(TINY) : -2], "init_from=run", "run_dir=other"
     )
-    assert result.code == 0 and "beginning with the weights of run" in result.err, result.err
+    assert result.code == 0 and "starting with the weights of run" in result.err, result.err
     result = command("tools/compare/__main__.py", "--report", "run", "--dir", "report")
     assert result.code == 0 and "bits per byte" not in Path("report/report.md").read_text(), (
         result.err

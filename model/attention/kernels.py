@@ -198,7 +198,7 @@ class AttentionKernel(nn.Module):
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
         length = q.shape[2]
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout if self.dropout > 0 and self.training else 0.0
         options = {"softcap": self.softcap, "sink": sink, "scale": scale}
         is_compiling = torch.compiler.is_compiling()
         is_fusable = self.softcap is None and sink is None

@@ -77,6 +77,7 @@ def test_the_cut_run_sees_what_is_not_restored(job, whole, broken):
                 self.log_state = {}
             if broken == "reseeded":
                 self.loader.seed += self.step
+                self.loader._begin_epoch(0)
 
         trainer.Trainer.restore_or_start = begin_without
         if broken == "optimizer":
