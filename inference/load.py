@@ -17,8 +17,8 @@ def load(
 ) -> tuple[Transformer, Tokenizer, str]:
     """Load a run's newest checkpoint, or a model from elsewhere, optimized for decoding.
 
-    Without a path, it is of the run that saved last. `dtype` is auto, fp32, bf16 or int8.
-    Raises ValueError where there is no model, and for int8 on a device without products in it.
+    Without a path, the run that saved last is loaded. `dtype` is auto, fp32, bf16 or int8.
+    Raises ValueError where there is no model, and for int8 on a device that cannot multiply it.
     """
     source = checkpoint.find_model(path)
     if dtype == "int8" and device.type == "mps":

@@ -175,7 +175,10 @@ def decode_utf8(raw: bytes) -> str:
 
 
 def truncate_left(tokens: list[int], context: int) -> list[int]:
-    """Return the tokens, or with a warning the last `context` - 1 of them if they are too many."""
+    """Return the tokens, or the last `context` - 1 of them, with a warning, if they do not fit.
+
+    BOS is then cut off too, and one place is left for the first new token.
+    """
     if len(tokens) <= context:
         return tokens
     problem = f"a text of {len(tokens)} tokens, the model's context is {context}"

@@ -165,7 +165,10 @@ def dequantize(values: Tensor, scale: Tensor) -> Tensor:
 
 
 class Cache:
-    """The cache of a whole model: a LayerCache for each layer, and the tokens of each row, (B,)."""
+    """The cache of a whole model: a LayerCache for each layer, and the tokens of each row, (B,).
+
+    Each layer makes its own, in `Attention.new_cache`; the caller owns them all.
+    """
 
     def __init__(self, lengths: Tensor, layers: list[LayerCache]):
         self.lengths = lengths

@@ -1,6 +1,6 @@
 """How many optimizer steps fit into max_minutes."""
 
-WARMUP_STEPS = 3  # which compile and fill caches, and are not timed
+WARMUP_STEPS = 3  # steps that fill caches, and are not timed
 TIMED_FRACTION = 0.1  # of the time left, during which steps are timed
 RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot
 SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
@@ -19,7 +19,9 @@ class TimeBudget:
         self.warmup_end = 0.0  # seconds of training at the end of the warm-up
 
     def fit(self, steps: int, training_seconds: float, total_seconds: float) -> int | None:
-        """The number of further steps that fit; None as long as too few are timed.
+        """The number of further steps that fit, or None while more steps have to be timed.
+
+        Steps are timed for a tenth of the time left, or until half of the limit has passed.
 
         `steps` were done by this process in `training_seconds`, counted from any instant on.
         `total_seconds` are those of the run so far, evaluation, saving and imports included.
@@ -30,7 +32,8 @@ class TimeBudget:
             return None
         timed = training_seconds - self.warmup_end
         left = self.limit - total_seconds
-        if timed < TIMED_FRACTION * left and left > 0.5 * self.limit:
+        is_early = left > 0.5 * self.limit
+        if is_early and timed < TIMED_FRACTION * left:
             return None
 
         # The last evaluation comes on top of those every eval_every steps.

@@ -60,7 +60,7 @@ def evaluate(
 def sample_text(
     model: Transformer, tokenizer: Tokenizer, seed: int, stop: Callable[[], int]
 ) -> str:
-    """Generate a text from BOS alone, of at most 192 tokens, or as far as it is when `stop()`."""
+    """Generate up to 192 tokens from BOS; end early, with what there is, once `stop()` is not 0."""
     capacity = min(192, model.context)
     cache = model.new_cache(1, capacity, torch.float32, model.embed.weight.device)
     sequence = Sequence([tokenizer.bos], capacity - 1, seed=seed, eos=tokenizer.eos)

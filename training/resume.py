@@ -62,7 +62,7 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
 def fingerprint(
     ranks: DistEnv, precision: torch.dtype, is_compiled: bool, micro_batch_size: int
 ) -> dict[str, str | int | bool]:
-    """What decides on the last bits of a result, beside the program and its config."""
+    """What determines the last bits of a result, besides the program and its config."""
     if ranks.device.type == "cuda":
         chip = torch.cuda.get_device_name(ranks.device)
     else:

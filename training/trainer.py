@@ -406,7 +406,7 @@ class Trainer:
         return text
 
     def _progress_fields(self) -> dict[str, float]:
-        """What every line of metrics says beside its step."""
+        """What every line of metrics holds besides its step."""
         return {"tokens": self.step * self.batch_tokens, "seconds": round(self.seconds, 3)}
 
     # Evaluation and samples
@@ -480,7 +480,7 @@ class Trainer:
     # Saving
 
     def state(self) -> dict:
-        """All that a run knows beside its weights and its config, as plain data."""
+        """The state of a run besides its weights and its config, as plain data."""
         return {
             "step": self.step,
             "steps": self.steps,

@@ -137,8 +137,8 @@ def layer_knobs(tree: dict) -> list[dict]:
 def from_hf_config(config: dict) -> dict:
     """The model that a config.json of `transformers` describes.
 
-    A config that is read must be what we would write for it, so that no entry which changes a model
-    is missed. For example, `hidden_act: gelu` is not read at all, so we would build a model with
+    Every entry that we would write for this model must be in the config with the same value;
+    entries that we never write are not looked at. For example, `hidden_act: gelu` is not read at all, so we would build a model with
     silu; for that we would write `hidden_act: silu`; the two differ, and the config is refused.
     Raises ValueError for a model that our layers cannot express.
     """

@@ -15,7 +15,8 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from model.layers import apply_softcap, fp32
 
 BLOCK_SIZE = 128  # queries in a block of `blockwise_attention`
-MAX_COMPILED_TOKENS = 1024  # tokens up to which it beats the fused kernel, compiled for a CPU
+# Up to so many tokens, `blockwise_attention` compiled for a CPU beats the fused kernel.
+MAX_COMPILED_TOKENS = 1024
 
 
 def eager_attention(
