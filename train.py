@@ -45,7 +45,8 @@ def main(cfg: DictConfig) -> None:
         if setup.is_compiled:
             compilation.use_cache()
 
-        # The folder is locked until the run ends; what this machine cannot do is one line.
+        # The folder is locked until the run ends. A compilation that fails and a lack of memory are
+        # reported as one line.
         micro_batch_size = config.micro_batch_size(settings, ranks.world_size)
         with (
             run_dir.open_run_dir(settings, ranks, is_sweep) as run,

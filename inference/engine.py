@@ -22,7 +22,9 @@ MAX_PADDING_FACTOR = 2  # prompts are padded to one batch up to this many times 
 class Sequence:
     """A prompt and what is generated after it, until `finish_reason` is "eos", "stop" or "length".
 
-    `seed` determines what is drawn. `num_cached` of the tokens are in the cache row already.
+    `seed` determines what is drawn. `num_cached` tokens are in the cache row before the first
+    prefill; a later prefill starts from an empty row. `tokens` loses its older half when it
+    outgrows the context.
     """
 
     def __init__(
@@ -139,7 +141,8 @@ def generate(
             yield from speculate(batch, tokens, sampler, step, num_draft_tokens)
             continue
 
-        # A GPU gets its next step before the host waits for the tokens of this one.
+        # Give a GPU its next step before the host waits for the tokens of this one. The step may
+        # run one token past a full cache: `schedule` then prefills the row anew.
         host_tokens, copied = copy_to_host_async(tokens)
         if cache is not None and batch.needs_more():
             batch.logits = step(model, tokens[:, None], cache, None)[:, -1]

@@ -1,4 +1,4 @@
-"""Load a model for generation: a path to the model, its tokenizer and its name."""
+"""Load from a path what generation needs: the model, its tokenizer and its name."""
 
 from pathlib import Path
 

@@ -83,7 +83,7 @@ def compile_matvec(library: Path, compiler: str) -> None:
 class DecodingLinear(nn.Module):
     """x (..., N) -> (..., M), for inference only; in int8, each output has a scale.
 
-    `stored_weight` (M, N) is int8 or of the dtype of `weight`, which is what it stands for.
+    `stored_weight` (M, N) holds `weight` in its own dtype, or quantized to int8.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, int8: bool):

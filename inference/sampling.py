@@ -49,10 +49,10 @@ def sample(
         threshold = min_p * probability.amax(dim=-1, keepdim=True)
         probability = probability.masked_fill(probability < threshold, 0.0)
 
-    # Of arrival times that are exponential with these rates, the first is a draw from them.
-    arrival_rate = probability / exponential_noise(seeds, draw_indices, tokens)
-    fastest = arrival_rate.argmax(dim=-1, keepdim=True)
-    return tokens.gather(1, fastest).squeeze(1)
+    # noise / p is an exponential arrival time of rate p; the earliest token is a draw from p.
+    inverse_arrival_time = probability / exponential_noise(seeds, draw_indices, tokens)
+    earliest = inverse_arrival_time.argmax(dim=-1, keepdim=True)
+    return tokens.gather(1, earliest).squeeze(1)
 
 
 def exponential_noise(seeds: Tensor, draw_indices: Tensor, tokens: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class KVCache(LayerCache):
     def first(self, count: int) -> "KVCache":
         if count >= self.size:
             return self
-        # Slot `count` is empty yet, so the view may store there what is not kept.
+        # Slot `count` is still empty, so the view may store there what is not kept.
         view = self.map(lambda buffer: buffer[:, : count + 1])
         view.size = count
         view.is_ring = False

@@ -50,7 +50,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         z_loss: float,
     ) -> Tensor:
         device_type = weight.device.type
-        # Products of odd sizes take a tenth longer.
+        # Products whose sizes are not multiples of 128 take a tenth longer.
         chunk_size = MAX_LOGITS[device_type] // len(weight)
         chunk_size = chunk_size // 128 * 128 or max(chunk_size, 1)
         grad_weight = torch.zeros_like(weight)

@@ -51,7 +51,7 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
             "its weights"
         )
         if then.get("init_from") != now.get("init_from"):
-            fix = f"init_from={then.get('init_from')} and the other overrides of then"
+            fix = f"init_from={then.get('init_from')} and the other overrides used then"
         raise ValueError(f"{path} was made with another {', '.join(refused)}. fix: {fix}")
     # All else is the user's to decide, and is reported.
     if not changed:

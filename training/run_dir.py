@@ -80,7 +80,7 @@ def check_run_dir(run: Path, resume: bool) -> None:
 
 
 def newest_run(name: str) -> Path | None:
-    """The newest of runs/name, runs/name-2 and so on, before all one with a checkpoint."""
+    """The newest of runs/name, runs/name-2 and so on, preferring those with a checkpoint."""
     runs = {}
     for run in RUNS.glob(f"{name}*"):
         # glob would take runs/name-of-another, too
@@ -131,7 +131,7 @@ def lock_folder(run: Path) -> IO:
         problem = f"the folder is in use (run_dir={run}: {owner})"
         raise ValueError(f"{problem}. fix: wait, or another run_dir") from None
 
-    # Tell who reads the lock whose it is.
+    # Record the owner for whoever finds the folder locked.
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}")
     lock.flush()

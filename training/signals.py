@@ -15,7 +15,7 @@ EXIT_CODES = {
 
 
 class Signals:
-    """Inside `with`, a signal ends the process at once until `arm` is called, and then sets `code`.
+    """Inside `with`, a signal ends the process at once; after `arm` it sets `code` instead.
 
     A second Ctrl-C ends a lone process at once; torchrun may send its processes the same one twice.
     """

@@ -62,7 +62,7 @@ class Trainer:
         self.batch_tokens = settings["batch_tokens"]
         self.micro_batch_size = config.micro_batch_size(settings, ranks.world_size)
 
-        # Model and optimizers. `parallel` is the objective, or what exchanges its gradients.
+        # Model and optimizers. `parallel` is the objective, or DDP around it.
         bos = corpus.tokenizer.bos if settings["document_mask"] else None
         self.objective, self.parallel = build_parallel(settings, bos, ranks, precision)
         self.model = self.objective.model
@@ -100,7 +100,8 @@ class Trainer:
         self.paused_seconds = 0.0  # that were not spent on training
         self.last_report_time = self._clock()
 
-        # An evaluation is a forward pass in which the head computes its gradients too.
+        # An evaluation is a forward pass in which the head computes its gradients too. Measured on
+        # CPUs, it takes 0.4 of a training step's time, and all of it for the share of the head.
         head_flops = 6 * self.model.unembedding.numel()
         cost_per_token = 0.4 + 0.6 * head_flops / self.flops_per_token
         self.validation_tokens = sum(map(len, corpus.validation))
@@ -302,10 +303,10 @@ class Trainer:
         return self.parallel.no_sync()
 
     def _must_skip(self, optimizer: Optimizer) -> bool:
-        """Whether the host keeps this step, which is not finite, from the optimizer.
+        """Whether to skip `optimizer.step()` on the host, as the loss or a gradient is not finite.
 
-        An optimizer that handles `found_inf` does so on the device, and nobody waits. For any other
-        the host waits for the number, and so it does in fp16, where an overflow of one gradient
+        An optimizer that handles `found_inf` does so on the device, without a wait. For any other
+        the host waits for the number, as it does in fp16, where an overflow of one gradient
         makes the norm infinite, and clipping by it spoils every gradient.
         """
         if self.scaler.is_enabled():
@@ -318,7 +319,7 @@ class Trainer:
         return self.exit_code
 
     def fit_steps_to_budget(self) -> None:
-        """Decide, once, after a timed warm-up, how many steps fit into `max_minutes`."""
+        """Decide, once, after some timed steps, how many steps fit into `max_minutes`."""
         if self.budget is None:
             return
         steps_done = self.step - self.first_step
@@ -534,8 +535,10 @@ class Trainer:
         try:
             checkpoint.save(self.run, self.step, weights, self.saved_config(), tokenizer, state)
         except OSError as error:
-            saved = f"step {self.saved_step} is there" if self.saved_step else "nothing is"
-            problem = f"step {self.step} cannot be saved, {saved} ({self.run}: {error.strerror})"
+            saved = f"step {self.saved_step}" if self.saved_step else "no step"
+            problem = (
+                f"step {self.step} cannot be saved, {saved} is there ({self.run}: {error.strerror})"
+            )
             errors.exit_with(errors.STORAGE, f"{problem}. fix: make room, then resume=true")
 
     def check_finite(self) -> None:
@@ -565,7 +568,7 @@ class Trainer:
         return monotonic() - self.started + self.earlier_seconds
 
     def _clock(self) -> float:
-        """Seconds, on a clock that stands still while something else than training goes on."""
+        """Seconds, on a clock that stands still while something other than training goes on."""
         return monotonic() - self.paused_seconds
 
     @contextmanager

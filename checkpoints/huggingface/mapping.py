@@ -74,7 +74,8 @@ def to_hf_config(tree: dict) -> dict:
         "rope_parameters": rope,
     }
 
-    # Attributes of a layer's attention have the sizes of knobs that are null.
+    # A null knob has its default in the layer's attribute of the same name, so attributes of an
+    # attention that is exported are named after its knobs.
     with torch.device("meta"):
         blocks = instantiate(tree).blocks
     for layer, block in zip(layers, blocks, strict=True):

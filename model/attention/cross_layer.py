@@ -10,7 +10,7 @@ from model.context import ForwardContext
 
 
 class SharedAttention(SoftmaxAttention):
-    """Several layers use the keys and values of one; only this one has a cache.
+    """Several layers use the keys and values of one; only that layer has a cache.
 
     `share` is pairs of layers (Brandon et al., 2405.12981), or half: all layers of the last half
     use those of its first (Sun et al., 2405.05254). Takes the knobs of SoftmaxAttention too.

@@ -104,7 +104,7 @@ class LatentAttention(Attention):
         else:
             (latent,), mask = cache.update(ctx, latent)  # (B, S, 1, rank + R)
 
-        # Multiplications for each cached token and head: T (2 rank + R) absorbed,
+        # Multiplications for each cached token and head, roughly: T (2 rank + R) absorbed,
         # 2 rank head_dim + T (2 head_dim + R) expanded. Take the way that needs fewer.
         is_short = x.shape[1] * (self.rank - self.head_dim) < self.rank * self.head_dim
         if cache is not None and is_short:
