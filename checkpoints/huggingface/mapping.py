@@ -139,8 +139,9 @@ def from_hf_config(config: dict) -> dict:
     """The model that a config.json of `transformers` describes.
 
     Every entry that we would write for this model must be in the config with the same value;
-    entries that we never write are not looked at. For example, `hidden_act: gelu` is not read at all, so we would build a model with
-    silu; for that we would write `hidden_act: silu`; the two differ, and the config is refused.
+    entries that we never write are not looked at. For example, `hidden_act: gelu` is not read, so
+    we would build a model with silu; for that we would write `hidden_act: silu`; the two differ,
+    and the config is refused.
     Raises ValueError for a model that our layers cannot express.
     """
     names = config.get("architectures")

@@ -50,17 +50,15 @@ class SoftmaxAttention(Attention):
 
         # Refuse knobs that are impossible alone, then those that contradict each other.
         if rope_base is None and rope_scaling is not None:
-            raise ValueError(
-                f"there is no RoPE to scale ({rope_base=} {rope_scaling=}). fix: set one of them to null"
-            )
+            problem = f"there is no RoPE to scale ({rope_base=} {rope_scaling=})"
+            raise ValueError(f"{problem}. fix: set one of them to null")
         validate_knobs(rope_base, dropout, kv_heads=kv_heads, window=window, chunk=chunk)
         if softcap is not None and not softcap > 0:
             raise ValueError(f"attention.softcap must be above 0 (got {softcap!r}). fix: null")
         if dim % heads or heads % kv_heads:
             values = f"{dim=} {heads=} {kv_heads=}"
-            raise ValueError(
-                f"heads must divide dim, and kv_heads must divide heads (got {values}). fix: change one"
-            )
+            problem = f"heads must divide dim, and kv_heads must divide heads (got {values})"
+            raise ValueError(f"{problem}. fix: change one")
         if rope_base is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
             values = f"{dim=} / {heads=} x {rope_fraction=} is {head_dim * rope_fraction:g}"
             raise ValueError(
