@@ -106,12 +106,14 @@ RULES: dict[str, Rule] = {
 GROUP_RULES: dict[str, Rule] = {
     "model": Rule(is_flag_or_size, f"a whole number from 1 to {LARGEST}"),
     "attention": Rule(is_no_bad_number, "from 0"),
+    "ffn": Rule(is_no_bad_number, "from 0"),
+    "norm": Rule(is_no_bad_number, "from 0"),
     "data": Rule(is_no_bad_number, "from 0"),
     "optimizer": Rule(is_no_bad_number, "a number from 0"),
     "schedule": NONNEGATIVE,
 }
 GROUPS = tuple(GROUP_RULES)
-CHECKED_BY_CONSTRUCTORS = ("attention", "softcap", "norm_eps")
+CHECKED_BY_CONSTRUCTORS = ("attention", "ffn", "norm", "softcap")
 
 
 def find_problems(config: dict, world: int) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.attention.kernels import AttentionKernel, eager_attention
+from model.attention.kernels import AttentionKernel, bias_tensor, eager_attention
 from model.transformer import Transformer
 
 MAX_LABELLED = 48  # tokens up to which the axes are labelled with them
@@ -42,13 +42,14 @@ def record_weights(
     output: Tensor,
 ) -> None:
     """Store the weights of the first row in `maps`; a forward hook of the layer's kernel."""
-    q, k, _, mask = args
+    q, k, _, visible = args
     q = q.transpose(1, 2)
     k = k.transpose(1, 2)
     # The weights are the output for values that are the identity.
     identity = torch.eye(k.shape[2], dtype=q.dtype, device=q.device)
     v = identity.expand(*k.shape[:2], -1, -1)
-    y = eager_attention(q, k, v, mask, softcap=kernel.softcap, **kwargs)
+    bias = bias_tensor(kwargs.pop("score_bias", None), q.shape[1], visible)
+    y = eager_attention(q, k, v, visible.mask, softcap=kernel.softcap, bias=bias, **kwargs)
     maps[layer] = y[0].float().cpu()
 
 

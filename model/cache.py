@@ -10,7 +10,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from model.context import ForwardContext
+from model.context import ForwardContext, Visibility
 
 
 class LayerCache:
@@ -19,8 +19,6 @@ class LayerCache:
     `initial` holds the value of each buffer before the first token of a row: a tensor that
     broadcasts to it, such as a buffer of the module. Without `initial`, they are zeros.
     """
-
-    can_rewind = True
 
     def __init__(self, *buffers: Tensor, initial: Sequence[Tensor] = ()):
         self.buffers = buffers
@@ -31,6 +29,14 @@ class LayerCache:
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether the newest tokens of a row can be forgotten by a smaller length alone.
+
+        No, unless a class knows better: a recurrent state holds all of its past.
+        """
+        return len(self.buffers) == 0
 
     def used(self) -> list[Tensor]:
         """The buffers, without slots that are written to but never read."""
@@ -85,7 +91,6 @@ class KVCache(LayerCache):
         self.chunk = chunk
         self.size = min(n for n in (capacity, window, chunk) if n is not None)
         self.is_ring = self.size < capacity
-        self.can_rewind = not self.is_ring
         self.is_quantized = dtype == torch.int8
 
         # A buffer for each feature, and in int8 one for its scales.
@@ -98,11 +103,15 @@ class KVCache(LayerCache):
             buffers += [torch.zeros(s, dtype=torch.float16, device=device) for s in shapes]
         super().__init__(*buffers)
 
-    def update(self, ctx: ForwardContext, *new: Tensor) -> tuple[list[Tensor], Tensor | None]:
+    @property
+    def can_rewind(self) -> bool:
+        return not self.is_ring
+
+    def update(self, ctx: ForwardContext, *new: Tensor) -> tuple[list[Tensor], Visibility]:
         """Store new features (B, T, ...), and return the keys' side of attention.
 
-        That is, each feature with all tokens that can be attended to, (B, S, ...), and the mask
-        (B, 1, T, S), or None for plain causal attention.
+        That is, each feature with all tokens that can be attended to, (B, S, ...), and which of
+        them are visible to which new token, with the positions of all.
         """
         num_new = new[0].shape[1]
         if self.is_ring and num_new > 1:
@@ -110,15 +119,15 @@ class KVCache(LayerCache):
             cached = self._read(new)
             features = [torch.cat(pair, dim=1) for pair in zip(cached, new, strict=True)]
             self._write(ctx, new)
-            return features, ctx.ring_mask(self.size, self.window, self.chunk)
+            return features, ctx.visible_in_ring(self.size, self.window, self.chunk)
 
         self._write(ctx, new)
         if num_new == self.size and ctx.valid is None:
             # The new tokens fill the cache: nothing needs to be read back.
             if self.window is None and self.chunk is None:
-                return list(new), None
-            return list(new), ctx.causal_mask(self.window, self.chunk)
-        return self._read(new), ctx.cache_mask(self.size, self.window, self.chunk)
+                return list(new), Visibility(None, ctx.positions, ctx.positions)
+            return list(new), ctx.visible(self.window, self.chunk)
+        return self._read(new), ctx.visible_in_cache(self.size, self.window, self.chunk)
 
     def used(self) -> list[Tensor]:
         return [buffer[:, : self.size] for buffer in self.buffers]

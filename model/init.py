@@ -36,8 +36,10 @@ def initialize(
 def initial_value(path: str, module: nn.Module, name: str, generator: torch.Generator) -> Tensor:
     """The initial value of the parameter `name` of the module at `path`, on the CPU in fp32."""
     match module:
-        case nn.RMSNorm():
+        case nn.RMSNorm() | nn.LayerNorm() if name == "weight":
             return torch.ones(module.normalized_shape)
+        case nn.LayerNorm():
+            return torch.zeros(module.normalized_shape)
         case nn.Embedding():
             return torch.randn(module.weight.shape, generator=generator) * 0.02
         case nn.Linear() if name == "bias" or path.endswith(ZERO):

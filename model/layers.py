@@ -1,5 +1,6 @@
-"""The parts that every decoder layer is made of: rotary positions, norms, the feed-forward."""
+"""The parts that decoder layers are made of: rotary positions, norms, feed-forwards."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -77,15 +78,66 @@ class RMSNorm(nn.RMSNorm):
         return y.type_as(x)
 
 
-class SwiGLU(nn.Module):
-    """silu(gate(x)) * up(x), projected back; (B, T, D) -> (B, T, D). Shazeer, 2002.05202."""
+class LayerNorm(nn.LayerNorm):
+    """(x - mean(x)) / std(x) * weight + bias over the last axis, in fp32. Ba, 1607.06450."""
 
-    def __init__(self, dim: int, hidden: int):
+    def __init__(self, dim: int, eps: float):
+        super().__init__(dim, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = fp32(self.weight)
+        bias = fp32(self.bias)
+        y = F.layer_norm(fp32(x), self.normalized_shape, weight, bias, self.eps)
+        return y.type_as(x)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """relu(x)^2. Primer, 2109.08668."""
+    return F.relu(x).square()
+
+
+# By their names in `transformers`.
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu2": relu2}
+
+
+def activation_named(name: str) -> Callable[[Tensor], Tensor]:
+    """Return an activation by its name. Raises ValueError for an unknown one."""
+    if name not in ACTIVATIONS:
+        names = ", ".join(ACTIVATIONS)
+        raise ValueError(f"ffn.activation is unknown (got {name!r}). fix: one of {names}")
+    return ACTIVATIONS[name]
+
+
+class FeedForward(nn.Module):
+    """activation(up(x)), projected back; (B, T, D) -> (B, T, D). Vaswani, 1706.03762.
+
+    `hidden` is its inner width. A feed-forward calls its last projection `down_proj`, which starts
+    at zero. Raises ValueError for an unknown activation.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, activation: str):
         super().__init__()
+        self.activation = activation_named(activation)
+        self.up_proj = Linear(dim, hidden)
+        self.down_proj = Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.up_proj(x)))
+
+
+class GatedFeedForward(nn.Module):
+    """activation(gate(x)) * up(x), projected back; (B, T, D) -> (B, T, D). Shazeer, 2002.05202.
+
+    With silu it is SwiGLU, with gelu GEGLU. Raises ValueError for an unknown activation.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, activation: str):
+        super().__init__()
+        self.activation = activation_named(activation)
         self.gate_proj = Linear(dim, hidden)
         self.up_proj = Linear(dim, hidden)
         self.down_proj = Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = F.silu(self.gate_proj(x))
+        gate = self.activation(self.gate_proj(x))
         return self.down_proj(gate * self.up_proj(x))

@@ -13,18 +13,24 @@ from torch import Tensor, nn
 from model.attention.base import Attention, CrossLayer, LayerSpec
 from model.cache import Cache, LayerCache
 from model.context import ForwardContext
-from model.layers import Embedding, Linear, RMSNorm, SwiGLU, apply_softcap
+from model.layers import Embedding, Linear, apply_softcap
 
 
 class Block(nn.Module):
     """A pre-norm decoder layer: x + attention(norm(x)), then x + ffn(norm(x))."""
 
-    def __init__(self, spec: LayerSpec, hidden: int, attention: Attention):
+    def __init__(
+        self,
+        spec: LayerSpec,
+        attention: Attention,
+        ffn: nn.Module,
+        norm: Callable[[int, float], nn.Module],
+    ):
         super().__init__()
-        self.attention_norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.attention_norm = norm(spec.dim, spec.norm_eps)
         self.attention = attention
-        self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps)
-        self.ffn = SwiGLU(spec.dim, hidden)
+        self.ffn_norm = norm(spec.dim, spec.norm_eps)
+        self.ffn = ffn
 
     def forward(
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
@@ -39,7 +45,8 @@ class Transformer(nn.Module):
     """A decoder-only language model.
 
     `hidden` is the width of the feed-forward and `context` the longest sequence in tokens. With
-    `tied`, the embedding is the head too. `softcap` bounds the logits.
+    `tied`, the embedding is the head too. `softcap` bounds the logits. The parts of a layer are
+    built by `attention(spec)`, `ffn(dim, hidden)` and `norm(dim, norm_eps)`.
     """
 
     def __init__(
@@ -53,6 +60,8 @@ class Transformer(nn.Module):
         context: int,
         tied: bool,
         attention: Callable[[LayerSpec], Attention],
+        ffn: Callable[[int, int], nn.Module],
+        norm: Callable[[int, float], nn.Module],
         softcap: float | None = None,
         norm_eps: float = 1e-6,
     ):
@@ -71,8 +80,8 @@ class Transformer(nn.Module):
             spec = LayerSpec(
                 dim=dim, heads=heads, context=context, layer=layer, depth=depth, norm_eps=norm_eps
             )
-            self.blocks.append(Block(spec, hidden, attention(spec)))
-        self.norm = RMSNorm(dim, norm_eps)
+            self.blocks.append(Block(spec, attention(spec), ffn(dim, hidden), norm))
+        self.norm = norm(dim, norm_eps)
         self.head = None if tied else Linear(dim, vocab_size)
 
     def forward(

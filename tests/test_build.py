@@ -20,8 +20,8 @@ HOSTILE = [
     "model.cache.Tensor",
     "model.attention.softmax.Linear",  # ours, but not from there
     "model.attention.base.CrossLayer",
-    "model.layers.SwiGLU.__init__",
-    "model..layers.SwiGLU",
+    "model.layers.GatedFeedForward.__init__",
+    "model..layers.GatedFeedForward",
     "model.nothing.Here",
     "os.system",
     "torch.hub.load",

@@ -304,12 +304,12 @@ def test_bf16_runs(model):
 
 
 def test_masks_are_made_once_and_none_for_plain_causal(model, monkeypatch):
-    asked, visible = [], ForwardContext.causal_mask
+    asked, visible = [], ForwardContext.visible
     monkeypatch.setattr(
         ForwardContext,
-        "causal_mask",
+        "visible",
         lambda *about: asked.append((about[1:], visible(*about))) or asked[-1][1],
     )
     model(TOKENS)
-    assert all((mask is None) == (not any(about)) for about, mask in asked)
-    assert len({id(mask) for _, mask in asked}) == len({about for about, _ in asked})
+    assert all((result.mask is None) == (not any(about)) for about, result in asked)
+    assert len({id(result) for _, result in asked}) == len({about for about, _ in asked})

@@ -1,9 +1,9 @@
 """Layers against plain references: loops from the formulas, in float64; whole models against transformers."""
 
 import cmath
-import itertools
 import math
 import operator
+from itertools import product
 
 import pytest
 import torch
@@ -12,13 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.instantiate import instantiate
 from model.attention import kernels
+from model.attention.alibi import alibi_slopes
 from model.attention.base import Attention, LayerSpec
 from model.attention.kernels import AttentionKernel
 from model.attention.mla import LatentAttention
 from model.attention.softmax import SoftmaxAttention
 from model.cache import KVCache
-from model.context import ForwardContext
-from model.layers import RMSNorm, SwiGLU, apply_rope
+from model.context import ForwardContext, Visibility
+from model.layers import FeedForward, GatedFeedForward, LayerNorm, RMSNorm, apply_rope
 from tests.conftest import close, redraw, settings_of, tree_of
 from tools import cost
 
@@ -55,10 +56,33 @@ def test_rms_norm_of_bf16_sums_in_fp32():
     assert RMSNorm(4096, 1e-6).bfloat16()(x).eq(1).all()
 
 
-def test_swiglu():
-    x, ffn = random(3, 4), SwiGLU(4, 6).double()
+def test_layer_norm():
+    x, norm = random(2, 5, 7), LayerNorm(7, 1e-6).double()
+    norm.weight.data.copy_(random(7))
+    norm.bias.data.copy_(random(7, 1)[:, 0])
+    for b, t in product(range(2), range(5)):
+        mean = sum(x[b, t].tolist()) / 7
+        std = math.sqrt(sum((v - mean) ** 2 for v in x[b, t].tolist()) / 7 + 1e-6)
+        close(norm(x)[b, t], (x[b, t] - mean) / std * norm.weight + norm.bias)
+
+
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + math.exp(-x)),
+    "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
+    "relu2": lambda x: max(x, 0.0) ** 2,
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_feed_forwards(activation):
+    def act(x: Tensor) -> Tensor:
+        return x.detach().clone().apply_(ACTIVATIONS[activation])
+
+    x, ffn = random(3, 4), FeedForward(4, 6, activation=activation).double()
+    close(ffn(x), act(x @ ffn.up_proj.weight.T) @ ffn.down_proj.weight.T)
+    ffn = GatedFeedForward(4, 6, activation=activation).double()
     gate, up = (x @ w.weight.T for w in (ffn.gate_proj, ffn.up_proj))
-    close(ffn(x), (gate / (1 + (-gate).exp()) * up) @ ffn.down_proj.weight.T)
+    close(ffn(x), (act(gate) * up) @ ffn.down_proj.weight.T)
 
 
 def test_rope_turns_each_pair_by_its_angle():
@@ -80,7 +104,7 @@ def test_rope_turns_each_pair_by_its_angle():
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_is_a_softmax_over_what_is_visible(heads, kv_heads, window):
     q, k, v = random(2, 7, heads, 4), random(2, 7, kv_heads, 4), random(2, 7, kv_heads, 4)
-    mask = ForwardContext(torch.zeros(2, 7), None, None, None).causal_mask(window, None)
+    mask = ForwardContext(torch.zeros(2, 7), None, None, None).visible(window, None).mask
     by_heads = (x.transpose(1, 2) for x in (q, k, v))
     y = kernels.eager_attention(*by_heads, mask).transpose(1, 2)
     for b in range(2):
@@ -101,11 +125,11 @@ FUSED = [(None, None, False), (3, None, False)]
 
 
 def kernel_inputs(window: int | None, has_sink: bool, dtype: torch.dtype) -> tuple:
-    """q, k, v with grouped heads and values of another width, mask and sink."""
+    """q, k, v with grouped heads and values of another width, what is visible, and a sink."""
     q, k, v = (random(2, heads, 9, width) for heads, width in ((4, 8), (2, 8), (2, 6)))
-    mask = ForwardContext(torch.zeros(2, 9), None, None, None).causal_mask(window, None)
+    visible = ForwardContext(torch.zeros(2, 9), None, None, None).visible(window, None)
     inputs = [x.to(dtype).requires_grad_() for x in (q, k, v, random(4))]
-    return *inputs[:3], mask, inputs[3] if has_sink else None
+    return *inputs[:3], visible, inputs[3] if has_sink else None
 
 
 def assert_same_with_gradients(y: Tensor, expected: Tensor, inputs: tuple) -> None:
@@ -113,7 +137,7 @@ def assert_same_with_gradients(y: Tensor, expected: Tensor, inputs: tuple) -> No
     close(y, expected)
     close(
         torch.autograd.grad(y.pow(3).sum(), inputs),
-        torch.autograd.grad(expected.pow(3).sum(), inputs),
+        torch.autograd.grad(expected.pow(3).sum(), inputs, retain_graph=True),
     )
 
 
@@ -121,20 +145,21 @@ def assert_same_with_gradients(y: Tensor, expected: Tensor, inputs: tuple) -> No
 @pytest.mark.parametrize("window, softcap, has_sink", BLOCKWISE)
 def test_blockwise_attention_equals_the_definition(window, softcap, has_sink, scale, monkeypatch):
     monkeypatch.setattr(kernels, "BLOCK_SIZE", 4)
-    *qkv, mask, sink = kernel_inputs(window, has_sink, torch.float64)
+    *qkv, visible, sink = kernel_inputs(window, has_sink, torch.float64)
     options = {"softcap": softcap, "sink": sink, "scale": scale}
-    y = kernels.blockwise_attention(*qkv, mask, **options)
-    expected = kernels.eager_attention(*qkv, mask, **options)
+    y = kernels.blockwise_attention(*qkv, visible.mask, **options)
+    expected = kernels.eager_attention(*qkv, visible.mask, **options)
     assert_same_with_gradients(y, expected, (*qkv, sink))
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("window, softcap, has_sink", [*FUSED, *BLOCKWISE])
 def test_the_chosen_kernel_equals_the_definition(window, softcap, has_sink, scale):
-    *qkv, mask, sink = kernel_inputs(window, has_sink, torch.float64)
+    *qkv, visible, sink = kernel_inputs(window, has_sink, torch.float64)
     by_tokens = [x.transpose(1, 2) for x in qkv]
-    y = AttentionKernel(softcap)(*by_tokens, mask, sink=sink, scale=scale).transpose(1, 2)
-    expected = kernels.eager_attention(*qkv, mask, softcap=softcap, sink=sink, scale=scale)
+    y = AttentionKernel(softcap)(*by_tokens, visible, sink=sink, scale=scale).transpose(1, 2)
+    options = {"softcap": softcap, "sink": sink, "scale": scale}
+    expected = kernels.eager_attention(*qkv, visible.mask, **options)
     assert_same_with_gradients(y, expected, (*qkv, sink))
 
 
@@ -156,23 +181,84 @@ def test_dropout_zeroes_weights_and_enlarges_the_others(kernel):
 def test_flex_attention_equals_the_definition(window, softcap, has_sink):
     """Its output alone: without a GPU it has no backward."""
     q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
-    *_, mask, sink = kernel_inputs(window, has_sink, torch.float32)
+    *_, visible, sink = kernel_inputs(window, has_sink, torch.float32)
     options = {"softcap": softcap, "sink": sink if sink is None else sink.detach(), "scale": None}
-    y = kernels.flex_attention_kernel(q, k, v, mask, **options)
-    close(y, kernels.eager_attention(q, k, v, mask, **options), rtol=0, atol=1e-5)
+    y = kernels.flex_attention_kernel(q, k, v, visible, score_bias=None, **options)
+    close(y, kernels.eager_attention(q, k, v, visible.mask, **options), rtol=0, atol=1e-5)
+
+
+class LearnedBias(torch.nn.Module):
+    """A bias for each head and distance, whose values have gradients."""
+
+    def __init__(self, heads: int, length: int):
+        super().__init__()
+        self.table = torch.nn.Parameter(random(heads, length))
+
+    def __call__(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.table[head, (query - key).clamp(min=0)]
+
+
+# Which keys there are: all tokens before, a window, and those of a cache for the newest 3 tokens.
+@pytest.mark.parametrize("case", ["plain", "window", "ring", "ragged cache"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_every_kernel_adds_a_score_bias(case, monkeypatch):
+    monkeypatch.setattr(kernels, "BLOCK_SIZE", 4)
+    queries, keys = (9, 9) if case in ("plain", "window") else (3, 9)
+    ctx = ForwardContext(torch.zeros(2, queries), None, None, None)
+    if "ring" in case:
+        ctx = ForwardContext(torch.zeros(2, 3), torch.tensor([13, 4]), None, None)
+        visible = ctx.visible_in_ring(6, 4, None)
+    elif "cache" in case:
+        valid = torch.tensor([[True, True, True], [False, True, True]])
+        ctx = ForwardContext(torch.zeros(2, 3), torch.tensor([2, 5]), valid, None)
+        visible = ctx.visible_in_cache(9, None, None)
+    else:
+        visible = ctx.visible(3 if case == "window" else None, None)
+    bias = LearnedBias(4, 20)
+    q, k, v = (random(2, heads, n, 16) for heads, n in ((4, queries), (2, keys), (2, keys)))
+
+    # The definition, in a loop over scores.
+    expected = torch.zeros(2, 4, queries, 16, dtype=torch.float64)
+    at = visible.query_positions.expand(2, -1), visible.key_positions.expand(2, -1)
+    for b, h, i in product(range(2), range(4), range(queries)):
+        if at[0][b, i] < 0:  # padding
+            continue
+        mask = visible.mask if visible.mask is None else visible.mask.expand(2, -1, -1, -1)
+        seen = [j for j in range(keys) if mask is None or mask[b, 0, i, j]]
+        seen = [j for j in seen if 0 <= at[1][b, j] <= at[0][b, i]]
+        scores = [q[b, h, i] @ k[b, h // 2, j] / 4 for j in seen]
+        added = [bias.table[h, at[0][b, i] - at[1][b, j]] for j in seen]
+        weights = torch.stack([s + a for s, a in zip(scores, added, strict=True)]).softmax(0)
+        expected[b, h, i] = sum(w * v[b, h // 2, j] for w, j in zip(weights, seen, strict=True))
+    is_token = (at[0] >= 0)[:, None, :, None]
+
+    by_tokens = [x.transpose(1, 2) for x in (q, k, v)]
+    results = [
+        kernel(q, k, v, visible.mask, bias=kernels.bias_tensor(bias, 4, visible))
+        for kernel in (kernels.eager_attention, kernels.blockwise_attention)
+    ]
+    results += [AttentionKernel()(*by_tokens, visible, score_bias=bias).transpose(1, 2)]
+    for y in results:
+        assert_same_with_gradients(y * is_token, expected * is_token, (bias.table,))
+    with torch.no_grad():
+        y = kernels.flex_attention_kernel(
+            q, k, v, visible, softcap=None, score_bias=bias, sink=None, scale=None
+        )
+    close(y * is_token, expected * is_token, rtol=0, atol=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window, softcap, has_sink", BLOCKWISE[1:])
 def test_compiled_flex_attention_has_the_gradients_of_the_definition(window, softcap, has_sink):
-    *_, mask, sink = kernel_inputs(window, has_sink, torch.float32)
+    *_, visible, sink = kernel_inputs(window, has_sink, torch.float32)
     q, k, v = (random(2, heads, 9, 16).float().cuda().requires_grad_() for heads in (4, 2, 2))
     sink = None if sink is None else sink.detach().cuda().requires_grad_()
-    mask = None if mask is None else mask.cuda()
+    visible = Visibility(*(x if x is None else x.cuda() for x in visible))
     options = {"softcap": softcap, "sink": sink, "scale": None}
-    y = torch.compile(kernels.flex_attention_kernel, fullgraph=True)(q, k, v, mask, **options)
-    expected = kernels.eager_attention(q, k, v, mask, **options)
+    compiled = torch.compile(kernels.flex_attention_kernel, fullgraph=True)
+    y = compiled(q, k, v, visible, score_bias=None, **options)
+    expected = kernels.eager_attention(q, k, v, visible.mask, **options)
     inputs = [x for x in (q, k, v, sink) if x is not None]
     grads = [torch.autograd.grad(x.pow(3).sum(), inputs) for x in (y, expected)]
     close(y, expected, rtol=0, atol=1e-2)  # products in TF32
@@ -185,12 +271,12 @@ def test_compiled_flex_attention_has_the_gradients_of_the_definition(window, sof
 def test_flex_attention_compiles(window, softcap):
     torch._dynamo.reset()
     q, k, v = (random(2, heads, 128, 16).float() for heads in (4, 2, 2))
-    mask = ForwardContext(torch.zeros(2, 128), None, None, None).causal_mask(window, None)
+    visible = ForwardContext(torch.zeros(2, 128), None, None, None).visible(window, None)
     options = {"softcap": softcap, "sink": None, "scale": None}
     compiled = torch.compile(kernels.flex_attention_kernel, fullgraph=True, dynamic=False)
     with torch.no_grad():  # without a GPU there is no backward
-        y = compiled(q, k, v, mask, **options)
-    close(y, kernels.eager_attention(q, k, v, mask, **options), rtol=0, atol=1e-5)
+        y = compiled(q, k, v, visible, score_bias=None, **options)
+    close(y, kernels.eager_attention(q, k, v, visible.mask, **options), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "softcap"])
@@ -271,7 +357,7 @@ def test_the_block_of_the_classic_walkthrough():
         return [a / size for a in turned]
 
     y = torch.zeros(2, 10, 128, dtype=torch.float64)
-    for b, t, h in itertools.product(range(2), range(10), range(16)):
+    for b, t, h in product(range(2), range(10), range(16)):
         shared = slice(h // 4 * 8, h // 4 * 8 + 8)
         query = placed(q[b, t, 8 * h : 8 * h + 8], t)
         keys = [placed(k[b, s, shared], s) for s in range(t + 1)]
@@ -368,3 +454,55 @@ def test_the_card_of_a_cache_of_fixed_size_equals_a_formula():
     state = dim * (dim // heads) * 4 + 3 * dim * (4 - 1) * 2
     assert delta.model.cache_bytes(4096, torch.bfloat16) == 3 * state + 4097 * slot
     assert cost.row(delta)[2] == f"{slot:,}"
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 6, 8, 12, 20])
+def test_alibi_slopes_are_those_of_bloom_and_mpt(heads):
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    slopes = alibi_slopes(heads)
+    # BLOOM adds slope x key position, MPT slope x (key - last key), either to all rows alike.
+    bloom = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)[:, 0]
+    close(slopes[:, None] * torch.arange(5), bloom, rtol=0, atol=1e-5)
+    mpt = build_mpt_alibi_tensor(heads, 5)[:, 0]
+    close(slopes[:, None] * (torch.arange(5) - 4), mpt, rtol=0, atol=1e-5)
+
+
+def test_alibi_is_a_softmax_of_scores_less_distances():
+    layer = redraw(instantiate(tree_of("alibi"))).double().blocks[0].attention
+    x = random(2, 9, 64)
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
+    q, k, v = (proj(x).unflatten(-1, (-1, 16)) for proj in projections)
+    y = torch.zeros(2, 9, 4, 16, dtype=torch.float64)
+    for b, t, h in product(range(2), range(9), range(4)):
+        slope = 2 ** (-2 * (h + 1))  # of 4 heads
+        scores = [q[b, t, h] @ k[b, s, h // 2] / 4 - slope * (t - s) for s in range(t + 1)]
+        weights = torch.stack(scores).softmax(0)
+        y[b, t, h] = sum(w * v[b, s, h // 2] for s, w in enumerate(weights))
+    close(output(layer, x), layer.o_proj(y.flatten(-2)), rtol=0, atol=1e-5)
+
+
+def test_retention_equals_its_recurrence():
+    layer = redraw(instantiate(tree_of("retention"))).double().blocks[0].attention
+    x = random(2, 11, 64)
+    q, k = (proj(x).unflatten(-1, (4, 16)) for proj in (layer.q_proj, layer.k_proj))
+    v = layer.v_proj(x).unflatten(-1, (4, 32))
+    y = torch.zeros(2, 11, 4, 32, dtype=torch.float64)
+    for b, h in product(range(2), range(4)):
+        decay = 1 - 2.0 ** (-5 - h)
+        state = torch.zeros(16, 32, dtype=torch.float64)
+        for t in range(11):
+            # Rotate the pairs (i, i + 8), as complex numbers.
+            angle = t * 10000.0 ** (-torch.arange(8).double() / 8)
+            turn = torch.polar(torch.ones(8).double(), angle)
+            query = torch.complex(q[b, t, h, :8], q[b, t, h, 8:]) * turn
+            key = torch.complex(k[b, t, h, :8], k[b, t, h, 8:]) * turn
+            query = torch.cat((query.real, query.imag))
+            key = torch.cat((key.real, key.imag)) / 4
+            state = decay * state + key[:, None] * v[b, t, h]
+            read = query @ state
+            y[b, t, h] = read / (read.square().mean() + 1e-6).sqrt()
+    gate = layer.gate_proj(x)
+    expected = layer.o_proj(gate * gate.sigmoid() * y.flatten(-2))
+    close(output(layer, x), expected, rtol=0, atol=1e-5)

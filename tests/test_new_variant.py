@@ -27,10 +27,10 @@ TREE = (
 FILES = ("README.md", "generate.py", "pyproject.toml", "train.py")
 # all that is parametrised by the attentions, or goes over them
 EVERY = (
-    "test_build", "test_compare", "test_configs", "test_cost", "test_export", "test_laws", "test_loss",
+    "test_build", "test_compare", "test_configs", "test_cost", "test_export", "test_laws", "test_loss", "test_slots",
     "test_training",
 )  # fmt: skip
-CASES = {"alibi": EVERY, "average": ("test_cost", "test_laws")}
+CASES = {"average": EVERY}
 
 
 @pytest.mark.parametrize("name", CASES)

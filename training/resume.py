@@ -24,7 +24,9 @@ IGNORED_ON_RESUME = (
     "name",
     "run_dir",
     "resume",
-    "attention.",  # which the model repeats
+    "attention.",  # which the model repeats, as it does the next two
+    "ffn.",
+    "norm.",
     "init_from",
     "wandb",
 )

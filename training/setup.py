@@ -20,7 +20,7 @@ from data.sources import Source
 from model.materialize import build_model
 from training.trainer import Trainer
 
-MODEL_OVERRIDE = re.compile(r"[+~]*(model|attention|data\.tokenizer)\b")
+MODEL_OVERRIDE = re.compile(r"[+~]*(model|attention|ffn|norm|data\.tokenizer)\b")
 BLOCKING_KEYS = (*config.GROUPS, "device", "precision", "compile", "init_from")
 
 

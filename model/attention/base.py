@@ -11,7 +11,7 @@ from model.cache import LayerCache
 from model.context import ForwardContext
 
 # What earlier layers of this forward hand on to later ones, such as keys and values, by name.
-CrossLayer = dict[str, tuple[Tensor | None, ...]]
+CrossLayer = dict[str, tuple]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,14 +38,14 @@ class SharedAttention(SoftmaxAttention):
         if not self.reuses_kv:
             k, v, carry = self.project_kv(x, ctx, carry)
             if cache is None:
-                mask = ctx.causal_mask(self.window, self.chunk)
+                visible = ctx.visible(self.window, self.chunk)
             else:
-                (k, v), mask = cache.update(ctx, k, v)
-            carry = carry | {"kv": (k, v, mask)}
-        k, v, mask = take(carry, "kv", self.layer)
+                (k, v), visible = cache.update(ctx, k, v)
+            carry = carry | {"kv": (k, v, visible)}
+        k, v, visible = take(carry, "kv", self.layer)
 
         q = self.project_q(x, ctx)
-        y = self.attend(q, k, v, mask).flatten(-2)
+        y = self.attend(q, k, v, visible).flatten(-2)
         if self.gate_proj is not None:
             y = y * self.gate_proj(x).sigmoid()
         return self.o_proj(y), carry
@@ -85,7 +85,7 @@ class ValueResidualAttention(SoftmaxAttention):
         return super().init_param(name, generator)
 
 
-def take(carry: CrossLayer, name: str, layer: int) -> tuple[Tensor | None, ...]:
+def take(carry: CrossLayer, name: str, layer: int) -> tuple:
     """Return what an earlier layer carries to `layer`. Raises ValueError where none does."""
     if name not in carry:
         raise ValueError(

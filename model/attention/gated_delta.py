@@ -23,8 +23,6 @@ FORGET_ALL = -60.0
 class StateCache(LayerCache):
     """The state (B, H, D, D) and the convolution's last inputs (B, kernel - 1, C)."""
 
-    can_rewind = False
-
     @property
     def state(self) -> Tensor:
         return self.buffers[0]

@@ -2,9 +2,12 @@
 
 Functions take q (B, H, T, D), k (B, K, S, D), v (B, K, S, E) and mask (B, 1, T, S), and return
 (B, H, T, E). H is a multiple of K. True in the mask means visible; mask=None means plain causal
-attention with T = S, which needs no mask in memory.
+attention with T = S, which needs no mask in memory. Options that all of them have: `softcap`
+bounds the scores, `bias` (B, H, T, S) is added to them, sink (H,) is a logit that adds no value,
+and `scale` is 1 / sqrt(D) unless given.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
+from model.context import Visibility
 from model.layers import apply_softcap, fp32
 
+# (head, query position, key position) -> what to add to the score; integer tensors that broadcast.
+ScoreBias = Callable[[Tensor, Tensor, Tensor], Tensor]
 BLOCK_SIZE = 128  # queries in a block of `blockwise_attention`
 # Up to so many tokens, `blockwise_attention` compiled for a CPU beats the fused kernel.
 MAX_COMPILED_TOKENS = 1024
@@ -26,14 +32,12 @@ def eager_attention(
     mask: Tensor | None,
     *,
     softcap: float | None = None,
+    bias: Tensor | None = None,
     sink: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute attention by its definition, which every other kernel must equal.
-
-    `scale` is 1 / sqrt(D) unless given; sink (H,) is a logit that adds no value.
-    """
+    """Compute attention by its definition, which every other kernel must equal."""
     batch, heads, length, head_dim = q.shape
     if mask is None:
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
@@ -44,6 +48,8 @@ def eager_attention(
 
     scores = fp32(q @ k.mT) * scale  # (B, H, T, S)
     scores = apply_softcap(scores, softcap)
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~mask, -torch.inf)
     if sink is not None:
         column = fp32(sink).view(-1, 1, 1).expand(batch, -1, length, 1)
@@ -54,14 +60,20 @@ def eager_attention(
 
 
 def blockwise_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Compute causal attention by blocks of queries, each without the keys that come after it.
 
     With a mask, all queries are one block. `options` are those of `attend_block`.
     """
     if mask is not None:
-        return attend_block(q, k, v, mask, **options)
+        return attend_block(q, k, v, mask, bias=bias, **options)
     positions = torch.arange(q.shape[2], device=q.device)
     blocks = []
     for start in range(0, q.shape[2], BLOCK_SIZE):
@@ -70,7 +82,8 @@ def blockwise_attention(
         keys = k[:, :, :end]
         values = v[:, :, :end]
         mask = (positions[:end] <= positions[start:end, None])[None, None]
-        blocks.append(attend_block(queries, keys, values, mask, **options))
+        block_bias = None if bias is None else bias[:, :, start:end, :end]
+        blocks.append(attend_block(queries, keys, values, mask, bias=block_bias, **options))
     return torch.cat(blocks, dim=2)
 
 
@@ -81,6 +94,7 @@ def attend_block(
     mask: Tensor,
     *,
     softcap: float | None = None,
+    bias: Tensor | None = None,
     sink: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
@@ -99,6 +113,8 @@ def attend_block(
 
     scores = fp32(matmul(q * scale, k.mT))
     scores = apply_softcap(scores, softcap)
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~mask, -torch.inf)
 
     # Subtract the largest score, so that no exponential overflows.
@@ -138,26 +154,35 @@ def flex_attention_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    visible: Visibility,
     *,
     softcap: float | None,
+    score_bias: ScoreBias | None,
     sink: Tensor | None,
     scale: float | None,
 ) -> Tensor:
     """Compute attention by FlexAttention, which skips blocks without a visible key. 2412.05496."""
+    batch = q.shape[0]
+    mask = visible.mask
     mask_batch = None
     if mask is not None:
-        mask_batch = q.shape[0]
-        mask = mask.expand(mask_batch, -1, -1, -1)
+        mask_batch = batch
+        mask = mask.expand(batch, -1, -1, -1)
+    query_positions = visible.query_positions.expand(batch, -1)
+    key_positions = visible.key_positions.expand(batch, -1)
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return j <= i if mask is None else mask[b, 0, i, j]
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return apply_softcap(score, softcap)
+        score = apply_softcap(score, softcap)
+        if score_bias is not None:
+            score = score + score_bias(h, query_positions[b, i], key_positions[b, j])
+        return score
 
+    changes_scores = softcap is not None or score_bias is not None
     options = {
-        "score_mod": None if softcap is None else score_mod,
+        "score_mod": score_mod if changes_scores else None,
         "block_mask": create_block_mask(
             mask_mod, mask_batch, None, q.shape[2], k.shape[2], device=q.device
         ),
@@ -171,6 +196,16 @@ def flex_attention_kernel(
     y, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
     fraction = (aux.lse - fp32(sink)[:, None]).sigmoid()  # (B, H, T)
     return y * fraction[..., None].type_as(y)
+
+
+def bias_tensor(score_bias: ScoreBias | None, heads: int, visible: Visibility) -> Tensor | None:
+    """The biases of all scores, (B, H, T, S) or (1, H, T, S)."""
+    if score_bias is None:
+        return None
+    head = torch.arange(heads, device=visible.key_positions.device)[:, None, None]
+    query = visible.query_positions[:, None, :, None]
+    key = visible.key_positions[:, None, None, :]
+    return score_bias(head, query, key)
 
 
 class AttentionKernel(nn.Module):
@@ -189,28 +224,31 @@ class AttentionKernel(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
+        visible: Visibility,
         *,
         sink: Tensor | None = None,
+        score_bias: ScoreBias | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """q (B, T, H, D), k (B, S, K, D), v (B, S, K, E), mask (B, 1, T, S) -> (B, T, H, E)."""
+        """q (B, T, H, D), k (B, S, K, D), v (B, S, K, E) -> (B, T, H, E)."""
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
+        mask = visible.mask
         length = q.shape[2]
         dropout = self.dropout if self.dropout > 0 and self.training else 0.0
         options = {"softcap": self.softcap, "sink": sink, "scale": scale}
         is_compiling = torch.compiler.is_compiling()
-        is_fusable = self.softcap is None and sink is None
+        is_fusable = self.softcap is None and sink is None and score_bias is None
         is_plain = is_fusable and mask is None
 
         # FlexAttention must be compiled, and has no dropout. It takes what is not plain causal.
         can_flex = is_compiling and q.is_cuda and length == k.shape[2] and dropout == 0
         if can_flex and not is_plain:
-            return flex_attention_kernel(q, k, v, mask, **options).transpose(1, 2)
+            y = flex_attention_kernel(q, k, v, visible, score_bias=score_bias, **options)
+            return y.transpose(1, 2)
 
-        # The fused kernel has neither soft-cap nor sink. Compiled for a CPU it loses to products
+        # The fused kernel has no soft-cap, bias or sink. Compiled for a CPU it loses to products
         # of a few blocks, and to sums for a single query.
         is_short = length == 1 or (mask is None and length <= MAX_COMPILED_TOKENS)
         prefers_blocks = is_compiling and q.device.type == "cpu" and is_short
@@ -226,5 +264,6 @@ class AttentionKernel(nn.Module):
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         else:
-            y = blockwise_attention(q, k, v, mask, dropout=dropout, **options)
+            bias = bias_tensor(score_bias, q.shape[1], visible)
+            y = blockwise_attention(q, k, v, mask, bias=bias, dropout=dropout, **options)
         return y.transpose(1, 2)

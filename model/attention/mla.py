@@ -12,8 +12,9 @@ from torch import Tensor
 from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
 from model.attention.kernels import AttentionKernel
 from model.cache import KVCache
-from model.context import ForwardContext, Scaling
+from model.context import ForwardContext, Visibility
 from model.layers import Linear, RMSNorm, apply_rope
+from model.rope import Scaling
 
 
 class LatentAttention(Attention):
@@ -100,21 +101,21 @@ class LatentAttention(Attention):
         latent = self.latent_norm(self.latent_proj(x)).unsqueeze(2)
         latent = torch.cat((latent, k_rope), dim=-1)  # (B, T, 1, rank + R)
         if cache is None:
-            mask = ctx.causal_mask(None, None)
+            visible = ctx.visible(None, None)
         else:
-            (latent,), mask = cache.update(ctx, latent)  # (B, S, 1, rank + R)
+            (latent,), visible = cache.update(ctx, latent)  # (B, S, 1, rank + R)
 
         # Multiplications for each cached token and head, roughly: T (2 rank + R) absorbed,
         # 2 rank head_dim + T (2 head_dim + R) expanded. Take the way that needs fewer.
         is_short = x.shape[1] * (self.rank - self.head_dim) < self.rank * self.head_dim
         if cache is not None and is_short:
-            y = self.attend_absorbed(q, q_rope, latent, mask)
+            y = self.attend_absorbed(q, q_rope, latent, visible)
         else:
-            y = self.attend_expanded(q, q_rope, latent, mask)
+            y = self.attend_expanded(q, q_rope, latent, visible)
         return self.o_proj(y.flatten(-2)), carry
 
     def attend_expanded(
-        self, q: Tensor, q_rope: Tensor, latent: Tensor, mask: Tensor | None
+        self, q: Tensor, q_rope: Tensor, latent: Tensor, visible: Visibility
     ) -> Tensor:
         """latent (B, S, 1, rank + R) -> (B, T, H, E), through keys and values of every head."""
         latent, k_rope = latent.split([self.rank, self.rope_dim], dim=-1)
@@ -123,9 +124,11 @@ class LatentAttention(Attention):
         k_rope = k_rope.expand(-1, -1, self.heads, -1)
         k = torch.cat((k, k_rope), dim=-1)  # (B, S, H, head_dim + R)
         q = torch.cat((q, q_rope), dim=-1)  # (B, T, H, head_dim + R)
-        return self.kernel(q, k, v, mask)
+        return self.kernel(q, k, v, visible)
 
-    def attend_absorbed(self, q: Tensor, q_rope: Tensor, latent: Tensor, mask: Tensor) -> Tensor:
+    def attend_absorbed(
+        self, q: Tensor, q_rope: Tensor, latent: Tensor, visible: Visibility
+    ) -> Tensor:
         """Compute the same, with the latents as the one key and value of all heads.
 
         q . (W_k c) = (W_k' q) . c, and a weighted sum of W_v c is W_v times that of c.
@@ -134,7 +137,7 @@ class LatentAttention(Attention):
         w_k, w_v = weight.split([self.head_dim, self.value_dim], dim=1)
         q = torch.einsum("bthd,hdr->bthr", q, w_k)  # (B, T, H, rank)
         q = torch.cat((q, q_rope), dim=-1)  # (B, T, H, rank + R)
-        y = self.kernel(q, latent, latent, mask, scale=self.value_dim**-0.5)
+        y = self.kernel(q, latent, latent, visible, scale=self.value_dim**-0.5)
         return torch.einsum("bthr,her->bthe", y[..., : self.rank], w_v)
 
     def new_cache(

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
-from model.attention.kernels import AttentionKernel
+from model.attention.kernels import AttentionKernel, ScoreBias
 from model.cache import KVCache
-from model.context import ForwardContext, Scaling
+from model.context import ForwardContext, Visibility
 from model.layers import Linear, RMSNorm, apply_rope, rms
+from model.rope import Scaling
 
 
 class SoftmaxAttention(Attention):
@@ -24,6 +25,10 @@ class SoftmaxAttention(Attention):
     A token sees the `window` newest tokens, itself included, or those of its own chunk; a cache
     holds no more. Raises ValueError for choices that do not go together.
     """
+
+    # A subclass may define this method: (head, query, key) -> what to add to the score, where all
+    # three are integer tensors that broadcast, the last two positions.
+    score_bias: ScoreBias | None = None
 
     def __init__(
         self,
@@ -109,12 +114,12 @@ class SoftmaxAttention(Attention):
 
         # Keys and values of all visible tokens (B, S, K, D/H), and which query sees which key.
         if cache is None:
-            mask = ctx.causal_mask(self.window, self.chunk)
+            visible = ctx.visible(self.window, self.chunk)
         else:
-            (k, v), mask = cache.update(ctx, k, v)
+            (k, v), visible = cache.update(ctx, k, v)
 
         # Attend, gate and project back.
-        y = self.attend(q, k, v, mask).flatten(-2)  # (B, T, D)
+        y = self.attend(q, k, v, visible).flatten(-2)  # (B, T, D)
         if self.gate_proj is not None:
             y = y * self.gate_proj(x).sigmoid()
         return self.o_proj(y), carry
@@ -143,9 +148,9 @@ class SoftmaxAttention(Attention):
             x = rms(x, self.norm_eps)
         return x
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q (B, T, H, D/H), k and v (B, S, K, D/H), mask (B, 1, T, S) -> (B, T, H, D/H)"""
-        return self.kernel(q, k, v, mask, sink=self.sink)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility) -> Tensor:
+        """q (B, T, H, D/H), k and v (B, S, K, D/H) -> (B, T, H, D/H)"""
+        return self.kernel(q, k, v, visible, sink=self.sink, score_bias=self.score_bias)
 
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str

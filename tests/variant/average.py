@@ -12,12 +12,6 @@ from model.context import ForwardContext
 from model.layers import Linear, fp32
 
 
-class StateCache(LayerCache):
-    """The state (B, D)."""
-
-    can_rewind = False
-
-
 class RunningAverage(Attention):
     """`offset` is the state before the first token."""
 
@@ -31,7 +25,7 @@ class RunningAverage(Attention):
         self.register_buffer("initial_state", torch.linspace(-offset, offset, dim))
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: StateCache | None, carry: CrossLayer
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
         v = fp32(self.v_proj(x))
@@ -59,10 +53,10 @@ class RunningAverage(Attention):
 
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
-    ) -> StateCache:
+    ) -> LayerCache:
         dtype = torch.promote_types(torch.float32, dtype)
         state = torch.empty(batch, self.dim, dtype=dtype, device=device)
-        return StateCache(state, initial=(self.initial_state,))
+        return LayerCache(state, initial=(self.initial_state,))
 
     def attention_flops(self, context: int) -> float:
         return 5 * self.dim

@@ -1,0 +1,38 @@
+"""Attention with linear biases: the farther a key, the lower its score, at a slope for each head.
+
+Press et al., 2108.12409. There are no other positions, so a model can read past its context.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from model.attention.base import LayerSpec
+from model.attention.softmax import SoftmaxAttention
+
+
+class ALiBi(SoftmaxAttention):
+    """Softmax attention with -slope x distance added to its scores.
+
+    Takes the knobs of SoftmaxAttention; the paper has no RoPE beside the biases.
+    """
+
+    def __init__(self, spec: LayerSpec, **knobs):
+        super().__init__(spec, **knobs)
+        self.register_buffer("slopes", alibi_slopes(spec.heads), persistent=False)  # (H,)
+
+    def score_bias(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """The bias of the scores of a head, for queries and keys at these positions."""
+        return self.slopes[head] * (key - query)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """Slopes (H,): from 2^(-8 / H) to 2^-8, each the same factor smaller than the one before.
+
+    Where H is no power of two: those of the power below it, then some that lie between them.
+    """
+    power = 2 ** int(math.log2(heads))
+    slopes = 2 ** (torch.arange(1, power + 1) * (-8 / power))
+    between = 2 ** (torch.arange(1, 2 * power, 2) * (-4 / power))
+    return torch.cat((slopes, between[: heads - power]))

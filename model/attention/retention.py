@@ -1,0 +1,133 @@
+"""Retention: attention without a softmax, whose weights decay with distance. Sun, 2307.08621.
+
+    S_t = a S_{t-1} + k_t v_t',   output S_t' q_t,   with a decay a for each head
+
+The cache holds the state S (D, E), whatever the length. In this file D is the width of a head's
+queries and keys, E that of its values, C the tokens of a chunk, N the number of chunks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
+from model.cache import LayerCache
+from model.context import ForwardContext
+from model.layers import Linear, apply_rope, fp32, no_autocast, rms
+
+# The log decay at the first token of a document: e^-60 of the document before remains.
+FORGET_ALL = -60.0
+
+
+class Retention(Attention):
+    """Values are `expansion` times as wide as keys. `chunk` tokens are computed at once.
+
+    Queries and keys are rotated as by RoPE. Raises ValueError for sizes that are no whole numbers
+    from 1, and for heads of an odd width.
+    """
+
+    def __init__(self, spec: LayerSpec, *, rope_base: float, expansion: int, chunk: int):
+        super().__init__()
+        validate_knobs(rope_base, expansion=expansion, chunk=chunk)
+        dim = spec.dim
+        heads = spec.heads
+        head_dim = dim // heads
+        if dim % heads or head_dim % 2:
+            values = f"{dim=} {heads=}"
+            raise ValueError(
+                f"heads must divide dim into even parts, whose pairs rotate ({values}). "
+                "fix: model.heads=4"
+            )
+        self.heads = heads
+        self.head_dim = head_dim
+        self.value_dim = expansion * head_dim
+        self.chunk = chunk
+        self.norm_eps = spec.norm_eps
+        self.rotary = (head_dim, rope_base)  # which tables of cos and sin
+
+        self.q_proj = Linear(dim, dim)
+        self.k_proj = Linear(dim, dim)
+        self.v_proj = Linear(dim, expansion * dim)
+        self.gate_proj = Linear(dim, expansion * dim)
+        self.o_proj = Linear(expansion * dim, dim)
+        # Log decays (H,): a = 1 - 2^-5, 1 - 2^-6, ...
+        decay = 1 - 2.0 ** -(5 + torch.arange(heads))
+        self.register_buffer("log_decay", decay.log(), persistent=False)
+
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        # Project and rotate.
+        cos, sin = ctx.rotary(*self.rotary)
+        q = apply_rope(self.q_proj(x).unflatten(-1, (self.heads, -1)), cos, sin)  # (B, T, H, D)
+        k = apply_rope(self.k_proj(x).unflatten(-1, (self.heads, -1)), cos, sin)
+        v = self.v_proj(x).unflatten(-1, (self.heads, -1))  # (B, T, H, E)
+        q = fp32(q)
+        k = fp32(k) * self.head_dim**-0.5
+        v = fp32(v)
+
+        # Log decays g (B, T, H). Padding writes and forgets nothing: S_t = S_{t-1}.
+        positions = ctx.positions[:, :, None]
+        is_padding = positions < 0
+        g = self.log_decay.type_as(q).expand(*x.shape[:2], -1)
+        g = g.masked_fill(positions == 0, FORGET_ALL)
+        g = g.masked_fill(is_padding, 0.0)
+        k = k.masked_fill(is_padding[..., None], 0.0)
+
+        # Run the recurrence from the cached state.
+        if cache is None:
+            state = q.new_zeros(len(x), self.heads, self.head_dim, self.value_dim)
+        else:
+            state = cache.buffers[0].type_as(q)
+        with no_autocast(x.device):
+            y, state = retain(q, k, v, g, state, self.chunk)
+        if cache is not None:
+            cache.buffers[0].copy_(state)
+
+        # Normalize each head, gate and project back.
+        y = rms(y, self.norm_eps).type_as(x).flatten(-2)
+        return self.o_proj(F.silu(self.gate_proj(x)) * y), carry
+
+    def new_cache(
+        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+    ) -> LayerCache:
+        # The state is at least fp32, because it accumulates over all tokens.
+        if not dtype.is_floating_point:
+            dtype = torch.float32
+        dtype = torch.promote_types(dtype, torch.float32)
+        shape = (batch, self.heads, self.head_dim, self.value_dim)
+        return LayerCache(torch.zeros(shape, dtype=dtype, device=device))
+
+    def attention_flops(self, context: int) -> float:
+        # Of each head: scores and their product with values in a chunk, state written and read.
+        in_chunk = 2 * (self.head_dim + self.value_dim) * min(self.chunk, context)
+        return self.heads * (in_chunk + 4 * self.head_dim * self.value_dim)
+
+
+def retain(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence over chunks of tokens, from `state` (B, H, D, E).
+
+    q, k (B, T, H, D), v (B, T, H, E) and log decay g (B, T, H) -> output (B, T, H, E), next state.
+    """
+    outputs = []
+    chunks = zip(
+        q.transpose(1, 2).split(chunk, dim=2),
+        k.transpose(1, 2).split(chunk, dim=2),
+        v.transpose(1, 2).split(chunk, dim=2),
+        g.transpose(1, 2).split(chunk, dim=2),
+        strict=True,
+    )
+    for q_n, k_n, v_n, g_n in chunks:
+        # G_i = g_1 + ... + g_i, and M_ij = exp(G_i - G_j): what remains at token i of token j <= i.
+        g_sum = g_n.cumsum(dim=-1)[..., None]  # (B, H, C, 1)
+        decay_mask = (g_sum - g_sum.mT).tril().exp().tril()  # (B, H, C, C)
+        # o_i = sum_{j<=i} M_ij (q_i . k_j) v_j + exp(G_i) S' q_i
+        scores = (q_n @ k_n.mT) * decay_mask
+        outputs.append(scores @ v_n + g_sum.exp() * (q_n @ state))
+        # S_next = exp(G_last) S + sum_j M_last,j k_j v_j'
+        k_n = k_n * decay_mask[..., -1:, :].mT
+        state = g_sum[..., -1:, :].exp() * state + k_n.mT @ v_n
+    return torch.cat(outputs, dim=2).transpose(1, 2), state
