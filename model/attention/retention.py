@@ -11,12 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
+from model.attention.gated_delta import FORGET_ALL
 from model.cache import LayerCache
 from model.context import ForwardContext
 from model.layers import Linear, apply_rope, fp32, no_autocast, rms
-
-# The log decay at the first token of a document: e^-60 of the document before remains.
-FORGET_ALL = -60.0
 
 
 class Retention(Attention):
