@@ -29,6 +29,20 @@ ARCHITECTURES = {
 }
 # In these, llama.cpp rotates adjacent rows of queries and keys.
 INTERLEAVED = ("llama", "smollm3", "granite_swa")
+# The keys of llama.cpp whose values are entries of config.json.
+COPIED_ENTRIES = {
+    "block_count": "num_hidden_layers",
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+VALUE_TYPES = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32", list: "ARRAY"}
 
 
 def check_exportable(config: dict) -> str:
@@ -40,19 +54,19 @@ def check_exportable(config: dict) -> str:
         raise ValueError("the package gguf is not installed. fix: pip install gguf")
     name = config["architectures"][0].removesuffix("ForCausalLM")
     architecture = ARCHITECTURES.get(name)
-    layer_types = config.get("layer_types") or []
-    has_window = "sliding_attention" in layer_types or config.get("sliding_window") is not None
+    has_window = config.get("sliding_window") is not None
+    has_delta = "linear_attention" in config.get("layer_types", ())
+    has_scaling = config["rope_scaling"] is not None
     every_fourth_nope = [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])]
+    rope_layers = config.get("no_rope_layers", every_fourth_nope)
     # What llama.cpp lacks, and whether this model has it.
     lacks = {
         f"no {name}": architecture is None,
         "no windows here": has_window and name != "GraniteSWA",
-        "positions in all but every fourth layer": config.get("no_rope_layers", every_fourth_nope)
-        != every_fourth_nope,
-        "no delta layer": architecture == "qwen35" and "linear_attention" not in layer_types,
+        "positions in all but every fourth layer": rope_layers != every_fourth_nope,
+        "no delta layer": architecture == "qwen35" and not has_delta,
         "no biases here": config["attention_bias"] and architecture != "llama",
-        "no stretched positions here": config["rope_scaling"] is not None
-        and architecture not in ("llama", "qwen3"),
+        "no stretched positions here": has_scaling and architecture not in ("llama", "qwen3"),
     }
     problems = [problem for problem, is_so in lacks.items() if is_so]
     if problems:
@@ -75,11 +89,13 @@ def write(
 
     architecture = check_exportable(config)
     writer = gguf.GGUFWriter(folder / f"model-{dtype}.gguf", architecture)
-    write_metadata(writer, config)
-    write_vocab(writer, config, vocabulary)
-    writer.add_file_type(
-        gguf.LlamaFileType["ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"]
-    )
+    file_type = "ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    entries = vocabulary_entries(config, vocabulary)
+    for key, value in model_entries(architecture, config).items():
+        entries[f"{architecture}.{key}"] = value
+    for key, value in entries.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType[VALUE_TYPES[type(value)]])
 
     # The package lacks granite_swa, whose tensors have llama's names.
     named_as = "llama" if architecture == "granite_swa" else architecture
@@ -107,105 +123,99 @@ def write(
     writer.close()
 
 
-def write_metadata(writer, config: dict) -> None:
-    """Write the sizes and settings that llama.cpp's loader asks for."""
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    write_rope(writer, config)
-    if writer.arch == "deepseek2":
-        write_latent_attention(writer, config)
-        return
-    if writer.arch == "granite_swa":
-        write_sinks_and_windows(writer, config)
-    if writer.arch == "qwen35":
-        write_delta_rule(writer, config)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-
-
-def write_rope(writer, config: dict) -> None:
-    from gguf import RopeScalingType
-
+def model_entries(architecture: str, config: dict) -> dict:
+    """The sizes and settings that llama.cpp's loader asks for."""
     rope = config["rope_parameters"]
     rotary_dim = int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0))
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(rotary_dim)
+    entries = {key: config[entry] for key, entry in COPIED_ENTRIES.items()}
+    entries["rope.freq_base"] = float(rope["rope_theta"])
+    entries["rope.dimension_count"] = rotary_dim
     if rope["rope_type"] in ("linear", "yarn"):
-        writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
-        writer.add_rope_scaling_factor(rope["factor"])
+        entries["rope.scaling.type"] = rope["rope_type"]
+        entries["rope.scaling.factor"] = float(rope["factor"])
     if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        context = rope["original_max_position_embeddings"]
+        entries["rope.scaling.original_context_length"] = context
+        entries["rope.scaling.yarn_beta_fast"] = float(rope["beta_fast"])
+        entries["rope.scaling.yarn_beta_slow"] = float(rope["beta_slow"])
+    if architecture == "deepseek2":
+        entries |= latent_attention_entries(config)
+    if architecture == "granite_swa":
+        entries |= window_entries(config)
+    if architecture == "qwen35":
+        entries |= delta_rule_entries(config, rotary_dim // 2)
+    return entries
 
 
-def write_latent_attention(writer, config: dict) -> None:
-    """Write the sizes of MLA, whose cache is one key of latent and rotary part for all heads."""
+def latent_attention_entries(config: dict) -> dict:
+    """The sizes of MLA, whose cache is one key of latent and rotary part for all heads."""
     rank = config["kv_lora_rank"]
     rope_dim = config["qk_rope_head_dim"]
-    writer.add_head_count_kv(1)
-    writer.add_key_length(rank + rope_dim)
-    writer.add_value_length(rank)
-    writer.add_key_length_mla(config["qk_nope_head_dim"] + rope_dim)
-    writer.add_value_length_mla(config["v_head_dim"])
-    writer.add_kv_lora_rank(rank)
-    writer.add_q_lora_rank(config["q_lora_rank"] or 0)
-    # Without experts, their sizes are asked for, but not used.
-    writer.add_leading_dense_block_count(config["num_hidden_layers"])
-    writer.add_expert_feed_forward_length(config["intermediate_size"])
-    writer.add_expert_shared_count(0)
+    return {
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + rope_dim,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rope_dim,
+        "attention.value_length_mla": config["v_head_dim"],
+        "attention.kv_lora_rank": rank,
+        "attention.q_lora_rank": config["q_lora_rank"] or 0,
+        # Without experts, their sizes are asked for, but not used.
+        "leading_dense_block_count": config["num_hidden_layers"],
+        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_shared_count": 0,
+    }
 
 
-def write_sinks_and_windows(writer, config: dict) -> None:
-    writer.add_logit_scale(1.0)
-    writer.add_attention_scale(config["attention_multiplier"])
-    writer.add_sliding_window(config["sliding_window"])
+def window_entries(config: dict) -> dict:
     # It needs a window in some layer: where none has one, all have the context as their window.
-    has_window = [kind == "sliding_attention" for kind in config["layer_types"]]
-    if not any(has_window):
-        has_window = [True] * len(has_window)
-    writer.add_sliding_window_pattern(has_window)
+    layer_types = config["layer_types"]
+    needs_windows = "sliding_attention" not in layer_types
+    return {
+        "logit_scale": 1.0,
+        "attention.scale": config["attention_multiplier"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [
+            needs_windows or kind == "sliding_attention" for kind in layer_types
+        ],
+    }
 
 
-def write_delta_rule(writer, config: dict) -> None:
-    rope = config["rope_parameters"]
-    pairs = int(config["head_dim"] * rope["partial_rotary_factor"]) // 2
+def delta_rule_entries(config: dict, pairs: int) -> dict:
+    """The sizes of the delta rule, in llama.cpp a state-space model (SSM); `pairs` are of RoPE."""
     third = pairs // 3
-    # Frequencies of time, height and width in an image: for text, all have the same position.
-    writer.add_rope_dimension_sections([pairs - 2 * third, third, third, 0])
-
-    # In llama.cpp, the delta rule is one of its state-space models (SSM).
-    is_linear = [kind == "linear_attention" for kind in config["layer_types"]]
     heads = config["linear_num_key_heads"]
     head_dim = config["linear_key_head_dim"]
-    writer.add_array("qwen35.attention.recurrent_layers", is_linear)
-    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-    writer.add_ssm_state_size(head_dim)
-    writer.add_ssm_group_count(heads)
-    writer.add_ssm_time_step_rank(heads)
-    writer.add_ssm_inner_size(heads * head_dim)
+    return {
+        # Frequencies of time, height and width in an image: for text, all have the same position.
+        "rope.dimension_sections": [pairs - 2 * third, third, third, 0],
+        "attention.recurrent_layers": [
+            kind == "linear_attention" for kind in config["layer_types"]
+        ],
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": head_dim,
+        "ssm.group_count": heads,
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": heads * head_dim,
+    }
 
 
-def write_vocab(writer, config: dict, vocabulary: ModelProto) -> None:
-    """Write a SentencePiece vocabulary, whose types of pieces have the numbers of GGUF's."""
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([piece.piece for piece in vocabulary.pieces])
-    writer.add_token_scores([piece.score for piece in vocabulary.pieces])
-    writer.add_token_types([piece.type for piece in vocabulary.pieces])
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_unk_token_id(vocabulary.trainer_spec.unk_id)
-    writer.add_add_bos_token(True)
-    writer.add_add_eos_token(False)
+def vocabulary_entries(config: dict, vocabulary: ModelProto) -> dict:
+    """A SentencePiece vocabulary, whose types of pieces have the numbers of GGUF's."""
+    pieces = vocabulary.pieces
     normalizer = vocabulary.normalizer_spec
-    writer.add_add_space_prefix(normalizer.add_dummy_prefix)
-    writer.add_remove_extra_whitespaces(normalizer.remove_extra_whitespaces)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [piece.piece for piece in pieces],
+        "tokenizer.ggml.scores": [piece.score for piece in pieces],
+        "tokenizer.ggml.token_type": [piece.type for piece in pieces],
+        "tokenizer.ggml.bos_token_id": config["bos_token_id"],
+        "tokenizer.ggml.eos_token_id": config["eos_token_id"],
+        "tokenizer.ggml.unknown_token_id": vocabulary.trainer_spec.unk_id,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": False,
+        "tokenizer.ggml.add_space_prefix": normalizer.add_dummy_prefix,
+        "tokenizer.ggml.remove_extra_whitespaces": normalizer.remove_extra_whitespaces,
+    }
 
 
 def convert_tensors(
@@ -217,57 +227,54 @@ def convert_tensors(
     """
     for name, weight in weights.items():
         if architecture == "deepseek2" and ".self_attn." in name:
-            yield from convert_latent_attention(name, weight, config)
-        elif architecture == "qwen35":
-            yield convert_delta_rule(name, weight)
+            yield from convert_latent_attention(name, weight, config).items()
+            continue
+        if architecture == "qwen35":
+            name, weight = convert_delta_rule(name, weight)
         elif name.endswith("sinks"):
-            yield f"blk.{name.split('.')[2]}.attn_sinks.weight", weight
+            name = f"blk.{name.split('.')[2]}.attn_sinks.weight"
         elif architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
-            yield name, interleave_rope(weight, config["head_dim"])
-        else:
-            yield name, weight
+            weight = interleave_rope(weight, config["head_dim"])
+        yield name, weight
     if config["rope_parameters"]["rope_type"] == "llama3":
         yield "rope_freqs.weight", llama3_divisors(config)
 
 
-def convert_latent_attention(
-    name: str, weight: Tensor, config: dict
-) -> Iterator[tuple[str, Tensor]]:
+def convert_latent_attention(name: str, weight: Tensor, config: dict) -> dict[str, Tensor]:
     """Interleave rotary parts, and split the read-out of keys and values into a tensor for each."""
     heads = config["num_attention_heads"]
     rope_dim = config["qk_rope_head_dim"]
+    if name.endswith("kv_b_proj.weight"):
+        by_head = weight.unflatten(0, (heads, -1))
+        key, value = by_head.tensor_split([config["qk_nope_head_dim"]], dim=1)
+        return {
+            name.replace("kv_b_proj", "k_b_proj"): key.transpose(1, 2),
+            name.replace("kv_b_proj", "v_b_proj"): value,
+        }
     if name.endswith("kv_a_proj_with_mqa.weight"):
-        yield name, interleave_last_rows(weight, 1, rope_dim)
-    elif name.endswith(("q_proj.weight", "q_b_proj.weight")):
-        yield name, interleave_last_rows(weight, heads, rope_dim)
-    elif name.endswith("kv_b_proj.weight"):
-        sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
-        key, value = weight.unflatten(0, (heads, -1)).split(sizes, dim=1)
-        yield name.replace("kv_b_proj", "k_b_proj"), key.transpose(1, 2)
-        yield name.replace("kv_b_proj", "v_b_proj"), value
-    else:
-        yield name, weight
+        weight = interleave_last_rows(weight, 1, rope_dim)
+    if name.endswith(("q_proj.weight", "q_b_proj.weight")):
+        weight = interleave_last_rows(weight, heads, rope_dim)
+    return {name: weight}
 
 
 def interleave_last_rows(weight: Tensor, heads: int, rope_dim: int) -> Tensor:
     """Interleave the last `rope_dim` rows of each head."""
-    by_head = weight.unflatten(0, (heads, -1))
-    rotary = interleave_rope(by_head[:, -rope_dim:].flatten(0, 1), rope_dim)
-    rotary = rotary.unflatten(0, (heads, -1))
-    return torch.cat((by_head[:, :-rope_dim], rotary), dim=1).flatten(0, 1)
+    parts = []
+    for head in weight.chunk(heads):
+        parts += [head[:-rope_dim], interleave_rope(head[-rope_dim:], rope_dim)]
+    return torch.cat(parts)
 
 
 def convert_delta_rule(name: str, weight: Tensor) -> tuple[str, Tensor]:
     """Norms are stored whole, and the decay's logarithm as the decay itself."""
     if name.endswith("norm.weight") and "linear_attn" not in name:
-        return name, weight + 1
+        weight = weight + 1
     if name.endswith("conv1d.weight"):
-        return name, weight.squeeze(1)
-    if name.endswith("dt_bias"):
-        return name.replace("dt_bias", "dt_proj.bias"), weight
+        weight = weight.squeeze(1)
     if name.endswith("A_log"):
-        return name, -weight.exp()
-    return name, weight
+        weight = -weight.exp()
+    return name.replace("dt_bias", "dt_proj.bias"), weight
 
 
 def llama3_divisors(config: dict) -> Tensor:
