@@ -15,7 +15,6 @@ from pickle import UnpicklingError
 from zipfile import is_zipfile
 
 import torch
-from torch import Tensor
 
 from checkpoints.huggingface.mapping import from_hf_config
 from checkpoints.llama2c import LazyTensor
@@ -23,6 +22,7 @@ from checkpoints.weights import (
     FETCH_AGAIN,
     LLAMA2C,
     StoredTensor,
+    Weights,
     dtype_name,
     is_own_checkpoint,
     open_tensors,
@@ -38,7 +38,6 @@ from model.transformer import Transformer
 
 NUM_KEPT = 2
 STEPS = "step-" + 8 * "[0-9]"
-FILES = ("model.safetensors", "state.pt", "config.json", "tokenizer.model")
 FIX = "use an older checkpoint, or train anew in another folder"
 # Modules of attentions have moved since some runs were saved: old path -> path of today.
 RENAMED_TARGETS = {
@@ -56,9 +55,8 @@ def prepare_run(run: Path, model: Transformer, resume: bool) -> Path | None:
     """
     atomic_dir.remove_leftovers(run / "checkpoints")
     # An optimizer has up to two numbers a weight; a new checkpoint is written beside those kept.
-    parameter_bytes = sum(p.nbytes for p in model.parameters())
-    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
-    needed = (NUM_KEPT + 1) * (3 * parameter_bytes + buffer_bytes)
+    weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    needed = (NUM_KEPT + 1) * 3 * weight_bytes
     free = shutil.disk_usage(run).free
     if free < needed:
         raise OSError(
@@ -75,24 +73,24 @@ def prepare_run(run: Path, model: Transformer, resume: bool) -> Path | None:
 
 
 def save(
-    run: Path, step: int, weights: dict[str, Tensor], config: dict, tokenizer: bytes, state: dict
+    run: Path, step: int, weights: Weights, config: dict, tokenizer: bytes, state: dict
 ) -> Path:
     """Write a checkpoint, and remove all but the newest NUM_KEPT.
 
     A crash at any instant leaves the older ones: what is named step-* is complete.
     """
     path = run / "checkpoints" / f"step-{step:08d}"
-    with atomic_dir.atomic_directory(path) as unsealed:
-        write_weights(unsealed.create("model.safetensors"), weights)
+    with atomic_dir.atomic_directory(path) as staging:
+        write_weights(staging.create("model.safetensors"), weights)
         torch.serialization.set_crc32_options(False)  # the manifest has a better checksum
         try:
-            torch.save(state, unsealed.create("state.pt"))
+            torch.save(state, staging.create("state.pt"))
         except RuntimeError as error:
             # torch reports a full disk as an error of its own; the cause is its context.
             raise error.__context__ or error from None
-        unsealed.create("config.json").write(json.dumps(config, indent=1).encode())
-        unsealed.create("tokenizer.model").write(tokenizer)
-        unsealed.metadata = {"step": step}
+        staging.create("config.json").write(json.dumps(config, indent=1).encode())
+        staging.create("tokenizer.model").write(tokenizer)
+        staging.metadata = {"step": step}
     # Names of the folders themselves must reach the disk too.
     for folder in (run, run.parent):
         atomic_dir.fsync_directory(folder)
@@ -109,39 +107,32 @@ def prune(newest: Path) -> None:
         atomic_dir.remove(path)
 
 
-def write_weights(file: atomic_dir.HashedFile, weights: dict[str, Tensor]) -> None:
+def write_weights(file: atomic_dir.HashedFile, weights: Weights) -> None:
     """Write the format of huggingface.co/docs/safetensors, as a stream."""
     # Not by safetensors.torch.save_file: it is as fast and makes no copy either (500 MB in 0.5 s),
     # but a full disk is no OSError there, and its file would have to be read again for its hash.
-    weights = {name: tensor.contiguous().cpu() for name, tensor in weights.items()}
     # The header has the dtype and shape of each tensor, and where its bytes are behind the header.
     header = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in weights.items():
-        start = end
-        end += tensor.nbytes
         header[name] = {
             "dtype": dtype_name(name, tensor),
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
+            "shape": tensor.shape,
+            "data_offsets": [end, end + tensor.nbytes],
         }
+        end += tensor.nbytes
     # The header is padded, so that tensors are aligned to 8 bytes.
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     file.write(struct.pack("<Q", len(encoded)) + encoded)
     for tensor in weights.values():
         # As bytes, because numpy has no bfloat16.
-        file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        file.write(memoryview(tensor.cpu().reshape(-1).view(torch.uint8).numpy()))
 
 
 def verify(checkpoint: Path) -> None:
     """Raises IntegrityError where a file is missing, or is not what was written."""
-    manifest = atomic_dir.verify(checkpoint, FIX)
-    missing = sorted(set(FILES) - manifest["files"].keys())
-    if missing:
-        raise IntegrityError(
-            f"incomplete checkpoint ({checkpoint} has no {', '.join(missing)}). fix: {FIX}"
-        )
+    atomic_dir.verify(checkpoint, FIX)
 
 
 def newest_checkpoint(run: Path) -> Path | None:
@@ -182,8 +173,6 @@ def load_state(checkpoint: Path, needed: set[str]) -> dict:
             raise ValueError("not a zip file")  # torch would read older formats too
         state = torch.load(file, map_location="cpu", weights_only=True)
         missing = sorted(needed - state.keys())
-        if missing:
-            raise LookupError(f"no {', '.join(missing)}")
     except (
         UnpicklingError,
         RuntimeError,
@@ -196,27 +185,22 @@ def load_state(checkpoint: Path, needed: set[str]) -> dict:
         raise IntegrityError(
             f"unsafe or unreadable content ({file}: {reason}). fix: {FIX}"
         ) from None
+    if missing:
+        raise IntegrityError(f"a key is missing ({file} has no {', '.join(missing)}). fix: {FIX}")
     return state
 
 
+@torch.no_grad()
 def load_weights(model: Transformer, path: Path) -> None:
     """Load parameters and persistent buffers.
 
+    They are read one at a time, so that memory holds little more than the model.
     Raises IntegrityError where names or shapes are not the model's.
     """
-    copy_weights(model, check_weights(model, path))
-
-
-@torch.no_grad()
-def copy_weights(model: Transformer, files: list[tuple[StoredTensor, LazyTensor]]) -> None:
-    """Read the tensors that `check_weights` found into the model.
-
-    They are read one at a time, so that memory holds little more than the model.
-    """
     weights = model.state_dict()
-    for stored, lazy in files:
+    for stored, lazy in check_weights(model, path):
         parameters = stored.from_file(lazy.read())
-        for name, parameter in zip(stored.names, parameters, strict=True):
+        for name, parameter in parameters.items():
             weights[name].copy_(shard_like(parameter, weights[name]))
         del parameters, parameter  # before the next is read
 
@@ -231,8 +215,8 @@ def check_weights(model: Transformer, path: Path) -> list[tuple[StoredTensor, La
     stored = weight_map(model, kind)
     tensors = open_tensors(path)
     expected = {name: tensor.shape() for name, tensor in stored.items()}
-    found = {name: tensor.shape for name, tensor in tensors.items()}
-    different = [name for name in expected | found if expected.get(name) != found.get(name)]
+    actual = {name: tensor.shape for name, tensor in tensors.items()}
+    different = [name for name in expected | actual if expected.get(name) != actual.get(name)]
     if kind is not None:
         # Old files of `transformers` hold the frequencies of RoPE, which are computed anew.
         different = [name for name in different if not name.endswith("rotary_emb.inv_freq")]
@@ -250,7 +234,7 @@ def architecture_of(path: Path) -> str | None:
         return None
     if not path.is_dir():
         return LLAMA2C
-    return read_config(path)["architectures"][0].removesuffix("ForCausalLM")
+    return read_config(path)["architectures"][0]
 
 
 def load_config(path: Path) -> dict:
@@ -309,9 +293,9 @@ def load_model(
         model = build_model(tree)
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise IntegrityError(f"not a model's config ({path}: {error}). fix: {FIX}") from None
-    # Names and shapes are checked before the model has memory.
-    files = check_weights(model, path)
-    copy_weights(materialize(model, device, dtype), files)
+    # Names and shapes are checked before the model has memory, too.
+    check_weights(model, path)
+    load_weights(materialize(model, device, dtype), path)
     if not all(p.isfinite().all() for p in model.parameters()):
         errors.exit_with(
             errors.DIVERGED, f"weights contain NaN or infinity ({path}). fix: an older checkpoint"

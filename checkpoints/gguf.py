@@ -14,18 +14,18 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from torch import Tensor
 
 from checkpoints.huggingface.rope import rope_from_hf
-from checkpoints.weights import interleave_rope
+from checkpoints.weights import Weights, interleave_rope
 from common.instantiate import instantiate
 
 # Classes of `transformers` that llama.cpp runs, and its names for them.
 ARCHITECTURES = {
-    "Llama": "llama",
-    "Mistral": "llama",
-    "Qwen3": "qwen3",
-    "SmolLM3": "smollm3",
-    "GraniteSWA": "granite_swa",
-    "DeepseekV3": "deepseek2",
-    "Qwen3_5": "qwen35",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
+    "GraniteSWAForCausalLM": "granite_swa",
+    "DeepseekV3ForCausalLM": "deepseek2",
+    "Qwen3_5ForCausalLM": "qwen35",
 }
 # In these, llama.cpp rotates adjacent rows of queries and keys.
 INTERLEAVED = ("llama", "smollm3", "granite_swa")
@@ -52,7 +52,7 @@ def check_exportable(config: dict) -> str:
     """
     if find_spec("gguf") is None:
         raise ValueError("the package gguf is not installed. fix: pip install gguf")
-    name = config["architectures"][0].removesuffix("ForCausalLM")
+    name = config["architectures"][0]
     architecture = ARCHITECTURES.get(name)
     has_window = config.get("sliding_window") is not None
     has_delta = "linear_attention" in config.get("layer_types", ())
@@ -62,7 +62,7 @@ def check_exportable(config: dict) -> str:
     # What llama.cpp lacks, and whether this model has it.
     lacks = {
         f"no {name}": architecture is None,
-        "no windows here": has_window and name != "GraniteSWA",
+        "no windows here": has_window and architecture != "granite_swa",
         "positions in all but every fourth layer": rope_layers != every_fourth_nope,
         "no delta layer": architecture == "qwen35" and not has_delta,
         "no biases here": config["attention_bias"] and architecture != "llama",
@@ -78,9 +78,7 @@ def check_exportable(config: dict) -> str:
     return architecture
 
 
-def write(
-    folder: Path, config: dict, weights: dict[str, Tensor], vocabulary: ModelProto, dtype: str
-) -> None:
+def write(folder: Path, config: dict, weights: Weights, vocabulary: ModelProto, dtype: str) -> None:
     """Write model-DTYPE.gguf.
 
     Vectors and convolutions stay in fp32. Rows that q8_0 cannot cut into blocks become f16.
@@ -108,13 +106,10 @@ def write(
         kind = kinds[dtype.upper()]
         if weight.ndim == 1 or "conv1d" in name:
             kind = kinds.F32
-        try:
-            array = gguf.quantize(array, kind)
-        except gguf.QuantError:
+        elif weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] != 0:
             kind = kinds.F16
-            array = gguf.quantize(array, kind)
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
-        writer.add_tensor(gguf_name, array, raw_dtype=kind)
+        writer.add_tensor(gguf_name, gguf.quantize(array, kind), raw_dtype=kind)
 
     # Until here, all was gathered in memory.
     writer.write_header_to_file()
@@ -219,7 +214,7 @@ def vocabulary_entries(config: dict, vocabulary: ModelProto) -> dict:
 
 
 def convert_tensors(
-    architecture: str, config: dict, weights: dict[str, Tensor]
+    architecture: str, config: dict, weights: Weights
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a class of `transformers` -> (name, tensor) as llama.cpp computes with them.
 

@@ -65,8 +65,7 @@ def open_llama2c(file: Path) -> tuple[dict, dict[str, LazyTensor]]:
         for layer in range(min(depth, MOST_LAYERS)):
             shapes[f"model.layers.{layer}.{name}"] = shape
     shapes["model.norm"] = (dim,)
-    shapes["rope_cos"] = (context, head_dim // 2)
-    shapes["rope_sin"] = (context, head_dim // 2)
+    shapes["rope"] = (2, context, head_dim // 2)
     if not tied:
         shapes["lm_head"] = (vocab_size, dim)
 
@@ -82,8 +81,8 @@ def open_llama2c(file: Path) -> tuple[dict, dict[str, LazyTensor]]:
             f"not weights of llama2.c ({file}: {header[:4]!r}...). "
             "fix: its version 0, or safetensors"
         )
-    # RoPE's tables are computed anew.
-    del tensors["rope_cos.weight"], tensors["rope_sin.weight"]
+    # The cosines and sines of RoPE are computed anew.
+    del tensors["rope.weight"]
 
     config = {
         "architectures": ["LlamaForCausalLM"],

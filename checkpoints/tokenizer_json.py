@@ -42,15 +42,14 @@ def merges(vocabulary: ModelProto, ids: dict[str, int]) -> list[list[str]]:
     order of their ids.
     """
     normal = [piece for piece in vocabulary.pieces if piece.type == piece.NORMAL]
-    normal.sort(key=lambda piece: (-piece.score, ids[piece.piece]))
+    normal.sort(key=lambda piece: -piece.score)
     known = {piece.piece for piece in normal}
     # Every cut of a piece into two known pieces is a merge.
     pairs = []
     for piece in normal:
         text = piece.piece
-        halves = [[text[:cut], text[cut:]] for cut in range(1, len(text))]
-        halves = [pair for pair in halves if known.issuperset(pair)]
-        pairs += sorted(halves, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        cuts = [[text[:cut], text[cut:]] for cut in range(1, len(text))]
+        pairs += sorted(filter(known.issuperset, cuts), key=lambda cut: [ids[part] for part in cut])
     return pairs
 
 

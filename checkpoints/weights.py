@@ -17,6 +17,7 @@ from checkpoints.llama2c import LazyTensor, Llama2c, open_llama2c
 from common.errors import IntegrityError
 from model.transformer import Transformer
 
+Weights = dict[str, Tensor]  # tensors by their names
 LLAMA2C = "llama2.c"
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Names of dtypes in the safetensors format.
@@ -47,15 +48,14 @@ ADAPTERS = {None: Own(), LLAMA2C: Llama2c(), **ARCHITECTURES}
 
 @dataclass
 class StoredTensor:
-    """How a tensor in a file holds our parameters `names`, of these `shapes`.
+    """How a tensor in a file holds our parameters, whose `shapes` are here by their names.
 
     All rows of the first parameter precede those of the second. With several `groups`, each
     parameter is cut into as many parts, and the first parts of all parameters precede the second
     parts: Qwen3.5 has, for each head (a group), the rows of the query and then those of the gate.
     """
 
-    names: list[str]
-    shapes: list[torch.Size]
+    shapes: dict[str, torch.Size]
     groups: int = 1
     # In heads of this size, rows that RoPE rotates together are adjacent in the file; in our
     # parameters they are half a head apart.
@@ -65,15 +65,15 @@ class StoredTensor:
 
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor in the file."""
-        if self.shapes == [()]:
+        first, *others = self.shapes.values()
+        if not first:
             return ()  # a buffer of one number
-        rows = sum(shape[0] for shape in self.shapes)
-        return rows, *self.shapes[0][1:]
+        return first[0] + sum(shape[0] for shape in others), *first[1:]
 
-    def to_file(self, parameters: list[Tensor]) -> Tensor:
-        """Our parameters -> the tensor of the file."""
+    def to_file(self, weights: Weights) -> Tensor:
+        """All our parameters -> the tensor of the file."""
         # (rows, ...) -> (groups, rows / groups, ...)
-        groups = [parameter.unflatten(0, (self.groups, -1)) for parameter in parameters]
+        groups = [weights[name].unflatten(0, (self.groups, -1)) for name in self.shapes]
         tensor = torch.cat(groups, dim=1).flatten(0, 1)
         if self.interleaved_head_dim is not None:
             tensor = interleave_rope(tensor, self.interleaved_head_dim)
@@ -81,17 +81,17 @@ class StoredTensor:
             tensor = tensor - self.offset
         return tensor
 
-    def from_file(self, tensor: Tensor) -> list[Tensor]:
+    def from_file(self, tensor: Tensor) -> Weights:
         """The tensor of the file -> our parameters."""
         if tensor.ndim == 0:
-            return [tensor]
+            return dict.fromkeys(self.shapes, tensor)
         if self.offset != 0:
             tensor = tensor + self.offset
         if self.interleaved_head_dim is not None:
             tensor = deinterleave_rope(tensor, self.interleaved_head_dim)
-        rows = [shape[0] // self.groups for shape in self.shapes]
+        rows = [shape[0] // self.groups for shape in self.shapes.values()]
         parts = tensor.unflatten(0, (self.groups, -1)).split(rows, dim=1)
-        return [part.flatten(0, 1) for part in parts]
+        return {name: part.flatten(0, 1) for name, part in zip(self.shapes, parts, strict=True)}
 
 
 def interleave_rope(weight: Tensor, head_dim: int) -> Tensor:
@@ -124,9 +124,8 @@ def weight_map(model: Transformer, kind: str | None) -> dict[str, StoredTensor]:
         # Several of our parameters may be one tensor there.
         if file_name not in stored:
             layout = architecture.layout(file_name, attention)
-            stored[file_name] = StoredTensor([], [], **layout)
-        stored[file_name].names.append(name)
-        stored[file_name].shapes.append(parameter.shape)
+            stored[file_name] = StoredTensor({}, **layout)
+        stored[file_name].shapes[name] = parameter.shape
     return stored
 
 
@@ -183,28 +182,15 @@ def open_tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the files in its index. Raises IntegrityError where one is missing."""
-    names = ["model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            # An index has the file of each tensor. It must not lead out of the folder.
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            if any(Path(name).name != name for name in names):
-                raise ValueError("it leads elsewhere")
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise IntegrityError(
-                f"not an index of weights ({index}: {error!r}). fix: fetch it again"
-            ) from None
-    for name in names:
-        if not (folder / name).exists():
-            reason = f"has no {name}"
-            for pickle in folder.glob("*.bin"):
-                reason = f"has {pickle.name}, a pickle, which could run code"
-            raise IntegrityError(
-                f"weights are missing ({folder} {reason}). fix: all of its .safetensors files"
-            )
-    return [folder / name for name in names]
+    """model.safetensors, or the files that it was split into. Raises IntegrityError for none."""
+    # The index of a model in several files is not read: a missing file is a missing tensor.
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise IntegrityError(
+            f"weights are missing ({folder} has no model*.safetensors). "
+            "fix: fetch them (a .bin is a pickle, which could run code)"
+        )
+    return files
 
 
 def read_tensor(file: Path, name: str) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from checkpoints import checkpoint
+from common import errors
 from common.errors import IntegrityError
 from common.instantiate import instantiate
 from tests.conftest import settings_of, weights
@@ -62,6 +63,22 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(trainer_of, monkeypatch):
     assert second.step == 1
     (line,) = (second.run / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 1
+
+
+def test_a_state_without_a_key_is_refused_by_its_name(trainer_of, capsys):
+    """With exit code 3, and not as if it could not be read."""
+    first = trainer_of(run="cut")
+    first.train_step()
+    state = first.state()
+    del state["seconds"], state["nats"]
+    first.state = lambda: state
+    first.save()
+    second = trainer_of("resume=true", run="cut")
+    with pytest.raises(SystemExit) as end, errors.report_errors():
+        second.restore_or_start(None)
+    told = capsys.readouterr().err
+    assert end.value.code == 3 and told.count("\n") == 1, told
+    assert "a key is missing" in told and "state.pt has no nats, seconds). fix: " in told
 
 
 def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(trainer_of, capsys):

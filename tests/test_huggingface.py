@@ -122,6 +122,13 @@ def test_norms_are_computed_with_their_epsilon():
             close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
+def test_a_scaling_that_transformers_lacks_is_refused():
+    """It would be exported as no scaling at all."""
+    tree = tree_of("llama", "attention.rope_scaling={_target_:model.rope.Scaling}")
+    with pytest.raises(ValueError, match=r"this scaling \({'_target_': 'model.rope.Scaling'"):
+        mapping.to_hf_config(tree)
+
+
 @pytest.mark.parametrize("variant", ["chunked", "sink", "gated"])
 def test_layer_types_that_are_null_are_refused(variant):
     """Transformers would take other types than full ones."""

@@ -178,6 +178,14 @@ def test_shards_and_half_precision_are_read(there):
     assert torch.equal(model.head.weight, weights["lm_head.weight"].float())
 
 
+def test_an_index_leads_nowhere(there):
+    """It is not read: what the folder holds is what is loaded."""
+    expected = checkpoint.load_model(there, "cpu").state_dict()
+    for index in ({"weight_map": {"model.norm.weight": "../absent.safetensors"}}, []):
+        (there / "model.safetensors.index.json").write_text(json.dumps(index))
+        close(checkpoint.load_model(there, "cpu").state_dict(), expected, rtol=0, atol=0)
+
+
 def change(there: Path, **keys) -> None:
     file = there / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
@@ -220,17 +228,12 @@ def with_another(there: Path) -> None:
     )
 
 
-def elsewhere(there: Path) -> None:
-    index = {"weight_map": {"model.norm.weight": "../there/model.safetensors"}}
-    (there / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 DAMAGES = {
     "quantized": (quantized, "quantized weights"),
     "another tensor": (with_another, "gate_proj.bias"),
     "pickle": (pickled, "a pickle"),
     "shape": (misshapen, "model.norm.weight"),
-    "shard": (without_a_shard, "model-00002-of"),
+    "shard": (without_a_shard, "not the model's weights"),
     "tensor": (without_a_tensor, "model.layers.1.mlp.up_proj.weight"),
     "cut": (lambda there: (there / "model.safetensors").write_bytes(b"\0" * 100), "not weights"),
     "tied, and a head": (lambda there: change(there, tie_word_embeddings=True), "lm_head.weight"),
@@ -242,8 +245,6 @@ DAMAGES = {
     "epsilon": (lambda there: change(there, rms_norm_eps=-1.0), "norm_eps"),
     "base": (lambda there: change(there, rope_parameters={"rope_theta": float("inf")}), "rope_base"),
     "deep": (lambda there: (there / "config.json").write_text("[" * 100_000), "config.json"),
-    "elsewhere": (elsewhere, "leads elsewhere"),
-    "index": (lambda there: (there / "model.safetensors.index.json").write_text("[]"), "not an index"),
     "architecture": (lambda there: change(there, architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
     "no architecture": (lambda there: change(there, architectures=None), "unknown architecture"),
     "activation": (lambda there: change(there, hidden_act="gelu"), "hidden_act=gelu"),

@@ -283,8 +283,11 @@ def decode_ours(overrides: list[str]) -> Competitor:
 
     # Load the weights under our names.
     weights = reference.state_dict()
-    stored = weight_map(model, "Llama")
-    model.load_state_dict({tensor.names[0]: weights[name] for name, tensor in stored.items()})
+    stored = weight_map(model, "LlamaForCausalLM")
+    parameters = {}
+    for name, tensor in stored.items():
+        parameters |= tensor.from_file(weights[name])
+    model.load_state_dict(parameters)
 
     # As generate.py does: products for few rows, and a compiled step.
     quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())

@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> None:
 
     # The folder gets its name once it is complete.
     architecture = config["architectures"][0]
-    weights = tensors(model, architecture.removesuffix("ForCausalLM"))
+    weights = tensors(model, architecture)
     if args.format == "gguf":
         gguf.write(staging, config, weights, vocabulary, args.dtype)
     else:
@@ -125,7 +125,7 @@ def tensors(model: torch.nn.Module, architecture: str) -> dict[str, Tensor]:
     parameters = model.state_dict()
     weights = {}
     for name, stored in weight_map(model, architecture).items():
-        weights[name] = stored.to_file([parameters[ours] for ours in stored.names])
+        weights[name] = stored.to_file(parameters)
     return weights
 
 

@@ -73,16 +73,16 @@ class Architecture:
         return PLAIN_SOFTMAX | self.fixed_knobs
 
     def misfits(self, layers: Layers) -> dict:
-        """The knobs in `layers` that this class cannot express -> the values that it needs."""
+        """The knobs that this class cannot express -> a value in `layers`, and the one needed."""
         free = {"rope_scaling", "dropout", *self.free_knobs}
         needed = {}
         for layer in layers:
             required = self.required_knobs(layer.get("rope_base") is not None)
             for knob, value in required.items():
                 if knob not in free and layer.get(knob, value) != value:
-                    needed[knob] = value
+                    needed[knob] = layer[knob], value
             if "rope_base" not in free and layer.get("rope_base", 10000.0) is None:
-                needed["rope_base"] = 10000.0
+                needed["rope_base"] = None, 10000.0
         return needed
 
     def own_config(self, tree: dict, layers: Layers) -> dict:
@@ -168,8 +168,9 @@ class Mistral(Architecture):
 
     def misfits(self, layers: Layers) -> dict:
         needed = super().misfits(layers)
-        if len({layer.get("window") for layer in layers}) > 1:
-            needed["window"] = None
+        windows = {layer.get("window") for layer in layers}
+        if len(windows) > 1:
+            needed["window"] = windows, None
         return needed
 
     def own_config(self, tree: dict, layers: Layers) -> dict:
@@ -390,7 +391,7 @@ class Qwen3_5(Architecture):
 
 # In the order of preference: a model becomes the first that can express it.
 ARCHITECTURES = {
-    architecture.__name__: architecture()
+    f"{architecture.__name__}ForCausalLM": architecture()
     for architecture in (
         Llama,
         Qwen3,

@@ -6,16 +6,14 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
-from torch import Tensor
 
 from checkpoints.tokenizer_json import tokenizer_json
+from checkpoints.weights import Weights
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
-def write(
-    folder: Path, config: dict, weights: dict[str, Tensor], vocabulary: ModelProto, dtype: str
-) -> None:
+def write(folder: Path, config: dict, weights: Weights, vocabulary: ModelProto, dtype: str) -> None:
     """Write weights, config.json and the tokenizer's files."""
     converted = {name: weight.to(DTYPES[dtype]) for name, weight in weights.items()}
     save_torch_state_dict(converted, folder, metadata={"format": "pt"})

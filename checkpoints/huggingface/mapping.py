@@ -7,6 +7,7 @@ from checkpoints.huggingface.architectures import (
     EXPERT_SIZES,
     MOST_LAYERS,
     PLAIN_SOFTMAX,
+    Architecture,
     common_value,
 )
 from checkpoints.huggingface.rope import rope_to_hf
@@ -60,7 +61,7 @@ def to_hf_config(tree: dict) -> dict:
 
     # What all classes have.
     tree = {"norm_eps": 1e-6} | tree
-    config = {"architectures": [f"{name}ForCausalLM"], "model_type": architecture.model_type}
+    config = {"architectures": [name], "model_type": architecture.model_type}
     config |= {theirs: tree[ours] for ours, theirs in SHAPE.items()}
     config |= {
         "num_key_value_heads": common_value(layers, "kv_heads", tree["heads"]),
@@ -89,7 +90,9 @@ def choose_architecture(tree: dict) -> str:
     Raises ValueError, with the nearest class and what to change for it, where none can.
     """
     layers = layer_knobs(tree)
-    misfits = {name: each.misfits(layers) for name, each in ARCHITECTURES.items()}
+    misfits = {}
+    for name, architecture in ARCHITECTURES.items():
+        misfits[name] = architecture.misfits(layers)
     # The nearest has the right mechanism, and the fewest knobs to change.
     nearest = min(misfits, key=lambda name: ("_target_" in misfits[name], len(misfits[name])))
     needed = misfits[nearest]
@@ -99,16 +102,15 @@ def choose_architecture(tree: dict) -> str:
     # Say what the model has, and what it would need.
     values = []
     changes = []
-    for knob, value in needed.items():
-        ours = next(layer[knob] for layer in layers if layer.get(knob, value) != value)
+    for knob, (ours, theirs) in needed.items():
         values.append(f"{knob}={ours}")
-        changes.append(f"attention.{knob}={'null' if value is None else value}")
+        changes.append(f"attention.{knob}={'null' if theirs is None else theirs}")
     if "_target_" in needed:
-        nearest = "Qwen3"
+        nearest = "Qwen3ForCausalLM"
         changes = ["attention=gqa"]
     raise ValueError(
         "no class that is exported to has this attention "
-        f"({', '.join(values)}, beside {nearest}ForCausalLM). "
+        f"({', '.join(values)}, beside {nearest}). "
         f"fix: train anew with {' '.join(changes)}"
     )
 
@@ -145,12 +147,11 @@ def from_hf_config(config: dict) -> dict:
     Raises ValueError for a model that our layers cannot express.
     """
     names = config.get("architectures")
-    known = [f"{name}ForCausalLM" for name in ARCHITECTURES]
-    if names not in [[theirs] for theirs in known]:
+    if names not in [[name] for name in ARCHITECTURES]:
         raise ValueError(
-            f"unknown architecture (config.json has {names}). fix: one of {', '.join(known)}"
+            f"unknown architecture (config.json has {names}). fix: one of {', '.join(ARCHITECTURES)}"
         )
-    name = names[0].removesuffix("ForCausalLM")
+    (name,) = names
     architecture = ARCHITECTURES[name]
     try:
         # Build the model that the config seems to describe.
@@ -159,7 +160,7 @@ def from_hf_config(config: dict) -> dict:
         for entry, default in architecture.defaults(config).items():
             if config.get(entry) is None and entry not in architecture.needed_entries:
                 config[entry] = default
-        attention = read_attention(config, name)
+        attention = read_attention(config, architecture)
         tree = {"_target_": TRANSFORMER, **shape, "softcap": None, "attention": attention}
         written = to_hf_config(tree)
     except (LookupError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
@@ -190,16 +191,18 @@ def read_shape(config: dict) -> dict:
     return shape
 
 
-def read_attention(config: dict, name: str) -> dict:
+def read_attention(config: dict, architecture: Architecture) -> dict:
     """The attention of a model, as far as our layers can express it.
 
     Raises ValueError for types of layers that the class lacks.
     """
-    architecture = ARCHITECTURES[name]
     types = config["layer_types"]
     unknown = [kind for kind in types if kind not in architecture.layer_types]
     if unknown:
-        raise ValueError(f"{name} has no such layers (config.json: {unknown[0]}). fix: full ones")
+        raise ValueError(
+            f"{architecture.model_type} has no such layers (config.json: {unknown[0]}). "
+            "fix: full ones"
+        )
     has_rope = [1] * config["num_hidden_layers"]
     if "rope_base" in architecture.free_knobs:
         has_rope = config["no_rope_layers"]

@@ -2,6 +2,7 @@
 
 # rope_type: our class, and our knobs by the key that `transformers` has for them
 SCALINGS = {
+    "default": (None, {}),
     "linear": ("model.rope.Linear", {"factor": "factor"}),
     "llama3": (
         "model.rope.Llama3",
@@ -26,13 +27,13 @@ OTHER_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 def rope_to_hf(base: float, scaling: dict | None) -> dict:
-    """Our base and scaling -> `rope_parameters`."""
-    parameters = {"rope_type": "default", "rope_theta": base}
+    """Our base and scaling -> `rope_parameters`. Raises ValueError for an unknown scaling."""
+    ours = scaling or {"_target_": None}
     for rope_type, (target, knobs) in SCALINGS.items():
-        if scaling is not None and scaling["_target_"] == target:
-            parameters["rope_type"] = rope_type
-            parameters |= {theirs: scaling[ours] for theirs, ours in knobs.items()}
-    return parameters
+        if target == ours["_target_"]:
+            parameters = {key: ours[knob] for key, knob in knobs.items()}
+            return {"rope_type": rope_type, "rope_theta": base, **parameters}
+    raise ValueError(f"no class of transformers has this scaling ({scaling}). fix: null")
 
 
 def rope_parameters(config: dict) -> dict:
@@ -49,21 +50,19 @@ def rope_from_hf(config: dict) -> dict:
     parameters = rope_parameters(config)
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     target, knobs = SCALINGS.get(rope_type, (None, {}))
-    unknown = parameters.keys() - OTHER_KEYS - knobs.keys()
-    if unknown or (target is None and rope_type != "default"):
+    if rope_type not in SCALINGS or parameters.keys() - OTHER_KEYS - knobs.keys():
         raise ValueError(
             f"positions of another kind (config.json: {parameters}). "
             f"fix: one of {', '.join(SCALINGS)}"
         )
     base = parameters.get("rope_theta") or config["rope_theta"]
-    scaling = None
-    if target is not None:
-        parameters = {
-            "original_max_position_embeddings": config["max_position_embeddings"],
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            **parameters,
-        }
-        scaling = {"_target_": target}
-        scaling |= {ours: parameters[theirs] for theirs, ours in knobs.items()}
-    return {"rope_base": float(base), "rope_scaling": scaling}
+    if target is None:
+        return {"rope_base": float(base), "rope_scaling": None}
+    parameters = {
+        "original_max_position_embeddings": config["max_position_embeddings"],
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        **parameters,
+    }
+    scaling = {knob: parameters[key] for key, knob in knobs.items()}
+    return {"rope_base": float(base), "rope_scaling": {"_target_": target, **scaling}}
