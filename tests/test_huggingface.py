@@ -124,7 +124,7 @@ def test_norms_are_computed_with_their_epsilon():
 
 def test_a_scaling_that_transformers_lacks_is_refused():
     """It would be exported as no scaling at all."""
-    tree = tree_of("llama", "attention.rope_scaling={_target_:model.rope.Scaling}")
+    tree = tree_of("llama", "attention.rope_scaling={_target_:model.rope.Scaling,factor:4}")
     with pytest.raises(ValueError, match=r"this scaling \({'_target_': 'model.rope.Scaling'"):
         mapping.to_hf_config(tree)
 
