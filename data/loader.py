@@ -1,11 +1,11 @@
 """Batches as a pure function of (seed, step), so one integer says where a run is in its data."""
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 IGNORE_INDEX = -100  # a target that does not count, as in torch's cross_entropy
 
@@ -17,17 +17,16 @@ class Loader:
     Raises ValueError if the text is too short for one batch.
     """
 
-    def __init__(self, shards: list[np.ndarray], *, context: int, batch: int, seed: int):
+    def __init__(self, shards: list[np.ndarray], *, context: int, batch_size: int, seed: int):
         self.shards = shards
         self.context = context
-        self.batch = batch
+        self.batch_size = batch_size
         self.seed = seed
 
-        # Positions in the whole text of the first token of each shard.
-        sizes = [len(shard) for shard in shards]
-        self.shard_starts = np.cumsum([0, *sizes])[:-1]
-        num_tokens = sum(sizes)
-        check_enough_tokens(num_tokens, min_corpus_tokens(context, batch))
+        # Positions in the whole text behind the last token of each shard.
+        self.shard_ends = np.cumsum([len(shard) for shard in shards])
+        num_tokens = int(self.shard_ends[-1])
+        check_enough_tokens(num_tokens, min_corpus_tokens(context, batch_size))
 
         # The last row needs one token more as a target; one row less, so that every offset fits.
         self.rows_per_epoch = (num_tokens - 1) // context - 1
@@ -35,31 +34,24 @@ class Loader:
 
     def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return inputs (B, T) and their next tokens (B, T), int64, of these rows of a batch."""
+        # The last target is one token more than the inputs.
         numbers = self._row_numbers(step)[rows]
-        tokens = torch.empty(len(numbers), self.context + 1, dtype=torch.int64)
-        for row, number in zip(tokens.numpy(), numbers, strict=True):
-            start = self._row_start(number)
-            self._read(start, row)
-        # Targets are the inputs, one token later.
-        inputs = tokens[:, :-1].contiguous()
-        targets = tokens[:, 1:].contiguous()
-        return inputs, targets
+        tokens = [self._read(self._row_start(number), self.context + 1) for number in numbers]
+        tokens = torch.from_numpy(np.stack(tokens).astype(np.int64))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def describe(self, step: int) -> str:
         """Describe, for a message, from where in the text the rows of a batch are."""
         numbers = self._row_numbers(step)
         epoch = numbers.start // self.rows_per_epoch
         # Eight positions are enough to find the text again.
-        starts = [str(self._row_start(number)) for number in numbers[:8]]
-        text = ", ".join(starts)
-        if len(numbers) > 8:
-            text += " and so on"
-        return f"{self.batch} rows of epoch {epoch}, from the tokens {text}"
+        starts = [self._row_start(number) for number in numbers[:8]]
+        return f"{len(numbers)} rows of epoch {epoch}, from the tokens {starts} (at most 8 listed)"
 
     def _row_numbers(self, step: int) -> range:
         """Return the numbers of a batch's rows, which are counted through all epochs."""
-        first = step * self.batch
-        return range(first, first + self.batch)
+        first = step * self.batch_size
+        return range(first, first + self.batch_size)
 
     def _row_start(self, number: int) -> int:
         """Return the position of a row's first token in the whole text."""
@@ -76,23 +68,22 @@ class Loader:
         self.offset = int(generator.integers(self.context))
         self.order = generator.permutation(self.rows_per_epoch)
 
-    def _read(self, start: int, out: np.ndarray) -> None:
-        """Fill `out` (n) with the tokens from position `start` on, across the ends of shards."""
-        # The shard that holds the position is the last one that begins at or before it.
-        index = int(np.searchsorted(self.shard_starts, start, side="right")) - 1
-        begin = start - int(self.shard_starts[index])
-        while len(out) > 0:
-            piece = self.shards[index][begin : begin + len(out)]
-            out[: len(piece)] = piece
-            out = out[len(piece) :]
-            # What is missing is at the beginning of the next shard.
-            index += 1
-            begin = 0
+    def _read(self, start: int, count: int) -> np.ndarray:
+        """Return the tokens from position `start` on, across the ends of shards."""
+        # The shard that holds the position is the first one that ends behind it.
+        index = np.searchsorted(self.shard_ends, start, side="right")
+        from_end = start - self.shard_ends[index]
+        tokens = self.shards[index][from_end:][:count]
+        if len(tokens) == count:
+            return tokens
+        # What is missing is in the shards behind it.
+        rest = self._read(start + len(tokens), count - len(tokens))
+        return np.concatenate((tokens, rest))
 
 
-def min_corpus_tokens(context: int, batch: int) -> int:
+def min_corpus_tokens(context: int, batch_size: int) -> int:
     """Tokens that a text must have for one batch, at any offset of the epoch."""
-    return (batch + 1) * context + 1
+    return (batch_size + 1) * context + 1
 
 
 def check_enough_tokens(tokens: int, min_tokens: int) -> None:
@@ -110,7 +101,7 @@ def document_ids(inputs: Tensor, bos: int) -> Tensor:
 
 
 def eval_windows(
-    shards: list[np.ndarray], context: int, batch: int
+    shards: list[np.ndarray], context: int, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Iterate once over all text, in order, in windows that do not overlap.
 
@@ -119,17 +110,9 @@ def eval_windows(
     """
     text = np.concatenate(shards).astype(np.int64)
     tokens = torch.from_numpy(text)
-    num_targets = len(tokens) - 1
-
-    # The text ends somewhere in its last batch: what is behind its end stays padding.
-    batch_tokens = batch * context
-    num_batches = math.ceil(num_targets / batch_tokens)
-    inputs = torch.zeros(num_batches * batch_tokens, dtype=torch.int64)
-    targets = torch.full_like(inputs, IGNORE_INDEX)
-    inputs[:num_targets] = tokens[:-1]
-    targets[:num_targets] = tokens[1:]
-
-    # Cut it into batches of windows.
-    inputs = inputs.view(num_batches, batch, context)
-    targets = targets.view(num_batches, batch, context)
-    return zip(inputs, targets, strict=True)
+    padding = (0, -(len(tokens) - 1) % (batch_size * context))
+    inputs = pad(tokens[:-1], padding)
+    targets = pad(tokens[1:], padding, value=IGNORE_INDEX)
+    # Cut them into batches of windows.
+    shape = (-1, batch_size, context)
+    return zip(inputs.view(shape), targets.view(shape), strict=True)

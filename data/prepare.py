@@ -7,11 +7,11 @@ import fcntl
 import json
 import math
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +20,13 @@ from tqdm import tqdm
 from common.atomic_dir import StagingDirectory, atomic_directory, flock, remove_leftovers, verify
 from common.progress import waiting
 from data.loader import check_enough_tokens
-from data.shards import ShardWriter, open_shard, shard_name
-from data.sources import Source, tokenize_documents
+from data.sources import Source
 from data.tokenizer import Tokenizer
 
 # Part of the cache key: increase it if a change in data/ gives other tokens for the same text.
 FORMAT_VERSION = 1
 SPLITS = ("train", "validation")
+DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
 MAX_TOKENIZER_CHARS = 50_000_000  # characters of training text that a tokenizer is trained on
 MAX_VALIDATION_BYTES = 2_000_000  # UTF-8 bytes held out at most, in whole documents
 
@@ -83,7 +83,7 @@ def open_corpus(folder: Path) -> Corpus:
     hashes = []
     for split in SPLITS:
         name = shard_name(split)
-        shards[split] = [open_shard(folder / name, manifest["dtype"])]
+        shards[split] = [np.memmap(folder / name, manifest["dtype"], mode="r")]
         hashes.append(manifest["files"][name]["sha256"])
     return Corpus(
         **shards,
@@ -145,40 +145,49 @@ def tokenizer_corpus(source: Source) -> Iterator[str]:
 def write_shards(
     source: Source, tokenizer: Tokenizer, folder: StagingDirectory, quiet: bool
 ) -> dict:
-    """Tokenize the documents into one shard for each split -> what the manifest says about them.
+    """Tokenize the documents into a file for each split -> what the manifest says about them.
 
     Raises ValueError if a split has no document.
     """
-    train = ShardWriter(folder, "train", tokenizer.vocab_size)
-    validation = ShardWriter(folder, "validation", tokenizer.vocab_size)
-    validation_bytes = 0
-    is_validation_full = False
+    dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+    files = {split: folder.create(shard_name(split)) for split in SPLITS}
+    train_tokens = 0
     max_train_tokens = source.tokens or math.inf
+    validation_bytes = 0
+    max_validation_bytes = MAX_VALIDATION_BYTES
 
-    is_bar_hidden = quiet or not sys.stderr.isatty()
-    with tqdm(unit=" tokens", unit_scale=True, desc="tokenise", disable=is_bar_hidden) as bar:
-        for tokens, nbytes, is_held_out in tokenize_documents(source.documents(), tokenizer):
-            if not is_held_out:
-                train.write(tokens)
-                bar.update(len(tokens))
-            # The first document is taken whatever its size; the first that does not fit is the end.
-            elif validation_bytes == 0 or (
-                not is_validation_full and validation_bytes + nbytes <= MAX_VALIDATION_BYTES
-            ):
-                validation.write(tokens)
-                validation_bytes += nbytes
-            else:
-                is_validation_full = True
-            if train.num_tokens >= max_train_tokens:
+    # Batches use all cores without the whole text in memory. Without a terminal, there is no bar.
+    documents = source.documents()
+    with tqdm(unit=" tokens", unit_scale=True, desc="tokenize", disable=quiet or None) as bar:
+        while train_tokens < max_train_tokens:
+            batch = list(islice(documents, DOCUMENTS_PER_BATCH))
+            if not batch:
                 break
+            encoded = tokenizer.encode_documents([text for text, _ in batch])
+            shards = {split: [] for split in SPLITS}
+            for tokens, (text, is_held_out) in zip(encoded, batch, strict=True):
+                if train_tokens >= max_train_tokens:
+                    break
+                nbytes = len(text.encode())
+                if not is_held_out:
+                    shards["train"] += tokens
+                    train_tokens += len(tokens)
+                # The first document is taken whatever its size; one that does not fit is the end.
+                elif validation_bytes == 0 or validation_bytes + nbytes <= max_validation_bytes:
+                    shards["validation"] += tokens
+                    validation_bytes += nbytes
+                else:
+                    max_validation_bytes = 0
+            # A token that does not fit into the dtype raises OverflowError.
+            for split, tokens in shards.items():
+                files[split].write(np.array(tokens, dtype).tobytes())
+            bar.update(len(shards["train"]))
 
-    # Write what is still buffered, and refuse a split without text.
-    for split, writer in (("training", train), ("validation", validation)):
-        writer.flush()
-        if writer.num_tokens == 0:
+    for split, file in files.items():
+        if file.size == 0:
             raise ValueError(f"no {split} text (of {type(source).__name__}). fix: more documents")
-    return {
-        "validation_bytes": validation_bytes,
-        "train_tokens": train.num_tokens,
-        "dtype": train.dtype.name,
-    }
+    return {"validation_bytes": validation_bytes, "train_tokens": train_tokens, "dtype": dtype.name}
+
+
+def shard_name(split: str) -> str:
+    return f"{split}-00000.bin"

@@ -13,7 +13,6 @@ from data.tokenizer import IdTokenizer, Tokenizer
 # A file of llm.c begins with magic, version and number of tokens, three int32, padded with zeros.
 HEADER_BYTES = 1024
 LLMC_FORMATS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: (version, dtype of tokens)
-NANOGPT_FORMAT = (None, "<u2")  # no header
 
 
 @dataclass(kw_only=True)
@@ -64,33 +63,31 @@ class Pretokenized(Source):
         else:
             # Cut the end off the last file.
             last = train.pop()
-            cut = len(last) - min(self.validation_tokens, max(2, len(last) // 20))
-            train.append(last[:cut])
-            held_out = [last[cut:]]
+            count = min(self.validation_tokens, max(2, len(last) // 20))
+            train.append(last[:-count])
+            held_out = [last[-count:]]
         validation = np.concatenate(held_out)[: self.validation_tokens]
         return {"train": train, "validation": [validation]}
 
     def open_bin(self, file: Path) -> np.ndarray:
         """Memory-map the tokens of a file, checking its length and its ids."""
-        with file.open("rb") as opened:
-            header = opened.read(12).ljust(12, b"\0")
-        magic, version, num_tokens = struct.unpack("<3I", header)
         size = file.stat().st_size
+        with file.open("rb") as opened:
+            header = struct.unpack("<3I", opened.read(12).ljust(12, b"\0"))
 
-        # What is not the magic of llm.c are tokens of nanoGPT, from the first byte on.
-        is_llmc = magic in LLMC_FORMATS
-        expected_version, dtype = LLMC_FORMATS.get(magic, NANOGPT_FORMAT)
-        start = HEADER_BYTES if is_llmc else 0
+        # What does not begin with a magic of llm.c are tokens of nanoGPT, from the first byte on.
+        start = 0
+        dtype = "<u2"
+        problem = f"{size} bytes"
+        if header[0] in LLMC_FORMATS:
+            start = HEADER_BYTES
+            version, dtype = LLMC_FORMATS[header[0]]
+            problem += f", version {header[1]}, {header[2]} tokens by its header"
         count, rest = divmod(size - start, np.dtype(dtype).itemsize)
-        is_whole = count >= 2 and rest == 0
-        header_text = ""
-        if is_llmc:
-            is_whole = is_whole and version == expected_version and num_tokens == count
-            header_text = f", version {version}, {num_tokens} tokens by its header"
-        if not is_whole:
+        is_whole = start == 0 or header[1:] == (version, count)
+        if count < 2 or rest != 0 or not is_whole:
             raise ValueError(
-                f"not whole, or of another version ({file}: {size} bytes{header_text}). "
-                "fix: get it again"
+                f"not whole, or of another version ({file}: {problem}). fix: get it again"
             )
 
         # An id outside the vocabulary would index past the end of the embedding.

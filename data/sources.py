@@ -9,21 +9,18 @@ import re
 import sysconfig
 import tokenize
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from data.files import TEXTS, content_hash, read_documents, split_files, text_of_row
+from data.files import TEXT_SUFFIXES, content_hash, read_documents, split_files, text_of_row
 from data.tokenizer import Tokenizer
 
-DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
 Documents = Iterator[tuple[str, bool]]  # text, is it held out?
-TokenizedDocuments = Iterator[tuple[np.ndarray, int, bool]]  # tokens, UTF-8 bytes, held out?
 
 
 def text_digest(text: str) -> int:
@@ -99,10 +96,6 @@ class Stdlib(Source):
             if not self.SKIPPED & set(relative.parts):
                 self.files.append(relative.as_posix())
         self.files.sort()
-        if not self.files:
-            raise ValueError(
-                f"this Python has no sources (in {self.root}). fix: data=text data.path=FILE"
-            )
 
     def fingerprint(self) -> str:
         return content_hash([self.root / file for file in self.files])
@@ -133,7 +126,7 @@ class Text(Source):
         super().__post_init__()
         if self.holdout < 2:
             raise ValueError(f"data.holdout must be from 2 (got {self.holdout}). fix: 20")
-        self.train_files, self.val_files = split_files(self.path, TEXTS)
+        self.train_files, self.val_files = split_files(self.path, TEXT_SUFFIXES)
 
     def fingerprint(self) -> str:
         hashes = f"{content_hash(self.train_files)} {content_hash(self.val_files)}"
@@ -244,16 +237,3 @@ class Hub(Source):
             raise ValueError(
                 f"cannot read the dataset ({self.repo}: {reason}). fix: network, or data.repo"
             ) from None
-
-
-def tokenize_documents(
-    documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer
-) -> TokenizedDocuments:
-    """Yield BOS + text + EOS of each document, its UTF-8 bytes, and whether it is held out."""
-    # Batches use all cores without the whole text in memory.
-    documents = iter(documents)
-    while batch := list(islice(documents, DOCUMENTS_PER_BATCH)):
-        texts = [text for text, _ in batch]
-        encoded = tokenizer.encode_documents(texts)
-        for tokens, (text, is_validation) in zip(encoded, batch, strict=True):
-            yield tokens, len(text.encode()), is_validation

@@ -11,6 +11,7 @@ import sentencepiece as spm
 
 MAX_PIECE_CHARS = 4000  # the trainer's time grows with the length of what it gets at once
 SPACE = "\u2581"  # SentencePiece's own sign for a space: in a text, it would be decoded as one
+SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
 
 
 class Tokenizer:
@@ -37,9 +38,7 @@ class Tokenizer:
                 "fix: train it with both"
             )
         # A SPACE in a text is encoded as its bytes, so that it comes back.
-        self.space_tokens = [
-            self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()
-        ]
+        self.space_tokens = self.processor.piece_to_id(SPACE_BYTES)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -62,7 +61,7 @@ class Tokenizer:
         ValueError for text that no such tokenizer can be trained on.
         """
         model = io.BytesIO()
-        failure: BaseException | None = None
+        failure = None
 
         # SentencePiece turns an exception of its iterator, a signal's too, into a RuntimeError.
         def sentences() -> Iterator[str]:
@@ -113,18 +112,17 @@ class Tokenizer:
         parts = self.processor.encode(text.split(SPACE))
         tokens = parts[0]
         for part in parts[1:]:
-            tokens += self.space_tokens
-            tokens += part
+            tokens += self.space_tokens + part
         return tokens
 
-    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode each text as BOS + text + EOS, int32, on all cores."""
+    def encode_documents(self, texts: list[str]) -> list[list[int]]:
+        """Encode each text as BOS + text + EOS, on all cores."""
         encoded = self.processor.encode(texts, num_threads=os.cpu_count())
         documents = []
         for text, tokens in zip(texts, encoded, strict=True):
             if SPACE in text:
                 tokens = self.encode(text)
-            documents.append(np.array([self.bos, *tokens, self.eos], dtype=np.int32))
+            documents.append([self.bos, *tokens, self.eos])
         return documents
 
     def decode(self, tokens: list[int]) -> str:
@@ -171,8 +169,8 @@ class IdTokenizer(Tokenizer):
             tokens.append(int(word))
         return tokens
 
-    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.array([self.bos, *self.encode(text)]) for text in texts]
+    def encode_documents(self, texts: list[str]) -> list[list[int]]:
+        return [[self.bos, *self.encode(text)] for text in texts]
 
     def decode(self, tokens: list[int]) -> str:
         return " ".join(str(token) for token in tokens if token != self.bos)

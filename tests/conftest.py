@@ -285,7 +285,10 @@ def trainer_of(tmp_path, story):
             corpus = prepare(instantiate(settings["data"], "data"), tmp_path / "cache")
         settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
         loader = Loader(
-            corpus.train, context=64, batch=settings["batch_tokens"] // 64, seed=settings["seed"]
+            corpus.train,
+            context=64,
+            batch_size=settings["batch_tokens"] // 64,
+            seed=settings["seed"],
         )
         folder = tmp_path / (run or f"run{len(list(tmp_path.iterdir()))}")
         folder.mkdir(exist_ok=True)
@@ -315,7 +318,7 @@ def learn_by_heart(trainer: Trainer, steps: int) -> list[float]:
     """Nats per token at each step on one batch. They fall at every seed, in fp32 and in bf16."""
     sizes = {
         "context": trainer.settings["context"],
-        "batch": trainer.loader.batch,
+        "batch_size": trainer.loader.batch_size,
         "seed": trainer.loader.seed,
     }
     trainer.loader = FirstBatch(trainer.corpus.train, **sizes)

@@ -119,7 +119,7 @@ def test_a_model_without_a_class_is_refused_with_the_nearest(variant, command, t
 
 
 def sentencepiece(**how) -> Tokenizer:
-    """As SentencePiece trains by default, with bytes: it normalises, joins spaces and puts one before a text."""
+    """As SentencePiece trains by default, with bytes: it normalizes, joins spaces and puts one before a text."""
     written, texts = (
         io.BytesIO(),
         ["Ann had a red ball. Bob said: may I have a red ball, Ann?", "Тест e\u0301"] * 20,

@@ -11,7 +11,7 @@ SHARDS = np.split(TEXT, [7, 400, 401])
 
 
 def loader(**changed) -> Loader:
-    return Loader(SHARDS, **({"context": 10, "batch": 4, "seed": 0} | changed))
+    return Loader(SHARDS, **({"context": 10, "batch_size": 4, "seed": 0} | changed))
 
 
 def test_targets_are_the_next_tokens():
@@ -31,7 +31,7 @@ def test_an_epoch_visits_every_row_once():
 
 
 def test_epochs_are_cut_and_ordered_anew():
-    one = loader(batch=98)  # all rows
+    one = loader(batch_size=98)  # all rows
     assert one.rows_per_epoch == 98
     first, second = one(0)[0], one(1)[0]
     assert not torch.equal(first, second) and not torch.equal(
@@ -58,8 +58,8 @@ def test_ranks_and_micro_batches_cut_one_batch():
 @pytest.mark.parametrize("length", [1, 10, 49])
 def test_too_little_text_for_one_batch_is_refused(length):
     with pytest.raises(ValueError, match=f"have {length} tokens, need 51"):
-        Loader([TEXT[:length]], context=10, batch=4, seed=0)
-    Loader([TEXT[:51]], context=10, batch=4, seed=0)(0)
+        Loader([TEXT[:length]], context=10, batch_size=4, seed=0)
+    Loader([TEXT[:51]], context=10, batch_size=4, seed=0)(0)
 
 
 def test_documents_are_numbered_from_bos_to_bos():

@@ -12,9 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.atomic_dir import atomic_directory
 from data.prepare import build_corpus, prepare
-from data.shards import ShardWriter, open_shard
 from data.sources import Stdlib, Text
 from data.tokenizer import Tokenizer
 from inference.text import StreamingDetokenizer
@@ -278,18 +276,20 @@ def test_a_given_tokenizer_is_used(tmp_path, story, tokenizer):
 
 @pytest.mark.parametrize("vocab_size, dtype", [(2**16, "uint16"), (2**16 + 1, "uint32")])
 def test_a_shard_is_as_wide_as_its_vocabulary(tmp_path, vocab_size, dtype, monkeypatch):
-    monkeypatch.setattr("data.shards.BUFFERED_TOKENS", 4)
-    tokens = np.array([0, 1, vocab_size - 1])
-    with atomic_directory(tmp_path / "corpus") as unsealed:
-        writer = ShardWriter(unsealed, "a", vocab_size)
-        for _ in range(3):
-            writer.write(tokens)
-            with pytest.raises(OverflowError, match=str(vocab_size)):
-                writer.write(np.array([vocab_size]))
-        writer.flush()
-    assert writer.num_tokens == 9
-    shard = open_shard(tmp_path / "corpus" / writer.name, writer.dtype.name)
-    assert shard.dtype == dtype and shard.tolist() == [*tokens, *tokens, *tokens]
+    ids = f"0 1 {vocab_size - 1}"
+    (tmp_path / "ids.model").write_bytes(b"ids %d 2\n" % vocab_size)
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join([ids] * 3))
+    (tmp_path / "val.txt").write_text(ids)
+    source = text_source(tmp_path, tokenizer=str(tmp_path / "ids.model"))
+    (shard,) = prepare(source, tmp_path / "cache").train
+    assert shard.dtype == dtype and shard.tolist() == [2, 0, 1, vocab_size - 1] * 3
+
+
+def test_no_token_wraps_around(tmp_path, story, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "encode_documents", lambda self, texts: [[2**16]] * len(texts))
+    with pytest.raises(OverflowError, match="65536"):
+        prepare(text_source(story), tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
 
 
 def test_only_two_megabytes_are_held_out(tmp_path, monkeypatch):

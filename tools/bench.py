@@ -223,7 +223,7 @@ def train_ours(overrides: list[str]) -> Competitor:
     # Random tokens are as fast as text.
     tokens = np.random.default_rng(0).integers(0, vocab_size, 100 * batch_tokens).astype(np.uint32)
     context = settings["context"]
-    loader = Loader([tokens], context=context, batch=batch_tokens // context, seed=0)
+    loader = Loader([tokens], context=context, batch_size=batch_tokens // context, seed=0)
     corpus = Corpus([tokens], [tokens[:1000]], 1, None, "")
     precision = hardware.pick_precision(settings["precision"], device)
     trainer = Trainer(

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import errors, hardware
 from common.cli import Parser, bounded_number
-from data.files import TEXTS, find_files, read_documents
+from data.files import TEXT_SUFFIXES, find_files, read_documents
 from data.tokenizer import IdTokenizer, Tokenizer
 from inference.engine import generate
 from inference.load import load
@@ -85,7 +85,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def evaluate_text(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> dict:
     """Scores the tokens of each document, after BOS and without EOS, in windows of the context."""
-    files = find_files(args.text, TEXTS)
+    files = find_files(args.text, TEXT_SUFFIXES)
 
     # Tokenize and cut all documents before scoring, because rows are sorted by length.
     rows = []

@@ -153,7 +153,7 @@ def load_corpus(settings: dict, source: Source) -> tuple[Corpus, Loader]:
     """Prepare the text. The vocabulary of the model becomes that of the tokenizer."""
     sizes = {
         "context": settings["context"],
-        "batch": settings["batch_tokens"] // settings["context"],
+        "batch_size": settings["batch_tokens"] // settings["context"],
     }
     first = os.environ.get("RANK", "0") == "0"
     corpus = prepare(source, Path(".cache"), min_tokens=min_corpus_tokens(**sizes), quiet=not first)

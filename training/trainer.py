@@ -281,7 +281,7 @@ class Trainer:
 
     def _micro_batches(self) -> list[slice]:
         """The rows of a batch that this rank computes, as many at a time as a forward takes."""
-        rows_per_rank = self.loader.batch // self.ranks.world_size
+        rows_per_rank = self.loader.batch_size // self.ranks.world_size
         first = self.ranks.rank * rows_per_rank
         starts = range(first, first + rows_per_rank, self.micro_batch_size)
         return [slice(start, start + self.micro_batch_size) for start in starts]

@@ -57,7 +57,7 @@ class Job:
         loader = Loader(
             self.corpus.train,
             context=16,
-            batch=settings["batch_tokens"] // 16,
+            batch_size=settings["batch_tokens"] // 16,
             seed=settings["seed"],
         )
         ranks = DistEnv(0, 1, torch.device("cpu"))
