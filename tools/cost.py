@@ -38,6 +38,7 @@ SCALE_COLUMNS = (
     "days",
 )
 PEAK_FLOPS = 989e12  # FLOP/s of an H100 in bf16
+CELL = 16  # characters of a cell
 MFU = 0.4  # fraction of the peak that such runs reach
 TOKENS_PER_PARAMETER = 20  # that a run trains on
 MEMORY_NOTE = (
@@ -66,14 +67,15 @@ def main(overrides: list[str]) -> None:
             # An override that this attention does not have is an error only if it was asked for.
             if chosen:
                 raise
-            rows.append((name, *["-"] * (len(columns) - 1)))
+            rows.append((name, "-"))
             continue
         if gpu_counts:
             rows += [(name, *scale_row(cost, gpus)) for gpus in gpu_counts]
         else:
             rows.append((name, *row(cost)))
 
-    print_table(rows)
+    for name, *cells in rows:
+        print(name.ljust(CELL), *[cell.rjust(CELL) for cell in cells])
     note = SCALE_NOTE if gpu_counts else "KV bytes are of one row in bf16."
     print(f"\n{MEMORY_NOTE} {note}")
 
@@ -95,33 +97,23 @@ def parse_gpus(value: str) -> int:
     errors.exit_with(errors.INPUT, f"{problem}. fix: gpus=8")
 
 
-def print_table(rows: list[tuple[str, ...]]) -> None:
-    """Print columns as wide as their widest cell, the first aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        aligned = map(str.rjust, cells, widths[1:])
-        print("  ".join([name.ljust(widths[0]), *aligned]))
-
-
 class Cost:
     """The model of a run with these overrides, and bytes that it and its optimizer take."""
 
     def __init__(self, overrides: list[str]):
-        cfg = compose(["name=cost", *overrides])
+        cfg = compose(["name=cost", *overrides, "sharded=false"])
         if not values_of(overrides, "batch_tokens"):
             cfg.batch_tokens = cfg.micro_batch * cfg.context
-        cfg.sharded = False
         settings = load_settings(cfg)
-        self.context = settings["context"]
         batch = config.micro_batch_size(settings, 1)
-        self.num_tokens = batch * self.context
+        self.num_tokens = batch * settings["context"]
 
         with FakeTensorMode():
             self.model = instantiate(settings["model"])
             optimizers = instantiate(settings["optimizer"], "training")(self.model)
             init_state(optimizers)
             loss = LanguageModelLoss(self.model, z_loss=0.0, bos=None)
-            tokens = torch.zeros(batch, self.context, dtype=torch.int64)
+            tokens = torch.zeros(batch, settings["context"], dtype=torch.int64)
             self.saved = saved_bytes(loss, tokens)
             # The part that grows with the batch: without the copies of the weights in bf16.
             self.activations = saved_bytes(loss, torch.cat((tokens, tokens))) - self.saved
@@ -159,7 +151,7 @@ def row(cost: Cost) -> tuple[str, ...]:
         f"{cost.parameters / 1e6:.2f} M",
         f"{cost.model.training_flops() / 1e6:.1f}",
         f"{cache_bytes(2) - cache_bytes(1):,}",
-        f"{cache_bytes(cost.context) / 1e6:.2f}",
+        f"{cache_bytes(cost.model.context) / 1e6:.2f}",
         f"{(cost.state + cost.saved) / 1e9:.2f}",
     )
 
