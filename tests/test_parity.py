@@ -51,7 +51,7 @@ def both_of(variant: str) -> tuple[torch.nn.Module, torch.nn.Module]:
         **config, attn_implementation="eager", pad_token_id=None
     )
     theirs = getattr(transformers, config["architectures"][0])(how).eval()
-    theirs.load_state_dict(export.tensors(ours, CLASSES[variant]), strict=not tree["tied"])
+    theirs.load_state_dict(export.hf_weights(ours, CLASSES[variant]), strict=not tree["tied"])
     return ours, theirs
 
 

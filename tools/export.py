@@ -46,14 +46,15 @@ FIGURES = ("step", "tokens", "seconds", "train_loss", "val_loss", "val_bpb")
 def parse_arguments() -> argparse.Namespace:
     hint = "the class is chosen from what the model is"
     parser = Parser("python -m tools.export", description=__doc__.partition(":")[0], epilog=hint)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--run",
         type=Path,
         help="a run, or a folder in Hugging Face layout (default: the newest run)",
     )
-    parser.add_argument("--format", choices=("hf", "gguf"), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="a new folder")
-    parser.add_argument(
+    add("--format", choices=("hf", "gguf"), required=True)
+    add("--out", type=Path, required=True, help="a new folder")
+    add(
         "--dtype",
         choices=(*folder.DTYPES, "q8_0"),
         default="f32",
@@ -84,7 +85,7 @@ def main(args: argparse.Namespace) -> None:
 
     # The folder gets its name once it is complete.
     architecture = config["architectures"][0]
-    weights = tensors(model, architecture)
+    weights = hf_weights(model, architecture)
     if args.format == "gguf":
         gguf.write(staging, config, weights, vocabulary, args.dtype)
     else:
@@ -120,7 +121,7 @@ def load_vocabulary(tokenizer: Tokenizer, path: Path) -> ModelProto:
     return vocabulary
 
 
-def tensors(model: torch.nn.Module, architecture: str) -> dict[str, Tensor]:
+def hf_weights(model: torch.nn.Module, architecture: str) -> dict[str, Tensor]:
     """The weights of a model under the names and in the layouts of a class of `transformers`."""
     parameters = model.state_dict()
     weights = {}
