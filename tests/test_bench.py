@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from common.instantiate import instantiate
 from tests.conftest import TINY
 from tools import bench
 
@@ -12,9 +13,14 @@ WORDS = [*TINY, "attention=llama", "data.vocab_size=512", "optimizer=adamw", "pr
 
 
 def test_competitors_train_the_same_shape():
-    ours, theirs = bench.train_ours(WORDS), bench.train_transformers(WORDS)
-    assert ours.work == theirs.work and ours.work["tokens"] == 512 and ours.device.type == "cpu"
-    ours.step(), theirs.step()
+    settings, device = bench.bench_settings(WORDS)
+    assert bench.work_of_step("train", settings, device)["tokens"] == 512 and device.type == "cpu"
+    sizes = [
+        sorted(p.shape for p in model.parameters())
+        for model in (instantiate(settings["model"]), bench.transformers_llama(settings))
+    ]
+    assert sizes[0] == sizes[1]
+    bench.train_ours(settings, device)(), bench.train_transformers(settings, device)()
 
 
 def test_competitors_are_measured_in_turns(monkeypatch, capfd):
@@ -32,12 +38,13 @@ def test_competitors_are_measured_in_turns(monkeypatch, capfd):
 def test_decoders_say_the_same_and_time_it(monkeypatch, tied):
     monkeypatch.setattr(bench, "NEW_TOKENS", 6)
     words = [*WORDS, "context=16", "batch_tokens=48", f"model.tied={tied}"]
+    settings, device = bench.bench_settings(words)
+    work = bench.work_of_step("decode", settings, device)
+    assert work["tokens"] == 3 * 5
     said = []
     for name in ("ours", "dynamic", "static"):
-        competitor = bench.COMPETITORS["decode"][name](words)
-        measured = competitor.step()
+        measured = bench.COMPETITORS["decode"][name](settings, device)()
         assert measured["seconds"] > 0 < measured["first_token_seconds"]
-        assert competitor.work["tokens"] == 3 * 5
         assert measured["cache_bytes"] >= 2 * 3 * 14 * 2 * 32 * 4  # less one, unread
         said.append(torch.tensor(measured["tokens"]))
     # The two largest logits lie 0.001 apart or more.
@@ -47,8 +54,9 @@ def test_decoders_say_the_same_and_time_it(monkeypatch, tied):
 
 
 def test_utilisation_is_of_the_best_product():
-    turn = {"seconds": 2.0, "work": {"tokens": 100, "flops": 1e9}, "memory": 7, "ceiling": 1e9}
-    line = bench.summarize("x", [turn | {"seconds": 9.0}, turn, turn | {"ceiling": 2e9}])
+    turn = {"seconds": 2.0, "memory": 7, "ceiling": 1e9}
+    turns = [turn | {"seconds": 9.0}, turn, turn | {"ceiling": 2e9}]
+    line = bench.summarize("x", turns, {"tokens": 100, "flops": 1e9})
     assert (line["tokens_per_second"], line["mfu"], line["cold_seconds"]) == (50, 0.25, 9.0)
 
 

@@ -116,7 +116,7 @@ def test_norms_are_computed_with_their_epsilon():
         tree = tree_of(variant) | {"norm_eps": 0.1}
         ours = redraw(instantiate(tree)).eval()
         theirs = kind(AutoConfig.for_model(**mapping.to_hf_config(tree), pad_token_id=None)).eval()
-        theirs.load_state_dict(export.tensors(ours, mapping.choose_architecture(tree)))
+        theirs.load_state_dict(export.hf_weights(ours, mapping.choose_architecture(tree)))
         tokens = torch.arange(20)[None]
         with torch.no_grad():
             close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)

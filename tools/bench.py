@@ -11,13 +11,13 @@ that a slow moment of the machine meets all of them. Each prints a JSON line, an
 
 import json
 import os
-import statistics
 import subprocess
 import sys
+import timeit
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 import numpy as np
@@ -34,16 +34,20 @@ from data.prepare import Corpus
 from inference import quantize
 from inference.engine import compile_decode_step, decode_step
 from model.materialize import build_model, materialize
-from tools.latency import timed
+from tools.latency import time_generation
 from training.distributed import DistEnv
 from training.setup import load_settings
 from training.signals import Signals
 from training.trainer import Trainer
 
 NUM_TURNS = 8  # of each competitor, after one that compiles
-PROBES_PER_TURN = 3  # measurements of the machine's ceiling; the best of all counts
+NUM_PROBES = 4  # measurements of the machine's ceiling in a turn; the best of all turns counts
 DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # rows, tokens of each at the end
 NEW_TOKENS = 255  # of them are generated
+UTILIZATION = {"flops": "mfu", "bytes_read": "bandwidth_share"}  # of the machine's rate
+
+# Trains for a step, or decodes all tokens and returns what it measured.
+Step = Callable[[], dict | None]
 
 
 def main(args: list[str]) -> None:
@@ -56,7 +60,7 @@ def main(args: list[str]) -> None:
                 sizes = [f"context={context}", f"batch_tokens={rows * context}"]
                 compare("decode", [*sizes, *overrides], {"rows": rows, "length": length})
         case ["worker", kind, name, *overrides] if name in COMPETITORS.get(kind, {}):
-            take_turns(COMPETITORS[kind][name](overrides))
+            take_turns(kind, name, overrides)
         case _:
             problem = f"nothing to measure (got {' '.join(args) or 'no arguments'})"
             errors.exit_with(errors.INPUT, f"{problem}. fix: python -m tools.bench train or decode")
@@ -67,13 +71,11 @@ def main(args: list[str]) -> None:
 
 def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     """Prints a line for each competitor, and the ratios of ours to the best of the others."""
-    bench_settings(overrides)  # ends here where the overrides are wrong
+    # Ends here where the overrides are wrong.
+    work = work_of_step(kind, *bench_settings(overrides))
     # Let all build their models at the same time, and then work one at a time, for a fair share.
-    processes = {}
-    turns = {}
-    for name in COMPETITORS[kind]:
-        processes[name] = start_worker(kind, name, overrides)
-        turns[name] = []
+    processes = {name: start_worker(kind, name, overrides) for name in COMPETITORS[kind]}
+    turns = {name: [] for name in processes}
     for number in range(NUM_TURNS + 1):
         for name, process in processes.items():
             turn = request_turn(name, process)
@@ -83,12 +85,13 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
         process.communicate()
 
     # Within a turn all meet the same machine, so the ratio of speeds is the median over turns.
-    ours, *others = [summarize(name, measured) for name, measured in turns.items()]
+    ours, *others = [summarize(name, turns[name], work) for name in turns]
     best = min(others, key=lambda line: line["seconds"])
-    pairs = zip(turns[ours["name"]][1:], turns[best["name"]][1:], strict=True)
-    speed = statistics.median(theirs["seconds"] / our["seconds"] for our, theirs in pairs)
-    memory = ours["peak_memory_bytes"] / best["peak_memory_bytes"]
-    ratios = {"speed": round(speed, 3), "peak_memory": round(memory, 3)}
+    pairs = zip(turns["ours"][1:], turns[best["name"]][1:], strict=True)
+    ratios = {
+        "speed": median(theirs["seconds"] / our["seconds"] for our, theirs in pairs),
+        "peak_memory": ours["peak_memory_bytes"] / best["peak_memory_bytes"],
+    }
     for line in (ours, *others, ratios):
         print(json.dumps(case | line))
 
@@ -112,171 +115,154 @@ def request_turn(name: str, process: subprocess.Popen) -> dict:
     return json.loads(line)
 
 
-def summarize(name: str, turns: list[dict]) -> dict:
+def summarize(name: str, turns: list[dict], work: dict[str, float]) -> dict:
     """Medians of all turns but the first, which compiles, and the rates that follow from them."""
     first, *timed_turns = turns
-    medians = {}
-    rounded = {}
-    for key in first:
-        if key.endswith("seconds"):
-            medians[key] = statistics.median(turn[key] for turn in timed_turns)
-            rounded[key] = round(medians[key], 4)
+    line = {"name": name}
+    for key in ("seconds", "first_token_seconds"):
+        if key in first:
+            line[key] = median(turn[key] for turn in timed_turns)
 
     # Rates, and how near they come to the machine's: FLOP/s in training, bytes/s in decoding.
-    rates = {}
     ceiling = max(turn["ceiling"] for turn in turns)
-    utilization = {}
-    for unit, amount in first["work"].items():
-        rate = amount / medians["seconds"]
-        rates[f"{unit}_per_second"] = round(rate)
-        if unit == "flops":
-            utilization["mfu"] = round(rate / ceiling, 3)
-        if unit == "bytes_read":
-            utilization["bandwidth_share"] = round(rate / ceiling, 3)
+    for unit, amount in work.items():
+        rate = amount / line["seconds"]
+        line[f"{unit}_per_second"] = rate
+        if unit in UTILIZATION:
+            line[UTILIZATION[unit]] = rate / ceiling
 
-    cold = first.get("first_token_seconds", first["seconds"])
-    return {
-        "name": name,
-        **rounded,
-        **rates,
-        **utilization,
-        "peak_memory_bytes": turns[-1]["memory"],
-        "cold_seconds": round(cold, 2),
-        "cache_bytes": first.get("cache_bytes"),
-    }
+    line["peak_memory_bytes"] = turns[-1]["memory"]
+    line["cold_seconds"] = first.get("first_token_seconds", first["seconds"])
+    line["cache_bytes"] = first.get("cache_bytes")
+    return line
+
+
+def work_of_step(kind: str, settings: dict, device: torch.device) -> dict[str, float]:
+    """What a step does: the tokens that it learns or makes, and FLOPs or bytes that it takes.
+
+    Decoding makes all tokens but the first, and reads weights and cache for each.
+    """
+    tokens = settings["batch_tokens"]
+    with torch.device("meta"):
+        model = instantiate(settings["model"])
+    if kind == "train":
+        return {"tokens": tokens, "flops": tokens * model.training_flops()}
+
+    # Of an embedding that is not the head too, only some rows are read.
+    dtype = hardware.pick_precision(settings["precision"], device)
+    weights = sum(p.numel() for p in model.parameters())
+    if not settings["model"]["tied"]:
+        weights -= model.embed.weight.numel()
+    # The cache at the middle step.
+    rows = tokens // settings["context"]
+    token_bytes = model.cache_bytes(2, dtype) - model.cache_bytes(1, dtype)
+    cache_bytes = rows * token_bytes * (settings["context"] - 1 - NEW_TOKENS / 2)
+    num_steps = NEW_TOKENS - 1
+    bytes_read = num_steps * (weights * dtype.itemsize + cache_bytes)
+    return {"tokens": rows * num_steps, "bytes_read": bytes_read}
 
 
 # The worker: one competitor in a process of its own.
 
 
-@dataclass
-class Competitor:
-    """A step to be timed, and what one step does: tokens, and either flops or bytes_read.
-
-    A step of decoding measures itself, and returns what it measured.
-    """
-
-    step: Callable[[], dict | None]
-    work: dict[str, float]
-    device: torch.device
-
-
-def take_turns(competitor: Competitor) -> None:
+def take_turns(kind: str, name: str, overrides: list[str]) -> None:
     """For each line of standard input, times some steps and prints what was measured as JSON."""
-    device = competitor.device
-    is_training = "flops" in competitor.work
+    settings, device = bench_settings(overrides)
+    step = COMPETITORS[kind][name](settings, device)
     hardware.keep_freed_memory(device)
     compilation.use_cache()
     for number, _ in enumerate(sys.stdin):
-        # Time two steps of training at once, but only one in the first turn, which compiles.
-        num_steps = 2 if is_training and number > 0 else 1
-        start = perf_counter()
-        for _ in range(num_steps):
-            measured = competitor.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = (perf_counter() - start) / num_steps
+        if kind == "decode":
+            turn = step()
+        else:
+            # Time two steps of training at once, but only one in the first turn, which compiles.
+            turn = {"seconds": time_steps(step, 1 if number == 0 else 2, device)}
         # Memory is read before the probes of the machine's rate, which take some too.
-        turn = {
-            "seconds": seconds,
-            "work": competitor.work,
-            "memory": hardware.peak_memory(device),
-            "ceiling": peak_rate(device, is_training),
-        }
-        print(json.dumps(turn | (measured or {})), flush=True)
+        turn["memory"] = hardware.peak_memory(device)
+        turn["ceiling"] = peak_rate(kind, device)
+        print(json.dumps(turn), flush=True)
 
 
-def peak_rate(device: torch.device, is_training: bool) -> float:
+def time_steps(step: Step, num_steps: int, device: torch.device) -> float:
+    """Measures the seconds of a step, as the mean of `num_steps`."""
+    start = perf_counter()
+    for _ in range(num_steps):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (perf_counter() - start) / num_steps
+
+
+def peak_rate(kind: str, device: torch.device) -> float:
     """FLOP/s for training, known for a GPU and measured on a CPU; bytes/s for decoding."""
-    rate = hardware.peak_flops(device) if is_training else None
-    if rate is None:
-        probe = matmul_flops if is_training else partial(read_bandwidth, device)
-        rate = max(probe() for _ in range(PROBES_PER_TURN))
-    return rate
+    if kind == "train":
+        return hardware.peak_flops(device) or matmul_flops()
+    return read_bandwidth(device)
 
 
 def matmul_flops(size: int = 4096) -> float:
     """Measures FLOP/s of a product of square matrices in bf16, on a CPU."""
-    a = torch.randn(size, size, dtype=torch.bfloat16)
-    b = torch.randn(size, size, dtype=torch.bfloat16)
-    start = perf_counter()
-    a @ b
-    return 2 * size**3 / (perf_counter() - start)
+    x = torch.randn(size, size, dtype=torch.bfloat16)
+    return 2 * size**3 / min(timeit.repeat(lambda: x @ x, number=1, repeat=NUM_PROBES))
 
 
 def read_bandwidth(device: torch.device) -> float:
     """Measures bytes/s at which numbers are read and summed."""
     x = torch.ones(2**28 if device.type == "cuda" else 2**26, device=device)
-    x.sum().item()
-    start = perf_counter()
-    x.sum().item()
-    return x.nbytes / (perf_counter() - start)
+    return x.nbytes / min(timeit.repeat(lambda: x.sum().item(), number=1, repeat=NUM_PROBES))
 
 
 # Training: a step of the optimizer on random tokens.
 
 
-def train_ours(overrides: list[str]) -> Competitor:
-    settings, device = bench_settings(overrides)
+def train_ours(settings: dict, device: torch.device) -> Step:
+    # Random tokens are as fast as text.
+    context = settings["context"]
     batch_tokens = settings["batch_tokens"]
     vocab_size = settings["model"]["vocab_size"]
-    # Random tokens are as fast as text.
-    tokens = np.random.default_rng(0).integers(0, vocab_size, 100 * batch_tokens).astype(np.uint32)
-    context = settings["context"]
-    loader = Loader([tokens], context=context, batch_size=batch_tokens // context, seed=0)
-    corpus = Corpus([tokens], [tokens[:1000]], 1, None, "")
-    precision = hardware.pick_precision(settings["precision"], device)
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(vocab_size, size=100 * batch_tokens, dtype=np.uint32)
     trainer = Trainer(
         settings,
-        corpus,
-        loader,
+        Corpus([tokens], [tokens], 1, None, ""),
+        Loader([tokens], context=context, batch_size=batch_tokens // context, seed=0),
         Path(os.devnull),
         DistEnv(0, 1, device),
-        precision,
+        hardware.pick_precision(settings["precision"], device),
         Signals(),
         perf_counter(),
     )
     if settings["compile"] is not False:
         trainer.compile()
+    return trainer.train_step
 
-    return Competitor(trainer.train_step, training_work(settings), device)
 
-
-def train_transformers(overrides: list[str]) -> Competitor:
+def train_transformers(settings: dict, device: torch.device) -> Step:
     """Llama with torch's fused AdamW, autocast and torch.compile of the whole model."""
-    settings, device = bench_settings(overrides)
-    batch_size = settings["batch_tokens"] // settings["context"]
     model = transformers_llama(settings).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     forward = model if settings["compile"] is False else torch.compile(model)
     precision = hardware.pick_precision(settings["precision"], device)
-    shape = (batch_size, settings["context"])
-    tokens = torch.randint(0, settings["model"]["vocab_size"], shape, device=device)
+    context = settings["context"]
+    shape = (settings["batch_tokens"] // context, context)
+    tokens = torch.randint(settings["model"]["vocab_size"], shape, device=device)
 
     # One optimizer step over the micro-batches, with the gradient of the mean over the batch.
     def step() -> None:
         for part in tokens.split(settings["micro_batch"]):
             with hardware.autocast(device, precision):
                 loss = forward(input_ids=part, labels=part, use_cache=False).loss
-            (loss * len(part) / batch_size).backward()
+            (loss * len(part) / len(tokens)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return Competitor(step, training_work(settings), device)
-
-
-def training_work(settings: dict) -> dict[str, float]:
-    with torch.device("meta"):
-        flops_per_token = instantiate(settings["model"]).training_flops()
-    tokens = settings["batch_tokens"]
-    return {"tokens": tokens, "flops": tokens * flops_per_token}
+    return step
 
 
 # Decoding: NEW_TOKENS greedy tokens after random prompts, with the same random weights.
 
 
-def decode_ours(overrides: list[str]) -> Competitor:
-    settings, device = bench_settings(overrides)
+def decode_ours(settings: dict, device: torch.device) -> Step:
     reference, prompts = decoding_case(settings, device)
     dtype = reference.dtype
     model = materialize(build_model(settings["model"]), device, dtype)
@@ -296,7 +282,7 @@ def decode_ours(overrides: list[str]) -> Competitor:
     cache = model.new_cache(len(prompts), settings["context"] - 1, dtype, device)
 
     def run() -> dict:
-        first, rest, tokens = timed(model, prompts.tolist(), NEW_TOKENS, cache, step)
+        first, rest, tokens = time_generation(model, prompts.tolist(), NEW_TOKENS, cache, step)
         return {
             "seconds": rest,
             "first_token_seconds": first,
@@ -304,14 +290,13 @@ def decode_ours(overrides: list[str]) -> Competitor:
             "tokens": tokens,
         }
 
-    return Competitor(run, decoding_work(settings, reference, prompts), device)
+    return run
 
 
-def decode_transformers(cache_kind: str, overrides: list[str]) -> Competitor:
+def decode_transformers(cache_kind: str, settings: dict, device: torch.device) -> Step:
     """`generate` with a dynamic cache, a static one, or a static one and a compiled forward."""
     from transformers import DynamicCache, StaticCache
 
-    settings, device = bench_settings(overrides)
     model, prompts = decoding_case(settings, device)
     if cache_kind == "compiled":
         model.forward = torch.compile(model.forward, dynamic=False)
@@ -347,7 +332,7 @@ def decode_transformers(cache_kind: str, overrides: list[str]) -> Competitor:
             "tokens": tokens,
         }
 
-    return Competitor(run, decoding_work(settings, model, prompts), device)
+    return run
 
 
 def decoding_case(settings: dict, device: torch.device) -> tuple[nn.Module, Tensor]:
@@ -355,38 +340,17 @@ def decoding_case(settings: dict, device: torch.device) -> tuple[nn.Module, Tens
     torch.manual_seed(0)
     dtype = hardware.pick_precision(settings["precision"], device)
     model = transformers_llama(settings).to(device, dtype)
-    # Random matrices, and norms of ones.
-    for p in model.parameters():
-        if p.ndim > 1:
-            nn.init.normal_(p, std=0.05)
-        else:
-            nn.init.ones_(p)
     context = settings["context"]
     shape = (settings["batch_tokens"] // context, context - 1 - NEW_TOKENS)
     prompts = torch.randint(settings["model"]["vocab_size"], shape, device=device)
     return model.eval(), prompts
 
 
-def decoding_work(settings: dict, model: nn.Module, prompts: Tensor) -> dict[str, float]:
-    """Tokens after the first, and the bytes of weights and cache that are read for them."""
-    tree = settings["model"]
-    rows, prompt_length = prompts.shape
-    weight_bytes = sum(p.nbytes for p in model.parameters())
-    if not tree["tied"]:  # of the embedding, only some rows are read
-        weight_bytes -= model.lm_head.weight.nbytes
-    kv_dim = tree["attention"]["kv_heads"] * tree["dim"] // tree["heads"]
-    token_bytes = 2 * tree["depth"] * kv_dim * model.dtype.itemsize
-    cache_bytes = rows * token_bytes * (prompt_length + NEW_TOKENS / 2)  # at the middle step
-    num_steps = NEW_TOKENS - 1
-    bytes_read = num_steps * (weight_bytes + cache_bytes)
-    return {"tokens": rows * num_steps, "bytes_read": bytes_read}
-
-
 # What both have in common.
 
 
 def transformers_llama(settings: dict) -> nn.Module:
-    """LlamaForCausalLM of the same shape, with its own initial weights."""
+    """LlamaForCausalLM of the same shape, with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with errors.user_input():
@@ -394,13 +358,14 @@ def transformers_llama(settings: dict) -> nn.Module:
     if config["model_type"] != "llama" or settings["document_mask"]:
         problem = "LlamaForCausalLM has another shape"
         errors.exit_with(errors.INPUT, f"{problem}. fix: attention=llama, and nothing else of ours")
-    return LlamaForCausalLM(LlamaConfig(**config, bos_token_id=None, eos_token_id=None))
+    # Of weights this large, few logits are nearly equal.
+    config |= {"initializer_range": 0.05, "bos_token_id": None, "eos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(**config))
 
 
 def bench_settings(overrides: list[str]) -> tuple[dict, torch.device]:
-    settings = load_settings(
-        compose(["name=bench", "max_minutes=null", "steps=1000000", *overrides])
-    )
+    cfg = compose(["name=bench", "max_minutes=null", "steps=1000000", *overrides])
+    settings = load_settings(cfg)
     with errors.user_input():
         return settings, hardware.pick_device(settings["device"])
 

@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from functools import partial
+from itertools import product
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from common import compilation
@@ -24,11 +25,12 @@ greedy = partial(sample, temperature=0)
 
 def latencies(
     runs: dict[str, Path], context: int, device: torch.device
-) -> dict[str, dict[str, tuple[float, float]]]:
+) -> dict[str, dict[str, float]]:
     """Measure medians in ms: to the first token, and from each token to the next.
 
-    The result is by name of the model and by case, a batch size and the length at the end of its
-    sequences. On a CPU the models take turns, on a GPU the decode step is compiled.
+    The result is by name of the model and by case: a batch size, the length at the end of its
+    sequences, and which token. On a CPU the models take turns, on a GPU the decode step is
+    compiled.
     """
     # Compiling takes long, so on a GPU each model has a single turn.
     is_compiled = device.type == "cuda" and compilation.missing_for_compilation(device) is None
@@ -42,17 +44,16 @@ def latencies(
     for _ in range(num_turns):
         for name, run in runs.items():
             model, *_ = load(run, device)
-            for batch_size in BATCH_SIZES:
-                for length in (context // 4, context):
-                    if length >= MIN_LENGTH:
-                        case = (name, f"{batch_size} x {length}")
-                        seconds[case] += times(model, batch_size, length, is_compiled)
+            for batch_size, length in product(BATCH_SIZES, (context // 4, context)):
+                if length >= MIN_LENGTH:
+                    case = (name, f"{batch_size} x {length}")
+                    seconds[case] += times(model, batch_size, length, is_compiled)
 
     # Take medians over the runs of all turns.
     medians = {name: {} for name in runs}
     for (name, case), pairs in seconds.items():
-        first, following = zip(*pairs, strict=True)
-        medians[name][case] = (1e3 * median(first), 1e3 * median(following))
+        first, following = 1e3 * np.median(pairs, axis=0)
+        medians[name] |= {f"{case}, first": first, f"{case}, next": following}
     return medians
 
 
@@ -62,9 +63,7 @@ def times(
     """Measure several runs in s: to the first token, and from one to the next; after a warm-up."""
     weight = model.embed.weight
     num_new = min(NEW_TOKENS, length // 2)
-    generator = torch.Generator().manual_seed(0)
-    shape = (batch_size, length - num_new)
-    prompts = torch.randint(len(weight), shape, generator=generator).tolist()
+    prompts = torch.randint(len(weight), (batch_size, length - num_new)).tolist()
     cache = model.new_cache(batch_size, length, weight.dtype, weight.device)
     step = decode_step
     if is_compiled:
@@ -74,24 +73,25 @@ def times(
     # The first run warms up and does not count.
     measured = []
     for _ in range(1 + TURNS):
-        first, rest, _ = timed(model, prompts, num_new, cache, step)
+        first, rest, _ = time_generation(model, prompts, num_new, cache, step)
         measured.append((first, rest / (num_new - 1)))
     return measured[1:]
 
 
-def timed(
+def time_generation(
     model: Transformer, prompts: list[list[int]], num_new: int, cache: Cache, step: DecodeStep
 ) -> tuple[float, float, list[list[int]]]:
     """Continue all prompts together, greedily.
 
     Returns the seconds to the first token of all, those of the other tokens, and all tokens.
     """
-    # All sequences run in the batch, so the first len(sequences) tokens are their first ones.
     sequences = [Sequence(prompt, num_new) for prompt in prompts]
     start = perf_counter()
     generated = generate(model, sequences, greedy, cache=cache, step=step)
-    for number, _ in enumerate(generated, start=1):
-        if number == len(sequences):
-            first = perf_counter()
-    end = perf_counter()
-    return first - start, end - first, [sequence.tokens for sequence in sequences]
+    # All sequences run in the batch, so the first len(sequences) tokens are their first ones.
+    for _ in sequences:
+        next(generated)
+    first = perf_counter()
+    for _ in generated:
+        pass
+    return first - start, perf_counter() - first, [sequence.tokens for sequence in sequences]

@@ -26,7 +26,7 @@ holds one row with a full context; it has one slot more than tokens, for padding
 """.strip()
 SPEED = """
 Training: tokens/s are the median over the lines of the log, without the first, which compiles;
-seconds and peak memory are those of the whole process, means over seeds. Decoding with a cache: the
+seconds and peak memory are those of the whole process, means over seeds, as are tokens. Decoding with a cache: the
 first seed's model as generate.py loads it, for rows x tokens at the end; milliseconds to the first
 token of all rows, and from each token to the next, medians.
 """.strip()
@@ -59,21 +59,22 @@ def write_report(
     losses = {}
     for name, group in groups.items():
         losses[name] = {run.seed: run.loss for run in group}
-    others = dict(losses)
     first = next(iter(groups))
-    verdicts = compare_to_baseline(others.pop(first), others)
+    verdicts = compare_to_baseline(losses.pop(first), losses)
     text = summary(groups, verdicts)
     if baseline not in (None, first):
         text = f"No run of {baseline} finished: {first} is the baseline instead. {text}"
 
     folder.mkdir(parents=True, exist_ok=True)
     # The page, top to bottom.
-    page = Page(f"{', '.join(groups)} after {token_range(runs)} tokens")
+    page = Page(f"Comparison of {', '.join(groups)}")
     page.paragraph(text)
     page.code(command)
     page.figure(draw_caches(groups), folder / "caches.png")
-    add_losses(page, losses, verdicts, runs[0].metric_name)
-    add_problems(page, problems)
+    add_losses(page, groups, verdicts)
+    if problems:
+        page.paragraph("Not in the table:")
+        page.table(["run", "why"], list(problems.items()))
     add_sizes(page, groups)
     add_training_speed(page, groups)
     add_decoding_speed(page, groups)
@@ -99,35 +100,24 @@ def summary(groups: Groups, verdicts: dict[str, Verdict]) -> str:
     sentence = f"{'; '.join(clauses)}."
 
     # Users look for the smallest cache that costs nothing in loss, as far as the runs can tell.
-    candidates = [baseline]
-    for name, verdict in verdicts.items():
-        if verdict.text in ("better", "not distinguishable"):
-            candidates.append(name)
-    smallest = min(candidates, key=lambda name: groups[name][0].cache_bytes_per_token)
+    sizes = {}
+    for name, runs in groups.items():
+        if name == baseline or verdicts[name].text in ("better", "not distinguishable"):
+            sizes[name] = runs[0].cache_bytes_per_token
+    smallest = min(sizes, key=sizes.get)
     if smallest == baseline:
         return sentence
     difference = verdicts[smallest].difference
-    size = f"{groups[smallest][0].cache_bytes_per_token:,.0f} bytes a token"
+    size = f"{sizes[smallest]:,.0f} bytes a token"
     bound = f"{difference.mean + difference.ci95:+.4f} at most (95 %)"
     return f"{sentence} The smallest cache not shown to be worse: {smallest}, {size}, {bound}."
 
 
-def token_range(runs: list[Run]) -> str:
-    """The least and the most tokens of any run, in millions."""
-    tokens = sorted(run.last["tokens"] for run in runs)
-    least = f"{tokens[0] / 1e6:.1f} M"
-    most = f"{tokens[-1] / 1e6:.1f} M"
-    return least if least == most else f"{least} to {most}"
-
-
-def add_losses(
-    page: Page, losses: dict[str, dict[int, float]], verdicts: dict[str, Verdict], metric: str
-) -> None:
-    header = ["variant", "seeds", metric, "difference", "pairs", "p", "verdict"]
+def add_losses(page: Page, groups: Groups, verdicts: dict[str, Verdict]) -> None:
     rows = []
-    for name, by_seed in losses.items():
-        values = list(by_seed.values())
-        row = [name, len(values), with_interval(estimate(values))]
+    for name, runs in groups.items():
+        losses = [run.loss for run in runs]
+        row = [name, len(losses), with_interval(estimate(losses))]
         verdict = verdicts.get(name)
         if verdict is None:
             row += ["", "", "", "baseline"]
@@ -136,7 +126,8 @@ def add_losses(
             row += [with_interval(verdict.difference, "+"), verdict.pairs, p, verdict.text]
         rows.append(row)
     page.heading("Loss")
-    page.table(header, rows)
+    metric = runs[0].metric_name
+    page.table(["variant", "seeds", metric, "difference", "pairs", "p", "verdict"], rows)
     page.paragraph(LOSS)
 
 
@@ -144,24 +135,17 @@ def with_interval(value: Estimate, sign: str = "") -> str:
     return f"{value.mean:{sign}.4f} ± {value.ci95:.4f}".replace("nan", "n/a")
 
 
-def add_problems(page: Page, problems: dict[str, str]) -> None:
-    if problems:
-        page.paragraph("Not in the table:")
-        page.table(["run", "why"], list(problems.items()))
-
-
 def add_sizes(page: Page, groups: Groups) -> None:
-    header = ["variant", "parameters", "model.hidden", "MFLOP/token", "KV bytes", "per token"]
     rows = []
     for name, runs in groups.items():
         run = runs[0]
-        hidden = run.settings["model"]["hidden"]
         parameters = sum(p.numel() for p in run.model.parameters())
-        megaflops = run.model.training_flops() / 1e6
-        row = [name, f"{parameters:,}", hidden, f"{megaflops:.2f}"]
+        row = [name, f"{parameters:,}", run.settings["model"]["hidden"]]
+        row += [f"{run.model.training_flops() / 1e6:.2f}"]
         row += [f"{run.cache_bytes:,}", f"{run.cache_bytes_per_token:,.0f}"]
         rows.append(row)
     page.heading("Size")
+    header = ["variant", "parameters", "model.hidden", "MFLOP/token", "KV bytes", "per token"]
     page.table(header, rows)
     page.paragraph(SIZE)
 
@@ -176,35 +160,28 @@ def add_training_speed(page: Page, groups: Groups) -> None:
             lines = [line for line in run.lines if "train_loss" in line]
             rates += [line["tokens_per_second"] for line in lines[1:] or lines]
             megabytes.append(lines[-1].get("peak_memory_bytes", math.nan) / 1e6)
+        tokens = mean(run.last["tokens"] for run in runs)
         seconds = mean(run.last["seconds"] for run in runs)
-        rows.append([name, f"{median(rates):,.0f}", f"{seconds:,.0f}", f"{mean(megabytes):,.0f}"])
+        figures = (tokens, median(rates), seconds, mean(megabytes))
+        rows.append([name, *[f"{figure:,.0f}" for figure in figures]])
     page.heading("Speed")
     page.paragraph("Training:")
-    page.table(["variant", "tokens/s", "seconds", "peak memory, MB"], rows)
+    page.table(["variant", "tokens", "tokens/s", "seconds", "peak memory, MB"], rows)
 
 
 def add_decoding_speed(page: Page, groups: Groups) -> None:
     """Measures decoding with the first run of each variant."""
-    run_dirs = {}
-    contexts = []
-    devices = set()
-    for name, runs in groups.items():
-        run_dirs[name] = runs[0].folder
-        contexts.append(runs[0].model.context)
-        devices.update(run.settings["device"] for run in runs)
-
+    first_runs = {name: runs[0] for name, runs in groups.items()}
+    context = min(run.model.context for run in first_runs.values())
     # Decode on the CPU only where all runs were asked to use it.
+    devices = {run.settings["device"] for run in first_runs.values()}
     device = hardware.pick_device("cpu" if devices == {"cpu"} else "auto")
+    run_dirs = {name: run.folder for name, run in first_runs.items()}
     rows = []
-    for name, cases in latencies(run_dirs, min(contexts), device).items():
-        header = ["variant"]
-        row = [name]
-        for case, (first, following) in cases.items():
-            header += [f"{case}, first", f"{case}, next"]
-            row += [f"{first:.2f}", f"{following:.2f}"]
-        rows.append(row)
+    for name, cases in latencies(run_dirs, context, device).items():
+        rows.append([name, *[f"{milliseconds:.2f}" for milliseconds in cases.values()]])
     page.paragraph("Decoding, in ms:")
-    page.table(header, rows)
+    page.table(["variant", *cases], rows)
     page.paragraph(SPEED)
 
 
