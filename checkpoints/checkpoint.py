@@ -16,6 +16,7 @@ from zipfile import is_zipfile
 
 import torch
 
+from checkpoints.huggingface.architectures import PARTS
 from checkpoints.huggingface.mapping import from_hf_config
 from checkpoints.llama2c import LazyTensor
 from checkpoints.weights import (
@@ -46,6 +47,9 @@ RENAMED_TARGETS = {
     "model.attention.across.": "model.attention.cross_layer.",
     "model.attention.interleave.interleave": "model.attention.hybrid.hybrid",
 }
+# What a model had before these were choices.
+FIRST_FFN = {"_target_": PARTS["swiglu"], "_partial_": True, "activation": "silu"}
+FIRST_NORM = {"_target_": PARTS["rmsnorm"], "_partial_": True}
 
 
 def prepare_run(run: Path, model: Transformer, resume: bool) -> Path | None:
@@ -249,7 +253,7 @@ def load_config(path: Path) -> dict:
             raise IntegrityError(
                 f"not a run's settings ({path / 'config.json'}: no model in it). fix: {FIX}"
             )
-        return rename_targets(config)
+        return update_config(config)
     # A model from elsewhere: its config.json is that of `transformers`.
     file = tokenizer_path(path)
     if not file.exists():
@@ -267,12 +271,15 @@ def load_config(path: Path) -> dict:
     return {"model": tree}
 
 
-def rename_targets(config: dict) -> dict:
-    """The same config with every `_target_` at its path of today."""
+def update_config(config: dict) -> dict:
+    """The same config with every `_target_` at its path of today, and with all parts of a model."""
     text = json.dumps(config)
     for old, new in RENAMED_TARGETS.items():
         text = text.replace(f'"_target_": "{old}', f'"_target_": "{new}')
-    return json.loads(text)
+    config = json.loads(text)
+    config["model"].setdefault("ffn", FIRST_FFN)
+    config["model"].setdefault("norm", FIRST_NORM)
+    return config
 
 
 def tokenizer_path(path: Path) -> Path:

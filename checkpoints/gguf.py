@@ -62,6 +62,7 @@ def check_exportable(config: dict) -> str:
     # What llama.cpp lacks, and whether this model has it.
     lacks = {
         f"no {name}": architecture is None,
+        "no activation but silu": config["hidden_act"] != "silu",
         "no windows here": has_window and architecture != "granite_swa",
         "positions in all but every fourth layer": rope_layers != every_fourth_nope,
         "no delta layer": architecture == "qwen35" and not has_delta,

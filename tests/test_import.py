@@ -247,7 +247,7 @@ DAMAGES = {
     "deep": (lambda there: (there / "config.json").write_text("[" * 100_000), "config.json"),
     "architecture": (lambda there: change(there, architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
     "no architecture": (lambda there: change(there, architectures=None), "unknown architecture"),
-    "activation": (lambda there: change(there, hidden_act="gelu"), "hidden_act=gelu"),
+    "activation": (lambda there: change(there, hidden_act="mish"), "mish"),
     "head_dim": (lambda there: change(there, head_dim=32), "head_dim=32"),
     "positions": (lambda there: change(there, rope_parameters={"rope_type": "longrope", "factor": 2.0}), "longrope"),
     "sizes": (lambda there: change(there, hidden_size="64"), "config.json"),

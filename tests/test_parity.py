@@ -16,6 +16,15 @@ SCALED = "attention.rope_scaling={_target_:model.rope."
 CLASSES = {
     "llama": "Llama",
     "llama attention.bias=true model.tied=true": "Llama",
+    "llama ffn=geglu": "Llama",
+    "gqa ffn=geglu": "Qwen3",
+    "mla ffn=geglu": "DeepseekV3",
+    "llama ffn=relu2 attention.bias=true": "Arcee",
+    "llama ffn=gelu": "Arcee",
+    "llama norm=layernorm": "StableLm",
+    "llama norm=layernorm ffn=geglu attention.rope_fraction=0.5": "StableLm",
+    "llama norm=layernorm ffn=gelu": "Starcoder2",
+    "llama norm=layernorm ffn=relu2 attention.window=5": "Starcoder2",
     f"llama {SCALED}Linear,factor:4}}": "Llama",
     f"llama {SCALED}Llama3,factor:8,low:1,high:4,context:16}}": "Llama",
     f"llama {YARN}": "Llama",
@@ -51,7 +60,9 @@ def both_of(variant: str) -> tuple[torch.nn.Module, torch.nn.Module]:
         **config, attn_implementation="eager", pad_token_id=None
     )
     theirs = getattr(transformers, config["architectures"][0])(how).eval()
-    theirs.load_state_dict(export.hf_weights(ours, CLASSES[variant]), strict=not tree["tied"])
+    theirs.load_state_dict(
+        export.hf_weights(ours, config["architectures"][0]), strict=not tree["tied"]
+    )
     return ours, theirs
 
 

@@ -30,6 +30,13 @@ PLAIN_SOFTMAX = {
     "dropout": 0.0,
     "bias": False,
 }
+# Presets of feed-forwards and norms -> their classes. An activation may be any that we have.
+PARTS = {
+    "swiglu": "model.layers.GatedFeedForward",
+    "relu2": "model.layers.FeedForward",
+    "rmsnorm": "model.layers.RMSNorm",
+    "layernorm": "model.layers.LayerNorm",
+}
 MOST_LAYERS = 2**12  # of a config.json, which may come from anyone
 # Sizes of experts must have a value, even in a model where all layers are dense.
 EXPERT_SIZES = {
@@ -61,6 +68,10 @@ class Architecture:
     # PLAIN_SOFTMAX.
     fixed_knobs = {}
     free_knobs = ("bias",)
+    # Its feed-forward and norm, as keys of PARTS.
+    ffn = "swiglu"
+    norm = "rmsnorm"
+    norm_eps_entry = "rms_norm_eps"
     # Entries that config.json must have, since `transformers` has other defaults for them than
     # `defaults`.
     needed_entries = ("num_key_value_heads", "rope_theta")
@@ -71,6 +82,15 @@ class Architecture:
     def required_knobs(self, has_rope: bool) -> dict:
         """What the knobs of a layer must be, free ones aside."""
         return PLAIN_SOFTMAX | self.fixed_knobs
+
+    def part_misfits(self, tree: dict) -> dict:
+        """The ffn or norm of a model that this class lacks -> its class, and the preset needed."""
+        needed = {}
+        for part, preset in (("ffn", self.ffn), ("norm", self.norm)):
+            target = tree[part]["_target_"]
+            if target != PARTS[preset]:
+                needed[part] = target, preset
+        return needed
 
     def misfits(self, layers: Layers) -> dict:
         """The knobs that this class cannot express -> a value in `layers`, and the one needed."""
@@ -141,6 +161,30 @@ class Llama(Architecture):
     needed_entries = ()
 
 
+class Arcee(Llama):
+    """Llama with a feed-forward without a gate."""
+
+    model_type = "arcee"
+    ffn = "relu2"
+    needed_entries = ("hidden_act",)
+
+
+class StableLm(Architecture):
+    """Llama with LayerNorm."""
+
+    model_type = "stablelm"
+    free_knobs = ("rope_fraction",)
+    norm = "layernorm"
+    norm_eps_entry = "layer_norm_eps"
+
+    def own_config(self, tree: dict, layers: Layers) -> dict:
+        return {"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False}
+
+    def layer_from_config(self, config: dict, layer_type: str, has_rope: bool) -> dict:
+        knobs = super().layer_from_config(config, layer_type, has_rope)
+        return knobs | {"rope_fraction": rope_parameters(config)["partial_rotary_factor"]}
+
+
 class Qwen3(Architecture):
     """Qwen3, 2505.09388: QK-norm, and windows in some layers."""
 
@@ -182,6 +226,20 @@ class Mistral(Architecture):
         if config["sliding_window"] is not None:
             defaults["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
         return defaults
+
+
+class Starcoder2(Mistral):
+    """LayerNorm and a feed-forward without a gate, 2402.19173."""
+
+    model_type = "starcoder2"
+    ffn = "relu2"
+    norm = "layernorm"
+    norm_eps_entry = "norm_epsilon"
+    needed_entries = ("num_key_value_heads", "rope_theta", "hidden_act")
+    names = LLAMA_NAMES | {"up_proj": "c_fc", "down_proj": "c_proj"}
+
+    def own_config(self, tree: dict, layers: Layers) -> dict:
+        return super().own_config(tree, layers) | {"use_bias": False}
 
 
 class SmolLM3(Qwen3):
@@ -394,8 +452,11 @@ ARCHITECTURES = {
     f"{architecture.__name__}ForCausalLM": architecture()
     for architecture in (
         Llama,
+        Arcee,
+        StableLm,
         Qwen3,
         Mistral,
+        Starcoder2,
         SmolLM3,
         Llama4,
         GraniteSWA,

@@ -6,6 +6,7 @@ from checkpoints.huggingface.architectures import (
     ARCHITECTURES,
     EXPERT_SIZES,
     MOST_LAYERS,
+    PARTS,
     PLAIN_SOFTMAX,
     Architecture,
     common_value,
@@ -23,7 +24,6 @@ SHAPE = {
     "depth": "num_hidden_layers",
     "heads": "num_attention_heads",
     "context": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
 # Entries that are not compared with what we would write: they may be written in several ways, and
@@ -64,9 +64,10 @@ def to_hf_config(tree: dict) -> dict:
     config = {"architectures": [name], "model_type": architecture.model_type}
     config |= {theirs: tree[ours] for ours, theirs in SHAPE.items()}
     config |= {
+        architecture.norm_eps_entry: tree["norm_eps"],
         "num_key_value_heads": common_value(layers, "kv_heads", tree["heads"]),
         "head_dim": tree["dim"] // tree["heads"],
-        "hidden_act": "silu",
+        "hidden_act": tree["ffn"]["activation"],
         "attention_bias": common_value(layers, "bias", False),
         "mlp_bias": False,
         # The first two are for readers that do not know the third.
@@ -92,7 +93,7 @@ def choose_architecture(tree: dict) -> str:
     layers = layer_knobs(tree)
     misfits = {}
     for name, architecture in ARCHITECTURES.items():
-        misfits[name] = architecture.misfits(layers)
+        misfits[name] = architecture.misfits(layers) | architecture.part_misfits(tree)
     # The nearest has the right mechanism, and the fewest knobs to change.
     nearest = min(misfits, key=lambda name: ("_target_" in misfits[name], len(misfits[name])))
     needed = misfits[nearest]
@@ -104,12 +105,13 @@ def choose_architecture(tree: dict) -> str:
     changes = []
     for knob, (ours, theirs) in needed.items():
         values.append(f"{knob}={ours}")
-        changes.append(f"attention.{knob}={'null' if theirs is None else theirs}")
+        key = knob if knob in ("ffn", "norm") else f"attention.{knob}"
+        changes.append(f"{key}={'null' if theirs is None else theirs}")
     if "_target_" in needed:
         nearest = "Qwen3ForCausalLM"
-        changes = ["attention=gqa"]
+        changes = ["attention=gqa ffn=swiglu norm=rmsnorm"]
     raise ValueError(
-        "no class that is exported to has this attention "
+        "no class that is exported to has these layers "
         f"({', '.join(values)}, beside {nearest}). "
         f"fix: train anew with {' '.join(changes)}"
     )
@@ -141,9 +143,9 @@ def from_hf_config(config: dict) -> dict:
     """The model that a config.json of `transformers` describes.
 
     Every entry that we would write for this model must be in the config with the same value;
-    entries that we never write are not looked at. For example, `hidden_act: gelu` is not read, so
-    we would build a model with silu; for that we would write `hidden_act: silu`; the two differ,
-    and the config is refused.
+    entries that we never write are not looked at. For example, `mlp_bias: true` is not read, so we
+    would build a model without these biases; for that we would write `mlp_bias: false`; the two
+    differ, and the config is refused.
     Raises ValueError for a model that our layers cannot express.
     """
     names = config.get("architectures")
@@ -155,13 +157,19 @@ def from_hf_config(config: dict) -> dict:
     architecture = ARCHITECTURES[name]
     try:
         # Build the model that the config seems to describe.
-        shape = read_shape(config)
+        shape = read_shape(config) | {"norm_eps": config[architecture.norm_eps_entry]}
         config = dict(config)
         for entry, default in architecture.defaults(config).items():
             if config.get(entry) is None and entry not in architecture.needed_entries:
                 config[entry] = default
         attention = read_attention(config, architecture)
         tree = {"_target_": TRANSFORMER, **shape, "softcap": None, "attention": attention}
+        tree["ffn"] = {
+            "_target_": PARTS[architecture.ffn],
+            "_partial_": True,
+            "activation": config["hidden_act"],
+        }
+        tree["norm"] = {"_target_": PARTS[architecture.norm], "_partial_": True}
         written = to_hf_config(tree)
     except (LookupError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
         raise ValueError(
@@ -183,7 +191,7 @@ def from_hf_config(config: dict) -> dict:
 def read_shape(config: dict) -> dict:
     """The sizes of a model. Raises ValueError for one that is not in the range of models."""
     shape = {ours: config[theirs] for ours, theirs in SHAPE.items()}
-    sizes = [size for name, size in shape.items() if name not in ("norm_eps", "tied")]
+    sizes = [size for name, size in shape.items() if name != "tied"]
     if not all(0 < size <= LARGEST for size in sizes) or shape["depth"] > MOST_LAYERS:
         raise ValueError(
             f"not the sizes of a model (config.json: {shape}). fix: as transformers saves it"
