@@ -20,7 +20,7 @@ from tqdm import tqdm
 from common.atomic_dir import StagingDirectory, atomic_directory, flock, remove_leftovers, verify
 from common.progress import waiting
 from data.loader import check_enough_tokens
-from data.sources import Source
+from data.sources import Shards, Source
 from data.tokenizer import Tokenizer
 
 # Part of the cache key: increase it if a change in data/ gives other tokens for the same text.
@@ -39,8 +39,8 @@ class Corpus:
     `sha256` identifies the tokens: a run resumes on a corpus of the same hash only.
     """
 
-    train: list[np.ndarray]
-    validation: list[np.ndarray]
+    train: Shards
+    validation: Shards
     validation_bytes: int | None
     tokenizer: Tokenizer
     sha256: str

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from data.files import content_hash, split_files
-from data.sources import Documents, Source
+from data.sources import Documents, Shards, Source
 from data.tokenizer import IdTokenizer, Tokenizer
 
 # A file of llm.c begins with magic, version and number of tokens, three int32, padded with zeros.
@@ -56,7 +56,7 @@ class Pretokenized(Source):
         """Yield nothing: prepare() takes the shards, which are not text."""
         return iter(())
 
-    def memmapped_shards(self) -> dict[str, list[np.ndarray]]:
+    def memmapped_shards(self) -> dict[str, Shards]:
         train = [self.open_bin(file) for file in self.train_files]
         if self.val_files:
             held_out = [self.open_bin(file)[: self.validation_tokens] for file in self.val_files]

@@ -21,6 +21,7 @@ from data.files import TEXT_SUFFIXES, content_hash, read_documents, split_files,
 from data.tokenizer import Tokenizer
 
 Documents = Iterator[tuple[str, bool]]  # text, is it held out?
+Shards = list[np.ndarray]  # token ids, in order
 
 
 def text_digest(text: str) -> int:
@@ -55,7 +56,7 @@ class Source(ABC):
         """Load the tokenizer; None if it is to be trained."""
         return Tokenizer.load(self.tokenizer) if self.tokenizer else None
 
-    def memmapped_shards(self) -> dict[str, list[np.ndarray]] | None:
+    def memmapped_shards(self) -> dict[str, Shards] | None:
         """Return the token shards of both splits; None if there are only documents."""
         return None
 
