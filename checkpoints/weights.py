@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from checkpoints.huggingface.architectures import ARCHITECTURES, Architecture
 from checkpoints.llama2c import LazyTensor, Llama2c, open_llama2c
@@ -120,7 +120,10 @@ def weight_map(model: Transformer, kind: str | None) -> dict[str, StoredTensor]:
     for name, parameter in model.state_dict().items():
         if name.startswith("blocks."):
             attention = model.blocks[int(name.split(".")[1])].attention
-        file_name = hf_name(name, attention, architecture)
+        names = architecture.names
+        if ".attention." in name:
+            names = names | architecture.attention_names(attention)
+        file_name = ".".join(names.get(part, part) for part in name.split("."))
         # Several of our parameters may be one tensor there.
         if file_name not in stored:
             layout = architecture.layout(file_name, attention)
@@ -129,18 +132,10 @@ def weight_map(model: Transformer, kind: str | None) -> dict[str, StoredTensor]:
     return stored
 
 
-def hf_name(name: str, attention: nn.Module, architecture: Architecture) -> str:
-    """The name of our parameter in files of an architecture; `attention` is that of its layer."""
-    names = architecture.names
-    if ".attention." in name:
-        names = names | architecture.attention_names(attention)
-    return ".".join(names.get(part, part) for part in name.split("."))
-
-
 def dtype_name(name: str, tensor: Tensor) -> str:
     """What safetensors calls the dtype of a tensor. Raises ValueError for one that it lacks."""
     if tensor.dtype not in DTYPE_NAMES:
-        known = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
+        known = ", ".join(map(str, DTYPE_NAMES))
         raise ValueError(
             f"a checkpoint cannot hold this dtype ({name}: {tensor.dtype}). "
             f"fix: one of {known}, or persistent=False"

@@ -214,12 +214,11 @@ class Hub(Source):
                 revision=self.revision,
                 streaming=self.tokens is not None,
             )
-            # Join rows until the next one begins a document.
+            # Join rows until the next one begins a document. Without a pattern, each row does.
             parts = []
             for number, row in enumerate(rows):
                 text = text_of_row(row, self.text_field, f"{self.repo} {split} row {number}")
-                is_start = self.starts is None or re.match(self.starts, text)
-                if parts and is_start:
+                if parts and re.match(self.starts or "", text):
                     yield "".join(parts)
                     parts = []
                 parts.append(text)

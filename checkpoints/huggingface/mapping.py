@@ -205,12 +205,10 @@ def read_attention(config: dict, architecture: Architecture) -> dict:
     Raises ValueError for types of layers that the class lacks.
     """
     types = config["layer_types"]
-    unknown = [kind for kind in types if kind not in architecture.layer_types]
+    unknown = {*types} - {*architecture.layer_types}
     if unknown:
-        raise ValueError(
-            f"{architecture.model_type} has no such layers (config.json: {unknown[0]}). "
-            "fix: full ones"
-        )
+        model_type = architecture.model_type
+        raise ValueError(f"{model_type} has no such layers (config.json: {unknown}). fix: others")
     has_rope = [1] * config["num_hidden_layers"]
     if "rope_base" in architecture.free_knobs:
         has_rope = config["no_rope_layers"]
