@@ -34,11 +34,15 @@ class Loader:
 
     def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return inputs (B, T) and their next tokens (B, T), int64, of these rows of a batch."""
-        # The last target is one token more than the inputs.
-        numbers = self._row_numbers(step)[rows]
-        tokens = [self._read(self._row_start(number), self.context + 1) for number in numbers]
-        tokens = torch.from_numpy(np.stack(tokens).astype(np.int64))
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        pieces = []
+        for number in self._row_numbers(step)[rows]:
+            start = self._row_start(number)
+            pieces.append(self._read(start, self.context + 1))
+        tokens = torch.from_numpy(np.stack(pieces).astype(np.int64))
+        # Targets are the inputs, one token later.
+        inputs = tokens[:, :-1].contiguous()
+        targets = tokens[:, 1:].contiguous()
+        return inputs, targets
 
     def describe(self, step: int) -> str:
         """Describe, for a message, from where in the text the rows of a batch are."""

@@ -34,10 +34,6 @@ class Pretokenized(Source):
                 f"(got {self.validation_tokens}). fix: 500_000"
             )
         self.train_files, self.val_files = split_files(self.path, (".bin",))
-        # A file or a glob may name a .parquet, which would be read as raw integers.
-        for file in (*self.train_files, *self.val_files):
-            if file.suffix == ".parquet":
-                raise ValueError(f"no token ids from parquet (data.path={file}). fix: write a .bin")
         # Without a tokenizer, the ids stand for themselves.
         self.id_tokenizer = super().pretrained_tokenizer()
         if self.id_tokenizer is None:
@@ -71,20 +67,24 @@ class Pretokenized(Source):
 
     def open_bin(self, file: Path) -> np.ndarray:
         """Memory-map the tokens of a file, checking its length and its ids."""
+        # A file or a glob may name a .parquet, which would be read as raw integers.
+        if file.suffix == ".parquet":
+            raise ValueError(f"no token ids from parquet (data.path={file}). fix: write a .bin")
         size = file.stat().st_size
         with file.open("rb") as opened:
-            header = struct.unpack("<3I", opened.read(12).ljust(12, b"\0"))
+            header = opened.read(12).ljust(12, b"\0")
+        magic, version, num_tokens = struct.unpack("<3I", header)
 
         # What does not begin with a magic of llm.c are tokens of nanoGPT, from the first byte on.
         start = 0
         dtype = "<u2"
         problem = f"{size} bytes"
-        if header[0] in LLMC_FORMATS:
+        if magic in LLMC_FORMATS:
             start = HEADER_BYTES
-            version, dtype = LLMC_FORMATS[header[0]]
-            problem += f", version {header[1]}, {header[2]} tokens by its header"
+            expected_version, dtype = LLMC_FORMATS[magic]
+            problem += f", version {version}, {num_tokens} tokens by its header"
         count, rest = divmod(size - start, np.dtype(dtype).itemsize)
-        is_whole = start == 0 or header[1:] == (version, count)
+        is_whole = start == 0 or (version, num_tokens) == (expected_version, count)
         if count < 2 or rest != 0 or not is_whole:
             raise ValueError(
                 f"not whole, or of another version ({file}: {problem}). fix: get it again"

@@ -151,7 +151,8 @@ def from_hf_config(config: dict) -> dict:
     names = config.get("architectures")
     if names not in [[name] for name in ARCHITECTURES]:
         raise ValueError(
-            f"unknown architecture (config.json has {names}). fix: one of {', '.join(ARCHITECTURES)}"
+            f"unknown architecture (config.json has {names}). "
+            f"fix: one of {', '.join(ARCHITECTURES)}"
         )
     (name,) = names
     architecture = ARCHITECTURES[name]
