@@ -23,12 +23,12 @@ from tools.compare.runs import Run
 
 
 def main(args: argparse.Namespace) -> None:
-    problems = {}
     if args.report:
         # A pattern such as runs/* also matches logs, which are left out.
         run_dirs = [path for path in args.report if path.is_dir() or not path.exists()]
         folder = args.dir or Path("runs", f"report-{digest(['--report', *map(str, run_dirs)])}")
         baseline = None
+        problems = {}
     else:
         # Train what is missing. A run that fails is listed in the report.
         with errors.user_input():
@@ -37,12 +37,8 @@ def main(args: argparse.Namespace) -> None:
         baseline = jobs[0].settings["name"]
         print(f"{len(jobs)} runs in {folder}/", file=sys.stderr)
         train(jobs)
-        run_dirs = []
-        for job in jobs:
-            if job.problem is None:
-                run_dirs.append(job.run_dir)
-            else:
-                problems[job.run_dir.name] = job.problem
+        run_dirs = [job.run_dir for job in jobs if job.problem is None]
+        problems = {job.run_dir.name: job.problem for job in jobs if job.problem is not None}
 
     runs = read_finished(run_dirs, problems)
     command = f"python -m tools.compare {shlex.join(sys.argv[1:])}"
@@ -68,13 +64,12 @@ def read_finished(run_dirs: list[Path], problems: dict[str, str]) -> list[Run]:
     for run_dir in run_dirs:
         try:
             run = Run.read(run_dir)
+            if run.done:
+                runs.append(run)
+            else:
+                problems[run_dir.name] = f"at {run.last['tokens']:,} tokens"
         except IntegrityError as error:
             problems[run_dir.name] = str(error)
-            continue
-        if run.done:
-            runs.append(run)
-        else:
-            problems[run_dir.name] = f"at {run.last['tokens']:,} tokens"
     return runs
 
 
@@ -85,23 +80,19 @@ def parse_arguments() -> argparse.Namespace:
         epilog="overrides are written without dashes: attention=gqa,mha",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE,...", help="for train.py; commas sweep"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="KEY=VALUE,...", help="for train.py; commas sweep")
+    add(
         "--match",
-        choices=SIZES,
+        choices=(*SIZES, "none"),
         default="params",
         help="what model.hidden makes equal (default: params)",
     )
-    parser.add_argument(
-        "--dir", type=Path, help="where runs and report go (default: runs/compare-...)"
-    )
-    parser.add_argument(
+    add("--dir", type=Path, help="where runs and report go (default: runs/compare-...)")
+    add(
         "--report",
         type=Path,
         nargs="+",
-        default=[],
         metavar="RUN",
         help="only report; the variant of the first run is the baseline",
     )

@@ -33,6 +33,9 @@ class Job:
     overrides: list[str]
     settings: dict
     problem: str | None = None  # why the run did not finish
+    # Of a run that trains: its process, and the environment that gives it a GPU.
+    process: subprocess.Popen | None = None
+    gpu: dict[str, str] | None = None
 
     @property
     def log_path(self) -> Path:
@@ -64,33 +67,32 @@ class Job:
             if key.partition(".")[0] in self.settings and key not in SET_BY_RUN:
                 changes.append(text)
         if changes:
-            self.problem = (
-                f"the run there has other settings: {', '.join(changes)}. fix: another --dir"
-            )
+            problem = f"the run there has other settings: {', '.join(changes)}"
+            self.problem = f"{problem}. fix: another --dir"
         return run.done or self.problem is not None
 
-    def start(self, log: IO, gpu: str | None) -> subprocess.Popen:
+    def start(self, log: IO, gpu: dict[str, str]) -> None:
         """Starts train.py, which writes into the log; on one GPU if there are several."""
         log.truncate(0)
         print("$ python train.py", shlex.join(self.overrides), file=log, flush=True)
         self.run_dir.mkdir(exist_ok=True)  # resume=true needs a folder
-        gpus = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
-        return subprocess.Popen(
+        self.gpu = gpu
+        self.process = subprocess.Popen(
             [sys.executable, ROOT / "train.py", *self.overrides],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=os.environ | gpus,
+            env=os.environ | gpu,
             start_new_session=True,  # Ctrl-C is for this process, which then ends the runs
         )
 
-    def finish(self, exit_code: int) -> str:
+    def finish(self) -> str:
         """Sets `problem` where training failed, and describes the outcome in a line."""
-        if exit_code != 0:
+        if self.process.returncode != 0:
             lines = self.log_path.read_text(errors="replace").strip().splitlines()
             problems = [line for line in lines if line.startswith("error: ")]
             message = (problems or lines)[-1].removeprefix("error: ")
-            self.problem = f"exit {exit_code}: {message}"
+            self.problem = f"exit {self.process.returncode}: {message}"
             return self.problem
         try:
             run = Run.read(self.run_dir)
@@ -104,14 +106,17 @@ class JobRunner:
 
     def __init__(self, jobs: list[Job]):
         self.waiting = list(jobs)
-        self.running: list[tuple[Job, subprocess.Popen, str | None]] = []
+        self.running: list[Job] = []
         self.free_gpus = visible_gpus(jobs[0].settings["device"])
 
-        # What is shown; skipped runs had finished before this call.
+        # What is shown; runs that had finished before this call are not among the trained.
         self.total = len(jobs)
-        self.num_finished = 0
-        self.num_skipped = 0
+        self.num_trained = 0
         self.start_time = monotonic()
+
+    @property
+    def num_finished(self) -> int:
+        return self.total - len(self.waiting) - len(self.running)
 
     def start_ready(self) -> None:
         """Starts waiting jobs while a GPU is free, and skips those that are finished."""
@@ -126,46 +131,38 @@ class JobRunner:
             # Closing our copy leaves the lock to the training process, or frees it.
             with log:
                 if job.is_finished():
-                    self.num_finished += 1
-                    self.num_skipped += 1
-                    outcome = job.problem or "finished before"
-                    say(f"{self.num_finished}/{self.total} {job.run_dir.name}: {outcome}")
+                    self.report(job, job.problem or "finished before")
                 else:
-                    gpu = self.free_gpus.pop()
-                    self.running.append((job, job.start(log, gpu), gpu))
+                    job.start(log, self.free_gpus.pop())
+                    self.running.append(job)
 
     def collect_finished(self) -> None:
         """Reports jobs whose process has ended, and frees their GPUs."""
-        for entry in list(self.running):
-            job, process, gpu = entry
-            if process.poll() is None:
-                continue
-            self.running.remove(entry)
-            self.free_gpus.append(gpu)
-            self.num_finished += 1
-            outcome = job.finish(process.returncode)
-            counts = f"{self.num_finished}/{self.total}, {self.time_left()}"
-            say(f"{counts}. {job.run_dir.name}: {outcome}")
+        for job in list(self.running):
+            if job.process.poll() is not None:
+                self.running.remove(job)
+                self.free_gpus.append(job.gpu)
+                self.num_trained += 1
+                self.report(job, job.finish())
 
-    def show_progress(self, bar: tqdm) -> None:
-        bar.n = self.num_finished
-        bar.set_description_str(f"{bar.n} of {self.total} runs, {self.time_left()}")
+    def report(self, job: Job, outcome: str) -> None:
+        counts = f"{self.num_finished}/{self.total}, {self.time_left()}"
+        say(f"{counts}. {job.run_dir.name}: {outcome}")
 
     def time_left(self) -> str:
         """Estimates the time for the rest from the average of the runs trained in this call."""
-        num_trained = self.num_finished - self.num_skipped
-        if num_trained == 0:
+        if self.num_trained == 0:
             return "? left"
-        seconds_per_run = (monotonic() - self.start_time) / num_trained
+        seconds_per_run = (monotonic() - self.start_time) / self.num_trained
         return f"{duration(seconds_per_run * (self.total - self.num_finished))} left"
 
     def stop(self) -> None:
         """Ends the runs that still train; each saves first."""
         # Signal all before waiting for any, so that they save at the same time.
-        for _, process, _ in self.running:
-            process.terminate()
-        for _, process, _ in self.running:
-            self.num_finished += process.wait() == 0
+        for job in self.running:
+            job.process.terminate()
+        for job in self.running:
+            job.process.wait()
 
 
 def train_all(jobs: list[Job]) -> None:
@@ -179,7 +176,8 @@ def train_all(jobs: list[Job]) -> None:
             while (runner.waiting or runner.running) and not signals.code:
                 runner.start_ready()
                 runner.collect_finished()
-                runner.show_progress(bar)
+                bar.n = runner.num_finished
+                bar.set_description_str(f"{bar.n} of {bar.total} runs, {runner.time_left()}")
                 sleep(0.5)
         finally:
             runner.stop()
@@ -189,10 +187,10 @@ def train_all(jobs: list[Job]) -> None:
         errors.exit_with(signals.code, f"{problem}. fix: the same call goes on")
 
 
-def visible_gpus(device: str) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES for each run that trains at the same time; None leaves it as it is."""
+def visible_gpus(device: str) -> list[dict[str, str]]:
+    """The environment of each run that trains at the same time: a GPU if there are several."""
     count = torch.cuda.device_count() if device in ("auto", "cuda") else 0
     if count < 2:
-        return [None]
-    every = ",".join(map(str, range(count)))
-    return (os.environ.get("CUDA_VISIBLE_DEVICES") or every).split(",")
+        return [{}]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible.split(",")]

@@ -22,53 +22,49 @@ class Page:
     """Blocks of a page, in order, in both formats."""
 
     def __init__(self, title: str):
-        self.title = title
         self.markdown = [f"# {title}"]
-        self.html = [f"<h1>{escape(title)}</h1>"]
+        head = '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
+        head += f"<title>{escape(title)}</title><style>{STYLE}</style>"
+        self.html = [head, f"<h1>{escape(title)}</h1>"]
+
+    def add(self, markdown: str, html: str) -> None:
+        self.markdown.append(markdown)
+        self.html.append(html)
 
     def heading(self, text: str) -> None:
-        self.markdown.append(f"## {text}")
-        self.html.append(f"<h2>{escape(text)}</h2>")
+        self.add(f"## {text}", f"<h2>{escape(text)}</h2>")
 
     def paragraph(self, text: str) -> None:
-        self.markdown.append(text)
-        self.html.append(f"<p>{escape(text)}</p>")
+        self.add(text, f"<p>{escape(text)}</p>")
 
     def code(self, text: str) -> None:
-        self.markdown.append(f"```\n{text}\n```")
-        self.html.append(f"<pre>{escape(text)}</pre>")
+        self.add(f"```\n{text}\n```", f"<pre>{escape(text)}</pre>")
 
     def figure(self, figure: Figure, path: Path) -> None:
         """Saves a figure, links it in Markdown and embeds it in the HTML."""
         figure.savefig(path, dpi=120)
         data = b64encode(path.read_bytes()).decode()
-        self.markdown.append(f"![]({path.name})")
-        self.html.append(f'<img alt="{path.stem}" src="data:image/png;base64,{data}">')
+        image = f'<img alt="{path.stem}" src="data:image/png;base64,{data}">'
+        self.add(f"![]({path.name})", image)
 
     def table(self, header: list[str], rows: list[list]) -> None:
-        """Adds a table whose cells may be of any type; a bar would end a cell in Markdown."""
-        # In Markdown the first column is left-aligned, as in HTML by the style.
-        lines = []
+        """Adds a table whose cells may be of any type."""
+        markdown = []
+        html = ["<table>"]
         for row in (header, *rows):
+            # A bar would end a cell in Markdown.
             cells = [str(cell).replace("|", "/") for cell in row]
-            lines.append(f"| {' | '.join(cells)} |")
-        lines.insert(1, "|---" + "|---:" * (len(header) - 1) + "|")
-        self.markdown.append("\n".join(lines))
-
-        self.html.append("<table>")
-        self.html.append(html_row(header, "th"))
-        self.html += [html_row(row, "td") for row in rows]
-        self.html.append("</table>")
+            markdown.append(f"| {' | '.join(cells)} |")
+            tag = "th" if row is header else "td"
+            html.append("<tr>")
+            html += [f"<{tag}>{escape(cell)}</{tag}>" for cell in cells]
+            html.append("</tr>")
+        html.append("</table>")
+        # In Markdown the first column is left-aligned, as in HTML by the style.
+        markdown.insert(1, "|---" + "|---:" * (len(header) - 1) + "|")
+        self.add("\n".join(markdown), "\n".join(html))
 
     def write(self, folder: Path) -> None:
         """Writes report.md and report.html."""
         (folder / "report.md").write_text("\n\n".join(self.markdown) + "\n")
-        title = f"<title>{escape(self.title)}</title>"
-        head = f'<html lang="en"><meta charset="utf-8">{title}<style>{STYLE}</style>'
-        lines = ["<!doctype html>", head, *self.html, "</html>"]
-        (folder / "report.html").write_text("\n".join(lines) + "\n")
-
-
-def html_row(row: list, tag: str) -> str:
-    cells = [f"<{tag}>{escape(str(cell))}</{tag}>" for cell in row]
-    return f"<tr>{''.join(cells)}</tr>"
+        (folder / "report.html").write_text("\n".join([*self.html, "</html>\n"]))

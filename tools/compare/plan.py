@@ -12,6 +12,7 @@ import torch
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 
 from common import config, hardware
 from common.config import compose
@@ -25,7 +26,6 @@ SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes cou
 SIZES: dict[str, Callable[[Transformer], float]] = {
     "params": lambda model: sum(p.numel() for p in model.parameters()),
     "flops": Transformer.training_flops,
-    "none": lambda model: 1.0,
 }
 Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) that each key takes in turn
 Variants = dict[str, list[str]]  # the overrides of each variant, by its name; the baseline first
@@ -42,7 +42,8 @@ def plan_jobs(overrides: list[str], match: str, folder: Path | None) -> list[Job
     # Seeds are repetitions of a variant, and all other keys make variants.
     seeds = sweep.pop("seed", ["seed=0"])
     variants = name_variants(sweep)
-    match_sizes(variants, match)
+    if match != "none":
+        match_sizes(variants, match)
     if folder is None:
         baseline = next(iter(variants.values()))
         folder = Path("runs", f"compare-{digest([match, *baseline])}")
@@ -57,12 +58,12 @@ def expand_sweep(overrides: list[str]) -> Sweep:
         for override in parser.parse_overrides(overrides):
             key = override.get_key_element()
             line = override.input_line
-            # A sweep that matches nothing stays as it is, for Hydra to refuse.
             values = []
             if override.is_discrete_sweep():
-                values = list(dict.fromkeys(override.sweep_string_iterator()))
+                values = dict.fromkeys(override.sweep_string_iterator())
             elif override.is_sweep_override():
                 raise ValueError(f"an interval has no values ({line}). fix: {key}=A,B,C")
+            # A sweep that matches nothing stays as it is, for Hydra to refuse.
             sweep[key] = [f"{key}={value}" for value in values] or [line]
     return sweep
 
@@ -85,29 +86,23 @@ def name_variants(sweep: Sweep) -> Variants:
     """
     # Without a sweep, the attention names the only variant.
     named_keys = [key for key, values in sweep.items() if len(values) > 1 or key == "name"]
-    if not named_keys:
-        named_keys = ["attention"]
+    named_keys = named_keys or ["attention"]
     variants = {}
     for combination in product(*sweep.values()):
         # Groups are named by their value, and other keys also by the last part of the key.
         parts = []
-        overrides = []
         for override in combination:
             key, _, value = override.partition("=")
-            if key != "name":
-                overrides.append(override)
-            if key not in named_keys:
-                continue
-            if key not in (*config.GROUPS, "name"):
-                parts.append(key.rpartition(".")[2])
-            parts.append(value)
+            if key in named_keys:
+                prefix = "" if key in (*config.GROUPS, "name") else key.rpartition(".")[2]
+                parts += [prefix, value]
 
         # A name is a folder too: letters, digits, dots and dashes.
-        name = "-".join(parts).replace("e+", "e")
+        name = "-".join(filter(None, parts)).replace("e+", "e")
         name = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.") or "run"
         if name in variants:
             raise ValueError(f"two variants of one name ({name}). fix: different values")
-        variants[name] = overrides
+        variants[name] = [text for text in combination if not text.startswith("name=")]
     return variants
 
 
@@ -133,34 +128,25 @@ def match_hidden(settings: dict, size: Callable[[Transformer], float], target: f
 
     Raises ValueError where there is none.
     """
-
-    def is_near(hidden: int) -> bool:
-        return abs(size(meta_model(settings, hidden=hidden)) / target - 1) <= SIZE_TOLERANCE
-
-    own = settings["model"]["hidden"]
-    if is_near(own):
-        return own
-
     # Size is linear in the width. Of the widths near enough, the multiple of the largest power of
     # two makes the fastest matrix products.
     low = size(meta_model(settings, hidden=64))
     high = size(meta_model(settings, hidden=128))
     exact = 64 + 64 * (target - low) / (high - low)
-    for unit in (64, 32, 16, 8, 4, 2, 1):
-        hidden = round(exact / unit) * unit
-        if hidden > 0 and is_near(hidden):
-            return hidden
+    multiples = [round(exact / unit) * unit for unit in (64, 32, 16, 8, 4, 2, 1)]
+    for hidden in (settings["model"]["hidden"], *multiples):
+        if hidden > 0:
+            relative = size(meta_model(settings, hidden=hidden)) / target
+            if abs(relative - 1) <= SIZE_TOLERANCE:
+                return hidden
     problem = f"{settings['name']} cannot have the baseline's size (model.hidden={exact:.0f})"
     raise ValueError(f"{problem}. fix: --match none")
 
 
 def make_job(name: str, overrides: list[str], seed: str, folder: Path) -> Job:
     run_dir = folder / f"{name}-{seed.partition('=')[2]}"
-    value = str(run_dir)
-    # Hydra wants quotes around other characters.
-    if not re.fullmatch(r"[\w./+-]+", value, re.ASCII):
-        value = "'" + value.replace("'", "\\'") + "'"
-    overrides = [*overrides, seed, f"name={name}", f"run_dir={value}", "resume=true"]
+    quoted = QuotedString(str(run_dir), Quote.double).with_quotes()
+    overrides = [*overrides, seed, f"name={name}", f"run_dir={quoted}", "resume=true"]
     return Job(run_dir, overrides, compose_settings(overrides))
 
 
@@ -189,6 +175,6 @@ def meta_model(settings: dict, **sizes: int) -> Transformer:
         return instantiate(settings["model"] | sizes)
 
 
-def digest(words: list[str]) -> str:
-    """A short name for a list of words."""
-    return sha256(" ".join(words).encode()).hexdigest()[:8]
+def digest(arguments: list[str]) -> str:
+    """A short name for a list of arguments."""
+    return sha256(" ".join(arguments).encode()).hexdigest()[:8]

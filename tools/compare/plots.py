@@ -1,5 +1,6 @@
 """The plots of a comparison: loss against cache bytes, and loss during training."""
 
+from collections import defaultdict
 from statistics import mean
 
 from matplotlib.figure import Figure
@@ -17,12 +18,13 @@ def draw_caches(groups: Groups) -> Figure:
     axes = figure.subplots()
     points = []
     for number, (name, runs) in enumerate(groups.items()):
-        metric = runs[0].metric_name
-        loss = estimate([run.loss for run in runs])
-        color = f"C{number % 10}"  # the same as in the curves
-        points.append((runs[0].cache_bytes_per_token, loss, name, color))
+        losses = [run.loss for run in runs]
+        loss = estimate(losses)
+        cache_bytes = runs[0].cache_bytes_per_token
+        color = f"C{number}"  # the same as in the curves
+        points.append((cache_bytes, loss, name, color))
 
-    # The names of neighbours go to different sides of their points.
+    # The names of neighbors go to different sides of their points.
     side = "left"
     shift = 7  # points
     for x, loss, name, color in sorted(points):
@@ -33,7 +35,7 @@ def draw_caches(groups: Groups) -> Figure:
         axes.annotate(name, position, (shift, 4), textcoords="offset points", ha=side)
 
     axes.set_xlabel("cache bytes per token at full context, bf16")
-    axes.set_ylabel(f"{metric}, 95 % interval over seeds")
+    axes.set_ylabel(f"{runs[0].metric_name}, 95 % interval over seeds")
     axes.margins(x=0.15)
     return figure
 
@@ -42,33 +44,31 @@ def draw_curves(groups: Groups) -> Figure:
     """Plots the loss of each variant, the mean over its seeds, against tokens, FLOP and seconds."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     all_axes = figure.subplots(1, len(QUANTITIES), sharey=True)
-    for axes, quantity in zip(all_axes, QUANTITIES, strict=True):
-        for number, (name, runs) in enumerate(groups.items()):
-            metric = runs[0].metric_name
-            marker = MARKERS[number // 10 % len(MARKERS)]
-            xs, losses = mean_curve(runs, quantity)
-            axes.plot(xs, losses, marker, label=name, markersize=4)
-        axes.set_xlabel(quantity)
-    all_axes[0].set_ylabel(metric)
+    for number, (name, runs) in enumerate(groups.items()):
+        marker = MARKERS[number // 10 % len(MARKERS)]
+        curve = mean_curve(runs)
+        for axes, quantity in zip(all_axes, QUANTITIES, strict=True):
+            axes.plot(curve[quantity], curve["loss"], marker, label=name, markersize=4)
+            axes.set_xlabel(quantity)
+    all_axes[0].set_ylabel(runs[0].metric_name)
     all_axes[-1].legend()
     return figure
 
 
-def mean_curve(runs: list[Run], quantity: str) -> tuple[list[float], list[float]]:
-    """Averages x and loss over runs, wherever all were evaluated at one number of tokens."""
-    curves = []
-    for run in runs:
-        flops = run.model.training_flops()
-        curve = {}
-        for line in run.evaluations:
-            tokens = line["tokens"]
-            curve[tokens] = line | {"training FLOP": tokens * flops}
-        curves.append(curve)
-
-    # The points that all runs have.
-    xs = []
-    losses = []
-    for tokens in sorted(set.intersection(*map(set, curves))):
-        xs.append(mean(curve[tokens][quantity] for curve in curves))
-        losses.append(mean(curve[tokens]["loss"] for curve in curves))
-    return xs, losses
+def mean_curve(runs: list[Run]) -> dict[str, list[float]]:
+    """Averages over runs of a variant, wherever all were evaluated at one number of tokens."""
+    metric = runs[0].metric
+    flops = runs[0].model.training_flops()
+    by_tokens = [{line["tokens"]: line for line in run.evaluations} for run in runs]
+    curve = defaultdict(list)
+    # Seeds may have been evaluated at other steps, or for longer.
+    common = set.intersection(*map(set, by_tokens))
+    for tokens in sorted(common):
+        lines = [evaluations[tokens] for evaluations in by_tokens]
+        seconds = [line["seconds"] for line in lines]
+        losses = [line[metric] for line in lines]
+        curve["tokens"].append(tokens)
+        curve["training FLOP"].append(tokens * flops)
+        curve["seconds"].append(mean(seconds))
+        curve["loss"].append(mean(losses))
+    return curve

@@ -26,9 +26,9 @@ holds one row with a full context; it has one slot more than tokens, for padding
 """.strip()
 SPEED = """
 Training: tokens/s are the median over the lines of the log, without the first, which compiles;
-seconds and peak memory are those of the whole process, means over seeds, as are tokens. Decoding with a cache: the
-first seed's model as generate.py loads it, for rows x tokens at the end; milliseconds to the first
-token of all rows, and from each token to the next, medians.
+seconds and peak memory are those of the whole process; means over seeds, as are tokens. Decoding
+with a cache: the first seed's model as generate.py loads it, for rows x tokens at the end;
+milliseconds to the first token of all rows, and from each token to the next, medians.
 """.strip()
 EQUAL = """
 Weights of the same name and shape start with the same values at a seed, and batches of the same

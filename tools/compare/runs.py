@@ -27,7 +27,16 @@ NOT_COMPARED = (
     "device",
     "compile",
 )
-
+# Nor do these make a run another variant: its length, its machine and its intervals.
+NOT_IDENTITY = (
+    *NOT_COMPARED,
+    "tokens",
+    "machine.",
+    "eval_every",
+    "save_every",
+    "sample_every",
+    "log_every",
+)
 
 Groups = dict[str, list["Run"]]  # the runs of each variant, by its name; the baseline first
 
@@ -44,19 +53,19 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> "Run":
         """Raises IntegrityError where there is no run, or none that can be read."""
-        found = checkpoint.newest_checkpoint(folder)
-        if found is None:
+        newest = checkpoint.newest_checkpoint(folder)
+        if newest is None:
             raise IntegrityError(f"no checkpoint ({folder}). fix: the folder of a run")
-        state, metrics = (checkpoint.load_state(found, {"step", "steps"}), folder / "metrics.jsonl")
+        state = checkpoint.load_state(newest, {"step", "steps"})
+        metrics = folder / "metrics.jsonl"
         try:
             lines = [json.loads(line) for line in metrics.read_text().splitlines()]
             is_last = lines[-1]["step"] == state["step"] >= state["steps"]
             done = is_last and "val_bpb" in lines[-1]
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise IntegrityError(
-                f"metrics cannot be read ({metrics}: {error}). fix: train it anew"
-            ) from None
-        return cls(folder, checkpoint.load_config(found), lines, done)
+            problem = f"metrics cannot be read ({metrics}: {error})"
+            raise IntegrityError(f"{problem}. fix: train it anew") from None
+        return cls(folder, checkpoint.load_config(newest), lines, done)
 
     @property
     def seed(self) -> int:
@@ -68,23 +77,22 @@ class Run:
 
     @property
     def evaluations(self) -> list[dict]:
-        """The metrics of each evaluation, with its `loss` in the unit `metric_name`."""
-        evaluations = []
-        for line in self.lines:
-            if "val_bpb" in line:
-                loss = line["val_loss"] if line["val_bpb"] is None else line["val_bpb"]
-                evaluations.append(line | {"loss": loss})
-        return evaluations
+        """The metrics of each evaluation."""
+        return [line for line in self.lines if "val_bpb" in line]
+
+    @property
+    def metric(self) -> str:
+        """The loss in bits per byte, or in nats per token where the bytes are unknown."""
+        return "val_loss" if self.evaluations[-1]["val_bpb"] is None else "val_bpb"
 
     @property
     def metric_name(self) -> str:
-        """Bits per byte, or nats per token where the bytes of the text are unknown."""
-        return "nats per token" if self.evaluations[-1]["val_bpb"] is None else "bits per byte"
+        return "nats per token" if self.metric == "val_loss" else "bits per byte"
 
     @property
     def loss(self) -> float:
-        """The loss of the last evaluation."""
-        return self.evaluations[-1]["loss"]
+        """The metric of the last evaluation."""
+        return self.evaluations[-1][self.metric]
 
     @property
     def command(self) -> str:
@@ -110,21 +118,15 @@ class Run:
     def cache_bytes_per_token(self) -> float:
         return self.cache_bytes / self.model.context
 
-    @cached_property
-    def compared_settings(self) -> dict[str, str]:
-        """The settings by their dotted keys, and the number of tokens, without NOT_COMPARED."""
-        tree = self.settings | {"tokens": self.last["tokens"]}
-        pairs = config.flatten(tree)
-        return {key: str(value) for key, value in pairs if not key.startswith(NOT_COMPARED)}
+    def settings_except(self, ignored: tuple[str, ...]) -> dict[str, str]:
+        """The settings by their dotted keys, and the number of tokens, without these prefixes."""
+        pairs = config.flatten(self.settings | {"tokens": self.last["tokens"]})
+        return {key: str(value) for key, value in pairs if not key.startswith(ignored)}
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, str]:
-        """The settings that make the run this variant: its length, machine and intervals do not."""
-        identity = {}
-        for key, value in self.compared_settings.items():
-            if not key.startswith(("tokens", "machine.")) and not key.endswith("_every"):
-                identity[key] = value
-        return identity
+        """The settings that make the run this variant."""
+        return self.settings_except(NOT_IDENTITY)
 
 
 def group_by_variant(runs: list[Run]) -> Groups:
@@ -133,35 +135,34 @@ def group_by_variant(runs: list[Run]) -> Groups:
     A group has the name of its runs; where several have the same name, the settings that set them
     apart follow it. Raises ValueError where two runs of a group have one seed.
     """
-    # The key of a group is what its runs have in common; in it, each run has a seed of its own.
+    # The key of a group is what its runs have in common.
     groups = {}
     for run in runs:
-        key = (run.settings["name"], *run.identity.items())
-        by_seed = groups.setdefault(key, {})
-        if run.seed in by_seed:
-            both = f"{by_seed[run.seed].folder}, {run.folder}"
-            raise ValueError(f"two runs are of one variant and seed ({both}). fix: leave out one")
-        by_seed[run.seed] = run
+        group = groups.setdefault((run.settings["name"], *run.identity.items()), [])
+        for other in group:
+            if other.seed == run.seed:
+                problem = f"two runs are of one variant and seed ({other.folder}, {run.folder})"
+                raise ValueError(f"{problem}. fix: leave out one")
+        group.append(run)
 
-    # Name each group by its first run. Those of the same name say what must be told apart.
+    # Name each group. The other runs of its name say what must be told apart.
     named = {}
-    first_runs = [next(iter(by_seed.values())) for by_seed in groups.values()]
-    for run, by_seed in zip(first_runs, groups.values(), strict=True):
-        name = run.settings["name"]
-        namesakes = [other.identity for other in first_runs if other.settings["name"] == name]
-        for key, value in run.identity.items():
+    for group in groups.values():
+        name = group[0].settings["name"]
+        namesakes = [run.identity for run in runs if run.settings["name"] == name]
+        for key, value in group[0].identity.items():
             if any(identity.get(key) != value for identity in namesakes):
                 name += f" {key.rpartition('.')[2]}={value}"
-        named[name] = list(by_seed.values())
+        named[name] = group
     return named
 
 
 def differences(runs: list[Run]) -> dict[str, str]:
     """Maps each setting that all runs have, but not with one value, to a text of its values."""
+    settings = [run.settings_except(NOT_COMPARED) for run in runs]
     values_by_key = {}
-    for key in runs[0].compared_settings:
-        if all(key in run.compared_settings for run in runs):
-            values = dict.fromkeys(run.compared_settings[key] for run in runs)
-            if len(values) > 1:
-                values_by_key[key] = ", ".join(values)
+    for key in settings[0]:
+        values = dict.fromkeys(each.get(key) for each in settings)
+        if None not in values and len(values) > 1:
+            values_by_key[key] = ", ".join(values)
     return values_by_key

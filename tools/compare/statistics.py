@@ -34,18 +34,20 @@ class Verdict(NamedTuple):
 
 def compare_to_baseline(baseline: Losses, variants: dict[str, Losses]) -> dict[str, Verdict]:
     """Tests each variant, named by its key, against the baseline."""
+    num_pairs = {}
     differences = {}
     p_values = {}
     for name, losses in variants.items():
-        differences[name] = paired_differences(baseline, losses)
-        p_values[name] = estimate(differences[name]).p
+        values = paired_differences(baseline, losses)
+        num_pairs[name] = len(values)
+        differences[name] = estimate(values)
+        p_values[name] = differences[name].p
 
     # Judge by p-values that are corrected for all tests together.
     verdicts = {}
     for name, p in holm(p_values).items():
-        pairs = len(differences[name])
-        difference = estimate(differences[name])
-        verdicts[name] = Verdict(difference, pairs, p, verdict_text(difference.mean, p))
+        text = verdict_text(differences[name].mean, p)
+        verdicts[name] = Verdict(differences[name], num_pairs[name], p, text)
     return verdicts
 
 
@@ -95,13 +97,11 @@ def holm(p_values: dict[str, float]) -> dict[str, float]:
     Holm, Scand. J. Statist. 6 (1979): the smallest is multiplied by the number of tests, the next
     by one less, and so on, and none becomes smaller than the one before it.
     """
+    tests = sorted((p, name) for name, p in p_values.items() if not math.isnan(p))
     corrected = dict(p_values)
-    tests = [name for name, p in p_values.items() if not math.isnan(p)]
-    remaining = len(tests)
     largest = 0.0
-    for name in sorted(tests, key=p_values.get):
-        scaled = min(1.0, remaining * p_values[name])
+    for index, (p, name) in enumerate(tests):
+        scaled = min(1.0, (len(tests) - index) * p)
         largest = max(largest, scaled)
         corrected[name] = largest
-        remaining -= 1
     return corrected
