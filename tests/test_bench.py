@@ -13,14 +13,19 @@ WORDS = [*TINY, "attention=llama", "data.vocab_size=512", "optimizer=adamw", "pr
 
 
 def test_competitors_train_the_same_shape():
-    settings, device = bench.bench_settings(WORDS)
-    assert bench.work_of_step("train", settings, device)["tokens"] == 512 and device.type == "cpu"
+    settings, device, precision = bench.bench_settings(WORDS)
+    assert (
+        bench.work_of_step("train", settings, precision)["tokens"] == 512 and device.type == "cpu"
+    )
     sizes = [
         sorted(p.shape for p in model.parameters())
         for model in (instantiate(settings["model"]), bench.transformers_llama(settings))
     ]
     assert sizes[0] == sizes[1]
-    bench.train_ours(settings, device)(), bench.train_transformers(settings, device)()
+    (
+        bench.train_ours(settings, device, precision)(),
+        bench.train_transformers(settings, device, precision)(),
+    )
 
 
 def test_competitors_are_measured_in_turns(monkeypatch, capfd):
@@ -38,12 +43,12 @@ def test_competitors_are_measured_in_turns(monkeypatch, capfd):
 def test_decoders_say_the_same_and_time_it(monkeypatch, tied):
     monkeypatch.setattr(bench, "NEW_TOKENS", 6)
     words = [*WORDS, "context=16", "batch_tokens=48", f"model.tied={tied}"]
-    settings, device = bench.bench_settings(words)
-    work = bench.work_of_step("decode", settings, device)
+    settings, device, precision = bench.bench_settings(words)
+    work = bench.work_of_step("decode", settings, precision)
     assert work["tokens"] == 3 * 5
     said = []
     for name in ("ours", "dynamic", "static"):
-        measured = bench.COMPETITORS["decode"][name](settings, device)()
+        measured = bench.COMPETITORS["decode"][name](settings, device, precision)()
         assert measured["seconds"] > 0 < measured["first_token_seconds"]
         assert measured["cache_bytes"] >= 2 * 3 * 14 * 2 * 32 * 4  # less one, unread
         said.append(torch.tensor(measured["tokens"]))
@@ -53,7 +58,7 @@ def test_decoders_say_the_same_and_time_it(monkeypatch, tied):
     )
 
 
-def test_utilisation_is_of_the_best_product():
+def test_utilization_is_of_the_best_product():
     turn = {"seconds": 2.0, "memory": 7, "ceiling": 1e9}
     turns = [turn | {"seconds": 9.0}, turn, turn | {"ceiling": 2e9}]
     line = bench.summarize("x", turns, {"tokens": 100, "flops": 1e9})
@@ -73,6 +78,7 @@ def test_a_product_is_timed():
         ["worker"],
         ["worker", "train", "nobody"],
         ["train", "model=none"],
+        ["decode", "device=cpu", "precision=fp16"],
         ["worker", "train", "transformers", "attention=mla"],
     ],
 )

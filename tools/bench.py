@@ -71,8 +71,8 @@ def main(args: list[str]) -> None:
 
 def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     """Prints a line for each competitor, and the ratios of ours to the best of the others."""
-    # Ends here where the overrides are wrong.
-    work = work_of_step(kind, *bench_settings(overrides))
+    settings, _, precision = bench_settings(overrides)  # ends here where the overrides are wrong
+    work = work_of_step(kind, settings, precision)
     # Let all build their models at the same time, and then work one at a time, for a fair share.
     processes = {name: start_worker(kind, name, overrides) for name in COMPETITORS[kind]}
     turns = {name: [] for name in processes}
@@ -107,8 +107,7 @@ def start_worker(kind: str, name: str, overrides: list[str]) -> subprocess.Popen
 
 
 def request_turn(name: str, process: subprocess.Popen) -> dict:
-    process.stdin.write("\n")
-    process.stdin.flush()
+    print(file=process.stdin, flush=True)
     line = process.stdout.readline()
     if not line:
         errors.exit_with(errors.BUG, f"{name} ended. fix: see above")
@@ -137,7 +136,7 @@ def summarize(name: str, turns: list[dict], work: dict[str, float]) -> dict:
     return line
 
 
-def work_of_step(kind: str, settings: dict, device: torch.device) -> dict[str, float]:
+def work_of_step(kind: str, settings: dict, precision: torch.dtype) -> dict[str, float]:
     """What a step does: the tokens that it learns or makes, and FLOPs or bytes that it takes.
 
     Decoding makes all tokens but the first, and reads weights and cache for each.
@@ -149,16 +148,15 @@ def work_of_step(kind: str, settings: dict, device: torch.device) -> dict[str, f
         return {"tokens": tokens, "flops": tokens * model.training_flops()}
 
     # Of an embedding that is not the head too, only some rows are read.
-    dtype = hardware.pick_precision(settings["precision"], device)
     weights = sum(p.numel() for p in model.parameters())
     if not settings["model"]["tied"]:
         weights -= model.embed.weight.numel()
     # The cache at the middle step.
     rows = tokens // settings["context"]
-    token_bytes = model.cache_bytes(2, dtype) - model.cache_bytes(1, dtype)
+    token_bytes = model.cache_bytes(2, precision) - model.cache_bytes(1, precision)
     cache_bytes = rows * token_bytes * (settings["context"] - 1 - NEW_TOKENS / 2)
     num_steps = NEW_TOKENS - 1
-    bytes_read = num_steps * (weights * dtype.itemsize + cache_bytes)
+    bytes_read = num_steps * (weights * precision.itemsize + cache_bytes)
     return {"tokens": rows * num_steps, "bytes_read": bytes_read}
 
 
@@ -167,8 +165,8 @@ def work_of_step(kind: str, settings: dict, device: torch.device) -> dict[str, f
 
 def take_turns(kind: str, name: str, overrides: list[str]) -> None:
     """For each line of standard input, times some steps and prints what was measured as JSON."""
-    settings, device = bench_settings(overrides)
-    step = COMPETITORS[kind][name](settings, device)
+    settings, device, precision = bench_settings(overrides)
+    step = COMPETITORS[kind][name](settings, device, precision)
     hardware.keep_freed_memory(device)
     compilation.use_cache()
     for number, _ in enumerate(sys.stdin):
@@ -215,7 +213,7 @@ def read_bandwidth(device: torch.device) -> float:
 # Training: a step of the optimizer on random tokens.
 
 
-def train_ours(settings: dict, device: torch.device) -> Step:
+def train_ours(settings: dict, device: torch.device, precision: torch.dtype) -> Step:
     # Random tokens are as fast as text.
     context = settings["context"]
     batch_tokens = settings["batch_tokens"]
@@ -228,7 +226,7 @@ def train_ours(settings: dict, device: torch.device) -> Step:
         Loader([tokens], context=context, batch_size=batch_tokens // context, seed=0),
         Path(os.devnull),
         DistEnv(0, 1, device),
-        hardware.pick_precision(settings["precision"], device),
+        precision,
         Signals(),
         perf_counter(),
     )
@@ -237,12 +235,11 @@ def train_ours(settings: dict, device: torch.device) -> Step:
     return trainer.train_step
 
 
-def train_transformers(settings: dict, device: torch.device) -> Step:
+def train_transformers(settings: dict, device: torch.device, precision: torch.dtype) -> Step:
     """Llama with torch's fused AdamW, autocast and torch.compile of the whole model."""
     model = transformers_llama(settings).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     forward = model if settings["compile"] is False else torch.compile(model)
-    precision = hardware.pick_precision(settings["precision"], device)
     context = settings["context"]
     shape = (settings["batch_tokens"] // context, context)
     tokens = torch.randint(settings["model"]["vocab_size"], shape, device=device)
@@ -262,10 +259,9 @@ def train_transformers(settings: dict, device: torch.device) -> Step:
 # Decoding: NEW_TOKENS greedy tokens after random prompts, with the same random weights.
 
 
-def decode_ours(settings: dict, device: torch.device) -> Step:
-    reference, prompts = decoding_case(settings, device)
-    dtype = reference.dtype
-    model = materialize(build_model(settings["model"]), device, dtype)
+def decode_ours(settings: dict, device: torch.device, precision: torch.dtype) -> Step:
+    reference, prompts = decoding_case(settings, device, precision)
+    model = materialize(build_model(settings["model"]), device, precision)
 
     # Load the weights under our names.
     weights = reference.state_dict()
@@ -279,7 +275,7 @@ def decode_ours(settings: dict, device: torch.device) -> Step:
     quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     quantize.optimize_for_decoding(model, int8=False)
     step = decode_step if settings["compile"] is False else compile_decode_step(device)
-    cache = model.new_cache(len(prompts), settings["context"] - 1, dtype, device)
+    cache = model.new_cache(len(prompts), settings["context"] - 1, precision, device)
 
     def run() -> dict:
         first, rest, tokens = time_generation(model, prompts.tolist(), NEW_TOKENS, cache, step)
@@ -293,11 +289,13 @@ def decode_ours(settings: dict, device: torch.device) -> Step:
     return run
 
 
-def decode_transformers(cache_kind: str, settings: dict, device: torch.device) -> Step:
+def decode_transformers(
+    cache_kind: str, settings: dict, device: torch.device, precision: torch.dtype
+) -> Step:
     """`generate` with a dynamic cache, a static one, or a static one and a compiled forward."""
     from transformers import DynamicCache, StaticCache
 
-    model, prompts = decoding_case(settings, device)
+    model, prompts = decoding_case(settings, device, precision)
     if cache_kind == "compiled":
         model.forward = torch.compile(model.forward, dynamic=False)
     # When each token came; a stopping criterion that never stops is called after each.
@@ -335,11 +333,12 @@ def decode_transformers(cache_kind: str, settings: dict, device: torch.device) -
     return run
 
 
-def decoding_case(settings: dict, device: torch.device) -> tuple[nn.Module, Tensor]:
+def decoding_case(
+    settings: dict, device: torch.device, precision: torch.dtype
+) -> tuple[nn.Module, Tensor]:
     """A Llama of `transformers` with random weights, and prompts (B, T)."""
     torch.manual_seed(0)
-    dtype = hardware.pick_precision(settings["precision"], device)
-    model = transformers_llama(settings).to(device, dtype)
+    model = transformers_llama(settings).to(device, precision)
     context = settings["context"]
     shape = (settings["batch_tokens"] // context, context - 1 - NEW_TOKENS)
     prompts = torch.randint(settings["model"]["vocab_size"], shape, device=device)
@@ -363,11 +362,13 @@ def transformers_llama(settings: dict) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**config))
 
 
-def bench_settings(overrides: list[str]) -> tuple[dict, torch.device]:
+def bench_settings(overrides: list[str]) -> tuple[dict, torch.device, torch.dtype]:
+    """Settings, device and the dtype of matrix products. Ends with exit code 2."""
     cfg = compose(["name=bench", "max_minutes=null", "steps=1000000", *overrides])
     settings = load_settings(cfg)
     with errors.user_input():
-        return settings, hardware.pick_device(settings["device"])
+        device = hardware.pick_device(settings["device"])
+        return settings, device, hardware.pick_precision(settings["precision"], device)
 
 
 COMPETITORS = {
