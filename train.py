@@ -12,6 +12,7 @@ if __name__ == "__main__" and sys.stderr.isatty():
     print("loading PyTorch", end="", file=sys.stderr, flush=True)
 
 import os
+import re
 from pathlib import Path
 
 import hydra
@@ -116,9 +117,9 @@ def check_arguments(arguments: list[str]) -> None:
         if argument.startswith("--") and is_key:
             problem = f"keys are written without dashes (got {argument})"
             errors.exit_with(errors.INPUT, f"{problem}. fix: {argument[2:]}")
-        if key in config.GROUPS and value in ("", "null"):
-            problem = f"nothing is chosen (got {argument})"
-            errors.exit_with(errors.INPUT, f"{problem}. fix: {key}= one of configs/{key}/")
+        # Hydra would take these for a number or nothing, which is no choice.
+        if key in config.GROUPS and re.fullmatch(r"[\d.]*|null|true|false", value):
+            errors.exit_with(errors.INPUT, config.unknown(argument, arguments))
 
 
 if __name__ == "__main__":

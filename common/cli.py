@@ -22,9 +22,9 @@ def bounded_number(
         number = number_type(text)
         if minimum <= number <= maximum:
             return number
-        bounds = f"from {minimum:g}"
+        bounds = f"at least {minimum:g}"
         if maximum < sys.maxsize:
-            bounds += f" to {maximum:g}"
+            bounds = f"from {minimum:g} to {maximum:g}"
         raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
 
     parse.__name__ = number_type.__name__  # argparse names it in its own errors

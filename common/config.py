@@ -1,10 +1,12 @@
 """The configuration: composing it from configs/, and checking it before anything is built."""
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterator
+import shlex
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -12,108 +14,65 @@ from omegaconf.errors import OmegaConfBaseException
 from common import errors
 from common.instantiate import ROOT
 
-LARGEST = 2**24  # of a size
+CONFIGS = ROOT / "configs"
+LARGEST = 99_999_999  # of a size
 
-
-class Rule(NamedTuple):
-    """What the value of a key must be: a test of it, and how an error describes it."""
-
-    is_valid: Callable[[object], bool]
-    wanted: str
-
-
-def is_nonnegative(value: object) -> bool:
-    """Whether a value is a finite number from 0. A flag is no number."""
-    return type(value) in (int, float) and 0 <= value < math.inf
-
-
-def is_positive(value: object) -> bool:
-    return is_nonnegative(value) and value > 0
-
-
-def is_no_bad_number(value: object) -> bool:
-    """Whether a value is no number, such as a name or null, or is one from 0."""
-    return type(value) not in (int, float) or is_nonnegative(value)
-
-
-def is_flag_or_size(value: object) -> bool:
-    return type(value) is bool or (type(value) is int and 0 < value <= LARGEST)
-
-
-def is_text(value: object) -> bool:
-    return isinstance(value, str) and value.strip() != ""
-
-
-def is_name(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value, re.ASCII) is not None
-
-
-def integer_from(minimum: int) -> Rule:
-    """A rule for integers of at least the minimum."""
-    wanted = f"a whole number from {minimum}"
-    return Rule(lambda value: type(value) is int and value >= minimum, wanted)
-
-
-def one_of(*choices: object) -> Rule:
-    """A rule for some values. 1 is not true, although Python takes them for equal."""
-
-    def is_valid(value: object) -> bool:
-        return any(value == choice and type(value) is type(choice) for choice in choices)
-
-    return Rule(is_valid, " or ".join(map(str, choices)).lower())
-
-
-def optional(rule: Rule) -> Rule:
-    """A rule that allows null too."""
-    wanted = f"null or {rule.wanted}"
-    return Rule(lambda value: value is None or rule.is_valid(value), wanted)
-
-
-# Rules that several keys have.
-POSITIVE = Rule(is_positive, "a number above 0")
-NONNEGATIVE = Rule(is_nonnegative, "a number from 0")
-TEXT = Rule(is_text, "text")
-FLAG = one_of(True, False)
-
-# Rules for the keys at the top of configs/train.yaml.
-RULES: dict[str, Rule] = {
-    "name": Rule(is_name, "letters, digits, dots and dashes"),
-    "run_dir": optional(TEXT),
-    "seed": integer_from(0),
-    "device": one_of("auto", "cpu", "cuda", "mps"),
-    "precision": one_of("auto", "fp32", "bf16", "fp16"),
-    "compile": one_of("auto", True, False),
-    "steps": optional(integer_from(1)),
-    "max_minutes": optional(POSITIVE),
-    "context": integer_from(2),
-    "batch_tokens": integer_from(1),
-    "micro_batch": integer_from(1),
-    "clip": optional(POSITIVE),
-    "sharded": FLAG,
-    "activation_checkpointing": FLAG,
-    "z_loss": NONNEGATIVE,
-    "eval_every": integer_from(1),
-    "save_every": integer_from(1),
-    "sample_every": integer_from(1),
-    "log_every": integer_from(1),
-    "resume": FLAG,
-    "document_mask": FLAG,
-    "init_from": optional(TEXT),
-    "wandb": one_of("disabled", "offline", "online"),
+# What a value may have to be, as errors describe it: a regular expression for it as JSON. What is
+# not listed is a text that stands for itself, such as cpu.
+PATTERNS = {
+    "null": "null",
+    "true": "true",
+    "false": "false",
+    "text": r'".*\S.*"',
+    "letters, digits, dots and dashes": r'"\w[\w.-]*"',
+    "a number of at least 0": r"\d[\d.e+-]*",
+    "a number above 0": r"(?!0(\.0)?$)\d[\d.e+-]*",
+    "a whole number of at least 0": r"\d+",
+    "a whole number of at least 1": r"[1-9]\d*",
+    "a whole number of at least 2": r"[2-9]|[1-9]\d+",
+    "a whole number from 1 to 99999999": r"[1-9]\d{0,7}",
 }
 
-# Rules for every value of a group. Constructors check types and what goes together.
-GROUP_RULES: dict[str, Rule] = {
-    "model": Rule(is_flag_or_size, f"a whole number from 1 to {LARGEST}"),
-    "attention": Rule(is_no_bad_number, "from 0"),
-    "ffn": Rule(is_no_bad_number, "from 0"),
-    "norm": Rule(is_no_bad_number, "from 0"),
-    "data": Rule(is_no_bad_number, "from 0"),
-    "optimizer": Rule(is_no_bad_number, "a number from 0"),
-    "schedule": NONNEGATIVE,
+# What the keys at the top of configs/train.yaml must be.
+RULES = {
+    "name": "letters, digits, dots and dashes",
+    "run_dir": "null or text",
+    "seed": "a whole number of at least 0",
+    "device": "auto or cpu or cuda or mps",
+    "precision": "auto or fp32 or bf16 or fp16",
+    "compile": "auto or true or false",
+    "steps": "null or a whole number of at least 1",
+    "max_minutes": "null or a number above 0",
+    "context": "a whole number of at least 2",
+    "batch_tokens": "a whole number of at least 1",
+    "micro_batch": "a whole number of at least 1",
+    "clip": "null or a number above 0",
+    "sharded": "true or false",
+    "activation_checkpointing": "true or false",
+    "z_loss": "a number of at least 0",
+    "eval_every": "a whole number of at least 1",
+    "save_every": "a whole number of at least 1",
+    "sample_every": "a whole number of at least 1",
+    "log_every": "a whole number of at least 1",
+    "resume": "true or false",
+    "document_mask": "true or false",
+    "init_from": "null or text",
+    "wandb": "disabled or offline or online",
+}
+
+# What the numbers in a group must be. instantiate() checks types, constructors what goes together.
+GROUP_RULES = {
+    "model": "a whole number from 1 to 99999999",
+    "attention": "a number of at least 0",
+    "ffn": "a number of at least 0",
+    "norm": "a number of at least 0",
+    "data": "a number of at least 0",
+    "optimizer": "a number of at least 0",
+    "schedule": "a number of at least 0",
 }
 GROUPS = tuple(GROUP_RULES)
-CHECKED_BY_CONSTRUCTORS = ("attention", "ffn", "norm", "softcap")
+# Not sizes of the model: groups of their own, and what the model's constructor checks.
+NO_SIZES = ("model.attention.", "model.ffn.", "model.norm", "model.softcap")
 
 
 def find_problems(config: dict, world: int) -> list[str]:
@@ -122,35 +81,34 @@ def find_problems(config: dict, world: int) -> list[str]:
     `world` is the number of processes that train together.
     """
     problems = []
-    # Check that the keys are those of configs/train.yaml.
     for key in config:
         if key not in RULES and key not in GROUPS:
-            problems.append(f"unknown key ({key}). fix: remove it")
-    for key in (*RULES, *GROUPS):
-        if key not in config:
-            problems.append(f"{key} is missing. fix: give it back")
-
-    # Check values one by one.
+            problems.append(unknown(key, sys.argv))
     for key, rule in RULES.items():
-        if key in config and not rule.is_valid(config[key]):
-            problems.append(f"{key} must be {rule.wanted} (got {config[key]!r}). fix: change it")
+        if key not in config:
+            problems.append(f"{key} is missing. fix: leave ~{key} out")
+        elif not is_valid(config[key], rule):
+            problems.append(bad_value(key, config[key], rule))
+
+    # In groups, check numbers alone, and those in lists.
     for group, rule in GROUP_RULES.items():
-        values = config.get(group, {})
+        values = config.get(group)
         if not isinstance(values, dict):
-            problems.append(f"{group} must be a group (got {values!r}). fix: {group}=NAME")
+            problems.append(unknown(f"{group}={values}", sys.argv))
             continue
-        for key, value in group_values(values):
-            if not rule.is_valid(value):
-                problem = f"{group}.{key} must be {rule.wanted} (got {value!r})"
-                problems.append(f"{problem}. fix: change it")
+        for key, value in flatten(values, f"{group}."):
+            for item in value if isinstance(value, list) else [value]:
+                is_number = type(item) in (int, float) and not key.startswith(NO_SIZES)
+                if is_number and not is_valid(item, rule):
+                    problems.append(bad_value(key, item, rule))
     if problems:
         return problems
 
     # Check what goes together.
     if config["steps"] is None and config["max_minutes"] is None:
-        problems.append("the run has no end (steps=null, max_minutes=null). fix: set one of them")
+        problems.append("the run has no end (steps=null, max_minutes=null). fix: max_minutes=5")
     if config["sharded"] and world == 1:
-        fix = "torchrun --nproc_per_node=N"
+        fix = "torchrun --nproc_per_node=N train.py, or sharded=false"
         problems.append(f"one process has nothing to shard over (sharded=true). fix: {fix}")
     batch_problem = find_batch_problem(config, world)
     if batch_problem is not None:
@@ -158,14 +116,40 @@ def find_problems(config: dict, world: int) -> list[str]:
     return problems
 
 
-def group_values(group: dict) -> Iterator[tuple[str, object]]:
-    """Yield (key, value) for what a group's rule applies to: numbers, and items of lists."""
-    for key, value in flatten(group):
-        if key.startswith(CHECKED_BY_CONSTRUCTORS) or "_target_" in key or "_partial_" in key:
-            continue
-        items = value if isinstance(value, list) else [value]
-        for item in items:
-            yield key, item
+def is_valid(value: object, rule: str) -> bool:
+    """Whether a value is one of the alternatives of a rule."""
+    text = json.dumps(value)
+    patterns = [PATTERNS.get(wanted, f'"{wanted}"') for wanted in rule.split(" or ")]
+    return any(re.fullmatch(pattern, text) for pattern in patterns)
+
+
+def bad_value(key: str, value: object, rule: str) -> str:
+    """Describe a value that breaks its rule, with the nearest alternative or else the default."""
+    default = json.dumps(defaults(sys.argv).get(key, 1), separators=(",", ":"))
+    near = errors.suggest(str(value), rule.split(" or ")) or [default.strip('"')]
+    return f"{key} must be {rule} (got {value!r}). fix: {key}={near[0]}"
+
+
+def unknown(word: str, overrides: list[str]) -> str:
+    """Describe a KEY or a GROUP=CHOICE that is not there, with those that it may stand for."""
+    near = errors.suggest(word, [*GROUPS, *choices(), *defaults(overrides)])
+    start = word.partition("=")[0] + "="
+    siblings = [choice for choice in choices() if choice.startswith(start)]
+    fix = " or ".join(near or siblings) or "python train.py --help, which lists all"
+    return f"unknown ({word}). fix: {fix}"
+
+
+def choices() -> list[str]:
+    """List what the groups can be set to, as it is typed: attention=gqa."""
+    return sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*.yaml"))
+
+
+def defaults(overrides: list[str]) -> dict[str, object]:
+    """The keys and values of the groups that are chosen; of a sweep, by its first choice."""
+    firsts = [override.partition(",")[0] for override in overrides]
+    settings = compose([choice for choice in firsts if choice in choices()])
+    del settings["model"]["attention"]  # which is a group of its own
+    return dict(flatten(settings))
 
 
 def find_batch_problem(config: dict, world: int) -> str | None:
@@ -177,21 +161,18 @@ def find_batch_problem(config: dict, world: int) -> str | None:
     micro_batch = config["micro_batch"]
     context = config["context"]
     unit = context * world  # tokens of one sequence on every process
-    sequences = batch_tokens // unit  # on each process
-    is_whole = batch_tokens % unit == 0
-    if is_whole and (sequences < micro_batch or sequences % micro_batch == 0):
+    sequences, rest = divmod(batch_tokens, unit)  # on each process
+    step = micro_batch if sequences >= micro_batch else 1
+    if rest == 0 and sequences % step == 0:
         return None
 
     # Propose the nearest batches below and above, and the largest micro-batch that would do.
-    step = micro_batch if sequences >= micro_batch else 1
     below = sequences // step * step
-    above = below + step
-    fix = f"batch_tokens={above * unit}"
-    if below > 0:
-        fix = f"batch_tokens={below * unit} or {above * unit}"
-    if is_whole:
+    fixes = [f"batch_tokens={size * unit}" for size in (below, below + step) if size > 0]
+    if rest == 0:
         divisors = [n for n in range(1, micro_batch) if sequences % n == 0]
-        fix += f", or micro_batch={max(divisors)}"
+        fixes.append(f"micro_batch={max(divisors)}")
+    fix = " or ".join(fixes)
     values = f"{batch_tokens=} {micro_batch=} {context=} processes={world}"
     return f"a batch must be whole micro-batches for every process ({values}). fix: {fix}"
 
@@ -217,16 +198,28 @@ def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
             yield f"{path}{key}", value
 
 
-def compose(overrides: list[str]) -> DictConfig:
-    """The config of `python train.py OVERRIDES`, for other commands. Raises HydraException."""
-    import hydra  # takes a quarter of a second, which only commands that compose should spend
-    from hydra.errors import HydraException, MissingConfigException
+def compose(overrides: list[str]) -> dict:
+    """The settings of `python train.py OVERRIDES`, for notebooks and other commands.
 
-    with hydra.initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+    Raises HydraException for overrides that do not fit, ValueError for an interpolation that leads
+    nowhere.
+    """
+    import hydra  # takes a quarter of a second, which only commands that compose should spend
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+
+    GlobalHydra.instance().clear()  # of train.py, or of a notebook
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
-            return hydra.compose("train", overrides)
-        except MissingConfigException as error:  # an OSError, which would pass for a missing file
-            raise HydraException(str(error)) from None
+            cfg = hydra.compose("train", overrides, return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            raise HydraException(composing_problem(error, overrides)) from None
+    # The name is made of the groups' choices, which are in Hydra's own part of the config.
+    HydraConfig.instance().set_config(cfg)
+    OmegaConf.set_struct(cfg, False)
+    del cfg.hydra
+    return resolve(cfg)
 
 
 def resolve(cfg: DictConfig) -> dict:
@@ -243,17 +236,20 @@ def report_errors() -> Iterator[None]:
         with errors.report_errors():
             yield
     except (HydraException, OmegaConfBaseException) as error:
-        errors.exit_with(errors.BUG, composing_problem(error))
+        errors.exit_with(errors.BUG, composing_problem(error, sys.argv))
 
 
-def composing_problem(error: Exception) -> str:
+def composing_problem(error: Exception, overrides: list[str]) -> str:
     """What an error of Hydra says, without its advice, and a fix of ours."""
-    text = re.split(r"\nTo append|\nConfig search path|\nSee https", str(error))[0]
-    if "Could not override 'data.path'" in text:
-        fix = "data=text or data=tokens, which have one"
-    elif "Could not override" in text:
-        fix = "configs/ lists the keys of each choice"
-        fix += "; a kind of layer has its own: attention.kinds.NAME.KEY"
-    else:
-        fix = "configs/ has the keys; a value with spaces or commas is quoted twice: 'key=\"a b\"'"
+    text = str(error)
+    if "fix: " in text:  # compose() has said it
+        return text
+    refused = r"(?:In 'train': )?Could not (?:override|find|delete from config\.) '(.+?)'"
+    if match := re.match(refused, text):
+        return unknown(match[1].replace("/", "=", 1), overrides)
+    if match := re.search(r"'([^']+?=.+)'(?:\n1\. | requires --multirun)", text):
+        fix = f"python -m tools.compare {shlex.quote(match[1])} or, for a list, KEY=[A,B]"
+        return f"several values for one run ({match[1]}). fix: {fix}"
+    text = re.split(r"\nTo append|\nConfig search path|\nSee https", text)[0]
+    fix = "KEY=VALUE; a value with spaces or commas is quoted twice: 'KEY=\"a b\"'"
     return f"{text.rstrip('.')}. fix: {fix}"

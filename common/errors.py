@@ -5,9 +5,11 @@ A bug is not an expected problem: it shows its traceback.
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from typing import NoReturn
 
 # Exit codes.
@@ -21,6 +23,25 @@ INTERRUPTED = 130
 
 # Errors of a disk that is full, read-only or broken.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
+
+# Our names for what others call otherwise, or have in another place.
+SYNONYMS = {
+    "batch_size": "batch_tokens micro_batch",
+    "block_size": "context",
+    "epochs": "steps max_minutes",
+    "gpu": "cuda",
+    "hidden_size": "dim",
+    "learning_rate": "lr",
+    "max_iters": "steps",
+    "max_steps": "steps",
+    "n_embd": "dim",
+    "n_layer": "depth",
+    "no": "false",
+    "path": "text tokens",
+    "seq_len": "context",
+    "wd": "weight_decay",
+    "yes": "true",
+}
 
 
 class IntegrityError(Exception):
@@ -36,11 +57,28 @@ def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoRetur
         for problem in problems:
             line = " ".join(str(problem).split())
             if "fix: " not in line:
-                line += ". fix: change it"
+                line += ". fix: --help lists what can be given"
             with suppress(OSError):  # standard error may be closed
                 start_line()
                 print("error:", line, file=sys.stderr)
     raise SystemExit(code)
+
+
+def suggest(word: str, known: list[str]) -> list[str]:
+    """The known words, three at most, that a mistyped one may stand for: the likeliest first.
+
+    They are compared by their last part: lr is optimizer.lr, and gqq is attention=gqa.
+    """
+    names = [*map(last_part, known), *SYNONYMS]
+    for name in get_close_matches(last_part(word).lower(), names, n=1, cutoff=0.65):
+        meant = SYNONYMS.get(name, name).split()
+        candidates = [key for key in known if last_part(key) in meant and key != word]
+        return get_close_matches(word, candidates, n=3, cutoff=0)
+    return []
+
+
+def last_part(word: str) -> str:
+    return re.split("[.=]", word)[-1]
 
 
 def start_line() -> None:
@@ -60,14 +98,9 @@ def user_input() -> Iterator[None]:
     except OSError as error:
         if error.errno in NO_ROOM:
             raise
-        problem = str(error.strerror or error)
-        source = "network"
-        if isinstance(error, FileNotFoundError):
-            source = "path"
-        if error.filename:
-            problem += f" ({error.filename})"
-            source = "path"
-        exit_with(INPUT, f"{problem}. fix: check the {source}", rank0_only=True)
+        source = error.filename or "the network"
+        problem = f"{error.strerror or error} ({source}). fix: check {source}"
+        exit_with(INPUT, problem, rank0_only=True)
     except ValueError as error:
         exit_with(INPUT, error, rank0_only=True)
 

@@ -12,34 +12,35 @@ from pathlib import Path
 from types import UnionType
 from typing import get_args, get_origin
 
+from common.errors import suggest
+
 ROOT = Path(__file__).parents[1]
+EXAMPLES = {"bool": "true or false", "int": "1", "float": "1.0", "str": "TEXT", "list": "[...]"}
 
 
-def instantiate(tree, package: str = "model"):
+def instantiate(tree, package: str = "model", path: str = ""):
     """Call every `_target_` of the tree, innermost first.
 
     With `_partial_: true` it is not called, but becomes a functools.partial that waits for more
     arguments. Raises ValueError for a target outside of `package` and for an argument of a wrong
-    type, TypeError for an unknown or missing argument.
+    type, TypeError for an unknown or missing argument. `path` is the key of the tree in the config.
     """
+    path = path or package
     if isinstance(tree, list):
-        return [instantiate(branch, package) for branch in tree]
+        return [instantiate(branch, package, path) for branch in tree]
     if not isinstance(tree, dict):
         return tree
 
     # Build the arguments before their caller.
     arguments = {}
     for key, branch in tree.items():
-        if key not in ("_target_", "_partial_"):
-            arguments[key] = instantiate(branch, package)
+        arguments[key] = instantiate(branch, package, f"{path}.{key}")
     if "_target_" not in tree:
         return arguments
-
-    target = resolve_target(tree["_target_"], package)
-    check_arguments(target, arguments)
-    if tree.get("_partial_", False):
-        return partial(target, **arguments)
-    return target(**arguments)
+    target = resolve_target(arguments.pop("_target_"), package)
+    is_partial = arguments.pop("_partial_", False)
+    check_arguments(target, arguments, path)
+    return partial(target, **arguments) if is_partial else target(**arguments)
 
 
 def resolve_target(path: str, package: str) -> Callable:
@@ -51,30 +52,34 @@ def resolve_target(path: str, package: str) -> Callable:
     # Only modules that are files of the package are imported.
     module, _, name = str(path).rpartition(".")
     files = (ROOT / package).rglob("*.py")
-    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
-    if module in modules:
+    if module in {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}:
         target = vars(import_module(module)).get(name)
         is_callable = inspect.isclass(target) or inspect.isfunction(target)
         if is_callable and target.__module__ == module:
             return target
     raise ValueError(
         f"_target_ must be a class or function written in {package}/ (got {path!r}). "
-        "fix: one of them"
+        f"fix: _target_={package}.FILE.NAME"
     )
 
 
-def check_arguments(target: Callable, arguments: dict) -> None:
-    """Raise ValueError for an argument of another type than its annotation.
+def check_arguments(target: Callable, arguments: dict, path: str) -> None:
+    """Raise TypeError for an unknown argument, ValueError for another type than its annotation.
 
-    Otherwise the text "no" would pass for true. The call itself refuses names that are unknown.
+    Otherwise the text "no" would pass for true. The call itself refuses arguments that are missing.
     """
-    for parameter in parameters_of(target):
-        name = parameter.name
-        if name not in arguments or matches_annotation(arguments[name], parameter.annotation):
-            continue
-        wanted = inspect.formatannotation(parameter.annotation).partition("[")[0]
-        problem = f"{target.__name__}: {name} must be {wanted} (got {arguments[name]!r})"
-        raise ValueError(f"{problem}. fix: change it")
+    annotations = {parameter.name: parameter.annotation for parameter in parameters_of(target)}
+    prefix = f"{path}.".replace("model.attention.", "attention.")  # as it is typed
+    for name, value in arguments.items():
+        key = prefix + name
+        if name not in annotations:
+            near = suggest(key, [prefix + known for known in annotations])
+            fix = " or ".join(near) or f"leave {key} out"
+            raise TypeError(f"{target.__name__} takes no such argument ({key}). fix: {fix}")
+        if not matches_annotation(value, annotations[name]):
+            wanted = inspect.formatannotation(annotations[name]).partition("[")[0]
+            example = EXAMPLES.get(wanted.partition(" ")[0], "null")
+            raise ValueError(f"{key} must be {wanted} (got {value!r}). fix: {key}={example}")
 
 
 def matches_annotation(value: object, annotation: object) -> bool:
@@ -84,11 +89,9 @@ def matches_annotation(value: object, annotation: object) -> bool:
     origin = get_origin(annotation) or annotation
     if origin is list and isinstance(value, list):
         return all(matches_annotation(item, *get_args(annotation)) for item in value)
-    if isinstance(value, bool):  # which Python takes for an int
+    if type(value) is bool:  # which Python takes for an int
         return origin is bool
-    if origin is float:
-        return isinstance(value, int | float)
-    return isinstance(value, origin)
+    return isinstance(value, origin) or (origin is float and type(value) is int)
 
 
 def parameters_of(target: Callable) -> list[inspect.Parameter]:

@@ -29,7 +29,13 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
     else:
         files = [Path(name) for name in glob(str(root), recursive=True)]
     if not files:
-        raise ValueError(f"no files there ({path}). fix: {describe_paths(suffixes)}")
+        fix = describe_paths(suffixes)
+        # Other files of text are taken if they are named, as those of a program.
+        others = [file.suffix for file in root.rglob("*.*") if file.is_file()]
+        if others and suffixes == TEXTS:
+            shortest_first = sorted(set(others), key=len)
+            fix = f"data.path='{path}/**/*{max(shortest_first, key=others.count)}'"
+        raise ValueError(f"no {' or '.join(suffixes)} files ({path}). fix: {fix}")
     return sorted(files)
 
 
@@ -62,7 +68,7 @@ def split_files(path: str | None, suffixes: tuple[str, ...]) -> tuple[list[Path]
 
 
 def describe_paths(suffixes: tuple[str, ...]) -> str:
-    return f"a file, a glob, or a folder of {' '.join(suffixes)}"
+    return f"data.path=PATH of a file, a glob, or a folder of {' '.join(suffixes)}"
 
 
 def read_documents(files: Iterable[Path], field: str, separator: str) -> Iterator[str]:
@@ -122,13 +128,15 @@ def read_parquet(file: Path, field: str) -> Iterator[str]:
         # Name the columns there are: the text may be in another one.
         columns = table.schema_arrow.names
         if field not in columns:
-            raise ValueError(f"no field {field!r} ({file} has {columns}). fix: one of them")
+            raise ValueError(
+                f"no field {field!r} ({file} has {columns}). fix: data.text_field={columns[0]}"
+            )
         for batch in table.iter_batches(columns=[field]):
             for value in batch.column(0):
                 number += 1
                 yield text_of_row({field: value.as_py()}, field, f"{file} row {number}")
     except ArrowInvalid as error:
-        raise ValueError(f"not parquet ({file}: {error}). fix: another file") from None
+        raise ValueError(f"not parquet ({file}: {error}). fix: data.path=PATH of another") from None
 
 
 def utf8_lines(file: Path) -> Iterator[str]:
@@ -144,7 +152,7 @@ def utf8_lines(file: Path) -> Iterator[str]:
                 line = raw.decode()
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"not UTF-8 ({file} at byte {offset + error.start}). fix: convert it"
+                    f"not UTF-8 ({file} at byte {offset + error.start}). fix: iconv -f latin1 -t utf8"
                 ) from None
             if offset == 0:
                 line = line.removeprefix("\ufeff")
@@ -160,7 +168,7 @@ def text_of_row(row: object, field: str, location: str) -> str:
         if isinstance(row.get(field), str):
             return row[field]
     raise ValueError(
-        f"no text in the field {field!r} ({location} has {content}). fix: data.text_field=..."
+        f"no text in the field {field!r} ({location} has {content}). fix: data.text_field=NAME"
     )
 
 

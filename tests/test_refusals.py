@@ -75,7 +75,7 @@ BAD_TRAINING = {
     "a knob of a kind in no place": (
         ["attention=local_global", "attention.window=16"],
         1,
-        "attention.kinds.NAME.KEY",
+        "attention.kinds.local.window",
     ),
     "a size in words": (["model.dim=wide"], 2, "model.dim"),
     "one beta": (["optimizer=adamw", "optimizer.betas=[0.9]"], 2, "betas"),
@@ -83,7 +83,7 @@ BAD_TRAINING = {
     "a knob in words": (["attention.kv_heads=zero"], 2, "zero"),
     "a base in words": (["attention.rope_base=x"], 2, "(got 'x')"),
     "a key with dashes": (["--attention=mha"], 2, "fix: attention=mha"),
-    "a group of nothing": (["attention=null"], 2, "configs/attention/"),
+    "a group of nothing": (["attention=null"], 2, "attention=gqa"),
     "no name for a group": (["data="], 2, "data="),
     "a share above one": (["schedule.cooldown=2"], 2, "cooldown"),
     "no holdout": (["data=text", "data.path=story.txt", "data.holdout=0"], 2, "holdout"),

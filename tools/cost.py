@@ -93,7 +93,7 @@ def parse_gpus(value: str) -> int:
     """Ends with exit code 2 for what is not a whole number from 1."""
     if value.isdecimal() and int(value) > 0:
         return int(value)
-    problem = f"gpus must be a whole number from 1 (got {value!r})"
+    problem = f"gpus must be a whole number of at least 1 (got {value!r})"
     errors.exit_with(errors.INPUT, f"{problem}. fix: gpus=8")
 
 
@@ -101,10 +101,10 @@ class Cost:
     """The model of a run with these overrides, and bytes that it and its optimizer take."""
 
     def __init__(self, overrides: list[str]):
-        cfg = compose(["name=cost", *overrides, "sharded=false"])
+        settings = compose(["name=cost", *overrides, "sharded=false"])
         if not values_of(overrides, "batch_tokens"):
-            cfg.batch_tokens = cfg.micro_batch * cfg.context
-        settings = load_settings(cfg)
+            settings["batch_tokens"] = settings["micro_batch"] * settings["context"]
+        load_settings(settings)
         batch = config.micro_batch_size(settings, 1)
         self.num_tokens = batch * settings["context"]
 

@@ -77,9 +77,8 @@ def set_up_run(cfg: DictConfig, overrides: list[str]) -> RunSetup:
     return RunSetup(settings, pretrained, device, precision, is_compiled, reason, source)
 
 
-def load_settings(cfg: DictConfig) -> dict:
+def load_settings(settings: dict) -> dict:
     """Validate a config for commands that do not train. Ends with exit code 2."""
-    settings = config.resolve(cfg)
     problems = Problems()
     check_settings(settings, problems)
     problems.report()
@@ -98,7 +97,7 @@ def check_settings(settings: dict, problems: Problems) -> None:
     with problems.collect():
         dry_build(settings)
     with problems.collect():
-        schedule = instantiate(settings["schedule"], "training")
+        schedule = instantiate(settings["schedule"], "training", "schedule")
         schedule(0, 1)
 
 
@@ -112,7 +111,7 @@ def dry_build(settings: dict) -> None:
     for name, tensor in model.state_dict().items():
         dtype_name(name, tensor)
     with torch.device("meta"):
-        instantiate(settings["optimizer"], "training")(model)
+        instantiate(settings["optimizer"], "training", "optimizer")(model)
         tokens = torch.zeros(1, 2, dtype=torch.int64)
         model(tokens, model.new_cache(1, 2, torch.float32, "meta"))
 

@@ -10,14 +10,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from common import config, errors, hardware
 from common.config import RULES, flatten
 from common.errors import IntegrityError
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from tests.conftest import CONFIGS, LONG, ROOT, SHORT, TINY, settings_of
+from tests.conftest import LONG, ROOT, SHORT, TINY, settings_of
 from tests.faults.harness import source
 from training import setup
 
@@ -97,8 +96,7 @@ def outcome(words: list[str]) -> int | str:
     """The exit code before any data is opened."""
     try:
         with config.report_errors(), errors.user_input():
-            with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-                settings = setup.load_settings(compose("train", overrides=["name=test", *words]))
+            settings = setup.load_settings(config.compose(words))
             hardware.pick_precision(settings["precision"], hardware.pick_device(settings["device"]))
         return 0
     except SystemExit as end:
