@@ -148,7 +148,8 @@ def defaults(overrides: list[str]) -> dict[str, object]:
     """The keys and values of the groups that are chosen; of a sweep, by its first choice."""
     firsts = [override.partition(",")[0] for override in overrides]
     settings = compose([choice for choice in firsts if choice in choices()])
-    del settings["model"]["attention"]  # which is a group of its own
+    for group in ("attention", "ffn", "norm"):
+        del settings["model"][group]  # which are groups of their own
     return dict(flatten(settings))
 
 

@@ -152,7 +152,7 @@ def utf8_lines(file: Path) -> Iterator[str]:
                 line = raw.decode()
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"not UTF-8 ({file} at byte {offset + error.start}). fix: iconv -f latin1 -t utf8"
+                    f"not UTF-8 ({file} at byte {offset + error.start}). fix: iconv -t utf8"
                 ) from None
             if offset == 0:
                 line = line.removeprefix("\ufeff")

@@ -185,7 +185,7 @@ def write_shards(
 
     for split, file in files.items():
         if file.size == 0:
-            raise ValueError(f"no {split} text (of {type(source).__name__}). fix: more documents")
+            raise ValueError(f"no {split} text (of {type(source).__name__}). fix: data.path=PATH")
     return {"validation_bytes": validation_bytes, "train_tokens": train_tokens, "dtype": dtype.name}
 
 

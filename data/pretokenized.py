@@ -30,8 +30,8 @@ class Pretokenized(Source):
     def __post_init__(self):
         if self.validation_tokens < 2:
             raise ValueError(
-                "data.validation_tokens must be from 2 "
-                f"(got {self.validation_tokens}). fix: 500_000"
+                "data.validation_tokens must be at least 2 "
+                f"(got {self.validation_tokens}). fix: data.validation_tokens=500_000"
             )
         self.train_files, self.val_files = split_files(self.path, (".bin",))
         # Without a tokenizer, the ids stand for themselves.

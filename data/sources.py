@@ -49,7 +49,7 @@ class Source(ABC):
         if self.vocab_size < 300:
             raise ValueError(
                 "data.vocab_size needs room for 256 bytes and more "
-                f"(got {self.vocab_size}). fix: 4096"
+                f"(got {self.vocab_size}). fix: data.vocab_size=4096"
             )
 
     def pretrained_tokenizer(self) -> Tokenizer | None:
@@ -126,7 +126,9 @@ class Text(Source):
     def __post_init__(self):
         super().__post_init__()
         if self.holdout < 2:
-            raise ValueError(f"data.holdout must be from 2 (got {self.holdout}). fix: 20")
+            raise ValueError(
+                f"data.holdout must be at least 2 (got {self.holdout}). fix: data.holdout=20"
+            )
         self.train_files, self.val_files = split_files(self.path, TEXT_SUFFIXES)
 
     def fingerprint(self) -> str:
@@ -146,7 +148,9 @@ class Text(Source):
         digests = [text_digest(text) for text in self.texts()]
         if not digests:
             files = ", ".join(map(str, self.train_files[:3]))
-            raise ValueError(f"no documents (in {files}). fix: a file that is not empty")
+            raise ValueError(
+                f"no documents (in {files}). fix: data.path=PATH of a file that is not empty"
+            )
 
         # A lone document: hold out its end.
         if len(digests) == 1:
@@ -235,5 +239,5 @@ class Hub(Source):
             # Their messages run over many lines; the first says what happened.
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ValueError(
-                f"cannot read the dataset ({self.repo}: {reason}). fix: network, or data.repo"
+                f"cannot read the dataset ({self.repo}: {reason}). fix: network, or data.repo=NAME"
             ) from None

@@ -25,7 +25,7 @@ class Tokenizer:
             self.processor = spm.SentencePieceProcessor(model_proto=proto)
         except (RuntimeError, ValueError) as error:
             raise ValueError(
-                f"not a SentencePiece model ({error}). fix: another tokenizer.model"
+                f"not a SentencePiece model ({error}). fix: data.tokenizer=PATH of another"
             ) from None
         self.proto = proto
         self.sha256 = sha256(proto).hexdigest()
@@ -35,7 +35,7 @@ class Tokenizer:
         if self.bos < 0 or self.eos < 0:
             raise ValueError(
                 f"a tokenizer needs BOS and EOS (ids {self.bos}, {self.eos}). "
-                "fix: train it with both"
+                "fix: data.tokenizer=null, which trains one"
             )
         # A SPACE in a text is encoded as its bytes, so that it comes back.
         self.space_tokens = self.processor.piece_to_id(SPACE_BYTES)
@@ -47,7 +47,7 @@ class Tokenizer:
             proto = Path(path).expanduser().read_bytes()
         except OSError as error:
             raise ValueError(
-                f"no tokenizer ({path}: {error.strerror}). fix: a path of one"
+                f"no tokenizer ({path}: {error.strerror}). fix: data.tokenizer=null to train one"
             ) from None
         if proto.startswith(IdTokenizer.MAGIC):
             return IdTokenizer(proto)
@@ -155,7 +155,7 @@ class IdTokenizer(Tokenizer):
         if self.bos >= self.vocab_size:
             raise ValueError(
                 f"BOS is outside the vocabulary (data.bos={self.bos}, {self.vocab_size}). "
-                "fix: one inside"
+                f"fix: data.bos={self.vocab_size - 1}"
             )
 
     def encode(self, text: str) -> list[int]:

@@ -171,7 +171,7 @@ def decode_utf8(raw: bytes) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         problem = f"the prompt is not UTF-8 (at byte {error.start})"
-        raise ValueError(f"{problem}. fix: convert it") from None
+        raise ValueError(f"{problem}. fix: iconv -f latin1 -t utf8") from None
 
 
 def truncate_left(tokens: list[int], context: int) -> list[int]:

@@ -24,7 +24,8 @@ class Scaling:
     def require(self, is_met: bool, rule: str) -> None:
         """Raise ValueError unless the rule is met."""
         if not is_met:
-            raise ValueError(f"rope_scaling needs {rule} (got {self}). fix: change it")
+            fix = "attention.rope_scaling=null"
+            raise ValueError(f"rope_scaling needs {rule} (got {self}). fix: {fix}")
 
     def interpolate(self, frequency: Tensor, unscaled: Tensor) -> Tensor:
         """Divide frequencies by the factor, but for the fraction `unscaled` (R/2,) of each."""

@@ -67,10 +67,12 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         if softcap is not None and not 0 < softcap < math.inf:
-            raise ValueError(f"model.softcap must be a number above 0 (got {softcap!r}). fix: null")
+            problem = f"model.softcap must be a number above 0 (got {softcap!r})"
+            raise ValueError(f"{problem}. fix: model.softcap=null")
         if not 0 <= norm_eps < 1:
             raise ValueError(
-                f"model.norm_eps must be from 0 to below 1 (got {norm_eps!r}). fix: 1e-6"
+                f"model.norm_eps must be from 0 to below 1 (got {norm_eps!r}). "
+                "fix: model.norm_eps=1e-6"
             )
         self.context = context
         self.softcap = softcap

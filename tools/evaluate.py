@@ -102,7 +102,7 @@ def evaluate_text(model: Transformer, tokenizer: Tokenizer, args: argparse.Names
         if num_documents == args.documents:
             break
     if not rows:
-        raise ValueError(f"no text (--text {args.text}). fix: a file that is not empty")
+        raise ValueError(f"no text (--text {args.text}). fix: --text PATH of another")
 
     nats = -sum(score for score, _ in score_rows(model, rows, args.batch_size))
     num_tokens = sum(len(tokens) - 1 for tokens, _ in rows)
@@ -207,7 +207,7 @@ def lm_eval_model(model: Transformer, tokenizer: Tokenizer, batch_size: int):
                 tokens = [*question, *answer][-model.context - 1 :]
                 if len(answer) >= len(tokens):
                     problem = f"an answer of {len(answer)} tokens (context {model.context})"
-                    raise ValueError(f"{problem}. fix: another task")
+                    raise ValueError(f"{problem}. fix: --tasks NAME of another")
                 rows.append((tokens, len(tokens) - len(answer)))
             return score_rows(model, rows, batch_size)
 

@@ -100,7 +100,7 @@ def check_is_new(out: Path) -> None:
     """Raises ValueError for a path that is there; an empty folder may be."""
     is_empty_folder = out.is_dir() and not any(out.iterdir())
     if out.is_symlink() or (out.exists() and not is_empty_folder):
-        raise ValueError(f"there is something already (--out {out}). fix: a new folder")
+        raise ValueError(f"there is something already (--out {out}). fix: --out FOLDER, a new one")
 
 
 def load_vocabulary(tokenizer: Tokenizer, path: Path) -> ModelProto:

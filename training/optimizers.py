@@ -212,7 +212,8 @@ def muon(
     """Muon for matrices inside the blocks, AdamW without decay for embedding, head and vectors."""
     check_betas(betas)
     if momentum >= 1:
-        raise ValueError(f"optimizer.momentum must be below 1 (got {momentum}). fix: 0.85")
+        fix = "optimizer.momentum=0.85"
+        raise ValueError(f"optimizer.momentum must be below 1 (got {momentum}). fix: {fix}")
     hidden = []
     embeddings = []
     vectors = []
@@ -233,7 +234,8 @@ def muon(
 def check_betas(betas: list[float]) -> None:
     if len(betas) != 2 or max(betas) >= 1:
         raise ValueError(
-            f"optimizer.betas must be two numbers below 1 (got {betas}). fix: [0.9, 0.95]"
+            f"optimizer.betas must be two numbers below 1 (got {betas}). "
+            "fix: optimizer.betas=[0.9,0.95]"
         )
 
 

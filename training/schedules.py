@@ -22,7 +22,8 @@ def wsd(step: int, steps: float, *, warmup: int, cooldown: float, floor: float) 
     """
     if not 0 <= cooldown <= 1:
         raise ValueError(
-            f"schedule.cooldown is a share of all steps, from 0 to 1 (got {cooldown}). fix: 0.6"
+            f"schedule.cooldown is a share of all steps, from 0 to 1 (got {cooldown}). "
+            "fix: schedule.cooldown=0.6"
         )
     if step < warmup:
         return (step + 1) / warmup

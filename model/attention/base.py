@@ -68,9 +68,12 @@ def validate_knobs(base: float | None = None, dropout: float = 0.0, **sizes: int
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(
-                f"attention.{name} must be a whole number from 1 (got {size!r}). fix: change it"
+                f"attention.{name} must be a whole number of at least 1 (got {size!r}). "
+                f"fix: attention.{name}=1, or more"
             )
     if base is not None and not 1 < base < math.inf:
-        raise ValueError(f"attention.rope_base must be above 1 (got {base!r}). fix: 10000")
+        fix = "attention.rope_base=10000"
+        raise ValueError(f"attention.rope_base must be above 1 (got {base!r}). fix: {fix}")
     if not 0 <= dropout < 1:
-        raise ValueError(f"attention.dropout must be from 0 to below 1 (got {dropout!r}). fix: 0.0")
+        problem = f"attention.dropout must be from 0 to below 1 (got {dropout!r})"
+        raise ValueError(f"{problem}. fix: attention.dropout=0.0")

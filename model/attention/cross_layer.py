@@ -20,7 +20,8 @@ class SharedAttention(SoftmaxAttention):
     def __init__(self, spec: LayerSpec, *, share: str, **knobs):
         super().__init__(spec, **knobs)
         if share not in ("pairs", "half"):
-            raise ValueError(f"attention.share is unknown (got {share!r}). fix: pairs or half")
+            fix = "attention.share=pairs or attention.share=half"
+            raise ValueError(f"attention.share is unknown (got {share!r}). fix: {fix}")
         self.layer = spec.layer
         if share == "pairs":
             self.reuses_kv = spec.layer % 2 == 1
@@ -89,6 +90,6 @@ def take(carry: CrossLayer, name: str, layer: int) -> tuple:
     """Return what an earlier layer carries to `layer`. Raises ValueError where none does."""
     if name not in carry:
         raise ValueError(
-            f"no layer before carries what this one uses ({name=} {layer=}). fix: another attention"
+            f"no layer before carries what this one uses ({name=} {layer=}). fix: attention=gqa"
         )
     return carry[name]

@@ -25,7 +25,8 @@ class DifferentialAttention(SoftmaxAttention):
         super().__init__(spec, **knobs)
         if self.kv_heads % 2:
             values = f"heads={spec.heads} kv_heads={self.kv_heads}"
-            raise ValueError(f"heads come in pairs: kv_heads must be even ({values}). fix: 2")
+            problem = f"heads come in pairs: kv_heads must be even ({values})"
+            raise ValueError(f"{problem}. fix: attention.kv_heads=2")
         if self.kernel.dropout:
             values = f"dropout={self.kernel.dropout}, DifferentialAttention"
             fix = "attention.dropout=0"

@@ -14,11 +14,12 @@ def hybrid(
     """
     if not pattern:
         raise ValueError(
-            f"attention.pattern is empty ({sorted(kinds)=}). fix: name the kind of some layers"
+            f"attention.pattern is empty (got []). fix: attention.pattern=[{','.join(kinds)}]"
         )
     kind = pattern[(spec.layer - spec.depth) % len(pattern)]
     if kind not in kinds:
         raise ValueError(
-            f"attention.pattern names no kind ({kind!r} of {sorted(kinds)}). fix: one of its kinds"
+            f"attention.pattern names no kind ({kind!r} of {sorted(kinds)}). "
+            f"fix: attention.pattern=[{','.join(kinds)}]"
         )
     return kinds[kind](spec)

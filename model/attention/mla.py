@@ -57,7 +57,7 @@ class LatentAttention(Attention):
         if rope_dim % 2:
             raise ValueError(
                 "RoPE rotates pairs, so attention.rope_dim must be even "
-                f"(got {rope_dim}). fix: change it"
+                f"(got {rope_dim}). fix: attention.rope_dim={rope_dim + 1}"
             )
         self.heads = heads
         self.rank = rank

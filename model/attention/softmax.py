@@ -8,6 +8,8 @@ Scores: a soft-cap (Gemma 2), a learned sink (gpt-oss).
 Output: plain or gated (Qiu et al., 2505.06708).
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -56,26 +58,33 @@ class SoftmaxAttention(Attention):
         # Refuse knobs that are impossible alone, then those that contradict each other.
         if rope_base is None and rope_scaling is not None:
             problem = f"there is no RoPE to scale ({rope_base=} {rope_scaling=})"
-            raise ValueError(f"{problem}. fix: set one of them to null")
+            raise ValueError(f"{problem}. fix: attention.rope_scaling=null")
         validate_knobs(rope_base, dropout, kv_heads=kv_heads, window=window, chunk=chunk)
         if softcap is not None and not softcap > 0:
-            raise ValueError(f"attention.softcap must be above 0 (got {softcap!r}). fix: null")
+            problem = f"attention.softcap must be above 0 (got {softcap!r})"
+            raise ValueError(f"{problem}. fix: attention.softcap=null")
         if dim % heads or heads % kv_heads:
             values = f"{dim=} {heads=} {kv_heads=}"
             problem = f"heads must divide dim, and kv_heads must divide heads (got {values})"
-            raise ValueError(f"{problem}. fix: change one")
+            fix = f"model.dim={2 * heads * (head_dim // 2 + 1)}"
+            if dim % heads == 0:
+                fix = f"attention.kv_heads={math.gcd(heads, kv_heads)}"
+            raise ValueError(f"{problem}. fix: {fix}")
         if rope_base is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
             values = f"{dim=} / {heads=} x {rope_fraction=} is {head_dim * rope_fraction:g}"
+            fix = "attention.rope_fraction=1.0"
+            if head_dim % 2:
+                fix = f"model.dim={2 * heads * (head_dim // 2 + 1)}"
             raise ValueError(
-                f"RoPE needs an even part of the head dimension ({values}). fix: change one of them"
+                f"RoPE needs an even part of the head dimension ({values}). fix: {fix}"
             )
         if qk_norm not in (None, "before_rope", "after_rope"):
-            fix = "null, before_rope or after_rope"
+            fix = "attention.qk_norm=null, or =before_rope, or =after_rope"
             raise ValueError(f"attention.qk_norm is unknown (got {qk_norm!r}). fix: {fix}")
         if window is not None and chunk is not None:
             values = f"{window=} {chunk=}"
             raise ValueError(
-                f"a layer has a window or a chunk, not both ({values}). fix: one of them null"
+                f"a layer has a window or a chunk, not both ({values}). fix: attention.chunk=null"
             )
 
         self.heads = heads

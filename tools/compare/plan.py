@@ -101,7 +101,7 @@ def name_variants(sweep: Sweep) -> Variants:
         name = "-".join(filter(None, parts)).replace("e+", "e")
         name = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.") or "run"
         if name in variants:
-            raise ValueError(f"two variants of one name ({name}). fix: different values")
+            raise ValueError(f"two variants of one name ({name}). fix: leave one out")
         variants[name] = [text for text in combination if not text.startswith("name=")]
     return variants
 

@@ -55,7 +55,7 @@ class Run:
         """Raises IntegrityError where there is no run, or none that can be read."""
         newest = checkpoint.newest_checkpoint(folder)
         if newest is None:
-            raise IntegrityError(f"no checkpoint ({folder}). fix: the folder of a run")
+            raise IntegrityError(f"no checkpoint ({folder}). fix: --report runs/NAME")
         state = checkpoint.load_state(newest, {"step", "steps"})
         metrics = folder / "metrics.jsonl"
         try:
