@@ -32,7 +32,7 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
         fix = describe_paths(suffixes)
         # Other files of text are taken if they are named, as those of a program.
         others = [file.suffix for file in root.rglob("*.*") if file.is_file()]
-        if others and suffixes == TEXTS:
+        if others and suffixes == TEXT_SUFFIXES:
             shortest_first = sorted(set(others), key=len)
             fix = f"data.path='{path}/**/*{max(shortest_first, key=others.count)}'"
         raise ValueError(f"no {' or '.join(suffixes)} files ({path}). fix: {fix}")
