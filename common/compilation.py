@@ -1,6 +1,7 @@
 """torch.compile on this machine: what it needs, and a cache whose files are always complete."""
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -8,7 +9,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import NoReturn
@@ -50,8 +51,10 @@ def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> tup
     """
     missing = missing_for_compilation(device)
     if wanted is True and missing:
-        problem = f"torch.compile needs {missing} (compile=true, {device.type})"
-        raise ValueError(f"{problem}. fix: install it, or compile=false")
+        raise ValueError(
+            f"torch.compile needs {missing} (compile=true, {device.type}). "
+            "fix: install it, or compile=false"
+        )
     if wanted != "auto":
         return wanted, "as asked"
     if missing:
@@ -104,7 +107,7 @@ def use_cache(folder: Path = ROOT / ".cache") -> None:
     scripts.mkdir(parents=True, exist_ok=True)
     remove_leftovers(cache)
 
-    # The script has the name of the compiler, by which torch recognises it.
+    # The script has the name of the compiler, by which torch recognizes it.
     script = scripts / Path(compiler).name
     temporary = script.with_name(f"{script.name}.{os.getpid()}.tmp")
     temporary.write_text(COMPILER_SCRIPT.format(compiler=shlex.quote(compiler)))
@@ -136,17 +139,12 @@ def remove_leftovers(cache: Path) -> None:
     for folder, _, names in os.walk(cache):  # it skips what other processes remove meanwhile
         for name in names:
             path = Path(folder, name)
-            if path.suffix not in (".tmp", ".so"):
-                continue
-            try:
+            with suppress(FileNotFoundError):  # another process may be removing it too
                 status = path.stat()
-            except FileNotFoundError:
-                continue
-            is_stale = time.time() - status.st_mtime > STALE_SECONDS
-            if path.suffix == ".so":
-                is_stale = status.st_size == 0
-            if is_stale:
-                path.unlink(missing_ok=True)
+                is_old = time.time() - status.st_mtime > STALE_SECONDS
+                is_empty = status.st_size == 0
+                if (path.suffix == ".tmp" and is_old) or (path.suffix == ".so" and is_empty):
+                    path.unlink()
 
 
 @contextmanager
@@ -176,16 +174,17 @@ def is_compile_error(error: RuntimeError) -> bool:
 
 def first_error_line(error: Exception) -> str:
     """The line of a compilation error that says what went wrong, at most 200 characters of it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines.append(type(error).__name__)
+    text = str(error).strip() or type(error).__name__
     # A C++ compiler says it in a line of its own.
-    for line in lines:
-        if "error: " in line:
-            return line[:200]
-    return lines[0][:200]
+    match = re.search(".*error: .*", text)
+    line = match[0] if match else text.partition("\n")[0]
+    return line.strip()[:200]
 
 
 def exit_failed(problem: str, option: str) -> NoReturn:
     """End with exit code 2 after a compilation that failed, where `option` asked for it."""
-    fix = f"{option}, or another C++ compiler in $CXX"
-    errors.exit_with(errors.INPUT, f"compilation failed ({problem}). fix: {fix}", rank0_only=True)
+    errors.exit_with(
+        errors.INPUT,
+        f"compilation failed ({problem}). fix: {option}, or another C++ compiler in $CXX",
+        rank0_only=True,
+    )

@@ -22,7 +22,7 @@ M_MMAP_MAX = -4
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 DEVICES = Path("/dev")
 # The least driver for each major version of CUDA: NVIDIA's CUDA Toolkit Release Notes, table 2.
-DRIVERS = {11: 450, 12: 525, 13: 580}
+DRIVERS = {12: 525, 13: 580}
 
 # Dense tensor-core peaks in bf16 (V100 and T4: fp16), FLOP/s, from NVIDIA's data sheets.
 # Keys are patterns of device names, of which the first that matches counts.
@@ -60,16 +60,12 @@ def pick_device(wanted: str) -> torch.device:
         for warning in caught:
             print(f"warning: {str(warning.message).partition('. ')[0]}", file=sys.stderr)
 
-    available = ["cpu"]
-    if torch.backends.mps.is_available():
-        available.insert(0, "mps")
-    if has_cuda:
-        available.insert(0, "cuda")
-    if wanted == "auto":
-        return torch.device(available[0])
-    if wanted not in available:
-        raise ValueError(f"no such device here (device={wanted}). fix: device=auto or device=cpu")
-    return torch.device(wanted)
+    # In order of preference.
+    is_available = {"cuda": has_cuda, "mps": torch.backends.mps.is_available(), "cpu": True}
+    for kind, is_here in is_available.items():
+        if is_here and wanted in (kind, "auto"):
+            return torch.device(kind)
+    raise ValueError(f"no such device here (device={wanted}). fix: device=auto or device=cpu")
 
 
 def check_unused_gpu() -> None:
@@ -85,12 +81,14 @@ def check_unused_gpu() -> None:
         note_unused_gpu(driver)
         return
     # A driver that is new enough is broken; another one can be updated, or torch replaced.
-    needed = DRIVERS.get(int(torch.version.cuda.partition(".")[0]))
+    needed = DRIVERS.get(int(torch.version.cuda.partition(".")[0]), 0)
     major = int(driver.partition(".")[0])
     versions = f"driver {driver}, CUDA {torch.version.cuda} of torch {torch.__version__}"
-    if needed is None or major >= needed:
-        fix = "what nvidia-smi says, or device=cpu"
-        raise ValueError(f"torch cannot use the NVIDIA GPU here ({versions}). fix: {fix}")
+    if major >= needed:
+        raise ValueError(
+            f"torch cannot use the NVIDIA GPU here ({versions}). "
+            "fix: what nvidia-smi says, or device=cpu"
+        )
     fix = f"NVIDIA driver {needed} or newer"
     if major >= DRIVERS[12]:
         fix += f", a torch {torch.__version__.partition('+')[0]} build for CUDA 12.6"
@@ -130,9 +128,9 @@ def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
     """
     if wanted == "fp32":
         return torch.float32
-    if wanted == "fp16" and device.type == "cpu":
-        raise ValueError("fp16 needs a GPU (precision=fp16, device=cpu). fix: precision=auto")
     if wanted == "fp16":
+        if device.type == "cpu":
+            raise ValueError("fp16 needs a GPU (precision=fp16, device=cpu). fix: precision=auto")
         return torch.float16
 
     # bf16 is emulated on CPUs that do not have it, which auto avoids.
@@ -176,20 +174,22 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 
 def processor_features() -> list[str]:
     """The architecture and the flags of the processors: what decides on machine code."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo().splitlines()
     flags = {line for line in lines if line.startswith(("flags", "Features"))}  # x86, Arm
     return [platform.machine(), *sorted(flags)]
 
 
 def processor() -> str:
     """The name of the processor, or else of its architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        match = re.search(r"model name\s*: (.*)", cpuinfo.read_text())
-        if match:
-            return match[1]
-    return platform.processor() or platform.machine()
+    match = re.search(r"model name\s*: (.*)", cpuinfo())
+    return match[1] if match else platform.processor() or platform.machine()
+
+
+@cache
+def cpuinfo() -> str:
+    """What Linux says about the processors; empty on other systems."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -212,10 +212,8 @@ def peak_memory(device: torch.device) -> int:
     """The most bytes allocated so far, on the GPU or by this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform == "darwin":
-        return peak
-    return peak * 1024  # elsewhere, it is in KiB
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:

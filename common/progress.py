@@ -10,6 +10,7 @@ from time import monotonic
 
 from tqdm import tqdm
 
+ROWS = 24  # of a terminal: tqdm draws nothing on one that claims to have none
 PATIENCE = 2.0  # seconds that a wait may take without an announcement
 
 
@@ -24,18 +25,12 @@ def is_watched() -> bool:
     return sys.stderr.isatty()
 
 
-def terminal_size() -> dict[str, int]:
-    """Columns and rows of the terminal, as arguments of tqdm.
-
-    tqdm alone draws nothing on a terminal that claims to have no columns.
-    """
-    columns = 80
-    rows = 24
+def terminal_columns() -> int:
+    """The width of the terminal; 80 for one that claims to have none."""
+    columns = 0
     with suppress(OSError, ValueError):  # standard error is no terminal
-        size = os.get_terminal_size(sys.stderr.fileno())
-        columns = size.columns or columns
-        rows = size.lines or rows
-    return {"ncols": columns, "nrows": rows}
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    return columns or 80
 
 
 def duration(seconds: float) -> str:
@@ -73,7 +68,7 @@ def waiting(
         say(message)
         if not is_watched():
             return
-        with tqdm(leave=False, bar_format="{desc}", **terminal_size()) as clock:
+        with tqdm(leave=False, bar_format="{desc}", ncols=terminal_columns(), nrows=ROWS) as clock:
             while not is_done.wait(1):
                 clock.set_description_str(duration(monotonic() - start))
 

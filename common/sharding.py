@@ -6,7 +6,7 @@ from torch import Tensor
 
 def is_sharded(x: Tensor) -> bool:
     # Importing DTensor is slow, and without a process group there is none.
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         return False
     from torch.distributed.tensor import DTensor
 

@@ -1,11 +1,10 @@
 """What a run reports: metrics.jsonl, samples.txt, loss.png, progress, Weights & Biases."""
 
-import errno
 import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from time import monotonic
@@ -22,8 +21,8 @@ FILES = (METRICS, "samples.txt")
 class Logger:
     """The files and the messages of a run; silent unless it is enabled, as on rank 0 alone."""
 
-    def __init__(self, run: Path, settings: dict, *, is_enabled: bool):
-        self.run = run
+    def __init__(self, run_dir: Path, settings: dict, *, is_enabled: bool):
+        self.run_dir = run_dir
         self.settings = settings
         self.is_enabled = is_enabled
         self.sizes = dict.fromkeys(FILES, 0)  # bytes
@@ -41,11 +40,11 @@ class Logger:
             size = state.get(name, 0)
             if isinstance(size, tuple):  # of an earlier version: with a hash
                 size = size[0]
-            with (self.run / name).open("ab") as file:
+            with (self.run_dir / name).open("ab") as file:
                 if file.tell() > size:
                     file.truncate(size)
                 self.sizes[name] = min(file.tell(), size)
-        OmegaConf.save(self.settings, self.run / "config.yaml")
+        OmegaConf.save(self.settings, self.run_dir / "config.yaml")
         if self.settings["wandb"] != "disabled":
             self._start_wandb(state.get("wandb"))
 
@@ -74,20 +73,22 @@ class Logger:
         """Show progress: a bar on a terminal, else a line. `steps` may be infinite."""
         if not self.is_enabled:
             return
-        total = None if steps == math.inf else int(steps)
+        total = None
+        line = f"step {step}  {text}"
+        bar_format = line
+        if steps < math.inf:
+            total = int(steps)
+            line = f"step {step}/{total}  {text}"
+            bar_format = f"{step}/{total} |{{bar}}| {text}"
         if not progress.is_watched():
-            position = f"{step}" if total is None else f"{step}/{total}"
-            self.info(f"step {position}  {text}")
+            self.info(line)
             return
 
         # Update all of the bar: the terminal may have been resized, and the steps fitted.
-        size = progress.terminal_size()
-        bar_format = f"step {step}  {text}"
-        if total is not None:
-            bar_format = f"{step}/{total} |{{bar}}| {text}"
+        columns = progress.terminal_columns()
         if self.bar is None:
-            self.bar = tqdm(initial=step, total=total, bar_format=bar_format, **size)
-        self.bar.ncols = size["ncols"]
+            self.bar = tqdm(total=total, bar_format=bar_format, ncols=columns, nrows=progress.ROWS)
+        self.bar.ncols = columns
         self.bar.bar_format = bar_format
         self.bar.total = total
         self.bar.n = step
@@ -107,21 +108,18 @@ class Logger:
         """Write all of a text or nothing. A full disk costs a warning, and not the run."""
         if not self.is_enabled:
             return
-        # Unbuffered, so that the number of bytes that were written is known.
-        data = text.encode()
+        path = self.run_dir / name
         try:
-            with (self.run / name).open("ab", buffering=0) as file:
-                written = file.write(data) or 0
-                if written < len(data):
-                    file.truncate(self.sizes[name])
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+            self.sizes[name] += len(text.encode())
         except OSError as error:
+            with suppress(OSError):  # a part may have been written
+                os.truncate(path, self.sizes[name])
             if not self.is_disk_full:
-                problem = f"{self.run / name}: {error.strerror}"
+                problem = f"{path}: {error.strerror}"
                 self.info(f"warning: not written ({problem}): training goes on")
             self.is_disk_full = True
-            return
-        self.sizes[name] += len(data)
 
     def close(self) -> None:
         """Finish the bar, and wandb, which may wait for a network."""
@@ -139,7 +137,7 @@ class Logger:
             return
         try:
             with self.waiting("drawing loss.png"):
-                draw_loss(self.run / METRICS, self.run / "loss.png")
+                draw_loss(self.run_dir / METRICS, self.run_dir / "loss.png")
         except (OSError, ValueError, LookupError) as error:
             self.info(f"warning: no loss.png: {error}")
 
@@ -154,8 +152,8 @@ class Logger:
                 project="attend",
                 id=wandb_id,
                 resume="allow",
-                name=self.run.name,
-                dir=self.run,
+                name=self.run_dir.name,
+                dir=self.run_dir,
                 config=self.settings,
                 mode=self.settings["wandb"],
             )
@@ -171,10 +169,10 @@ class Logger:
             self.wandb = None
 
 
-def is_evaluated(run: Path, step: int) -> bool:
+def is_evaluated(run_dir: Path, step: int) -> bool:
     """Whether the metrics of a run end with the evaluation of this step."""
     try:
-        lines = (run / METRICS).read_text().splitlines()
+        lines = (run_dir / METRICS).read_text().splitlines()
         last = json.loads(lines[-1])
         return last["step"] == step and "val_loss" in last
     except (OSError, ValueError, LookupError, TypeError):  # missing, empty or damaged
@@ -192,15 +190,14 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for key, style, name in (("train_loss", "-", "training"), ("val_loss", "o-", "validation")):
         measured = [line for line in lines if key in line]
-        if measured:
-            points = [(line["tokens"], line[key]) for line in measured]
-            axes.plot(*zip(*points, strict=True), style, label=name)
+        tokens = [line["tokens"] for line in measured]
+        losses = [line[key] for line in measured]
+        axes.plot(tokens, losses, style, label=name)
     title = picture.parent.name
     for line in lines:
         if line.get("val_bpb"):
             title = f"{picture.parent.name}: {line['val_bpb']:.3f} bits per byte"
     axes.set(xlabel="tokens", ylabel="nats per token", title=title)
-    if axes.lines:
-        axes.legend()
+    axes.legend()
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)

@@ -40,9 +40,9 @@ def full(name: str) -> None:
     """What is appended to this file finds a full disk."""
     opened = Path.open
 
-    def full_or_not(path, mode="r", buffering=-1, **named):
-        path = Path("/dev/full") if path.name == name and buffering == 0 else path
-        return opened(path, mode, buffering, **named)
+    def full_or_not(path, mode="r", *more, **named):
+        path = Path("/dev/full") if path.name == name and mode == "a" else path
+        return opened(path, mode, *more, **named)
 
     Path.open = full_or_not
 
