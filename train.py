@@ -74,8 +74,10 @@ def train(trainer: Trainer, is_compiled: bool, pretrained: Path | None = None) -
     with trainer.log.waiting("reading the weights"):
         trainer.restore_or_start(pretrained)
     if trainer.is_complete():
-        position = f"step {trainer.step} of {trainer.steps} ({trainer.run})"
-        trainer.log.info(f"already at {position}. To go on: steps=N")
+        trainer.log.info(
+            f"already at step {trainer.step} of {trainer.steps} ({trainer.run_dir}). "
+            "To go on: steps=N"
+        )
         return 0
     if is_compiled and not trainer.is_finished:
         trainer.compile_first_step()
@@ -102,8 +104,10 @@ def train(trainer: Trainer, is_compiled: bool, pretrained: Path | None = None) -
     if trainer.exit_code:
         trainer.save()
         trainer.log.close()
-        fix = "the same overrides and resume=true"
-        trainer.log.info(f"step {trainer.step} is saved in {trainer.run}. To go on: {fix}")
+        trainer.log.info(
+            f"step {trainer.step} is saved in {trainer.run_dir}. "
+            "To go on: the same overrides and resume=true"
+        )
         return trainer.exit_code
     trainer.finish()
     return 0
@@ -115,8 +119,10 @@ def check_arguments(arguments: list[str]) -> None:
         key, _, value = argument.lstrip("-").partition("=")
         is_key = key.split(".")[0] in (*config.RULES, *config.GROUPS)
         if argument.startswith("--") and is_key:
-            problem = f"keys are written without dashes (got {argument})"
-            errors.exit_with(errors.INPUT, f"{problem}. fix: {argument[2:]}")
+            errors.exit_with(
+                errors.INPUT,
+                f"keys are written without dashes (got {argument}). fix: {argument[2:]}",
+            )
         # Hydra would take these for a number or nothing, which is no choice.
         if key in config.GROUPS and re.fullmatch(r"[\d.]*|null|true|false", value):
             errors.exit_with(errors.INPUT, config.unknown(argument, arguments))

@@ -92,7 +92,7 @@ def test_buffers_train_and_decode_with_their_values(kind, ours, trainer_of):
     trainer.save()
     expected = buffers_of(trainer.model)
     with poisoned_memory():
-        loaded = checkpoint.load_model(checkpoint.newest_checkpoint(trainer.run), "cpu")
+        loaded = checkpoint.load_model(checkpoint.newest_checkpoint(trainer.run_dir), "cpu")
         resumed = trainer_of(*words, "resume=true", run="run")
     resumed.restore_or_start(None)
     assert resumed.step == 3

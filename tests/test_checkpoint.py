@@ -40,7 +40,7 @@ def test_a_resumed_run_continues_bit_for_bit(trainer_of, optimizer):
         for a, b in zip(weights(whole).values(), weights(second).values(), strict=True)
     )
     lines = [
-        [json.loads(line) for line in (t.run / "metrics.jsonl").read_text().splitlines()]
+        [json.loads(line) for line in (t.run_dir / "metrics.jsonl").read_text().splitlines()]
         for t in (whole, second)
     ]
     assert [line["step"] for line in lines[1]] == [1, 2, 3, 4, 5, 6]
@@ -61,7 +61,7 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(trainer_of, monkeypatch):
     second.restore_or_start(None)
     second.log.open(second.log_state)
     assert second.step == 1
-    (line,) = (second.run / "metrics.jsonl").read_text().splitlines()
+    (line,) = (second.run_dir / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 1
 
 
@@ -86,19 +86,21 @@ def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(trainer_of, 
     for _ in range(3):
         trainer.train_step()
         trainer.save()
-    folders = sorted(path.name for path in (trainer.run / "checkpoints").iterdir())
+    folders = sorted(path.name for path in (trainer.run_dir / "checkpoints").iterdir())
     assert folders == ["step-00000002", "step-00000003"]
-    newest = trainer.run / "checkpoints" / folders[1]
-    assert checkpoint.newest_checkpoint(trainer.run) == newest
+    newest = trainer.run_dir / "checkpoints" / folders[1]
+    assert checkpoint.newest_checkpoint(trainer.run_dir) == newest
     raw = bytearray((newest / "model.safetensors").read_bytes())
     raw[len(raw) // 2] ^= 1
     (newest / "model.safetensors").write_bytes(raw)
-    assert checkpoint.newest_checkpoint(trainer.run).name == folders[0]
+    assert checkpoint.newest_checkpoint(trainer.run_dir).name == folders[0]
     assert "skipped" in capsys.readouterr().err
-    (trainer.run / "checkpoints" / folders[0] / "manifest.json").unlink()
+    (trainer.run_dir / "checkpoints" / folders[0] / "manifest.json").unlink()
     with pytest.raises(IntegrityError, match="no checkpoint is whole"):
-        checkpoint.newest_checkpoint(trainer.run)
-    assert len([*(trainer.run / "checkpoints").iterdir()]) == 2  # what is damaged is not deleted
+        checkpoint.newest_checkpoint(trainer.run_dir)
+    assert (
+        len([*(trainer.run_dir / "checkpoints").iterdir()]) == 2
+    )  # what is damaged is not deleted
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(trainer_of):
@@ -114,8 +116,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(trainer_of):
                 trainer.save()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, largest)
-        assert os.listdir(trainer.run / "checkpoints") == ["step-00000001"]
-    assert checkpoint.newest_checkpoint(trainer.run) is not None
+        assert os.listdir(trainer.run_dir / "checkpoints") == ["step-00000001"]
+    assert checkpoint.newest_checkpoint(trainer.run_dir) is not None
 
 
 def test_weights_of_another_shape_are_refused(trainer_of):
@@ -124,7 +126,7 @@ def test_weights_of_another_shape_are_refused(trainer_of):
     trainer.save()
     other = instantiate(settings_of("model=tiny", "model.depth=3", "data.vocab_size=400")["model"])
     with pytest.raises(IntegrityError, match="not the model's weights"):
-        checkpoint.load_weights(other, checkpoint.newest_checkpoint(trainer.run))
+        checkpoint.load_weights(other, checkpoint.newest_checkpoint(trainer.run_dir))
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -149,4 +151,4 @@ def test_what_is_not_finite_reaches_neither_weights_nor_disk(trainer_of, optimiz
             "at step 2, whose batch is 8 rows of epoch 0, from the tokens"
             in capsys.readouterr().err
         )
-    assert not [*trainer.run.glob("checkpoints/*")]
+    assert not [*trainer.run_dir.glob("checkpoints/*")]

@@ -258,7 +258,7 @@ def test_a_trained_variant_decodes_from_its_checkpoint(trainer_of, variant):
         trainer.train_step()
     trainer.save()
     with poisoned_memory():
-        loaded = checkpoint.load_model(checkpoint.newest_checkpoint(trainer.run), "cpu")
+        loaded = checkpoint.load_model(checkpoint.newest_checkpoint(trainer.run_dir), "cpu")
     tokens, _ = trainer.loader(3)
     trainer.model.eval()
     with torch.no_grad():

@@ -102,7 +102,7 @@ def test_recomputed_blocks_learn_the_same_and_keep_less(trainer_of, variant):
         trainer_of(*overrides, f"activation_checkpointing={flag}") for flag in ("false", "true")
     )
     tokens = torch.zeros(2, 64, dtype=torch.int64)
-    assert saved_bytes(lean.objective, tokens) < saved_bytes(plain.objective, tokens) / 4
+    assert saved_bytes(lean.loss_module, tokens) < saved_bytes(plain.loss_module, tokens) / 4
     for trainer in (plain, lean):
         for _ in range(3):
             trainer.train_step()
@@ -142,6 +142,6 @@ def test_a_model_learns_recomputed_in_one_graph(trainer_of, attention):
     steps = ("steps=12", "batch_tokens=128", "schedule.warmup=2")
     trainer = trainer_of(*overrides, "z_loss=1e-4", "activation_checkpointing=true", *steps)
     torch._dynamo.reset()
-    trainer.objective.compile(dynamic=False, fullgraph=True, backend="aot_eager")
+    trainer.loss_module.compile(dynamic=False, fullgraph=True, backend="aot_eager")
     losses = learn_by_heart(trainer, 12)
     assert losses[-1] < losses[0] / 2

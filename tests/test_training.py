@@ -126,7 +126,7 @@ def test_evaluation_counts_all_nats_and_bytes(trainer_of):
     for p in trainer.model.parameters():
         p.data.zero_()  # then every token is as likely as any other
     trainer.evaluate()
-    (line,) = map(json.loads, (trainer.run / "metrics.jsonl").read_text().splitlines())
+    (line,) = map(json.loads, (trainer.run_dir / "metrics.jsonl").read_text().splitlines())
     tokens, pieces = (
         sum(map(len, trainer.corpus.validation)) - 1,
         trainer.corpus.tokenizer.vocab_size,
@@ -142,7 +142,7 @@ def test_evaluation_equals_a_loop_over_windows(trainer_of):
     for _ in range(2):
         trainer.train_step()
     trainer.evaluate()
-    line = json.loads((trainer.run / "metrics.jsonl").read_text().splitlines()[-1])
+    line = json.loads((trainer.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     text = torch.from_numpy(trainer.corpus.validation[0].astype("int64"))
     nats = 0.0
     for start in range(0, len(text) - 1, 64):
@@ -158,7 +158,9 @@ def test_evaluation_equals_a_loop_over_windows(trainer_of):
 def test_evaluation_runs_what_training_compiled(trainer_of):
     trainer, graphs = trainer_of("micro_batch=4"), []
     torch._dynamo.reset()
-    trainer.objective.compile(dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph)
+    trainer.loss_module.compile(
+        dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph
+    )
     trainer.train_step()
     trainer.evaluate()
     trainer.train_step()
@@ -182,7 +184,7 @@ def test_every_variant_learns(trainer_of, variant, precision):
 def test_every_variant_learns_the_same_when_compiled(trainer_of, variant):
     eager, compiled = (trainer_of(f"attention={variant}", "batch_tokens=256") for _ in range(2))
     torch._dynamo.reset()
-    compiled.objective.compile(dynamic=False, fullgraph=True)
+    compiled.loss_module.compile(dynamic=False, fullgraph=True)
     for _ in range(3):
         eager.train_step()
         compiled.train_step()
@@ -220,9 +222,9 @@ def test_a_reported_loss_is_the_mean_since_the_last_report(trainer_of):
     together.log_metrics()
     losses = [
         json.loads(line)["train_loss"]
-        for line in (each.run / "metrics.jsonl").read_text().splitlines()
+        for line in (each.run_dir / "metrics.jsonl").read_text().splitlines()
     ]
-    (whole,) = map(json.loads, (together.run / "metrics.jsonl").read_text().splitlines())
+    (whole,) = map(json.loads, (together.run_dir / "metrics.jsonl").read_text().splitlines())
     assert whole["train_loss"] == pytest.approx(sum(losses) / 3, rel=1e-6)
     assert {
         "step",
@@ -245,11 +247,13 @@ def test_document_mask_changes_what_is_learned(trainer_of):
         trainer.evaluate()
     assert plain.grad_norm != masked.grad_norm
     scores = [
-        json.loads((t.run / "metrics.jsonl").read_text())["val_loss"] for t in (plain, masked)
+        json.loads((t.run_dir / "metrics.jsonl").read_text())["val_loss"] for t in (plain, masked)
     ]
-    masked.objective.bos = None
+    masked.loss_module.bos = None
     masked.evaluate()
-    without = json.loads((masked.run / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
+    without = json.loads((masked.run_dir / "metrics.jsonl").read_text().splitlines()[-1])[
+        "val_loss"
+    ]
     assert len({*scores, without}) == 3  # what is trained with the mask is judged with it
 
 
@@ -314,7 +318,7 @@ def test_wandb_gets_what_metrics_get_and_may_fail(trainer_of, monkeypatch, capsy
     trainer = trainer_of("wandb=online")
     trainer.train_step()
     trainer.log_metrics()
-    line = json.loads((trainer.run / "metrics.jsonl").read_text())
+    line = json.loads((trainer.run_dir / "metrics.jsonl").read_text())
     assert logged == [(1, {key: value for key, value in line.items() if key != "step"})]
 
     def refuse(**_):
@@ -331,7 +335,7 @@ def test_wandb_offline_writes_into_the_run(trainer_of, monkeypatch):
     trainer.train_step()
     trainer.log_metrics()
     trainer.finish()
-    assert [*(trainer.run / "wandb").glob("offline-run-*/*.wandb")]
+    assert [*(trainer.run_dir / "wandb").glob("offline-run-*/*.wandb")]
 
 
 def test_a_bar_and_lines_tell_the_same(trainer_of, monkeypatch, capsys):

@@ -16,7 +16,7 @@ from common import config, errors
 from common.config import compose
 from common.instantiate import ROOT, instantiate
 from training.loss import LanguageModelLoss
-from training.optimizers import init_state, state_by_parameter
+from training.optimizers import init_state, named_states
 from training.setup import load_settings
 
 COLUMNS = (
@@ -119,7 +119,7 @@ class Cost:
             self.activations = saved_bytes(loss, torch.cat((tokens, tokens))) - self.saved
 
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        leaves = tree_leaves([*state_by_parameter(optimizers).values()])
+        leaves = tree_leaves(named_states(optimizers, self.model))
         optimizer_state = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         self.state = 8 * self.parameters + optimizer_state  # fp32 weights and gradients
 

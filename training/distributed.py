@@ -33,18 +33,17 @@ class DistEnv:
 
     def all_reduce_sum(self, number: float) -> float:
         """The sum over all ranks, in fp64."""
-        if self.world_size == 1:
-            return number
-        x = torch.tensor(number, dtype=torch.float64, device=self.device)
-        dist.all_reduce(x)
-        return x.item()
+        return self._all_reduce(number, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, number: int) -> int:
-        """The maximum over all ranks, exchanged between CPUs so that no GPU is synchronized."""
-        if self.world_size == 1:
-            return number
-        x = torch.tensor(number)
-        dist.all_reduce(x, dist.ReduceOp.MAX)
+        """The maximum over all ranks."""
+        return int(self._all_reduce(number, dist.ReduceOp.MAX))
+
+    def _all_reduce(self, number: float, op: dist.ReduceOp) -> float:
+        # On the CPU, so that no GPU is synchronized.
+        x = torch.tensor(number, dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(x, op)
         return x.item()
 
     def all_reduce_min_(self, x: Tensor) -> None:
@@ -62,18 +61,16 @@ class DistEnv:
 
         Where it ends the process with an exit code, all ranks end with that code.
         """
-        result = None
-        exit_code = 0
+        message = [None, 0]  # the result and the exit code
         if self.is_main:
             try:
                 with errors.report_errors():
-                    result = action()
+                    message[0] = action()
             except SystemExit as exit_request:
-                exit_code = exit_request.code
+                message[1] = exit_request.code
         if self.world_size > 1:
-            message = [result, exit_code]
             dist.broadcast_object_list(message)
-            result, exit_code = message
+        result, exit_code = message
         if exit_code:
             raise SystemExit(exit_code)
         return result

@@ -18,7 +18,7 @@ from training.distributed import DistEnv
 
 
 def evaluate(
-    objective: nn.Module,
+    loss_module: nn.Module,
     corpus: Corpus,
     context: int,
     batch: int,
@@ -33,7 +33,7 @@ def evaluate(
     all ranks after each batch, is not 0.
     """
     # Gradients stay enabled and are discarded: the graph compiled for training serves here too.
-    objective.eval()
+    loss_module.eval()
     loss_sum = 0.0
     batches = list(eval_windows(corpus.validation, context, batch))
     for start in range(0, len(batches), ranks.world_size):
@@ -41,13 +41,13 @@ def evaluate(
         number = start + ranks.rank
         inputs, targets = batches[min(number, len(batches) - 1)]
         with autocast(ranks.device, precision):
-            loss = objective(*to_device(ranks.device, inputs, targets))
+            loss = loss_module(*to_device(ranks.device, inputs, targets))
         if number < len(batches):
             loss_sum += loss.item()
         if stop():
-            objective.train()
+            loss_module.train()
             return None
-    objective.train()
+    loss_module.train()
 
     loss_sum = ranks.all_reduce_sum(loss_sum)
     num_targets = sum(map(len, corpus.validation)) - 1  # the first token is the target of none

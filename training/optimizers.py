@@ -15,6 +15,7 @@ from common.sharding import full_tensor, local_shard, shard_like
 from training.distributed import DistEnv
 
 MAX_BATCHED_PARAMS = 2**28  # weights that Muon orthogonalizes at a time
+StateByName = dict[str, dict[str, object]]  # of each parameter, by the parameter's name
 PLAIN = (Tensor, bool, int, float, str, type(None))  # types that a checkpoint can hold
 
 
@@ -28,25 +29,31 @@ class FoundInfOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
 
-    def momenta_of(self, params: list[Tensor], key: str) -> list[Tensor]:
-        """State `key` of each parameter, which begins as zeros."""
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self.step_group(params, group)
+
+    def momenta_and_grads(
+        self, params: list[Tensor], key: str
+    ) -> tuple[list[Tensor], list[Tensor], float | Tensor]:
+        """State `key`, which begins as zeros, and gradient of each parameter, and a factor of lr.
+
+        Where `found_inf` is 1, the step with these changes nothing: the momentum is mixed with
+        itself, and the weights move at a rate of 0.
+        """
         for p in params:
             if p not in self.state:
                 self.state[p][key] = torch.zeros_like(p)
-        return [self.state[p][key] for p in params]
-
-    def freeze_if_inf(
-        self, lr: float, grads: list[Tensor], momenta: list[Tensor]
-    ) -> tuple[float | Tensor, list[Tensor]]:
-        """lr and gradients of the step; where `found_inf` is 1, such that it changes nothing.
-
-        The momentum is then mixed with itself, and the weights move at a rate of 0.
-        """
+        momenta = [self.state[p][key] for p in params]
+        grads = [p.grad for p in params]
         if self.found_inf is None:
-            return lr, grads
+            return momenta, grads, 1.0
         is_inf = self.found_inf > 0
         grads = [torch.where(is_inf, m, g) for m, g in zip(momenta, grads, strict=True)]
-        return lr * (1 - self.found_inf), grads
+        return momenta, grads, 1 - self.found_inf
 
 
 class Muon(FoundInfOptimizer):
@@ -59,22 +66,19 @@ class Muon(FoundInfOptimizer):
     def __init__(self, matrices: list[Tensor], *, lr: float, momentum: float, weight_decay: float):
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            # Matrices of one shape, or of its transpose, are orthogonalized as a batch.
-            by_shape = defaultdict(list)
-            for p in group["params"]:
-                if p.grad is not None:
-                    by_shape[tuple(sorted(p.shape))].append(p)
-            for (rows, columns), matrices in by_shape.items():
-                batch_size = max(1, MAX_BATCHED_PARAMS // (rows * columns))
-                for start in range(0, len(matrices), batch_size):
-                    self._step(matrices[start : start + batch_size], group)
+    def step_group(self, params: list[Tensor], group: dict) -> None:
+        # Matrices of one shape, or of its transpose, are orthogonalized as a batch.
+        by_shape = defaultdict(list)
+        for p in params:
+            by_shape[tuple(sorted(p.shape))].append(p)
+        for (rows, columns), matrices in by_shape.items():
+            batch_size = max(1, MAX_BATCHED_PARAMS // (rows * columns))
+            for start in range(0, len(matrices), batch_size):
+                self.step_batch(matrices[start : start + batch_size], group)
 
-    def _step(self, matrices: list[Tensor], group: dict) -> None:
-        momenta = self.momenta_of(matrices, "momentum_buffer")
-        lr, grads = self.freeze_if_inf(group["lr"], [p.grad for p in matrices], momenta)
+    def step_batch(self, matrices: list[Tensor], group: dict) -> None:
+        momenta, grads, lr_factor = self.momenta_and_grads(matrices, "momentum_buffer")
+        lr = group["lr"] * lr_factor
 
         # Momentum, and Nesterov's look ahead of it.
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
@@ -102,7 +106,7 @@ def to_wide(x: Tensor) -> Tensor:
 
 def map_over_ranks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x), where x (N, ...) is the same on all ranks: each computes a part of the N."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         return function(x)
     # All parts are equally long; where N is too short, the last parts repeat the first items.
     world_size = dist.get_world_size()
@@ -149,19 +153,13 @@ class Lion(FoundInfOptimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._step(params, group)
-
-    def _step(self, params: list[Tensor], group: dict) -> None:
+    def step_group(self, params: list[Tensor], group: dict) -> None:
+        momenta, grads, lr_factor = self.momenta_and_grads(params, "exp_avg")
+        lr = group["lr"] * lr_factor
         # Every operation is elementwise, so each rank works on its own shards.
-        momenta = [local_shard(momentum) for momentum in self.momenta_of(params, "exp_avg")]
-        grads = [local_shard(p.grad) for p in params]
+        momenta = [local_shard(momentum) for momentum in momenta]
+        grads = [local_shard(grad) for grad in grads]
         params = [local_shard(p) for p in params]
-        lr, grads = self.freeze_if_inf(group["lr"], grads, momenta)
 
         beta1, beta2 = group["betas"]
         updates = torch._foreach_lerp(momenta, grads, 1 - beta1)
@@ -192,12 +190,18 @@ def lion(
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Groups of a model's matrices, with `weight_decay`, and of its other parameters, without."""
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    vectors = [p for p in model.parameters() if p.ndim != 2]
+    matrices, vectors = split_parameters(model)
     return [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+
+
+def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """The matrices of a model, and its other parameters."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim != 2]
+    return matrices, vectors
 
 
 def muon(
@@ -212,18 +216,13 @@ def muon(
     """Muon for matrices inside the blocks, AdamW without decay for embedding, head and vectors."""
     check_betas(betas)
     if momentum >= 1:
-        fix = "optimizer.momentum=0.85"
-        raise ValueError(f"optimizer.momentum must be below 1 (got {momentum}). fix: {fix}")
-    hidden = []
-    embeddings = []
-    vectors = []
-    for name, p in model.named_parameters():
-        if p.ndim != 2:
-            vectors.append(p)
-        elif name.startswith("blocks."):
-            hidden.append(p)
-        else:
-            embeddings.append(p)
+        raise ValueError(
+            f"optimizer.momentum must be below 1 (got {momentum}). fix: optimizer.momentum=0.85"
+        )
+    matrices, vectors = split_parameters(model)
+    in_blocks = set(model.blocks.parameters())
+    hidden = [p for p in matrices if p in in_blocks]
+    embeddings = [p for p in matrices if p not in in_blocks]
     groups = [{"params": embeddings, "lr": embedding_lr}, {"params": vectors}]
     return [
         Muon(hidden, lr=lr, momentum=momentum, weight_decay=weight_decay),
@@ -255,31 +254,34 @@ def handles_found_inf(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
+def named_states(optimizers: list[Optimizer], model: nn.Module) -> StateByName:
+    """The state of each parameter that has any, not a copy, by the parameter's name."""
+    states = {}
+    for name, p in model.named_parameters():
+        for optimizer in optimizers:
+            if optimizer.state.get(p):
+                states[name] = optimizer.state[p]
+    return states
+
+
 # torch.distributed.checkpoint.state_dict resumes bit for bit too, but loads a state with a missing
 # key, another shape or another dtype without an error, and steps an optimizer without state.
-def state_by_name(
-    optimizers: list[Optimizer], model: nn.Module, ranks: DistEnv
-) -> dict[str, dict[str, object]]:
+def state_by_name(optimizers: list[Optimizer], model: nn.Module, ranks: DistEnv) -> StateByName:
     """State of each parameter by the parameter's name, its tensors gathered on the CPU of rank 0.
 
     All ranks call this together. Raises TypeError for a value that a checkpoint cannot hold.
     """
-    by_parameter = state_by_parameter(optimizers)
     by_name = {}
-    for name, p in model.named_parameters():
-        if p not in by_parameter:
-            continue
-        for value in tree_leaves(by_parameter[p]):
+    for name, state in named_states(optimizers, model).items():
+        for value in tree_leaves(state):
             if not isinstance(value, PLAIN):
                 kind = type(value).__name__
                 raise TypeError(f"the state of {name} holds a {kind}: no checkpoint can keep it")
-        by_name[name] = tree_map_only(Tensor, ranks.gather_to_rank0, dict(by_parameter[p]))
+        by_name[name] = tree_map_only(Tensor, ranks.gather_to_rank0, dict(state))
     return by_name
 
 
-def load_state_by_name(
-    optimizers: list[Optimizer], model: nn.Module, state: dict[str, dict[str, object]]
-) -> None:
+def load_state_by_name(optimizers: list[Optimizer], model: nn.Module, state: StateByName) -> None:
     """Give each optimizer the state that `state_by_name` saved, sharded as its own state is.
 
     No key of any optimizer is known here: a step with zero gradients makes a state to compare with,
@@ -288,41 +290,29 @@ def load_state_by_name(
     model or optimizer.
     """
     init_state(optimizers)
-    by_parameter = state_by_parameter(optimizers)
-    own_state = {name: by_parameter[p] for name, p in model.named_parameters() if p in by_parameter}
-    fix = "fix: another run_dir"
-    if not isinstance(state, dict) or state.keys() != own_state.keys():
-        raise IntegrityError(f"the optimizer's state has other parameters (than the model). {fix}")
-    for name, own in own_state.items():
-        saved = state[name]
-        if tree_map(tensor_type, saved) != tree_map(tensor_type, own):
-            problem = f"{name} has other keys, shapes or dtypes"
-            raise IntegrityError(f"not this optimizer's state ({problem}). {fix}")
-        own.update(tree_map(to_layout_of, own, saved))
+    own_states = named_states(optimizers, model)
+    if not isinstance(state, dict) or state.keys() != own_states.keys():
+        raise IntegrityError(
+            "the optimizer's state has other parameters (than the model). fix: another run_dir"
+        )
+    for name, own in own_states.items():
+        if tree_map(tensor_type, state[name]) != tree_map(tensor_type, own):
+            raise IntegrityError(
+                f"not this optimizer's state ({name} has other keys, shapes or dtypes). "
+                "fix: another run_dir"
+            )
+        own.update(tree_map(to_layout_of, own, state[name]))
 
 
 def init_state(optimizers: list[Optimizer]) -> None:
     """Make the state of all parameters by a step with zero gradients. It moves the weights."""
     for optimizer in optimizers:
-        # A step may also change options of its groups, such as a counter: those are restored.
-        options = [dict(group) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.requires_grad:
                     p.grad = torch.zeros_like(p)
         optimizer.step()
         optimizer.zero_grad()
-        for group, before in zip(optimizer.param_groups, options, strict=True):
-            group.clear()
-            group.update(before)
-
-
-def state_by_parameter(optimizers: list[Optimizer]) -> dict[Tensor, dict[str, object]]:
-    """State of each parameter that has any, whichever optimizer it belongs to."""
-    states = {}
-    for optimizer in optimizers:
-        states |= optimizer.state
-    return {p: state for p, state in states.items() if state}
 
 
 def tensor_type(value: object) -> tuple | None:

@@ -17,10 +17,10 @@ from training.loss import LanguageModelLoss
 def build_parallel(
     settings: dict, bos: int | None, ranks: DistEnv, precision: torch.dtype
 ) -> tuple[LanguageModelLoss, nn.Module]:
-    """The loss of a model with its initial weights, and the module to call for a training step.
+    """The loss module of a model with its initial weights, and what a training step calls.
 
-    The two are the same module, unless DDP wraps the loss. `bos` begins each document, where tokens
-    must not attend to other documents.
+    The two are the same module, unless DDP wraps the first. `bos` begins each document, where
+    tokens must not attend to other documents.
     """
     model = build_model(settings["model"])
     if settings["activation_checkpointing"]:
@@ -28,10 +28,11 @@ def build_parallel(
     if settings["sharded"]:
         shard(model, ranks, precision)
     initialize(materialize(model, ranks.device), settings["seed"], shard_like)
-    objective = LanguageModelLoss(model, z_loss=settings["z_loss"], bos=bos)
-    if ranks.world_size == 1 or settings["sharded"]:
-        return objective, objective
-    return objective, DistributedDataParallel(objective, gradient_as_bucket_view=True)
+    loss_module = LanguageModelLoss(model, z_loss=settings["z_loss"], bos=bos)
+    parallel = loss_module
+    if ranks.world_size > 1 and not settings["sharded"]:
+        parallel = DistributedDataParallel(loss_module, gradient_as_bucket_view=True)
+    return loss_module, parallel
 
 
 def checkpoint_activations(model: nn.Module) -> None:

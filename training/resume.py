@@ -27,12 +27,11 @@ IGNORED_ON_RESUME = (
     "attention.",  # which the model repeats, as it does the next two
     "ffn.",
     "norm.",
-    "init_from",
     "wandb",
 )
 
 
-def changes(then: dict, now: dict) -> dict[str, str]:
+def changed_settings(then: dict, now: dict) -> dict[str, str]:
     """Keys whose values differ between two configs -> 'key (then value, now value)'."""
     then = dict(flatten(then))
     now = dict(flatten(now))
@@ -45,16 +44,13 @@ def changes(then: dict, now: dict) -> dict[str, str]:
 
 def check_resumed(then: dict, now: dict, path: Path) -> str:
     """What has changed, and may, as a line. Raises ValueError for what may not."""
-    changed = changes(then, now)
+    changed = changed_settings(then, now)
     refused = [text for key, text in changed.items() if key.startswith(FIXED_ON_RESUME)]
     if refused:
-        fix = (
-            "the old values to resume it, or another run_dir, with init_from= to begin with "
-            "its weights"
+        raise ValueError(
+            f"{path} was made with another {', '.join(refused)}. fix: the overrides used then to "
+            "resume it, or another run_dir, with init_from= to begin with its weights"
         )
-        if then.get("init_from") != now.get("init_from"):
-            fix = f"init_from={then.get('init_from')} and the other overrides used then"
-        raise ValueError(f"{path} was made with another {', '.join(refused)}. fix: {fix}")
     # All else is the user's to decide, and is reported.
     if not changed:
         return ""

@@ -36,12 +36,16 @@ def acquire(settings: dict, is_sweep: bool, stack: ExitStack) -> Path:
         try:
             run, lock = resolve_run_dir(settings, is_sweep)
         except OSError as error:
-            problem = f"no run can be kept there ({error.filename}: {error.strerror})"
-            errors.exit_with(errors.STORAGE, f"{problem}. fix: another run_dir, or room")
+            errors.exit_with(
+                errors.STORAGE,
+                f"no run can be kept there ({error.filename}: {error.strerror}). "
+                "fix: another run_dir, or room",
+            )
         stack.enter_context(lock)
         if has_checkpoint(run) and not settings["resume"]:
-            problem = f"the folder holds a run (run_dir={run})"
-            raise ValueError(f"{problem}. fix: resume=true, or another run_dir")
+            raise ValueError(
+                f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir"
+            )
     return run
 
 
@@ -59,24 +63,23 @@ def resolve_run_dir(settings: dict, is_sweep: bool) -> tuple[Path, IO]:
     if run is None:
         return create_run_dir(settings["name"])
     if is_sweep:
-        problem = f"a sweep cannot tell its runs of one name apart (resume=true, {run} is there)"
-        raise ValueError(f"{problem}. fix: python -m tools.compare, which resumes its runs")
+        raise ValueError(
+            f"a sweep cannot tell its runs of one name apart (resume=true, {run} is there). "
+            "fix: python -m tools.compare, which resumes its runs"
+        )
     return run, lock_folder(run)
 
 
 def check_run_dir(run: Path, resume: bool) -> None:
     """Raises ValueError for a folder of other files, and for one that cannot be resumed."""
-    if not run.exists():
-        if resume:
-            problem = f"there is nothing to resume (run_dir={run} does not exist)"
-            fix = "the folder of a run, or leave resume out to begin one there"
-            raise ValueError(f"{problem}. fix: {fix}")
-        return
-    if run.is_dir():
-        names = {path.name for path in run.iterdir()}
-        if names and names.isdisjoint({".lock", "checkpoints"}):
-            problem = f"the folder holds other files (run_dir={run})"
-            raise ValueError(f"{problem}. fix: another run_dir")
+    if resume and not run.exists():
+        raise ValueError(
+            f"there is nothing to resume (run_dir={run} does not exist). "
+            "fix: the folder of a run, or leave resume out to begin one there"
+        )
+    names = {path.name for path in run.glob("*")}
+    if names and names.isdisjoint({".lock", "checkpoints"}):
+        raise ValueError(f"the folder holds other files (run_dir={run}). fix: another run_dir")
 
 
 def newest_run(name: str) -> Path | None:
@@ -128,8 +131,9 @@ def lock_folder(run: Path) -> IO:
         with lock:
             lock.seek(0)
             owner = lock.read() or "another process"
-        problem = f"the folder is in use (run_dir={run}: {owner})"
-        raise ValueError(f"{problem}. fix: wait, or another run_dir") from None
+        raise ValueError(
+            f"the folder is in use (run_dir={run}: {owner}). fix: wait, or another run_dir"
+        ) from None
 
     # Record the owner for whoever finds the folder locked.
     lock.truncate(0)

@@ -37,66 +37,61 @@ class RunSetup:
     source: Source
 
 
-class Problems:
-    """The problems of a config, collected so that all of them are reported at once."""
+@contextmanager
+def collect(problems: list[str]) -> Iterator[None]:
+    """Add the error of the block, if it raises one, so that all are reported at once."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError) as error:
+        problems.append(str(error))
 
-    def __init__(self):
-        self.messages: list[str] = []
 
-    @contextmanager
-    def collect(self) -> Iterator[None]:
-        """Add the error of the block, if it raises one."""
-        try:
-            yield
-        except (ValueError, TypeError, RuntimeError) as error:
-            self.messages.append(str(error))
-
-    def report(self) -> None:
-        """End the process with exit code 2 where there are problems."""
-        if self.messages:
-            errors.exit_with(errors.INPUT, *dict.fromkeys(self.messages), rank0_only=True)
+def report(problems: list[str]) -> None:
+    """End the process with exit code 2 where there are problems."""
+    if problems:
+        errors.exit_with(errors.INPUT, *dict.fromkeys(problems), rank0_only=True)
 
 
 def set_up_run(cfg: DictConfig, overrides: list[str]) -> RunSetup:
     """Validate a config and resolve what depends on this machine. Ends with exit code 2."""
     settings = config.resolve(cfg)
     # Adopt a pretrained model first, so that it is what is validated.
-    problems = Problems()
-    with problems.collect():
+    problems = []
+    with collect(problems):
         pretrained = adopt_pretrained(settings, overrides)
     check_settings(settings, problems)
     # What this machine has, and the source of the text.
-    with problems.collect():
+    with collect(problems):
         device = hardware.pick_device(settings["device"])
         precision = hardware.pick_precision(settings["precision"], device)
         is_long = config.is_long_run(settings)
         is_compiled, reason = compilation.pick_compile(settings["compile"], device, is_long)
-    with problems.collect():
+    with collect(problems):
         source = instantiate(settings["data"], "data")
-    problems.report()
+    report(problems)
     return RunSetup(settings, pretrained, device, precision, is_compiled, reason, source)
 
 
 def load_settings(settings: dict) -> dict:
     """Validate a config for commands that do not train. Ends with exit code 2."""
-    problems = Problems()
+    problems = []
     check_settings(settings, problems)
-    problems.report()
+    report(problems)
     return settings
 
 
-def check_settings(settings: dict, problems: Problems) -> None:
+def check_settings(settings: dict, problems: list[str]) -> None:
     """Collect what is out of range, and model, optimizer and schedule if they cannot be built."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     messages = config.find_problems(settings, world_size)
 
     # A problem of these keys would only show again, less clearly, where they are used.
-    problems.messages += messages
+    problems += messages
     if any(message.startswith(BLOCKING_KEYS) for message in messages):
-        problems.report()
-    with problems.collect():
+        report(problems)
+    with collect(problems):
         dry_build(settings)
-    with problems.collect():
+    with collect(problems):
         schedule = instantiate(settings["schedule"], "training", "schedule")
         schedule(0, 1)
 
@@ -126,8 +121,10 @@ def adopt_pretrained(settings: dict, overrides: list[str]) -> Path | None:
     keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
     refused = [word for word in overrides if MODEL_OVERRIDE.match(word)]
     if refused:
-        problem = f"init_from has a model of its own ({' '.join(refused)})"
-        raise ValueError(f"{problem}. fix: leave these overrides out")
+        raise ValueError(
+            f"init_from has a model of its own ({' '.join(refused)}). "
+            "fix: leave these overrides out"
+        )
 
     # The model keeps its shape, but may be trained on shorter or longer sequences.
     folder = Path(settings["init_from"]).expanduser()
@@ -150,14 +147,15 @@ def adopt_pretrained(settings: dict, overrides: list[str]) -> Path | None:
 
 def load_corpus(settings: dict, source: Source) -> tuple[Corpus, Loader]:
     """Prepare the text. The vocabulary of the model becomes that of the tokenizer."""
-    sizes = {
-        "context": settings["context"],
-        "batch_size": settings["batch_tokens"] // settings["context"],
-    }
-    first = os.environ.get("RANK", "0") == "0"
-    corpus = prepare(source, Path(".cache"), min_tokens=min_corpus_tokens(**sizes), quiet=not first)
+    context = settings["context"]
+    batch_size = settings["batch_tokens"] // context
+    min_tokens = min_corpus_tokens(context, batch_size)
+    is_quiet = os.environ.get("RANK", "0") != "0"
+    corpus = prepare(source, Path(".cache"), min_tokens, is_quiet)
     settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
-    return corpus, Loader(corpus.train, **sizes, seed=settings["seed"])
+    return corpus, Loader(
+        corpus.train, context=context, batch_size=batch_size, seed=settings["seed"]
+    )
 
 
 @contextmanager
@@ -188,7 +186,7 @@ def summary(trainer: Trainer, setup: RunSetup) -> str:
     if trainer.peak_flops is not None:
         peak = f"peak {trainer.peak_flops / 1e12:.0f} TFLOP/s"
     return (
-        f"{trainer.run}: {parameters / 1e6:.1f} M parameters, "
+        f"{trainer.run_dir}: {parameters / 1e6:.1f} M parameters, "
         f"{trainer.flops_per_token / 1e6:.0f} MFLOP per token, "
         f"{tokens / 1e6:.1f} M tokens of text\n"
         f"{trainer.ranks.world_size} x {trainer.ranks.device}, {trainer.precision}, "

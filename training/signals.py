@@ -50,8 +50,10 @@ class Signals:
             loss = "there was nothing new to save"
             if is_repeated:
                 loss = "what came after the last save is lost"
-            fix = "call it again, with resume=true to go on"
-            errors.exit_with(EXIT_CODES[number], f"ended at once, {loss} ({name}). fix: {fix}")
+            errors.exit_with(
+                EXIT_CODES[number],
+                f"ended at once, {loss} ({name}). fix: call it again, with resume=true to go on",
+            )
         if self.code == 0:
             self.code = EXIT_CODES[number]
             # Over a progress bar. The handler may have interrupted a print, so it uses none.

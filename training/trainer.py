@@ -45,7 +45,7 @@ class Trainer:
         settings: dict,
         corpus: Corpus,
         loader: Loader,
-        run: Path,
+        run_dir: Path,
         ranks: DistEnv,
         precision: torch.dtype,
         signals: Signals,
@@ -54,18 +54,19 @@ class Trainer:
         self.settings = settings
         self.corpus = corpus
         self.loader = loader
-        self.run = run
+        self.run_dir = run_dir
         self.ranks = ranks
         self.precision = precision
         self.signals = signals
-        self.log = Logger(run, settings, is_enabled=ranks.is_main)
+        self.log = Logger(run_dir, settings, is_enabled=ranks.is_main)
         self.batch_tokens = settings["batch_tokens"]
         self.micro_batch_size = config.micro_batch_size(settings, ranks.world_size)
 
-        # Model and optimizers. `parallel` is the objective, or DDP around it.
+        # Model and optimizers. `loss_module` maps tokens to the loss; `parallel` is what a training
+        # step calls: DDP around the loss module, or else the loss module itself.
         bos = corpus.tokenizer.bos if settings["document_mask"] else None
-        self.objective, self.parallel = build_parallel(settings, bos, ranks, precision)
-        self.model = self.objective.model
+        self.loss_module, self.parallel = build_parallel(settings, bos, ranks, precision)
+        self.model = self.loss_module.model
         self.is_sharded = settings["sharded"]
         self.is_compiled = False
         self.optimizers = instantiate(settings["optimizer"], "training")(self.model)
@@ -87,16 +88,13 @@ class Trainer:
         # Metrics since the last report. A checkpoint stores the loss summed over all ranks.
         dtype = hardware.accumulation_dtype(ranks.device)
         self.loss_sum = torch.zeros((), dtype=dtype, device=ranks.device)  # nats, of this rank
-        self.reduced_loss_sum = 0.0  # the part of loss_sum that all ranks have added up already
         self.grad_norm = torch.zeros((), device=ranks.device)
         self.tokens_per_second = 0.0
-        self.flops_per_second = 0.0
         self.flops_per_token = self.model.training_flops()
         self.peak_flops = hardware.peak_flops(ranks.device)
 
         # Time, in seconds.
-        self.started = started
-        self.earlier_seconds = 0.0  # of the processes that this one resumes
+        self.started = started  # earlier by the time of the processes that this one resumes
         self.paused_seconds = 0.0  # that were not spent on training
         self.last_report_time = self._clock()
 
@@ -119,7 +117,9 @@ class Trainer:
     def restore_or_start(self, pretrained: Path | None) -> None:
         """Restore the newest checkpoint of a run that is resumed, or start a new one."""
         resumes = self.settings["resume"]
-        newest = self.ranks.on_rank0(lambda: checkpoint.prepare_run(self.run, self.model, resumes))
+        newest = self.ranks.on_rank0(
+            lambda: checkpoint.prepare_run(self.run_dir, self.model, resumes)
+        )
         if newest is not None:
             self._restore(newest)
             return
@@ -128,7 +128,7 @@ class Trainer:
             context = self.settings["context"]
             self.log.info(f"starting with the weights of {pretrained}, context {context}")
         if resumes:
-            self.log.info(f"nothing to resume in {self.run}: a fresh start")
+            self.log.info(f"nothing to resume in {self.run_dir}: a fresh start")
 
     def _restore(self, newest: Path) -> None:
         """Load all that `state` stores. Ends with exit code 2 where the config is another run's."""
@@ -154,18 +154,16 @@ class Trainer:
         self.first_step = self.step
         self.saved_step = self.step
         self.reported_step = state["reported"]
-        self.earlier_seconds = state["seconds"]
+        self.started -= state["seconds"]
         self.log_state = state["log"]
-        if self.ranks.is_main:
-            self.loss_sum.copy_(state["nats"])
-            self.reduced_loss_sum = self.loss_sum.item()
+        self.loss_sum.copy_(state["nats"] / self.ranks.world_size)
         self.log.info(f"resuming step {self.step}\n{changes}".rstrip())
 
     def is_complete(self) -> bool:
         """Whether an earlier process has done the last step and all that belongs to it."""
         if self.step != self.steps:
             return self.step > self.steps  # a longer run than is asked for now
-        return self.ranks.on_rank0(lambda: is_evaluated(self.run, self.step))
+        return self.ranks.on_rank0(lambda: is_evaluated(self.run_dir, self.step))
 
     @property
     def is_finished(self) -> bool:
@@ -181,7 +179,7 @@ class Trainer:
         # Blocks share their code but not their constants, and count as recompilations.
         torch._dynamo.config.recompile_limit = 64
         # The weights of a sharded model arrive between its blocks, which are compiled one by one.
-        modules = self.model.blocks if self.is_sharded else [self.objective]
+        modules = self.model.blocks if self.is_sharded else [self.loss_module]
         for module in modules:
             module.compile(dynamic=False)
         self.is_compiled = True
@@ -200,30 +198,29 @@ class Trainer:
         wait = self.log.waiting("compiling the training step", seconds, advice)
         with compilation.exit_without_waiting(), self._pause_clock(), wait, self._no_sync():
             try:
-                self._accumulate(self._micro_batches()[0])
+                # A model with dropout has another graph for evaluation.
+                for is_training in (True, False):
+                    self.loss_module.train(is_training)
+                    self._accumulate(self._micro_batches()[0])
             except RuntimeError as error:
                 if not compilation.is_compile_error(error):
                     raise
                 problem = compilation.first_error_line(error)
 
         # Undo what the batch did.
+        self.loss_module.train()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for buffer, before in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(before)
         self.last_report_time = self._clock()
 
-        if self.ranks.all_reduce_max(int(bool(problem))):
-            self._continue_uncompiled(problem)
-        else:
+        # Go on without compilation where it has failed on any rank.
+        if not self.ranks.all_reduce_max(int(bool(problem))):
             self.log.info(f"compiled in {monotonic() - start:.0f} s")
-
-    def _continue_uncompiled(self, problem: str) -> None:
-        """Go on without compilation, which failed; with compile=true end with exit code 2."""
+            return
         if self.settings["compile"] is True:
-            fix = "compile=false, or another C++ compiler in $CXX"
-            problem = f"compilation failed ({problem}). fix: {fix}"
-            errors.exit_with(errors.INPUT, problem, rank0_only=True)
+            compilation.exit_failed(problem, "compile=false")
         self.log.info(f"warning: compilation failed, training goes on without it ({problem})")
         torch.compiler.set_stance("force_eager")
         self.is_compiled = False
@@ -298,7 +295,7 @@ class Trainer:
 
     def _no_sync(self) -> AbstractContextManager:
         """Inside, backward does not exchange gradients between ranks."""
-        if self.parallel is self.objective:
+        if self.parallel is self.loss_module:
             return nullcontext()
         return self.parallel.no_sync()
 
@@ -328,11 +325,11 @@ class Trainer:
         )
         if steps_left is None:
             return
-        steps = self.step + steps_left
-        if steps < self.steps < math.inf:
-            minutes = self.settings["max_minutes"]
-            self.log.info(f"max_minutes={minutes} has room for {steps} of {self.steps} steps")
-        self.steps = min(self.steps, steps)
+        fitted_steps = self.step + steps_left
+        self.log.info(
+            f"max_minutes={self.settings['max_minutes']} has room for {fitted_steps} steps"
+        )
+        self.steps = min(self.steps, fitted_steps)
         self.budget = None
 
     # Metrics and progress
@@ -341,74 +338,69 @@ class Trainer:
         """Write the metrics of the steps since the last report, and show them."""
         self.check_finite()
         self._measure_throughput()
-        tokens = (self.step - self.reported_step) * self.batch_tokens
-        train_loss = self.ranks.all_reduce_sum(self.loss_sum.item()) / tokens
+        loss_sum = self.ranks.all_reduce_sum(self.loss_sum.item())
         grad_norm = self.grad_norm.item()
-        self.log.write(
-            self.step,
-            **self._progress_fields(),
-            train_loss=train_loss,
+        self._write_metrics(
+            train_loss=loss_sum / self._unreported_tokens(),
             lr=self.optimizers[0].param_groups[0]["lr"],
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             tokens_per_second=self.tokens_per_second,
-            flops_per_second=self.flops_per_second,
+            flops_per_second=self.tokens_per_second * self.flops_per_token,
             mfu=self.mfu,
             peak_memory_bytes=hardware.peak_memory(self.ranks.device),
         )
         self.log_state = self.log.state()
-        self.log.progress(self.step, self.steps, self._describe_progress(train_loss))
+        self._draw_progress(loss_sum)
 
         # Begin the next report.
         self.loss_sum.zero_()
-        self.reduced_loss_sum = 0.0
         self.reported_step = self.step
         self.last_report_time = self._clock()
 
+    def _write_metrics(self, **values: float | None) -> None:
+        tokens = self.step * self.batch_tokens
+        self.log.write(self.step, tokens=tokens, seconds=round(self.seconds, 3), **values)
+
     def show_progress(self) -> None:
         """Between reports, at most once a second: show the loss of this rank since the last one."""
-        steps = self.step - self.reported_step
-        if steps == 0 or not self.log.wants_progress():
-            return
-        self._measure_throughput()
-        own = self.loss_sum.item() - self.reduced_loss_sum
-        loss_sum = self.reduced_loss_sum + own * self.ranks.world_size
-        loss = loss_sum / (steps * self.batch_tokens)
-        self.log.progress(self.step, self.steps, self._describe_progress(loss))
+        if self.step > self.reported_step and self.log.wants_progress():
+            self._measure_throughput()
+            self._draw_progress(self.loss_sum.item() * self.ranks.world_size)
+
+    def _unreported_tokens(self) -> int:
+        return (self.step - self.reported_step) * self.batch_tokens
 
     def _measure_throughput(self) -> None:
         """Tokens per second of this process's steps since the last report."""
         steps = self.step - max(self.reported_step, self.first_step)
         seconds = self._clock() - self.last_report_time
         self.tokens_per_second = steps * self.batch_tokens / seconds
-        self.flops_per_second = self.tokens_per_second * self.flops_per_token
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation: the fraction of the devices' peak, if that is known."""
+        """Model FLOP utilization: the fraction of the devices' peak, if that is known."""
         if self.peak_flops is None:
             return None
-        return self.flops_per_second / self.peak_flops / self.ranks.world_size
+        peak_flops = self.peak_flops * self.ranks.world_size
+        return self.tokens_per_second * self.flops_per_token / peak_flops
 
-    def _describe_progress(self, loss: float) -> str:
-        """Loss, throughput, utilisation, memory and time left, for a line."""
-        utilisation = f"{self.flops_per_second / 1e9:,.0f} GFLOP/s"
+    def _draw_progress(self, loss_sum: float) -> None:
+        """Show loss, throughput, utilization, memory and time left."""
+        utilization = f"{self.tokens_per_second * self.flops_per_token / 1e9:,.0f} GFLOP/s"
         if self.mfu is not None:
-            utilisation = f"mfu {self.mfu:.1%}"
-        memory = f"{hardware.peak_memory(self.ranks.device) / 2**30:.1f} GiB"
-        text = f"loss {loss:.3f}  {self.tokens_per_second:,.0f} tokens/s  {utilisation}  {memory}"
-
+            utilization = f"mfu {self.mfu:.1%}"
         # Until the number of steps is fitted, the clock decides when the run ends.
-        if self.steps < math.inf:
-            tokens_left = (self.steps - self.step) * self.batch_tokens
-            return f"{text}  {duration(tokens_left / self.tokens_per_second)} left"
-        if self.settings["max_minutes"] is not None:
-            seconds = 60 * self.settings["max_minutes"] - self.seconds
-            return f"{text}  {duration(max(0.0, seconds))} left"
-        return text
-
-    def _progress_fields(self) -> dict[str, float]:
-        """What every line of metrics holds besides its step."""
-        return {"tokens": self.step * self.batch_tokens, "seconds": round(self.seconds, 3)}
+        seconds_left = (self.steps - self.step) * self.batch_tokens / self.tokens_per_second
+        if self.steps == math.inf:
+            seconds_left = max(0.0, 60 * self.settings["max_minutes"] - self.seconds)
+        self.log.progress(
+            self.step,
+            self.steps,
+            f"loss {loss_sum / self._unreported_tokens():.3f}  "
+            f"{self.tokens_per_second:,.0f} tokens/s  {utilization}  "
+            f"{hardware.peak_memory(self.ranks.device) / 2**30:.1f} GiB  "
+            f"{duration(seconds_left)} left",
+        )
 
     # Evaluation and samples
 
@@ -427,17 +419,17 @@ class Trainer:
                 for module in (self.model, *self.model.blocks):
                     module.unshard()
                     module.reshard()
-                text = self._sample_text(self.precision, self.check_signals)
+                with hardware.autocast(self.ranks.device, self.precision):
+                    text = self._sample_text(self.check_signals)
             elif self.ranks.is_main:
-                text = self._sample_text(torch.float32, lambda: self.signals.code)
+                text = self._sample_text(lambda: self.signals.code)
         if self.check_signals():
             return
         self.log.append("samples.txt", f"--- step {self.step}\n{text}\n")
         self.log.info(f"--- a sample at step {self.step}\n{text}\n---")
 
-    def _sample_text(self, precision: torch.dtype, stop: Callable[[], int]) -> str:
-        with hardware.autocast(self.ranks.device, precision):
-            return sample_text(self.model, self.corpus.tokenizer, self.step, stop)
+    def _sample_text(self, stop: Callable[[], int]) -> str:
+        return sample_text(self.model, self.corpus.tokenizer, self.step, stop)
 
     def evaluate(self) -> None:
         """Log the loss on the held-out text. A signal leaves it out."""
@@ -448,35 +440,24 @@ class Trainer:
             seconds = self.evaluation_cost / self.tokens_per_second
         what = f"evaluating on {self.validation_tokens:,} tokens that were held out"
         with self._pause_clock(), self.log.waiting(what, seconds, "less often: eval_every"):
-            score = self._evaluate()
+            score = evaluate(
+                self.loss_module,
+                self.corpus,
+                self.settings["context"],
+                self.micro_batch_size,
+                self.precision,
+                self.ranks,
+                self.check_signals,
+            )
         if score is None:
             return
         if not math.isfinite(score["val_loss"]):
             self._end_diverged(f"step {self.step}: evaluation is not finite")
-        self.log.write(self.step, **self._progress_fields(), **score)
+        self._write_metrics(**score)
         text = f"step {self.step}  held out: {score['val_loss']:.4f} nats per token"
         if score["val_bpb"] is not None:
             text += f", {score['val_bpb']:.4f} bits per byte"
         self.log.info(text)
-
-    def _evaluate(self) -> dict[str, float | None] | None:
-        """val_loss and val_bpb; None where a signal came."""
-        arguments = (
-            self.objective,
-            self.corpus,
-            self.settings["context"],
-            self.micro_batch_size,
-            self.precision,
-            self.ranks,
-            self.check_signals,
-        )
-        try:
-            return evaluate(*arguments)
-        except RuntimeError as error:  # a model with dropout is compiled anew for evaluation
-            if not compilation.is_compile_error(error):
-                raise
-            self._continue_uncompiled(compilation.first_error_line(error))
-            return evaluate(*arguments)
 
     # Saving
 
@@ -489,7 +470,7 @@ class Trainer:
             "seconds": self.seconds,
             "optimizer": state_by_name(self.optimizers, self.model, self.ranks),
             "scaler": self.scaler.state_dict(),
-            "nats": self.loss_sum.cpu(),
+            "nats": self.loss_sum.cpu() * self.ranks.world_size,
             "reported": self.reported_step,
             "log": self.log_state,
         }
@@ -514,10 +495,9 @@ class Trainer:
         if not all(is_finite):
             self._end_diverged(f"step {self.step} made the weights infinite")
 
-        # From here on rank 0 has the loss of all ranks, as it will have when the run is resumed.
+        # Each rank goes on with an equal share of the loss, as it will when the run is resumed.
         loss_sum = self.ranks.all_reduce_sum(self.loss_sum.item())
-        self.reduced_loss_sum = loss_sum if self.ranks.is_main else 0.0
-        self.loss_sum.fill_(self.reduced_loss_sum)
+        self.loss_sum.fill_(loss_sum / self.ranks.world_size)
 
         wait = self.log.waiting("saving a checkpoint", advice="less often: save_every")
         with self._pause_clock(), wait:
@@ -533,39 +513,41 @@ class Trainer:
         """Ends with exit code 74 where the disk does not take it."""
         tokenizer = self.corpus.tokenizer.proto
         try:
-            checkpoint.save(self.run, self.step, weights, self.saved_config(), tokenizer, state)
+            checkpoint.save(self.run_dir, self.step, weights, self.saved_config(), tokenizer, state)
         except OSError as error:
             saved = f"step {self.saved_step}" if self.saved_step else "no step"
-            problem = (
-                f"step {self.step} cannot be saved, {saved} is there ({self.run}: {error.strerror})"
+            errors.exit_with(
+                errors.STORAGE,
+                f"step {self.step} cannot be saved, {saved} is there "
+                f"({self.run_dir}: {error.strerror}). fix: make room, then resume=true",
             )
-            errors.exit_with(errors.STORAGE, f"{problem}. fix: make room, then resume=true")
 
     def check_finite(self) -> None:
         """End with exit code 4 where a step was not finite. No weight has taken part in it."""
         step = self.guard.bad_step()
         if step is not None:
-            batch = self.loader.describe(step - 1)
-            self._end_diverged(f"at step {step}, whose batch is {batch}")
+            self._end_diverged(f"at step {step}, whose batch is {self.loader.describe(step - 1)}")
 
     def _end_diverged(self, where: str) -> NoReturn:
-        fix = "a lower optimizer.lr, or precision=fp32"
-        fix += f"; resume=true goes on from step {self.saved_step}"
-        problem = f"training diverged ({where}). fix: {fix}"
-        errors.exit_with(errors.DIVERGED, problem, rank0_only=True)
+        errors.exit_with(
+            errors.DIVERGED,
+            f"training diverged ({where}). fix: a lower optimizer.lr, or precision=fp32; "
+            f"resume=true goes on from step {self.saved_step}",
+            rank0_only=True,
+        )
 
     def finish(self) -> None:
         """Close the log, draw loss.png and say how to generate text."""
         self.log.close()
         self.log.plot()
-        self.log.info(f'done. Now try: python generate.py --run {self.run} "PROMPT"')
+        self.log.info(f'done. Now try: python generate.py --run {self.run_dir} "PROMPT"')
 
     # Clocks
 
     @property
     def seconds(self) -> float:
         """Seconds of this run, earlier processes and pauses included."""
-        return monotonic() - self.started + self.earlier_seconds
+        return monotonic() - self.started
 
     def _clock(self) -> float:
         """Seconds, on a clock that stands still while something other than training goes on."""

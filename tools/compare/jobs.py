@@ -63,7 +63,7 @@ class Job:
             return False
         # What training adds to the settings of a run is not compared.
         changes = []
-        for key, text in resume.changes(run.settings, self.settings).items():
+        for key, text in resume.changed_settings(run.settings, self.settings).items():
             if key.partition(".")[0] in self.settings and key not in SET_BY_RUN:
                 changes.append(text)
         if changes:
