@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from common import compilation, config, errors, hardware
+from common import config, errors, hardware
 from training import distributed, run_dir
 from training.setup import load_corpus, report_machine_errors, set_up_run, summary
 from training.signals import Signals
@@ -43,8 +43,6 @@ def main(cfg: DictConfig) -> None:
             corpus, loader = load_corpus(settings, setup.source)
             ranks = distributed.init_distributed(setup.device)
         hardware.keep_freed_memory(setup.device)
-        if setup.is_compiled:
-            compilation.use_cache()
 
         # The folder is locked until the run ends. A compilation that fails and a lack of memory are
         # reported as one line.
@@ -57,20 +55,18 @@ def main(cfg: DictConfig) -> None:
                 settings, corpus, loader, run, ranks, setup.precision, signals, started
             )
             trainer.log.info(summary(trainer, setup))
-            exit_code = train(trainer, setup.is_compiled, setup.pretrained)
+            exit_code = train(trainer, setup.pretrained)
             ranks.barrier()
     if exit_code:
         raise SystemExit(exit_code)
 
 
-def train(trainer: Trainer, is_compiled: bool, pretrained: Path | None = None) -> int:
+def train(trainer: Trainer, pretrained: Path | None = None) -> int:
     """Train to the last step -> 0, or the exit code that a signal asks for.
 
     The run starts with `pretrained` weights if they are given, or resumes.
     """
-    # Start or resume. A compilation that fails shows before the first step.
-    if is_compiled:
-        trainer.compile()
+    # Start or resume. With compile=true, a compilation that fails shows before the first step.
     with trainer.log.waiting("reading the weights"):
         trainer.restore_or_start(pretrained)
     if trainer.is_complete():
@@ -79,7 +75,7 @@ def train(trainer: Trainer, is_compiled: bool, pretrained: Path | None = None) -
             "To go on: steps=N"
         )
         return 0
-    if is_compiled and not trainer.is_finished:
+    if trainer.is_compiled and not trainer.is_finished:
         trainer.compile_first_step()
     trainer.log.open(trainer.log_state)
 
@@ -99,6 +95,7 @@ def train(trainer: Trainer, is_compiled: bool, pretrained: Path | None = None) -
         if trainer.is_due("log_every"):
             trainer.log_metrics()
         trainer.show_progress()
+        trainer.choose_compilation()
 
     # A signal asks to save what was trained and to end.
     if trainer.exit_code:

@@ -1,5 +1,6 @@
 """torch.compile on this machine: what it needs, and a cache whose files are always complete."""
 
+import math
 import os
 import re
 import shlex
@@ -59,8 +60,7 @@ def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> tup
         return wanted, "as asked"
     if missing:
         return False, f"no {missing}"
-    reason = "a long run" if is_long else "a short run"
-    return is_long, reason
+    return is_long, "where it pays"
 
 
 def missing_for_compilation(device: torch.device) -> str | None:
@@ -159,7 +159,12 @@ def exit_without_waiting() -> Iterator[None]:
 
 
 def expected_seconds(depth: int, device: torch.device) -> float:
-    """About how long forward and backward of `depth` layers take to compile with an empty cache."""
+    """About how long forward and backward of `depth` layers take to compile with an empty cache.
+
+    It is infinite where they cannot be compiled.
+    """
+    if missing_for_compilation(device) is not None:
+        return math.inf
     if device.type == "cuda":
         return 40.0
     return 10.0 + 10.0 * depth

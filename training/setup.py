@@ -32,7 +32,6 @@ class RunSetup:
     pretrained: Path | None  # the model to start from
     device: torch.device
     precision: torch.dtype  # of matrix products
-    is_compiled: bool
     compile_reason: str
     source: Source
 
@@ -64,12 +63,11 @@ def set_up_run(cfg: DictConfig, overrides: list[str]) -> RunSetup:
     with collect(problems):
         device = hardware.pick_device(settings["device"])
         precision = hardware.pick_precision(settings["precision"], device)
-        is_long = config.is_long_run(settings)
-        is_compiled, reason = compilation.pick_compile(settings["compile"], device, is_long)
+        _, reason = compilation.pick_compile(settings["compile"], device, is_long=True)
     with collect(problems):
         source = instantiate(settings["data"], "data")
     report(problems)
-    return RunSetup(settings, pretrained, device, precision, is_compiled, reason, source)
+    return RunSetup(settings, pretrained, device, precision, reason, source)
 
 
 def load_settings(settings: dict) -> dict:
@@ -181,7 +179,6 @@ def summary(trainer: Trainer, setup: RunSetup) -> str:
     """Two lines about a run before it starts: sizes, and what it is computed with."""
     parameters = sum(p.numel() for p in trainer.model.parameters())
     tokens = sum(map(len, trainer.corpus.train))
-    plan = "to be compiled" if setup.is_compiled else "not compiled"
     peak = "peak FLOP/s unknown, so no MFU"
     if trainer.peak_flops is not None:
         peak = f"peak {trainer.peak_flops / 1e12:.0f} TFLOP/s"
@@ -190,5 +187,5 @@ def summary(trainer: Trainer, setup: RunSetup) -> str:
         f"{trainer.flops_per_token / 1e6:.0f} MFLOP per token, "
         f"{tokens / 1e6:.1f} M tokens of text\n"
         f"{trainer.ranks.world_size} x {trainer.ranks.device}, {trainer.precision}, "
-        f"{plan} ({setup.compile_reason}), {peak}"
+        f"compile={trainer.settings['compile']} ({setup.compile_reason}), {peak}"
     )

@@ -43,6 +43,10 @@ class Signals:
         """From now on there is something to save."""
         self.is_armed = True
 
+    def disarm(self) -> None:
+        """For a compilation, which takes longer than the few steps before it."""
+        self.is_armed = False
+
     def _handle(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
         is_repeated = self.code != 0 and number == signal.SIGINT and "RANK" not in os.environ

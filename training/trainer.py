@@ -20,6 +20,7 @@ from data.loader import Loader
 from data.prepare import Corpus
 from training import resume
 from training.budget import TimeBudget
+from training.compile_choice import TIMED_STEPS, CompileRecord
 from training.distributed import DistEnv
 from training.divergence import DivergenceGuard
 from training.evaluation import evaluate, sample_text
@@ -68,7 +69,6 @@ class Trainer:
         self.loss_module, self.parallel = build_parallel(settings, bos, ranks, precision)
         self.model = self.loss_module.model
         self.is_sharded = settings["sharded"]
-        self.is_compiled = False
         self.optimizers = instantiate(settings["optimizer"], "training")(self.model)
         self.schedule = instantiate(settings["schedule"], "training")
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=precision == torch.float16)
@@ -76,10 +76,18 @@ class Trainer:
         if not self.scaler.is_enabled():  # a scaler tells the optimizers itself
             self.guard.attach(self.optimizers)
 
+        # Compilation. With compile=auto, the first steps are not compiled, and one is timed.
+        self.is_compiled = settings["compile"] is True
+        machine = resume.fingerprint(ranks, precision, False, self.micro_batch_size)
+        cold_seconds = compilation.expected_seconds(len(self.model.blocks), ranks.device)
+        self.compile_record = CompileRecord([machine, settings["model"]], cold_seconds)
+        self.compile_seconds = 0.0  # that this process took
+        self.eager_step_seconds = 0.0
+
         # Position, in optimizer steps.
         self.step = 0
         self.steps = settings["steps"] or math.inf
-        self.first_step = 0  # where this process began
+        self.first_step = 0  # where this process began, or has compiled
         self.saved_step = 0  # of the newest checkpoint
         self.reported_step = 0  # of the newest line of training metrics
         self.log_state = {}  # how far the log's files went before this step's sample and evaluation
@@ -97,6 +105,7 @@ class Trainer:
         self.started = started  # earlier by the time of the processes that this one resumes
         self.paused_seconds = 0.0  # that were not spent on training
         self.last_report_time = self._clock()
+        self.step_start = self.last_report_time
 
         # An evaluation is a forward pass in which the head computes its gradients too. Measured on
         # CPUs, it takes 0.4 of a training step's time, and all of it for the share of the head.
@@ -133,6 +142,8 @@ class Trainer:
     def _restore(self, newest: Path) -> None:
         """Load all that `state` stores. Ends with exit code 2 where the config is another run's."""
         saved = checkpoint.load_config(newest)
+        if self.settings["compile"] == "auto":
+            self.is_compiled = saved["machine"]["compiled"]
         with errors.user_input():
             changes = resume.check_resumed(saved, self.saved_config(), newest)
         state = checkpoint.load_state(newest, set(self.state()))
@@ -172,8 +183,29 @@ class Trainer:
 
     # Compilation
 
+    def choose_compilation(self) -> None:
+        """With compile=auto, after step TIMED_STEPS of a run: compile if that saves time."""
+        if self.settings["compile"] != "auto" or self.is_compiled or self.step > TIMED_STEPS:
+            return
+        self.loss_sum.item()  # waits for the device
+        self.eager_step_seconds = self._clock() - self.step_start
+        self.step_start = self._clock()
+        if self.step < TIMED_STEPS:
+            return
+        record = self.compile_record
+        seconds_left = self._seconds_left(self.eager_step_seconds)
+        self.is_compiled = self.ranks.on_rank0(lambda: record.pays(seconds_left))
+        self.log.info(
+            f"compile=auto chooses {self.is_compiled}: steps of {self.eager_step_seconds:.2f} s "
+            f"for {seconds_left:.0f} s, or about {record.seconds:.0f} s of compilation and "
+            f"{record.step_ratio:.0%} of the time a step"
+        )
+        if self.is_compiled and not self.exit_code:
+            self.compile_first_step()
+
     def compile(self) -> None:
         """Have torch.compile compile the training step when it runs for the first time."""
+        compilation.use_cache()
         # An earlier run of a sweep may have gone on without compilation.
         torch.compiler.set_stance("default")
         # Blocks share their code but not their constants, and count as recompilations.
@@ -190,12 +222,13 @@ class Trainer:
         Where compilation fails, training goes on without it; with compile=true the process ends
         with exit code 2. A signal ends the process at once.
         """
+        self.signals.disarm()
         problem = ""
         start = monotonic()
+        self.compile()
         buffers = [buffer.clone() for buffer in self.model.buffers()]
-        seconds = compilation.expected_seconds(len(self.model.blocks), self.ranks.device)
         advice = "less where .cache/ has it from before; to begin at once: compile=false"
-        wait = self.log.waiting("compiling the training step", seconds, advice)
+        wait = self.log.waiting("compiling the training step", self.compile_record.seconds, advice)
         with compilation.exit_without_waiting(), self._pause_clock(), wait, self._no_sync():
             try:
                 # A model with dropout has another graph for evaluation.
@@ -213,11 +246,13 @@ class Trainer:
             optimizer.zero_grad()
         for buffer, before in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(before)
+        self.first_step = self.step
         self.last_report_time = self._clock()
 
         # Go on without compilation where it has failed on any rank.
         if not self.ranks.all_reduce_max(int(bool(problem))):
-            self.log.info(f"compiled in {monotonic() - start:.0f} s")
+            self.compile_seconds = monotonic() - start
+            self.log.info(f"compiled in {self.compile_seconds:.0f} s")
             return
         if self.settings["compile"] is True:
             compilation.exit_failed(problem, "compile=false")
@@ -338,6 +373,10 @@ class Trainer:
         """Write the metrics of the steps since the last report, and show them."""
         self.check_finite()
         self._measure_throughput()
+        if self.compile_seconds > 0 and self.ranks.is_main:
+            step_seconds = self.batch_tokens / self.tokens_per_second
+            self.compile_record.add(self.compile_seconds, step_seconds, self.eager_step_seconds)
+            self.compile_seconds = 0.0
         loss_sum = self.ranks.all_reduce_sum(self.loss_sum.item())
         grad_norm = self.grad_norm.item()
         self._write_metrics(
@@ -389,10 +428,7 @@ class Trainer:
         utilization = f"{self.tokens_per_second * self.flops_per_token / 1e9:,.0f} GFLOP/s"
         if self.mfu is not None:
             utilization = f"mfu {self.mfu:.1%}"
-        # Until the number of steps is fitted, the clock decides when the run ends.
-        seconds_left = (self.steps - self.step) * self.batch_tokens / self.tokens_per_second
-        if self.steps == math.inf:
-            seconds_left = max(0.0, 60 * self.settings["max_minutes"] - self.seconds)
+        seconds_left = self._seconds_left(self.batch_tokens / self.tokens_per_second)
         self.log.progress(
             self.step,
             self.steps,
@@ -401,6 +437,13 @@ class Trainer:
             f"{hardware.peak_memory(self.ranks.device) / 2**30:.1f} GiB  "
             f"{duration(seconds_left)} left",
         )
+
+    def _seconds_left(self, step_seconds: float) -> float:
+        """Until the run ends: by the time of a step or, before the steps are fitted, the clock."""
+        seconds = (self.steps - self.step) * step_seconds
+        if self.budget is not None:
+            seconds = min(seconds, max(0.0, self.budget.limit - self.seconds))
+        return seconds
 
     # Evaluation and samples
 

@@ -72,7 +72,7 @@ class Job:
             trainer = Trainer(
                 settings, self.corpus, loader, run, ranks, torch.float32, signals, monotonic()
             )
-            return train(trainer, is_compiled=False)
+            return train(trainer)
 
     def fresh(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)

@@ -160,6 +160,44 @@ def test_fitted_steps_stay_though_both_bounds_are_given(job, monkeypatch):
     assert job.checkpoints[-1].name == "step-00000004"
 
 
+def compiled_to_other_bits() -> None:
+    """As if it paid to compile, and a compiled step computed a little more."""
+
+    def compile(self):
+        self.is_compiled = True
+        self.loss_module.register_forward_hook(lambda _, tokens, loss: loss * 1.001)
+
+    trainer.Trainer.compile = compile
+    trainer.CompileRecord.pays = lambda *_: True
+
+
+def not_paying() -> None:
+    compiled_to_other_bits()
+    trainer.CompileRecord.pays = lambda *_: False
+
+
+@pytest.mark.parametrize("words", [(), ("save_every=2",)])
+def test_a_cut_run_goes_on_as_its_first_process_chose(job, monkeypatch, words):
+    monkeypatch.setattr(trainer.compilation, "missing_for_compilation", lambda device: None)
+    monkeypatch.setattr(trainer.compilation, "USER_CACHE", str(job.root.parent))
+    words = ("compile=auto", "steps=6", "eval_every=3", *words)
+    curves = []
+    for other in (not_paying, compiled_to_other_bits):
+        job.fresh()
+        assert forked(lambda: job(*words), other) == 0
+        curves.append(job.curve())
+        # What would be chosen by the processes after the third does not matter.
+        job.fresh()
+        for _ in range(3):
+            assert forked(lambda: job(*words), other, one_step_only) == 75
+        for _ in range(2):
+            later = compiled_to_other_bits if other is not_paying else not_paying
+            assert forked(lambda: job(*words), later, one_step_only) == 75
+        assert forked(lambda: job(*words), later) == 0
+        assert job.curve() == curves[-1]
+    assert curves[0] != curves[1]
+
+
 @pytest.mark.parametrize("cut", ["sample_text", "evaluate"])
 def test_a_run_killed_after_its_last_save_only_samples_and_evaluates(job, whole, cut, capfd):
     def killed_at_the_end() -> None:
