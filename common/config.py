@@ -75,10 +75,10 @@ GROUPS = tuple(GROUP_RULES)
 NO_SIZES = ("model.attention.", "model.ffn.", "model.norm", "model.softcap")
 
 
-def find_problems(config: dict, world: int) -> list[str]:
+def find_problems(config: dict, world_size: int) -> list[str]:
     """Return a line for each key of a resolved config that is unknown, missing or out of range.
 
-    `world` is the number of processes that train together.
+    `world_size` is the number of processes that train together.
     """
     problems = []
     for key in config:
@@ -107,10 +107,10 @@ def find_problems(config: dict, world: int) -> list[str]:
     # Check what goes together.
     if config["steps"] is None and config["max_minutes"] is None:
         problems.append("the run has no end (steps=null, max_minutes=null). fix: max_minutes=5")
-    if config["sharded"] and world == 1:
+    if config["sharded"] and world_size == 1:
         fix = "torchrun --nproc_per_node=N train.py, or sharded=false"
         problems.append(f"one process has nothing to shard over (sharded=true). fix: {fix}")
-    batch_problem = find_batch_problem(config, world)
+    batch_problem = find_batch_problem(config, world_size)
     if batch_problem is not None:
         problems.append(batch_problem)
     return problems
@@ -153,7 +153,7 @@ def defaults(overrides: list[str]) -> dict[str, object]:
     return dict(flatten(settings))
 
 
-def find_batch_problem(config: dict, world: int) -> str | None:
+def find_batch_problem(config: dict, world_size: int) -> str | None:
     """Return a line if a batch is not a whole number of micro-batches on every process.
 
     A batch smaller than one micro-batch a process is fine: it is a smaller micro-batch.
@@ -161,7 +161,7 @@ def find_batch_problem(config: dict, world: int) -> str | None:
     batch_tokens = config["batch_tokens"]
     micro_batch = config["micro_batch"]
     context = config["context"]
-    unit = context * world  # tokens of one sequence on every process
+    unit = context * world_size  # tokens of one sequence on every process
     sequences, rest = divmod(batch_tokens, unit)  # on each process
     step = micro_batch if sequences >= micro_batch else 1
     if rest == 0 and sequences % step == 0:
@@ -174,20 +174,13 @@ def find_batch_problem(config: dict, world: int) -> str | None:
         divisors = [n for n in range(1, micro_batch) if sequences % n == 0]
         fixes.append(f"micro_batch={max(divisors)}")
     fix = " or ".join(fixes)
-    values = f"{batch_tokens=} {micro_batch=} {context=} processes={world}"
+    values = f"{batch_tokens=} {micro_batch=} {context=} processes={world_size}"
     return f"a batch must be whole micro-batches for every process ({values}). fix: {fix}"
 
 
-def micro_batch_size(config: dict, world: int) -> int:
+def micro_batch_size(config: dict, world_size: int) -> int:
     """Sequences per device and forward."""
-    return min(config["micro_batch"], config["batch_tokens"] // config["context"] // world)
-
-
-def is_long_run(config: dict) -> bool:
-    """Whether a run is long enough for compilation to pay."""
-    steps = config["steps"] or math.inf
-    minutes = config["max_minutes"] or math.inf
-    return steps >= 200 and minutes >= 3
+    return min(config["micro_batch"], config["batch_tokens"] // config["context"] // world_size)
 
 
 def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:

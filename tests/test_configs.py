@@ -64,7 +64,7 @@ def test_a_size_is_what_its_name_says(size):
     "choice", [f"{g}={p.stem}" for g in GROUPS for p in sorted((CONFIGS / g).glob("*.yaml"))]
 )
 def test_every_choice_composes_without_a_fault(choice):
-    assert config.find_problems(settings_of(choice), world=1) == []
+    assert config.find_problems(settings_of(choice), world_size=1) == []
 
 
 FAULTS = {
@@ -84,7 +84,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("override", FAULTS)
 def test_a_fault_of_the_config_is_named(override):
-    (found,) = config.find_problems(settings_of(override), world=1)
+    (found,) = config.find_problems(settings_of(override), world_size=1)
     assert FAULTS[override] in found and "fix: " in found
 
 
@@ -92,7 +92,7 @@ def test_all_faults_are_told_at_once():
     assert (
         len(
             config.find_problems(
-                settings_of("steps=0", "seed=-1", "optimizer.lr=-2", "log_every=0.5"), world=1
+                settings_of("steps=0", "seed=-1", "optimizer.lr=-2", "log_every=0.5"), world_size=1
             )
         )
         == 4

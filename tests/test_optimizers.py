@@ -166,8 +166,10 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_first_save(traine
 
 
 def test_options_may_be_flags_texts_and_null():
-    assert config.find_problems(settings_of(*OVERRIDES["novel"]), world=1) == []
-    (problem,) = config.find_problems(settings_of(*OVERRIDES["novel"], "optimizer.lr=-1"), world=1)
+    assert config.find_problems(settings_of(*OVERRIDES["novel"]), world_size=1) == []
+    (problem,) = config.find_problems(
+        settings_of(*OVERRIDES["novel"], "optimizer.lr=-1"), world_size=1
+    )
     assert problem.startswith("optimizer.lr must be a number of at least 0 (got -1)")
 
 

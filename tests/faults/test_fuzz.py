@@ -130,7 +130,7 @@ def test_five_hundred_configs_are_taken_or_refused_in_words(capfd, tmp_path, mon
 
 
 def test_the_fuzz_sees_rules_that_are_missing(capfd, monkeypatch):
-    monkeypatch.setattr(config, "find_problems", lambda settings, world: [])
+    monkeypatch.setattr(config, "find_problems", lambda settings, world_size: [])
     # Nor does the attempt to build what the config describes report its errors.
     monkeypatch.setattr(setup, "collect", lambda problems: nullcontext())
     assert next(fuzzed(120, 0, capfd), None) is not None
