@@ -1,7 +1,6 @@
 """The configuration: composing it from configs/, and checking it before anything is built."""
 
 import json
-import math
 import re
 import shlex
 import sys
