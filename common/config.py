@@ -50,6 +50,7 @@ RULES = {
     "activation_checkpointing": "true or false",
     "z_loss": "a number of at least 0",
     "eval_every": "a whole number of at least 1",
+    "eval_tokens": "null or a whole number of at least 2",
     "save_every": "a whole number of at least 1",
     "sample_every": "a whole number of at least 1",
     "log_every": "a whole number of at least 1",

@@ -105,18 +105,17 @@ def document_ids(inputs: Tensor, bos: int) -> Tensor:
 
 
 def eval_windows(
-    shards: list[np.ndarray], context: int, batch_size: int
+    tokens: np.ndarray, context: int, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Iterate once over all text, in order, in windows that do not overlap.
 
     Yields inputs (B, T) and targets (B, T), all of one shape: the last batch is padded, and its
     padding has the target IGNORE_INDEX.
     """
-    text = np.concatenate(shards).astype(np.int64)
-    tokens = torch.from_numpy(text)
-    padding = (0, -(len(tokens) - 1) % (batch_size * context))
-    inputs = pad(tokens[:-1], padding)
-    targets = pad(tokens[1:], padding, value=IGNORE_INDEX)
+    text = torch.from_numpy(tokens.astype(np.int64))
+    padding = (0, -(len(text) - 1) % (batch_size * context))
+    inputs = pad(text[:-1], padding)
+    targets = pad(text[1:], padding, value=IGNORE_INDEX)
     # Cut them into batches of windows.
     shape = (-1, batch_size, context)
     return zip(inputs.view(shape), targets.view(shape), strict=True)

@@ -70,7 +70,7 @@ def test_documents_are_numbered_from_bos_to_bos():
 @pytest.mark.parametrize("context, batch", [(10, 4), (999, 1), (64, 3), (2000, 2)])
 def test_windows_hold_every_target_once(context, batch):
     seen = []
-    for inputs, targets in eval_windows(SHARDS, context, batch):
+    for inputs, targets in eval_windows(np.concatenate(SHARDS), context, batch):
         assert inputs.shape == targets.shape == (batch, context)
         counted = targets != IGNORE_INDEX
         assert torch.equal(inputs[counted] + 1, targets[counted])

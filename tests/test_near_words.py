@@ -7,7 +7,7 @@ import pytest
 
 from common import cli, config, errors
 from common.instantiate import instantiate
-from data.files import TEXTS, find_files
+from data.files import TEXT_SUFFIXES, find_files
 from tests.conftest import ROOT
 from training.setup import load_settings
 
@@ -43,7 +43,7 @@ MISTYPED = {  # what is typed: exit code, what the line offers after "fix: "
     "model=15M": (1, "model=15m"),
     "schedule=cosin": (1, "schedule=cosine"),
     "experiment=tinystores": (1, "experiment=tinystories or data=tinystories"),
-    "attention={a:1}": (1, "attention=chunked or attention=delta or"),
+    "attention={a:1}": (1, "attention=alibi or attention=chunked or"),
     "attention=gqa,mqa": (1, "python -m tools.compare attention=gqa,mqa"),
     "seed=range(3)": (1, "python -m tools.compare 'seed=range(3)'"),
     # values
@@ -90,7 +90,7 @@ COMMANDS = {
     "lr=0.1": (1, "fix: optimizer.lr\n"),
     "attention=gqa,mqa": (1, "fix: python -m tools.compare attention=gqa,mqa or"),
     "model=15": (2, "fix: model=15m\n"),
-    "attention=null": (2, "fix: attention=chunked or attention=delta or"),
+    "attention=null": (2, "fix: attention=alibi or attention=chunked or"),
 }
 
 
@@ -158,7 +158,7 @@ def test_a_folder_of_other_files_is_answered_with_how_to_name_them(tmp_path):
     for name in ("a.py", "package/b.py", "package/b.pyc", "read.me"):
         (tmp_path / name).write_text("text")
     with pytest.raises(ValueError, match=r"no \.txt or \.jsonl or \.parquet files") as refused:
-        find_files(str(tmp_path), TEXTS)
+        find_files(str(tmp_path), TEXT_SUFFIXES)
     answer = str(refused.value).partition("fix: data.path=")[2].strip("'")
     assert answer == f"{tmp_path}/**/*.py"
-    assert [path.name for path in find_files(answer, TEXTS)] == ["a.py", "b.py"]
+    assert [path.name for path in find_files(answer, TEXT_SUFFIXES)] == ["a.py", "b.py"]

@@ -5,6 +5,7 @@ import math
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from common.instantiate import instantiate
 from tests.conftest import VARIANTS, close, learn_by_heart, settings_of, weights
 from training import optimizers
+from training.budget import TimeBudget
 from training.optimizers import Muon, adamw, lion, muon
 from training.schedules import cosine, wsd
 
@@ -153,6 +155,53 @@ def test_evaluation_equals_a_loop_over_windows(trainer_of):
             for row, target in zip(logits, window[1:], strict=True)
         )
     assert line["val_loss"] == pytest.approx(nats / (len(text) - 1), rel=1e-5)
+
+
+def test_an_evaluation_reads_as_many_tokens_as_it_is_given(trainer_of):
+    trainer = trainer_of("eval_tokens=50", "micro_batch=2")
+    trainer.train_step()
+    trainer.evaluate()
+    line = json.loads((trainer.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    text = torch.from_numpy(trainer.corpus.validation[0][:50].astype("int64"))
+    nats = 0.0
+    for start in range(0, 49, 64):
+        window = text[start : start + 65]
+        logits = trainer.model(window[None, :-1])[0]
+        nats += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
+    assert line["val_loss"] == pytest.approx(nats / 49, rel=1e-5)
+    decoded = trainer.corpus.tokenizer.decode(text.tolist()).encode()
+    assert line["val_bpb"] == pytest.approx(nats / math.log(2) / len(decoded), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "steps, eval_every, expected",
+    [
+        ("100", "1000", 100 * 512 // 10),  # one evaluation, at the end
+        ("100", "40", 100 * 512 // 10 // 3),  # after 40, 80 and 100 steps
+        ("null", "30", 30 * 512 // 10),
+        ("100", "1", 640),  # no fewer
+    ],
+)
+def test_evaluations_read_a_tenth_of_what_is_trained(
+    trainer_of, monkeypatch, steps, eval_every, expected
+):
+    monkeypatch.setattr("training.trainer.MIN_EVAL_TOKENS", 640)
+    trainer = trainer_of("max_minutes=5", f"steps={steps}", f"eval_every={eval_every}")
+    trainer.corpus.validation = [np.zeros(1_000_000, dtype=np.uint16)]
+    assert trainer.eval_tokens == expected
+    trainer.settings["eval_tokens"] = 2_000_000
+    assert trainer.eval_tokens == 1_000_000
+
+
+def test_steps_are_fitted_beside_evaluations_of_their_share():
+    options = {"eval_every": 1000, "evaluation_steps": 600.0}
+    fitted = []
+    for share in (math.inf, 0.05):
+        budget = TimeBudget(10, **options, evaluation_share=share)
+        budget.fit(3, 0.0, 0.0)
+        fitted.append(budget.fit(103, 100.0, 100.0))
+    # 480 s are left, of which 15 are a margin and 5 a reserve: no room for 600 steps of evaluation.
+    assert fitted == [1, int((0.97 * 500 - 5) / 1.05)]
 
 
 def test_evaluation_runs_what_training_compiled(trainer_of):

@@ -9,13 +9,23 @@ SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
 class TimeBudget:
     """Times the first steps of a process, then says how many more there is time for.
 
-    `evaluation_steps` is the number of training steps that take as long as one evaluation.
+    `evaluation_steps` is the number of training steps that take as long as one evaluation of the
+    whole text, and `evaluation_share` the largest share of a training step that is spent on
+    evaluation for each step.
     """
 
-    def __init__(self, max_minutes: float, *, eval_every: int, evaluation_steps: float):
+    def __init__(
+        self,
+        max_minutes: float,
+        *,
+        eval_every: int,
+        evaluation_steps: float,
+        evaluation_share: float,
+    ):
         self.limit = 60 * max_minutes  # seconds
         self.eval_every = eval_every
         self.evaluation_steps = evaluation_steps
+        self.evaluation_share = evaluation_share
         self.warmup_end = 0.0  # seconds of training at the end of the warm-up
 
     def fit(self, steps: int, training_seconds: float, total_seconds: float) -> int | None:
@@ -36,8 +46,9 @@ class TimeBudget:
         if is_early and timed < TIMED_FRACTION * left:
             return None
 
-        # The last evaluation comes on top of those every eval_every steps.
-        seconds_per_step = timed / (steps - WARMUP_STEPS)
-        evaluation_seconds = self.evaluation_steps * seconds_per_step
-        left = (1 - SAFETY_MARGIN) * left - evaluation_seconds - RESERVED_SECONDS
-        return max(1, int(left / (seconds_per_step + evaluation_seconds / self.eval_every)))
+        # In steps: what is left, less the last evaluation, which comes on top of the regular ones.
+        left = (1 - SAFETY_MARGIN) * left - RESERVED_SECONDS
+        left /= timed / (steps - WARMUP_STEPS)
+        evaluated = (left - self.evaluation_steps) / (1 + self.evaluation_steps / self.eval_every)
+        # Evaluations of a part of the text take their share.
+        return max(1, int(evaluated), int(left / (1 + self.evaluation_share)))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,22 +21,29 @@ from training.distributed import DistEnv
 def evaluate(
     loss_module: nn.Module,
     corpus: Corpus,
+    num_tokens: int,
     context: int,
-    batch: int,
+    batch_size: int,
     precision: torch.dtype,
     ranks: DistEnv,
     stop: Callable[[], int],
 ) -> dict[str, float | None] | None:
-    """`val_loss` in nats per token and `val_bpb` in bits per byte, over all held-out text.
+    """`val_loss` in nats per token and `val_bpb` in bits per byte of the held-out text.
 
-    The text is read in windows of `context` tokens that do not overlap, `batch` of them at a time.
+    Its first `num_tokens` tokens are read in windows of `context` tokens that do not overlap,
+    `batch_size` of them at a time.
     `val_bpb` is None where the size of the text is unknown. Return None once `stop()`, called by
     all ranks after each batch, is not 0.
     """
     # Gradients stay enabled and are discarded: the graph compiled for training serves here too.
     loss_module.eval()
     loss_sum = 0.0
-    batches = list(eval_windows(corpus.validation, context, batch))
+    tokens = np.concatenate(corpus.validation)
+    num_bytes = corpus.validation_bytes
+    if num_tokens < len(tokens):
+        tokens = tokens[:num_tokens]
+        num_bytes = corpus.tokenizer.nbytes(tokens)
+    batches = list(eval_windows(tokens, context, batch_size))
     for start in range(0, len(batches), ranks.world_size):
         # Sharded ranks compute together: one without a batch of its own repeats the last, unscored.
         number = start + ranks.rank
@@ -50,10 +58,10 @@ def evaluate(
     loss_module.train()
 
     loss_sum = ranks.all_reduce_sum(loss_sum)
-    num_targets = sum(map(len, corpus.validation)) - 1  # the first token is the target of none
     bits_per_byte = None
-    if corpus.validation_bytes:
-        bits_per_byte = loss_sum / math.log(2) / corpus.validation_bytes
+    if num_bytes:
+        bits_per_byte = loss_sum / math.log(2) / num_bytes
+    num_targets = len(tokens) - 1  # the first token is the target of none
     return {"val_loss": loss_sum / num_targets, "val_bpb": bits_per_byte}
 
 

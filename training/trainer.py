@@ -34,6 +34,10 @@ from training.optimizers import (
 from training.parallel import build_parallel
 from training.signals import Signals
 
+# Of the tokens that are trained between two evaluations, as many are evaluated.
+EVALUATED_FRACTION = 0.1
+MIN_EVAL_TOKENS = 8192  # even if that takes longer
+
 
 class Trainer:
     """The model, its optimizers and the position of a run. All ranks call the same methods.
@@ -110,15 +114,17 @@ class Trainer:
         # An evaluation is a forward pass in which the head computes its gradients too. Measured on
         # CPUs, it takes 0.4 of a training step's time, and all of it for the share of the head.
         head_flops = 6 * self.model.unembedding.numel()
-        cost_per_token = 0.4 + 0.6 * head_flops / self.flops_per_token
-        self.validation_tokens = sum(map(len, corpus.validation))
-        self.evaluation_cost = cost_per_token * self.validation_tokens  # in tokens of training
+        self.evaluation_cost = 0.4 + 0.6 * head_flops / self.flops_per_token  # a token
+        share = EVALUATED_FRACTION * self.evaluation_cost
+        largest = settings["eval_tokens"] or math.inf
+        eval_tokens = min(largest, sum(map(len, corpus.validation)))
         self.budget = None  # None once the number of steps is known
         if settings["max_minutes"] is not None:
             self.budget = TimeBudget(
                 settings["max_minutes"],
                 eval_every=settings["eval_every"],
-                evaluation_steps=self.evaluation_cost / self.batch_tokens,
+                evaluation_steps=self.evaluation_cost * eval_tokens / self.batch_tokens,
+                evaluation_share=math.inf if settings["eval_tokens"] else share,
             )
 
     # Starting and resuming
@@ -474,18 +480,35 @@ class Trainer:
     def _sample_text(self, stop: Callable[[], int]) -> str:
         return sample_text(self.model, self.corpus.tokenizer, self.step, stop)
 
+    @property
+    def eval_tokens(self) -> int:
+        """Held-out tokens that an evaluation reads.
+
+        Unless a number is asked for, a tenth of the tokens that are trained between two of them:
+        runs of the same batches read the same text, whatever their model costs.
+        """
+        eval_tokens = self.settings["eval_tokens"]
+        if eval_tokens is None:
+            interval = self.settings["eval_every"]
+            if self.steps < math.inf:
+                interval = self.steps / math.ceil(self.steps / interval)
+            eval_tokens = int(EVALUATED_FRACTION * interval * self.batch_tokens)
+            eval_tokens = max(eval_tokens, MIN_EVAL_TOKENS)
+        return min(eval_tokens, sum(map(len, self.corpus.validation)))
+
     def evaluate(self) -> None:
         """Log the loss on the held-out text. A signal leaves it out."""
         if self.check_signals():
             return
         seconds = None
         if self.tokens_per_second:
-            seconds = self.evaluation_cost / self.tokens_per_second
-        what = f"evaluating on {self.validation_tokens:,} tokens that were held out"
+            seconds = self.evaluation_cost * self.eval_tokens / self.tokens_per_second
+        what = f"evaluating on {self.eval_tokens:,} tokens that were held out"
         with self._pause_clock(), self.log.waiting(what, seconds, "less often: eval_every"):
             score = evaluate(
                 self.loss_module,
                 self.corpus,
+                self.eval_tokens,
                 self.settings["context"],
                 self.micro_batch_size,
                 self.precision,
