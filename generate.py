@@ -14,23 +14,26 @@ import os
 import sys
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from common import errors
 from common.cli import Parser, bounded_number
 from data.files import utf8_lines
 
-CACHE_MULTIPLE = 256  # tokens; few capacities, so that what was compiled for one is used again
 MIN_STEPS_TO_COMPILE = 4000  # decode steps that take as long as compiling
 
 
 def main(args: argparse.Namespace) -> None:
     # torch is imported only now, so that --help and wrong options are answered at once.
+    import torch
+
     from common import compilation, hardware
-    from inference.engine import decode_step, generate
+    from inference.engine import decode_step, generate, new_cache
     from inference.load import load
+    from inference.prompts import new_sequences, read_turns
     from inference.sampling import sample
-    from inference.text import print_stream, truncate_left
+    from inference.text import print_texts, stream_texts
 
     # Read and check all input; a ValueError ends the process with exit code 2.
     with errors.user_input():
@@ -41,14 +44,18 @@ def main(args: argparse.Namespace) -> None:
         wanted = {"auto": "auto", "true": True, "false": False}[args.compile]
         is_compiled, _ = compilation.pick_compile(wanted, device, is_long)
         model, tokenizer, name = load(args.run, device, args.dtype)
-        prompt_tokens = [
-            truncate_left([tokenizer.bos, *tokenizer.encode(prompt)], model.context)
-            for prompt in prompts
-        ]
+        sequences = new_sequences(
+            tokenizer,
+            prompts,
+            model.context,
+            max_new_tokens=args.max_new_tokens,
+            num_samples=args.num_samples,
+            seed=args.seed,
+        )
     if args.attention_map is not None:
         from inference import attention_map
 
-        tokens = prompt_tokens[0]
+        tokens = sequences[0].tokens
         labels = tokenizer.processor.id_to_piece(tokens)
         with errors.user_input():
             attention_map.draw(model, tokens, labels, args.attention_map)
@@ -59,7 +66,8 @@ def main(args: argparse.Namespace) -> None:
     cache = None
     step = decode_step
     if not args.no_cache:
-        cache = new_cache(args, model, prompt_tokens)
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+        cache = new_cache(model, sequences, args.batch_size, dtypes.get(args.cache_dtype))
         if is_compiled:
             step = compile_ahead(args, model, cache)
     sampler = partial(
@@ -70,14 +78,19 @@ def main(args: argparse.Namespace) -> None:
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
     )
-    sequences = new_sequences(args, tokenizer, model.context, cache, prompts, prompt_tokens)
 
-    # Generate and print.
+    # Generate and print: all sequences, or a turn of the conversation at a time.
     loaded = perf_counter()
-    generated = generate(
-        model, sequences, sampler, cache=cache, step=step, num_draft_tokens=args.prompt_lookup
+    rounds = [sequences]
+    if args.interactive:
+        rounds = read_turns(tokenizer, model.context, cache, args.max_new_tokens, args.seed)
+    generated = chain.from_iterable(
+        generate(model, batch, sampler, cache=cache, step=step, num_draft_tokens=args.prompt_lookup)
+        for batch in rounds
     )
-    num_tokens, first_token = print_stream(generated, args.is_json)
+    num_tokens, first_token = print_texts(
+        stream_texts(generated, tokenizer, args.stop), args.is_json
+    )
     ended = perf_counter()
 
     # Report speed and memory.
@@ -215,7 +228,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
     Raises ValueError for a file without a line and for JSON without a prompt.
     """
-    from inference.text import decode_utf8
+    from inference.prompts import decode_utf8
 
     if args.interactive:
         return []
@@ -246,22 +259,6 @@ def parse_json_prompt(line: str, location: str) -> str:
     raise ValueError(f'no prompt ({location}: {line[:60]}). fix: {{"prompt": "text"}}')
 
 
-def new_cache(args: argparse.Namespace, model, prompt_tokens: list[list[int]]):
-    """Allocate a cache with a row for each sequence decoded together, and room for the longest."""
-    import torch
-
-    # A conversation may fill the context; anything else needs room for prompt and continuation.
-    num_rows = min(args.batch_size, max(1, len(prompt_tokens) * args.num_samples))
-    capacity = model.context
-    if not args.interactive:
-        num_tokens = max(len(tokens) for tokens in prompt_tokens) + args.max_new_tokens
-        capacity = min(capacity, math.ceil(num_tokens / CACHE_MULTIPLE) * CACHE_MULTIPLE)
-    weight = model.embed.weight
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-    dtype = dtypes.get(args.cache_dtype, weight.dtype)
-    return model.new_cache(num_rows, capacity, dtype, weight.device)
-
-
 def compile_ahead(args: argparse.Namespace, model, cache):
     """Compile the decode step for all of its shapes, and return it.
 
@@ -289,27 +286,6 @@ def compile_ahead(args: argparse.Namespace, model, cache):
     finally:
         cache.reset()
     return step
-
-
-def new_sequences(args, tokenizer, context: int, cache, prompts, prompt_tokens):
-    """Build the sequences to generate: --num-samples of each prompt, or a turn a line of input."""
-    from inference.text import StreamingText, read_turns, sample_seed
-
-    if args.interactive:
-        return read_turns(tokenizer, context, cache, args.max_new_tokens, args.seed, args.stop)
-    sequences = []
-    for prompt, tokens in zip(prompts, prompt_tokens, strict=True):
-        for sample in range(args.num_samples):
-            sequence = StreamingText(
-                tokenizer,
-                tokens,
-                args.max_new_tokens,
-                seed=sample_seed(args.seed, sample),
-                stop_texts=args.stop,
-                prompt=prompt,
-            )
-            sequences.append(sequence)
-    return sequences
 
 
 if __name__ == "__main__":

@@ -3,16 +3,12 @@
 The method is that of github.com/apoorvumang/prompt-lookup-decoding; the tokens stay the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from inference.engine import Batch, DecodeStep, Sampler, Sequence
+from inference.batch import Batch, DecodeStep, Sampler, Sequence
 
 
 def speculate(
@@ -26,25 +22,17 @@ def speculate(
     """
     cache = batch.cache
     model = batch.model
-    drafts = []
-    for sequence in batch.rows:
-        draft = draft_for(sequence, num_draft_tokens, model.context)
-        drafts.append(draft)
+    drafts = [draft_for(sequence, num_draft_tokens, model.context) for sequence in batch.rows]
     if not any(drafts):
-        logits = step(model, tokens[:, None], cache, None)
-        batch.logits = logits[:, -1]
+        batch.logits = step(model, tokens[:, None], cache, None)[:, -1]
         return
 
-    # Pad the drafts to (B, N).
-    lengths = [len(draft) for draft in drafts]
-    padded = [draft + [0] * (num_draft_tokens - len(draft)) for draft in drafts]
-    draft_lengths = tokens.new_tensor(lengths)
-    draft_tokens = tokens.new_tensor(padded)
-
-    # Decode the tokens and their drafts, (B, 1 + N), in one step.
-    inputs = torch.cat((tokens[:, None], draft_tokens), dim=1)
-    columns = torch.arange(inputs.shape[1], device=inputs.device)
-    is_valid = columns <= draft_lengths[:, None]
+    # Decode the tokens and their drafts in one step. Layers that cannot be rewound are copied.
+    padded = [draft + [-1] * (num_draft_tokens - len(draft)) for draft in drafts]
+    draft_tokens = tokens.new_tensor(padded)  # (B, N)
+    inputs = torch.cat((tokens[:, None], draft_tokens), dim=1)  # (B, 1 + N)
+    is_valid = inputs >= 0
+    inputs = inputs.clamp(min=0)
     num_cached = cache.lengths.clone()
     fixed_layers = [layer for layer in cache.layers if not layer.can_rewind]
     saved_layers = [layer.map(torch.clone) for layer in fixed_layers]
@@ -52,43 +40,41 @@ def speculate(
 
     # Draw after each token for which all drafts before it were right.
     num_accepted = torch.zeros_like(tokens)  # (B,)
+    is_right = torch.ones_like(tokens, dtype=torch.bool)
     for column in range(num_draft_tokens):
         drawn = sampler(logits[:, column], batch.seeds, batch.draw_indices, batch.seen_tokens)
-        is_accepted = batch.active_mask()
-        is_accepted &= num_accepted == column
-        is_accepted &= column < draft_lengths
-        is_accepted &= drawn == draft_tokens[:, column]
-        if not is_accepted.any():
+        is_right &= drawn == draft_tokens[:, column]
+        is_right &= torch.tensor(batch.is_active(), device=tokens.device)
+        if not is_right.any():
             break
-        batch.record(drawn, is_accepted)
-        num_accepted += is_accepted
-        yield from batch.append(drawn.tolist(), is_accepted.tolist())
-    rows = torch.arange(len(inputs), device=inputs.device)
-    batch.logits = logits[rows, num_accepted]
+        num_accepted += is_right
+        accepted = drawn.where(is_right, -1)
+        batch.record(accepted)
+        yield from batch.append(accepted.tolist())
+    batch.logits = logits.take_along_dim(num_accepted[:, None, None], dim=1)[:, 0]
 
     # Keep in the cache only what was accepted. Layers that cannot be rewound are restored, and
     # decode the accepted tokens again.
+    num_valid = 1 + num_accepted
     if not fixed_layers:
-        cache.rewind(num_cached + 1 + num_accepted)
-    elif (num_accepted < draft_lengths).any():
+        cache.rewind(num_cached + num_valid)
+    elif (num_valid < is_valid.sum(dim=1)).any():
         for layer, saved in zip(fixed_layers, saved_layers, strict=True):
             layer.copy_(saved)
         cache.lengths.copy_(num_cached)
-        is_valid = columns <= num_accepted[:, None]
-        step(model, inputs, cache, is_valid)
+        columns = torch.arange(inputs.shape[1], device=inputs.device)
+        step(model, inputs, cache, columns < num_valid[:, None])
 
 
-def draft_for(sequence: Sequence | None, num_draft_tokens: int, context: int) -> list[int]:
-    """Draft what may follow a sequence, as far as its length and the context allow."""
-    if sequence is None or sequence.is_finished:
+def draft_for(sequence: Sequence, num_draft_tokens: int, context: int) -> list[int]:
+    """Draft what may follow a sequence, as far as its length and the context allow.
+
+    That is what followed the newest earlier occurrence of its last three, or else two, tokens.
+    """
+    tokens = sequence.tokens
+    limit = min(num_draft_tokens, sequence.num_left, context - len(tokens))
+    if sequence.is_finished or limit < 1:
         return []
-    num_free = max(0, context - len(sequence.tokens))
-    limit = min(num_draft_tokens, sequence.num_left, num_free)
-    return lookup(sequence.tokens, limit)
-
-
-def lookup(tokens: list[int], limit: int) -> list[int]:
-    """Return what followed the newest earlier occurrence of the last three, or else two, tokens."""
     for size in (3, 2):
         last = tokens[-size:]
         for start in range(len(tokens) - size - 1, -1, -1):

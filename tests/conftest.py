@@ -29,7 +29,8 @@ from common.instantiate import instantiate
 from data.loader import Loader
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from inference.engine import Sequence, generate
+from inference.batch import Sequence
+from inference.engine import generate
 from inference.sampling import sample
 from model.materialize import build_model, materialize
 from tests.forks import Forked

@@ -16,6 +16,8 @@ LIBRARIES = {
     "model": {"torch"},
     "data": {"torch", "numpy", "sentencepiece", "datasets", "huggingface_hub", "pyarrow", "tqdm"},
 }
+# A prompt goes through these files in this order, and none imports one that comes after it.
+INFERENCE = ("batch", "prompts", "sampling", "speculative", "engine", "text")
 WITHOUT_HYDRA = ("model", "data", "checkpoints", "inference")
 SLOW = {"datasets", "wandb", "transformers", "matplotlib", "pyarrow", "huggingface_hub"}
 
@@ -44,6 +46,13 @@ def test_packages_import_only_those_below_them(package):
             )
         if package in WITHOUT_HYDRA:
             assert not imported & {"hydra", "omegaconf", "wandb"}, path
+
+
+def test_a_prompt_never_climbs_back():
+    for position, name in enumerate(INFERENCE):
+        tree = ast.parse((ROOT / "inference" / f"{name}.py").read_text())
+        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not imported & {f"inference.{later}" for later in INFERENCE[position:]}, name
 
 
 @pytest.mark.parametrize("command", ["train", "generate"])

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,8 @@ import yaml
 
 from checkpoints import checkpoint
 from data.tokenizer import Tokenizer
-from inference.text import StreamingText
+from inference.batch import Sequence
+from inference.text import stream_texts
 from tests.conftest import LONG, ROOT, SHORT, TINY, continued, saved, tree_of
 from tests.forks import ranks
 from training.evaluation import sample_text
@@ -266,25 +268,32 @@ def test_drafts_and_fewer_bits_change_the_speed_alone(command, drawn_run):
         assert command("generate.py", *CPU, *GREEDY, "--dtype", dtype).code == 0
 
 
+def spoken(sequence: Sequence, tokens: list[int]) -> Iterator[Sequence]:
+    """What the engine yields where these tokens are drawn, until the sequence is finished."""
+    for token in tokens:
+        if not sequence.is_finished:
+            sequence.append(token)
+            yield sequence
+
+
 def test_a_text_ends_where_its_model_ends_it(story):
     tokenizer = Tokenizer.train([story.read_text()], 400)
-    text = StreamingText(tokenizer, [tokenizer.bos], 99, stop_texts=["old map"])
-    for token in [*tokenizer.encode("Ann had an old"), tokenizer.eos]:
-        assert not text.is_finished
-        text.append(token)
-    assert text.finish_reason == "eos"
+    sequence = Sequence([tokenizer.bos], 99, eos=tokenizer.eos)
+    tokens = [*tokenizer.encode("Ann had an old"), tokenizer.eos]
+    *_, text = stream_texts(spoken(sequence, tokens), tokenizer, ["old map"])
+    assert sequence.finish_reason == "eos" and sequence.tokens[1:] == tokens
     assert text.text == "Ann had an old"  # what may have become a stop, too
 
 
 def test_a_text_ends_before_its_first_stop(story):
     """The stop may begin in one token and end in another."""
     tokenizer = Tokenizer.train([story.read_text()], 400)
-    text = StreamingText(tokenizer, [tokenizer.bos], 99, stop_texts=["map", "n old", "@"])
-    for token in tokenizer.encode("Ann had an old map"):
-        if not text.is_finished:
-            text.append(token)
-            assert "Ann had a".startswith(text.text)
-    assert text.text == "Ann had a" and text.finish_reason == "stop"
+    sequence = Sequence([tokenizer.bos], 99, eos=tokenizer.eos)
+    tokens = tokenizer.encode("Ann had an old map")
+    for text in stream_texts(spoken(sequence, tokens), tokenizer, ["map", "n old", "@"]):
+        assert "Ann had a".startswith(text.text)
+    assert text.text == "Ann had a" and sequence.finish_reason == "stop"
+    assert len(sequence.tokens) < 1 + len(tokens)
 
 
 def test_text_ends_before_the_stop_text(command, drawn_run):

@@ -12,8 +12,9 @@ from torch._dynamo.utils import counters
 
 from checkpoints import checkpoint
 from common.compilation import cpp_compiler
-from inference import engine, quantize
-from inference.engine import Sequence, compile_decode_step, decode_step, generate, prefill
+from inference import batch, quantize
+from inference.batch import Sequence, prefill
+from inference.engine import compile_decode_step, decode_step, generate
 from inference.sampling import sample
 from model.context import ForwardContext
 from model.init import initialize
@@ -290,7 +291,7 @@ def test_a_text_goes_on_from_what_the_cache_holds(model, guesses):
 
 def test_several_samples_share_one_prefill(model, monkeypatch):
     prompts, read = [PROMPTS[0]] * 3 + [PROMPTS[2]], []
-    monkeypatch.setattr(engine, "prefill", lambda *about: read.extend(about[1]) or prefill(*about))
+    monkeypatch.setattr(batch, "prefill", lambda *about: read.extend(about[1]) or prefill(*about))
     drawn = continued(model, prompts, 9, sample, rows=4)
     assert read == [PROMPTS[0], PROMPTS[2]] and len(set(map(tuple, drawn))) == 4
     assert drawn == continued(model, prompts, 9, sample)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from common.instantiate import instantiate
-from inference.engine import Sequence, decode_step, generate
+from inference.batch import Sequence
+from inference.engine import decode_step, generate
 from inference.sampling import exponential_noise, sample
 from tests.conftest import continued, redraw, tree_of
 

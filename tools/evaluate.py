@@ -11,7 +11,6 @@ python -m tools.evaluate --run runs/NAME --tasks mine --task-folder FOLDER
 import argparse
 import json
 import math
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,10 +21,8 @@ from common import errors, hardware
 from common.cli import Parser, bounded_number
 from data.files import TEXT_SUFFIXES, find_files, read_documents
 from data.tokenizer import IdTokenizer, Tokenizer
-from inference.engine import generate
 from inference.load import load
-from inference.sampling import sample
-from inference.text import StreamingText, truncate_left
+from inference.text import generate_text
 from model.layers import fp32
 from model.transformer import Transformer
 
@@ -233,20 +230,19 @@ def lm_eval_model(model: Transformer, tokenizer: Tokenizer, batch_size: int):
             stop_texts = how.get("until") or []
             if isinstance(stop_texts, str):
                 stop_texts = [stop_texts]
-            max_new_tokens = how.get("max_gen_toks", 256)
             temperature = 0
             if how.get("do_sample"):
                 temperature = how.get("temperature", 1.0)
 
-            tokens = truncate_left(self.tok_encode(prompt), model.context)
-            text = StreamingText(tokenizer, tokens, max_new_tokens, stop_texts=stop_texts)
-            capacity = min(model.context, len(tokens) + max_new_tokens)
-            weight = model.embed.weight
-            cache = model.new_cache(1, capacity, weight.dtype, weight.device)
-            sampler = partial(sample, temperature=temperature)
-            for _ in generate(model, [text], sampler, cache=cache):
-                pass
-            return text.text
+            (text,) = generate_text(
+                model,
+                tokenizer,
+                prompt,
+                max_new_tokens=how.get("max_gen_toks", 256),
+                stop_texts=stop_texts,
+                temperature=temperature,
+            )
+            return text
 
     return Harnessed()
 
