@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 
 from common import errors
-from common.cli import Parser, bounded_number
+from common.cli import Parser, add_model_options, bounded_number
 from data.files import utf8_lines
 
 MIN_STEPS_TO_COMPILE = 4000  # decode steps that take as long as compiling
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
         device = hardware.pick_device(args.device)
         num_batches = math.ceil(len(prompts) * args.num_samples / args.batch_size)
         is_long = args.max_new_tokens * num_batches >= MIN_STEPS_TO_COMPILE
-        wanted = {"auto": "auto", "true": True, "false": False}[args.compile]
+        wanted = {"true": True, "false": False}.get(args.compile, "auto")
         is_compiled, _ = compilation.pick_compile(wanted, device, is_long)
         model, tokenizer, name = load(args.run, device, args.dtype)
         sequences = new_sequences(
@@ -88,9 +88,8 @@ def main(args: argparse.Namespace) -> None:
         generate(model, batch, sampler, cache=cache, step=step, num_draft_tokens=args.prompt_lookup)
         for batch in rounds
     )
-    num_tokens, first_token = print_texts(
-        stream_texts(generated, tokenizer, args.stop), args.is_json
-    )
+    texts = stream_texts(generated, tokenizer, args.stop)
+    num_tokens, first_token = print_texts(texts, is_json(args))
     ended = perf_counter()
 
     # Report speed and memory.
@@ -116,22 +115,21 @@ def parse_arguments() -> argparse.Namespace:
     natural = bounded_number(int, 0)
 
     # What to continue, and with which model.
-    add("prompt", nargs="?", help="text to continue; - reads it from standard input")
-    add(
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument(
+        "prompt", nargs="?", help="text to continue; - reads it from standard input"
+    )
+    prompts.add_argument(
         "--prompt-file",
         type=Path,
         help='one prompt a line; a .jsonl has {"prompt": ...}, and JSON lines come out',
     )
-    add(
+    prompts.add_argument(
         "--interactive",
         action="store_true",
         help="a prompt a line, each continues the text before it; Ctrl-D ends",
     )
-    add(
-        "--run",
-        type=Path,
-        help="a run, a Hugging Face folder or llama2.c's .bin (default: the run that saved last)",
-    )
+    add_model_options(parser)
 
     # How to sample.
     add("--max-new-tokens", type=positive, default=200, help="of each continuation")
@@ -157,12 +155,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--repetition-penalty", type=bounded_number(float, 1e-9), default=1.0, help="1: none")
     add("--num-samples", type=positive, default=1, help="continuations of each prompt")
     add(
-        "--batch-size",
-        type=positive,
-        default=8,
-        help="sequences decoded together; the next one takes the row of one that ends",
-    )
-    add(
         "--seed",
         type=natural,
         default=0,
@@ -176,12 +168,9 @@ def parse_arguments() -> argparse.Namespace:
     )
 
     # How to compute.
-    dtypes = ("auto", "fp32", "bf16", "int8")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    add("--dtype", choices=dtypes, default="auto", help="auto: bf16 on a GPU, else fp32")
     add(
         "--cache-dtype",
-        choices=dtypes,
+        choices=("auto", "fp32", "bf16", "int8"),
         default="auto",
         help="auto: that of the weights; bf16 if they are int8",
     )
@@ -203,52 +192,49 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         help="draw what each token of the prompt attends to, and end: a .png or .svg",
     )
-    args = parser.parse_args()
 
     # Refuse what does not go together.
-    num_inputs = (args.prompt is not None) + (args.prompt_file is not None) + args.interactive
-    if num_inputs != 1:
-        parser.error("exactly one of a prompt, --prompt-file and --interactive is needed")
+    args = parser.parse_args()
     if args.attention_map is not None and args.prompt is None:
         parser.error("--attention-map draws one prompt")
     if args.interactive and args.num_samples > 1:
         parser.error("--interactive continues one text")
     sets_cache = args.cache_dtype != "auto" or args.compile == "true"
-    if args.no_cache and (args.interactive or args.prompt_lookup > 0 or sets_cache):
+    if args.no_cache and (args.interactive or args.prompt_lookup or sets_cache):
         options = "--interactive, --prompt-lookup, --cache-dtype and --compile"
         parser.error(f"--no-cache does not go with {options}")
     if "" in args.stop:
         parser.error("--stop needs text")
-    args.is_json = args.prompt_file is not None and args.prompt_file.suffix.lower() == ".jsonl"
     return args
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """Read the prompts; none with --interactive.
 
-    Raises ValueError for a file without a line and for JSON without a prompt.
+    Raises ValueError for what is not UTF-8, a file without a line and JSON without a prompt.
     """
-    from inference.prompts import decode_utf8
-
     if args.interactive:
         return []
     if args.prompt == "-":
-        return [decode_utf8(sys.stdin.buffer.read())]
+        return [sys.stdin.buffer.read().decode()]
     if args.prompt is not None:
-        return [decode_utf8(os.fsencode(args.prompt))]
+        return [os.fsencode(args.prompt).decode()]
 
     # A prompt file has a prompt a line; empty lines are skipped.
     prompts = []
     for number, line in enumerate(utf8_lines(args.prompt_file), start=1):
-        if not line.strip():
-            continue
-        prompt = line.rstrip("\r\n")
-        if args.is_json:
-            prompt = parse_json_prompt(prompt, f"{args.prompt_file} line {number}")
-        prompts.append(prompt)
+        if line.strip():
+            prompt = line.rstrip("\r\n")
+            if is_json(args):
+                prompt = parse_json_prompt(prompt, f"{args.prompt_file} line {number}")
+            prompts.append(prompt)
     if not prompts:
         raise ValueError(f"no prompts ({args.prompt_file} is empty). fix: one prompt a line")
     return prompts
+
+
+def is_json(args: argparse.Namespace) -> bool:
+    return args.prompt_file is not None and args.prompt_file.suffix.lower() == ".jsonl"
 
 
 def parse_json_prompt(line: str, location: str) -> str:
@@ -282,9 +268,8 @@ def compile_ahead(args: argparse.Namespace, model, cache):
             compilation.exit_failed(problem, "--compile false")
         warning = f"compilation failed ({problem}): decoding goes on without it"
         print(f"warning: {warning}", file=sys.stderr)
-        return decode_step
-    finally:
-        cache.reset()
+        step = decode_step
+    cache.reset()
     return step
 
 

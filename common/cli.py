@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -11,6 +12,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}. fix: {self.prog} --help; {self.epilog}\n")
+
+
+def add_model_options(parser: Parser) -> None:
+    """Add which model to load, and how to compute: the options of commands that use a model."""
+    add = parser.add_argument
+    model = "a run, a Hugging Face folder or llama2.c's .bin (default: the run that saved last)"
+    add("--run", type=Path, help=model)
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    dtype = "of the weights; auto: bf16 on a GPU, else fp32"
+    add("--dtype", choices=("auto", "fp32", "bf16", "int8"), default="auto", help=dtype)
+    rows = "sequences computed together"
+    add("--batch-size", type=bounded_number(int, 1), default=8, help=rows)
 
 
 def bounded_number(

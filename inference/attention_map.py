@@ -1,5 +1,6 @@
 """The attention weights of a prompt as a picture: a row for each layer, a column for each head."""
 
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -9,27 +10,24 @@ from torch import Tensor
 from model.attention.kernels import AttentionKernel, bias_tensor, eager_attention
 from model.transformer import Transformer
 
-MAX_LABELLED = 48  # tokens up to which the axes are labelled with them
+MAX_LABELED = 48  # tokens up to which the axes are labeled with them
 
 
 @torch.no_grad()
-def weights(model: Transformer, tokens: list[int]) -> dict[int, Tensor]:
+def attention_weights(model: Transformer, tokens: list[int]) -> dict[int, Tensor]:
     """Return the weights (H, T, T) of every softmax layer by its number, row i those of token i.
 
     For differential attention these are both softmaxes of each pair of heads.
     """
     maps: dict[int, Tensor] = {}
-    hooks = []
-    for layer, block in enumerate(model.blocks):
-        for module in block.modules():
-            if isinstance(module, AttentionKernel):
-                record = partial(record_weights, maps, layer)
-                hooks.append(module.register_forward_hook(record, with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for layer, block in enumerate(model.blocks):
+            record = partial(record_weights, maps, layer)
+            for module in block.modules():
+                if isinstance(module, AttentionKernel):
+                    hook = module.register_forward_hook(record, with_kwargs=True)
+                    hooks.enter_context(hook)
         model(torch.tensor([tokens], device=model.embed.weight.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return maps
 
 
@@ -46,10 +44,8 @@ def record_weights(
     q = q.transpose(1, 2)
     k = k.transpose(1, 2)
     # The weights are the output for values that are the identity.
-    identity = torch.eye(k.shape[2], dtype=q.dtype, device=q.device)
-    v = identity.expand(*k.shape[:2], -1, -1)
-    bias = bias_tensor(kwargs.pop("score_bias", None), q.shape[1], visible)
-    y = eager_attention(q, k, v, visible.mask, softcap=kernel.softcap, bias=bias, **kwargs)
+    v = torch.eye(k.shape[2]).to(k).expand(*k.shape[:2], -1, -1)
+    y = eager_attention(q, k, v, mask, softcap=kernel.softcap, **kwargs)
     maps[layer] = y[0].float().cpu()
 
 
@@ -57,24 +53,24 @@ def draw(model: Transformer, tokens: list[int], labels: list[str], path: Path) -
     """Draw the weights of all softmax layers to a file. Raises ValueError where there are none."""
     from matplotlib.figure import Figure
 
-    maps = weights(model, tokens)
+    maps = attention_weights(model, tokens)
     if not maps:
         raise ValueError("no layer of this model is a softmax (--attention-map). fix: another run")
 
     # A square for each head; only those of a short prompt have room for its tokens.
-    is_labelled = len(tokens) <= MAX_LABELLED
-    inches = max(2.0, 0.14 * len(tokens)) if is_labelled else 3.0
+    is_labeled = len(tokens) <= MAX_LABELED
+    inches = max(2.0, 0.14 * len(tokens)) if is_labeled else 3.0
     heads = max(map(len, maps.values()))
     size = (heads * inches + 1, len(maps) * inches + 1)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(maps), heads, squeeze=False, sharex=True, sharey=True)
     labels = [label.replace("$", r"\$") for label in labels]  # $ would begin a formula
-    for row, layer in zip(grid, maps, strict=True):
-        for head, head_weights in enumerate(maps[layer]):
+    for row, (layer, layer_weights) in zip(grid, maps.items(), strict=True):
+        for head, weights in enumerate(layer_weights.numpy()):
             axes = row[head]
-            axes.imshow(head_weights.numpy(), cmap="magma", vmin=0, vmax=1, interpolation="nearest")
+            axes.imshow(weights, cmap="magma", vmin=0, vmax=1, interpolation="nearest")
             axes.set_title(f"layer {layer} head {head}", fontsize=7)
-            if is_labelled:
+            if is_labeled:
                 axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=5)
                 axes.set_yticks(range(len(tokens)), labels, fontsize=5)
     figure.savefig(path, dpi=120)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from checkpoints import checkpoint
-from common import compilation
+from common import compilation, hardware
 from common.instantiate import ROOT
 from data.tokenizer import Tokenizer
 from inference import quantize
@@ -13,18 +13,20 @@ from model.transformer import Transformer
 
 
 def load(
-    path: Path | None, device: torch.device, dtype: str = "auto"
+    path: Path | str | None = None, device: torch.device | str = "auto", dtype: str = "auto"
 ) -> tuple[Transformer, Tokenizer, str]:
     """Load a run's newest checkpoint, or a model from elsewhere, optimized for decoding.
 
-    Without a path, the run that saved last is loaded. `dtype` is auto, fp32, bf16 or int8.
+    Without a path, the run that saved last is loaded. `dtype` is auto, fp32, bf16 or int8. Returns
+    the model, its tokenizer and its name.
     Raises ValueError where there is no model, and for int8 on a device that cannot multiply it.
     """
-    source = checkpoint.find_model(path)
+    if isinstance(device, str):
+        device = hardware.pick_device(device)
+    source = checkpoint.find_model(None if path is None else Path(path).expanduser())
     if dtype == "int8" and device.type == "mps":
-        raise ValueError(
-            "no products with int8 weights here (--dtype int8, mps). fix: --dtype bf16"
-        )
+        problem = "no products with int8 weights here (--dtype int8, mps)"
+        raise ValueError(f"{problem}. fix: --dtype bf16")
     model = checkpoint.load_model(source, device, weight_dtype(dtype, device))
     if device.type == "cpu":
         quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())

@@ -48,7 +48,7 @@ def read_turns(
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
         with user_input():
-            line = decode_utf8(sys.stdin.buffer.readline())
+            line = sys.stdin.buffer.readline().decode()
             new_tokens = tokenizer.encode(line.rstrip("\r\n"))
         if not line:
             return
@@ -79,14 +79,6 @@ def read_turns(
 def sample_seed(seed: int, sample: int) -> int:
     """Derive the seed of a prompt's sample from that of the command."""
     return (seed * 1_000_003 + sample) % 2**63
-
-
-def decode_utf8(raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        problem = f"the prompt is not UTF-8 (at byte {error.start})"
-        raise ValueError(f"{problem}. fix: convert it") from None
 
 
 def truncate_left(tokens: list[int], context: int) -> list[int]:

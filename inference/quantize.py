@@ -108,20 +108,16 @@ class DecodingLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         is_few = x.numel() <= MAX_FEW_TOKENS * x.shape[-1]
         is_fast = is_few and x.device.type == "cpu" and x.dtype != torch.float64
-        if self.scale is not None:
-            y = self.multiply_int8(x, is_fast)
-        elif is_fast and self.has_matvec:
-            y = torch.ops.attend.matvec(x.contiguous(), self.stored_weight)
-        else:
+        if self.scale is None and not (is_fast and self.has_matvec):
             return F.linear(x, self.stored_weight, self.bias)
+        if self.scale is None:
+            y = torch.ops.attend.matvec(x.contiguous(), self.stored_weight)
+        elif is_fast and x.shape[-1] % 16 == 0:  # torch's kernel is wrong for other sizes
+            y = torch._weight_int8pack_mm(x.flatten(0, -2), self.stored_weight, self.scale)
+            y = y.view(*x.shape[:-1], -1)
+        else:
+            y = F.linear(x, self.stored_weight.to(x.dtype)) * self.scale
         return y if self.bias is None else y + self.bias
-
-    def multiply_int8(self, x: Tensor, is_fast: bool) -> Tensor:
-        if is_fast and x.shape[-1] % 16 == 0:  # torch's kernel is wrong for other sizes
-            rows = x.reshape(-1, x.shape[-1])
-            y = torch._weight_int8pack_mm(rows, self.stored_weight, self.scale)
-            return y.view(*x.shape[:-1], -1)
-        return F.linear(x, self.stored_weight.to(x.dtype)) * self.scale
 
 
 def optimize_for_decoding(model: Transformer, int8: bool) -> None:

@@ -28,8 +28,8 @@ def sample(
     logits = logits.float()
     if repetition_penalty != 1:
         divided = logits / repetition_penalty
-        penalised = torch.where(logits > 0, divided, logits * repetition_penalty)
-        logits = torch.where(seen_tokens, penalised, logits)
+        penalized = torch.where(logits > 0, divided, logits * repetition_penalty)
+        logits = torch.where(seen_tokens, penalized, logits)
     if temperature < MIN_TEMPERATURE:
         return logits.argmax(dim=-1)
 

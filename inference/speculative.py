@@ -34,8 +34,7 @@ def speculate(
     is_valid = inputs >= 0
     inputs = inputs.clamp(min=0)
     num_cached = cache.lengths.clone()
-    fixed_layers = [layer for layer in cache.layers if not layer.can_rewind]
-    saved_layers = [layer.map(torch.clone) for layer in fixed_layers]
+    saved = [(layer, layer.map(torch.clone)) for layer in cache.layers if not layer.can_rewind]
     logits = step(model, inputs, cache, is_valid)
 
     # Draw after each token for which all drafts before it were right.
@@ -55,15 +54,15 @@ def speculate(
 
     # Keep in the cache only what was accepted. Layers that cannot be rewound are restored, and
     # decode the accepted tokens again.
-    num_valid = 1 + num_accepted
-    if not fixed_layers:
-        cache.rewind(num_cached + num_valid)
-    elif (num_valid < is_valid.sum(dim=1)).any():
-        for layer, saved in zip(fixed_layers, saved_layers, strict=True):
-            layer.copy_(saved)
+    columns = torch.arange(inputs.shape[1], device=inputs.device)
+    is_kept = columns <= num_accepted[:, None]
+    if not saved:
+        cache.rewind(num_cached + 1 + num_accepted)
+    elif not is_kept.equal(is_valid):
+        for layer, before in saved:
+            layer.copy_(before)
         cache.lengths.copy_(num_cached)
-        columns = torch.arange(inputs.shape[1], device=inputs.device)
-        step(model, inputs, cache, columns < num_valid[:, None])
+        step(model, inputs, cache, is_kept)
 
 
 def draft_for(sequence: Sequence, num_draft_tokens: int, context: int) -> list[int]:

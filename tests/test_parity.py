@@ -89,7 +89,7 @@ def test_attention_maps_equal_those_of_transformers(variant):
     tokens = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = theirs(tokens, output_attentions=True).attentions
-    maps = attention_map.weights(ours, tokens[0].tolist())
+    maps = attention_map.attention_weights(ours, tokens[0].tolist())
     assert [*maps] == [0, 1, 2]
     for mine, layer in zip(maps.values(), expected, strict=True):
         close(mine, layer[0], atol=1e-5, rtol=0)

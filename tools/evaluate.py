@@ -11,15 +11,16 @@ python -m tools.evaluate --run runs/NAME --tasks mine --task-folder FOLDER
 import argparse
 import json
 import math
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from common import errors, hardware
-from common.cli import Parser, bounded_number
-from data.files import TEXT_SUFFIXES, find_files, read_documents
+from common import errors
+from common.cli import Parser, add_model_options, bounded_number
+from data.files import TEXTS, find_files, read_documents
 from data.tokenizer import IdTokenizer, Tokenizer
 from inference.load import load
 from inference.text import generate_text
@@ -31,9 +32,9 @@ Row = tuple[list[int], int]  # tokens, and the index of the first that is scored
 
 def main(args: argparse.Namespace) -> None:
     with errors.user_input():
-        model, tokenizer, name = load(args.run, hardware.pick_device(args.device), args.dtype)
+        model, tokenizer, name = load(args.run, args.device, args.dtype)
         result = {"name": name}
-        if args.text is not None:
+        if args.tasks is None:
             result |= evaluate_text(model, tokenizer, args)
         else:
             result["tasks"] = evaluate_tasks(model, tokenizer, args)
@@ -48,29 +49,24 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    model = "a run, a Hugging Face folder or llama2.c's .bin (default: the run that saved last)"
-    add("--run", type=Path, help=model)
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    dtype = "auto: bf16 on a GPU, else fp32"
-    add("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help=dtype)
-    add("--batch-size", type=bounded_number(int, 1), default=8)
+    positive = bounded_number(int, 1)
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--text", help="a file, a glob, or a folder of .txt, .jsonl and .parquet")
+    wanted.add_argument("--tasks", help="names of lm-evaluation-harness, with commas between them")
+    add_model_options(parser)
 
     # Options of --text.
-    add("--text", help="a file, a glob, or a folder of .txt, .jsonl and .parquet")
     add("--separator", default="<|endoftext|>", help="a line between the documents of a .txt")
-    add("--documents", type=bounded_number(int, 1), help="evaluate only the first N documents")
+    add("--documents", type=positive, help="evaluate only the first N documents")
     add("--truncate", action="store_true", help="leave out what lies beyond the model's context")
 
     # Options of --tasks.
-    add("--tasks", help="names of lm-evaluation-harness, with commas between them")
     add("--task-folder", type=Path, help="your tasks, as .yaml")
     add("--num-fewshot", type=bounded_number(int, 0), help="examples before each question")
-    add("--limit", type=bounded_number(int, 1), help="questions of each task")
+    add("--limit", type=positive, help="questions of each task")
 
     # Options that would be ignored are refused.
     args = parser.parse_args()
-    if (args.text is None) == (args.tasks is None):
-        parser.error("exactly one of --text and --tasks is needed")
     if args.tasks is None and (args.task_folder or args.limit or args.num_fewshot is not None):
         parser.error("--task-folder, --limit and --num-fewshot are for --tasks")
     if args.text is None and (args.documents or args.truncate):
@@ -88,7 +84,8 @@ def evaluate_text(model: Transformer, tokenizer: Tokenizer, args: argparse.Names
     rows = []
     num_documents = 0
     num_bytes = 0
-    for text in read_documents(files, "text", args.separator):
+    documents = read_documents(files, "text", args.separator)
+    for text in islice(documents, args.documents):
         tokens = [tokenizer.bos, *tokenizer.encode(text)]
         if args.truncate and len(tokens) > model.context:
             tokens = tokens[: model.context]
@@ -96,8 +93,6 @@ def evaluate_text(model: Transformer, tokenizer: Tokenizer, args: argparse.Names
         rows += windows(tokens, model.context)
         num_documents += 1
         num_bytes += len(text.encode())
-        if num_documents == args.documents:
-            break
     if not rows:
         raise ValueError(f"no text (--text {args.text}). fix: --text PATH of another")
 
@@ -149,7 +144,7 @@ def score_row(model: Transformer, hidden: Tensor, row: Row) -> tuple[float, bool
     targets = torch.tensor(tokens[first:], device=hidden.device)
     log_probabilities = logits.log_softmax(dim=-1).gather(-1, targets[:, None])
     is_greedy = (logits.argmax(dim=-1) == targets).all()
-    return log_probabilities.double().sum().item(), bool(is_greedy)
+    return log_probabilities.double().sum().item(), is_greedy.item()
 
 
 def evaluate_tasks(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> dict:
@@ -210,35 +205,27 @@ def lm_eval_model(model: Transformer, tokenizer: Tokenizer, batch_size: int):
 
         def loglikelihood_rolling(self, requests: list, **_) -> list[float]:
             """Scores whole texts, of any length."""
-            # Rows of all texts are scored in common batches; `owners` has the text of each row.
-            rows = []
-            owners = []
-            for index, request in enumerate(requests):
-                text_rows = windows(self.tok_encode(request.args[0]), model.context)
-                rows += text_rows
-                owners += [index] * len(text_rows)
-            totals = [0.0] * len(requests)
-            scores = score_rows(model, rows, batch_size)
-            for index, (score, _) in zip(owners, scores, strict=True):
-                totals[index] += score
-            return totals
+            # Rows of all texts are scored in common batches, and summed text by text.
+            texts = [self.tok_encode(request.args[0]) for request in requests]
+            rows = [windows(tokens, model.context) for tokens in texts]
+            scores = iter(score_rows(model, list(chain(*rows)), batch_size))
+            return [sum(score for score, _ in islice(scores, len(text))) for text in rows]
 
         def generate_until(self, requests: list, **_) -> list[str]:
             return [self.answer(*request.args) for request in requests]
 
-        def answer(self, prompt: str, how: dict) -> str:
-            stop_texts = how.get("until") or []
+        def answer(self, prompt: str, options: dict) -> str:
+            stop_texts = options.get("until") or []
             if isinstance(stop_texts, str):
                 stop_texts = [stop_texts]
             temperature = 0
-            if how.get("do_sample"):
-                temperature = how.get("temperature", 1.0)
-
+            if options.get("do_sample"):
+                temperature = options.get("temperature", 1.0)
             (text,) = generate_text(
                 model,
                 tokenizer,
                 prompt,
-                max_new_tokens=how.get("max_gen_toks", 256),
+                max_new_tokens=options.get("max_gen_toks", 256),
                 stop_texts=stop_texts,
                 temperature=temperature,
             )
