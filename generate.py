@@ -1,6 +1,7 @@
 """Continue text with a trained model:  python generate.py "Once upon a time, there was"
 
-Standard output carries new text and nothing else; speed and problems go to standard error.
+Standard output carries new text and nothing else; speed and problems go to standard error. On a
+terminal, and where there are several texts, a line with its prompt is above each.
 """
 
 from time import perf_counter
@@ -89,7 +90,8 @@ def main(args: argparse.Namespace) -> None:
         for batch in rounds
     )
     texts = stream_texts(generated, tokenizer, args.stop)
-    num_tokens, first_token = print_texts(texts, is_json(args))
+    has_headings = len(sequences) > 1 or (sys.stdout.isatty() and not args.interactive)
+    num_tokens, first_token = print_texts(texts, is_json=is_json(args), has_headings=has_headings)
     ended = perf_counter()
 
     # Report speed and memory.

@@ -14,6 +14,8 @@ from inference.prompts import new_sequences
 from inference.sampling import sample
 from model.transformer import Transformer
 
+HEADING_WIDTH = 79  # characters
+
 
 def generate_text(
     model: Transformer,
@@ -120,12 +122,15 @@ class StreamingDetokenizer:
         return self.tokenizer.decode(self.prefix + self.pending)[len(before) :]
 
 
-def print_texts(texts: Iterator[StreamingText], is_json: bool) -> tuple[int, float]:
+def print_texts(
+    texts: Iterator[StreamingText], *, is_json: bool, has_headings: bool
+) -> tuple[int, float]:
     """Print texts in the order in which they begin, each as it grows, or in JSON once finished.
 
-    `texts` yields a text each time it has a new token. Returns the number of tokens, and the time
-    of the first by `perf_counter` (NaN without a token).
+    `texts` yields a text each time it has a new token. A heading has the text's number and prompt.
+    Returns the number of tokens, and the time of the first by `perf_counter` (NaN without a token).
     """
+    num_texts = 0
     num_tokens = 0
     first_token_time = math.nan
     unfinished = deque()  # texts that have begun; all but the first wait
@@ -134,6 +139,9 @@ def print_texts(texts: Iterator[StreamingText], is_json: bool) -> tuple[int, flo
         if num_tokens == 1:
             first_token_time = perf_counter()
         if text.sequence.num_generated == 1:
+            num_texts += 1
+            if has_headings:
+                text.unprinted = heading(num_texts, text.sequence.prompt) + text.unprinted
             unfinished.append(text)
 
         # Print the first text, and, where it is finished, what those behind it have so far.
@@ -150,3 +158,11 @@ def print_texts(texts: Iterator[StreamingText], is_json: bool) -> tuple[int, flo
                 break
             unfinished.popleft()
     return num_tokens, first_token_time
+
+
+def heading(number: int, prompt: str) -> str:
+    """Return a line with the beginning of a prompt."""
+    line = f"--- {number}: {' '.join(prompt.split())}"
+    if len(line) > HEADING_WIDTH:
+        line = line[: HEADING_WIDTH - 3] + "..."
+    return line.rstrip() + "\n"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from checkpoints import checkpoint
 from data.tokenizer import Tokenizer
 from inference.batch import Sequence
 from inference.text import stream_texts
-from tests.conftest import LONG, ROOT, SHORT, TINY, continued, saved, tree_of
+from tests.conftest import LONG, ROOT, SHORT, TINY, Result, continued, saved, tree_of
 from tests.forks import ranks
 from training.evaluation import sample_text
 from training.trainer import Trainer
@@ -220,9 +221,42 @@ def test_a_ragged_batch_is_each_prompt_alone(command, drawn_run, temperature):
     Path("prompts.txt").write_text("\n".join(prompts))
     rest = ("--temperature", temperature, "--max-new-tokens", "12", "--num-samples", "2")
     together = command("generate.py", *CPU, "--prompt-file", "prompts.txt", *rest)
-    assert together.out == "".join(
-        command("generate.py", *CPU, prompt, *rest).out for prompt in prompts
-    )
+    alone = [command("generate.py", *CPU, prompt, *rest) for prompt in prompts]
+    assert bodies(together) == [text for result in alone for text in bodies(result)]
+
+
+def bodies(result: Result) -> list[str]:
+    """What is below each heading."""
+    _, *texts = re.split(r"^--- .*\n", result.out, flags=re.MULTILINE)
+    return texts
+
+
+def test_several_texts_are_headed_by_their_prompts(command, drawn_run):
+    prompts = ["Ann had", "  a\ttab  " + "and more " * 20, "<s>"]
+    Path("prompts.txt").write_text("\n".join(prompts))
+    greedy = ("--temperature", "0", "--max-new-tokens", "5")
+    texts = [command("generate.py", *CPU, prompt, *greedy).out for prompt in prompts]
+    assert not any("---" in text for text in texts)  # one text on a pipe is alone
+    rest = ("--num-samples", "2", "--batch-size", "4")
+    result = command("generate.py", *CPU, "--prompt-file", "prompts.txt", *greedy, *rest)
+    names = ["Ann had", "a tab " + "and more " * 7 + "...", "<s>"]
+    expected = ""
+    for number in range(6):
+        expected += f"--- {number + 1}: {names[number // 2]}\n{texts[number // 2]}"
+    assert result.out == expected
+    assert max(map(len, expected.splitlines())) == 79
+
+
+def test_a_text_on_a_terminal_is_headed_by_its_prompt(drawn_run):
+    """A conversation is not: its prompts were typed there."""
+    words = [sys.executable, str(ROOT / "generate.py"), *CPU, "--max-new-tokens", "5"]
+    piped = subprocess.run([*words, "Ann had"], capture_output=True, check=True).stdout
+    for more, heading in ((["Ann had"], b"--- 1: Ann had\n"), (["--interactive"], b"")):
+        reader, terminal = os.openpty()
+        with open(reader, "rb", buffering=0) as shown:
+            subprocess.run([*words, *more], input=b"Ann had\n", stdout=terminal, check=True)
+            assert shown.read(1000).replace(b"\r\n", b"\n") == heading + piped
+            os.close(terminal)
 
 
 def test_json_lines_are_answered_by_json_lines(command, drawn_run):
