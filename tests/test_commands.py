@@ -17,6 +17,7 @@ import yaml
 
 from checkpoints import checkpoint
 from data.tokenizer import Tokenizer
+from inference import generate_text, load
 from inference.batch import Sequence
 from inference.text import stream_texts
 from tests.conftest import LONG, ROOT, SHORT, TINY, Result, continued, saved, tree_of
@@ -257,6 +258,30 @@ def test_a_text_on_a_terminal_is_headed_by_its_prompt(drawn_run):
             subprocess.run([*words, *more], input=b"Ann had\n", stdout=terminal, check=True)
             assert shown.read(1000).replace(b"\r\n", b"\n") == heading + piped
             os.close(terminal)
+
+
+def test_a_call_generates_what_the_command_prints(command, drawn_run):
+    prompts = ["Ann had", "Bob"]
+    Path("prompts.txt").write_text("\n".join(prompts))
+    words = (
+        "--seed",
+        "3",
+        "--stop",
+        "e",
+        "--top-k",
+        "9",
+        "--top-p",
+        "0.9",
+        "--max-new-tokens",
+        "30",
+    )
+    printed = command("generate.py", *CPU, "--prompt-file", "prompts.txt", *words)
+    model, tokenizer, _ = load(str(drawn_run), "cpu")
+    options = {"seed": 3, "stop_texts": ["e"], "top_k": 9, "top_p": 0.9, "temperature": 0.8}
+    texts = generate_text(model, tokenizer, *prompts, max_new_tokens=30, **options)
+    assert [text + "\n" for text in texts] == bodies(printed)
+    assert generate_text(model, tokenizer, max_new_tokens=1) == []
+    assert generate_text(model, tokenizer, "Ann", max_new_tokens=0) == [""]
 
 
 def test_json_lines_are_answered_by_json_lines(command, drawn_run):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import ROOT, SHORT, TINY, saved, tree_of
+from tests.conftest import ROOT, SHORT, TINY, close, saved, tree_of
 
 PAGES = (
     "README",
@@ -89,6 +89,18 @@ def test_a_model_is_taken_away_and_back(command, trained, story):
 def test_the_test_command_of_ci_is_the_readmes():
     (test,) = (line for line in TEXTS[0].splitlines() if line.endswith(".venv/bin/pytest"))
     assert test in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/generation.md"])
+def test_a_notebook_has_texts_and_logits(command, tokenizer, page):
+    model = saved(Path("runs/NAME"), tree_of("gqa"), tokenizer)
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    session: dict = {}
+    exec(compile(snippet, page, "exec"), session)
+    assert session["name"] == "NAME step-00000001"
+    assert [type(text) for text in session["texts"]] == [str, str] and all(session["texts"])
+    tokens = session["tokens"].cpu().clone()  # no tensor of inference mode
+    close(session["logits"].cpu(), model(tokens), rtol=1e-3, atol=1e-3)
 
 
 def test_the_attention_tutorial_runs(capsys):
