@@ -288,14 +288,19 @@ def tokenizer_path(path: Path) -> Path:
 
 
 def load_model(
-    path: Path, device: torch.device | str, dtype: torch.dtype = torch.float32
+    path: Path,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    context: int | None = None,
 ) -> Transformer:
     """The model of a checkpoint, or from elsewhere, in evaluation mode.
 
-    `dtype` is that of parameters; a buffer keeps its own. Exits with code 4 where a parameter is
+    `context` is by default its own. `dtype` is that of parameters; a buffer keeps its own. Exits with code 4 where a parameter is
     not finite. A buffer may be infinite, since it may be a mask.
     """
     tree = load_config(path)["model"]
+    if context is not None:
+        tree["context"] = context
     try:
         model = build_model(tree)
     except (ValueError, TypeError, LookupError, RuntimeError) as error:

@@ -9,17 +9,22 @@ from common import compilation, hardware
 from common.instantiate import ROOT
 from data.tokenizer import Tokenizer
 from inference import quantize
+from model.materialize import build_model
 from model.transformer import Transformer
 
 
 def load(
-    path: Path | str | None = None, device: torch.device | str = "auto", dtype: str = "auto"
+    path: Path | str | None = None,
+    device: torch.device | str = "auto",
+    dtype: str = "auto",
+    context: int | None = None,
 ) -> tuple[Transformer, Tokenizer, str]:
     """Load a run's newest checkpoint, or a model from elsewhere, optimized for decoding.
 
-    Without a path, the run that saved last is loaded. `dtype` is auto, fp32, bf16 or int8. Returns
-    the model, its tokenizer and its name.
-    Raises ValueError where there is no model, and for int8 on a device that cannot multiply it.
+    Without a path, the run that saved last is loaded. `dtype` is auto, fp32, bf16 or int8, and
+    `context` that of training or another one. Returns the model, its tokenizer and its name.
+    Raises ValueError where there is no model, for int8 on a device that cannot multiply it, and for
+    a context that the model cannot have.
     """
     if isinstance(device, str):
         device = hardware.pick_device(device)
@@ -27,7 +32,9 @@ def load(
     if dtype == "int8" and device.type == "mps":
         problem = "no products with int8 weights here (--dtype int8, mps)"
         raise ValueError(f"{problem}. fix: --dtype bf16")
-    model = checkpoint.load_model(source, device, weight_dtype(dtype, device))
+    if context is not None:
+        check_context(checkpoint.load_config(source)["model"], context)
+    model = checkpoint.load_model(source, device, weight_dtype(dtype, device), context)
     if device.type == "cpu":
         quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     quantize.optimize_for_decoding(model, dtype == "int8")
@@ -37,6 +44,18 @@ def load(
     if (source / "manifest.json").exists():
         name = f"{source.parents[1].name} {name}"
     return model, Tokenizer.load(checkpoint.tokenizer_path(source)), name
+
+
+def check_context(tree: dict, context: int) -> None:
+    """Raise ValueError if a weight of the model has the size of the context it was trained with.
+
+    Positions that are computed, as RoPE's are, go on behind it.
+    """
+    trained = build_model(tree).state_dict()
+    for name, tensor in build_model(tree | {"context": context}).state_dict().items():
+        if tensor.shape != trained[name].shape:
+            problem = f"{name} was trained for {tree['context']} tokens (--context {context})"
+            raise ValueError(f"{problem}. fix: --context {tree['context']}")
 
 
 def weight_dtype(dtype: str, device: torch.device) -> torch.dtype:

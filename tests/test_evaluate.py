@@ -1,5 +1,6 @@
 """The numbers of tools.evaluate are those of others."""
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -9,7 +10,8 @@ import torch
 
 from checkpoints import checkpoint
 from data.tokenizer import Tokenizer
-from tests.conftest import DATASETS, STORIES, continued, stories
+from model.attention.softmax import SoftmaxAttention
+from tests.conftest import DATASETS, STORIES, continued, saved, stories, tree_of
 from tools import evaluate
 
 
@@ -65,6 +67,49 @@ def test_bits_per_byte_are_those_of_a_plain_loop(command, drawn_run, drawn):
     assert (found["tokens"], found["bytes"]) == (count, len("".join(texts).encode()))
     assert found["nats_per_token"] == pytest.approx(nats / count, rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "sliding_window", "mla", "delta"])
+@pytest.mark.parametrize("context", [40, 150])
+def test_another_context_has_the_loss_of_its_windows(command, tokenizer, variant, context):
+    model = saved(Path("runs/drawn"), tree_of(variant), tokenizer).double()
+    assert model.context == 64
+    text = "Ann had a red ball. Bob said: may I? " * 30
+    Path("some.txt").write_text(text)
+    words = ("--run", "runs/drawn", "--text", "some.txt")
+    found = evaluated(command, *words, "--context", str(context))
+    tokens = torch.tensor([tokenizer.bos, *tokenizer.encode(text)])
+    assert len(tokens) > 2 * context
+    nats = 0.0
+    for start in range(0, len(tokens) - 1, context):
+        inputs, targets = tokens[start:-1][:context], tokens[start + 1 :][:context]
+        logits = model(inputs[None])[0]
+        nats += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+    assert (found["context"], found["tokens"]) == (context, len(tokens) - 1)
+    assert found["nats_per_token"] == pytest.approx(nats / found["tokens"], rel=1e-5)
+    assert found["nats_per_token"] != pytest.approx(
+        evaluated(command, *words)["nats_per_token"], rel=1e-4
+    )
+
+
+def test_positions_that_were_learned_go_no_further(command, tokenizer, monkeypatch):
+    construct = SoftmaxAttention.__init__
+
+    @functools.wraps(construct)
+    def with_positions(self, spec, **knobs):
+        construct(self, spec, **knobs)
+        self.positions = torch.nn.Parameter(torch.zeros(spec.context, spec.dim))
+
+    monkeypatch.setattr(SoftmaxAttention, "__init__", with_positions)
+    saved(Path("runs/drawn"), tree_of("gqa"), tokenizer)
+    Path("some.txt").write_text("Ann had a red ball.")
+    words = ("tools/evaluate.py", "--run", "runs/drawn", "--text", "some.txt", "--context")
+    assert command(*words, "64").code == 0
+    result = command(*words, "65")
+    assert result.code == 2 and result.err == (
+        "error: blocks.0.attention.positions was trained for 64 tokens (--context 65). "
+        "fix: --context 64\n"
+    )
 
 
 def test_scores_of_rows_together_are_those_of_rows_alone(drawn):

@@ -2,6 +2,8 @@
 
 python -m tools.evaluate --run runs/NAME --text FILE
     nats per token and bits per byte, of any text
+python -m tools.evaluate --run runs/NAME --text FILE --context 4096
+    in longer windows than it was trained with
 python -m tools.evaluate --run runs/NAME --tasks arc_easy,piqa
     lm-evaluation-harness, with its tasks
 python -m tools.evaluate --run runs/NAME --tasks mine --task-folder FOLDER
@@ -32,8 +34,8 @@ Row = tuple[list[int], int]  # tokens, and the index of the first that is scored
 
 def main(args: argparse.Namespace) -> None:
     with errors.user_input():
-        model, tokenizer, name = load(args.run, args.device, args.dtype)
-        result = {"name": name}
+        model, tokenizer, name = load(args.run, args.device, args.dtype, args.context)
+        result = {"name": name, "context": model.context}
         if args.tasks is None:
             result |= evaluate_text(model, tokenizer, args)
         else:
@@ -54,6 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     wanted.add_argument("--text", help="a file, a glob, or a folder of .txt, .jsonl and .parquet")
     wanted.add_argument("--tasks", help="names of lm-evaluation-harness, with commas between them")
     add_model_options(parser)
+    add("--context", type=positive, help="tokens of a window, if not as many as in training")
 
     # Options of --text.
     add("--separator", default="<|endoftext|>", help="a line between the documents of a .txt")
