@@ -87,9 +87,12 @@ def generate(
             yield from speculate(batch, tokens, sampler, step, num_draft_tokens)
             continue
 
-        # Give a GPU its next step before the host waits for the tokens of this one. The step may
-        # run one token past a full cache: `schedule` then prefills the row anew.
-        host_tokens, copied = copy_to_host_async(tokens)
+        # Give a GPU its next step before the host waits for the tokens of this one: the event comes
+        # before that step. It may run one token past a full cache: `schedule` then prefills anew.
+        host_tokens = tokens.to("cpu", non_blocking=True)
+        copied = None
+        if tokens.is_cuda:
+            copied = torch.cuda.current_stream().record_event()
         if cache is not None and batch.needs_more():
             batch.logits = step(model, tokens[:, None], cache, None)[:, -1]
         if copied is not None:
@@ -110,16 +113,3 @@ def new_cache(
     num_rows = min(batch_size, max(1, len(sequences)))
     weight = model.embed.weight
     return model.new_cache(num_rows, capacity, dtype or weight.dtype, weight.device)
-
-
-def copy_to_host_async(tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Start to copy tokens from a GPU; return the copy and the event after which it is complete.
-
-    Waiting for the event does not wait for what the GPU is given to do after the copy.
-    """
-    if not tokens.is_cuda:
-        return tokens, None
-    host_tokens = tokens.to("cpu", non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return host_tokens, copied

