@@ -45,7 +45,8 @@ def record_weights(
     k = k.transpose(1, 2)
     # The weights are the output for values that are the identity.
     v = torch.eye(k.shape[2]).to(k).expand(*k.shape[:2], -1, -1)
-    y = eager_attention(q, k, v, mask, softcap=kernel.softcap, **kwargs)
+    bias = bias_tensor(kwargs.pop("score_bias", None), q.shape[1], visible)
+    y = eager_attention(q, k, v, visible.mask, softcap=kernel.softcap, bias=bias, **kwargs)
     maps[layer] = y[0].float().cpu()
 
 
@@ -55,7 +56,7 @@ def draw(model: Transformer, tokens: list[int], labels: list[str], path: Path) -
 
     maps = attention_weights(model, tokens)
     if not maps:
-        raise ValueError("no layer of this model is a softmax (--attention-map). fix: another run")
+        raise ValueError("no layer of this model is a softmax (--attention-map). fix: --run of another")
 
     # A square for each head; only those of a short prompt have room for its tokens.
     is_labeled = len(tokens) <= MAX_LABELED

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import errors
 from common.cli import Parser, add_model_options, bounded_number
-from data.files import TEXTS, find_files, read_documents
+from data.files import TEXT_SUFFIXES, find_files, read_documents
 from data.tokenizer import IdTokenizer, Tokenizer
 from inference.load import load
 from inference.text import generate_text
