@@ -1,8 +1,9 @@
 """The state of a training run, and the operations of the training loop in train.py."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import NoReturn
@@ -140,8 +141,9 @@ class Trainer:
             return
         if pretrained is not None:
             checkpoint.load_weights(self.model, pretrained)
-            context = self.settings["context"]
-            self.log.info(f"starting with the weights of {pretrained}, context {context}")
+            self.log.info(
+                f"starting with the weights of {pretrained}, context {self.settings['context']}"
+            )
         if resumes:
             self.log.info(f"nothing to resume in {self.run_dir}: a fresh start")
 
@@ -458,6 +460,7 @@ class Trainer:
         if self.check_signals():
             return
         text = ""
+        sample = partial(sample_text, self.model, self.corpus.tokenizer, self.step)
         with (
             self._pause_clock(),
             self.log.waiting("sampling text", advice="less often: sample_every"),
@@ -469,16 +472,13 @@ class Trainer:
                     module.unshard()
                     module.reshard()
                 with hardware.autocast(self.ranks.device, self.precision):
-                    text = self._sample_text(self.check_signals)
+                    text = sample(self.check_signals)
             elif self.ranks.is_main:
-                text = self._sample_text(lambda: self.signals.code)
+                text = sample(lambda: self.signals.code)
         if self.check_signals():
             return
         self.log.append("samples.txt", f"--- step {self.step}\n{text}\n")
         self.log.info(f"--- a sample at step {self.step}\n{text}\n---")
-
-    def _sample_text(self, stop: Callable[[], int]) -> str:
-        return sample_text(self.model, self.corpus.tokenizer, self.step, stop)
 
     @property
     def eval_tokens(self) -> int:
