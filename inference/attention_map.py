@@ -56,7 +56,9 @@ def draw(model: Transformer, tokens: list[int], labels: list[str], path: Path) -
 
     maps = attention_weights(model, tokens)
     if not maps:
-        raise ValueError("no layer of this model is a softmax (--attention-map). fix: --run of another")
+        raise ValueError(
+            "no layer of this model is a softmax (--attention-map). fix: --run of another"
+        )
 
     # A square for each head; only those of a short prompt have room for its tokens.
     is_labeled = len(tokens) <= MAX_LABELED

@@ -18,6 +18,7 @@ PAGES = (
     "docs/compare",
     "docs/formats",
     "docs/evaluation",
+    "docs/extend",
 )
 TEXTS = [(ROOT / f"{page}.md").read_text() for page in PAGES]
 BLOCKS = [block for text in TEXTS for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
@@ -101,6 +102,17 @@ def test_a_notebook_has_texts_and_logits(command, tokenizer, page):
     assert [type(text) for text in session["texts"]] == [str, str] and all(session["texts"])
     tokens = session["tokens"].cpu().clone()  # no tensor of inference mode
     close(session["logits"].cpu(), model(tokens), rtol=1e-3, atol=1e-3)
+
+
+def test_the_examples_of_extensions_are_the_code_that_ships():
+    text = (ROOT / "docs" / "extend.md").read_text()
+    examples = re.findall(
+        r"^`([\w/.]+)`:\n```(?:python|yaml)\n(.*?)```", text, re.DOTALL | re.MULTILINE
+    )
+    assert len(examples) == text.count("```python") + text.count("```yaml") >= 11
+    for path, example in examples:
+        words = " ".join(example.split())  # whatever the indentation
+        assert words in " ".join((ROOT / path).read_text().split()), path
 
 
 def test_the_attention_tutorial_runs(capsys):
