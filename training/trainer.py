@@ -20,7 +20,7 @@ from common.progress import duration
 from data.loader import Loader
 from data.prepare import Corpus
 from training import resume
-from training.budget import TimeBudget
+from training.budget import RESERVED_SECONDS, TimeBudget
 from training.compile_choice import TIMED_STEPS, CompileRecord
 from training.distributed import DistEnv
 from training.divergence import DivergenceGuard
@@ -447,10 +447,11 @@ class Trainer:
         )
 
     def _seconds_left(self, step_seconds: float) -> float:
-        """Until the run ends: by the time of a step or, before the steps are fitted, the clock."""
+        """For steps: by the time that one takes or, before their number is fitted, the clock."""
         seconds = (self.steps - self.step) * step_seconds
         if self.budget is not None:
-            seconds = min(seconds, max(0.0, self.budget.limit - self.seconds))
+            clock_seconds = self.budget.limit - RESERVED_SECONDS - self.seconds
+            seconds = min(seconds, max(0.0, clock_seconds))
         return seconds
 
     # Evaluation and samples
