@@ -68,17 +68,22 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
 
     Otherwise the text "no" would pass for true. The call itself refuses arguments that are missing.
     """
-    annotations = {parameter.name: parameter.annotation for parameter in parameters_of(target)}
+    annotations = {}
+    for parameter in parameters_of(target):
+        annotations[parameter.name] = parameter.annotation
     prefix = f"{path}.".replace("model.attention.", "attention.")  # as it is typed
     for name, value in arguments.items():
         key = prefix + name
         if name not in annotations:
-            near = suggest(key, [prefix + known for known in annotations])
+            known_keys = [prefix + known for known in annotations]
+            near = suggest(key, known_keys)
             fix = " or ".join(near) or f"leave {key} out"
             raise TypeError(f"{target.__name__} takes no such argument ({key}). fix: {fix}")
         if not matches_annotation(value, annotations[name]):
-            wanted = inspect.formatannotation(annotations[name]).partition("[")[0]
-            example = EXAMPLES.get(wanted.partition(" ")[0], "null")
+            wanted = inspect.formatannotation(annotations[name])
+            wanted = wanted.partition("[")[0]
+            first = wanted.partition(" ")[0]
+            example = EXAMPLES.get(first, "null")
             raise ValueError(f"{key} must be {wanted} (got {value!r}). fix: {key}={example}")
 
 

@@ -24,7 +24,8 @@ class Loader:
         self.seed = seed
 
         # Positions in the whole text behind the last token of each shard.
-        self.shard_ends = np.cumsum([len(shard) for shard in shards])
+        lengths = [len(shard) for shard in shards]
+        self.shard_ends = np.cumsum(lengths)
         num_tokens = int(self.shard_ends[-1])
         check_enough_tokens(num_tokens, min_corpus_tokens(context, batch_size))
 
@@ -38,7 +39,8 @@ class Loader:
         for number in self._row_numbers(step)[rows]:
             start = self._row_start(number)
             pieces.append(self._read(start, self.context + 1))
-        tokens = torch.from_numpy(np.stack(pieces).astype(np.int64))
+        tokens = np.stack(pieces).astype(np.int64)
+        tokens = torch.from_numpy(tokens)
         # Targets are the inputs, one token later.
         inputs = tokens[:, :-1].contiguous()
         targets = tokens[:, 1:].contiguous()
@@ -47,7 +49,8 @@ class Loader:
     def describe(self, step: int) -> str:
         """Describe, for a message, from where in the text the rows of a batch are."""
         numbers = self._row_numbers(step)
-        epoch = numbers.start // self.rows_per_epoch
+        first = numbers.start
+        epoch = first // self.rows_per_epoch
         # Eight positions are enough to find the text again.
         starts = [self._row_start(number) for number in numbers[:8]]
         return f"{len(numbers)} rows of epoch {epoch}, from the tokens {starts} (at most 8 listed)"
@@ -81,7 +84,9 @@ class Loader:
         if len(tokens) == count:
             return tokens
         # What is missing is in the shards behind it.
-        rest = self._read(start + len(tokens), count - len(tokens))
+        start += len(tokens)
+        count -= len(tokens)
+        rest = self._read(start, count)
         return np.concatenate((tokens, rest))
 
 

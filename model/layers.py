@@ -47,7 +47,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
-        # Skip the initialisation of meta tensors, whose first call imports torch._dynamo.
+        # Skip the initialization of meta tensors, whose first call imports torch._dynamo.
         if not self.weight.is_meta:
             super().reset_parameters()
 

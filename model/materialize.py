@@ -56,7 +56,7 @@ def parameters_on_meta() -> Iterator[None]:
 def materialize(
     model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Give meta parameters uninitialised memory on `device`, move buffers there, return the model.
+    """Give meta parameters uninitialized memory on `device`, move buffers there, return the model.
 
     Floating-point parameters get `dtype`; buffers keep their own, as under autocast.
     Parameters may be shards of FSDP2. Shared parameters stay shared.

@@ -1,4 +1,4 @@
-"""The decoder: embed, `depth` x (attention, feed-forward), normalise, predict.
+"""The decoder: embed, `depth` x (attention, feed-forward), normalize, predict.
 
 Touvron et al., 2302.13971.
 """

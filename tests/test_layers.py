@@ -348,7 +348,7 @@ def test_the_block_of_the_classic_walkthrough():
     x = random(2, 10, 128)
     q, k, v = (x @ w.weight.detach().T for w in (layer.q_proj, layer.k_proj, layer.v_proj))
 
-    def placed(row, t):  # eight numbers at position t, turned and normalised
+    def placed(row, t):  # eight numbers at position t, turned and normalized
         turned = [0.0] * 8
         for i in range(4):
             pair = complex(row[i], row[i + 4]) * cmath.exp(1j * t * 10000 ** (-i / 4))

@@ -33,6 +33,7 @@ def alibi_slopes(heads: int) -> Tensor:
     Where H is no power of two: those of the power below it, then some that lie between them.
     """
     power = 2 ** int(math.log2(heads))
-    slopes = 2 ** (torch.arange(1, power + 1) * (-8 / power))
-    between = 2 ** (torch.arange(1, 2 * power, 2) * (-4 / power))
-    return torch.cat((slopes, between[: heads - power]))
+    exponents = torch.arange(1, power + 1) * (-8 / power)
+    between = torch.arange(1, 2 * power, 2) * (-4 / power)
+    exponents = torch.cat((exponents, between[: heads - power]))
+    return exponents.exp2()

@@ -63,7 +63,7 @@ class GatedDelta(Attention):
         self.decay_rate = nn.Parameter(torch.empty(heads))
         self.decay_bias = nn.Parameter(torch.empty(heads))
 
-        # The output, normalised and gated.
+        # The output, normalized and gated.
         self.out_norm = RMSNorm(head_dim, spec.norm_eps)
         self.gate_proj = Linear(dim, width)
         self.o_proj = Linear(width, dim)
@@ -72,7 +72,7 @@ class GatedDelta(Attention):
         self, x: Tensor, ctx: ForwardContext, cache: StateCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
-        # Project, convolve, and normalise queries and keys to length 1.
+        # Project, convolve, and normalize queries and keys to length 1.
         q = self.q_proj(x)
         k = self.k_proj(x)
         v = self.v_proj(x)
@@ -105,9 +105,10 @@ class GatedDelta(Attention):
         if cache is not None:
             cache.state.copy_(state)
 
-        # Normalise, gate and project back.
+        # Normalize, gate and project back.
         gate = self.gate_proj(x).unflatten(-1, y.shape[2:])
-        y = self.out_norm(y.type_as(x)) * F.silu(gate)
+        y = self.out_norm(y.type_as(x))
+        y = y * F.silu(gate)
         return self.o_proj(y.flatten(-2)), carry
 
     def short_conv(self, x: Tensor, ctx: ForwardContext, cache: StateCache | None) -> Tensor:

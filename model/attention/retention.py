@@ -56,26 +56,32 @@ class Retention(Attention):
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
-        # Project and rotate.
+        # Project to (B, T, H, D) or (B, T, H, E), and rotate.
+        q = fp32(self.q_proj(x))
+        k = fp32(self.k_proj(x))
+        v = fp32(self.v_proj(x))
+        per_head = (self.heads, -1)
+        q = q.unflatten(-1, per_head)
+        k = k.unflatten(-1, per_head)
+        v = v.unflatten(-1, per_head)
         cos, sin = ctx.rotary(*self.rotary)
-        q = apply_rope(self.q_proj(x).unflatten(-1, (self.heads, -1)), cos, sin)  # (B, T, H, D)
-        k = apply_rope(self.k_proj(x).unflatten(-1, (self.heads, -1)), cos, sin)
-        v = self.v_proj(x).unflatten(-1, (self.heads, -1))  # (B, T, H, E)
-        q = fp32(q)
-        k = fp32(k) * self.head_dim**-0.5
-        v = fp32(v)
+        q = apply_rope(q, cos, sin)
+        k = apply_rope(k, cos, sin)
+        k = k * self.head_dim**-0.5
 
         # Log decays g (B, T, H). Padding writes and forgets nothing: S_t = S_{t-1}.
         positions = ctx.positions[:, :, None]
         is_padding = positions < 0
-        g = self.log_decay.type_as(q).expand(*x.shape[:2], -1)
+        batch, length, _ = x.shape
+        g = self.log_decay.type_as(q)
+        g = g.expand(batch, length, -1)
         g = g.masked_fill(positions == 0, FORGET_ALL)
         g = g.masked_fill(is_padding, 0.0)
         k = k.masked_fill(is_padding[..., None], 0.0)
 
         # Run the recurrence from the cached state.
         if cache is None:
-            state = q.new_zeros(len(x), self.heads, self.head_dim, self.value_dim)
+            state = q.new_zeros(batch, self.heads, self.head_dim, self.value_dim)
         else:
             state = cache.buffers[0].type_as(q)
         with no_autocast(x.device):
@@ -84,8 +90,9 @@ class Retention(Attention):
             cache.buffers[0].copy_(state)
 
         # Normalize each head, gate and project back.
-        y = rms(y, self.norm_eps).type_as(x).flatten(-2)
-        return self.o_proj(F.silu(self.gate_proj(x)) * y), carry
+        y = rms(y, self.norm_eps).type_as(x)
+        gate = F.silu(self.gate_proj(x))
+        return self.o_proj(gate * y.flatten(-2)), carry
 
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
@@ -95,7 +102,8 @@ class Retention(Attention):
             dtype = torch.float32
         dtype = torch.promote_types(dtype, torch.float32)
         shape = (batch, self.heads, self.head_dim, self.value_dim)
-        return LayerCache(torch.zeros(shape, dtype=dtype, device=device))
+        state = torch.zeros(shape, dtype=dtype, device=device)
+        return LayerCache(state)
 
     def attention_flops(self, context: int) -> float:
         # Of each head: scores and their product with values in a chunk, state written and read.
@@ -110,22 +118,31 @@ def retain(
 
     q, k (B, T, H, D), v (B, T, H, E) and log decay g (B, T, H) -> output (B, T, H, E), next state.
     """
+    q = q.transpose(1, 2)  # (B, H, T, D)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
+    g = g.transpose(1, 2)
     outputs = []
-    chunks = zip(
-        q.transpose(1, 2).split(chunk, dim=2),
-        k.transpose(1, 2).split(chunk, dim=2),
-        v.transpose(1, 2).split(chunk, dim=2),
-        g.transpose(1, 2).split(chunk, dim=2),
-        strict=True,
-    )
-    for q_n, k_n, v_n, g_n in chunks:
+    for start in range(0, q.shape[2], chunk):
+        end = start + chunk
+        q_n = q[:, :, start:end]
+        k_n = k[:, :, start:end]
+        v_n = v[:, :, start:end]
+
         # G_i = g_1 + ... + g_i, and M_ij = exp(G_i - G_j): what remains at token i of token j <= i.
-        g_sum = g_n.cumsum(dim=-1)[..., None]  # (B, H, C, 1)
-        decay_mask = (g_sum - g_sum.mT).tril().exp().tril()  # (B, H, C, C)
+        g_sum = g[:, :, start:end, None].cumsum(dim=2)  # (B, H, C, 1)
+        decay_mask = (g_sum - g_sum.mT).tril()  # (B, H, C, C)
+        decay_mask = decay_mask.exp().tril()
+
         # o_i = sum_{j<=i} M_ij (q_i . k_j) v_j + exp(G_i) S' q_i
         scores = (q_n @ k_n.mT) * decay_mask
-        outputs.append(scores @ v_n + g_sum.exp() * (q_n @ state))
+        from_state = g_sum.exp() * (q_n @ state)
+        outputs.append(scores @ v_n + from_state)
+
         # S_next = exp(G_last) S + sum_j M_last,j k_j v_j'
-        k_n = k_n * decay_mask[..., -1:, :].mT
-        state = g_sum[..., -1:, :].exp() * state + k_n.mT @ v_n
-    return torch.cat(outputs, dim=2).transpose(1, 2), state
+        remaining = decay_mask[:, :, -1, :, None]
+        decay = g_sum[:, :, -1:].exp()
+        k_n = k_n * remaining
+        state = decay * state + k_n.mT @ v_n
+    y = torch.cat(outputs, dim=2)
+    return y.transpose(1, 2), state

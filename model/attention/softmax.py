@@ -117,7 +117,7 @@ class SoftmaxAttention(Attention):
         self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
-        # Project, normalise and rotate the new tokens.
+        # Project, normalize and rotate the new tokens.
         k, v, carry = self.project_kv(x, ctx, carry)  # (B, T, K, D/H)
         q = self.project_q(x, ctx)  # (B, T, H, D/H)
 
@@ -134,7 +134,7 @@ class SoftmaxAttention(Attention):
         return self.o_proj(y), carry
 
     def project_q(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """x (B, T, D) -> queries (B, T, H, D/H), normalised and rotated."""
+        """x (B, T, D) -> queries (B, T, H, D/H), normalized and rotated."""
         q = self.q_proj(x).unflatten(-1, (self.heads, -1))
         return self.norm_and_rope(q, self.q_norm, ctx)
 
@@ -147,7 +147,7 @@ class SoftmaxAttention(Attention):
         return self.norm_and_rope(k, self.k_norm, ctx), v, carry
 
     def norm_and_rope(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext) -> Tensor:
-        """Normalise queries or keys (B, T, H, D/H) and rotate them to their positions."""
+        """Normalize queries or keys (B, T, H, D/H) and rotate them to their positions."""
         if norm is not None:
             x = norm(x)
         if self.rope_base is not None:
