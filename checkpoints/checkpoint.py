@@ -295,8 +295,8 @@ def load_model(
 ) -> Transformer:
     """The model of a checkpoint, or from elsewhere, in evaluation mode.
 
-    `context` is by default its own. `dtype` is that of parameters; a buffer keeps its own. Exits with code 4 where a parameter is
-    not finite. A buffer may be infinite, since it may be a mask.
+    `context` is by default its own. `dtype` is that of parameters; a buffer keeps its own.
+    Exits with code 4 where a parameter is not finite. A buffer may be infinite, since it may be a mask.
     """
     tree = load_config(path)["model"]
     if context is not None:

@@ -14,11 +14,11 @@ from inference.batch import Batch, DecodeStep, Sampler, Sequence
 def speculate(
     batch: Batch, tokens: Tensor, sampler: Sampler, step: DecodeStep, num_draft_tokens: int
 ) -> Iterator[Sequence]:
-    """Decode `tokens` (B,) and drafts of what follows in one step; append the drafts that are right.
+    """Decode `tokens` (B,) and drafts of what follows in one step; append those that are right.
 
     Yields a sequence each time it has a new token. Afterwards batch.logits and the cache are as
     if the accepted tokens had been decoded one by one. What the sampler draws depends on seed,
-    draw index and logits alone, so a draft is right if it is what is drawn from the logits before it.
+    draw index and logits alone, so a draft is right if it is what the logits before it give.
     """
     cache = batch.cache
     model = batch.model
