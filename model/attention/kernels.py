@@ -167,12 +167,12 @@ def flex_attention_kernel(
     mask_batch = None
     if mask is not None:
         mask_batch = batch
-        mask = mask.expand(batch, -1, -1, -1)
+        mask = mask[:, 0].expand(batch, -1, -1)  # a literal 0 in mask_mod would be copied to the GPU
     query_positions = visible.query_positions.expand(batch, -1)
     key_positions = visible.key_positions.expand(batch, -1)
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return j <= i if mask is None else mask[b, 0, i, j]
+        return j <= i if mask is None else mask[b, i, j]
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = apply_softcap(score, softcap)
