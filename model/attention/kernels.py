@@ -167,7 +167,8 @@ def flex_attention_kernel(
     mask_batch = None
     if mask is not None:
         mask_batch = batch
-        mask = mask[:, 0].expand(batch, -1, -1)  # a literal 0 in mask_mod would be copied to the GPU
+        # A literal 0 among the indices of mask_mod would be copied to the GPU.
+        mask = mask[:, 0].expand(batch, -1, -1)
     query_positions = visible.query_positions.expand(batch, -1)
     key_positions = visible.key_positions.expand(batch, -1)
 
