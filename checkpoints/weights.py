@@ -178,11 +178,14 @@ def open_tensors(path: Path) -> dict[str, LazyTensor]:
 
 def weight_files(folder: Path) -> list[Path]:
     """model.safetensors, or the files that it was split into. Raises IntegrityError for none."""
+    whole = folder / "model.safetensors"
+    if whole.exists():
+        return [whole]
     # The index of a model in several files is not read: a missing file is a missing tensor.
-    files = sorted(folder.glob("model*.safetensors"))
+    files = sorted(folder.glob("model-*-of-*.safetensors"))
     if not files:
         raise IntegrityError(
-            f"weights are missing ({folder} has no model*.safetensors). "
+            f"weights are missing ({folder} has no model.safetensors). "
             "fix: fetch them (a .bin is a pickle, which could run code)"
         )
     return files

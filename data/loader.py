@@ -23,7 +23,7 @@ class Loader:
         self.batch_size = batch_size
         self.seed = seed
 
-        # Positions in the whole text behind the last token of each shard.
+        # Positions in the whole text after the last token of each shard.
         lengths = [len(shard) for shard in shards]
         self.shard_ends = np.cumsum(lengths)
         num_tokens = int(self.shard_ends[-1])
@@ -77,17 +77,16 @@ class Loader:
 
     def _read(self, start: int, count: int) -> np.ndarray:
         """Return the tokens from position `start` on, across the ends of shards."""
-        # The shard that holds the position is the first one that ends behind it.
+        # The shard that holds the position is the first one that ends after it.
         index = np.searchsorted(self.shard_ends, start, side="right")
         from_end = start - self.shard_ends[index]
         tokens = self.shards[index][from_end:][:count]
-        if len(tokens) == count:
-            return tokens
-        # What is missing is in the shards behind it.
-        start += len(tokens)
-        count -= len(tokens)
-        rest = self._read(start, count)
-        return np.concatenate((tokens, rest))
+        # What is missing is in the shards that follow.
+        while len(tokens) < count:
+            index += 1
+            missing = count - len(tokens)
+            tokens = np.concatenate((tokens, self.shards[index][:missing]))
+        return tokens
 
 
 def min_corpus_tokens(context: int, batch_size: int) -> int:

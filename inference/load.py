@@ -49,7 +49,7 @@ def load(
 def check_context(tree: dict, context: int) -> None:
     """Raise ValueError if a weight of the model has the size of the context it was trained with.
 
-    Positions that are computed, as RoPE's are, go on behind it.
+    Positions that are computed, as RoPE's are, go on after it.
     """
     trained = build_model(tree).state_dict()
     for name, tensor in build_model(tree | {"context": context}).state_dict().items():

@@ -61,7 +61,7 @@ def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
     first = command("tools/compare/__main__.py", *asked)
     assert (
         first.code == 0
-        and "4/4, 0:00:00 left. mqa-1: " in first.err
+        and "3/3, 0:00:00 left. mqa-1: " in first.err
         and "mqa: model.hidden=" in first.err
     ), first.err
     runs = {name: Run.read(Path("out", name)) for name in ("gqa-0", "gqa-1", "mqa-0", "mqa-1")}

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from common.instantiate import instantiate
 from tests.conftest import VARIANTS, close, learn_by_heart, settings_of, weights
 from training import optimizers
-from training.budget import TimeBudget
 from training.optimizers import Muon, adamw, lion, muon
 from training.schedules import cosine, wsd
 
@@ -177,7 +176,7 @@ def test_an_evaluation_reads_as_many_tokens_as_it_is_given(trainer_of):
     "steps, eval_every, expected",
     [
         ("100", "1000", 100 * 512 // 10),  # one evaluation, at the end
-        ("100", "40", 100 * 512 // 10 // 3),  # after 40, 80 and 100 steps
+        ("100", "40", 40 * 512 // 10),
         ("null", "30", 30 * 512 // 10),
         ("100", "1", 640),  # no fewer
     ],
@@ -188,20 +187,26 @@ def test_evaluations_read_a_tenth_of_what_is_trained(
     monkeypatch.setattr("training.trainer.MIN_EVAL_TOKENS", 640)
     trainer = trainer_of("max_minutes=5", f"steps={steps}", f"eval_every={eval_every}")
     trainer.corpus.validation = [np.zeros(1_000_000, dtype=np.uint16)]
-    assert trainer.eval_tokens == expected
+    assert trainer.eval_tokens(trainer.steps) == expected
     trainer.settings["eval_tokens"] = 2_000_000
-    assert trainer.eval_tokens == 1_000_000
+    assert trainer.eval_tokens(trainer.steps) == 1_000_000
 
 
-def test_steps_are_fitted_beside_evaluations_of_their_share():
-    options = {"eval_every": 1000, "evaluation_steps": 600.0}
-    fitted = []
-    for share in (math.inf, 0.05):
-        budget = TimeBudget(10, **options, evaluation_share=share)
-        budget.fit(3, 0.0, 0.0)
-        fitted.append(budget.fit(103, 100.0, 100.0))
-    # 480 s are left, of which 15 are a margin and 5 a reserve: no room for 600 steps of evaluation.
-    assert fitted == [1, int((0.97 * 500 - 5) / 1.05)]
+@pytest.mark.parametrize("eval_every", [5, 60, 1000])
+@pytest.mark.parametrize("eval_tokens", ["null", "100000"])
+def test_steps_are_fitted_beside_their_evaluations(trainer_of, eval_every, eval_tokens):
+    trainer = trainer_of(
+        "max_minutes=10", "steps=null", f"eval_every={eval_every}", f"eval_tokens={eval_tokens}"
+    )
+    trainer.corpus.validation = [np.zeros(1_000_000, dtype=np.uint16)]
+    trainer.budget.fit(3, 0.0, 0.0)
+    steps = trainer.budget.fit(103, 100.0, 100.0)  # a second each; 500 are left
+    seconds = {
+        n: n + math.ceil(n / eval_every) * trainer.evaluation_cost * trainer.eval_tokens(n) / 512
+        for n in (steps, steps + 1)
+    }
+    left = 0.97 * 500 - 5  # without margin and reserve
+    assert (seconds[steps] <= left or steps == 1) and seconds[steps + 1] > left
 
 
 def test_evaluation_runs_what_training_compiled(trainer_of):

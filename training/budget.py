@@ -1,31 +1,24 @@
 """How many optimizer steps fit into max_minutes."""
 
+from bisect import bisect_right
+from collections.abc import Callable
+
 WARMUP_STEPS = 3  # steps that fill caches, and are not timed
 TIMED_FRACTION = 0.1  # of the time left, during which steps are timed
 RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot
 SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
+MOST_STEPS = 10**9
 
 
 class TimeBudget:
     """Times the first steps of a process, then says how many more there is time for.
 
-    `evaluation_steps` is the number of training steps that take as long as one evaluation of the
-    whole text, and `evaluation_share` the largest share of a training step that is spent on
-    evaluation for each step.
+    `evaluation_steps(n)` is how many training steps take as long as all evaluations among n steps.
     """
 
-    def __init__(
-        self,
-        max_minutes: float,
-        *,
-        eval_every: int,
-        evaluation_steps: float,
-        evaluation_share: float,
-    ):
+    def __init__(self, max_minutes: float, evaluation_steps: Callable[[int], float]):
         self.limit = 60 * max_minutes  # seconds
-        self.eval_every = eval_every
         self.evaluation_steps = evaluation_steps
-        self.evaluation_share = evaluation_share
         self.warmup_end = 0.0  # seconds of training at the end of the warm-up
 
     def fit(self, steps: int, training_seconds: float, total_seconds: float) -> int | None:
@@ -46,9 +39,10 @@ class TimeBudget:
         if is_early and timed < TIMED_FRACTION * left:
             return None
 
-        # In steps: what is left, less the last evaluation, which comes on top of the regular ones.
+        # The largest number of steps that fit, with their evaluations, into what is left.
         left = (1 - SAFETY_MARGIN) * left - RESERVED_SECONDS
-        left /= timed / (steps - WARMUP_STEPS)
-        evaluated = (left - self.evaluation_steps) / (1 + self.evaluation_steps / self.eval_every)
-        # Evaluations of a part of the text take their share.
-        return max(1, int(evaluated), int(left / (1 + self.evaluation_share)))
+        steps_left = left * (steps - WARMUP_STEPS) / timed
+        fitting = bisect_right(
+            range(1, MOST_STEPS), steps_left, key=lambda n: n + self.evaluation_steps(n)
+        )
+        return max(1, fitting)

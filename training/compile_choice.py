@@ -4,6 +4,7 @@ Eager and compiled steps differ in their last bits, so a run chooses once, after
 """
 
 import json
+import math
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -18,17 +19,27 @@ STEP_RATIO = 0.6  # time of a compiled step to an eager one's
 CACHED_SHARE = 0.25  # of the time of a first compilation: a later one, which finds its files
 
 
+# Settings besides machine and model that change what is compiled.
+COMPILED_OPTIONS = ("document_mask", "sharded", "activation_checkpointing", "z_loss")
+
+
 class CompileRecord:
     """Seconds that compiling takes, and the time of a compiled step to an eager one's.
 
-    They are kept in a file for each `shape`, all that they depend on.
+    They are kept in a file for what they depend on: `settings` and the code of the model.
+    `cold_seconds` is an estimate for the first time; infinite where nothing can be compiled.
     """
 
-    def __init__(self, shape: list, cold_seconds: float):
-        key = sha256(json.dumps(shape).encode()).hexdigest()[:16]
+    def __init__(self, settings: list, cold_seconds: float):
+        code = sha256(json.dumps(settings).encode())
+        for file in sorted((ROOT / "model").rglob("*.py")):
+            code.update(file.read_bytes())
+        key = code.hexdigest()[:16]
         self.path = Path(compilation.USER_CACHE or ROOT / ".cache", f"compile-time-{key}.json")
         self.seconds = cold_seconds
         self.step_ratio = STEP_RATIO
+        if cold_seconds == math.inf:
+            return
         with suppress(OSError, ValueError):
             self.seconds, self.step_ratio = json.loads(self.path.read_text())
 
@@ -45,3 +56,10 @@ class CompileRecord:
             self.step_ratio = (self.step_ratio + step_seconds / eager_step_seconds) / 2
         with suppress(OSError):
             self.path.write_text(json.dumps([self.seconds, self.step_ratio]))
+
+
+def is_long_run(settings: dict) -> bool:
+    """Whether compiling pays in a run, without a step that was timed."""
+    steps = settings["steps"] or math.inf
+    minutes = settings["max_minutes"] or math.inf
+    return steps >= 200 and minutes >= 3

@@ -21,7 +21,7 @@ from data.loader import Loader
 from data.prepare import Corpus
 from training import resume
 from training.budget import RESERVED_SECONDS, TimeBudget
-from training.compile_choice import TIMED_STEPS, CompileRecord
+from training.compile_choice import COMPILED_OPTIONS, TIMED_STEPS, CompileRecord, is_long_run
 from training.distributed import DistEnv
 from training.divergence import DivergenceGuard
 from training.evaluation import evaluate, sample_text
@@ -85,7 +85,11 @@ class Trainer:
         self.is_compiled = settings["compile"] is True
         machine = resume.fingerprint(ranks, precision, False, self.micro_batch_size)
         cold_seconds = compilation.expected_seconds(len(self.model.blocks), ranks.device)
-        self.compile_record = CompileRecord([machine, settings["model"]], cold_seconds)
+        options = [settings[key] for key in COMPILED_OPTIONS]
+        self.compile_record = CompileRecord([machine, settings["model"], options], cold_seconds)
+        # On a GPU the first steps may not fit into memory before they are compiled.
+        if settings["compile"] == "auto" and ranks.device.type == "cuda":
+            self.is_compiled = cold_seconds < math.inf and is_long_run(settings)
         self.compile_seconds = 0.0  # that this process took
         self.eager_step_seconds = 0.0
 
@@ -116,17 +120,9 @@ class Trainer:
         # CPUs, it takes 0.4 of a training step's time, and all of it for the share of the head.
         head_flops = 6 * self.model.unembedding.numel()
         self.evaluation_cost = 0.4 + 0.6 * head_flops / self.flops_per_token  # a token
-        share = EVALUATED_FRACTION * self.evaluation_cost
-        largest = settings["eval_tokens"] or math.inf
-        eval_tokens = min(largest, sum(map(len, corpus.validation)))
         self.budget = None  # None once the number of steps is known
         if settings["max_minutes"] is not None:
-            self.budget = TimeBudget(
-                settings["max_minutes"],
-                eval_every=settings["eval_every"],
-                evaluation_steps=self.evaluation_cost * eval_tokens / self.batch_tokens,
-                evaluation_share=math.inf if settings["eval_tokens"] else share,
-            )
+            self.budget = TimeBudget(settings["max_minutes"], self._evaluation_steps)
 
     # Starting and resuming
 
@@ -192,21 +188,22 @@ class Trainer:
     # Compilation
 
     def choose_compilation(self) -> None:
-        """With compile=auto, after step TIMED_STEPS of a run: compile if that saves time."""
-        if self.settings["compile"] != "auto" or self.is_compiled or self.step > TIMED_STEPS:
+        """With compile=auto, after step TIMED_STEPS of a run on a CPU: compile if it saves time."""
+        is_open = self.settings["compile"] == "auto" and self.ranks.device.type != "cuda"
+        if not is_open or self.is_compiled or self.step > TIMED_STEPS:
             return
         self.loss_sum.item()  # waits for the device
         self.eager_step_seconds = self._clock() - self.step_start
-        self.step_start = self._clock()
         if self.step < TIMED_STEPS:
             return
         record = self.compile_record
         seconds_left = self._seconds_left(self.eager_step_seconds)
         self.is_compiled = self.ranks.on_rank0(lambda: record.pays(seconds_left))
+        compiled_step_seconds = record.step_ratio * self.eager_step_seconds
         self.log.info(
-            f"compile=auto chooses {self.is_compiled}: steps of {self.eager_step_seconds:.2f} s "
-            f"for {seconds_left:.0f} s, or about {record.seconds:.0f} s of compilation and "
-            f"{record.step_ratio:.0%} of the time a step"
+            f"{'' if self.is_compiled else 'not '}compiling (compile=auto): it would take about "
+            f"{record.seconds:.0f} s of the {seconds_left:.0f} s left, and bring steps from "
+            f"{self.eager_step_seconds:.2f} s to about {compiled_step_seconds:.2f} s"
         )
         if self.is_compiled and not self.exit_code:
             self.compile_first_step()
@@ -282,6 +279,7 @@ class Trainer:
     def train_step(self) -> None:
         """One optimizer step over `batch_tokens` tokens of all ranks."""
         self.log_state = self.log.state()
+        self.step_start = self._clock()
 
         # Dropout depends on seed, step and rank alone, so that a resumed run repeats it.
         draw = (self.settings["seed"] * 2**32 + self.step) * self.ranks.world_size + self.ranks.rank
@@ -481,35 +479,38 @@ class Trainer:
         self.log.append("samples.txt", f"--- step {self.step}\n{text}\n")
         self.log.info(f"--- a sample at step {self.step}\n{text}\n---")
 
-    @property
-    def eval_tokens(self) -> int:
-        """Held-out tokens that an evaluation reads.
+    def eval_tokens(self, steps: float) -> int:
+        """Held-out tokens that an evaluation reads, in a run of so many steps.
 
-        Unless a number is asked for, a tenth of the tokens that are trained between two of them:
-        runs of the same batches read the same text, whatever their model costs.
+        Unless a number is asked for, a tenth of the tokens that are trained between two of them,
+        whatever the model costs. So all runs of more than eval_every steps read the same text.
         """
         eval_tokens = self.settings["eval_tokens"]
         if eval_tokens is None:
-            interval = self.settings["eval_every"]
-            if self.steps < math.inf:
-                interval = self.steps / math.ceil(self.steps / interval)
-            eval_tokens = int(EVALUATED_FRACTION * interval * self.batch_tokens)
-            eval_tokens = max(eval_tokens, MIN_EVAL_TOKENS)
+            trained_tokens = min(self.settings["eval_every"], steps) * self.batch_tokens
+            eval_tokens = max(MIN_EVAL_TOKENS, int(EVALUATED_FRACTION * trained_tokens))
         return min(eval_tokens, sum(map(len, self.corpus.validation)))
+
+    def _evaluation_steps(self, steps: int) -> float:
+        """The training steps that take as long as all evaluations in a run of `steps`."""
+        num_evaluations = math.ceil(steps / self.settings["eval_every"])
+        eval_tokens = num_evaluations * self.eval_tokens(steps)
+        return self.evaluation_cost * eval_tokens / self.batch_tokens
 
     def evaluate(self) -> None:
         """Log the loss on the held-out text. A signal leaves it out."""
         if self.check_signals():
             return
+        eval_tokens = self.eval_tokens(self.steps)
         seconds = None
         if self.tokens_per_second:
-            seconds = self.evaluation_cost * self.eval_tokens / self.tokens_per_second
-        what = f"evaluating on {self.eval_tokens:,} tokens that were held out"
+            seconds = self.evaluation_cost * eval_tokens / self.tokens_per_second
+        what = f"evaluating on {eval_tokens:,} tokens that were held out"
         with self._pause_clock(), self.log.waiting(what, seconds, "less often: eval_every"):
             score = evaluate(
                 self.loss_module,
                 self.corpus,
-                self.eval_tokens,
+                eval_tokens,
                 self.settings["context"],
                 self.micro_batch_size,
                 self.precision,
@@ -520,7 +521,7 @@ class Trainer:
             return
         if not math.isfinite(score["val_loss"]):
             self._end_diverged(f"step {self.step}: evaluation is not finite")
-        self._write_metrics(**score)
+        self._write_metrics(**score, eval_tokens=eval_tokens)
         text = f"step {self.step}  held out: {score['val_loss']:.4f} nats per token"
         if score["val_bpb"] is not None:
             text += f", {score['val_bpb']:.4f} bits per byte"

@@ -49,8 +49,8 @@ class Retention(Attention):
         self.gate_proj = Linear(dim, expansion * dim)
         self.o_proj = Linear(expansion * dim, dim)
         # Log decays (H,): a = 1 - 2^-5, 1 - 2^-6, ...
-        decay = 1 - 2.0 ** -(5 + torch.arange(heads))
-        self.register_buffer("log_decay", decay.log(), persistent=False)
+        log_decay = torch.log1p(-(2.0 ** -(5 + torch.arange(heads))))
+        self.register_buffer("log_decay", log_decay, persistent=False)
 
     def forward(
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer

@@ -17,7 +17,7 @@ from common import config, errors
 from common.cli import Parser
 from common.errors import IntegrityError
 from tools.compare.jobs import Job, train_all
-from tools.compare.plan import SIZES, digest, match_baseline_tokens, plan_jobs
+from tools.compare.plan import SIZES, digest, match_baseline, plan_jobs
 from tools.compare.report import write_report
 from tools.compare.runs import Run
 
@@ -47,15 +47,20 @@ def main(args: argparse.Namespace) -> None:
 
 
 def train(jobs: list[Job]) -> None:
-    """Trains all jobs. A common max_minutes limits the first; the others get as many tokens."""
+    """Trains all jobs, the first one first: the others are compiled if it was.
+
+    A common max_minutes limits the first; the others get as many tokens.
+    """
     lengths = {(job.settings["steps"], job.settings["max_minutes"]) for job in jobs}
     baseline = jobs[0]
-    if len(lengths) == 1 and baseline.settings["max_minutes"] is not None:
-        train_all([baseline])
-        if baseline.problem is not None:
-            errors.exit_with(errors.INPUT, f"the baseline did not finish: {baseline.problem}")
-        match_baseline_tokens(baseline, jobs[1:])
-    train_all(jobs)
+    has_limit = len(lengths) == 1 and baseline.settings["max_minutes"] is not None
+    train_all([baseline])
+    if baseline.problem is None:
+        match_baseline(baseline, jobs[1:], same_tokens=has_limit)
+    elif has_limit:
+        errors.exit_with(errors.INPUT, f"the baseline did not finish: {baseline.problem}")
+    if len(jobs) > 1:
+        train_all(jobs[1:])
 
 
 def read_finished(run_dirs: list[Path], problems: dict[str, str]) -> list[Run]:

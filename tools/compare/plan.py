@@ -146,19 +146,24 @@ def match_hidden(settings: dict, size: Callable[[Transformer], float], target: f
 def make_job(name: str, overrides: list[str], seed: str, folder: Path) -> Job:
     run_dir = folder / f"{name}-{seed.partition('=')[2]}"
     quoted = QuotedString(str(run_dir), Quote.double).with_quotes()
+    # All runs are judged by the same text.
+    if not any(override.startswith("eval_tokens=") for override in overrides):
+        overrides = [*overrides, f"eval_tokens={config.LARGEST}"]
     overrides = [*overrides, seed, f"name={name}", f"run_dir={quoted}", "resume=true"]
     return Job(run_dir, overrides, compose_settings(overrides))
 
 
-def match_baseline_tokens(baseline: Job, others: list[Job]) -> None:
-    """Makes all others train on as many tokens as the trained baseline did in max_minutes."""
+def match_baseline(baseline: Job, others: list[Job], same_tokens: bool) -> None:
+    """Makes all others compile if the trained baseline did.
+
+    With `same_tokens`, they train on as many tokens as it did in max_minutes, too.
+    """
     run = Run.read(baseline.run_dir)
     for job in others:
-        same = {
-            "max_minutes": None,
-            "compile": run.settings["machine"]["compiled"],
-            "steps": run.last["tokens"] // job.settings["batch_tokens"],
-        }
+        same = {"compile": run.settings["machine"]["compiled"]}
+        if same_tokens:
+            same["max_minutes"] = None
+            same["steps"] = run.last["tokens"] // job.settings["batch_tokens"]
         job.settings |= same
         job.overrides += [f"{key}={json.dumps(value)}" for key, value in same.items()]
 

@@ -65,7 +65,11 @@ class Run:
         except (OSError, ValueError, LookupError, TypeError) as error:
             problem = f"metrics cannot be read ({metrics}: {error})"
             raise IntegrityError(f"{problem}. fix: train it anew") from None
-        return cls(folder, checkpoint.load_config(newest), lines, done)
+        settings = checkpoint.load_config(newest)
+        # Runs are compared on the same text only: where none was asked for, what was read.
+        if settings.get("eval_tokens") is None:
+            settings["eval_tokens"] = lines[-1].get("eval_tokens")
+        return cls(folder, settings, lines, done)
 
     @property
     def seed(self) -> int:
