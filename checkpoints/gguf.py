@@ -59,22 +59,21 @@ def check_exportable(config: dict) -> str:
     has_scaling = config["rope_scaling"] is not None
     every_fourth_nope = [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])]
     rope_layers = config.get("no_rope_layers", every_fourth_nope)
-    # What llama.cpp lacks, and whether this model has it.
-    lacks = {
-        f"no {name}": architecture is None,
-        "no activation but silu": config["hidden_act"] != "silu",
-        "no windows here": has_window and architecture != "granite_swa",
-        "positions in all but every fourth layer": rope_layers != every_fourth_nope,
+    # What is not written, and whether this model has it.
+    has = {
+        f"the layers of {name}": architecture is None,
+        f"the activation {config['hidden_act']}": config["hidden_act"] != "silu",
+        "windows": has_window and architecture != "granite_swa",
+        "positions other than in three of four layers": rope_layers != every_fourth_nope,
         "no delta layer": architecture == "qwen35" and not has_delta,
-        "no biases here": config["attention_bias"] and architecture != "llama",
-        "no stretched positions here": has_scaling and architecture not in ("llama", "qwen3"),
+        "biases": config["attention_bias"] and architecture != "llama",
+        "stretched positions": has_scaling and architecture not in ("llama", "qwen3"),
     }
-    problems = [problem for problem, is_so in lacks.items() if is_so]
+    problems = [problem for problem, is_so in has.items() if is_so]
     if problems:
-        others = ", ".join(sorted({*ARCHITECTURES} - {name}))
         raise ValueError(
-            f"llama.cpp cannot run this {name} (it has {', '.join(problems)}). "
-            f"fix: --format hf, or {others}"
+            f"GGUF files are not written for such a model (it has {', '.join(problems)}). "
+            "fix: --format hf, or train anew with attention=gqa ffn=swiglu norm=rmsnorm"
         )
     return architecture
 

@@ -20,17 +20,20 @@ HEADING_WIDTH = 70  # characters of a prompt
 def generate_text(
     model: Transformer,
     tokenizer: Tokenizer,
-    *prompts: str,
+    prompts: str | list[str],
+    *,
     max_new_tokens: int = 200,
     stop_texts: Iterable[str] = (),
     seed: int = 0,
     batch_size: int = 8,
     **options: float,
 ) -> list[str]:
-    """Continue each prompt; return the new texts, which end before the first stop text.
+    """Continue a prompt, or each of several; return the new texts, each up to a stop text.
 
     `options` are those of `sampling.sample`: temperature, top_k, top_p and so on.
     """
+    if isinstance(prompts, str):
+        prompts = [prompts]
     sequences = new_sequences(
         tokenizer, prompts, model.context, max_new_tokens=max_new_tokens, seed=seed
     )

@@ -277,9 +277,9 @@ def test_a_call_generates_what_the_command_prints(command, drawn_run):
     printed = command("generate.py", *CPU, "--prompt-file", "prompts.txt", *words)
     model, tokenizer, _ = load(str(drawn_run), "cpu")
     options = {"seed": 3, "stop_texts": ["e"], "top_k": 9, "top_p": 0.9, "temperature": 0.8}
-    texts = generate_text(model, tokenizer, *prompts, max_new_tokens=30, **options)
+    texts = generate_text(model, tokenizer, prompts, max_new_tokens=30, **options)
     assert [text + "\n" for text in texts] == bodies(printed)
-    assert generate_text(model, tokenizer, max_new_tokens=1) == []
+    assert generate_text(model, tokenizer, [], max_new_tokens=1) == []
     assert generate_text(model, tokenizer, "Ann", max_new_tokens=0) == [""]
 
 

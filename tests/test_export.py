@@ -38,7 +38,7 @@ EXPORTED = (
     "sink", "sliding_window",
 )  # fmt: skip
 NONE = {
-    "softcap": "(softcap=50.0, beside LlamaForCausalLM). fix: train anew with attention.softcap=null",
+    "softcap": "(softcap=50.0; the nearest class is LlamaForCausalLM). fix: train anew with attention.softcap=null",
     "shared_kv": "with attention=gqa", "value_residual": "with attention=gqa", "gqa model.softcap=30.0": "softcap=null",
     "chunked attention.kinds.full.qk_norm=after_rope": "attention.qk_norm=null",
     "sink attention.rope_base=null": "attention.sink=False", "gqa attention.rope_fraction=0.5": ".rope_fraction=1.0",
@@ -46,6 +46,8 @@ NONE = {
     "local_global attention.kinds.full.rope_base=1000000.0": "layers of different rope_base",
     "local_global attention.kinds.full.rope_scaling={_target_:model.rope.Linear,factor:4}": "different rope_scaling",
     "delta attention.pattern=[delta]": "a layer of softmax",
+    "alibi": "with attention=gqa", "retention": "with attention=gqa", "mla ffn=relu2": "with ffn=swiglu",
+    "gqa ffn=relu2": "with attention.qk_norm=null", "differential norm=layernorm": "with norm=rmsnorm",
 }  # fmt: skip
 
 

@@ -111,8 +111,8 @@ def choose_architecture(tree: dict) -> str:
         nearest = "Qwen3ForCausalLM"
         changes = ["attention=gqa ffn=swiglu norm=rmsnorm"]
     raise ValueError(
-        "no class that is exported to has these layers "
-        f"({', '.join(values)}, beside {nearest}). "
+        f"no class of transformers has these layers ({', '.join(values)}; "
+        f"the nearest class is {nearest}). "
         f"fix: train anew with {' '.join(changes)}"
     )
 
