@@ -1,4 +1,4 @@
-"""Linear layers for decoding: products of a few tokens at the bandwidth of memory, and int8 weights.
+"""Linear layers for decoding: products of a few tokens at the speed of memory, and int8 weights.
 
 On a CPU torch's products reach a quarter of the bandwidth, and the kernel in matvec.cpp most of it.
 """
@@ -32,7 +32,7 @@ FLAGS = (
 
 
 def load_matvec(folder: Path, compiler: str | None) -> bool:
-    """Load the kernel from `folder`, compiled to there if need be; return whether it is available."""
+    """Load the kernel from `folder`, compiled to there if need be; return whether it is there."""
     if hasattr(torch.ops.attend, "matvec"):
         return True
 
@@ -121,7 +121,7 @@ class DecodingLinear(nn.Module):
 
 
 def optimize_for_decoding(model: Transformer, int8: bool) -> None:
-    """Replace the linear layers and the head of a model, in place; it cannot be trained any more."""
+    """Replace the linear layers and the head of a model, in place; it cannot be trained then."""
     model.head = DecodingLinear(model.unembedding.detach(), None, int8)
     for parent in [*model.modules()]:
         for name, child in parent.named_children():
