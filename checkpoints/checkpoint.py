@@ -296,7 +296,7 @@ def load_model(
     """The model of a checkpoint, or from elsewhere, in evaluation mode.
 
     `context` is by default its own. `dtype` is that of parameters; a buffer keeps its own.
-    Exits with code 4 where a parameter is not finite. A buffer may be infinite, since it may be a mask.
+    Exits with code 4 where a parameter is not finite. A buffer may be infinite: it may be a mask.
     """
     tree = load_config(path)["model"]
     if context is not None:
