@@ -151,7 +151,8 @@ def is_own_checkpoint(path: Path) -> bool:
 def open_tensors(path: Path) -> dict[str, LazyTensor]:
     """The tensors of a folder's safetensors files, or of a file of llama2.c, by name.
 
-    Raises IntegrityError where they cannot be read, for a pickle, and for quantized weights.
+    Raises IntegrityError where they cannot be read, for a pickle, for quantized weights, and for a
+    tensor that two files hold.
     """
     if not path.is_dir():
         return open_llama2c(path)[1]
@@ -162,6 +163,11 @@ def open_tensors(path: Path) -> dict[str, LazyTensor]:
         try:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
+                    if name in tensors:
+                        raise IntegrityError(
+                            f"two files hold one tensor ({name}, again in {file}). "
+                            "fix: the files of one model alone"
+                        )
                     description = opened.get_slice(name)
                     dtype = description.get_dtype()
                     if dtype not in allowed:

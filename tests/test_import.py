@@ -1,6 +1,7 @@
 """Models from elsewhere: read as they are, refused where they are not ours."""
 
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -206,6 +207,12 @@ def without_a_shard(there: Path) -> None:
     next(there.glob("model-00002-*")).unlink()
 
 
+def with_a_stale_shard(there: Path) -> None:
+    save_torch_state_dict(load_file(there / "model.safetensors"), there, max_shard_size=50_000)
+    shard = min(there.glob("model-*-of-*.safetensors"))
+    shutil.copy(shard, there / "model-00009-of-00009.safetensors")
+
+
 def without_a_tensor(there: Path) -> None:
     weights = load_file(there / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -234,6 +241,7 @@ DAMAGES = {
     "pickle": (pickled, "a pickle"),
     "shape": (misshapen, "model.norm.weight"),
     "shard": (without_a_shard, "not the model's weights"),
+    "stale shard": (with_a_stale_shard, "two files hold one tensor"),
     "tensor": (without_a_tensor, "model.layers.1.mlp.up_proj.weight"),
     "cut": (lambda there: (there / "model.safetensors").write_bytes(b"\0" * 100), "not weights"),
     "tied, and a head": (lambda there: change(there, tie_word_embeddings=True), "lm_head.weight"),

@@ -62,5 +62,6 @@ class Signals:
             self.code = EXIT_CODES[number]
             # Over a progress bar. The handler may have interrupted a print, so it uses none.
             start = "\r\033[K" if os.isatty(2) else ""
-            text = f"{start}{name}: saving after this step; Ctrl-C again ends at once, unsaved\n"
+            again = " again" if number == signal.SIGINT else ""
+            text = f"{start}{name}: saving after this step; Ctrl-C{again} ends at once, unsaved\n"
             os.write(2, text.encode())

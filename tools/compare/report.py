@@ -96,7 +96,8 @@ def summary(groups: Groups, verdicts: dict[str, Verdict]) -> str:
     for text in ("better", "worse", "not distinguishable", "n/a"):
         names = [name for name, verdict in verdicts.items() if verdict.text == text]
         if names:
-            clauses.append(f"{text}: {', '.join(names)}")
+            label = "n/a (one pair of runs gives no verdict)" if text == "n/a" else text
+            clauses.append(f"{label}: {', '.join(names)}")
     sentence = f"{'; '.join(clauses)}."
 
     # Users look for the smallest cache that costs nothing in loss, as far as the runs can tell.
