@@ -6,6 +6,7 @@ import torch
 from common.instantiate import instantiate
 from tests.conftest import VARIANTS, settings_of
 from tools import cost
+from training import memory
 from training.loss import LanguageModelLoss
 
 OVERRIDES = ("model=tiny", "context=64", "batch_tokens=512", "micro_batch=2", "data.vocab_size=128")
@@ -27,7 +28,7 @@ def test_figures_are_those_of_the_real_thing():
     settings = settings_of(*overrides, "attention=local_global")
     model = instantiate(settings["model"])
     weights = sum(p.numel() for p in model.parameters())
-    activations = cost.saved_bytes(
+    activations = memory.saved_bytes(
         LanguageModelLoss(model, z_loss=0.0, bos=None), torch.zeros(2, 64, dtype=torch.int64)
     )
     moments = sum(

@@ -9,14 +9,11 @@ from functools import partial
 
 import torch
 from hydra.errors import ConfigCompositionException
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from common import config, errors
 from common.config import compose
-from common.instantiate import ROOT, instantiate
-from training.loss import LanguageModelLoss
-from training.optimizers import init_state, named_states
+from common.instantiate import ROOT
+from training.memory import TrainingMemory
 from training.setup import load_settings
 
 COLUMNS = (
@@ -98,50 +95,17 @@ def parse_gpus(value: str) -> int:
 
 
 class Cost:
-    """The model of a run with these overrides, and bytes that it and its optimizer take."""
+    """The model of a run with these overrides, and the memory that its training takes."""
 
     def __init__(self, overrides: list[str]):
         settings = compose(["name=cost", *overrides, "sharded=false"])
         if not values_of(overrides, "batch_tokens"):
             settings["batch_tokens"] = settings["micro_batch"] * settings["context"]
         load_settings(settings)
-        batch = config.micro_batch_size(settings, 1)
-        self.num_tokens = batch * settings["context"]
-
-        with FakeTensorMode():
-            self.model = instantiate(settings["model"])
-            optimizers = instantiate(settings["optimizer"], "training")(self.model)
-            init_state(optimizers)
-            loss = LanguageModelLoss(self.model, z_loss=0.0, bos=None)
-            tokens = torch.zeros(batch, settings["context"], dtype=torch.int64)
-            self.saved = saved_bytes(loss, tokens)
-            # The part that grows with the batch: without the copies of the weights in bf16.
-            self.activations = saved_bytes(loss, torch.cat((tokens, tokens))) - self.saved
-
-        self.parameters = sum(p.numel() for p in self.model.parameters())
-        leaves = tree_leaves(named_states(optimizers, self.model))
-        optimizer_state = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-        self.state = 8 * self.parameters + optimizer_state  # fp32 weights and gradients
-
-
-def saved_bytes(loss: LanguageModelLoss, tokens: torch.Tensor) -> int:
-    """Bytes that a forward in bf16 keeps for its backward, without the weights themselves."""
-    weights = {storage_id(p) for p in loss.parameters()}
-    saved = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        # The tensor stays alive in `saved`, so that no storage id is used twice.
-        saved[storage_id(x)] = x
-        return x
-
-    saved_tensors = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-    with saved_tensors, torch.autocast("cpu", dtype=torch.bfloat16):
-        loss(tokens, tokens)
-    return sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in weights)
-
-
-def storage_id(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
+        self.micro_batch = config.micro_batch_size(settings, 1)
+        self.memory = TrainingMemory(settings)
+        self.model = self.memory.model
+        self.parameters = self.memory.parameters
 
 
 def row(cost: Cost) -> tuple[str, ...]:
@@ -152,8 +116,14 @@ def row(cost: Cost) -> tuple[str, ...]:
         f"{cost.model.training_flops() / 1e6:.1f}",
         f"{cache_bytes(2) - cache_bytes(1):,}",
         f"{cache_bytes(cost.model.context) / 1e6:.2f}",
-        f"{(cost.state + cost.saved) / 1e9:.2f}",
+        f"{unsharded_bytes(cost) / 1e9:.2f}",
     )
+
+
+def unsharded_bytes(cost: Cost) -> float:
+    """Bytes for each GPU that has a copy of the model."""
+    memory = cost.memory
+    return memory.state + memory.weight_copies + memory.activations(cost.micro_batch)
 
 
 def scale_row(cost: Cost, gpus: int) -> tuple[str, ...]:
@@ -163,34 +133,20 @@ def scale_row(cost: Cost, gpus: int) -> tuple[str, ...]:
     sharded = "-"
     checkpointed = "-"
     if gpus > 1:
-        state = sharded_state_bytes(cost, gpus)
-        sharded = f"{(state + cost.activations) / 1e9:.1f}"
-        # Checkpointing keeps the fp32 input of every block, and all that one block saves.
-        depth = len(cost.model.blocks)
-        inputs = 4 * depth * cost.num_tokens * cost.model.embed.embedding_dim
-        checkpointed = f"{(state + inputs + cost.activations / depth) / 1e9:.1f}"
+        state = cost.memory.sharded_state(gpus)
+        whole = cost.memory.activations(cost.micro_batch)
+        inputs = cost.memory.activations(cost.micro_batch, is_checkpointed=True)
+        sharded = f"{(state + whole) / 1e9:.1f}"
+        checkpointed = f"{(state + inputs) / 1e9:.1f}"
     return (
         f"{cost.parameters / 1e9:.2f} B",
         str(gpus),
-        f"{(cost.state + cost.saved) / 1e9:.1f}",
+        f"{unsharded_bytes(cost) / 1e9:.1f}",
         sharded,
         checkpointed,
         f"{tokens_per_second:,.0f}",
         f"{seconds / 86400:,.1f}",
     )
-
-
-def sharded_state_bytes(cost: Cost, gpus: int) -> float:
-    """Bytes for each GPU of weights, gradients and optimizer state, at the peak of a backward."""
-    model = cost.model
-    blocks = sum(p.numel() for p in model.blocks.parameters())
-    # Whole at a time: two blocks in bf16, the gradient of one in bf16 and in fp32, and the weights
-    # and gradients of the ends (embedding, head, norm) in fp32.
-    one_block = 10 * blocks / len(model.blocks)
-    ends = 8 * (cost.parameters - blocks)
-    # The loss makes the gradient of the head in the forward.
-    head_grad = 4 * model.unembedding.numel()
-    return cost.state / gpus + one_block + ends + head_grad
 
 
 if __name__ == "__main__":
