@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import training.optimizers
@@ -13,7 +15,7 @@ from common import config
 from common.errors import IntegrityError
 from common.instantiate import instantiate
 from tests.conftest import close, settings_of, weights
-from training.optimizers import Lion, load_state_by_name, state_by_name
+from training.optimizers import Lion, Muon, copy_all_where, load_state_by_name, state_by_name
 
 
 class Novel(Optimizer):
@@ -242,6 +244,91 @@ def test_lion_steps_as_the_paper_does():
     for p, weight, momentum in zip(ours, theirs, momenta, strict=True):
         close(p.detach(), weight, rtol=1e-14, atol=1e-14)
         close(optimizer.state[p]["exp_avg"], momentum, rtol=1e-14, atol=1e-14)
+
+
+def muon_by_the_definition(weight, momentum, grad, lr: float, beta: float, decay: float):
+    """One step of one matrix: Keller Jordan's post, with the scale of Liu, 2502.16982 -> both."""
+    momentum = beta * momentum + (1 - beta) * grad
+    update = beta * momentum + (1 - beta) * grad
+    x = update / update.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    step = 0.2 * max(weight.shape) ** 0.5 * x
+    return (1 - lr * decay) * weight - lr * step, momentum
+
+
+@pytest.mark.parametrize("max_batched", [2**28, 40, 1])  # all at once, a few, each alone
+def test_muon_steps_each_matrix_as_the_definition_does(monkeypatch, max_batched):
+    monkeypatch.setattr(training.optimizers, "MAX_BATCHED_PARAMS", max_batched)
+    monkeypatch.setattr(training.optimizers, "multiplies_bf16", lambda device: False)
+    generator = torch.Generator().manual_seed(0)
+    ours = [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+        for shape in [(5, 3), (3, 5), (4, 4), (5, 3), (2, 7), (3, 5)]
+    ]
+    theirs = [p.detach().clone() for p in ours]
+    momenta = [torch.zeros_like(weight) for weight in theirs]
+    optimizer = Muon(ours, lr=0.03, momentum=0.85, weight_decay=0.5)
+    for _ in range(3):
+        for number, p in enumerate(ours):
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            theirs[number], momenta[number] = muon_by_the_definition(
+                theirs[number], momenta[number], p.grad, 0.03, 0.85, 0.5
+            )
+        optimizer.step()
+    close([p.detach() for p in ours], theirs)
+    close([optimizer.state[p]["momentum_buffer"] for p in ours], momenta)
+
+
+@pytest.mark.parametrize("condition", [False, True])
+def test_tensors_are_copied_together_as_where_copies_each(condition):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 3), (7,), (2, 4)]
+    sources, targets = ([torch.randn(s, generator=generator) for s in shapes] for _ in range(2))
+    sources[1][:2] = torch.tensor([-0.0, 1e-45])
+    targets[0][0] = torch.tensor([math.nan, math.inf, -0.0])
+    expected = [
+        torch.where(torch.tensor(condition), *pair) for pair in zip(sources, targets, strict=True)
+    ]
+    copy_all_where(torch.tensor(condition).int(), sources, targets)
+    for target, result in zip(targets, expected, strict=True):
+        assert torch.equal(target.view(torch.int32), result.view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", [Muon, Lion])
+def test_a_step_on_a_gpu_launches_as_much_for_many_matrices_as_for_few(kind):
+    options = {Muon: {"momentum": 0.85}, Lion: {"betas": (0.9, 0.95)}}[kind]
+    launches = []
+    for num_matrices in (2, 6):
+        with FakeTensorMode():
+            matrices = [
+                nn.Parameter(torch.empty(shape, device="cuda"))
+                for shape in [(5, 3), (3, 5)] * num_matrices
+            ]
+            optimizer = kind(matrices, lr=0.03, weight_decay=0.1, **options)
+            optimizer.found_inf = torch.empty((), device="cuda")
+            for p in matrices:
+                p.grad = torch.empty_like(p)
+            optimizer.step()  # makes the state
+            with Operations() as operations:
+                optimizer.step()
+        launches.append(operations.names)
+    assert launches[0] == launches[1]
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of torch's operations, without views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        if operation.namespace == "aten" and not operation.is_view:
+            self.names.append(operation._schema.name)
+        return result
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])

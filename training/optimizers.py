@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from common.hardware import multiplies_bf16
 from common.sharding import full_tensor, local_shard, shard_like
 from training.distributed import DistEnv
 
-MAX_BATCHED_PARAMS = 2**28  # weights that Muon orthogonalizes at a time
+MAX_BATCHED_PARAMS = 2**28  # weights that Muon updates at a time
 StateByName = dict[str, dict[str, object]]  # of each parameter, by the parameter's name
 PLAIN = (Tensor, bool, int, float, str, type(None))  # types that a checkpoint can hold
 
@@ -41,8 +42,8 @@ class FoundInfOptimizer(Optimizer):
     ) -> tuple[list[Tensor], list[Tensor], float | Tensor]:
         """State `key`, which begins as zeros, and gradient of each parameter, and a factor of lr.
 
-        Where `found_inf` is 1, the step with these changes nothing: the momentum is mixed with
-        itself, and the weights move at a rate of 0.
+        Where `found_inf` is 1, the step with these changes nothing: the gradients are overwritten
+        by the momenta, which are then mixed with themselves, and the weights move at a rate of 0.
         """
         for p in params:
             if p not in self.state:
@@ -51,9 +52,29 @@ class FoundInfOptimizer(Optimizer):
         grads = [p.grad for p in params]
         if self.found_inf is None:
             return momenta, grads, 1.0
-        is_inf = self.found_inf > 0
-        grads = [torch.where(is_inf, m, g) for m, g in zip(momenta, grads, strict=True)]
+
+        # Elementwise, so each rank works on its own shards.
+        local_grads = [local_shard(grad) for grad in grads]
+        local_momenta = [local_shard(momentum) for momentum in momenta]
+        if self.found_inf.is_cuda:
+            copy_all_where(self.found_inf.int(), local_momenta, local_grads)
+        else:
+            for grad, momentum in zip(local_grads, local_momenta, strict=True):
+                torch.where(self.found_inf > 0, momentum, grad, out=grad)
         return momenta, grads, 1 - self.found_inf
+
+
+def copy_all_where(condition: Tensor, sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Copy fp32 sources to targets if `condition`, an int32 on the device, is 1 and not 0.
+
+    This takes three kernels; torch.where(condition, source, target) would take one for each pair.
+    """
+    # There is no _foreach_where. Here source * condition + target * (1 - condition) is computed on
+    # the bits, read as integers, so that 0 times NaN is 0.
+    source_bits = [source.view(torch.int32) for source in sources]
+    target_bits = [target.view(torch.int32) for target in targets]
+    torch._foreach_mul_(target_bits, 1 - condition)
+    torch._foreach_add_(target_bits, torch._foreach_mul(source_bits, condition))
 
 
 class Muon(FoundInfOptimizer):
@@ -67,41 +88,53 @@ class Muon(FoundInfOptimizer):
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     def step_group(self, params: list[Tensor], group: dict) -> None:
-        # Matrices of one shape, or of its transpose, are orthogonalized as a batch.
-        by_shape = defaultdict(list)
-        for p in params:
-            by_shape[tuple(sorted(p.shape))].append(p)
-        for (rows, columns), matrices in by_shape.items():
-            batch_size = max(1, MAX_BATCHED_PARAMS // (rows * columns))
-            for start in range(0, len(matrices), batch_size):
-                self.step_batch(matrices[start : start + batch_size], group)
+        # Not all at a time, so that the memory beside weights, momenta and gradients is bounded.
+        batch_size = max(1, MAX_BATCHED_PARAMS // max(p.numel() for p in params))
+        for start in range(0, len(params), batch_size):
+            self.step_batch(params[start : start + batch_size], group)
 
     def step_batch(self, matrices: list[Tensor], group: dict) -> None:
         momenta, grads, lr_factor = self.momenta_and_grads(matrices, "momentum_buffer")
         lr = group["lr"] * lr_factor
 
-        # Momentum, and Nesterov's look ahead of it.
+        # Momentum, and Nesterov's look ahead of it, which overwrites the gradient.
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        updates = torch._foreach_lerp(grads, momenta, group["momentum"])
+        torch._foreach_lerp_(grads, momenta, group["momentum"])
+        torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
 
+        # Matrices of one shape, or of its transpose, are orthogonalized together, the tall ones last.
+        by_shape = defaultdict(list)
+        for p in sorted(matrices, key=is_tall):
+            by_shape[tuple(sorted(p.shape))].append(p)
+        deltas = []
+        for same_shape in by_shape.values():
+            deltas += self.deltas(same_shape, lr)
+        torch._foreach_add_([*chain(*by_shape.values())], deltas)
+
+    def deltas(self, matrices: list[Tensor], lr: float | Tensor) -> list[Tensor]:
+        """What a step adds to some matrices (R, C), R <= C, and to some (C, R) after them."""
         # Orthogonalize whole matrices, all laid on their side so that they stack.
-        updates = torch.stack([to_wide(full_tensor(update)) for update in updates])
+        updates = torch.stack([to_wide(full_tensor(p.grad)) for p in matrices])
         updates = map_over_ranks(newton_schulz, updates).to(matrices[0].dtype)
 
         # An orthogonal matrix has an RMS of 1 / sqrt(its longer side).
         rms_scale = 0.2 * updates.shape[2] ** 0.5
-        deltas = []
-        for delta, p in zip(updates * (-rms_scale * lr), matrices, strict=True):
-            if delta.shape != p.shape:
-                delta = delta.mT
-            deltas.append(shard_like(delta, p))
-        torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(matrices, deltas)
+        updates = updates * (-rms_scale * lr)
+
+        # Strides like those of the weights let _foreach_add_ take all matrices in one kernel.
+        num_tall = sum(map(is_tall, matrices))
+        wide, tall = updates.tensor_split([len(matrices) - num_tall])
+        deltas = [*wide, *tall.mT.clone(memory_format=torch.contiguous_format)]
+        return [shard_like(delta, p) for delta, p in zip(deltas, matrices, strict=True)]
+
+
+def is_tall(x: Tensor) -> bool:
+    return x.shape[0] > x.shape[1]
 
 
 def to_wide(x: Tensor) -> Tensor:
     """x (R, C), transposed where R > C."""
-    return x.mT if x.shape[0] > x.shape[1] else x
+    return x.mT if is_tall(x) else x
 
 
 def map_over_ranks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
