@@ -1,6 +1,6 @@
 """The parts that decoder layers are made of: rotary positions, norms, feed-forwards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -20,6 +20,11 @@ def no_autocast(device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, enabled=False)
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether x is where a few large operations take less time than many small ones."""
+    return x.is_cuda
+
+
 def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
     """Bound x by +-softcap with a tanh, in fp32. Gemma 2, 2408.00118."""
     if softcap is None:
@@ -34,6 +39,12 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x (B, T, H, D), cos and sin (B, T, 1, R/2) -> (B, T, H, D). The features after R stay.
     """
     rotary_dim = 2 * cos.shape[-1]
+    if on_gpu(x) and rotary_dim == x.shape[-1]:
+        # The same sums without a concatenation, which would compile to two more kernels.
+        pairs = fp32(x).unflatten(-1, (2, -1))  # (B, T, H, 2, R/2)
+        signed_sin = torch.stack((-sin, sin), dim=-2)
+        rotated = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * signed_sin
+        return rotated.flatten(-2).type_as(x)
     a, b = fp32(x[..., :rotary_dim]).chunk(2, dim=-1)
     rotated_a = (a * cos - b * sin).type_as(x)
     rotated_b = (b * cos + a * sin).type_as(x)
@@ -50,6 +61,19 @@ class Linear(nn.Linear):
         # Skip the initialization of meta tensors, whose first call imports torch._dynamo.
         if not self.weight.is_meta:
             super().reset_parameters()
+
+
+def project(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """Apply linear layers to the same x (..., D); under autocast on a GPU, in one product.
+
+    Autocast copies the weights in any case, so that joining them costs nothing.
+    """
+    is_joined = on_gpu(x) and torch.is_autocast_enabled(x.device.type)
+    if not is_joined or layers[0].bias is not None:
+        return [layer(x) for layer in layers]
+    weight = torch.cat([layer.weight for layer in layers])
+    sizes = [layer.out_features for layer in layers]
+    return F.linear(x, weight).split(sizes, dim=-1)
 
 
 class Embedding(nn.Embedding):
@@ -139,5 +163,5 @@ class GatedFeedForward(nn.Module):
         self.down_proj = Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = self.activation(self.gate_proj(x))
-        return self.down_proj(gate * self.up_proj(x))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return self.down_proj(self.activation(gate) * up)

@@ -8,9 +8,11 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.instantiate import instantiate
+from model import layers
 from model.attention import kernels
 from model.attention.alibi import alibi_slopes
 from model.attention.base import Attention, LayerSpec
@@ -85,7 +87,47 @@ def test_feed_forwards(activation):
     close(ffn(x), (act(gate) * up) @ ffn.down_proj.weight.T)
 
 
-def test_rope_turns_each_pair_by_its_angle():
+class Operations(TorchDispatchMode):
+    """Collects the names of the operations that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("variant", ["gqa", "delta", "gqa attention.bias=true"])
+def test_projections_joined_for_a_gpu_are_those_of_each_layer(variant, monkeypatch):
+    name, *overrides = variant.split()
+    model = instantiate(tree_of(name, *overrides))
+    tokens = torch.randint(128, (2, 9), generator=torch.Generator().manual_seed(1))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens)
+        return logits, *torch.autograd.grad(logits.float().square().mean(), model.parameters())
+
+    alone = run()
+    with Operations() as operations:
+        run()
+    count = operations.names.count("aten::mm")
+    monkeypatch.setattr(layers, "on_gpu", lambda x: True)
+    with Operations() as operations:
+        joined = run()
+    if "bias" not in variant:
+        assert operations.names.count("aten::mm") < count
+    for x, y in zip(joined, alone, strict=True):
+        assert (x - y).norm() <= 0.02 * y.norm()  # bf16 has 8 bits
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_rope_turns_each_pair_by_its_angle(on_gpu, monkeypatch):
+    monkeypatch.setattr(layers, "on_gpu", lambda x: on_gpu)
     x = random(1, 5, 2, 6)
     ctx = ForwardContext(torch.zeros(1, 5), None, None, None)
     turned = apply_rope(x, *ctx.rotary(6, 100.0))

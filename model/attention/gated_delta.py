@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
 from model.cache import LayerCache
 from model.context import ForwardContext
-from model.layers import Linear, RMSNorm, fp32, no_autocast
+from model.layers import Linear, RMSNorm, fp32, no_autocast, project
 
 # The log decay at the first token of a document: e^-60 of the document before remains.
 FORGET_ALL = -60.0
@@ -73,9 +73,15 @@ class GatedDelta(Attention):
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
         # Project, convolve, and normalize queries and keys to length 1.
-        q = self.q_proj(x)
-        k = self.k_proj(x)
-        v = self.v_proj(x)
+        q, k, v, write, step, gate = project(
+            x,
+            self.q_proj,
+            self.k_proj,
+            self.v_proj,
+            self.write_proj,
+            self.decay_proj,
+            self.gate_proj,
+        )
         qkv = torch.cat((q, k, v), dim=-1)  # (B, T, C)
         qkv = F.silu(self.short_conv(qkv, ctx, cache))
         qkv = fp32(qkv).unflatten(-1, (3, self.heads, -1))
@@ -84,10 +90,9 @@ class GatedDelta(Attention):
         k = l2_norm(k)
 
         # beta and the log decay g, (B, T, H). Padding writes and forgets nothing: S_t = S_{t-1}.
-        beta = fp32(self.write_proj(x)).sigmoid()
+        beta = fp32(write).sigmoid()
         rate = fp32(self.decay_rate).exp()
-        step = fp32(self.decay_proj(x))
-        step = step + fp32(self.decay_bias)
+        step = fp32(step) + fp32(self.decay_bias)
         g = -rate * F.softplus(step)
         positions = ctx.positions[:, :, None]
         g = g.masked_fill(positions == 0, FORGET_ALL)
@@ -106,7 +111,7 @@ class GatedDelta(Attention):
             cache.state.copy_(state)
 
         # Normalize, gate and project back.
-        gate = self.gate_proj(x).unflatten(-1, y.shape[2:])
+        gate = gate.unflatten(-1, y.shape[2:])
         y = self.out_norm(y.type_as(x))
         y = y * F.silu(gate)
         return self.o_proj(y.flatten(-2)), carry

@@ -17,7 +17,7 @@ from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knob
 from model.attention.kernels import AttentionKernel, ScoreBias
 from model.cache import KVCache
 from model.context import ForwardContext, Visibility
-from model.layers import Linear, RMSNorm, apply_rope, rms
+from model.layers import Linear, RMSNorm, apply_rope, project, rms
 from model.rope import Scaling
 
 
@@ -142,8 +142,9 @@ class SoftmaxAttention(Attention):
         self, x: Tensor, ctx: ForwardContext, carry: CrossLayer
     ) -> tuple[Tensor, Tensor, CrossLayer]:
         """x (B, T, D) -> rotated keys and values (B, T, K, D/H), and carry."""
-        k = self.k_proj(x).unflatten(-1, (self.kv_heads, -1))
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
+        k, v = project(x, self.k_proj, self.v_proj)
+        k = k.unflatten(-1, (self.kv_heads, -1))
+        v = v.unflatten(-1, (self.kv_heads, -1))
         return self.norm_and_rope(k, self.k_norm, ctx), v, carry
 
     def norm_and_rope(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext) -> Tensor:
