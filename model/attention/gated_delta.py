@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
 from model.cache import LayerCache
 from model.context import ForwardContext
-from model.layers import Linear, RMSNorm, fp32, no_autocast, project
+from model.layers import Linear, RMSNorm, fp32, no_autocast, on_gpu, project
 
 # The log decay at the first token of a document: e^-60 of the document before remains.
 FORGET_ALL = -60.0
@@ -224,8 +224,9 @@ def delta_rule(
     system = system.tril(-1)
     right_v = beta * v
     right_k = beta * g_sum.exp() * k
-    right_side = torch.cat((right_v, right_k), dim=-1)
-    solution = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
+    solution = torch.cat((right_v, right_k), dim=-1)
+    if chunk > 1:  # one token is its own solution
+        solution = torch.linalg.solve_triangular(system, solution, upper=False, unitriangular=True)
     u_v, w = solution.chunk(2, dim=-1)  # (B, H, N, chunk, D)
 
     # o_i = sum_{j<=i} M_ij (q_i . k_j) u_j + exp(G_i) S' q_i
@@ -234,21 +235,48 @@ def delta_rule(
     k = (k * decay_mask.mT[..., -1:]).mT  # (B, H, N, D, chunk)
     decay = g_sum[..., -1:, :].exp()  # (B, H, N, 1, 1)
     q = q * g_sum.exp()
-    chunks = zip(
-        q.unbind(dim=2),
-        k.unbind(dim=2),
-        u_v.unbind(dim=2),
-        w.unbind(dim=2),
-        scores.unbind(dim=2),
-        decay.unbind(dim=2),
-        strict=True,
-    )
-    outputs = []
-    for q_n, k_n, u_v_n, w_n, scores_n, decay_n in chunks:
-        u = u_v_n - w_n @ state
-        output = scores_n @ u + q_n @ state
-        state = decay_n * state + k_n @ u
-        outputs.append(output)
-    y = torch.cat(outputs, dim=2)  # (B, H, N * chunk, D)
+    if on_gpu(q):
+        before = states_by_scan(k, solution, decay, state)
+        u = u_v - w @ before
+        y = (scores @ u + q @ before).flatten(2, 3)
+        after = decay * before + k @ u
+        state = after[:, :, -1]
+    else:
+        outputs = []
+        inputs = (q, k, u_v, w, scores, decay)
+        chunks = zip(*(x.unbind(dim=2) for x in inputs), strict=True)
+        for q_n, k_n, u_v_n, w_n, scores_n, decay_n in chunks:
+            u = u_v_n - w_n @ state
+            output = scores_n @ u + q_n @ state
+            state = decay_n * state + k_n @ u
+            outputs.append(output)
+        y = torch.cat(outputs, dim=2)  # (B, H, N * chunk, D)
     y = y[:, :, :length].transpose(1, 2)
     return y, state
+
+
+def states_by_scan(k: Tensor, solution: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+    """The states (B, H, N, D, D) before each chunk, by log2(N) products of all chunks together.
+
+    A chunk maps S to M S + b, with M = decay I - k w and b = k u_v, and two such maps compose to
+    one: the scan of Hillis & Steele, 1986. k (B, H, N, D, chunk), solution = (u_v, w)
+    (B, H, N, chunk, 2 D), decay (B, H, N, 1, 1), the first state (B, H, D, D).
+    """
+    dim = state.shape[-1]
+    b, k_w = (k @ solution).chunk(2, dim=-1)
+    identity = torch.eye(dim, device=k.device)
+    maps = torch.cat((decay * identity - k_w, b), dim=-1).movedim(2, 0)  # (N, B, H, D, 2 D)
+
+    # Before the first chunk: M = 0 and b = state, whatever came earlier.
+    first = F.pad(state[None], (dim, 0))
+    maps = torch.cat((first, maps[:-1]))
+
+    # Compose the map of each chunk with that of the chunk `width` before it.
+    width = 1
+    while width < len(maps):
+        later = maps[width:]
+        composed = later[..., :dim] @ maps[:-width]
+        composed = composed + F.pad(later[..., dim:], (dim, 0))
+        maps = torch.cat((maps[:width], composed))
+        width = 2 * width
+    return maps[..., dim:].movedim(0, 2)
