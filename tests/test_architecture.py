@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 ORDER = ("common", "model", "data", "checkpoints", "inference", "training", "tools")
 STRANGERS = {"model": {"data"}, "data": {"model"}}
 LIBRARIES = {
-    "model": {"torch"},
+    "model": {"torch", "fla"},  # fla is optional: one file needs it, which is imported at use
     "data": {"torch", "numpy", "sentencepiece", "datasets", "huggingface_hub", "pyarrow", "tqdm"},
 }
 # A prompt goes through these files in this order, and none imports one that comes after it.

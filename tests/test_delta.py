@@ -1,9 +1,14 @@
 """The gated delta rule in all of its forms against its recurrence, and what a step of it launches."""
 
+import os
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.instantiate import instantiate
 from model.attention import gated_delta
@@ -85,3 +90,91 @@ def test_a_step_of_one_token_solves_no_system():
         operations.names.clear()
         model(torch.ones(2, 1, dtype=torch.int64), cache)
     assert "aten::linalg_solve_triangular" not in operations.names
+
+
+# Where flash-linear-attention is not installed, a stand-in lets the operators be defined.
+@pytest.fixture
+def fla_delta_rule(monkeypatch):
+    if not gated_delta.HAS_FLA:
+        rule = SimpleNamespace(chunk=None)
+        for name, module in {
+            "fla": None,
+            "fla.ops": None,
+            "fla.ops.gated_delta_rule": rule,
+        }.items():
+            monkeypatch.setitem(sys.modules, name, module or SimpleNamespace())
+    from model.attention.fla_delta_rule import fla_delta_rule
+
+    return fla_delta_rule
+
+
+def test_fla_returns_the_shapes_of_the_delta_rule(fla_delta_rule):
+    with FakeTensorMode() as mode:
+        inputs = [mode.from_tensor(x.detach().float()).requires_grad_() for x in inputs_of(70)]
+        q, k, v, *others = inputs
+        half = [x.bfloat16() for x in (q, k, v)]
+        found = fla_delta_rule(*half, *others)[:2]
+        expected = delta_rule(*inputs, 64)
+        assert [x.shape for x in found] == [x.shape for x in expected]
+        assert [x.dtype for x in found] == [torch.bfloat16, torch.float32]
+        loss = found[0].float().sum() + found[1].sum()
+        grads = torch.autograd.grad(loss, inputs)
+        assert [x.shape for x in grads] == [x.shape for x in inputs]
+
+
+def test_the_layer_uses_fla_in_half_precision(fla_delta_rule, monkeypatch):
+    monkeypatch.setattr(gated_delta, "HAS_FLA", True)
+    monkeypatch.setattr(gated_delta, "on_gpu", lambda x: True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = instantiate(tree_of("delta"))
+        tokens = torch.zeros(2, 9, dtype=torch.int64)
+        for dtype in (torch.bfloat16, torch.float32):
+            with (
+                Operations() as operations,
+                torch.autocast("cpu", dtype, enabled=dtype.itemsize == 2),
+            ):
+                model(tokens).sum().backward()
+            uses_fla = "attend::fla_delta_rule_backward" in operations.names
+            assert uses_fla == (dtype == torch.bfloat16)
+
+
+class Index(int):
+    """An index of a loop, which in Triton's interpreter is an int and lacks this method."""
+
+    def to(self, dtype) -> "Index":
+        return self
+
+
+is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.skipif(not gated_delta.HAS_FLA, reason="needs flash-linear-attention")
+@pytest.mark.skipif(
+    not (is_interpreted or torch.cuda.is_available()), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+@pytest.mark.filterwarnings("ignore")  # of the interpreter: it divides by the zeros of padding
+@pytest.mark.parametrize("length", [2, 70, 130])
+def test_fla_equals_the_delta_rule(length, monkeypatch):
+    """In fp16, because the interpreter has no bf16."""
+    from model.attention.fla_delta_rule import fla_delta_rule
+
+    inputs = inputs_of(length, dim=32, dtype=torch.float32)
+    if is_interpreted:
+        from fla.ops.common import chunk_delta_h
+        from triton.runtime.autotuner import Autotuner
+
+        monkeypatch.setattr(Autotuner, "_bench", lambda *args, **kwargs: [1.0, 1.0, 1.0])
+        monkeypatch.setattr(
+            chunk_delta_h, "range", lambda *args: map(Index, range(*args)), raising=False
+        )
+    else:
+        inputs = [x.detach().cuda().requires_grad_() for x in inputs]
+
+    def in_half(q, k, v, *others):
+        y, state, *_ = fla_delta_rule(q.half(), k.half(), v.half(), *others)
+        return y.float(), state
+
+    found = with_gradients(in_half, inputs)
+    expected = with_gradients(lambda *inputs: delta_rule(*inputs, 64), inputs)
+    for x, y in zip(found, expected, strict=True):
+        assert (x - y).norm() < 5e-3 * y.norm()  # fp16 has 11 bits

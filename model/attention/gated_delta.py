@@ -7,6 +7,8 @@ the state S (D, D) and the convolution's last inputs, whatever the length.
 In this file D is the width of a head, C the features of q, k and v together, N the chunks.
 """
 
+from importlib.util import find_spec
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from model.layers import Linear, RMSNorm, fp32, no_autocast, on_gpu, project
 
 # The log decay at the first token of a document: e^-60 of the document before remains.
 FORGET_ALL = -60.0
+HAS_FLA = find_spec("fla") is not None  # flash-linear-attention
 
 
 class StateCache(LayerCache):
@@ -84,6 +87,7 @@ class GatedDelta(Attention):
         )
         qkv = torch.cat((q, k, v), dim=-1)  # (B, T, C)
         qkv = F.silu(self.short_conv(qkv, ctx, cache))
+        dtype = qkv.dtype
         qkv = fp32(qkv).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.unbind(dim=2)  # (B, T, H, D)
         q = l2_norm(q) * self.head_dim**-0.5
@@ -106,7 +110,13 @@ class GatedDelta(Attention):
         else:
             state = cache.state.type_as(q)
         with no_autocast(x.device):
-            y, state = delta_rule(q, k, v, beta, g, state, self.chunk)
+            if HAS_FLA and on_gpu(x) and dtype.itemsize == 2 and x.shape[1] > 1:
+                from model.attention.fla_delta_rule import fla_delta_rule
+
+                q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
+                y, state, *_ = fla_delta_rule(q, k, v, beta, g, state)
+            else:
+                y, state = delta_rule(q, k, v, beta, g, state, self.chunk)
         if cache is not None:
             cache.state.copy_(state)
 

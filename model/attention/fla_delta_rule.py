@@ -1,0 +1,59 @@
+"""The gated delta rule by the kernels of flash-linear-attention 0.6: Triton, for CUDA, in bf16.
+
+That package keeps torch.compile out of its own function, so that each call would split the graph.
+As operators whose results have known shapes, its kernels can stay inside.
+"""
+
+from typing import Any
+
+import torch
+from fla.ops.gated_delta_rule import chunk
+from torch import Tensor
+
+
+@torch.library.custom_op("attend::fla_delta_rule", mutates_args=())
+def fla_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor
+) -> list[Tensor]:
+    """As `delta_rule`, for q, k, v in half precision and the rest in fp32, all contiguous.
+
+    Returns output, next state, and for the backward: sums of g, and inverses (B, T, H, 64).
+    """
+    g_sum, y, inverse, next_state, *_ = chunk.chunk_gated_delta_rule_fwd(
+        q, k, v, g, beta, scale=1.0, initial_state=state, output_final_state=True
+    )
+    return [y, next_state, g_sum, inverse]
+
+
+@torch.library.custom_op("attend::fla_delta_rule_backward", mutates_args=())
+def gradients(inputs: list[Tensor], grad_y: Tensor, grad_state: Tensor) -> list[Tensor]:
+    """The gradients of q, k, v, beta, g and state."""
+    q, k, v, beta, state, g_sum, inverse = inputs
+    grads = chunk.chunk_gated_delta_rule_bwd(
+        q, k, v, g_sum, beta, inverse, 1.0, state, grad_y.contiguous(), grad_state
+    )
+    return list(grads[:6])
+
+
+@fla_delta_rule.register_fake
+def output_shapes(q, k, v, beta, g, state) -> list[Tensor]:
+    inverse = q.new_empty(*g.shape, 64)
+    return [v.clone(), state.clone(), g.clone(), inverse]
+
+
+@gradients.register_fake
+def gradient_shapes(inputs, grad_y, grad_state) -> list[Tensor]:
+    q, k, v, beta, state, g_sum, _ = inputs
+    return [q.clone(), k.clone(), v.clone(), beta.clone(), g_sum.clone(), state.clone()]
+
+
+def save_inputs(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    q, k, v, beta, _, state = inputs
+    ctx.save_for_backward(q, k, v, beta, state, *output[2:])
+
+
+def backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(gradients(list(ctx.saved_tensors), grads[0], grads[1]))
+
+
+fla_delta_rule.register_autograd(backward, setup_context=save_inputs)
