@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common import errors
 from common.cli import Parser, add_model_options, bounded_number
-from data.files import utf8_lines
+from data.files import decode_utf8, utf8_lines
 
 MIN_STEPS_TO_COMPILE = 4000  # decode steps that take as long as compiling
 
@@ -30,6 +30,7 @@ def main(args: argparse.Namespace) -> None:
     import torch
 
     from common import compilation, hardware
+    from inference.batch import new_sampler_state
     from inference.engine import decode_step, generate, new_cache
     from inference.load import load
     from inference.prompts import new_sequences, read_turns
@@ -64,13 +65,6 @@ def main(args: argparse.Namespace) -> None:
         return
 
     # Set up decoding.
-    cache = None
-    step = decode_step
-    if not args.no_cache:
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-        cache = new_cache(model, sequences, args.batch_size, dtypes.get(args.cache_dtype))
-        if is_compiled:
-            step = compile_ahead(args, model, cache)
     sampler = partial(
         sample,
         temperature=args.temperature,
@@ -79,16 +73,28 @@ def main(args: argparse.Namespace) -> None:
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
     )
+    cache = None
+    state = None
+    step = decode_step
+    if not args.no_cache:
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+        cache = new_cache(model, sequences, args.batch_size, dtypes.get(args.cache_dtype))
+        state = new_sampler_state(model, len(cache.lengths))
+        if is_compiled:
+            step = compile_ahead(args, model, cache, sampler, state)
 
     # Generate and print: all sequences, or a turn of the conversation at a time.
     loaded = perf_counter()
     rounds = [sequences]
     if args.interactive:
         rounds = read_turns(tokenizer, model.context, cache, args.max_new_tokens, args.seed)
-    generated = chain.from_iterable(
-        generate(model, batch, sampler, cache=cache, step=step, num_draft_tokens=args.prompt_lookup)
-        for batch in rounds
-    )
+    decoding = {
+        "cache": cache,
+        "state": state,
+        "step": step,
+        "num_draft_tokens": args.prompt_lookup,
+    }
+    generated = chain.from_iterable(generate(model, batch, sampler, **decoding) for batch in rounds)
     texts = stream_texts(generated, tokenizer, args.stop)
     has_headings = len(sequences) > 1 or (sys.stdout.isatty() and not args.interactive)
     num_tokens, first_token = print_texts(texts, is_json=is_json(args), has_headings=has_headings)
@@ -192,7 +198,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--attention-map",
         type=Path,
-        help="draw what each token of the prompt attends to, and end: a .png or .svg",
+        help="draw what each token of the prompt attends to, a .png or .svg, and end without text",
     )
 
     # Refuse what does not go together.
@@ -218,9 +224,9 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.interactive:
         return []
     if args.prompt == "-":
-        return [sys.stdin.buffer.read().decode()]
+        return [decode_utf8(sys.stdin.buffer.read(), "standard input")]
     if args.prompt is not None:
-        return [os.fsencode(args.prompt).decode()]
+        return [decode_utf8(os.fsencode(args.prompt), "the prompt")]
 
     # A prompt file has a prompt a line; empty lines are skipped.
     prompts = []
@@ -247,7 +253,7 @@ def parse_json_prompt(line: str, location: str) -> str:
     raise ValueError(f'no prompt ({location}: {line[:60]}). fix: {{"prompt": "text"}}')
 
 
-def compile_ahead(args: argparse.Namespace, model, cache):
+def compile_ahead(args: argparse.Namespace, model, cache, sampler, state):
     """Compile the decode step for all of its shapes, and return it.
 
     Where compilation fails, returns the plain step; with --compile true the process ends.
@@ -261,7 +267,7 @@ def compile_ahead(args: argparse.Namespace, model, cache):
     step = compile_decode_step(cache.lengths.device)
     try:
         with compilation.exit_without_waiting(), errors.report_errors():
-            warm_up(step, model, cache, args.prompt_lookup)
+            warm_up(step, model, cache, sampler, state, args.prompt_lookup)
     except RuntimeError as error:
         if not compilation.is_compile_error(error):
             raise

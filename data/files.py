@@ -148,16 +148,23 @@ def utf8_lines(file: Path) -> Iterator[str]:
     # Text mode would end lines at \r too, and would not know the offset of an error in the file.
     with file.open("rb") as opened:
         for raw in opened:
-            try:
-                line = raw.decode()
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"not UTF-8 ({file} at byte {offset + error.start}). fix: iconv -t utf8"
-                ) from None
+            line = decode_utf8(raw, str(file), offset)
             if offset == 0:
                 line = line.removeprefix("\ufeff")
             offset += len(raw)
             yield line
+
+
+def decode_utf8(raw: bytes, source: str, offset: int = 0) -> str:
+    """Decode what comes `offset` bytes after the beginning of `source`.
+
+    Raises ValueError, with the offset of what is not UTF-8.
+    """
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 ({source} at byte {offset + error.start})"
+        raise ValueError(f"{problem}. fix: iconv -t utf8") from None
 
 
 def text_of_row(row: object, field: str, location: str) -> str:

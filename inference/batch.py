@@ -3,16 +3,17 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from common import hardware
 from model.cache import Cache
 from model.transformer import Transformer
 
-# Takes a model, tokens (B, T), its cache, and which tokens are valid (B, T) or None for all;
-# returns logits (B, T, V).
+# `engine.decode_step`, or a compiled one.
 DecodeStep = Callable[..., Tensor]
 
 # Takes logits (B, V), seeds (B,), draw indices (B,) and seen tokens (B, V); returns tokens (B,).
@@ -66,18 +67,77 @@ class Sequence:
         self.finish_reason = "stop"
 
 
-class Batch:
-    """The sequences that are decoded together, and the tensors that the sampler draws from.
+class SamplerState(NamedTuple):
+    """What the next draw of each row depends on besides logits. Draws update it in place."""
 
-    logits (B, V), seen_tokens (B, V), seeds (B,) and draw_indices (B,) have a row a sequence.
+    tokens: Tensor  # (B, 1), drawn last: what is decoded next
+    seeds: Tensor  # (B,)
+    draw_indices: Tensor  # (B,), of the next draw
+    seen_tokens: Tensor  # (B, V), true for tokens of the prompt or drawn
+
+    def row(self, number: int) -> "SamplerState":
+        """A view of one row: what is written to it is written here."""
+        return SamplerState(*[tensor[number : number + 1] for tensor in self])
+
+    def draw(self, sampler: Sampler, logits: Tensor) -> Tensor:
+        """logits (B, V) -> tokens (B, 1)."""
+        drawn = sampler(logits, self.seeds, self.draw_indices, self.seen_tokens)[:, None]
+        self.tokens.copy_(drawn)
+        self.draw_indices.add_(1)
+        self.seen_tokens.scatter_(1, drawn, True)
+        return drawn
+
+    def draw_and_verify(self, sampler: Sampler, logits: Tensor, drafts: Tensor) -> Tensor:
+        """logits (B, 1 + N, V), drafts (B, N), -1 for none -> tokens (B, 1 + N), -1 for none.
+
+        Draws as if one by one, after each draft for which all before it were right. A draft is
+        right if it is what the logits before it give.
+        """
+        # Draw in all columns at once, each as if the drafts before it had been drawn.
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        seen_tokens = [self.seen_tokens]
+        for draft in drafts.clamp(min=0).split(1, dim=1):
+            seen_tokens.append(seen_tokens[-1].scatter(1, draft, True))
+        draw_indices = self.draw_indices[:, None] + columns
+        drawn = sampler(logits, self.seeds[:, None], draw_indices, torch.stack(seen_tokens, dim=1))
+
+        # Forget what was drawn after the first wrong draft.
+        num_accepted = (drawn[:, :-1] == drafts).cumprod(dim=1).sum(dim=1, keepdim=True)  # (B, 1)
+        newest = drawn.gather(1, num_accepted)
+        is_accepted = columns <= num_accepted
+        self.tokens.copy_(newest)
+        self.draw_indices.add_(1 + num_accepted[:, 0])
+        self.seen_tokens.scatter_(1, drawn.where(is_accepted, newest), True)
+        return drawn.where(is_accepted, -1)
+
+
+def new_sampler_state(model: Transformer, num_rows: int) -> SamplerState:
+    """Allocate the state of rows that have no sequence yet."""
+    weight = model.embed.weight
+    tokens, seeds, draw_indices = torch.zeros(3, num_rows, dtype=torch.int64, device=weight.device)
+    seen_tokens = torch.zeros(num_rows, len(weight), dtype=torch.bool, device=weight.device)
+    return SamplerState(tokens[:, None], seeds, draw_indices, seen_tokens)
+
+
+class Batch:
+    """The sequences that are decoded together, each with a row of the cache and of `state`.
+
     Raises ValueError for a prompt that is empty or longer than the context.
     """
 
     def __init__(
-        self, model: Transformer, sequences: list[Sequence], cache: Cache | None, prefill_chunk: int
+        self,
+        model: Transformer,
+        sequences: list[Sequence],
+        sampler: Sampler,
+        cache: Cache | None,
+        state: SamplerState,
+        prefill_chunk: int,
     ):
         self.model = model
+        self.sampler = sampler
         self.cache = cache
+        self.state = state
         self.prefill_chunk = prefill_chunk
         self.waiting = deque(sequences)
         for sequence in sequences:
@@ -85,16 +145,10 @@ class Batch:
                 problem = f"a prompt must have 1 to {model.context} tokens"
                 raise ValueError(f"{problem} (got {len(sequence.tokens)}). fix: cut it")
 
-        # A row starts with a sequence that is finished. Without a cache there is one row.
-        num_rows = 1 if cache is None else len(cache.lengths)
-        self.rows = [Sequence([], 0)] * num_rows
+        # A row starts with a sequence that is finished.
+        self.rows = [Sequence([], 0)] * len(state.tokens)
 
-        # What the sampler draws from.
-        weight = model.embed.weight
-        self.logits = torch.zeros(num_rows, len(weight), dtype=weight.dtype, device=weight.device)
-        self.seen_tokens = torch.zeros_like(self.logits, dtype=torch.bool)
-        self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=weight.device)
-        self.draw_indices = torch.zeros_like(self.seeds)
+        self.prefilled_rows: list[int] = []  # in the newest call of `schedule`
 
     def schedule(self) -> bool:
         """Give free rows the next sequences and prefill them; return whether any row has one.
@@ -114,39 +168,47 @@ class Batch:
             self.rows[row] = sequence
             to_prefill.append(row)
 
-        # Prefill, and set what the sampler draws from to the state of these sequences.
-        self.prefill_rows(to_prefill)
-        for row in to_prefill:
-            sequence = self.rows[row]
-            sequence.num_cached = 0
-            self.seeds[row] = sequence.seed
-            self.draw_indices[row] = sequence.num_generated
-            self.seen_tokens[row] = False
-            self.seen_tokens[row, sequence.tokens] = True
+        self.prefilled_rows = to_prefill
+        for row, logits in zip(to_prefill, self.prefill_rows(to_prefill), strict=True):
+            self.start_row(row, logits)
         return any(self.is_active())
 
-    def prefill_rows(self, rows: list[int]) -> None:
-        """Compute the logits of these rows from those of their tokens that are not cached."""
+    def start_row(self, row: int, logits: Tensor) -> None:
+        """Set the state of a row to that of its sequence; draw its first token from logits (V,)."""
+        sequence = self.rows[row]
+        sequence.num_cached = 0
+        (tokens,) = hardware.to_device(logits.device, torch.tensor(sequence.tokens))
+        state = self.state.row(row)
+        state.seeds.fill_(sequence.seed)
+        state.draw_indices.fill_(sequence.num_generated)
+        state.seen_tokens.zero_()
+        state.seen_tokens[:, tokens] = True
+        state.draw(self.sampler, logits[None])
+
+    def prefill_rows(self, rows: list[int]) -> list[Tensor]:
+        """Return the next logits (V,) of these rows, from their tokens that are not cached."""
         sequences = [self.rows[row] for row in rows]
         if self.can_prefill_together(sequences):
             prompts = [sequence.tokens for sequence in sequences]
             self.cache.reset()
-            self.logits = prefill(self.model, prompts, self.cache, self.prefill_chunk)
-            return
+            return list(prefill(self.model, prompts, self.cache, self.prefill_chunk))
 
+        logits = []
         previous = None  # the row before, whose tokens may be the same
         for row, sequence in zip(rows, sequences, strict=True):
             cache = None if self.cache is None else self.cache.row(row)
             if previous is not None and sequence.tokens == self.rows[previous].tokens:
                 cache.copy_(self.cache.row(previous))
-                self.logits[row] = self.logits[previous]
+                logits.append(logits[-1])
                 continue
             # The row may still hold another sequence, or this one before it was cut.
-            if cache is not None and sequence.num_cached == 0:
+            num_cached = sequence.num_cached
+            if cache is not None and num_cached == 0:
                 cache.reset()
-            new_tokens = sequence.tokens[sequence.num_cached :]
-            self.logits[row] = prefill(self.model, [new_tokens], cache, self.prefill_chunk)[0]
+            new_tokens = [sequence.tokens[num_cached:]]
+            logits += prefill(self.model, new_tokens, cache, self.prefill_chunk, num_cached)
             previous = row
+        return logits
 
     def can_prefill_together(self, sequences: list[Sequence]) -> bool:
         """Whether these take all rows, no two are the same, and padding them wastes little."""
@@ -158,18 +220,15 @@ class Batch:
         lengths = [len(prompt) for prompt in prompts]
         return len(lengths) * max(lengths) <= MAX_PADDING_FACTOR * sum(lengths)
 
-    def record(self, tokens: Tensor) -> None:
-        """Tell the sampler's tensors what was drawn: tokens (B,), negative where nothing was."""
-        is_drawn = tokens >= 0
-        self.draw_indices += is_drawn
-        column = tokens.clamp(min=0)[:, None]
-        is_seen = self.seen_tokens.gather(1, column) | is_drawn[:, None]
-        self.seen_tokens.scatter_(1, column, is_seen)
+    def append(self, tokens: list[list[int]]) -> Iterator[Sequence]:
+        """Append its tokens, up to a negative one, to each active row; yield its sequence each time.
 
-    def append(self, tokens: list[int]) -> Iterator[Sequence]:
-        """Append to each active row its token, if not negative; yield the row's sequence."""
-        for sequence, token in zip(self.rows, tokens, strict=True):
-            if token >= 0 and not sequence.is_finished:
+        What a sequence gets ends with its last token, which the caller too may make the last.
+        """
+        for sequence, new_tokens in zip(self.rows, tokens, strict=True):
+            for token in new_tokens:
+                if token < 0 or sequence.is_finished:
+                    break
                 sequence.append(token)
                 yield sequence
 
@@ -178,26 +237,33 @@ class Batch:
         return [not sequence.is_finished for sequence in self.rows]
 
     def needs_more(self) -> bool:
-        """Whether any sequence may get a token after the one that was recorded last."""
+        """Whether any sequence may get a token after the one that was drawn last."""
         return any(not row.is_finished and row.num_left > 1 for row in self.rows)
 
 
 def prefill(
-    model: Transformer, prompts: list[list[int]], cache: Cache | None, chunk: int
+    model: Transformer,
+    prompts: list[list[int]],
+    cache: Cache | None,
+    chunk: int,
+    num_cached: int = 0,
 ) -> Tensor:
-    """Run prompts through the model, `chunk` tokens at a time; return the last logits (B, V)."""
+    """Run prompts through the model, `chunk` tokens at a time; return the last logits (B, V).
+
+    `num_cached` is the most tokens that a row of the cache holds before.
+    """
     # Pad on the left, so that the last column has the last token of each prompt.
     rows = [torch.tensor(prompt) for prompt in prompts]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
     is_ragged = bool((tokens < 0).any())
-    tokens = tokens.to(model.embed.weight.device)
+    (tokens,) = hardware.to_device(model.embed.weight.device, tokens)
 
     if cache is None:
         hidden = model.hidden(tokens)  # of one prompt
         return model.logits(hidden[:, -1])
 
     # Attend to no more slots of the cache than are filled after each part.
-    end = int(cache.lengths.max())
+    end = num_cached
     for part in tokens.split(chunk, dim=1):
         end += part.shape[1]
         valid = part >= 0 if is_ragged else None

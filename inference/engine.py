@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from inference.batch import Batch, DecodeStep, Sampler, Sequence
+from inference.batch import Batch, DecodeStep, Sampler, SamplerState, Sequence, new_sampler_state
 from inference.speculative import speculate
 from model.cache import Cache
 from model.transformer import Transformer
@@ -15,47 +15,85 @@ CACHE_MULTIPLE = 256  # tokens; few capacities, so that what was compiled for on
 
 
 def decode_step(
-    model: Transformer, tokens: Tensor, cache: Cache, valid: Tensor | None = None
+    model: Transformer,
+    tokens: Tensor,
+    cache: Cache,
+    valid: Tensor | None = None,
+    sampler: Sampler | None = None,
+    state: SamplerState | None = None,
 ) -> Tensor:
-    """tokens (B, T) -> logits (B, T, V). Compiled once, it serves every length of the cache."""
-    return model(tokens, cache, valid)
+    """Decode tokens (B, T), and draw what comes next. One graph serves every length of the cache.
+
+    The tokens are `state.tokens`, and drafts (B, T - 1) after them, -1 for none; `valid` (B, T) is
+    false where nothing is to be decoded, None for nowhere. Returns what was drawn, (B, T), -1 after
+    the first wrong draft, and updates `state` and the cache. Without `state`, nothing is drawn, and
+    the logits (B, T, V) are returned.
+    """
+    logits = model(tokens.clamp(min=0), cache, valid)
+    if state is None:
+        return logits
+    if tokens.shape[1] == 1:
+        return state.draw(sampler, logits[:, 0])
+    return state.draw_and_verify(sampler, logits, tokens[:, 1:])
 
 
 def compile_decode_step(device: torch.device) -> DecodeStep:
-    """Return a compiled `decode_step` for one model and one cache.
+    """Return a compiled `decode_step` for one model, one cache and one sampler.
 
-    It compiles at the first call with each shape of tokens, and never again.
+    It compiles at the first call with each shape of tokens and each state, and never again. On CUDA
+    each of these is one CUDA graph, from the embedding to the drawn tokens.
     """
     is_cuda = device.type == "cuda"
     mode = "reduce-overhead" if is_cuda else None
     compiled = torch.compile(decode_step, dynamic=False, fullgraph=True, mode=mode)
-    compiled_shapes = set()
+    compiled_cases = set()
 
-    def step(model: Transformer, tokens: Tensor, cache: Cache, valid: Tensor | None) -> Tensor:
-        # A CUDA graph reads and writes the cache at the addresses that it was recorded with.
-        if not compiled_shapes:
-            torch._dynamo.mark_static_address(cache.lengths)
+    def step(
+        model: Transformer,
+        tokens: Tensor,
+        cache: Cache,
+        valid: Tensor | None,
+        sampler: Sampler | None = None,
+        state: SamplerState | None = None,
+    ) -> Tensor:
+        # A CUDA graph reads and writes cache and state at the addresses that it was recorded with.
+        # Prefill writes there between two steps, in the order of the stream. What a step returns is
+        # overwritten by the next one: only `speculate` reads it, before that.
+        case = (tokens.shape, state)
+        if case not in compiled_cases:
+            static = [cache.lengths, *(state or ())]
             for layer in cache.layers:
-                for buffer in layer.buffers:
-                    torch._dynamo.mark_static_address(buffer)
+                static += layer.buffers
+            for tensor in static:
+                torch._dynamo.mark_static_address(tensor)
         if is_cuda:
             torch.compiler.cudagraph_mark_step_begin()
 
-        # For a shape that is compiled nothing can have changed: skip the guards, which take time.
-        with torch.compiler.set_stance(skip_guard_eval_unsafe=tokens.shape in compiled_shapes):
-            compiled_shapes.add(tokens.shape)
-            return compiled(model, tokens, cache, valid)
+        # For a case that is compiled nothing can have changed: skip the guards, which take time.
+        with torch.compiler.set_stance(skip_guard_eval_unsafe=case in compiled_cases):
+            compiled_cases.add(case)
+            return compiled(model, tokens, cache, valid, sampler, state)
 
     return step
 
 
 @torch.inference_mode()
-def warm_up(step: DecodeStep, model: Transformer, cache: Cache, num_draft_tokens: int) -> None:
+def warm_up(
+    step: DecodeStep,
+    model: Transformer,
+    cache: Cache,
+    sampler: Sampler,
+    state: SamplerState,
+    num_draft_tokens: int,
+) -> None:
     """Call a decode step with the shapes that `generate` will call it with."""
-    for width in sorted({1, 1 + num_draft_tokens}):
-        tokens = torch.zeros_like(cache.lengths)[:, None].repeat(1, width)
-        valid = None if width == 1 else torch.ones_like(tokens, dtype=torch.bool)
-        step(model, tokens, cache, valid)
+    step(model, state.tokens, cache, None, sampler, state)
+    if num_draft_tokens > 0:
+        tokens = state.tokens.repeat(1, 1 + num_draft_tokens)
+        valid = torch.ones_like(tokens, dtype=torch.bool)
+        step(model, tokens, cache, valid, sampler, state)
+        if not all(layer.can_rewind for layer in cache.layers):
+            step(model, tokens, cache, valid)
 
 
 @torch.inference_mode()
@@ -65,6 +103,7 @@ def generate(
     sampler: Sampler,
     *,
     cache: Cache | None = None,
+    state: SamplerState | None = None,
     step: DecodeStep = decode_step,
     prefill_chunk: int = 2048,
     num_draft_tokens: int = 0,
@@ -74,27 +113,27 @@ def generate(
     The cache has a row for each sequence decoded at the same time, and room for min(context, all
     tokens of the longest). Without a cache, all tokens are computed anew at each step. With
     `num_draft_tokens`, what follows is drafted from the sequence itself and verified in one step.
-    The tokens are the same in all of these ways.
+    The tokens are the same in all of these ways. A compiled step takes the same `state` each time,
+    with a row for each of the cache; by default there is a new one.
     Raises ValueError for a prompt that is empty or longer than the context.
     """
-    batch = Batch(model, sequences, cache, prefill_chunk)
+    if state is None:
+        state = new_sampler_state(model, 1 if cache is None else len(cache.lengths))
+    batch = Batch(model, sequences, sampler, cache, state, prefill_chunk)
     while batch.schedule():
-        tokens = sampler(batch.logits, batch.seeds, batch.draw_indices, batch.seen_tokens)
-        batch.record(tokens)
-
         if cache is not None and num_draft_tokens > 0:
-            yield from batch.append(tokens.tolist())
-            yield from speculate(batch, tokens, sampler, step, num_draft_tokens)
+            yield from speculate(batch, step, num_draft_tokens)
             continue
 
         # Give a GPU its next step before the host waits for the tokens of this one: the event comes
-        # before that step. It may run one token past a full cache: `schedule` then prefills anew.
-        host_tokens = tokens.to("cpu", non_blocking=True)
+        # before that step. It may run one token past a full cache, and draw for a sequence that the
+        # host then finds finished: `schedule` prefills such rows anew, and draws for them again.
+        host_tokens = state.tokens.to("cpu", non_blocking=True, copy=True)
         copied = None
-        if tokens.is_cuda:
+        if state.tokens.is_cuda:
             copied = torch.cuda.current_stream().record_event()
         if cache is not None and batch.needs_more():
-            batch.logits = step(model, tokens[:, None], cache, None)[:, -1]
+            step(model, state.tokens, cache, None, sampler, state)
         if copied is not None:
             copied.synchronize()
         yield from batch.append(host_tokens.tolist())

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from common.errors import user_input
+from data.files import decode_utf8
 from data.tokenizer import Tokenizer
 from inference.batch import Sequence
 from model.cache import Cache
@@ -48,7 +49,7 @@ def read_turns(
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
         with user_input():
-            line = sys.stdin.buffer.readline().decode()
+            line = decode_utf8(sys.stdin.buffer.readline(), "the line")
             new_tokens = tokenizer.encode(line.rstrip("\r\n"))
         if not line:
             return

@@ -18,12 +18,12 @@ def sample(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
 ) -> Tensor:
-    """logits (B, V), seeds and draw_indices (B,) int64 -> tokens (B,).
+    """logits (..., V), seeds and draw_indices (...) int64 -> tokens (...).
 
     Draw number `draw_indices` of a row with this seed is the same in any batch, at any time.
     temperature = 0 is greedy; top_k = 0, top_p = 1 and min_p = 0 exclude nothing. They apply in
     the order top-k, top-p (1904.09751), min-p (2407.01082), each to what the one before left.
-    The penalty (Keskar et al., 1909.05858) is on the tokens in `seen_tokens` (B, V).
+    The penalty (Keskar et al., 1909.05858) is on the tokens in `seen_tokens` (..., V).
     """
     logits = logits.float()
     if repetition_penalty != 1:
@@ -52,13 +52,13 @@ def sample(
     # noise / p is an exponential arrival time of rate p; the earliest token is a draw from p.
     inverse_arrival_time = probability / exponential_noise(seeds, draw_indices, tokens)
     earliest = inverse_arrival_time.argmax(dim=-1, keepdim=True)
-    return tokens.gather(1, earliest).squeeze(1)
+    return tokens.gather(-1, earliest).squeeze(-1)
 
 
 def exponential_noise(seeds: Tensor, draw_indices: Tensor, tokens: Tensor) -> Tensor:
-    """Draw from an exponential distribution: seeds, draw_indices (B,), tokens (B, V) -> (B, V)."""
+    """Draw from an exponential distribution: seeds, draw_indices (...), tokens (..., V) -> (..., V)."""
     row_bits = splitmix64(splitmix64(seeds) + draw_indices)
-    bits = splitmix64(row_bits[:, None] + tokens)
+    bits = splitmix64(row_bits[..., None] + tokens)
     # Take 23 bits and a half: in fp32 neither 0 nor 1 can come out.
     uniform = (((bits >> 41) & 0x7FFFFF) + 0.5) / 2**23
     return -uniform.log()

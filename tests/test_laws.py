@@ -219,7 +219,11 @@ def test_a_thousand_tokens_are_never_compiled_again(model):
 def few(logits, *about, temperature):
     """Draws of six tokens, so that a text repeats itself and guesses are right now and then."""
     return sample(
-        logits[:, :6], *about[:2], about[2][:, :6], temperature=temperature, repetition_penalty=1.2
+        logits[..., :6],
+        *about[:2],
+        about[2][..., :6],
+        temperature=temperature,
+        repetition_penalty=1.2,
     )
 
 

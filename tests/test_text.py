@@ -1,6 +1,7 @@
 """Sources, tokenizer and shards: no byte of text is lost, nothing stale or half built is used."""
 
 import hashlib
+import io
 import json
 import os
 import random
@@ -300,3 +301,13 @@ def test_only_two_megabytes_are_held_out(tmp_path, monkeypatch):
     )
     corpus = prepare(text_source(tmp_path / "a.jsonl", holdout=3), tmp_path / "cache")
     assert 200 < corpus.validation_bytes <= 300
+
+
+@pytest.mark.parametrize("words", [["caf\udce9"], ["-"], ["--interactive"]])
+def test_a_prompt_that_is_not_utf8_is_refused(command, drawn_run, monkeypatch, words):
+    typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"))
+    monkeypatch.setattr(sys, "stdin", typed)
+    result = command("generate.py", *words, "--device", "cpu")
+    assert result.code == 2
+    (line,) = result.err.splitlines()
+    assert line.startswith("error: not UTF-8 (") and "at byte 3). fix: " in line

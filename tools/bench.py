@@ -32,6 +32,7 @@ from common.instantiate import ROOT, instantiate
 from data.loader import Loader
 from data.prepare import Corpus
 from inference import quantize
+from inference.batch import new_sampler_state
 from inference.engine import compile_decode_step, decode_step
 from model.materialize import build_model, materialize
 from tools.latency import time_generation
@@ -276,9 +277,12 @@ def decode_ours(settings: dict, device: torch.device, precision: torch.dtype) ->
     quantize.optimize_for_decoding(model, int8=False)
     step = decode_step if settings["compile"] is False else compile_decode_step(device)
     cache = model.new_cache(len(prompts), settings["context"] - 1, precision, device)
+    state = new_sampler_state(model, len(prompts))
 
     def run() -> dict:
-        first, rest, tokens = time_generation(model, prompts.tolist(), NEW_TOKENS, cache, step)
+        first, rest, tokens = time_generation(
+            model, prompts.tolist(), NEW_TOKENS, cache, state, step
+        )
         return {
             "seconds": rest,
             "first_token_seconds": first,

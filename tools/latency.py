@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from common import compilation
-from inference.engine import DecodeStep, Sequence, compile_decode_step, decode_step, generate
+from inference.batch import DecodeStep, SamplerState, Sequence, new_sampler_state
+from inference.engine import compile_decode_step, decode_step, generate
 from inference.load import load
 from inference.sampling import sample
 from model.cache import Cache
@@ -65,6 +66,7 @@ def times(
     num_new = min(NEW_TOKENS, length // 2)
     prompts = torch.randint(len(weight), (batch_size, length - num_new)).tolist()
     cache = model.new_cache(batch_size, length, weight.dtype, weight.device)
+    state = new_sampler_state(model, batch_size)
     step = decode_step
     if is_compiled:
         torch.compiler.reset()
@@ -73,13 +75,18 @@ def times(
     # The first run warms up and does not count.
     measured = []
     for _ in range(1 + TURNS):
-        first, rest, _ = time_generation(model, prompts, num_new, cache, step)
+        first, rest, _ = time_generation(model, prompts, num_new, cache, state, step)
         measured.append((first, rest / (num_new - 1)))
     return measured[1:]
 
 
 def time_generation(
-    model: Transformer, prompts: list[list[int]], num_new: int, cache: Cache, step: DecodeStep
+    model: Transformer,
+    prompts: list[list[int]],
+    num_new: int,
+    cache: Cache,
+    state: SamplerState,
+    step: DecodeStep,
 ) -> tuple[float, float, list[list[int]]]:
     """Continue all prompts together, greedily.
 
@@ -87,7 +94,7 @@ def time_generation(
     """
     sequences = [Sequence(prompt, num_new) for prompt in prompts]
     start = perf_counter()
-    generated = generate(model, sequences, greedy, cache=cache, step=step)
+    generated = generate(model, sequences, greedy, cache=cache, state=state, step=step)
     # All sequences run in the batch, so the first len(sequences) tokens are their first ones.
     for _ in sequences:
         next(generated)
