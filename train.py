@@ -42,7 +42,7 @@ def main(cfg: DictConfig) -> None:
             settings = setup.settings
             corpus, loader = load_corpus(settings, setup.source)
             ranks = distributed.init_distributed(setup.device)
-        hardware.keep_freed_memory(setup.device)
+        hardware.prepare_for_training(setup.device)
 
         # The folder is locked until the run ends. A compilation that fails and a lack of memory are
         # reported as one line.

@@ -153,6 +153,16 @@ def multiplies_bf16(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def prepare_for_training(device: torch.device) -> None:
+    """Let products in fp32 on a GPU run in TF32, and keep freed memory on a CPU.
+
+    Both hold for the whole process. Elsewhere products in fp32 are exact.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    keep_freed_memory(device)
+
+
 def keep_freed_memory(device: torch.device) -> None:
     """On a CPU with glibc, let the process keep freed memory.
 

@@ -207,6 +207,7 @@ def command(tmp_path, monkeypatch, capfd):
             code = 0
         except SystemExit as end:
             code = end.code or 0
+        torch.set_float32_matmul_precision("highest")  # training on a GPU lowers it
         return Result(code, *capfd.readouterr())
 
     return run

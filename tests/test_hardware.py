@@ -128,6 +128,16 @@ def test_commands_end_in_one_line(machine, command, trained):
     assert sorted(os.listdir("runs")) == before
 
 
+@pytest.mark.parametrize(("kind", "precision"), [("cpu", "highest"), ("cuda", "high")])
+def test_only_training_on_a_gpu_multiplies_fp32_in_tf32(kind, precision):
+    assert torch.get_float32_matmul_precision() == "highest"
+    try:
+        hardware.prepare_for_training(torch.device(kind))
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_hints_of_inductor_about_precision_are_no_error(monkeypatch):
     from torch._inductor import compile_fx
 

@@ -168,7 +168,10 @@ def take_turns(kind: str, name: str, overrides: list[str]) -> None:
     """For each line of standard input, times some steps and prints what was measured as JSON."""
     settings, device, precision = bench_settings(overrides)
     step = COMPETITORS[kind][name](settings, device, precision)
-    hardware.keep_freed_memory(device)
+    if kind == "train":
+        hardware.prepare_for_training(device)
+    else:
+        hardware.keep_freed_memory(device)
     compilation.use_cache()
     for number, _ in enumerate(sys.stdin):
         if kind == "decode":
