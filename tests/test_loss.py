@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.loader import IGNORE_INDEX
 from tests.conftest import VARIANTS, close, learn_by_heart, weights
@@ -48,6 +49,38 @@ def test_chunked_cross_entropy_matches_the_definition(monkeypatch, softcap, z_lo
     close(chunked, whole)
     inputs = (hidden, weight)
     close(torch.autograd.grad(3 * chunked, inputs), torch.autograd.grad(3 * whole, inputs))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.5])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("max_logits", [31 * 5, 2**20])
+def test_a_padded_vocabulary_changes_no_loss_and_no_gradient(
+    monkeypatch, softcap, z_loss, max_logits
+):
+    monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
+    monkeypatch.setitem(loss.VOCAB_MULTIPLE, "cpu", 16)
+    hidden, weight, targets = example(torch.float64)
+    with Operations("aten::mm") as products:
+        padded = ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, z_loss)
+    assert all(31 not in shape for shape in products.shapes)
+    whole = cross_entropy(hidden @ weight.mT, targets, softcap=softcap, z_loss=z_loss)
+    close(padded, whole)
+    inputs = (hidden, weight)
+    close(torch.autograd.grad(3 * padded, inputs), torch.autograd.grad(3 * whole, inputs))
+
+
+class Operations(TorchDispatchMode):
+    """Collects the shapes of the tensors that some of torch's operations get."""
+
+    def __init__(self, *names: str):
+        super().__init__()
+        self.names = names
+        self.shapes = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation._schema.name in self.names:
+            self.shapes.append([size for tensor in args for size in tensor.shape])
+        return operation(*args, **(kwargs or {}))
 
 
 @pytest.mark.skipif(

@@ -11,6 +11,9 @@ from model.layers import apply_softcap, fp32
 from model.transformer import Transformer
 
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27, "mps": 2**24}  # logits in memory at a time
+# Rows of bf16 logits must begin at multiples of 16 bytes for the fast kernels of a GPU, and fill
+# their tiles best at multiples of 128. nanoGPT pads GPT-2's 50,257 tokens in its weights instead.
+VOCAB_MULTIPLE = {"cpu": 1, "cuda": 128, "mps": 1}
 
 
 def cross_entropy(
@@ -50,13 +53,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         z_loss: float,
     ) -> Tensor:
         device_type = weight.device.type
+        vocab_size = len(weight)
+        token_ids = torch.arange(vocab_size, device=weight.device).int()
         # Products whose sizes are not multiples of 128 take a tenth longer.
-        chunk_size = MAX_LOGITS[device_type] // len(weight)
+        chunk_size = MAX_LOGITS[device_type] // vocab_size
         chunk_size = chunk_size // 128 * 128 or max(chunk_size, 1)
-        grad_weight = torch.zeros_like(weight)
+        padding = -vocab_size % VOCAB_MULTIPLE[device_type]
+        grad_weight = weight.new_zeros(vocab_size + padding, weight.shape[1])
         if torch.is_autocast_enabled(device_type):
             weight = weight.to(torch.get_autocast_dtype(device_type))
-        token_ids = torch.arange(len(weight), device=weight.device).int()
+        if padding:
+            weight = F.pad(weight, (0, 0, 0, padding))
         hidden_chunks = hidden.split(chunk_size)
         target_chunks = targets[:, None].split(chunk_size)
 
@@ -64,7 +71,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden = []
         for chunk, target in zip(hidden_chunks, target_chunks, strict=True):
             # log Z. The largest logit is subtracted, so that no exponential overflows.
-            raw_logits = F.linear(chunk, weight)
+            raw_logits = F.linear(chunk, weight)[:, :vocab_size]
             logits = apply_softcap(fp32(raw_logits), softcap)
             max_logit = logits.amax(dim=-1, keepdim=True)
             exponentials = (logits - max_logit).exp()
@@ -87,8 +94,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
             # Back through the linear layer.
             grad_logits = grad_logits.type_as(raw_logits)
+            if padding:
+                grad_logits = F.pad(grad_logits, (0, padding))
             grad_hidden.append(grad_logits @ weight)
             grad_weight += grad_logits.mT @ chunk
+        grad_weight = grad_weight[:vocab_size]
         ctx.save_for_backward(torch.cat(grad_hidden).type_as(hidden), grad_weight)
         return loss
 
