@@ -9,7 +9,9 @@ from data.loader import IGNORE_INDEX
 from tests.conftest import VARIANTS, close, learn_by_heart, weights
 from tools.cost import saved_bytes
 from training import loss
+from training.evaluation import evaluate
 from training.loss import ChunkedCrossEntropy, cross_entropy
+from training.trainer import Trainer
 
 
 def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -69,6 +71,21 @@ def test_a_padded_vocabulary_changes_no_loss_and_no_gradient(
     close(torch.autograd.grad(3 * padded, inputs), torch.autograd.grad(3 * whole, inputs))
 
 
+@pytest.mark.parametrize("max_logits", [31 * 5, 2**20])
+def test_without_gradients_the_loss_takes_a_third_of_the_products(monkeypatch, max_logits):
+    monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
+    hidden, weight, targets = example(torch.float32)
+    losses = []
+    num_products = []
+    for needs_gradient in (True, False):
+        hidden.requires_grad_(needs_gradient)
+        with Operations("aten::mm") as products:
+            losses.append(ChunkedCrossEntropy.apply(hidden, weight, targets, 2.5, 0.3))
+        num_products.append(len(products.shapes))
+    assert torch.equal(*losses)
+    assert num_products[0] == 3 * num_products[1]
+
+
 class Operations(TorchDispatchMode):
     """Collects the shapes of the tensors that some of torch's operations get."""
 
@@ -81,6 +98,61 @@ class Operations(TorchDispatchMode):
         if operation._schema.name in self.names:
             self.shapes.append([size for tensor in args for size in tensor.shape])
         return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_only_what_was_compiled_with_gradients_is_evaluated_with_them(trainer_of, is_compiled):
+    trainer = trainer_of()
+    trainer.is_compiled = is_compiled
+    results = []
+    trainer.loss_module.register_forward_hook(lambda module, args, out: results.append(out))
+    trainer.evaluate()
+    assert results and all(result.requires_grad == is_compiled for result in results)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_all_graphs_are_compiled_before_the_first_step(
+    trainer_of, monkeypatch, dropout, with_gradients
+):
+    trainer = trainer_of(f"attention.dropout={dropout}", "optimizer=adamw")
+    graphs = []
+
+    def compile() -> None:
+        torch._dynamo.reset()
+        trainer.loss_module.compile(
+            dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph
+        )
+
+    monkeypatch.setattr(trainer, "compile", compile)
+    monkeypatch.setattr(Trainer, "evaluates_with_gradients", with_gradients)
+    trainer.compile_first_step()
+    num_graphs = len(graphs)
+    trainer.train_step()
+    trainer.evaluate()
+    trainer.train_step()
+    assert len(graphs) == num_graphs == (1 if with_gradients and not dropout else 2)
+
+
+def test_an_evaluation_waits_as_often_for_many_batches_as_for_few(trainer_of):
+    trainer = trainer_of()
+    num_waits = []
+    for batch_size in (1, 8):
+        with Operations("aten::_local_scalar_dense") as waits:
+            score = evaluate(
+                trainer.loss_module,
+                trainer.corpus,
+                1000,
+                64,
+                batch_size,
+                torch.float32,
+                trainer.ranks,
+                lambda: 0,
+                with_gradients=False,
+            )
+        num_waits.append(len(waits.shapes))
+        assert 4 < score["val_loss"] < 8
+    assert num_waits[0] == num_waits[1] <= 2
 
 
 @pytest.mark.skipif(

@@ -215,6 +215,7 @@ def test_evaluation_runs_what_training_compiled(trainer_of):
     trainer.loss_module.compile(
         dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph
     )
+    trainer.is_compiled = True
     trainer.train_step()
     trainer.evaluate()
     trainer.train_step()

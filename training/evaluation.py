@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.hardware import autocast, to_device
+from common.hardware import accumulation_dtype, autocast, to_device
 from data.loader import eval_windows
 from data.prepare import Corpus
 from data.tokenizer import Tokenizer
@@ -27,17 +27,20 @@ def evaluate(
     precision: torch.dtype,
     ranks: DistEnv,
     stop: Callable[[], int],
+    *,
+    with_gradients: bool,
 ) -> dict[str, float | None] | None:
     """`val_loss` in nats per token and `val_bpb` in bits per byte of the held-out text.
 
     Its first `num_tokens` tokens are read in windows of `context` tokens that do not overlap,
     `batch_size` of them at a time.
     `val_bpb` is None where the size of the text is unknown. Return None once `stop()`, called by
-    all ranks after each batch, is not 0.
+    all ranks after each batch, is not 0. Of a `loss_module` that was compiled `with_gradients`, the
+    same graph runs here, and the head's gradients are discarded.
     """
-    # Gradients stay enabled and are discarded: the graph compiled for training serves here too.
     loss_module.eval()
-    loss_sum = 0.0
+    # Summed on the device: the host waits once, at the end, and not for each batch.
+    loss_sum = torch.zeros((), dtype=accumulation_dtype(ranks.device), device=ranks.device)
     tokens = np.concatenate(corpus.validation)
     num_bytes = corpus.validation_bytes
     if num_tokens < len(tokens):
@@ -48,16 +51,16 @@ def evaluate(
         # Sharded ranks compute together: one without a batch of its own repeats the last, unscored.
         number = start + ranks.rank
         inputs, targets = batches[min(number, len(batches) - 1)]
-        with autocast(ranks.device, precision):
+        with autocast(ranks.device, precision), torch.set_grad_enabled(with_gradients):
             loss = loss_module(*to_device(ranks.device, inputs, targets))
         if number < len(batches):
-            loss_sum += loss.item()
+            loss_sum += loss.detach()
         if stop():
             loss_module.train()
             return None
     loss_module.train()
 
-    loss_sum = ranks.all_reduce_sum(loss_sum)
+    loss_sum = ranks.all_reduce_sum(loss_sum.item())
     bits_per_byte = None
     if num_bytes:
         bits_per_byte = loss_sum / math.log(2) / num_bytes

@@ -36,6 +36,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     At most MAX_LOGITS logits are in memory: the forward takes a chunk of rows at a time and
     computes their gradient at once, so that nothing of size (N, V) is kept for the backward.
+    Where hidden needs no gradient, as in an evaluation, none is computed.
     """
 
     # F.linear_cross_entropy(..., options=...) of torch 2.13 has neither softcap nor z_loss, and its
@@ -82,6 +83,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             is_counted = target != IGNORE_INDEX
             target_logit = logits.gather(-1, target.clamp(min=0))
             loss = loss + ((log_z - target_logit) * is_counted).sum()
+            if not ctx.needs_input_grad[0]:
+                continue
 
             # d loss / d logits = probabilities * (1 + 2 * z_loss * log Z) - one_hot(target).
             # The target IGNORE_INDEX equals no token id.
@@ -98,8 +101,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 grad_logits = F.pad(grad_logits, (0, padding))
             grad_hidden.append(grad_logits @ weight)
             grad_weight += grad_logits.mT @ chunk
-        grad_weight = grad_weight[:vocab_size]
-        ctx.save_for_backward(torch.cat(grad_hidden).type_as(hidden), grad_weight)
+        if grad_hidden:
+            grad_weight = grad_weight[:vocab_size]
+            ctx.save_for_backward(torch.cat(grad_hidden).type_as(hidden), grad_weight)
         return loss
 
     @staticmethod

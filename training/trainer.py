@@ -116,10 +116,6 @@ class Trainer:
         self.last_report_time = self._clock()
         self.step_start = self.last_report_time
 
-        # An evaluation is a forward pass in which the head computes its gradients too. Measured on
-        # CPUs, it takes 0.4 of a training step's time, and all of it for the share of the head.
-        head_flops = 6 * self.model.unembedding.numel()
-        self.evaluation_cost = 0.4 + 0.6 * head_flops / self.flops_per_token  # a token
         self.budget = None  # None once the number of steps is known
         if settings["max_minutes"] is not None:
             self.budget = TimeBudget(settings["max_minutes"], self._evaluation_steps)
@@ -236,10 +232,15 @@ class Trainer:
         wait = self.log.waiting("compiling the training step", self.compile_record.seconds, advice)
         with compilation.exit_without_waiting(), self._pause_clock(), wait, self._no_sync():
             try:
-                # A model with dropout has another graph for evaluation.
-                for is_training in (True, False):
-                    self.loss_module.train(is_training)
-                    self._accumulate(self._micro_batches()[0])
+                rows = self._micro_batches()[0]
+                self._accumulate(rows)
+                # Evaluation has another graph if it needs no gradients, or if there is dropout.
+                self.loss_module.eval()
+                if self.evaluates_with_gradients:
+                    self._accumulate(rows)
+                else:
+                    with torch.no_grad():
+                        self._forward(rows)
             except RuntimeError as error:
                 if not compilation.is_compile_error(error):
                     raise
@@ -324,11 +325,15 @@ class Trainer:
         starts = range(first, first + rows_per_rank, self.micro_batch_size)
         return [slice(start, start + self.micro_batch_size) for start in starts]
 
-    def _accumulate(self, rows: slice) -> Tensor:
-        """Add the gradient of these rows of the batch -> their loss, summed over tokens."""
+    def _forward(self, rows: slice) -> Tensor:
+        """The loss of these rows of the batch, summed over tokens."""
         batch = to_device(self.ranks.device, *self.loader(self.step, rows))
         with hardware.autocast(self.ranks.device, self.precision):
-            loss_sum = self.parallel(*batch)
+            return self.parallel(*batch)
+
+    def _accumulate(self, rows: slice) -> Tensor:
+        """Add the gradient of these rows of the batch -> their loss, summed over tokens."""
+        loss_sum = self._forward(rows)
         # The mean over all tokens; gradients are averaged over ranks.
         loss = loss_sum * (self.ranks.world_size / self.batch_tokens)
         self.scaler.scale(loss).backward()
@@ -491,6 +496,26 @@ class Trainer:
             eval_tokens = max(MIN_EVAL_TOKENS, int(EVALUATED_FRACTION * trained_tokens))
         return min(eval_tokens, sum(map(len, self.corpus.validation)))
 
+    @property
+    def evaluates_with_gradients(self) -> bool:
+        """Whether evaluations run the graph that was compiled for training.
+
+        Another one, without gradients, would take a CPU up to a minute to compile.
+        """
+        return self.is_compiled and self.ranks.device.type != "cuda"
+
+    @property
+    def evaluation_cost(self) -> float:
+        """Time of evaluating a token, in units of training on one.
+
+        Measured on CPUs, a forward pass takes 0.4, but 1 for the share of a head that computes its
+        gradients too.
+        """
+        if not self.evaluates_with_gradients:
+            return 0.4
+        head_flops = 6 * self.model.unembedding.numel()
+        return 0.4 + 0.6 * head_flops / self.flops_per_token
+
     def _evaluation_steps(self, steps: int) -> float:
         """The training steps that take as long as all evaluations in a run of `steps`."""
         num_evaluations = math.ceil(steps / self.settings["eval_every"])
@@ -516,6 +541,7 @@ class Trainer:
                 self.precision,
                 self.ranks,
                 self.check_signals,
+                with_gradients=self.evaluates_with_gradients,
             )
         if score is None:
             return
