@@ -205,6 +205,16 @@ def test_the_chosen_kernel_equals_the_definition(window, softcap, has_sink, scal
     assert_same_with_gradients(y, expected, (*qkv, sink))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_compiled_step_of_one_token_is_sums(device, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    q, k = (torch.ones(2, length, heads, 8, device=device) for length, heads in ((1, 4), (9, 2)))
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool, device=device)
+    with Operations() as operations:
+        AttentionKernel()(q, k, k, Visibility(mask, None, None))
+    assert not {name for name in operations.names if "bmm" in name or "attention" in name}
+
+
 @pytest.mark.parametrize("kernel", [kernels.eager_attention, kernels.blockwise_attention])
 def test_dropout_zeroes_weights_and_enlarges_the_others(kernel):
     q, k = torch.zeros(2, 1, 4, 200, 8).double()

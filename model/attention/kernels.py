@@ -250,9 +250,11 @@ class AttentionKernel(nn.Module):
             return y.transpose(1, 2)
 
         # The fused kernel has no soft-cap, bias or sink. Compiled for a CPU it loses to products
-        # of a few blocks, and to sums for a single query.
-        is_short = length == 1 or (mask is None and length <= MAX_COMPILED_TOKENS)
-        prefers_blocks = is_compiling and q.device.type == "cpu" and is_short
+        # of a few blocks, and to sums for a single query. On a GPU these sums read the cache as it
+        # is; with a mask and grouped heads, the fused kernel may copy it for every query head.
+        is_short = mask is None and length <= MAX_COMPILED_TOKENS
+        is_cpu = q.device.type == "cpu"
+        prefers_blocks = is_compiling and (length == 1 or (is_cpu and is_short))
         if is_fusable and not prefers_blocks:
             y = F.scaled_dot_product_attention(
                 q,
