@@ -37,6 +37,11 @@ def load(
     model = checkpoint.load_model(source, device, weight_dtype(dtype, device), context)
     if device.type == "cpu":
         quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
+    if device.type == "cuda":
+        # On H100 and newer, torch prefers cuDNN's attention (check_prefer_cudnn_attention in
+        # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which builds a plan for each new
+        # shape, so for each new length of a prompt, in tens of ms. The flash kernel needs none.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     quantize.optimize_for_decoding(model, dtype == "int8")
 
     # A checkpoint of ours is named after its run and its step.

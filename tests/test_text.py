@@ -12,10 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from checkpoints import checkpoint
 from data.prepare import build_corpus, prepare
 from data.sources import Stdlib, Text
 from data.tokenizer import Tokenizer
+from inference.load import load
 from inference.text import StreamingDetokenizer
 from tests.conftest import DATASETS, LONG, ROOT
 
@@ -311,3 +314,15 @@ def test_a_prompt_that_is_not_utf8_is_refused(command, drawn_run, monkeypatch, w
     assert result.code == 2
     (line,) = result.err.splitlines()
     assert line.startswith("error: not UTF-8 (") and "at byte 3). fix: " in line
+
+
+def test_generation_on_a_gpu_uses_no_attention_that_plans_for_each_length(drawn_run, monkeypatch):
+    loaded = checkpoint.load_model(checkpoint.find_model(drawn_run), "cpu")
+    monkeypatch.setattr(checkpoint, "load_model", lambda *_: loaded)
+    try:
+        load(drawn_run, "cpu")
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        load(drawn_run, torch.device("cuda"))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
