@@ -88,13 +88,18 @@ def main(args: argparse.Namespace) -> None:
     rounds = [sequences]
     if args.interactive:
         rounds = read_turns(tokenizer, model.context, cache, args.max_new_tokens, args.seed)
-    decoding = {
-        "cache": cache,
-        "state": state,
-        "step": step,
-        "num_draft_tokens": args.prompt_lookup,
-    }
-    generated = chain.from_iterable(generate(model, batch, sampler, **decoding) for batch in rounds)
+    generated = chain.from_iterable(
+        generate(
+            model,
+            batch,
+            sampler,
+            cache=cache,
+            state=state,
+            step=step,
+            num_draft_tokens=args.prompt_lookup,
+        )
+        for batch in rounds
+    )
     texts = stream_texts(generated, tokenizer, args.stop)
     has_headings = len(sequences) > 1 or (sys.stdout.isatty() and not args.interactive)
     num_tokens, first_token = print_texts(texts, is_json=is_json(args), has_headings=has_headings)

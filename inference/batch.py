@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from model.transformer import Transformer
 # `engine.decode_step`, or a compiled one.
 DecodeStep = Callable[..., Tensor]
 
-# Takes logits (B, V), seeds (B,), draw indices (B,) and seen tokens (B, V); returns tokens (B,).
+# Takes logits (..., V), seeds and draw indices (...) that broadcast, and seen tokens (..., V);
+# returns tokens (...).
 Sampler = Callable[..., Tensor]
 
 MAX_PADDING_FACTOR = 2  # prompts are padded to one batch up to this many times their own tokens
@@ -79,44 +81,31 @@ class SamplerState(NamedTuple):
         """A view of one row: what is written to it is written here."""
         return SamplerState(*[tensor[number : number + 1] for tensor in self])
 
-    def draw(self, sampler: Sampler, logits: Tensor) -> Tensor:
-        """logits (B, V) -> tokens (B, 1)."""
-        drawn = sampler(logits, self.seeds, self.draw_indices, self.seen_tokens)[:, None]
-        self.tokens.copy_(drawn)
-        self.draw_indices.add_(1)
-        self.seen_tokens.scatter_(1, drawn, True)
-        return drawn
-
-    def draw_and_verify(self, sampler: Sampler, logits: Tensor, drafts: Tensor) -> Tensor:
+    def draw(self, sampler: Sampler, logits: Tensor, drafts: Tensor) -> Tensor:
         """logits (B, 1 + N, V), drafts (B, N), -1 for none -> tokens (B, 1 + N), -1 for none.
 
-        Draws as if one by one, after each draft for which all before it were right. A draft is
-        right if it is what the logits before it give.
+        Draws as if one by one, up to the first token that differs from its draft. Drafts must be
+        tokens that the row has seen.
         """
-        # Draw in all columns at once, each as if the drafts before it had been drawn.
         columns = torch.arange(logits.shape[1], device=logits.device)
-        seen_tokens = [self.seen_tokens]
-        for draft in drafts.clamp(min=0).split(1, dim=1):
-            seen_tokens.append(seen_tokens[-1].scatter(1, draft, True))
         draw_indices = self.draw_indices[:, None] + columns
-        drawn = sampler(logits, self.seeds[:, None], draw_indices, torch.stack(seen_tokens, dim=1))
+        drawn = sampler(logits, self.seeds[:, None], draw_indices, self.seen_tokens[:, None])
 
-        # Forget what was drawn after the first wrong draft.
-        num_accepted = (drawn[:, :-1] == drafts).cumprod(dim=1).sum(dim=1, keepdim=True)  # (B, 1)
-        newest = drawn.gather(1, num_accepted)
-        is_accepted = columns <= num_accepted
+        # Go on after the last draft of those that are right without a gap.
+        num_right = (drawn[:, :-1] == drafts).cumprod(dim=1).sum(dim=1, keepdim=True)  # (B, 1)
+        newest = drawn.gather(1, num_right)
         self.tokens.copy_(newest)
-        self.draw_indices.add_(1 + num_accepted[:, 0])
-        self.seen_tokens.scatter_(1, drawn.where(is_accepted, newest), True)
-        return drawn.where(is_accepted, -1)
+        self.draw_indices.add_(1 + num_right[:, 0])
+        self.seen_tokens.scatter_(1, newest, True)
+        return drawn.where(columns <= num_right, -1)
 
 
 def new_sampler_state(model: Transformer, num_rows: int) -> SamplerState:
     """Allocate the state of rows that have no sequence yet."""
     weight = model.embed.weight
-    tokens, seeds, draw_indices = torch.zeros(3, num_rows, dtype=torch.int64, device=weight.device)
-    seen_tokens = torch.zeros(num_rows, len(weight), dtype=torch.bool, device=weight.device)
-    return SamplerState(tokens[:, None], seeds, draw_indices, seen_tokens)
+    zeros = partial(torch.zeros, dtype=torch.int64, device=weight.device)
+    seen_tokens = zeros(num_rows, len(weight), dtype=torch.bool)
+    return SamplerState(zeros(num_rows, 1), zeros(num_rows), zeros(num_rows), seen_tokens)
 
 
 class Batch:
@@ -147,13 +136,12 @@ class Batch:
 
         # A row starts with a sequence that is finished.
         self.rows = [Sequence([], 0)] * len(state.tokens)
-
-        self.prefilled_rows: list[int] = []  # in the newest call of `schedule`
+        self.prefilled_rows: list[int] = []  # by the newest `schedule`
 
     def schedule(self) -> bool:
         """Give free rows the next sequences and prefill them; return whether any row has one.
 
-        A sequence that has outgrown the context loses its oldest half and is prefilled anew.
+        Where a row is prefilled, the next token is drawn. A sequence that has outgrown the context loses its oldest half and is prefilled anew.
         """
         to_prefill = []
         for row, sequence in enumerate(self.rows):
@@ -183,7 +171,7 @@ class Batch:
         state.draw_indices.fill_(sequence.num_generated)
         state.seen_tokens.zero_()
         state.seen_tokens[:, tokens] = True
-        state.draw(self.sampler, logits[None])
+        state.draw(self.sampler, logits[None, None], tokens[None, :0])
 
     def prefill_rows(self, rows: list[int]) -> list[Tensor]:
         """Return the next logits (V,) of these rows, from their tokens that are not cached."""
@@ -221,9 +209,9 @@ class Batch:
         return len(lengths) * max(lengths) <= MAX_PADDING_FACTOR * sum(lengths)
 
     def append(self, tokens: list[list[int]]) -> Iterator[Sequence]:
-        """Append its tokens, up to a negative one, to each active row; yield its sequence each time.
+        """Append to each active row its tokens up to a negative one; yield the row's sequence.
 
-        What a sequence gets ends with its last token, which the caller too may make the last.
+        That is after each token, so that the caller can stop the sequence there.
         """
         for sequence, new_tokens in zip(self.rows, tokens, strict=True):
             for token in new_tokens:

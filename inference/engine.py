@@ -32,9 +32,7 @@ def decode_step(
     logits = model(tokens.clamp(min=0), cache, valid)
     if state is None:
         return logits
-    if tokens.shape[1] == 1:
-        return state.draw(sampler, logits[:, 0])
-    return state.draw_and_verify(sampler, logits, tokens[:, 1:])
+    return state.draw(sampler, logits, tokens[:, 1:])
 
 
 def compile_decode_step(device: torch.device) -> DecodeStep:

@@ -12,30 +12,26 @@ from inference.batch import Batch, DecodeStep, Sequence
 
 
 def speculate(batch: Batch, step: DecodeStep, num_draft_tokens: int) -> Iterator[Sequence]:
-    """Decode the newest token of each row and drafts of what follows in one step; append what holds.
+    """Decode the newest token of each row and drafts of what follows in one step.
 
-    Yields a sequence each time it has a new token. Afterwards state and cache are as if the
-    accepted tokens had been decoded one by one. What the sampler draws depends on seed, draw index
+    Appends the drafts that are right and one more token, and yields a sequence after each.
+    Afterwards state and cache are as if these tokens had been decoded one by one. What the sampler draws depends on seed, draw index
     and logits alone, so a draft is right if it is what the logits before it give.
     """
     cache = batch.cache
     state = batch.state
-    # The host knows all tokens but the first ones after a prefill.
+    # The host knows all tokens but those that were drawn after a prefill.
     if batch.prefilled_rows:
-        first_tokens = state.tokens.tolist()
-        for row in range(len(batch.rows)):
-            if row not in batch.prefilled_rows:
-                first_tokens[row] = []
-        yield from batch.append(first_tokens)
-        if not any(batch.is_active()):
-            return
+        newest = enumerate(state.tokens.cpu().tolist())
+        prefilled = batch.prefilled_rows
+        yield from batch.append([token if row in prefilled else [] for row, token in newest])
 
     drafts = []
     for sequence in batch.rows:
         drafts.append(draft_for(sequence, num_draft_tokens, batch.model.context))
     if not any(drafts):
         drawn = step(batch.model, state.tokens, cache, None, batch.sampler, state)
-        yield from batch.append(drawn.tolist())
+        yield from batch.append(drawn.cpu().tolist())
         return
 
     # Decode the tokens and their drafts in one step. Layers that cannot be rewound are copied.
@@ -49,17 +45,14 @@ def speculate(batch: Batch, step: DecodeStep, num_draft_tokens: int) -> Iterator
             saved.append((layer, layer.map(torch.clone)))
     drawn = step(batch.model, tokens, cache, tokens >= 0, batch.sampler, state)
 
-    # The copy to the host is the only time in a step that it waits for a GPU.
-    drawn = drawn.tolist()
+    # This copy to the host is all that a step waits for.
     num_before = [sequence.num_generated for sequence in batch.rows]
-    yield from batch.append(drawn)
+    yield from batch.append(drawn.cpu().tolist())
 
-    # Keep in the cache each newest token and the drafts that were right. If one of them ended its
-    # sequence, keep none after it.
+    # Keep in the cache all tokens of a sequence but its newest one.
     num_kept = []
-    for sequence, before, new_tokens in zip(batch.rows, num_before, drawn, strict=True):
-        num_accepted = sum(token >= 0 for token in new_tokens) - 1
-        num_kept.append(1 + min(num_accepted, sequence.num_generated - before))
+    for sequence, before in zip(batch.rows, num_before, strict=True):
+        num_kept.append(max(1, sequence.num_generated - before))
     if num_kept == [1 + len(draft) for draft in drafts]:
         return
     (num_kept,) = hardware.to_device(tokens.device, torch.tensor(num_kept))
@@ -78,8 +71,8 @@ def speculate(batch: Batch, step: DecodeStep, num_draft_tokens: int) -> Iterator
 def draft_for(sequence: Sequence, num_draft_tokens: int, context: int) -> list[int]:
     """Draft what may follow a sequence, as far as its length and the context allow.
 
-    A token is drawn after the drafts too, so these leave room for one.
     That is what followed the newest earlier occurrence of its last three, or else two, tokens.
+    It leaves room for the token that is drawn after the drafts.
     """
     tokens = sequence.tokens
     num_free = context - len(tokens)

@@ -1,11 +1,14 @@
 """Sampling draws from the distribution that its knobs describe; nothing else can come out."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from common.instantiate import instantiate
-from inference.batch import Sequence
-from inference.engine import decode_step, generate
+from inference.batch import Sequence, new_sampler_state
+from inference.engine import compile_decode_step, decode_step, generate, warm_up
 from inference.sampling import exponential_noise, sample
 from tests.conftest import continued, redraw, tree_of
 
@@ -107,8 +110,8 @@ def test_a_full_context_loses_its_older_half():
     read = []
 
     def draw(logits, *_):
-        read.append(logits.clone())
-        return torch.tensor([7])
+        read.append(logits[:, -1])
+        return torch.full(logits.shape[:2], 7)
 
     continued(model, [prompt], 3, draw)
     for got, text in zip(read, (prompt, [*prompt[32:], 7], [*prompt[32:], 7, 7]), strict=True):
@@ -175,7 +178,7 @@ def test_a_sequence_says_why_it_is_over():
     assert Sequence([1], 0).finish_reason == "length"
 
 
-def test_an_end_within_right_drafts_is_all_that_the_cache_holds():
+def test_the_cache_holds_nothing_after_an_end_within_right_drafts():
     model = redraw(instantiate(tree_of("gqa"))).double()
     cache = model.new_cache(1, 64, torch.float64, "cpu")
     sequence = Sequence([5, 6, 7] * 4, 12, eos=6)
@@ -186,4 +189,53 @@ def test_an_end_within_right_drafts_is_all_that_the_cache_holds():
     for _ in generate(model, [sequence], draw, cache=cache, num_draft_tokens=3):
         pass
     assert sequence.tokens[12:] == [5, 6] and sequence.finish_reason == "eos"
-    assert int(cache.lengths[0]) == 14
+    assert int(cache.lengths[0]) == 13  # all but the end
+
+
+OPTIONS = [
+    {"temperature": 0},
+    {"temperature": 1.5},
+    {"top_k": 3},
+    {"top_p": 0.7},
+    {"min_p": 0.05},
+    {"repetition_penalty": 9.0, "temperature": 3.0},
+    {"temperature": 2.0, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+]
+
+
+def sample_few(logits, seeds, draw_indices, seen_tokens, **options):
+    """Draw one of eight tokens, so that drafts are right now and then."""
+    return sample(logits[..., :8], seeds, draw_indices, seen_tokens[..., :8], **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_compiled_draws_and_drafts_give_the_tokens_of_an_uncached_loop(options, monkeypatch):
+    """Calls share what is compiled; fewer rows than texts, one of which outgrows the context."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = partial(torch.compile, backend="aot_eager", dynamic=False, fullgraph=True)
+    monkeypatch.setattr(torch, "compile", lambda step, **_: compiled(step))
+    model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).double().eval()
+    sampler = partial(sample_few, **options)
+    prompts = [[1, 2, 3] * n for n in (1, 9, 16)]
+    expected = continued(model, prompts, 20, sampler)
+
+    step = compile_decode_step(torch.device("cpu"))
+    state = new_sampler_state(model, 2)
+    cache = model.new_cache(2, 64, torch.float64, "cpu")
+    warm_up(step, model, cache, sampler, state, 3)
+    cache.reset()
+    widths = set()
+
+    def counted(model, tokens, *about):
+        widths.add(tokens.shape[1])
+        return step(model, tokens, *about)
+
+    for num_draft_tokens in (0, 3, 0):
+        sequences = [Sequence(prompt, 20, seed=n) for n, prompt in enumerate(prompts)]
+        how = {"step": counted, "num_draft_tokens": num_draft_tokens}
+        drawn = {sequence: [] for sequence in sequences}
+        for sequence in generate(model, sequences, sampler, cache=cache, state=state, **how):
+            drawn[sequence].append(sequence.tokens[-1])
+        assert [*drawn.values()] == expected
+    assert widths == {1, 4} and counters["stats"]["unique_graphs"] == 2
