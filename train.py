@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from common import config, errors, hardware
 from training import distributed, run_dir
+from training.memory import choose_micro_batch, measure_memory
 from training.setup import load_corpus, report_machine_errors, set_up_run, summary
 from training.signals import Signals
 from training.trainer import Trainer
@@ -41,22 +42,30 @@ def main(cfg: DictConfig) -> None:
             setup = set_up_run(cfg, overrides)
             settings = setup.settings
             corpus, loader = load_corpus(settings, setup.source)
+            memory = measure_memory(settings, setup.device, setup.precision)
             ranks = distributed.init_distributed(setup.device)
+        micro_batch_size = choose_micro_batch(memory, settings, ranks)
         hardware.prepare_for_training(setup.device)
 
         # The folder is locked until the run ends. A compilation that fails and a lack of memory are
         # reported as one line.
-        micro_batch_size = config.micro_batch_size(settings, ranks.world_size)
-        with (
-            run_dir.open_run_dir(settings, ranks, is_sweep) as run,
-            report_machine_errors(micro_batch_size),
-        ):
-            trainer = Trainer(
-                settings, corpus, loader, run, ranks, setup.precision, signals, started
-            )
+        with run_dir.open_run_dir(settings, ranks, is_sweep) as run:
+            with report_machine_errors(None):
+                trainer = Trainer(
+                    settings,
+                    corpus,
+                    loader,
+                    run,
+                    ranks,
+                    setup.precision,
+                    signals,
+                    started,
+                    micro_batch_size,
+                )
             trainer.log.info(summary(trainer, setup))
-            exit_code = train(trainer, setup.pretrained)
-            ranks.barrier()
+            with report_machine_errors(trainer):
+                exit_code = train(trainer, setup.pretrained)
+                ranks.barrier()
     if exit_code:
         raise SystemExit(exit_code)
 

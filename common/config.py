@@ -15,6 +15,7 @@ from common.instantiate import ROOT
 
 CONFIGS = ROOT / "configs"
 LARGEST = 99_999_999  # of a size
+CPU_MICRO_BATCH = 8  # sequences, at most; more of them are not faster on a CPU
 
 # What a value may have to be, as errors describe it: a regular expression for it as JSON. What is
 # not listed is a text that stands for itself, such as cpu.
@@ -44,7 +45,7 @@ RULES = {
     "max_minutes": "null or a number above 0",
     "context": "a whole number of at least 2",
     "batch_tokens": "a whole number of at least 1",
-    "micro_batch": "a whole number of at least 1",
+    "micro_batch": "null or a whole number of at least 1",
     "clip": "null or a number above 0",
     "sharded": "true or false",
     "activation_checkpointing": "true or false",
@@ -156,10 +157,11 @@ def defaults(overrides: list[str]) -> dict[str, object]:
 def find_batch_problem(config: dict, world_size: int) -> str | None:
     """Return a line if a batch is not a whole number of micro-batches on every process.
 
-    A batch smaller than one micro-batch a process is fine: it is a smaller micro-batch.
+    A batch smaller than one micro-batch a process is fine: it is a smaller micro-batch. Where the
+    micro-batch is chosen (null), any whole number of sequences is a whole number of them.
     """
     batch_tokens = config["batch_tokens"]
-    micro_batch = config["micro_batch"]
+    micro_batch = 1 if config["micro_batch"] is None else config["micro_batch"]
     context = config["context"]
     unit = context * world_size  # tokens of one sequence on every process
     sequences, rest = divmod(batch_tokens, unit)  # on each process
@@ -174,13 +176,23 @@ def find_batch_problem(config: dict, world_size: int) -> str | None:
         divisors = [n for n in range(1, micro_batch) if sequences % n == 0]
         fixes.append(f"micro_batch={max(divisors)}")
     fix = " or ".join(fixes)
-    values = f"{batch_tokens=} {micro_batch=} {context=} processes={world_size}"
+    values = (
+        f"{batch_tokens=} micro_batch={config['micro_batch']} {context=} processes={world_size}"
+    )
     return f"a batch must be whole micro-batches for every process ({values}). fix: {fix}"
 
 
 def micro_batch_size(config: dict, world_size: int) -> int:
-    """Sequences per device and forward."""
-    return min(config["micro_batch"], config["batch_tokens"] // config["context"] // world_size)
+    """Sequences per device and forward; where they are to be chosen (null), those of a CPU."""
+    sequences = sequences_per_process(config, world_size)
+    if config["micro_batch"] is not None:
+        return min(config["micro_batch"], sequences)
+    return max(size for size in range(1, CPU_MICRO_BATCH + 1) if sequences % size == 0)
+
+
+def sequences_per_process(config: dict, world_size: int) -> int:
+    """The sequences of a batch that each process computes."""
+    return config["batch_tokens"] // config["context"] // world_size
 
 
 def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:

@@ -84,7 +84,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("override", FAULTS)
 def test_a_fault_of_the_config_is_named(override):
-    (found,) = config.find_problems(settings_of(override), world_size=1)
+    (found,) = config.find_problems(settings_of(*override.split()), world_size=1)
     assert FAULTS[override] in found and "fix: " in found
 
 
@@ -111,6 +111,9 @@ def test_all_faults_are_told_at_once():
         (768, 8, 2, "batch_tokens=512 or batch_tokens=1024"),
     ],
 )
+        (5120, "null", 1, None),  # 5 sequences, four times
+        (1000, "null", 1, "batch_tokens=768 or batch_tokens=1024"),
+        (768, "null", 2, "batch_tokens=512 or batch_tokens=1024"),
 def test_a_batch_that_micro_batches_cannot_fill_is_refused_with_the_nearest(
     tokens, micro, world, fix
 ):

@@ -371,7 +371,7 @@ def transformers_llama(settings: dict) -> nn.Module:
 
 def bench_settings(overrides: list[str]) -> tuple[dict, torch.device, torch.dtype]:
     """Settings, device and the dtype of matrix products. Ends with exit code 2."""
-    cfg = compose(["name=bench", "max_minutes=null", "steps=1000000", *overrides])
+    cfg = compose(["name=bench", "max_minutes=null", "steps=1000000", "micro_batch=8", *overrides])
     settings = load_settings(cfg)
     with errors.user_input():
         device = hardware.pick_device(settings["device"])

@@ -100,7 +100,8 @@ class Cost:
     def __init__(self, overrides: list[str]):
         settings = compose(["name=cost", *overrides, "sharded=false"])
         if not values_of(overrides, "batch_tokens"):
-            settings["batch_tokens"] = settings["micro_batch"] * settings["context"]
+            micro_batch = settings["micro_batch"] or config.CPU_MICRO_BATCH
+            settings["batch_tokens"] = micro_batch * settings["context"]
         load_settings(settings)
         self.micro_batch = config.micro_batch_size(settings, 1)
         self.memory = TrainingMemory(settings)

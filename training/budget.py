@@ -3,6 +3,8 @@
 from bisect import bisect_right
 from collections.abc import Callable
 
+from data.loader import Loader
+
 WARMUP_STEPS = 3  # steps that fill caches, and are not timed
 TIMED_FRACTION = 0.1  # of the time left, during which steps are timed
 RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot

@@ -1,37 +1,53 @@
-"""The memory that training takes on each device, counted on tensors that have shapes alone."""
+"""The memory that training takes on each device, and the micro-batch that fills it.
+
+Everything is counted on tensors that have shapes but no memory.
+"""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from common import compilation, config, hardware
 from common.instantiate import instantiate
-from training.loss import LanguageModelLoss
+from training.compile_choice import is_long_run
+from training.distributed import DistEnv
+from training.loss import MAX_LOGITS, LanguageModelLoss
 from training.optimizers import init_state, named_states
+
+# The loss makes, of each logit in memory, some tensors in fp32 and bf16. Bytes of all at the peak.
+LOGIT_BYTES = 25.4
+# What a compiled forward keeps, of what an eager one does. torch.compile's partitioner keeps 0.56
+# to 0.68 of it for gqa, mha, llama, gated, delta, mla, value_residual and differential at dim 768.
+COMPILED_FRACTION = 0.7
+# Of the free memory, for fragmentation, workspaces of libraries and communication.
+MARGIN = 0.1
 
 
 class TrainingMemory:
     """Bytes of the model of a config, its optimizer, and what a forward keeps for its backward.
 
-    Activations are those of bf16 without torch.compile, which keeps less.
+    Activations are those of matrix products in `precision`, without torch.compile.
     """
 
-    def __init__(self, settings: dict):
+    def __init__(self, settings: dict, precision: torch.dtype = torch.bfloat16):
         with FakeTensorMode():
             self.model = instantiate(settings["model"])
             optimizers = instantiate(settings["optimizer"], "training")(self.model)
             init_state(optimizers)
-            loss = LanguageModelLoss(self.model, z_loss=0.0, bos=None)
+            bos = 0 if settings["document_mask"] else None
+            loss = LanguageModelLoss(self.model, z_loss=0.0, bos=bos)
             # One sequence could be kept in fewer bytes: more of its layouts are contiguous.
             tokens = torch.zeros(1, settings["context"], dtype=torch.int64)
-            two_sequences = saved_bytes(loss, tokens.repeat(2, 1))
-            three_sequences = saved_bytes(loss, tokens.repeat(3, 1))
+            two_sequences = saved_bytes(loss, tokens.repeat(2, 1), precision)
+            three_sequences = saved_bytes(loss, tokens.repeat(3, 1), precision)
 
-        # What grows with the batch, and what does not: the copies of the weights in bf16.
+        # What grows with the batch, and what does not: the copies of the weights in `precision`.
         self.sequence_bytes = three_sequences - two_sequences
         self.weight_copies = two_sequences - 2 * self.sequence_bytes
         # Checkpointing keeps the fp32 input of every block.
         self.depth = len(self.model.blocks)
         self.block_inputs = 4 * self.depth * tokens.numel() * self.model.embed.embedding_dim
+        self.logits = tokens.numel() * self.model.embed.num_embeddings  # of a sequence
 
         self.parameters = sum(p.numel() for p in self.model.parameters())
         leaves = tree_leaves(named_states(optimizers, self.model))
@@ -56,9 +72,32 @@ class TrainingMemory:
         head_grad = 4 * self.model.unembedding.numel()
         return self.state / gpus + one_block + ends + head_grad
 
+    def peak(
+        self,
+        sequences: int,
+        *,
+        shards: int = 1,
+        is_checkpointed: bool = False,
+        is_compiled: bool = False,
+    ) -> float:
+        """Bytes at the peak of a training step on a GPU that holds one of `shards` shards."""
+        state = self.state + self.weight_copies
+        if shards > 1:
+            state = self.sharded_state(shards)
+        saved = sequences * self.sequence_bytes
+        if is_compiled:
+            saved *= COMPILED_FRACTION
+        loss = LOGIT_BYTES * min(sequences * self.logits, MAX_LOGITS["cuda"])
+        if not is_checkpointed:
+            return state + saved + loss
+        # One block is recomputed at a time, once the loss has ended.
+        return state + sequences * self.block_inputs + max(loss, saved / self.depth)
 
-def saved_bytes(loss: LanguageModelLoss, tokens: torch.Tensor) -> int:
-    """Bytes that a forward in bf16 keeps for its backward, without the weights themselves."""
+
+def saved_bytes(
+    loss: LanguageModelLoss, tokens: torch.Tensor, precision: torch.dtype = torch.bfloat16
+) -> int:
+    """Bytes that a forward keeps for its backward, without the weights themselves."""
     weights = {storage_id(p) for p in loss.parameters()}
     saved = {}
 
@@ -68,10 +107,62 @@ def saved_bytes(loss: LanguageModelLoss, tokens: torch.Tensor) -> int:
         return x
 
     saved_tensors = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-    with saved_tensors, torch.autocast("cpu", dtype=torch.bfloat16):
+    with saved_tensors, hardware.autocast(tokens.device, precision):
         loss(tokens, tokens)
     return sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in weights)
 
 
 def storage_id(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
+
+
+def measure_memory(
+    settings: dict, device: torch.device, precision: torch.dtype
+) -> TrainingMemory | None:
+    """The memory by which `choose_micro_batch` chooses, or None where nothing is to be chosen.
+
+    It is called before the processes join: a step of an optimizer may exchange tensors.
+    """
+    if settings["micro_batch"] is not None or device.type != "cuda":
+        return None
+    return TrainingMemory(settings, precision)
+
+
+def choose_micro_batch(memory: TrainingMemory | None, settings: dict, ranks: DistEnv) -> int:
+    """Sequences in a forward on one device, equal on all ranks.
+
+    With micro_batch=null a GPU takes as many as its free memory holds, and a CPU a few.
+    """
+    if memory is None:
+        return config.micro_batch_size(settings, ranks.world_size)
+    is_compiled, _ = compilation.pick_compile(
+        settings["compile"], ranks.device, is_long_run(settings)
+    )
+    free_bytes = -ranks.all_reduce_max(-free_memory(ranks.device))
+    return fit_micro_batch(memory, settings, ranks.world_size, is_compiled, free_bytes)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors can take on a GPU: what is free there, and free in torch's own pools."""
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    pooled = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_bytes + pooled
+
+
+def fit_micro_batch(
+    memory: TrainingMemory, settings: dict, world_size: int, is_compiled: bool, free_bytes: int
+) -> int:
+    """The most sequences, at least 1, that fit into `free_bytes` and fill a batch evenly."""
+    batch = config.sequences_per_process(settings, world_size)
+    fitting = 1
+    for sequences in range(2, batch + 1):
+        if batch % sequences == 0:
+            peak = memory.peak(
+                sequences,
+                shards=world_size if settings["sharded"] else 1,
+                is_checkpointed=settings["activation_checkpointing"],
+                is_compiled=is_compiled,
+            )
+            if peak <= (1 - MARGIN) * free_bytes:
+                fitting = sequences
+    return fitting

@@ -157,8 +157,11 @@ def load_corpus(settings: dict, source: Source) -> tuple[Corpus, Loader]:
 
 
 @contextmanager
-def report_machine_errors(micro_batch_size: int) -> Iterator[None]:
-    """End with exit code 2 and a line where compilation fails or memory runs out."""
+def report_machine_errors(trainer: Trainer | None) -> Iterator[None]:
+    """End with exit code 2 and a line where compilation fails or memory runs out.
+
+    While there is no trainer yet, no micro-batch is in memory, but the model alone.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -166,10 +169,12 @@ def report_machine_errors(micro_batch_size: int) -> Iterator[None]:
             problem = f"compilation failed ({compilation.first_error_line(error)})"
             fix = "compile=false resume=true"
         elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            problem = f"{str(error).partition('. ')[0]} (micro_batch={micro_batch_size})"
-            fix = f"micro_batch={micro_batch_size // 2}, which changes nothing else"
-            if micro_batch_size == 1:
-                fix = "a smaller model or context"
+            micro_batch = 1 if trainer is None else trainer.micro_batch_size
+            problem = f"{str(error).partition('. ')[0]} ({micro_batch=})"
+            fix = "a smaller model or context"
+            if micro_batch > 1:
+                smaller = max(size for size in range(1, micro_batch) if micro_batch % size == 0)
+                fix = f"micro_batch={smaller}, which changes nothing else"
         else:
             raise
         errors.exit_with(errors.INPUT, f"{problem}. fix: {fix}")

@@ -43,7 +43,8 @@ MIN_EVAL_TOKENS = 8192  # even if that takes longer
 class Trainer:
     """The model, its optimizers and the position of a run. All ranks call the same methods.
 
-    `settings` is the resolved config; `started` is the monotonic time at which the process began.
+    `settings` is the resolved config; `started` is the monotonic time at which the process began;
+    `micro_batch_size` is what the config says unless it is given.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Trainer:
         precision: torch.dtype,
         signals: Signals,
         started: float,
+        micro_batch_size: int | None = None,
     ):
         self.settings = settings
         self.corpus = corpus
@@ -66,7 +68,9 @@ class Trainer:
         self.signals = signals
         self.log = Logger(run_dir, settings, is_enabled=ranks.is_main)
         self.batch_tokens = settings["batch_tokens"]
-        self.micro_batch_size = config.micro_batch_size(settings, ranks.world_size)
+        if micro_batch_size is None:
+            micro_batch_size = config.micro_batch_size(settings, ranks.world_size)
+        self.micro_batch_size = micro_batch_size
 
         # Model and optimizers. `loss_module` maps tokens to the loss; `parallel` is what a training
         # step calls: DDP around the loss module, or else the loss module itself.
@@ -147,6 +151,8 @@ class Trainer:
         with errors.user_input():
             changes = resume.check_resumed(saved, self.saved_config(), newest)
         state = checkpoint.load_state(newest, set(self.state()))
+        if self.settings["micro_batch"] is None:
+            self._keep_micro_batch(saved["machine"].get("micro_batch"))
 
         # The weights come last, since creating an optimizer's state moves them. In fp16 there is no
         # such state as long as every step was skipped.
@@ -156,7 +162,7 @@ class Trainer:
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
-        # The number of steps that was fitted stays, unless another is asked for.
+        # The number of steps that was fitted stays, unless another, or another bound, is asked for.
         self.step = state["step"]
         if self.settings["steps"] == saved["steps"]:
             self.steps = state["steps"]
@@ -175,6 +181,13 @@ class Trainer:
         if self.step != self.steps:
             return self.step > self.steps  # a longer run than is asked for now
         return self.ranks.on_rank0(lambda: is_evaluated(self.run_dir, self.step))
+    def _keep_micro_batch(self, saved: int | None) -> None:
+        """Go on with the micro-batch of a checkpoint if it fits here: it decides on rounding."""
+        rows_per_rank = self.loader.batch_size // self.ranks.world_size
+        if saved is not None and saved < self.micro_batch_size and rows_per_rank % saved == 0:
+            self.micro_batch_size = saved
+            self.log.info(f"micro_batch={saved}, as before")
+
 
     @property
     def is_finished(self) -> bool:
