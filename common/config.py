@@ -43,6 +43,7 @@ RULES = {
     "compile": "auto or true or false",
     "steps": "null or a whole number of at least 1",
     "max_minutes": "null or a number above 0",
+    "max_epochs": "null or a whole number of at least 1",
     "context": "a whole number of at least 2",
     "batch_tokens": "a whole number of at least 1",
     "micro_batch": "null or a whole number of at least 1",
@@ -60,6 +61,8 @@ RULES = {
     "init_from": "null or text",
     "wandb": "disabled or offline or online",
 }
+
+ENDS = ("steps", "max_minutes", "max_epochs")  # of which one at least ends a run
 
 # What the numbers in a group must be. instantiate() checks types, constructors what goes together.
 GROUP_RULES = {
@@ -106,8 +109,9 @@ def find_problems(config: dict, world_size: int) -> list[str]:
         return problems
 
     # Check what goes together.
-    if config["steps"] is None and config["max_minutes"] is None:
-        problems.append("the run has no end (steps=null, max_minutes=null). fix: max_minutes=5")
+    if all(config[key] is None for key in ENDS):
+        values = ", ".join(f"{key}=null" for key in ENDS)
+        problems.append(f"the run has no end ({values}). fix: max_minutes=5")
     if config["sharded"] and world_size == 1:
         fix = "torchrun --nproc_per_node=N train.py, or sharded=false"
         problems.append(f"one process has nothing to shard over (sharded=true). fix: {fix}")

@@ -28,7 +28,8 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 SYNONYMS = {
     "batch_size": "batch_tokens micro_batch",
     "block_size": "context",
-    "epochs": "steps max_minutes",
+    "epochs": "max_epochs steps",
+    "num_epochs": "max_epochs steps",
     "gpu": "cuda",
     "hidden_size": "dim",
     "learning_rate": "lr",

@@ -76,7 +76,9 @@ FAULTS = {
     "compile=1": "compile must be auto or true or false (got 1)",
     "name=a/b": "name must be letters",
     "batch_tokens=1000": "fix: batch_tokens=768",
-    "max_minutes=null": "the run has no end",
+    "max_minutes=null max_epochs=null": "the run has no end",
+    "max_epochs=0.5": "max_epochs must be null or a whole number of at least 1 (got 0.5)",
+    "micro_batch=0": "micro_batch must be null or a whole number of at least 1 (got 0)",
     "+colour=blue": "unknown (colour)",
     "~wandb": "wandb is missing",
 }
@@ -109,11 +111,11 @@ def test_all_faults_are_told_at_once():
         (100, 8, 1, "batch_tokens=256"),
         (6400, 8, 2, "batch_tokens=4096 or batch_tokens=8192"),
         (768, 8, 2, "batch_tokens=512 or batch_tokens=1024"),
-    ],
-)
         (5120, "null", 1, None),  # 5 sequences, four times
         (1000, "null", 1, "batch_tokens=768 or batch_tokens=1024"),
         (768, "null", 2, "batch_tokens=512 or batch_tokens=1024"),
+    ],
+)
 def test_a_batch_that_micro_batches_cannot_fill_is_refused_with_the_nearest(
     tokens, micro, world, fix
 ):

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -312,9 +313,40 @@ def test_document_mask_changes_what_is_learned(trainer_of):
     assert len({*scores, without}) == 3  # what is trained with the mask is judged with it
 
 
+@pytest.mark.parametrize("words", [(), ("max_minutes=5",), ("steps=null", "max_epochs=null")])
+def test_a_run_with_steps_or_without_max_epochs_has_no_bound_of_passes(trainer_of, words):
+    trainer = trainer_of(*words)
+    assert trainer.steps == (math.inf if "steps=null" in words else 6)
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_passes_over_the_text_end_a_run(trainer_of, epochs):
+    trainer = trainer_of("steps=null", f"max_epochs={epochs}")
+    read = Counter()
+    for step in range(trainer.steps + 1):
+        at_most = max(read.values(), default=0)
+        for number in trainer.loader._row_numbers(step):
+            read[number % trainer.loader.rows_per_epoch] += 1
+    # Without the last step, which is one too many.
+    assert at_most == epochs < max(read.values())
+
+
+@pytest.mark.parametrize("epochs, bound", [(2, "max_epochs"), (1000, "max_minutes")])
+def test_the_tighter_bound_ends_a_run_and_is_named(trainer_of, capsys, epochs, bound):
+    trainer = trainer_of("max_minutes=1", "steps=null", f"max_epochs={epochs}")
+    passes = trainer.steps
+    trainer.budget.fit = lambda *_: 100  # further steps
+    trainer.fit_steps_to_budget()
+    assert trainer.steps == min(passes, 100) and trainer.budget is None
+    said = f"max_minutes=1 has room for 100 steps, max_epochs={epochs} for {passes}: {bound} ends"
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("minutes", [0.5, 2])
 def test_steps_are_fitted_to_the_minutes(trainer_of, monkeypatch, minutes):
-    trainer = trainer_of(f"max_minutes={minutes}", "steps=null", "eval_every=100000")
+    trainer = trainer_of(
+        f"max_minutes={minutes}", "steps=null", "max_epochs=null", "eval_every=100000"
+    )
     clock = [trainer.started]
     monkeypatch.setattr("training.trainer.monotonic", lambda: clock[0])
     trainer.last_report_time = trainer._clock()

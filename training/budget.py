@@ -1,4 +1,4 @@
-"""How many optimizer steps fit into max_minutes."""
+"""How many optimizer steps fit into max_minutes and max_epochs."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -10,6 +10,11 @@ TIMED_FRACTION = 0.1  # of the time left, during which steps are timed
 RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot
 SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
 MOST_STEPS = 10**9
+
+
+def count_epoch_steps(loader: Loader, epochs: int) -> int:
+    """The optimizer steps, at least 1, that read each row of the text at most `epochs` times."""
+    return max(1, epochs * loader.rows_per_epoch // loader.batch_size)
 
 
 class TimeBudget:

@@ -1,5 +1,6 @@
 """From a config to what a run needs: valid settings, device, precision and corpus."""
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -181,7 +182,7 @@ def report_machine_errors(trainer: Trainer | None) -> Iterator[None]:
 
 
 def summary(trainer: Trainer, setup: RunSetup) -> str:
-    """Two lines about a run before it starts: sizes, and what it is computed with."""
+    """Lines about a run before it starts: sizes, what it is computed with, and what ends it."""
     parameters = sum(p.numel() for p in trainer.model.parameters())
     tokens = sum(map(len, trainer.corpus.train))
     peak = "peak FLOP/s unknown, so no MFU"
@@ -192,5 +193,27 @@ def summary(trainer: Trainer, setup: RunSetup) -> str:
         f"{trainer.flops_per_token / 1e6:.0f} MFLOP per token, "
         f"{tokens / 1e6:.1f} M tokens of text\n"
         f"{trainer.ranks.world_size} x {trainer.ranks.device}, {trainer.precision}, "
-        f"compile={trainer.settings['compile']} ({setup.compile_reason}), {peak}"
+        f"compile={trainer.settings['compile']} ({setup.compile_reason}), {peak}\n"
+        f"micro_batch={trainer.micro_batch_size} ({micro_batch_reason(trainer)}), "
+        f"{describe_length(trainer)}"
     )
+
+
+def micro_batch_reason(trainer: Trainer) -> str:
+    """Why a forward on one device has so many sequences."""
+    if trainer.settings["micro_batch"] is not None:
+        return "as asked"
+    if trainer.ranks.device.type == "cuda":
+        return "what memory holds, or the whole batch"
+    return "micro_batch=null without CUDA"
+
+
+def describe_length(trainer: Trainer) -> str:
+    """What bounds the number of steps, before it is fitted."""
+    bounds = []
+    if trainer.steps < math.inf:
+        key = "max_epochs" if trainer.settings["steps"] is None else "steps"
+        bounds.append(f"at most {trainer.steps:,} steps ({key}={trainer.settings[key]})")
+    if trainer.settings["max_minutes"] is not None:
+        bounds.append(f"as many steps as max_minutes={trainer.settings['max_minutes']} allows")
+    return ", ".join(bounds)

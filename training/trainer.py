@@ -20,7 +20,7 @@ from common.progress import duration
 from data.loader import Loader
 from data.prepare import Corpus
 from training import resume
-from training.budget import RESERVED_SECONDS, TimeBudget
+from training.budget import RESERVED_SECONDS, TimeBudget, count_epoch_steps
 from training.compile_choice import COMPILED_OPTIONS, TIMED_STEPS, CompileRecord, is_long_run
 from training.distributed import DistEnv
 from training.divergence import DivergenceGuard
@@ -100,6 +100,8 @@ class Trainer:
         # Position, in optimizer steps.
         self.step = 0
         self.steps = settings["steps"] or math.inf
+        if settings["steps"] is None and settings["max_epochs"] is not None:
+            self.steps = count_epoch_steps(loader, settings["max_epochs"])
         self.first_step = 0  # where this process began, or has compiled
         self.saved_step = 0  # of the newest checkpoint
         self.reported_step = 0  # of the newest line of training metrics
@@ -145,14 +147,15 @@ class Trainer:
 
     def _restore(self, newest: Path) -> None:
         """Load all that `state` stores. Ends with exit code 2 where the config is another run's."""
-        saved = checkpoint.load_config(newest)
+        # An older run has no max_epochs: what is asked for now is no change.
+        saved = {"max_epochs": self.settings["max_epochs"]} | checkpoint.load_config(newest)
         if self.settings["compile"] == "auto":
             self.is_compiled = saved["machine"]["compiled"]
+        if self.settings["micro_batch"] is None:
+            self._keep_micro_batch(saved["machine"].get("micro_batch"))
         with errors.user_input():
             changes = resume.check_resumed(saved, self.saved_config(), newest)
         state = checkpoint.load_state(newest, set(self.state()))
-        if self.settings["micro_batch"] is None:
-            self._keep_micro_batch(saved["machine"].get("micro_batch"))
 
         # The weights come last, since creating an optimizer's state moves them. In fp16 there is no
         # such state as long as every step was skipped.
@@ -164,9 +167,11 @@ class Trainer:
 
         # The number of steps that was fitted stays, unless another, or another bound, is asked for.
         self.step = state["step"]
-        if self.settings["steps"] == saved["steps"]:
+        asked = ("steps", "max_epochs")
+        is_same = all(self.settings[key] == saved[key] for key in asked)
+        if is_same:
             self.steps = state["steps"]
-        if state["fitted"] and self.steps < math.inf:
+        if state["fitted"] and (is_same or self.settings["steps"] is not None):
             self.budget = None
         self.first_step = self.step
         self.saved_step = self.step
@@ -176,11 +181,6 @@ class Trainer:
         self.loss_sum.copy_(state["nats"] / self.ranks.world_size)
         self.log.info(f"resuming step {self.step}\n{changes}".rstrip())
 
-    def is_complete(self) -> bool:
-        """Whether an earlier process has done the last step and all that belongs to it."""
-        if self.step != self.steps:
-            return self.step > self.steps  # a longer run than is asked for now
-        return self.ranks.on_rank0(lambda: is_evaluated(self.run_dir, self.step))
     def _keep_micro_batch(self, saved: int | None) -> None:
         """Go on with the micro-batch of a checkpoint if it fits here: it decides on rounding."""
         rows_per_rank = self.loader.batch_size // self.ranks.world_size
@@ -188,6 +188,11 @@ class Trainer:
             self.micro_batch_size = saved
             self.log.info(f"micro_batch={saved}, as before")
 
+    def is_complete(self) -> bool:
+        """Whether an earlier process has done the last step and all that belongs to it."""
+        if self.step != self.steps:
+            return self.step > self.steps  # a longer run than is asked for now
+        return self.ranks.on_rank0(lambda: is_evaluated(self.run_dir, self.step))
 
     @property
     def is_finished(self) -> bool:
@@ -385,9 +390,11 @@ class Trainer:
         if steps_left is None:
             return
         fitted_steps = self.step + steps_left
-        self.log.info(
-            f"max_minutes={self.settings['max_minutes']} has room for {fitted_steps} steps"
-        )
+        text = f"max_minutes={self.settings['max_minutes']} has room for {fitted_steps} steps"
+        if self.settings["steps"] is None and self.steps < math.inf:
+            bound = "max_minutes" if fitted_steps < self.steps else "max_epochs"
+            text += f", max_epochs={self.settings['max_epochs']} for {self.steps}: {bound} ends it"
+        self.log.info(text)
         self.steps = min(self.steps, fitted_steps)
         self.budget = None
 
