@@ -77,3 +77,26 @@ def test_more_gpus_hold_less_and_reach_more(command):
 def test_a_number_of_gpus_that_cannot_be(command, gpus):
     result = command("tools/cost.py", *OVERRIDES, f"gpus={gpus}")
     assert result.code == 2 and result.err.count("\n") == 1
+
+
+def test_speed_is_predicted_on_each_gpu_for_every_attention(command):
+    sizes = ("model=tiny", "context=64", "micro_batch=2", "data.vocab_size=128")
+    result = command("tools/cost.py", "--gpu", "H100,L4", *sizes, "batch_tokens=512")
+    assert result.code == 0, result.err
+    rows = [line.split() for line in result.out.split("\n\n")[0].splitlines()[1:]]
+    assert [row[:2] for row in rows] == [[name, gpu] for name in VARIANTS for gpu in ("H100", "L4")]
+    # Recurrent attention is many kernels.
+    assert {row[0] for row in rows if row[2] == "-"} == {"delta", "retention"}
+    for row in rows:
+        if row[2] == "-":
+            continue
+        milliseconds, tokens_per_second = (float(cell.replace(",", "")) for cell in row[2:4])
+        assert tokens_per_second == pytest.approx(512e3 / milliseconds, rel=0.2)
+        assert sum(float(share.rstrip("%")) for share in row[5:11]) == pytest.approx(100, abs=0.5)
+
+
+def test_help_names_the_gpus_and_an_unknown_one_is_refused(command):
+    result = command("tools/cost.py", "--help")
+    assert result.code == 0 and "H100, A100, 4090, L4" in " ".join(result.out.split())
+    result = command("tools/cost.py", "--gpu", "H10", *OVERRIDES)
+    assert result.code == 2 and result.err.count("\n") == 1 and "'H10'" in result.err

@@ -1,18 +1,21 @@
 """What every attention would cost in a run:  python -m tools.cost model=124m context=4096
 
 The overrides are those of train.py; gpus=8, or gpus=1,8,64, shows what each of that many GPUs would
-hold and how fast they would train. Nothing is computed: tensors are shapes without memory.
+hold and how fast they would train, and --gpu H100,A100 how fast one of each would be and where its
+time goes. Nothing is computed: tensors are shapes without memory.
 """
 
+import argparse
 import sys
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from hydra.errors import ConfigCompositionException
 
-from common import config, errors
+from common import cli, config, errors
 from common.config import compose
-from common.instantiate import ROOT
+from common.instantiate import ROOT, instantiate
+from tools.roofline import MACHINES, PARTS, Machine, step_seconds, token_seconds
 from training.memory import TrainingMemory
 from training.setup import load_settings
 
@@ -34,8 +37,9 @@ SCALE_COLUMNS = (
     "tokens/s",
     "days",
 )
+GPU_COLUMNS = ("attention", "GPU", "ms/step", "tokens/s", "MFU", *PARTS, "1 row", "8 rows")
 PEAK_FLOPS = 989e12  # FLOP/s of an H100 in bf16
-CELL = 16  # characters of a cell
+CELL = 16  # characters of a name
 MFU = 0.4  # fraction of the peak that such runs reach
 TOKENS_PER_PARAMETER = 20  # that a run trains on
 MEMORY_NOTE = (
@@ -47,14 +51,38 @@ SCALE_NOTE = (
     f"days for {TOKENS_PER_PARAMETER} tokens a parameter."
 )
 
+GPU_NOTE = (
+    "ms: an optimizer step of batch_tokens (by default one micro_batch), and how much of it each "
+    "part takes.\n1 row, 8 rows: tokens/s in decoding at the end of the context, bf16. -: an "
+    "attention that is not one fused kernel.\nAll of it is predicted by arithmetic."
+)
 
-def main(overrides: list[str]) -> None:
+
+def main(arguments: list[str]) -> None:
+    parser = cli.Parser(
+        prog="python -m tools.cost",
+        description=__doc__,
+        epilog="such as model=124m --gpu H100",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    gpu_help = f"predict the speed on {', '.join(MACHINES)}; several by commas"
+    parser.add_argument("--gpu", type=parse_machines, metavar="NAME", help=gpu_help)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
+    args = parser.parse_intermixed_args(arguments)
+
     # Take out the two keys that are lists here.
-    gpu_counts = [parse_gpus(value) for value in values_of(overrides, "gpus")]
-    chosen = values_of(overrides, "attention")
-    overrides = [text for text in overrides if not text.startswith(("attention=", "gpus="))]
+    gpu_counts = [parse_gpus(value) for value in values_of(args.overrides, "gpus")]
+    chosen = values_of(args.overrides, "attention")
+    overrides = [text for text in args.overrides if not text.startswith(("attention=", "gpus="))]
     presets = sorted(path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml"))
-    columns = SCALE_COLUMNS if gpu_counts else COLUMNS
+    columns = COLUMNS
+    note = f"{MEMORY_NOTE} KV bytes are of one row in bf16."
+    if args.gpu:
+        columns = GPU_COLUMNS
+        note = GPU_NOTE
+    elif gpu_counts:
+        columns = SCALE_COLUMNS
+        note = f"{MEMORY_NOTE} {SCALE_NOTE}"
 
     rows = [columns]
     for name in chosen or presets:
@@ -66,15 +94,27 @@ def main(overrides: list[str]) -> None:
                 raise
             rows.append((name, "-"))
             continue
-        if gpu_counts:
+        if args.gpu:
+            rows += [(name, *gpu_row(cost, *gpu)) for gpu in args.gpu.items()]
+        elif gpu_counts:
             rows += [(name, *scale_row(cost, gpus)) for gpus in gpu_counts]
         else:
             rows.append((name, *row(cost)))
 
+    width = max(map(len, columns))
     for name, *cells in rows:
-        print(name.ljust(CELL), *[cell.rjust(CELL) for cell in cells])
-    note = SCALE_NOTE if gpu_counts else "KV bytes are of one row in bf16."
-    print(f"\n{MEMORY_NOTE} {note}")
+        print(name.ljust(CELL), *[cell.rjust(width) for cell in cells])
+    print(f"\n{note}")
+
+
+def parse_machines(names: str) -> dict[str, Machine]:
+    """The GPUs of a list such as H100,A100. Raises ArgumentTypeError for one that is unknown."""
+    machines = {}
+    for name in names.split(","):
+        if name not in MACHINES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(MACHINES)}")
+        machines[name] = MACHINES[name]
+    return machines
 
 
 def values_of(overrides: list[str], key: str) -> list[str]:
@@ -104,9 +144,15 @@ class Cost:
             settings["batch_tokens"] = micro_batch * settings["context"]
         load_settings(settings)
         self.micro_batch = config.micro_batch_size(settings, 1)
-        self.memory = TrainingMemory(settings)
-        self.model = self.memory.model
-        self.parameters = self.memory.parameters
+        self.batch_tokens = settings["batch_tokens"]
+        self.settings = settings
+        with torch.device("meta"):
+            self.model = instantiate(settings["model"])
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+
+    @cached_property
+    def memory(self) -> TrainingMemory:
+        return TrainingMemory(self.settings)
 
 
 def row(cost: Cost) -> tuple[str, ...]:
@@ -147,6 +193,27 @@ def scale_row(cost: Cost, gpus: int) -> tuple[str, ...]:
         checkpointed,
         f"{tokens_per_second:,.0f}",
         f"{seconds / 86400:,.1f}",
+    )
+
+
+def gpu_row(cost: Cost, name: str, machine: Machine) -> tuple[str, ...]:
+    """The cells of GPU_COLUMNS after the name of the attention."""
+    model = cost.model
+    try:
+        parts = step_seconds(machine, model, cost.micro_batch, cost.batch_tokens)
+    except ValueError:
+        return (name, "-")
+    seconds = sum(parts.values())
+    tokens_per_second = cost.batch_tokens / seconds
+    mfu = tokens_per_second * model.training_flops() / machine.peak_flops
+    return (
+        name,
+        f"{1e3 * seconds:,.1f}",
+        f"{tokens_per_second:,.0f}",
+        f"{mfu:.1%}",
+        *[f"{parts[part] / seconds:.1%}" for part in PARTS],
+        f"{1 / token_seconds(machine, model, 1):,.0f}",
+        f"{8 / token_seconds(machine, model, 8):,.0f}",
     )
 
 
