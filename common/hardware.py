@@ -23,6 +23,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 DEVICES = Path("/dev")
 # The least driver for each major version of CUDA: NVIDIA's CUDA Toolkit Release Notes, table 2.
 DRIVERS = {12: 525, 13: 580}
+DOCTOR = "More: python -m tools.doctor"
 
 # Dense tensor-core peaks in bf16 (V100 and T4: fp16), FLOP/s, from NVIDIA's data sheets.
 # Keys are patterns of device names, of which the first that matches counts.
@@ -87,13 +88,13 @@ def check_unused_gpu() -> None:
     if major >= needed:
         raise ValueError(
             f"torch cannot use the NVIDIA GPU here ({versions}). "
-            "fix: what nvidia-smi says, or device=cpu"
+            f"fix: what nvidia-smi says, or device=cpu. {DOCTOR}"
         )
     fix = f"NVIDIA driver {needed} or newer"
     if major >= DRIVERS[12]:
         fix += f", a torch {torch.__version__.partition('+')[0]} build for CUDA 12.6"
     raise ValueError(
-        f"the NVIDIA driver is too old for torch ({versions}). fix: {fix}, or device=cpu"
+        f"the NVIDIA driver is too old for torch ({versions}). fix: {fix}, or device=cpu. {DOCTOR}"
     )
 
 
@@ -117,7 +118,8 @@ def note_unused_gpu(driver: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         versions = f"driver {driver}, torch {torch.__version__}"
         print(
-            f"note: an NVIDIA GPU is here, but this torch has no CUDA ({versions})", file=sys.stderr
+            f"note: an NVIDIA GPU is here, but this torch has no CUDA ({versions}). {DOCTOR}",
+            file=sys.stderr,
         )
 
 

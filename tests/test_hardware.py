@@ -45,7 +45,7 @@ def test_a_driver_too_old_for_torch_is_refused(machine, wanted, line):
     assert str(refused.value) == (
         "the NVIDIA driver is too old for torch (driver 535.161.08, CUDA 13.0 of torch "
         "2.13.0+cu130). fix: NVIDIA driver 580 or newer, a torch 2.13.0 build for CUDA 12.6, "
-        "or device=cpu"
+        "or device=cpu. More: python -m tools.doctor"
     )
     assert hardware.pick_device("cpu") == torch.device("cpu")
 
@@ -90,7 +90,7 @@ def test_a_torch_without_cuda_is_noted_once(machine, capsys):
     for _ in range(2):
         assert hardware.pick_device("auto") == torch.device("cpu")
     note = "note: an NVIDIA GPU is here, but this torch has no CUDA (driver 535.161.08, torch "
-    assert capsys.readouterr().err == note + "2.13.0+cu130)\n"
+    assert capsys.readouterr().err == note + "2.13.0+cu130). More: python -m tools.doctor\n"
     assert hardware.pick_device("cpu") == torch.device("cpu")
     with pytest.raises(ValueError, match="no such device"):
         hardware.pick_device("cuda")
