@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from checkpoints.huggingface import mapping
 from checkpoints.weights import weight_map
 from common import compilation, errors, hardware
-from common.config import compose, report_errors
+from common.config import compose, micro_batch_size, report_errors
 from common.instantiate import ROOT, instantiate
 from data.loader import Loader
 from data.prepare import Corpus
@@ -35,6 +35,7 @@ from inference import quantize
 from inference.batch import new_sampler_state
 from inference.engine import compile_decode_step, decode_step
 from model.materialize import build_model, materialize
+from tools import roofline
 from tools.latency import time_generation
 from training.distributed import DistEnv
 from training.setup import load_settings
@@ -72,7 +73,7 @@ def main(args: list[str]) -> None:
 
 def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     """Prints a line for each competitor, and the ratios of ours to the best of the others."""
-    settings, _, precision = bench_settings(overrides)  # ends here where the overrides are wrong
+    settings, device, precision = bench_settings(overrides)  # ends here where they are wrong
     work = work_of_step(kind, settings, precision)
     # Let all build their models at the same time, and then work one at a time, for a fair share.
     processes = {name: start_worker(kind, name, overrides) for name in COMPETITORS[kind]}
@@ -87,6 +88,9 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
 
     # Within a turn all meet the same machine, so the ratio of speeds is the median over turns.
     ours, *others = [summarize(name, turns[name], work) for name in turns]
+    if kind == "train" and device.type == "cpu":
+        ceiling = max(turn["ceiling"] for turn in turns["ours"])
+        ours["predicted_seconds"] = predicted_seconds(settings, ceiling)
     best = min(others, key=lambda line: line["seconds"])
     pairs = zip(turns["ours"][1:], turns[best["name"]][1:], strict=True)
     ratios = {
@@ -159,6 +163,16 @@ def work_of_step(kind: str, settings: dict, precision: torch.dtype) -> dict[str,
     num_steps = NEW_TOKENS - 1
     bytes_read = num_steps * (weights * precision.itemsize + cache_bytes)
     return {"tokens": rows * num_steps, "bytes_read": bytes_read}
+
+
+def predicted_seconds(settings: dict, flops_per_second: float) -> float:
+    """What tools.cost --gpu would predict of a step on this CPU, from its measured rates."""
+    with torch.device("meta"):
+        model = instantiate(settings["model"])
+    machine = roofline.cpu_machine(flops_per_second, read_bandwidth(torch.device("cpu")))
+    sequences = micro_batch_size(settings, 1)
+    parts = roofline.step_seconds(machine, model, sequences, settings["batch_tokens"])
+    return sum(parts.values())
 
 
 # The worker: one competitor in a process of its own.
