@@ -15,9 +15,9 @@ from model.attention.kernels import AttentionKernel
 from model.transformer import Transformer
 
 PARTS = ("products", "attention", "head+loss", "elementwise", "launches", "optimizer")
-# Bytes of elementwise kernels, for each byte of the products. A trace of all operations of `gqa`
-# with everything between two products fused gave 1.3 in the forward and 1.6 in the backward.
-ELEMENTWISE_BYTES = 1.4
+# Bytes of elementwise kernels, for each byte of the products. A trace of all operations with
+# everything between two products fused gave 1.36 to 1.71, depending on model and attention.
+ELEMENTWISE_BYTES = 1.5
 # The backward has five products where the forward has two: Dao, 2307.08691.
 FUSED_ATTENTION = 3.5
 # For each weight: clipping and AdamW. Muon's products add a hundredth of a step of 0.5 M tokens.
