@@ -1,4 +1,4 @@
-"""The gated delta rule by the kernels of flash-linear-attention 0.6: Triton, for CUDA, in bf16.
+"""The gated delta rule by the kernels of flash-linear-attention 0.6: Triton, in half precision.
 
 That package keeps torch.compile out of its own function, so that each call would split the graph.
 As operators whose results have known shapes, its kernels can stay inside.
@@ -25,35 +25,34 @@ def fla_delta_rule(
     return [y, next_state, g_sum, inverse]
 
 
+@fla_delta_rule.register_fake
+def outputs_like(q, k, v, beta, g, state):
+    return [v.clone(), state.clone(), g.clone(), q.new_empty(*g.shape, 64)]
+
+
 @torch.library.custom_op("attend::fla_delta_rule_backward", mutates_args=())
-def gradients(inputs: list[Tensor], grad_y: Tensor, grad_state: Tensor) -> list[Tensor]:
-    """The gradients of q, k, v, beta, g and state."""
-    q, k, v, beta, state, g_sum, inverse = inputs
+def gradients(saved: list[Tensor], grad_y: Tensor, grad_state: Tensor) -> list[Tensor]:
+    """The gradients of q, k, v, beta, g and state, of which `saved` has the sums of g."""
+    q, k, v, beta, g_sum, state, inverse = saved
     grads = chunk.chunk_gated_delta_rule_bwd(
         q, k, v, g_sum, beta, inverse, 1.0, state, grad_y.contiguous(), grad_state
     )
     return list(grads[:6])
 
 
-@fla_delta_rule.register_fake
-def output_shapes(q, k, v, beta, g, state) -> list[Tensor]:
-    inverse = q.new_empty(*g.shape, 64)
-    return [v.clone(), state.clone(), g.clone(), inverse]
-
-
 @gradients.register_fake
-def gradient_shapes(inputs, grad_y, grad_state) -> list[Tensor]:
-    q, k, v, beta, state, g_sum, _ = inputs
-    return [q.clone(), k.clone(), v.clone(), beta.clone(), g_sum.clone(), state.clone()]
+def gradients_like(saved, grad_y, grad_state):
+    return [x.clone() for x in saved[:6]]
 
 
-def save_inputs(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+def save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     q, k, v, beta, _, state = inputs
-    ctx.save_for_backward(q, k, v, beta, state, *output[2:])
+    _, _, g_sum, inverse = output
+    ctx.save_for_backward(q, k, v, beta, g_sum, state, inverse)
 
 
 def backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(gradients(list(ctx.saved_tensors), grads[0], grads[1]))
+    return tuple(gradients(ctx.saved_tensors, grads[0], grads[1]))
 
 
-fla_delta_rule.register_autograd(backward, setup_context=save_inputs)
+fla_delta_rule.register_autograd(backward, setup_context=save)

@@ -110,7 +110,9 @@ class GatedDelta(Attention):
         else:
             state = cache.state.type_as(q)
         with no_autocast(x.device):
-            if HAS_FLA and on_gpu(x) and dtype.itemsize == 2 and x.shape[1] > 1:
+            # Those kernels are for half precision and heads of at most 256 features.
+            fits_fla = dtype.itemsize == 2 and x.shape[1] > 1 and self.head_dim <= 256
+            if HAS_FLA and on_gpu(x) and fits_fla:
                 from model.attention.fla_delta_rule import fla_delta_rule
 
                 q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
