@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from common.instantiate import instantiate
 from model.attention import gated_delta
 from model.attention.gated_delta import FORGET_ALL, delta_rule
+from model.layers import no_autocast
 from tests.conftest import close, tree_of
 from tests.test_layers import Operations
 
@@ -90,6 +91,22 @@ def test_a_step_of_one_token_solves_no_system():
         operations.names.clear()
         model(torch.ones(2, 1, dtype=torch.int64), cache)
     assert "aten::linalg_solve_triangular" not in operations.names
+
+
+def test_a_compiled_backward_is_as_precise_as_the_forward(trainer_of):
+    """Autocast is off in the recurrence, and must stay off in its gradients."""
+    trainer_of().compile()
+
+    def in_fp32(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        with no_autocast(inputs[0].device):
+            return delta_rule(*inputs, 4)
+
+    inputs = inputs_of(11, dtype=torch.float32)
+    expected = with_gradients(in_fp32, inputs)
+    compiled = torch.compile(in_fp32, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = compiled(*inputs)
+    close(with_gradients(lambda *inputs: (y, state), inputs), expected)
 
 
 # Where flash-linear-attention is not installed, a stand-in lets the operators be defined.

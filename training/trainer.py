@@ -229,6 +229,8 @@ class Trainer:
         torch.compiler.set_stance("default")
         # Blocks share their code but not their constants, and count as recompilations.
         torch._dynamo.config.recompile_limit = 64
+        # The backward runs outside of autocast: what a layer computes in fp32 has fp32 gradients.
+        torch._functorch.config.backward_pass_autocast = "off"
         # The weights of a sharded model arrive between its blocks, which are compiled one by one.
         modules = self.model.blocks if self.is_sharded else [self.loss_module]
         for module in modules:
