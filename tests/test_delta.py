@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -120,8 +121,9 @@ def fla_delta_rule(monkeypatch):
             "fla.ops.gated_delta_rule": rule,
         }.items():
             monkeypatch.setitem(sys.modules, name, module or SimpleNamespace())
-    from model.attention.fla_delta_rule import fla_delta_rule
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the package where there is no GPU
+        from model.attention.fla_delta_rule import fla_delta_rule
     return fla_delta_rule
 
 
