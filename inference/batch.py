@@ -141,7 +141,8 @@ class Batch:
     def schedule(self) -> bool:
         """Give free rows the next sequences and prefill them; return whether any row has one.
 
-        Where a row is prefilled, the next token is drawn. A sequence that has outgrown the context loses its oldest half and is prefilled anew.
+        Where a row is prefilled, its next token is drawn too. A sequence that has outgrown the
+        context loses its oldest half and is prefilled anew.
         """
         to_prefill = []
         for row, sequence in enumerate(self.rows):

@@ -56,7 +56,7 @@ def sample(
 
 
 def exponential_noise(seeds: Tensor, draw_indices: Tensor, tokens: Tensor) -> Tensor:
-    """Draw from an exponential distribution: seeds, draw_indices (...), tokens (..., V) -> (..., V)."""
+    """seeds, draw_indices (...), tokens (..., V) -> (..., V) from an exponential distribution."""
     row_bits = splitmix64(splitmix64(seeds) + draw_indices)
     bits = splitmix64(row_bits[..., None] + tokens)
     # Take 23 bits and a half: in fp32 neither 0 nor 1 can come out.

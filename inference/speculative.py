@@ -15,8 +15,9 @@ def speculate(batch: Batch, step: DecodeStep, num_draft_tokens: int) -> Iterator
     """Decode the newest token of each row and drafts of what follows in one step.
 
     Appends the drafts that are right and one more token, and yields a sequence after each.
-    Afterwards state and cache are as if these tokens had been decoded one by one. What the sampler draws depends on seed, draw index
-    and logits alone, so a draft is right if it is what the logits before it give.
+    Afterwards state and cache are as if these tokens had been decoded one by one. What the sampler
+    draws depends on seed, draw index and logits alone, so a draft is right if it is what the logits
+    before it give.
     """
     cache = batch.cache
     state = batch.state
