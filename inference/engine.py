@@ -42,7 +42,7 @@ def compile_decode_step(device: torch.device) -> DecodeStep:
     each of these is one CUDA graph, from the embedding to the drawn tokens.
     """
     is_cuda = device.type == "cuda"
-    # With this tuning, Inductor compiles the products of a single token together with what surrounds
+    # With this tuning, Inductor compiles products of a single token together with what surrounds
     # them; they reach peak bandwidth only then (`mm` in torch/_inductor/decomposition.py).
     options = {"triton.cudagraphs": is_cuda, "coordinate_descent_tuning": is_cuda}
     compiled = torch.compile(decode_step, dynamic=False, fullgraph=True, options=options)
