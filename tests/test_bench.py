@@ -36,6 +36,7 @@ def test_competitors_are_measured_in_turns(monkeypatch, capfd):
     assert (ours["name"], theirs["name"]) == ("ours", "transformers")
     expected = ours["tokens_per_second"] / theirs["tokens_per_second"]
     assert ratios["speed"] == pytest.approx(expected, rel=1e-2)
+    assert ours["predicted_seconds"] > 0 and "predicted_seconds" not in theirs
     assert err.count("turn ") == 4
 
 

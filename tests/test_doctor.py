@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -65,9 +66,15 @@ def test_a_torch_without_cuda_leaves_the_gpu_idle(diagnose, machine):  # noqa: F
 
 
 def test_a_folder_that_cannot_be_written_stops_training(diagnose, monkeypatch):
+    Path("runs").mkdir()
     monkeypatch.setattr(compilation, "is_writable", lambda folder: folder.name != "runs")
     result = diagnose()
     assert result.code == 2 and result.out.count("stops: ") == 1 and "runs" in result.out
+
+
+def test_nothing_is_left_behind(diagnose):
+    diagnose()
+    assert not Path("runs").exists() and not Path(".cache").exists()
 
 
 CPU_CASES = {

@@ -30,7 +30,9 @@ def main() -> None:
         slows = []
         stops.append(str(error))
 
-    for folder in (Path(".cache"), Path("runs")):
+    # Folders that are not there yet will be made in this one.
+    for name in (".cache", "runs"):
+        folder = Path(name) if Path(name).exists() else Path.cwd()
         if not compilation.is_writable(folder):
             stops.append(f"nothing can be written ({folder.absolute()}). fix: another folder")
     if shutil.disk_usage(".").free < MIN_DISK_BYTES:
