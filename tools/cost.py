@@ -5,7 +5,6 @@ hold and how fast they would train, and --gpu H100,A100 how fast one of each wou
 time goes. Nothing is computed: tensors are shapes without memory.
 """
 
-import argparse
 import sys
 from functools import cached_property, partial
 
@@ -15,7 +14,7 @@ from hydra.errors import ConfigCompositionException
 from common import cli, config, errors
 from common.config import compose
 from common.instantiate import ROOT, instantiate
-from tools.roofline import MACHINES, PARTS, Machine, step_seconds, token_seconds
+from tools.roofline import MACHINES, PARTS, step_seconds, token_seconds
 from training.memory import TrainingMemory
 from training.setup import load_settings
 
@@ -59,16 +58,15 @@ GPU_NOTE = (
 
 
 def main(arguments: list[str]) -> None:
-    parser = cli.Parser(
-        prog="python -m tools.cost",
-        description=__doc__,
-        epilog="such as model=124m --gpu H100",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    epilog = "such as model=124m --gpu H100"
+    parser = cli.Parser("python -m tools.cost", description=__doc__, epilog=epilog)
     gpu_help = f"predict the speed on {', '.join(MACHINES)}; several by commas"
-    parser.add_argument("--gpu", type=parse_machines, metavar="NAME", help=gpu_help)
+    parser.add_argument("--gpu", default="", metavar="NAME", help=gpu_help)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
     args = parser.parse_intermixed_args(arguments)
+    gpus = args.gpu.split(",") if args.gpu else []
+    if not set(gpus) <= MACHINES.keys():
+        parser.error(f"--gpu {args.gpu} is not of {', '.join(MACHINES)}")
 
     # Take out the two keys that are lists here.
     gpu_counts = [parse_gpus(value) for value in values_of(args.overrides, "gpus")]
@@ -77,7 +75,7 @@ def main(arguments: list[str]) -> None:
     presets = sorted(path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml"))
     columns = COLUMNS
     note = f"{MEMORY_NOTE} KV bytes are of one row in bf16."
-    if args.gpu:
+    if gpus:
         columns = GPU_COLUMNS
         note = GPU_NOTE
     elif gpu_counts:
@@ -94,8 +92,8 @@ def main(arguments: list[str]) -> None:
                 raise
             rows.append((name, "-"))
             continue
-        if args.gpu:
-            rows += [(name, *gpu_row(cost, *gpu)) for gpu in args.gpu.items()]
+        if gpus:
+            rows += [(name, *gpu_row(cost, gpu)) for gpu in gpus]
         elif gpu_counts:
             rows += [(name, *scale_row(cost, gpus)) for gpus in gpu_counts]
         else:
@@ -105,16 +103,6 @@ def main(arguments: list[str]) -> None:
     for name, *cells in rows:
         print(name.ljust(CELL), *[cell.rjust(width) for cell in cells])
     print(f"\n{note}")
-
-
-def parse_machines(names: str) -> dict[str, Machine]:
-    """The GPUs of a list such as H100,A100. Raises ArgumentTypeError for one that is unknown."""
-    machines = {}
-    for name in names.split(","):
-        if name not in MACHINES:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(MACHINES)}")
-        machines[name] = MACHINES[name]
-    return machines
 
 
 def values_of(overrides: list[str], key: str) -> list[str]:
@@ -196,8 +184,9 @@ def scale_row(cost: Cost, gpus: int) -> tuple[str, ...]:
     )
 
 
-def gpu_row(cost: Cost, name: str, machine: Machine) -> tuple[str, ...]:
+def gpu_row(cost: Cost, name: str) -> tuple[str, ...]:
     """The cells of GPU_COLUMNS after the name of the attention."""
+    machine = MACHINES[name]
     model = cost.model
     try:
         parts = step_seconds(machine, model, cost.micro_batch, cost.batch_tokens)
