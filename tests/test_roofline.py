@@ -59,6 +59,8 @@ def test_a_product_takes_turns_and_begins_and_ends_its_sums():
     # idle in the last turn. 2 x 16 x (8 + 2) FLOPs.
     one = machine(flops=10.0, processors=3, tile=2, tile_terms=4)
     assert one.product_seconds(4, 4, 8) == pytest.approx(32.0 * (1 + 3 / 16))
+    # Sums of 2 are not divided: 4 parts.
+    assert one.product_seconds(4, 4, 2) == pytest.approx(12.8 * (1 + 3 / 8))
 
 
 def test_micro_batches_repeat_everything_but_the_update(model):

@@ -37,7 +37,7 @@ class Machine:
     launch: float = 4e-6  # seconds
     graph_launch: float = 1.3e-6  # seconds, in a captured graph
     tile: int = 128  # rows and columns of a part of a product
-    tile_terms: int = 1024  # of its sums, where they are divided
+    tile_terms: int = 1024  # longer sums are divided
 
     def memory_seconds(self, nbytes: float) -> float:
         return nbytes / (self.peak_bandwidth * self.bandwidth_share)
@@ -48,7 +48,7 @@ class Machine:
         The processors compute its parts in turns, the last of which is half empty on average. To
         begin and end a sum takes as long as `tile` more terms.
         """
-        parts = m * n * k / (self.tile**2 * self.tile_terms)
+        parts = m * n / self.tile**2 * max(1, k / self.tile_terms)
         flops = 2 * m * n * (k + self.tile) * (1 + self.processors / (2 * parts))
         flop_seconds = flops / (self.peak_flops * self.product_share)
         return max(flop_seconds, self.memory_seconds(product_bytes(m, n, k)))
