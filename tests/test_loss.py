@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.loader import IGNORE_INDEX
 from tests.conftest import VARIANTS, close, learn_by_heart, weights
-from tools.cost import saved_bytes
+from training.memory import saved_bytes
 from training import loss
 from training.evaluation import evaluate
 from training.loss import ChunkedCrossEntropy, cross_entropy
