@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.loader import IGNORE_INDEX
 from tests.conftest import VARIANTS, close, learn_by_heart, weights
-from training.memory import saved_bytes
 from training import loss
 from training.evaluation import evaluate
 from training.loss import ChunkedCrossEntropy, cross_entropy
+from training.memory import saved_bytes
 from training.trainer import Trainer
 
 
