@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from common.atomic_dir import flock
 from common.compilation import cpp_compiler
@@ -80,8 +79,8 @@ class FakeGPU(TorchDispatchMode):
         is_higher_order = isinstance(func, HigherOrderOperator)
         if is_higher_order or func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        is_on_cuda = any(x.is_cuda for x in tensors)
+        tensors = tensors_in([*args, *kwargs.values()])
+        is_on_cuda = any(isinstance(x, FakeTensor) for x in tensors)
         device = torch.device(kwargs.get("device") or "cpu")
         if not is_on_cuda and device.type != "cuda":
             return self.compute_on_cpu(func, args, kwargs)
@@ -95,16 +94,23 @@ class FakeGPU(TorchDispatchMode):
         name = func.name().partition(".")[0]
         if name == "aten::_to_copy" and is_on_cuda and "device" in kwargs and device.type == "cpu":
             return self.read(args[0], kwargs)
-        if name == "aten::copy_" and is_on_cuda and not args[0].is_cuda:
+        if name == "aten::copy_" and len(args) > 2:
+            kwargs = kwargs | {"non_blocking": args[2]}
+            args = args[:2]
+        if name == "aten::copy_" and not isinstance(args[0], FakeTensor):
+            # Without a wait, only pinned memory can be written to.
+            kwargs = kwargs | {
+                "non_blocking": kwargs.get("non_blocking") and self.is_pinned(args[0])
+            }
             return args[0].copy_(self.read(args[1], kwargs))
         if name in READS:
             self.wait()
             return self.host_value(args[0].dtype)
-        if name in ("aten::_to_copy", "aten::copy_") and not tensors[-1].is_cuda:
+        if name in ("aten::_to_copy", "aten::copy_") and not isinstance(tensors[-1], FakeTensor):
             self.upload(tensors[-1], kwargs)
         if name in INDEXING:
-            for index in args[1]:
-                if index is not None and not index.is_cuda:
+            for index in tensors_in(args[1]):
+                if not isinstance(index, FakeTensor):
                     self.upload(index, {})
 
         if name.startswith(PRODUCTS) and any(x.dtype == torch.float32 for x in tensors):
@@ -114,18 +120,20 @@ class FakeGPU(TorchDispatchMode):
     def compute_on_cpu(self, func, args, kwargs):
         """Compute what does not touch the device. Pinned memory is memory that is noted."""
         with unset_fake_temporarily():
-            if func is torch.ops.aten._pin_memory.default:
+            if func.name() in ("aten::pin_memory", "aten::_pin_memory"):
                 x = args[0].clone()
                 self.pinned[x.untyped_storage().data_ptr()] = x
                 return x
             if func is torch.ops.aten.is_pinned.default:
-                return args[0].untyped_storage().data_ptr() in self.pinned
+                return self.is_pinned(args[0])
             return func(*args, **kwargs)
+
+    def is_pinned(self, x: Tensor) -> bool:
+        return x.untyped_storage().data_ptr() in self.pinned
 
     def upload(self, x: Tensor, kwargs: dict) -> None:
         """Note that x is copied to the device: only from pinned memory the host need not wait."""
-        is_pinned = x.untyped_storage().data_ptr() in self.pinned
-        if not (is_pinned and kwargs.get("non_blocking")):
+        if not (self.is_pinned(x) and kwargs.get("non_blocking")):
             self.wait()
 
     def read(self, x: Tensor, kwargs: dict) -> Tensor:
@@ -137,7 +145,8 @@ class FakeGPU(TorchDispatchMode):
             return torch.full(x.shape, self.host_value(x.dtype), dtype=dtype)
 
     def host_value(self, dtype: torch.dtype) -> float:
-        return self.values.get(calling_function(), dtype == torch.bool)
+        default = True if dtype == torch.bool else 0
+        return self.values.get(calling_function(), default)
 
     def wait(self) -> None:
         """Count an operation for which the host waits."""
@@ -152,6 +161,17 @@ class FakeGPU(TorchDispatchMode):
         elif function is None:
             function = self.product_functions.get(node._sequence_nr(), node.name())
         self.fp32_products[function] += 1
+
+
+def tensors_in(values: Iterable) -> list[Tensor]:
+    """The tensors among values, and in lists of them."""
+    tensors = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += tensors_in(value)
+    return tensors
 
 
 def calling_function() -> str | None:
@@ -183,9 +203,8 @@ def fake_cuda(values: dict[str, float] | None = None) -> Iterator[FakeGPU]:
         # FakeTensorMode must not ask the device for anything, although there seems to be one.
         patched = patch.object(FakeTensorMode, "avoid_device_init", True)
         stack.enter_context(patched)
-        # Tensor.tolist refuses FakeTensors; what it reads is on the CPU.
-        tolist = Tensor.tolist
-        stack.enter_context(patch.object(Tensor, "tolist", lambda x: tolist(x.cpu())))
+        # FakeTensor.tolist reads number by number; a tensor is copied as a whole.
+        stack.enter_context(patch.object(FakeTensor, "tolist", lambda x: x.cpu().tolist()))
         # The fused kernels of SDPA need a build with CUDA. What takes their place here must multiply
         # in the dtype of its inputs, as they do.
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
