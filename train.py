@@ -121,13 +121,13 @@ def train(trainer: Trainer, pretrained: Path | None = None) -> int:
 
 def check_arguments(arguments: list[str]) -> None:
     """Refuse two slips that Hydra would answer with its usage, or with an error of our code."""
-    for argument in arguments:
-        key, _, value = argument.lstrip("-").partition("=")
+    for argument, following in zip(arguments, [*arguments[1:], "VALUE"], strict=True):
+        key, equals, value = argument.lstrip("-").partition("=")
         is_key = key.split(".")[0] in (*config.RULES, *config.GROUPS)
         if argument.startswith("--") and is_key:
+            fix = f"{key}={value if equals else following}"
             errors.exit_with(
-                errors.INPUT,
-                f"keys are written without dashes (got {argument}). fix: {argument[2:]}",
+                errors.INPUT, f"keys are written without dashes (got {argument}). fix: {fix}"
             )
         # Hydra would take these for a number or nothing, which is no choice.
         if key in config.GROUPS and re.fullmatch(r"[\d.]*|null|true|false", value):

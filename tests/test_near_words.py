@@ -42,11 +42,15 @@ MISTYPED = {  # what is typed: exit code, what the line offers after "fix: "
     "optimizer=zyzzyva": (1, "optimizer=adamw or optimizer=lion or optimizer=muon"),
     "model=15M": (1, "model=15m"),
     "schedule=cosin": (1, "schedule=cosine"),
-    "experiment=tinystores": (1, "experiment=tinystories or data=tinystories"),
+    "experiment=tinystores": (1, "experiment=tinystories"),
+    "optimizer=sdg": (1, "optimizer=adamw or optimizer=lion or optimizer=muon"),
     "attention={a:1}": (1, "attention=alibi or attention=chunked or"),
     "attention=gqa,mqa": (1, "python -m tools.compare attention=gqa,mqa"),
     "seed=range(3)": (1, "python -m tools.compare 'seed=range(3)'"),
+    "epochs=3": (1, "max_epochs or steps"),
     # values
+    "max_epochs=0": (2, "max_epochs=4"),
+    "micro_batch=0": (2, "micro_batch=null"),
     "device=gpu": (2, "device=cuda"),
     "precision=bf61": (2, "precision=bf16"),
     "precision=bfloat16": (2, "precision=bf16"),
@@ -87,6 +91,9 @@ def test_what_is_mistyped_is_answered_with_what_was_meant(typed, capfd, monkeypa
 
 
 COMMANDS = {
+    "--model small": (2, "fix: model=small\n"),
+    "--model=small": (2, "fix: model=small\n"),
+    "--model": (2, "fix: model=VALUE\n"),
     "lr=0.1": (1, "fix: optimizer.lr\n"),
     "attention=gqa,mqa": (1, "fix: python -m tools.compare attention=gqa,mqa or"),
     "model=15": (2, "fix: model=15m\n"),
@@ -96,7 +103,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("typed", COMMANDS)
 def test_the_training_command_gives_these_answers(typed, command):
-    result = command("train.py", typed)
+    result = command("train.py", *typed.split())
     assert result.err.startswith("error: ") and len(result.err.splitlines()) == 1
     assert result.code == COMMANDS[typed][0] and COMMANDS[typed][1] in result.err
 
