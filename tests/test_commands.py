@@ -149,7 +149,11 @@ def test_a_sweep_gives_each_job_a_run_folder(command, story):
     assert {path.name for path in Path().iterdir()} == {"runs", ".cache", "story.txt"}
 
 
-def test_running_out_of_memory_proposes_a_smaller_micro_batch(command, story, monkeypatch):
+OUT_OF_MEMORY = {"8": "micro_batch=4,", "null": "micro_batch=4,", "1": "a smaller model or context"}
+
+
+@pytest.mark.parametrize("micro", OUT_OF_MEMORY)
+def test_running_out_of_memory_proposes_a_smaller_micro_batch(command, story, monkeypatch, micro):
     def full(_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Much more text")
 
@@ -161,9 +165,34 @@ def test_running_out_of_memory_proposes_a_smaller_micro_batch(command, story, mo
         "data=text",
         f"data.path={story}",
         "data.vocab_size=400",
-        "micro_batch=8",
+        f"micro_batch={micro}",
     )
-    assert result.code == 2 and "micro_batch=4" in result.err.splitlines()[-1]
+    assert result.code == 2 and f"fix: {OUT_OF_MEMORY[micro]}" in result.err.splitlines()[-1]
+
+
+def test_a_model_that_does_not_fit_ends_in_a_line(command, story, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Much more text")
+
+    monkeypatch.setattr("training.trainer.build_parallel", full)
+    text = ("data=text", f"data.path={story}", "data.vocab_size=400")
+    result = command("train.py", *TINY, *SHORT, *text)
+    line = result.err.splitlines()[-1]
+    assert result.code == 2 and line.endswith("(micro_batch=1). fix: a smaller model or context")
+
+
+def test_a_run_says_what_bounds_it_and_goes_on_for_more_passes(command, story):
+    text = ("data=text", f"data.path={story}", "data.vocab_size=400", "batch_tokens=256")
+    words = (*TINY, *text, "steps=null", "run_dir=run")
+    ends = []
+    for epochs in (1, 1, 2):
+        resume = f"resume={str(Path('run').exists()).lower()}"
+        result = command("train.py", *words, f"max_epochs={epochs}", resume)
+        assert result.code == 0 and "micro_batch=4 (at most 8 without CUDA)" in result.err
+        ends.append(int(checkpoint.newest_checkpoint(Path("run")).name.removeprefix("step-")))
+        assert f"at most {ends[-1]} steps (max_epochs={epochs})" in result.err
+    assert ends[0] == ends[1] and ends[2] in (2 * ends[0], 2 * ends[0] + 1)
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["micro_batch"] is None
 
 
 CPU = ("--device", "cpu")  # where a batch and a row alone are summed alike

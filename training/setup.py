@@ -204,8 +204,8 @@ def micro_batch_reason(trainer: Trainer) -> str:
     if trainer.settings["micro_batch"] is not None:
         return "as asked"
     if trainer.ranks.device.type == "cuda":
-        return "what memory holds, or the whole batch"
-    return "micro_batch=null without CUDA"
+        return "what the free memory holds, or the whole batch"
+    return f"at most {config.CPU_MICRO_BATCH} without CUDA"
 
 
 def describe_length(trainer: Trainer) -> str:
@@ -215,5 +215,6 @@ def describe_length(trainer: Trainer) -> str:
         key = "max_epochs" if trainer.settings["steps"] is None else "steps"
         bounds.append(f"at most {trainer.steps:,} steps ({key}={trainer.settings[key]})")
     if trainer.settings["max_minutes"] is not None:
-        bounds.append(f"as many steps as max_minutes={trainer.settings['max_minutes']} allows")
-    return ", ".join(bounds)
+        minutes = trainer.settings["max_minutes"]
+        bounds.append(f"as many steps as max_minutes={minutes} has room for")
+    return ", or ".join(bounds)
