@@ -34,7 +34,7 @@ def test_the_first_bar_has_loss_rate_and_time_left(trainer_of, terminal):
 
 
 def test_a_run_whose_end_is_the_clocks_tells_its_time_left(trainer_of, terminal):
-    trainer = trainer_of("steps=null", "max_minutes=2", "log_every=100")
+    trainer = trainer_of("steps=null", "max_epochs=null", "max_minutes=2", "log_every=100")
     trainer.train_step()
     trainer.show_progress()
     bar = drawn(terminal)[0]
