@@ -35,12 +35,14 @@ def test_figures_are_those_of_the_real_thing():
         p.numel() * (1 if p.ndim == 2 and "blocks" in name else 2)
         for name, p in model.named_parameters()
     )
+    head = model.embed.weight.numel()  # tied
+    loss = 6 * head + 25 * 2 * 64 * 20000  # of each logit, 25 bytes
     assert cost.row(cost.Cost([*overrides, "attention=local_global"])) == (
         f"{weights / 1e6:.2f} M",
         f"{model.training_flops() / 1e6:.1f}",
         f"{2 * 2 * model.blocks[0].attention.head_dim * 2 * len(model.blocks):,}",
         f"{model.new_cache(1, 64, torch.bfloat16, 'cpu').nbytes / 1e6:.2f}",
-        f"{(4 * (2 * weights + moments) + activations) / 1e9:.2f}",
+        f"{(4 * (2 * weights + moments) + activations + loss) / 1e9:.2f}",
     )
 
 

@@ -42,8 +42,8 @@ CELL = 16  # characters of a name
 MFU = 0.4  # fraction of the peak that such runs reach
 TOKENS_PER_PARAMETER = 20  # that a run trains on
 MEMORY_NOTE = (
-    "GB: fp32 weights, gradients and optimizer, and what a forward of micro_batch sequences keeps "
-    "in bf16 for its\nbackward without torch.compile, which keeps less."
+    "GB: at the peak of a training step on micro_batch sequences in bf16, without "
+    "torch.compile,\nwhich takes less."
 )
 SCALE_NOTE = (
     f"tokens/s at {MFU:.0%} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s each, assumed; "
@@ -151,14 +151,8 @@ def row(cost: Cost) -> tuple[str, ...]:
         f"{cost.model.training_flops() / 1e6:.1f}",
         f"{cache_bytes(2) - cache_bytes(1):,}",
         f"{cache_bytes(cost.model.context) / 1e6:.2f}",
-        f"{unsharded_bytes(cost) / 1e9:.2f}",
+        f"{cost.memory.peak(cost.micro_batch) / 1e9:.2f}",
     )
-
-
-def unsharded_bytes(cost: Cost) -> float:
-    """Bytes for each GPU that has a copy of the model."""
-    memory = cost.memory
-    return memory.state + memory.weight_copies + memory.activations(cost.micro_batch)
 
 
 def scale_row(cost: Cost, gpus: int) -> tuple[str, ...]:
@@ -168,15 +162,13 @@ def scale_row(cost: Cost, gpus: int) -> tuple[str, ...]:
     sharded = "-"
     checkpointed = "-"
     if gpus > 1:
-        state = cost.memory.sharded_state(gpus)
-        whole = cost.memory.activations(cost.micro_batch)
-        inputs = cost.memory.activations(cost.micro_batch, is_checkpointed=True)
-        sharded = f"{(state + whole) / 1e9:.1f}"
-        checkpointed = f"{(state + inputs) / 1e9:.1f}"
+        peak = partial(cost.memory.peak, cost.micro_batch, shards=gpus)
+        sharded = f"{peak() / 1e9:.1f}"
+        checkpointed = f"{peak(is_checkpointed=True) / 1e9:.1f}"
     return (
         f"{cost.parameters / 1e9:.2f} B",
         str(gpus),
-        f"{unsharded_bytes(cost) / 1e9:.1f}",
+        f"{cost.memory.peak(cost.micro_batch) / 1e9:.1f}",
         sharded,
         checkpointed,
         f"{tokens_per_second:,.0f}",

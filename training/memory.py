@@ -14,8 +14,6 @@ from training.distributed import DistEnv
 from training.loss import MAX_LOGITS, LanguageModelLoss
 from training.optimizers import init_state, named_states
 
-# The loss makes, of each logit in memory, some tensors in fp32 and bf16. Bytes of all at the peak.
-LOGIT_BYTES = 25.4
 # What a compiled forward keeps, of what an eager one does. torch.compile's partitioner keeps 0.56
 # to 0.68 of it for gqa, mha, llama, gated, delta, mla, value_residual and differential at dim 768.
 COMPILED_FRACTION = 0.7
@@ -49,28 +47,13 @@ class TrainingMemory:
         self.block_inputs = 4 * self.depth * tokens.numel() * self.model.embed.embedding_dim
         self.logits = tokens.numel() * self.model.embed.num_embeddings  # of a sequence
 
+        # Numbers of weights, and bytes of all that belongs to them.
+        self.head_weights = self.model.unembedding.numel()
+        self.block_weights = sum(p.numel() for p in self.model.blocks.parameters())
         self.parameters = sum(p.numel() for p in self.model.parameters())
         leaves = tree_leaves(named_states(optimizers, self.model))
         optimizer_state = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         self.state = 8 * self.parameters + optimizer_state  # fp32 weights and gradients
-
-    def activations(self, sequences: int, is_checkpointed: bool = False) -> float:
-        """Bytes that grow with the sequences of a forward."""
-        if not is_checkpointed:
-            return sequences * self.sequence_bytes
-        # Besides the inputs, all that one block saves.
-        return sequences * (self.block_inputs + self.sequence_bytes / self.depth)
-
-    def sharded_state(self, gpus: int) -> float:
-        """Bytes for each GPU of weights, gradients, optimizer state, at the peak of a backward."""
-        blocks = sum(p.numel() for p in self.model.blocks.parameters())
-        # Whole at a time: two blocks in bf16, the gradient of one in bf16 and in fp32, and the
-        # weights and gradients of the ends (embedding, head, norm) in fp32.
-        one_block = 10 * blocks / self.depth
-        ends = 8 * (self.parameters - blocks)
-        # The loss makes the gradient of the head in the forward.
-        head_grad = 4 * self.model.unembedding.numel()
-        return self.state / gpus + one_block + ends + head_grad
 
     def peak(
         self,
@@ -80,18 +63,48 @@ class TrainingMemory:
         is_checkpointed: bool = False,
         is_compiled: bool = False,
     ) -> float:
-        """Bytes at the peak of a training step on a GPU that holds one of `shards` shards."""
-        state = self.state + self.weight_copies
-        if shards > 1:
-            state = self.sharded_state(shards)
+        """Bytes at the peak of a training step on a GPU that holds one of `shards` shards.
+
+        The peak comes while the loss has its logits, or in the backward of the last block. The
+        terms are those that a count of all tensors of such steps shows (tests/test_fake_ranks.py).
+        """
+        # The forward keeps what its backward reads. With checkpointing these are the fp32 inputs of
+        # the blocks and, in the loss, three tensors like them: the input of the final norm, its
+        # output, and the gradient of that.
         saved = sequences * self.sequence_bytes
         if is_compiled:
             saved *= COMPILED_FRACTION
-        loss = LOGIT_BYTES * min(sequences * self.logits, MAX_LOGITS["cuda"])
-        if not is_checkpointed:
-            return state + saved + loss
-        # One block is recomputed at a time, once the loss has ended.
-        return state + sequences * self.block_inputs + max(loss, saved / self.depth)
+        block_saved = saved / self.depth
+        block_inputs = sequences * self.block_inputs
+        in_loss = saved
+        in_backward = saved
+        if is_checkpointed:
+            in_loss = block_inputs * (1 + 3 / self.depth)
+            in_backward = block_inputs + block_saved
+
+        # The gradient of the head waits in fp32. Those of activations replace what is freed.
+        in_backward += 4 * self.head_weights
+        in_loss += self.loss_bytes(sequences)
+        if shards == 1:
+            return self.state + self.weight_copies + max(in_loss, in_backward)
+
+        # Embedding, head and final norm are whole in fp32 from the forward to the backward's end.
+        # While a block computes its gradients, it is whole in bf16 as they are; so is the next
+        # block, and the previous one's gradient, in fp32, is being reduced.
+        block_weights = self.block_weights / self.depth
+        outer_weights = self.parameters - self.block_weights
+        in_backward += (2 + 2 + 2 + 4) * block_weights
+        return self.state / shards + 4 * outer_weights + max(in_loss, in_backward)
+
+    def loss_bytes(self, sequences: int) -> int:
+        """Bytes that the loss takes at its peak, besides what the model has kept."""
+        logits = min(sequences * self.logits, MAX_LOGITS["cuda"])
+        # All the time, the weight of the head in bf16 and its gradient in fp32. Most tensors of
+        # logits are there when the softmax of a chunk begins; fewer when a product in bf16 is
+        # added to the gradient of the head.
+        softmax = 25 * logits
+        product = 17 * logits + 2 * self.head_weights
+        return (2 + 4) * self.head_weights + max(softmax, product)
 
 
 def saved_bytes(
