@@ -330,3 +330,21 @@ def learn_by_heart(trainer: Trainer, steps: int) -> list[float]:
         trainer.train_step()
         losses.append(trainer.loss_sum.item() / trainer.settings["batch_tokens"])
     return losses
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    """After pytest -m gpu, a table: for each preset and check, the largest difference, or FAILED."""
+    if config.option.markexpr != "gpu":
+        return
+    cells = {}
+    for outcome in ("passed", "failed"):
+        for test in terminalreporter.getreports(outcome):
+            for _, (preset, check, difference) in test.user_properties:
+                failed, largest = cells.get((preset, check), (False, 0.0))
+                largest = max(largest, difference or 0.0)
+                cells[preset, check] = (failed or outcome == "failed", largest)
+    terminalreporter.section("presets and checks (largest relative difference)")
+    for (preset, check), (failed, largest) in sorted(cells.items()):
+        result = "FAILED" if failed else "passed"
+        size = f"{largest:.1e}" if largest > 0 else ""
+        terminalreporter.write_line(f"{preset:40} {check:20} {result} {size}".rstrip())
