@@ -311,10 +311,15 @@ def main(overrides: list[str]) -> None:
         print_row(table_row("this", *overrides, gpus=int(gpus)))
         return
     for name, model in MODELS.items():
-        for kind in ("", "activation_checkpointing=true"):
+        for is_checkpointed in (False, True):
+            run = (
+                *model,
+                "sharded=true",
+                f"activation_checkpointing={str(is_checkpointed).lower()}",
+            )
+            title = f"{name} checkpointed" if is_checkpointed else name
             for gpus in GPUS:
-                run = (*model, "sharded=true", *kind.split())
-                print_row(table_row(f"{name} {'checkpointed' if kind else ''}", *run, gpus=gpus))
+                print_row(table_row(title, *run, gpus=gpus))
 
 
 if __name__ == "__main__":
