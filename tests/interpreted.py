@@ -11,6 +11,7 @@ gradient, in units of its largest value.
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from time import monotonic
 from types import SimpleNamespace
@@ -197,13 +198,30 @@ def call_generated(code: str, arguments: list[Tensor]) -> list[Tensor]:
     """Call generated code for a GPU with tensors on the CPU."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime import triton_helpers
+    from triton.runtime.interpreter import InterpreterBuilder
 
     code = code.replace("empty_strided_cuda", "empty_strided_cpu")
     code = code.replace("device(type='cuda', index=0)", "device(type='cpu')")
     functions = {name: elementwise(function) for name, function in LIBDEVICE.items()}
     libdevice = SimpleNamespace(**functions)
-    with gpu_present(GPU), patch.object(triton_helpers, "libdevice", libdevice):
+    atomics = whole_operands(InterpreterBuilder.create_atomic_rmw)
+    with ExitStack() as stack:
+        stack.enter_context(gpu_present(GPU))
+        stack.enter_context(patch.object(triton_helpers, "libdevice", libdevice))
+        stack.enter_context(patch.object(InterpreterBuilder, "create_atomic_rmw", atomics))
         return PyCodeCache.load(code).call(list(arguments))
+
+
+def whole_operands(create: Callable) -> Callable:
+    """The interpreter's atomic operation, which is wrong for operands that are broadcast views."""
+    from triton.runtime.interpreter import TensorHandle
+
+    def call(builder: object, operation: object, *operands: object) -> TensorHandle:
+        *handles, order, scope = operands  # addresses, values, mask
+        whole = [TensorHandle(np.ascontiguousarray(x.data), x.dtype) for x in handles]
+        return create(builder, operation, *whole, order, scope)
+
+    return call
 
 
 def elementwise(function: Callable) -> Callable:
