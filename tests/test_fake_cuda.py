@@ -192,7 +192,7 @@ def test_a_step_waits_only_where_it_must(gpu, trainer_of, precision, overrides):
     check_evaluation(gpu, trainer)
 
 
-@pytest.mark.parametrize("number, variant", enumerate(VARIANTS), ids=VARIANTS)
+@pytest.mark.parametrize("number, variant", [*enumerate(VARIANTS)], ids=VARIANTS)
 def test_a_run_is_saved_sampled_and_resumed(gpu, trainer_of, number, variant):
     precision = list(DTYPES)[number % 3]
     overrides = (f"attention={variant}", *OPTIONS[number % 8].split())
@@ -232,7 +232,7 @@ def check_decoding(gpu: FakeGPU, variant: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", DECODING)
-@pytest.mark.parametrize("number, variant", enumerate(VARIANTS), ids=VARIANTS)
+@pytest.mark.parametrize("number, variant", [*enumerate(VARIANTS)], ids=VARIANTS)
 def test_decoding_waits_only_where_it_must(gpu, number, variant, way):
     options = MODEL_OPTIONS[number % len(MODEL_OPTIONS)]
     check_decoding(gpu, f"{variant} {options}", way)
