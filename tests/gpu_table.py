@@ -1,6 +1,6 @@
 """Print the table of docs/gpu.md from what the tests of presets without a GPU have measured.
 
-pytest tests/test_fake_cuda.py --junitxml=.cache/fake.xml
+pytest tests/fake_cuda_cases.py --junitxml=.cache/fake.xml
 pytest -m triton
 python -m tests.gpu_table .cache/triton.jsonl --fake .cache/fake.xml
 """
@@ -82,7 +82,7 @@ def row(preset: str, reports: dict[tuple, dict], passed: dict[str, str]) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("reports", type=Path, help="JSON lines of tests/test_triton.py")
-    parser.add_argument("--fake", type=Path, help="JUnit XML of tests/test_fake_cuda.py")
+    parser.add_argument("--fake", type=Path, help="JUnit XML of tests/fake_cuda_cases.py")
     args = parser.parse_args()
     reports = read_reports(args.reports)
     passed = {} if args.fake is None else read_passed(args.fake)

@@ -72,7 +72,7 @@ def test_a_record_does_not_stand_for_a_compiler():
         (("steps=40",), False),
         (("steps=4000",), True),
         (("steps=4000", "max_minutes=1"), False),
-        (("steps=null", "max_minutes=10"), True),
+        (("steps=null", "max_epochs=null", "max_minutes=10"), True),
         (("steps=4000", "compile=false"), False),
     ],
 )
