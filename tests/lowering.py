@@ -30,8 +30,10 @@ from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from common import hardware
+from inference.batch import Sampler, new_sampler_state
 from inference.engine import compile_decode_step
 from inference.quantize import optimize_for_decoding
+from inference.sampling import sample
 from model.materialize import build_model, materialize
 from tests.conftest import settings_of
 from tests.fake_cuda import fake_cuda
@@ -353,8 +355,13 @@ def lower_training(settings: dict, gpu: GPU, precision: torch.dtype) -> Lowering
     return lowering
 
 
-def lower_decoding(settings: dict, gpu: GPU, rows: int, length: int) -> Lowering:
-    """Lower a decode step of `length` tokens in each of `rows` rows, as generate.py compiles it."""
+def lower_decoding(
+    settings: dict, gpu: GPU, rows: int, length: int, sampler: Sampler | None = None
+) -> Lowering:
+    """Lower a decode step of `length` tokens in each of `rows` rows, as generate.py compiles it.
+
+    With a sampler, the step draws the next tokens too.
+    """
     model = build_model(settings["model"]).requires_grad_(False).eval()
     with lowering_for(gpu) as lowering:
         materialize(model, "cuda", torch.bfloat16)
@@ -364,8 +371,9 @@ def lower_decoding(settings: dict, gpu: GPU, rows: int, length: int) -> Lowering
         valid = None
         if length > 1:
             valid = torch.ones(rows, length, dtype=torch.bool, device="cuda")
+        state = None if sampler is None else new_sampler_state(model, rows)
         with _disable_current_modes(), torch.inference_mode():
-            compile_decode_step(tokens.device)(model, tokens, cache, valid)
+            compile_decode_step(tokens.device)(model, tokens, cache, valid, sampler, state)
     return lowering
 
 
@@ -423,6 +431,7 @@ def main() -> None:
     parser.add_argument("--build", action="store_true", help="build the kernels")
     parser.add_argument("--rows", type=int, default=1, help="sequences that are decoded")
     parser.add_argument("--tokens", type=int, default=1, help="tokens of each in a decode step")
+    parser.add_argument("--draw", action="store_true", help="draw the next token in the step")
     parser.add_argument("--save", type=Path, help="folder for the generated code")
     parser.add_argument("--json", action="store_true", help="print JSON, one step a line")
     args = parser.parse_args()
@@ -433,7 +442,8 @@ def main() -> None:
         deep = settings | {"model": settings["model"] | {"depth": depth}}
         if step == "training":
             return lower_training(deep, gpu, PRECISIONS[settings["precision"]])
-        return lower_decoding(deep, gpu, args.rows, args.tokens)
+        sampler = partial(sample, temperature=0.8, top_k=50, top_p=0.95) if args.draw else None
+        return lower_decoding(deep, gpu, args.rows, args.tokens, sampler)
 
     for step in args.step or ["training", "decoding"]:
         start = monotonic()
