@@ -137,10 +137,12 @@ def bad_value(key: str, value: object, rule: str) -> str:
 
 def unknown(word: str, overrides: list[str]) -> str:
     """Describe a KEY or a GROUP=CHOICE that is not there, with those that it may stand for."""
-    # A wrong choice of a group stands for another of that group.
+    # A wrong choice of a group stands for another of that group; no choice at all, for any.
     start = word.partition("=")[0] + "="
     siblings = [choice for choice in choices() if choice.startswith(start)]
-    near = errors.suggest(word, siblings or [*GROUPS, *choices(), *defaults(overrides)])
+    near = []
+    if word not in GROUPS:
+        near = errors.suggest(word, siblings or [*GROUPS, *choices(), *defaults(overrides)])
     fix = " or ".join(near or siblings) or "python train.py --help, which lists all"
     return f"unknown ({word}). fix: {fix}"
 

@@ -133,7 +133,7 @@ def test_the_fuzz_sees_rules_that_are_missing(capfd, monkeypatch):
     monkeypatch.setattr(config, "find_problems", lambda settings, world_size: [])
     # Nor does the attempt to build what the config describes report its errors.
     monkeypatch.setattr(setup, "collect", lambda problems: nullcontext())
-    for seed in (1, 2, 8):
+    for seed in (2, 4, 8):
         assert next(fuzzed(120, seed, capfd), None) is not None
 
 
@@ -269,4 +269,4 @@ ALLOWED = {
     "self.model.eval",
     "instantiate",  # ours: where it is imported from is checked above
 }
-ALLOWED |= {"loss_module.eval", "model.eval", "trainer.model.eval", "self.compile"}
+ALLOWED |= {"loss_module.eval", "self.loss_module.eval", "model.eval", "trainer.model.eval", "self.compile"}
