@@ -269,4 +269,10 @@ ALLOWED = {
     "self.model.eval",
     "instantiate",  # ours: where it is imported from is checked above
 }
-ALLOWED |= {"loss_module.eval", "self.loss_module.eval", "model.eval", "trainer.model.eval", "self.compile"}
+ALLOWED |= {
+    "loss_module.eval",
+    "self.loss_module.eval",
+    "model.eval",
+    "trainer.model.eval",
+    "self.compile",
+}
