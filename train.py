@@ -125,7 +125,10 @@ def check_arguments(arguments: list[str]) -> None:
         key, equals, value = argument.lstrip("-").partition("=")
         is_key = key.split(".")[0] in (*config.RULES, *config.GROUPS)
         if argument.startswith("--") and is_key:
-            fix = f"{key}={value if equals else following}"
+            # `--steps 5`, but not `--sharded steps=5`.
+            if not equals:
+                value = "VALUE" if "=" in following or following.startswith("-") else following
+            fix = f"{key}={value}"
             errors.exit_with(
                 errors.INPUT, f"keys are written without dashes (got {argument}). fix: {fix}"
             )

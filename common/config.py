@@ -62,8 +62,6 @@ RULES = {
     "wandb": "disabled or offline or online",
 }
 
-ENDS = ("steps", "max_minutes", "max_epochs")  # of which one at least ends a run
-
 # What the numbers in a group must be. instantiate() checks types, constructors what goes together.
 GROUP_RULES = {
     "model": "a whole number from 1 to 99999999",
@@ -109,8 +107,8 @@ def find_problems(config: dict, world_size: int) -> list[str]:
         return problems
 
     # Check what goes together.
-    if all(config[key] is None for key in ENDS):
-        values = ", ".join(f"{key}=null" for key in ENDS)
+    if config["steps"] is None and config["max_minutes"] is None and config["max_epochs"] is None:
+        values = "steps=null, max_minutes=null, max_epochs=null"
         problems.append(f"the run has no end ({values}). fix: max_minutes=5")
     if config["sharded"] and world_size == 1:
         fix = "torchrun --nproc_per_node=N train.py, or sharded=false"

@@ -118,7 +118,8 @@ def note_unused_gpu(driver: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         versions = f"driver {driver}, torch {torch.__version__}"
         print(
-            f"note: an NVIDIA GPU is here, but this torch has no CUDA ({versions}). {DOCTOR}",
+            f"note: an NVIDIA GPU is here, but this torch has no CUDA ({versions}). "
+            f"fix: a torch build for CUDA. {DOCTOR}",
             file=sys.stderr,
         )
 

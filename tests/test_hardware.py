@@ -90,7 +90,9 @@ def test_a_torch_without_cuda_is_noted_once(machine, capsys):
     for _ in range(2):
         assert hardware.pick_device("auto") == torch.device("cpu")
     note = "note: an NVIDIA GPU is here, but this torch has no CUDA (driver 535.161.08, torch "
-    assert capsys.readouterr().err == note + "2.13.0+cu130). More: python -m tools.doctor\n"
+    assert capsys.readouterr().err == note + (
+        "2.13.0+cu130). fix: a torch build for CUDA. More: python -m tools.doctor\n"
+    )
     assert hardware.pick_device("cpu") == torch.device("cpu")
     with pytest.raises(ValueError, match="no such device"):
         hardware.pick_device("cuda")

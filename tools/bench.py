@@ -152,16 +152,12 @@ def work_of_step(kind: str, settings: dict, precision: torch.dtype) -> dict[str,
     if kind == "train":
         return {"tokens": tokens, "flops": tokens * model.training_flops()}
 
-    # Of an embedding that is not the head too, only some rows are read.
-    weights = sum(p.numel() for p in model.parameters())
-    if not settings["model"]["tied"]:
-        weights -= model.embed.weight.numel()
     # The cache at the middle step.
     rows = tokens // settings["context"]
     token_bytes = model.cache_bytes(2, precision) - model.cache_bytes(1, precision)
     cache_bytes = rows * token_bytes * (settings["context"] - 1 - NEW_TOKENS / 2)
     num_steps = NEW_TOKENS - 1
-    bytes_read = num_steps * (weights * precision.itemsize + cache_bytes)
+    bytes_read = num_steps * (roofline.decoded_weights(model) * precision.itemsize + cache_bytes)
     return {"tokens": rows * num_steps, "bytes_read": bytes_read}
 
 
@@ -264,7 +260,7 @@ def train_transformers(settings: dict, device: torch.device, precision: torch.dt
 
     # One optimizer step over the micro-batches, with the gradient of the mean over the batch.
     def step() -> None:
-        for part in tokens.split(settings["micro_batch"]):
+        for part in tokens.split(micro_batch_size(settings, 1)):
             with hardware.autocast(device, precision):
                 loss = forward(input_ids=part, labels=part, use_cache=False).loss
             (loss * len(part) / len(tokens)).backward()

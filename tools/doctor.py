@@ -1,4 +1,4 @@
-"""What this machine is, and what stops or slows training on it:  python -m tools.doctor
+"""What this machine is, and what stops, slows or endangers training on it: python -m tools.doctor
 
 Each finding is a line with a fix. The exit code is 2 if one of them stops train.py, else 0.
 """
@@ -18,16 +18,20 @@ MIN_FREE_SHARE = 0.8  # of a GPU's memory
 
 
 def main() -> None:
+    describe_machine()
+
     # What train.py itself says about the device.
     findings = []
-    said = StringIO()
+    notes = StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(notes):
             device = hardware.pick_device("auto")
-        describe(device)
-        findings += [f"slow: {line}" for line in said.getvalue().splitlines() + slow(device)]
+        describe_choices(device)
+        findings += [f"slow: {line}" for line in notes.getvalue().splitlines() + slow(device)]
     except ValueError as error:
         findings.append(f"stops: {error}")
+    # Errors and notes of train.py name this tool.
+    findings = [finding.removesuffix(f" {hardware.DOCTOR}") for finding in findings]
 
     # Folders that are not there yet will be made in this one.
     for name in (".cache", "runs"):
@@ -35,18 +39,22 @@ def main() -> None:
         if not compilation.is_writable(folder):
             findings.append(f"stops: {folder} cannot be written to. fix: run in another folder")
     if shutil.disk_usage(".").free < MIN_DISK_BYTES:
-        findings.append("slow: the disk has no room for checkpoints (5 GB). fix: delete old runs")
+        findings.append("risk: less than 5 GB are free for checkpoints. fix: delete old runs")
 
     print(*findings or ["nothing found that stops or slows training"], sep="\n")
     if any(finding.startswith("stops") for finding in findings):
         raise SystemExit(errors.INPUT)
 
 
-def describe(device: torch.device) -> None:
-    """Print what the machine is, and what train.py chooses on it."""
+def describe_machine() -> None:
+    """Print the processor, torch and the driver, whether or not train.py can start."""
     flags = processor_flags().intersection(("avx2", "avx512f", "avx512_bf16", "amx_bf16"))
     print("processor:", hardware.processor(), f"{os.cpu_count()} threads", *sorted(flags))
     print("torch:", torch.__version__, "NVIDIA driver:", hardware.nvidia_driver())
+
+
+def describe_choices(device: torch.device) -> None:
+    """Print the GPU, and what train.py chooses on this machine."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         print(f"GPU: {torch.cuda.get_device_name()}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free")

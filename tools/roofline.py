@@ -129,8 +129,16 @@ def token_seconds(machine: Machine, model: Transformer, rows: int) -> float:
 
 
 def token_bytes(model: Transformer, rows: int) -> int:
-    """Bytes of the weights in bf16 and of the cache; of an embedding that is no head, none."""
-    parameters = sum(p.numel() for p in model.parameters())
+    """Bytes of the weights that a decoding step reads, and of a full cache, in bf16."""
+    return 2 * decoded_weights(model) + rows * model.cache_bytes(model.context, torch.bfloat16)
+
+
+def decoded_weights(model: Transformer) -> int:
+    """The number of weights that a decoding step reads.
+
+    An embedding that is not the head too does not count: a token reads one of its rows.
+    """
+    weights = sum(p.numel() for p in model.parameters())
     if model.head is not None:
-        parameters -= model.embed.weight.numel()
-    return 2 * parameters + rows * model.cache_bytes(model.context, torch.bfloat16)
+        weights -= model.embed.weight.numel()
+    return weights

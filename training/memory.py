@@ -167,8 +167,7 @@ def fit_micro_batch(
 ) -> int:
     """The most sequences, at least 1, that fit into `free_bytes` and fill a batch evenly."""
     batch = config.sequences_per_process(settings, world_size)
-    fitting = 1
-    for sequences in range(2, batch + 1):
+    for sequences in range(batch, 1, -1):
         if batch % sequences == 0:
             peak = memory.peak(
                 sequences,
@@ -177,5 +176,5 @@ def fit_micro_batch(
                 is_compiled=is_compiled,
             )
             if peak <= (1 - MARGIN) * free_bytes:
-                fitting = sequences
-    return fitting
+                return sequences
+    return 1

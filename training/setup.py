@@ -170,9 +170,12 @@ def report_machine_errors(trainer: Trainer | None) -> Iterator[None]:
             problem = f"compilation failed ({compilation.first_error_line(error)})"
             fix = "compile=false resume=true"
         elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            micro_batch = 1 if trainer is None else trainer.micro_batch_size
-            problem = f"{str(error).partition('. ')[0]} ({micro_batch=})"
-            fix = "a smaller model or context"
+            problem = str(error).partition(". ")[0]
+            fix = "a smaller model"
+            micro_batch = 0 if trainer is None else trainer.micro_batch_size
+            if micro_batch > 0:
+                problem += f" ({micro_batch=})"
+                fix += " or context"
             if micro_batch > 1:
                 smaller = max(size for size in range(1, micro_batch) if micro_batch % size == 0)
                 fix = f"micro_batch={smaller}, which changes nothing else"

@@ -44,7 +44,7 @@ class Trainer:
     """The model, its optimizers and the position of a run. All ranks call the same methods.
 
     `settings` is the resolved config; `started` is the monotonic time at which the process began;
-    `micro_batch_size` is what the config says unless it is given.
+    `micro_batch_size` defaults to that of the config.
     """
 
     def __init__(
@@ -167,9 +167,12 @@ class Trainer:
 
         # The number of steps that was fitted stays, unless another, or another bound, is asked for.
         self.step = state["step"]
-        asked = ("steps", "max_epochs")
-        is_same = all(self.settings[key] == saved[key] for key in asked)
-        if is_same:
+        # max_epochs bounds nothing where steps is given.
+        bound = "max_epochs" if self.settings["steps"] is None else "steps"
+        is_same = self.settings["steps"] == saved["steps"]
+        is_same = is_same and self.settings[bound] == saved[bound]
+        # An older run that was not fitted had no bound on its steps.
+        if is_same and state["steps"] < math.inf:
             self.steps = state["steps"]
         if state["fitted"] and (is_same or self.settings["steps"] is not None):
             self.budget = None

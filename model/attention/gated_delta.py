@@ -7,7 +7,7 @@ the state S (D, D) and the convolution's last inputs, whatever the length.
 In this file D is the width of a head, C the features of q, k and v together, N the chunks.
 """
 
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,12 @@ from model.layers import Linear, RMSNorm, fp32, no_autocast, on_gpu, project
 
 # The log decay at the first token of a document: e^-60 of the document before remains.
 FORGET_ALL = -60.0
-HAS_FLA = find_spec("fla") is not None  # flash-linear-attention
+
+# The kernels are internal functions of flash-linear-attention, as they are in 0.6.
+try:
+    HAS_FLA = version("flash-linear-attention").startswith("0.6.")
+except PackageNotFoundError:
+    HAS_FLA = False
 
 
 class StateCache(LayerCache):
