@@ -90,14 +90,21 @@ class SamplerState(NamedTuple):
         columns = torch.arange(logits.shape[1], device=logits.device)
         draw_indices = self.draw_indices[:, None] + columns
         drawn = sampler(logits, self.seeds[:, None], draw_indices, self.seen_tokens[:, None])
+        if drawn.shape[1] == 1:
+            self.record(drawn, 1)
+            return drawn
 
         # Go on after the last draft of those that are right without a gap.
         num_right = (drawn[:, :-1] == drafts).cumprod(dim=1).sum(dim=1, keepdim=True)  # (B, 1)
         newest = drawn.gather(1, num_right)
-        self.tokens.copy_(newest)
-        self.draw_indices.add_(1 + num_right[:, 0])
-        self.seen_tokens.scatter_(1, newest, True)
+        self.record(newest, 1 + num_right[:, 0])
         return drawn.where(columns <= num_right, -1)
+
+    def record(self, newest: Tensor, num_drawn: Tensor | int) -> None:
+        """After so many draws, the newest tokens (B, 1) are those to decode next."""
+        self.tokens.copy_(newest)
+        self.draw_indices.add_(num_drawn)
+        self.seen_tokens.scatter_(1, newest, True)
 
 
 def new_sampler_state(model: Transformer, num_rows: int) -> SamplerState:

@@ -72,7 +72,11 @@ def compile_decode_step(device: torch.device) -> DecodeStep:
         # For a case that is compiled nothing can have changed: skip the guards, which take time.
         with torch.compiler.set_stance(skip_guard_eval_unsafe=case in compiled_cases):
             compiled_cases.add(case)
-            return compiled(model, tokens, cache, valid, sampler, state)
+            if is_cuda:
+                return compiled(model, tokens, cache, valid, sampler, state)
+            logits = compiled(model, tokens, cache, valid)
+        # Compiled for a CPU, the search for the largest logit would take as long as half of a step.
+        return logits if state is None else state.draw(sampler, logits, tokens[:, 1:])
 
     return step
 
