@@ -178,7 +178,7 @@ def test_a_model_that_does_not_fit_ends_in_a_line(command, story, monkeypatch):
     text = ("data=text", f"data.path={story}", "data.vocab_size=400")
     result = command("train.py", *TINY, *SHORT, *text)
     line = result.err.splitlines()[-1]
-    assert result.code == 2 and line.endswith("(micro_batch=1). fix: a smaller model or context")
+    assert result.code == 2 and line.endswith("CUDA out of memory. fix: a smaller model")
 
 
 def test_a_run_says_what_bounds_it_and_goes_on_for_more_passes(command, story):
