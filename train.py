@@ -121,7 +121,7 @@ def train(trainer: Trainer, pretrained: Path | None = None) -> int:
 
 def check_arguments(arguments: list[str]) -> None:
     """Refuse two slips that Hydra would answer with its usage, or with an error of our code."""
-    for argument, following in zip(arguments, [*arguments[1:], "VALUE"], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], "VALUE"], strict=False):
         key, equals, value = argument.lstrip("-").partition("=")
         is_key = key.split(".")[0] in (*config.RULES, *config.GROUPS)
         if argument.startswith("--") and is_key:

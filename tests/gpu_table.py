@@ -59,8 +59,8 @@ def row(preset: str, reports: dict[tuple, dict], passed: dict[str, str]) -> list
     steps = ("training", "decoding")
     cells = [f"`{preset}`", passed.get(preset, NOT_RUN)]
     on_sm_90 = [reports.get((preset, step, "sm_90"), {}) for step in steps]
-    kernels = [str(report.get("kernels", "?")) for report in on_sm_90]
-    cells.append(" + ".join(kernels))
+    kernels = [str(report.get("kernels", NOT_RUN)) for report in on_sm_90]
+    cells.append(" + ".join(dict.fromkeys(kernels)) if NOT_RUN in kernels else " + ".join(kernels))
     for gpu in GPUS:
         built = [reports.get((preset, step, gpu), {}) for step in steps]
         cells.append(NOT_RUN)

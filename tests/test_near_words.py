@@ -9,6 +9,7 @@ from common import cli, config, errors
 from common.instantiate import instantiate
 from data.files import TEXT_SUFFIXES, find_files
 from tests.conftest import ROOT
+from train import check_arguments
 from training.setup import load_settings
 
 MISTYPED = {  # what is typed: exit code, what the line offers after "fix: "
@@ -169,3 +170,7 @@ def test_a_folder_of_other_files_is_answered_with_how_to_name_them(tmp_path):
     answer = str(refused.value).partition("fix: data.path=")[2].strip("'")
     assert answer == f"{tmp_path}/**/*.py"
     assert [path.name for path in find_files(answer, TEXT_SUFFIXES)] == ["a.py", "b.py"]
+
+
+def test_no_argument_is_no_mistake():
+    check_arguments([])
