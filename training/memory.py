@@ -66,7 +66,7 @@ class TrainingMemory:
         """Bytes at the peak of a training step on a GPU that holds one of `shards` shards.
 
         The peak comes while the loss has its logits, or in the backward of the last block. The
-        terms are those that a count of all tensors of such steps shows (tests/test_fake_ranks.py).
+        terms are those that a count of all tensors of such steps shows (tests/fake_ranks_cases.py).
         """
         # The forward keeps what its backward reads. With checkpointing these are the fp32 inputs of
         # the blocks and, in the loss, three tensors like them: the input of the final norm, its
