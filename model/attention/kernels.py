@@ -189,6 +189,9 @@ def flex_attention_kernel(
         ),
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
+        # Below 128 queries Inductor would take its kernel for decoding, which has no block size for
+        # more than 128 rows, and rows are queries times query heads of a key head.
+        "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True},
     }
     if sink is None:
         return flex_attention(q, k, v, **options)
