@@ -46,6 +46,10 @@ class Loader:
         targets = tokens[:, 1:].contiguous()
         return inputs, targets
 
+    def num_targets(self, step: int) -> int:
+        """The targets of a batch, over which its loss is averaged."""
+        return self.batch_size * self.context
+
     def describe(self, step: int) -> str:
         """Describe, for a message, from where in the text the rows of a batch are."""
         numbers = self._row_numbers(step)

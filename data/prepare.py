@@ -9,7 +9,6 @@ import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -19,8 +18,9 @@ from tqdm import tqdm
 
 from common.atomic_dir import StagingDirectory, atomic_directory, flock, remove_leftovers, verify
 from common.progress import waiting
+from data.corpus import Corpus
 from data.loader import check_enough_tokens
-from data.sources import Shards, Source
+from data.sources import Source
 from data.tokenizer import Tokenizer
 
 # Part of the cache key: increase it if a change in data/ gives other tokens for the same text.
@@ -31,21 +31,6 @@ MAX_TOKENIZER_CHARS = 50_000_000  # characters of training text that a tokenizer
 MAX_VALIDATION_BYTES = 2_000_000  # UTF-8 bytes held out at most, in whole documents
 
 
-@dataclass
-class Corpus:
-    """Token shards of both splits and their tokenizer.
-
-    `validation_bytes` is the UTF-8 size of the validation text, None if it is unknown.
-    `sha256` identifies the tokens: a run resumes on a corpus of the same hash only.
-    """
-
-    train: Shards
-    validation: Shards
-    validation_bytes: int | None
-    tokenizer: Tokenizer
-    sha256: str
-
-
 def prepare(source: Source, cache_dir: Path, min_tokens: int = 0, quiet: bool = False) -> Corpus:
     """Open the corpus of a source, after building it in `cache_dir` if it is not there.
 
@@ -53,18 +38,12 @@ def prepare(source: Source, cache_dir: Path, min_tokens: int = 0, quiet: bool = 
     that cannot be used, or that has fewer than `min_tokens` training tokens: then nothing is kept.
     Raises IntegrityError for a corpus that was changed on disk.
     """
-    # Token ids of others are mapped where they are, without a copy in the cache.
-    tokenizer = source.pretrained_tokenizer()
-    shards = source.memmapped_shards()
-    if shards is not None:
-        return Corpus(
-            **shards,
-            validation_bytes=tokenizer.nbytes(np.concatenate(shards["validation"])),
-            tokenizer=tokenizer,
-            sha256=digest(source.fingerprint()),
-        )
+    corpus = source.corpus()
+    if corpus is not None:
+        return corpus
 
     # Text is found again by its content and by what its tokenizer is, or is to be.
+    tokenizer = source.pretrained_tokenizer()
     vocabulary = source.vocab_size if tokenizer is None else tokenizer.sha256
     cache_key = digest(json.dumps([FORMAT_VERSION, source.fingerprint(), vocabulary]))
     folder = cache_dir / f"{type(source).__name__.lower()}-{cache_key[:16]}"

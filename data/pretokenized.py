@@ -2,12 +2,14 @@
 
 import struct
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
+from data.corpus import Corpus
 from data.files import content_hash, split_files
-from data.sources import Documents, Shards, Source
+from data.sources import Documents, Source
 from data.tokenizer import IdTokenizer, Tokenizer
 
 # A file of llm.c begins with magic, version and number of tokens, three int32, padded with zeros.
@@ -49,10 +51,11 @@ class Pretokenized(Source):
         return f"{hashes} input_ids {self.validation_tokens}"
 
     def documents(self) -> Documents:
-        """Yield nothing: prepare() takes the shards, which are not text."""
+        """Yield nothing: prepare() takes the corpus of ids, which are not text."""
         return iter(())
 
-    def memmapped_shards(self) -> dict[str, Shards]:
+    def corpus(self) -> Corpus:
+        """Map the files where they are, without a copy in the cache."""
         train = [self.open_bin(file) for file in self.train_files]
         if self.val_files:
             held_out = [self.open_bin(file)[: self.validation_tokens] for file in self.val_files]
@@ -63,7 +66,13 @@ class Pretokenized(Source):
             train.append(last[:-count])
             held_out = [last[-count:]]
         validation = np.concatenate(held_out)[: self.validation_tokens]
-        return {"train": train, "validation": [validation]}
+        return Corpus(
+            train,
+            [validation],
+            validation_bytes=self.id_tokenizer.nbytes(validation),
+            tokenizer=self.id_tokenizer,
+            sha256=sha256(self.fingerprint().encode()).hexdigest(),
+        )
 
     def open_bin(self, file: Path) -> np.ndarray:
         """Memory-map the tokens of a file, checking its length and its ids."""

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-import numpy as np
-
+from data.corpus import Corpus
 from data.files import TEXT_SUFFIXES, content_hash, read_documents, split_files, text_of_row
 from data.tokenizer import Tokenizer
 
 Documents = Iterator[tuple[str, bool]]  # text, is it held out?
-Shards = list[np.ndarray]  # token ids, in order
 
 
 def text_digest(text: str) -> int:
@@ -56,8 +54,8 @@ class Source(ABC):
         """Load the tokenizer; None if it is to be trained."""
         return Tokenizer.load(self.tokenizer) if self.tokenizer else None
 
-    def memmapped_shards(self) -> dict[str, Shards] | None:
-        """Return the token shards of both splits; None if there are only documents."""
+    def corpus(self) -> Corpus | None:
+        """Return the corpus of a source that is no text; None if it is made of the documents."""
         return None
 
     @abstractmethod

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
+from data.corpus import Corpus
 from data.loader import Loader
-from data.prepare import Corpus
 from inference.batch import Sequence
 from inference.engine import decode_step, generate
 from inference.quantize import optimize_for_decoding

@@ -348,7 +348,7 @@ def lower_training(settings: dict, gpu: GPU, precision: torch.dtype) -> Lowering
             for is_training in (False, True):
                 loss_module.train(is_training)
                 with hardware.autocast(inputs.device, precision):
-                    nats = loss_module(inputs, targets)
+                    nats, _ = loss_module(inputs, targets)
             nats.backward()
         lowering.tensors = dict(loss_module.named_parameters()) | dict(loss_module.named_buffers())
         lowering.tensors |= {"inputs": inputs, "targets": targets}

@@ -86,7 +86,7 @@ def gradients(
         module.compile(dynamic=False, fullgraph=True, backend=BACKEND)
     tokens = tokens.to(device)
     with hardware.autocast(device, precision):
-        loss = module(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        loss, _ = module(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     (loss / tokens.numel()).backward()
     return {name: p.grad.double().cpu() for name, p in module.model.named_parameters()}
 

@@ -14,6 +14,11 @@ from training.memory import saved_bytes
 from training.trainer import Trainer
 
 
+def chunked_cross_entropy(*args) -> torch.Tensor:
+    """The loss that training minimizes, without the scores of evaluations."""
+    return ChunkedCrossEntropy.apply(*args)[0]
+
+
 def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
@@ -30,7 +35,7 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 def test_loss_and_gradient_are_those_of_all_logits(monkeypatch, softcap, z_loss, max_logits):
     monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
     hidden, weight, targets = example(torch.float64)
-    ours = ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, z_loss)
+    ours = chunked_cross_entropy(hidden, weight, targets, softcap, z_loss)
     grads = torch.autograd.grad(3 * ours, (hidden, weight))
     logits = hidden @ weight.T
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -46,7 +51,7 @@ def test_loss_and_gradient_are_those_of_all_logits(monkeypatch, softcap, z_loss,
 def test_chunked_cross_entropy_matches_the_definition(monkeypatch, softcap, z_loss, max_logits):
     monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
     hidden, weight, targets = example(torch.float64)
-    chunked = ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, z_loss)
+    chunked = chunked_cross_entropy(hidden, weight, targets, softcap, z_loss)
     whole = cross_entropy(hidden @ weight.mT, targets, softcap=softcap, z_loss=z_loss)
     close(chunked, whole)
     inputs = (hidden, weight)
@@ -63,7 +68,7 @@ def test_a_padded_vocabulary_changes_no_loss_and_no_gradient(
     monkeypatch.setitem(loss.VOCAB_MULTIPLE, "cpu", 16)
     hidden, weight, targets = example(torch.float64)
     with Operations("aten::mm") as products:
-        padded = ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, z_loss)
+        padded = chunked_cross_entropy(hidden, weight, targets, softcap, z_loss)
     assert all(31 not in shape for shape in products.shapes)
     whole = cross_entropy(hidden @ weight.mT, targets, softcap=softcap, z_loss=z_loss)
     close(padded, whole)
@@ -80,7 +85,7 @@ def test_without_gradients_the_loss_takes_a_third_of_the_products(monkeypatch, m
     for needs_gradient in (True, False):
         hidden.requires_grad_(needs_gradient)
         with Operations("aten::mm") as products:
-            losses.append(ChunkedCrossEntropy.apply(hidden, weight, targets, 2.5, 0.3))
+            losses.append(chunked_cross_entropy(hidden, weight, targets, 2.5, 0.3))
         num_products.append(len(products.shapes))
     assert torch.equal(*losses)
     assert num_products[0] == 3 * num_products[1]
@@ -105,7 +110,7 @@ def test_only_what_was_compiled_with_gradients_is_evaluated_with_them(trainer_of
     trainer = trainer_of()
     trainer.is_compiled = is_compiled
     results = []
-    trainer.loss_module.register_forward_hook(lambda module, args, out: results.append(out))
+    trainer.loss_module.register_forward_hook(lambda module, args, out: results.append(out[0]))
     trainer.evaluate()
     assert results and all(result.requires_grad == is_compiled for result in results)
 
@@ -160,7 +165,7 @@ def test_an_evaluation_waits_as_often_for_many_batches_as_for_few(trainer_of):
 )
 def test_loss_is_that_of_torch():
     hidden, weight, targets = example(torch.float32)
-    ours = ChunkedCrossEntropy.apply(hidden, weight, targets, None, 0.0)
+    ours = chunked_cross_entropy(hidden, weight, targets, None, 0.0)
     theirs = F.linear_cross_entropy(
         hidden, weight, targets, ignore_index=IGNORE_INDEX, reduction="sum"
     )
@@ -172,15 +177,13 @@ def test_loss_is_that_of_torch():
 
 def test_rows_without_a_target_have_no_gradient():
     hidden, weight, targets = example(torch.float64)
-    (grad,) = torch.autograd.grad(
-        ChunkedCrossEntropy.apply(hidden, weight, targets, None, 0.1), hidden
-    )
+    (grad,) = torch.autograd.grad(chunked_cross_entropy(hidden, weight, targets, None, 0.1), hidden)
     assert grad[[0, 7, 22]].eq(0).all() and grad[1:7].ne(0).all()
 
 
 def test_a_loss_of_huge_logits_stays_finite():
     hidden, weight, targets = example(torch.float32)
-    nats = ChunkedCrossEntropy.apply(hidden * 1e4, weight, targets, None, 0.0)
+    nats = chunked_cross_entropy(hidden * 1e4, weight, targets, None, 0.0)
     assert nats.isfinite() and all(
         g.isfinite().all() for g in torch.autograd.grad(nats, (hidden, weight))
     )

@@ -37,7 +37,7 @@ def tracked_peak(settings: dict, sequences: int) -> int:
             for step in range(4):
                 tracker.reset_mod_stats()
                 with torch.autocast("cpu", torch.bfloat16):
-                    nats = loss_module(tokens, tokens)
+                    nats, _ = loss_module(tokens, tokens)
                 nats.backward()
                 if step % 2:
                     for optimizer in optimizers:

@@ -29,8 +29,8 @@ from checkpoints.weights import weight_map
 from common import compilation, errors, hardware
 from common.config import compose, micro_batch_size, report_errors
 from common.instantiate import ROOT, instantiate
+from data.corpus import Corpus
 from data.loader import Loader
-from data.prepare import Corpus
 from inference import quantize
 from inference.batch import new_sampler_state
 from inference.engine import compile_decode_step, decode_step

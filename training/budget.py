@@ -1,5 +1,6 @@
 """How many optimizer steps fit into max_minutes and max_epochs."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 
@@ -12,8 +13,10 @@ SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
 MOST_STEPS = 10**9
 
 
-def count_epoch_steps(loader: Loader, epochs: int) -> int:
+def count_epoch_steps(loader: Loader, epochs: int) -> float:
     """The optimizer steps, at least 1, that read each row of the text at most `epochs` times."""
+    if loader.rows_per_epoch == math.inf:
+        return math.inf
     return max(1, epochs * loader.rows_per_epoch // loader.batch_size)
 
 

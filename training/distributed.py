@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,6 +35,13 @@ class DistEnv:
     def all_reduce_sum(self, number: float) -> float:
         """The sum over all ranks, in fp64."""
         return self._all_reduce(number, dist.ReduceOp.SUM)
+
+    def all_reduce_sum_of_array(self, array: np.ndarray) -> np.ndarray:
+        """The sum over all ranks, number by number."""
+        x = torch.from_numpy(array)
+        if self.world_size > 1:
+            dist.all_reduce(x)
+        return x.numpy()
 
     def all_reduce_max(self, number: int) -> int:
         """The maximum over all ranks."""

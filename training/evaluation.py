@@ -1,6 +1,5 @@
 """What a model is judged by while it trains: the loss on held-out text, and a sample of its own."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -8,9 +7,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.hardware import accumulation_dtype, autocast, to_device
-from data.loader import eval_windows
-from data.prepare import Corpus
+from common.hardware import autocast, to_device
+from data.corpus import Corpus
+from data.loader import IGNORE_INDEX
+from data.slices import NUM_BINS
 from data.tokenizer import Tokenizer
 from inference import sampling
 from inference.engine import Sequence, generate
@@ -29,43 +29,44 @@ def evaluate(
     stop: Callable[[], int],
     *,
     with_gradients: bool,
-) -> dict[str, float | None] | None:
-    """`val_loss` in nats per token and `val_bpb` in bits per byte of the held-out text.
+) -> dict | None:
+    """The metrics of a corpus on held-out tokens, such as `val_loss` in nats per target.
 
-    Its first `num_tokens` tokens are read in windows of `context` tokens that do not overlap,
-    `batch_size` of them at a time.
-    `val_bpb` is None where the size of the text is unknown. Return None once `stop()`, called by
-    all ranks after each batch, is not 0. Of a `loss_module` that was compiled `with_gradients`, the
-    same graph runs here, and the head's gradients are discarded.
+    The first `num_tokens` tokens are read in windows of `context` tokens that do not overlap,
+    `batch_size` of them at a time. Return None once `stop()`, called by all ranks after each batch,
+    is not 0. Of a `loss_module` that was compiled `with_gradients`, the same graph runs here, and
+    the head's gradients are discarded.
     """
     loss_module.eval()
-    # Summed on the device: the host waits once, at the end, and not for each batch.
-    loss_sum = torch.zeros((), dtype=accumulation_dtype(ranks.device), device=ranks.device)
-    tokens = np.concatenate(corpus.validation)
-    num_bytes = corpus.validation_bytes
-    if num_tokens < len(tokens):
-        tokens = tokens[:num_tokens]
-        num_bytes = corpus.tokenizer.nbytes(tokens)
-    batches = list(eval_windows(tokens, context, batch_size))
+    # The scores stay on the device: the host waits once, at the end, and not for each batch.
+    scores = [torch.zeros(2, 0, device=ranks.device)]
+    cells = [torch.zeros(0, dtype=torch.int64)]
+    num_cells = corpus.num_classes * NUM_BINS
+    batches = list(corpus.evaluation(num_tokens, context, batch_size))
     for start in range(0, len(batches), ranks.world_size):
         # Sharded ranks compute together: one without a batch of its own repeats the last, unscored.
         number = start + ranks.rank
-        inputs, targets = batches[min(number, len(batches) - 1)]
+        inputs, targets, batch_cells = batches[min(number, len(batches) - 1)]
         with autocast(ranks.device, precision), torch.set_grad_enabled(with_gradients):
-            loss = loss_module(*to_device(ranks.device, inputs, targets))
+            _, batch_scores = loss_module(*to_device(ranks.device, inputs, targets))
         if number < len(batches):
-            loss_sum += loss.detach()
+            scores.append(batch_scores)
+            # What does not count goes to one more cell, behind the others.
+            batch_cells = batch_cells.masked_fill(targets == IGNORE_INDEX, num_cells)
+            cells.append(batch_cells.flatten())
         if stop():
             loss_module.train()
             return None
     loss_module.train()
 
-    loss_sum = ranks.all_reduce_sum(loss_sum.item())
-    bits_per_byte = None
-    if num_bytes:
-        bits_per_byte = loss_sum / math.log(2) / num_bytes
-    num_targets = len(tokens) - 1  # the first token is the target of none
-    return {"val_loss": loss_sum / num_targets, "val_bpb": bits_per_byte}
+    # Sum nats, correct predictions and targets by cell, in fp64.
+    nats, is_correct = torch.cat(scores, dim=1).cpu().double().numpy()
+    cells = torch.cat(cells).numpy()
+    totals = []
+    for values in (nats, is_correct, np.ones_like(nats)):
+        totals.append(np.bincount(cells, values, num_cells + 1)[:num_cells])
+    totals = ranks.all_reduce_sum_of_array(np.stack(totals))
+    return corpus.metrics(totals.reshape(3, -1, NUM_BINS), num_tokens)
 
 
 def sample_text(

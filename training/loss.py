@@ -34,7 +34,8 @@ def cross_entropy(
 class ChunkedCrossEntropy(torch.autograd.Function):
     """hidden (N, D), weight (V, D), targets (N,) -> `cross_entropy` of hidden @ weight.mT.
 
-    At most MAX_LOGITS logits are in memory: the forward takes a chunk of rows at a time and
+    The second result (2, N), which has no gradient, is for evaluation: the nats of each target, and
+    1 where no token is more likely, else 0; both 0 where the target is IGNORE_INDEX. At most MAX_LOGITS logits are in memory: the forward takes a chunk of rows at a time and
     computes their gradient at once, so that nothing of size (N, V) is kept for the backward.
     Where hidden needs no gradient, as in an evaluation, none is computed.
     """
@@ -52,7 +53,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         softcap: float | None,
         z_loss: float,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         device_type = weight.device.type
         vocab_size = len(weight)
         token_ids = torch.arange(vocab_size, device=weight.device).int()
@@ -69,6 +70,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         target_chunks = targets[:, None].split(chunk_size)
 
         loss = 0.0
+        scores = []
         grad_hidden = []
         for chunk, target in zip(hidden_chunks, target_chunks, strict=True):
             # log Z. The largest logit is subtracted, so that no exponential overflows.
@@ -82,7 +84,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             # The loss of a row is log Z minus the target's logit.
             is_counted = target != IGNORE_INDEX
             target_logit = logits.gather(-1, target.clamp(min=0))
-            loss = loss + ((log_z - target_logit) * is_counted).sum()
+            nats = (log_z - target_logit) * is_counted
+            loss = loss + nats.sum()
+            is_correct = (target_logit == max_logit) & is_counted
+            scores.append(torch.cat([nats, is_correct.type_as(nats)], dim=1))
             if not ctx.needs_input_grad[0]:
                 continue
 
@@ -104,16 +109,20 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if grad_hidden:
             grad_weight = grad_weight[:vocab_size]
             ctx.save_for_backward(torch.cat(grad_hidden).type_as(hidden), grad_weight)
-        return loss
+        scores = torch.cat(scores).mT
+        ctx.mark_non_differentiable(scores)
+        return loss, scores
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad * grad_hidden, grad * grad_weight, None, None, None
 
 
 class LanguageModelLoss(nn.Module):
-    """inputs, targets (B, T) -> summed nats. The module that is compiled and made parallel.
+    """inputs, targets (B, T) -> summed nats and scores (2, B T) of ChunkedCrossEntropy.
+
+    This is the module that is compiled and made parallel.
 
     Where `bos` is a token id, it begins a document, and no token attends to another document.
     """
@@ -124,7 +133,7 @@ class LanguageModelLoss(nn.Module):
         self.z_loss = z_loss
         self.bos = bos
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         documents = None
         if self.bos is not None:
             documents = document_ids(inputs, self.bos)

@@ -15,8 +15,9 @@ from checkpoints import checkpoint
 from checkpoints.weights import dtype_name
 from common import compilation, config, errors, hardware
 from common.instantiate import instantiate
+from data.corpus import Corpus
 from data.loader import Loader, min_corpus_tokens
-from data.prepare import Corpus, prepare
+from data.prepare import prepare
 from data.sources import Source
 from model.materialize import build_model
 from training.trainer import Trainer
@@ -152,9 +153,14 @@ def load_corpus(settings: dict, source: Source) -> tuple[Corpus, Loader]:
     is_quiet = os.environ.get("RANK", "0") != "0"
     corpus = prepare(source, Path(".cache"), min_tokens, is_quiet)
     settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
-    return corpus, Loader(
-        corpus.train, context=context, batch_size=batch_size, seed=settings["seed"]
-    )
+    loader = corpus.loader(context, batch_size, settings["seed"])
+    is_bounded = settings["steps"] is not None or settings["max_minutes"] is not None
+    if loader.rows_per_epoch == math.inf and not is_bounded:
+        raise ValueError(
+            "the run has no end (steps=null, max_minutes=null, and no row comes twice). "
+            "fix: max_minutes=5"
+        )
+    return corpus, loader
 
 
 @contextmanager
@@ -187,14 +193,13 @@ def report_machine_errors(trainer: Trainer | None) -> Iterator[None]:
 def summary(trainer: Trainer, setup: RunSetup) -> str:
     """Lines about a run before it starts: sizes, what it is computed with, and what ends it."""
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    tokens = sum(map(len, trainer.corpus.train))
     peak = "peak FLOP/s unknown, so no MFU"
     if trainer.peak_flops is not None:
         peak = f"peak {trainer.peak_flops / 1e12:.0f} TFLOP/s"
     return (
         f"{trainer.run_dir}: {parameters / 1e6:.1f} M parameters, "
         f"{trainer.flops_per_token / 1e6:.0f} MFLOP per token, "
-        f"{tokens / 1e6:.1f} M tokens of text\n"
+        f"{trainer.corpus.description}\n"
         f"{trainer.ranks.world_size} x {trainer.ranks.device}, {trainer.precision}, "
         f"compile={trainer.settings['compile']} ({setup.compile_reason}), {peak}\n"
         f"micro_batch={trainer.micro_batch_size} ({micro_batch_reason(trainer)}), "

@@ -17,8 +17,8 @@ from common import compilation, config, errors, hardware, sharding
 from common.hardware import to_device
 from common.instantiate import instantiate
 from common.progress import duration
+from data.corpus import Corpus
 from data.loader import Loader
-from data.prepare import Corpus
 from training import resume
 from training.budget import RESERVED_SECONDS, TimeBudget, count_epoch_steps
 from training.compile_choice import COMPILED_OPTIONS, TIMED_STEPS, CompileRecord, is_long_run
@@ -349,16 +349,17 @@ class Trainer:
         return [slice(start, start + self.micro_batch_size) for start in starts]
 
     def _forward(self, rows: slice) -> Tensor:
-        """The loss of these rows of the batch, summed over tokens."""
+        """The loss of these rows of the batch, summed over targets."""
         batch = to_device(self.ranks.device, *self.loader(self.step, rows))
         with hardware.autocast(self.ranks.device, self.precision):
-            return self.parallel(*batch)
+            loss_sum, _ = self.parallel(*batch)
+        return loss_sum
 
     def _accumulate(self, rows: slice) -> Tensor:
-        """Add the gradient of these rows of the batch -> their loss, summed over tokens."""
+        """Add the gradient of these rows of the batch -> their loss, summed over targets."""
         loss_sum = self._forward(rows)
-        # The mean over all tokens; gradients are averaged over ranks.
-        loss = loss_sum * (self.ranks.world_size / self.batch_tokens)
+        # The mean over the targets of the batch; gradients are averaged over ranks.
+        loss = loss_sum * (self.ranks.world_size / self.loader.num_targets(self.step))
         self.scaler.scale(loss).backward()
         return loss_sum.detach()
 
@@ -416,7 +417,7 @@ class Trainer:
         loss_sum = self.ranks.all_reduce_sum(self.loss_sum.item())
         grad_norm = self.grad_norm.item()
         self._write_metrics(
-            train_loss=loss_sum / self._unreported_tokens(),
+            train_loss=loss_sum / self._unreported_targets(),
             lr=self.optimizers[0].param_groups[0]["lr"],
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             tokens_per_second=self.tokens_per_second,
@@ -442,8 +443,9 @@ class Trainer:
             self._measure_throughput()
             self._draw_progress(self.loss_sum.item() * self.ranks.world_size)
 
-    def _unreported_tokens(self) -> int:
-        return (self.step - self.reported_step) * self.batch_tokens
+    def _unreported_targets(self) -> int:
+        steps = range(self.reported_step, self.step)
+        return sum(self.loader.num_targets(step) for step in steps)
 
     def _measure_throughput(self) -> None:
         """Tokens per second of this process's steps since the last report."""
@@ -468,7 +470,7 @@ class Trainer:
         self.log.progress(
             self.step,
             self.steps,
-            f"loss {loss_sum / self._unreported_tokens():.3f}  "
+            f"loss {loss_sum / self._unreported_targets():.3f}  "
             f"{self.tokens_per_second:,.0f} tokens/s  {utilization}  "
             f"{hardware.peak_memory(self.ranks.device) / 2**30:.1f} GiB  "
             f"{duration(seconds_left)} left",
@@ -519,7 +521,7 @@ class Trainer:
         if eval_tokens is None:
             trained_tokens = min(self.settings["eval_every"], steps) * self.batch_tokens
             eval_tokens = max(MIN_EVAL_TOKENS, int(EVALUATED_FRACTION * trained_tokens))
-        return min(eval_tokens, sum(map(len, self.corpus.validation)))
+        return min(eval_tokens, self.corpus.validation_tokens(self.settings["context"]))
 
     @property
     def evaluates_with_gradients(self) -> bool:

@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 from checkpoints import checkpoint
 from common import atomic_dir, errors
+from data.corpus import Corpus
 from data.loader import Loader
-from data.prepare import Corpus
 from data.sources import Text
 from tests.conftest import LONG, TINY, settings_of
 from train import train

@@ -1,0 +1,61 @@
+"""Slices of an evaluation: which targets its loss and its accuracy are averaged over.
+
+Each target is counted in one cell of a table: its row is a class, such as whether the target
+repeats something in its context, and its column the bin of a length, such as its position. A slice
+is a row or a column of the table.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NUM_BINS = 32  # 1, 2, 3-4, 5-8, ...
+
+
+def cells(classes: Tensor, lengths: Tensor) -> Tensor:
+    """Number the cells of targets by class and by bin of a length of at least 1, all int64."""
+    # Bins end at powers of two: the bin of a length is the number of bits of one less.
+    bins = (lengths - 1).double().frexp().exponent
+    return classes * NUM_BINS + bins
+
+
+def bin_name(index: int) -> str:
+    """Name a bin by the lengths that belong to it."""
+    last = 2**index
+    first = last // 2 + 1
+    return str(last) if first >= last else f"{first}-{last}"
+
+
+def text_cells(inputs: Tensor, targets: Tensor) -> Tensor:
+    """Map inputs and targets (B, T) of a text to the cells (B, T) of the targets.
+
+    The class is 1 where a target completes a bigram that occurred earlier in its row, which a model
+    can look up: the recall slice of Zoology (Arora et al., 2312.04927). The length is the number of
+    tokens in front of the target.
+    """
+    # A stable sort puts equal bigrams side by side, in the order of their positions.
+    bigrams = inputs * (targets.max() + 1).clamp(min=1) + targets
+    ordered, order = bigrams.sort(dim=1, stable=True)
+    follows_equal = torch.zeros_like(ordered)
+    follows_equal[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    is_repeated = torch.zeros_like(ordered).scatter(1, order, follows_equal)
+
+    positions = torch.arange(1, inputs.shape[1] + 1).expand_as(inputs)
+    return cells(is_repeated, positions)
+
+
+def slice_means(
+    sums: np.ndarray, counts: np.ndarray, classes: tuple[str, ...], length: str, value: str
+) -> dict[str, dict[str, float]]:
+    """Name the slices of sums and counts (classes, NUM_BINS), with the mean of each as `value`."""
+    slices = {}
+    for index, name in enumerate(classes):
+        slices[name] = (sums[index].sum(), counts[index].sum())
+    for index in range(NUM_BINS):
+        slices[f"{length} {bin_name(index)}"] = (sums[:, index].sum(), counts[:, index].sum())
+    # Those without targets, such as positions beyond the context, are left out.
+    return {
+        name: {value: float(total / count), "tokens": int(count)}
+        for name, (total, count) in slices.items()
+        if count > 0
+    }

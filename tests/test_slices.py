@@ -1,0 +1,90 @@
+"""The slices of an evaluation are those of the definition, and add up."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data.loader import IGNORE_INDEX
+from data.slices import NUM_BINS, bin_name, slice_means, text_cells
+
+
+def test_bins_end_at_powers_of_two():
+    lengths = torch.arange(1, 131)[None]
+    tokens = torch.zeros_like(lengths)
+    bins = text_cells(tokens, tokens)[0] % NUM_BINS
+    names = [bin_name(index) for index in bins.tolist()]
+    for length, name in zip(range(1, 131), names, strict=True):
+        first, _, last = name.partition("-")
+        assert int(first) <= length <= int(last or first)
+    assert names[:9] == ["1", "2", "3-4", "3-4", *["5-8"] * 4, "9-16"]
+
+
+def test_repeated_bigrams_of_a_tiny_text_by_hand():
+    #          a  b  c  a  b  a  b  c  d
+    text = torch.tensor([[3, 4, 5, 3, 4, 3, 4, 5, 6], [6, 6, 6, 3, 4, 6, 3, 6, 6]])
+    is_repeated = text_cells(text[:, :-1], text[:, 1:]) // NUM_BINS
+    assert is_repeated.tolist() == [[0, 0, 0, 1, 0, 1, 1, 0], [0, 1, 0, 0, 0, 1, 0, 1]]
+
+
+def test_repeated_bigrams_are_those_of_a_loop():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, (3, 40), generator=generator)
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:].clone()
+    targets[2, 30:] = IGNORE_INDEX  # padding at the end changes nothing in front of it
+    classes = text_cells(inputs, targets) // NUM_BINS
+    for row in range(3):
+        seen = set()
+        for position in range(39 if row < 2 else 30):
+            bigram = (int(inputs[row, position]), int(targets[row, position]))
+            assert classes[row, position] == (bigram in seen)
+            seen.add(bigram)
+
+
+def test_slices_without_targets_are_left_out():
+    sums = np.zeros((2, NUM_BINS))
+    counts = np.zeros((2, NUM_BINS))
+    sums[1, 2], counts[1, 2] = 6.0, 4
+    slices = slice_means(sums, counts, ("new", "repeated"), "position", "loss")
+    assert slices == {
+        "repeated": {"loss": 1.5, "tokens": 4},
+        "position 3-4": {"loss": 1.5, "tokens": 4},
+    }
+
+
+def test_slices_of_a_run_add_up_to_its_loss_and_are_those_of_the_logits(trainer_of):
+    trainer = trainer_of()
+    tokens = trainer.corpus.validation[0]
+    trainer.train_step()
+    trainer.evaluate()
+    line = json.loads(Path(trainer.run_dir, "metrics.jsonl").read_text().splitlines()[-1])
+    slices = line["slices"]
+    for prefix in ("position", ""):
+        chosen = [v for k, v in slices.items() if k.startswith("position") == bool(prefix)]
+        total = sum(v["loss"] * v["tokens"] for v in chosen)
+        count = sum(v["tokens"] for v in chosen)
+        assert count == len(tokens) - 1
+        assert total / count == pytest.approx(line["val_loss"], abs=1e-6)
+
+    # By position, from all logits.
+    text = torch.from_numpy(tokens.astype("int64"))
+    losses = {}
+    positions = [name for name in slices if name.startswith("position")]
+    for start in range(0, len(text) - 1, 64):
+        window = text[start : start + 65]
+        logits = trainer.model(window[None, :-1])[0].double()
+        nats = F.cross_entropy(logits, window[1:], reduction="none")
+        for index, value in enumerate(nats.tolist()):
+            name = next(name for name in positions if fits(name, index + 1))
+            losses.setdefault(name, []).append(value)
+    for name, values in losses.items():
+        assert slices[name]["loss"] == pytest.approx(np.mean(values), abs=1e-5)
+
+
+def fits(name: str, length: int) -> bool:
+    first, _, last = name.removeprefix("position ").partition("-")
+    return int(first) <= length <= int(last or first)
