@@ -51,7 +51,7 @@ def held_out_tokens() -> list[int]:
 def test_losses_are_those_of_a_plain_loop(run_of, variant):
     run = run_of(f"attention={variant}")
     measured = measure_lengths(run)
-    assert measured.keys() == {"step", "1", "2", "4"}
+    assert measured.keys() == {"step", "1", "2", "4", "4 YaRN"}
     tokens = held_out_tokens()
     for multiple in (1, 2, 4):
         context = multiple * CONTEXT
@@ -81,6 +81,33 @@ def test_full_attention_has_another_loss(run_of):
     assert measured["4"] != pytest.approx(measured["2"], rel=1e-3)
 
 
+@pytest.mark.parametrize("variant", ["gqa", "mla", "nope"])
+def test_yarn_is_that_of_a_model_with_scaled_positions(run_of, variant):
+    """One that is built with YaRN, from the same weights, at four times the context."""
+    run = run_of(f"attention={variant}")
+    measured = measure_lengths(run)
+    scaling = {"_target_": "model.rope.YaRN", "factor": 4, "fast": 32, "slow": 1}
+
+    def scaled(tree):
+        if not isinstance(tree, dict):
+            return tree
+        tree = {key: scaled(branch) for key, branch in tree.items()}
+        if tree.get("rope_base") is not None:
+            tree["rope_scaling"] = scaling | {"context": CONTEXT}
+        return tree
+
+    newest = checkpoint.newest_checkpoint(run)
+    settings = checkpoint.load_config(newest)
+    settings["model"]["attention"] = scaled(settings["model"]["attention"])
+    weights = checkpoint.load_model(newest, "cpu").state_dict()
+    proto = (newest / "tokenizer.model").read_bytes()
+    checkpoint.save(Path("runs/scaled"), 1, weights, settings, proto, {})
+    expected = measure_lengths(Path("runs/scaled"))
+    assert measured["4 YaRN"] == pytest.approx(expected["4"], rel=1e-5)
+    assert measured["4"] != pytest.approx(expected["4"], rel=1e-4)
+    assert expected["4 YaRN"] == "no layer has RoPE without scaling"
+
+
 def test_positions_that_were_learned_are_the_reason(run_of, monkeypatch):
     construct = SoftmaxAttention.__init__
 
@@ -97,10 +124,10 @@ def test_positions_that_were_learned_are_the_reason(run_of, monkeypatch):
 
 
 def test_too_little_text_is_the_reason(run_of, monkeypatch):
-    monkeypatch.setattr(lengths, "MULTIPLES", (1, 2, 4000))
+    monkeypatch.setattr(lengths, "MULTIPLES", {"1": 1, "4000": 4000})
     measured = measure_lengths(run_of("attention=gqa"))
-    for multiple in ("1", "2", "4000"):
-        assert "held-out tokens (a window has 32001)" in measured[multiple]
+    for name in ("1", "4000"):
+        assert "held-out tokens (a window has 32001)" in measured[name]
 
 
 def test_lengths_are_measured_once_for_a_step(run_of, monkeypatch):

@@ -15,12 +15,16 @@ from data.corpus import Corpus
 from data.loader import IGNORE_INDEX
 from data.prepare import prepare
 from inference.load import load
+from model.attention.mla import LatentAttention
+from model.attention.softmax import SoftmaxAttention
+from model.rope import YaRN
 from model.transformer import Transformer
 from training.distributed import DistEnv
 from training.evaluation import evaluate
 from training.loss import LanguageModelLoss
 
-MULTIPLES = (1, 2, 4)  # of the training context
+YARN = "4 YaRN"
+MULTIPLES = {"1": 1, "2": 2, "4": 4, YARN: 4}  # of the training context, by the name of the result
 NUM_TARGETS = 16_384  # tokens of text that are scored
 
 
@@ -39,7 +43,7 @@ class LastTargets(Corpus):
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield inputs, targets and cells, which are all one, (B, T) of windows of `context`."""
         tokens = torch.from_numpy(np.concatenate(self.validation).astype(np.int64))
-        length = max(MULTIPLES) * self.trained_context + 1
+        length = max(MULTIPLES.values()) * self.trained_context + 1
         step = self.trained_context // 2
         if len(tokens) < length:
             raise ValueError(f"{len(tokens)} held-out tokens (a window has {length}). fix: more")
@@ -51,11 +55,11 @@ class LastTargets(Corpus):
 
 
 def measure_lengths(run_dir: Path | None) -> dict:
-    """Score a run's newest checkpoint at each multiple of its training context.
+    """Score a run's newest checkpoint at multiples of its training context.
 
-    Returns its step and, by multiple, the nats per token of `LastTargets`, or the accuracy of a
-    task whose rows are drawn at this length, or the reason why there is neither. The result is kept
-    in the run's lengths.json.
+    Returns its step and, by the names of MULTIPLES, the nats per token of `LastTargets`, or the
+    accuracy of a task whose rows are drawn at this length, or the reason why there is neither. The
+    result is kept in the run's lengths.json.
     """
     newest, settings = open_run(run_dir)
     step = int(newest.name.removeprefix("step-"))
@@ -66,23 +70,42 @@ def measure_lengths(run_dir: Path | None) -> dict:
             return lengths
 
     lengths = {"step": step}
-    for multiple in MULTIPLES:
+    for name, multiple in MULTIPLES.items():
         try:
             corpus = open_corpus(settings)
             if corpus.validation:
                 corpus = LastTargets(**vars(corpus), trained_context=settings["context"])
             context = multiple * settings["context"]
             model, *_ = load(newest, settings["device"], context=context)
+            if name == YARN:
+                scale_positions(model, multiple, settings["context"])
             metrics = evaluate_corpus(model, corpus, settings)
             accuracies = [metrics[key] for key in metrics if key.endswith("_accuracy")]
-            lengths[str(multiple)] = accuracies[0] if accuracies else metrics["val_loss"]
+            lengths[name] = accuracies[0] if accuracies else metrics["val_loss"]
         except ValueError as error:
-            lengths[str(multiple)] = str(error).partition(". fix: ")[0]
+            lengths[name] = str(error).partition(". fix: ")[0]
     # The file is whole once it has its name.
     temporary = file.with_suffix(".tmp")
     temporary.write_text(json.dumps(lengths))
     temporary.replace(file)
     return lengths
+
+
+def scale_positions(model: Transformer, factor: int, trained_context: int) -> None:
+    """Scale RoPE by YaRN with the paper's constants, without further training.
+
+    Raises ValueError where no layer has RoPE that is not scaled yet.
+    """
+    scaling = YaRN(factor=factor, fast=32, slow=1, context=trained_context)
+    num_scaled = 0
+    for module in model.modules():
+        if isinstance(module, SoftmaxAttention | LatentAttention):
+            dim, base, trained_scaling = module.rotary
+            if base is not None and trained_scaling is None:
+                module.rotary = (dim, base, scaling)
+                num_scaled += 1
+    if num_scaled == 0:
+        raise ValueError("no layer has RoPE without scaling. fix: attention=gqa")
 
 
 def open_run(path: Path | None) -> tuple[Path, dict]:
