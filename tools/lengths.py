@@ -70,13 +70,14 @@ def measure_lengths(run_dir: Path | None) -> dict:
             return lengths
 
     lengths = {"step": step}
+    device = "cpu" if settings["device"] == "cpu" else "auto"
     for name, multiple in MULTIPLES.items():
         try:
             corpus = open_corpus(settings)
             if corpus.validation:
                 corpus = LastTargets(**vars(corpus), trained_context=settings["context"])
             context = multiple * settings["context"]
-            model, *_ = load(newest, settings["device"], context=context)
+            model, *_ = load(newest, device, context=context)
             if name == YARN:
                 scale_positions(model, multiple, settings["context"])
             metrics = evaluate_corpus(model, corpus, settings)
@@ -138,6 +139,6 @@ def evaluate_corpus(
         batch_size,
         torch.float32,
         DistEnv(0, 1, model.embed.weight.device),
-        stop=int,  # int() is 0
+        stop=lambda: 0,
         with_gradients=False,
     )
