@@ -271,6 +271,7 @@ def gpu_present(gpu: GPU) -> Iterator[None]:
         for name in interface:
             answer = staticmethod(constant(answers[name]))
             stack.enter_context(patch.object(CudaInterface, name, answer))
+        stack.enter_context(patch.object(torch.cuda, "default_generators", (GeneratorOfGPU(),)))
         stack.enter_context(patch.object(CudaInterface, "get_raw_stream", constant(0)))
         stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", constant(0)))
         stack.enter_context(patch.object(driver, "_active", Driver()))
@@ -282,6 +283,15 @@ def gpu_present(gpu: GPU) -> Iterator[None]:
         attention._dispatch_cache.clear()
         stack.callback(attention._dispatch_cache.clear)
         yield
+
+
+class GeneratorOfGPU(torch.Generator):
+    """Stands for the GPU's generator, whose state a recomputed forward shares with the first."""
+
+    device = torch.device("cuda", 0)
+
+    def clone_state(self) -> "GeneratorOfGPU":
+        return self
 
 
 def constant(value: object) -> Callable:
