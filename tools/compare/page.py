@@ -124,6 +124,6 @@ def svg_figure(figure: Figure, path: Path, caption: str) -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     _, start, drawing = buffer.getvalue().partition("<svg")
     drawing = re.sub(r"<metadata>.*</metadata>|\sxmlns(:\w+)?=\S+", "", drawing, flags=re.DOTALL)
-    drawing = drawing.replace("#000000", "currentColor")
+    drawing = drawing.replace("#000000", "currentColor").replace("fill: #ffffff", "fill: none")
     image = f'{start} role="img" aria-label="{escape(caption)}"{drawing}'
     return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"

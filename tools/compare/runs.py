@@ -189,7 +189,7 @@ def group_by_variant(runs: list[Run]) -> Groups:
 
 
 def group_by_shape(groups: Groups) -> Groups:
-    """Joins the groups that differ by the size of their model alone.
+    """Joins the groups that differ by the size of their model alone, named by what names share.
 
     As many KV heads as heads are one shape at all sizes.
     """
@@ -203,8 +203,11 @@ def group_by_shape(groups: Groups) -> Groups:
         joined.setdefault(tuple(shape), {})[name] = runs
     named = {}
     for members in joined.values():
-        smallest, *_, largest = [*members, *members]
-        named[f"{smallest} to {largest}"] = [*chain(*members.values())]
+        parts = [name.split("-") for name in members]
+        name = "-".join(part for part in parts[0] if all(part in each for each in parts))
+        if name in named:
+            name = ", ".join(members)
+        named[name] = [*chain(*members.values())]
     return named
 
 
