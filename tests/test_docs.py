@@ -79,7 +79,7 @@ def test_a_model_is_taken_away_and_back(command, trained, story):
     (story.parent / "my").mkdir()
     story.rename(story.parent / "my" / "stories.txt")
     lines = [line for line in TAKEN if "--tasks" not in line]
-    assert len(lines) == 6 and len(TAKEN) == 8
+    assert len(lines) == 8 and len(TAKEN) == 10
     for line in lines:
         module, *words = shlex.split(line.replace("-m ", "").replace("runs/NAME", str(trained)))[1:]
         file = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"

@@ -3,7 +3,9 @@
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -38,6 +40,8 @@ NOT_IDENTITY = (
     "log_every",
 )
 
+SIZES = ("model.dim", "model.depth", "model.heads", "model.hidden")
+LONG = 4096  # contexts: longer than any window
 Groups = dict[str, list["Run"]]  # the runs of each variant, by its name; the baseline first
 
 
@@ -76,6 +80,12 @@ class Run:
         return self.settings["seed"]
 
     @property
+    def task(self) -> str:
+        """What the run was trained on: text, or a task of data/tasks.py by its name."""
+        module, _, name = self.settings["data"]["_target_"].rpartition(".")
+        return name.lower() if module == "data.tasks" else "text"
+
+    @property
     def last(self) -> dict:
         return self.lines[-1]
 
@@ -85,13 +95,23 @@ class Run:
         return [line for line in self.lines if "val_bpb" in line]
 
     @property
+    def tokens_per_second(self) -> float:
+        """The median over the lines of the log."""
+        rates = [line["tokens_per_second"] for line in self.lines if "train_loss" in line]
+        # The first line includes compilation; a short run has no other.
+        return median(rates[1:] or rates)
+
+    @property
     def metric(self) -> str:
-        """The loss in bits per byte, or in nats per token where the bytes are unknown."""
+        """The accuracy in a task; the loss in bits per byte, or per token if bytes are unknown."""
+        if self.task != "text":
+            return f"{self.task}_accuracy"
         return "val_loss" if self.evaluations[-1]["val_bpb"] is None else "val_bpb"
 
     @property
     def metric_name(self) -> str:
-        return "nats per token" if self.metric == "val_loss" else "bits per byte"
+        names = {"val_loss": "nats per token", "val_bpb": "bits per byte"}
+        return names.get(self.metric, f"{self.task} accuracy")
 
     @property
     def loss(self) -> float:
@@ -119,8 +139,15 @@ class Run:
         return self.model.cache_bytes(self.model.context, torch.bfloat16)
 
     @property
-    def cache_bytes_per_token(self) -> float:
-        return self.cache_bytes / self.model.context
+    def cache_growth(self) -> int:
+        """The bytes that a token adds to the cache of a long text; 0 of a state of fixed size."""
+        tokens = LONG * self.model.context
+        longer = self.model.cache_bytes(tokens + 1, torch.bfloat16)
+        return longer - self.model.cache_bytes(tokens, torch.bfloat16)
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
 
     def settings_except(self, ignored: tuple[str, ...]) -> dict[str, str]:
         """The settings by their dotted keys, and the number of tokens, without these prefixes."""
@@ -158,6 +185,29 @@ def group_by_variant(runs: list[Run]) -> Groups:
             if any(identity.get(key) != value for identity in namesakes):
                 name += f" {key.rpartition('.')[2]}={value}"
         named[name] = group
+    return named
+
+
+def group_by_shape(groups: Groups) -> Groups:
+    """Joins the groups that differ by the size of their model alone, named by what names share.
+
+    As many KV heads as heads are one shape at all sizes.
+    """
+    joined = {}
+    for name, runs in groups.items():
+        heads = str(runs[0].settings["model"]["heads"])
+        shape = []
+        for key, value in runs[0].identity.items():
+            is_size = key in SIZES or (key.endswith(".kv_heads") and value == heads)
+            shape += [] if is_size else [(key, value)]
+        joined.setdefault(tuple(shape), {})[name] = runs
+    named = {}
+    for members in joined.values():
+        parts = [name.split("-") for name in members]
+        name = "-".join(part for part in parts[0] if all(part in each for each in parts))
+        if name in named:
+            name = ", ".join(members)
+        named[name] = [*chain(*members.values())]
     return named
 
 

@@ -1,12 +1,13 @@
 """Better, worse, or not distinguishable: paired t-tests over seeds, corrected for their number."""
 
 import math
+from statistics import fmean, stdev
 from typing import NamedTuple
 
-from scipy.stats import ttest_1samp
+from scipy.stats import t
 
 LEVEL = 0.05  # chance that any of all tests together reports a difference where there is none
-Losses = dict[int, float]  # final losses of one variant, by the seed of the run
+Values = dict[int, float]  # what was measured of one variant, by the seed of the run
 
 
 class Estimate(NamedTuple):
@@ -32,63 +33,76 @@ class Verdict(NamedTuple):
     text: str
 
 
-def compare_to_baseline(baseline: Losses, variants: dict[str, Losses]) -> dict[str, Verdict]:
-    """Tests each variant, named by its key, against the baseline."""
+def compare_to_baseline(
+    baseline: Values,
+    variants: dict[str, Values],
+    *,
+    higher_is_better: bool = False,
+    least_spread: float = 0.0,
+) -> dict[str, Verdict]:
+    """Tests each variant, named by its key, against the baseline.
+
+    `least_spread` is the smallest standard deviation that differences are believed to have.
+    """
     num_pairs = {}
     differences = {}
     p_values = {}
-    for name, losses in variants.items():
-        values = paired_differences(baseline, losses)
-        num_pairs[name] = len(values)
-        differences[name] = estimate(values)
+    for name, values in variants.items():
+        pairs = paired_differences(baseline, values)
+        num_pairs[name] = len(pairs)
+        differences[name] = estimate(pairs, least_spread)
         p_values[name] = differences[name].p
 
     # Judge by p-values that are corrected for all tests together.
     verdicts = {}
     for name, p in holm(p_values).items():
-        text = verdict_text(differences[name].mean, p)
+        text = verdict_text(differences[name].mean, p, higher_is_better)
         verdicts[name] = Verdict(differences[name], num_pairs[name], p, text)
     return verdicts
 
 
-def paired_differences(baseline: Losses, losses: Losses) -> list[float]:
-    """Subtracts the baseline's loss from the variant's, pair by pair.
+def paired_differences(baseline: Values, values: Values) -> list[float]:
+    """Subtracts the baseline's value from the variant's, pair by pair.
 
     Runs of one seed, which share batches and first weights, are a pair. Where no seed is shared,
     the order of the seeds pairs them, and runs without a partner are left out.
     """
-    shared = sorted(baseline.keys() & losses.keys())
+    shared = sorted(baseline.keys() & values.keys())
     if shared:
-        return [losses[seed] - baseline[seed] for seed in shared]
-    pairs = zip(sorted(baseline), sorted(losses), strict=False)
-    return [losses[seed] - baseline[baseline_seed] for baseline_seed, seed in pairs]
+        return [values[seed] - baseline[seed] for seed in shared]
+    pairs = zip(sorted(baseline), sorted(values), strict=False)
+    return [values[seed] - baseline[baseline_seed] for baseline_seed, seed in pairs]
 
 
-def estimate(values: list[float]) -> Estimate:
+def estimate(values: list[float], least_spread: float = 0.0) -> Estimate:
     """Estimates the mean of the values: Student, Biometrika 6 (1908).
 
-    For the differences of pairs, this is the paired t-test.
+    For the differences of pairs, this is the paired t-test. Values that count, such as the answers
+    that are right, tie by chance: their standard deviation is taken to be `least_spread` at least.
     """
-    if len(values) < 2:
-        return Estimate(values[0], math.nan, math.nan)
+    count = len(values)
+    mean = fmean(values)
+    if count < 2:
+        return Estimate(mean, math.nan, math.nan)
 
-    # Without a spread beyond rounding the mean is certain; scipy would divide by a spread of zero.
-    if math.isclose(min(values), max(values), rel_tol=1e-13):
+    # Without a spread beyond rounding the mean is certain: no division by a spread of zero.
+    spread = max(stdev(values), least_spread)
+    if math.isclose(min(values), max(values), rel_tol=1e-13) and least_spread == 0:
         return Estimate(values[0], 0.0, float(values[0] == 0))
 
-    test = ttest_1samp(values, 0)
-    low, high = test.confidence_interval(1 - LEVEL)
-    mean = float(low + high) / 2
-    ci95 = float(high - low) / 2
-    return Estimate(mean, ci95, float(test.pvalue))
+    standard_error = spread / math.sqrt(count)
+    ci95 = standard_error * t.ppf(1 - LEVEL / 2, count - 1)
+    p = 2 * t.sf(abs(mean) / standard_error, count - 1)
+    return Estimate(mean, float(ci95), float(p))
 
 
-def verdict_text(difference: float, p: float) -> str:
+def verdict_text(difference: float, p: float, higher_is_better: bool) -> str:
     if math.isnan(p):
         return "n/a"
     if p > LEVEL:
         return "not distinguishable"
-    return "worse" if difference > 0 else "better"
+    is_higher = difference > 0
+    return "better" if is_higher == higher_is_better else "worse"
 
 
 def holm(p_values: dict[str, float]) -> dict[str, float]:
