@@ -156,13 +156,15 @@ def test_accuracies_of_a_task_are_those_of_rows_of_this_length(tmp_path, monkeyp
     measured = measure_lengths(run)
     task = instantiate(settings["data"], "data")
     for multiple in (1, 2, 4):
+        context = multiple * 24
         accuracies = {2: [], 4: []}
-        rows = task.corpus().evaluation(512 * 24 * multiple, 24 * multiple, 1)
-        for inputs, targets, _ in rows:
-            predicted = model(inputs)[0].argmax(-1)
-            asked = [at for at in range(24 * multiple) if targets[0, at] >= 0]
-            for at in asked:
-                accuracies[len(asked)].append(bool(predicted[at] == targets[0, at]))
+        batch_size = lengths.BATCH_TOKENS // context
+        for batch in task.corpus().evaluation(512 * context, context, batch_size):
+            for inputs, targets, _ in zip(*batch, strict=True):
+                predicted = model(inputs[None])[0].argmax(-1)
+                asked = (targets >= 0).nonzero().flatten().tolist()
+                for at in asked:
+                    accuracies[len(asked)].append(bool(predicted[at] == targets[at]))
         means = [np.mean(accuracies[pairs]) for pairs in (2, 4)]
         assert measured[str(multiple)] == pytest.approx(np.mean(means))
         assert measured[str(multiple)] > 0

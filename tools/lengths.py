@@ -26,6 +26,7 @@ from training.loss import LanguageModelLoss
 YARN = "4 YaRN"
 MULTIPLES = {"1": 1, "2": 2, "4": 4, YARN: 4}  # of the training context, by the name of the result
 NUM_TARGETS = 16_384  # tokens of text that are scored
+BATCH_TOKENS = 4096  # inputs computed together
 
 
 @dataclass
@@ -80,7 +81,7 @@ def measure_lengths(run_dir: Path | None) -> dict:
             model, *_ = load(newest, device, context=context)
             if name == YARN:
                 scale_positions(model, multiple, settings["context"])
-            metrics = evaluate_corpus(model, corpus, settings)
+            metrics = evaluate_corpus(model, corpus, settings, max(1, BATCH_TOKENS // context))
             accuracies = [metrics[key] for key in metrics if key.endswith("_accuracy")]
             lengths[name] = accuracies[0] if accuracies else metrics["val_loss"]
         except ValueError as error:
@@ -126,9 +127,7 @@ def open_corpus(settings: dict) -> Corpus:
     return prepare(instantiate(settings["data"], "data"), Path(".cache"), quiet=True)
 
 
-def evaluate_corpus(
-    model: Transformer, corpus: Corpus, settings: dict, batch_size: int = 4
-) -> dict:
+def evaluate_corpus(model: Transformer, corpus: Corpus, settings: dict, batch_size: int) -> dict:
     """The metrics of all held-out data in windows of the model's context, as training has them."""
     bos = corpus.tokenizer.bos if settings["document_mask"] else None
     return evaluate(
