@@ -309,7 +309,8 @@ def test_every_preset_is_made_as_large_as_the_baseline(kind, variant):
 
 
 def test_matching_changes_the_feed_forward_alone():
-    both = plan.plan_jobs(["attention=gqa,mha", "model=tiny", "seed=3"], "params", Path("out"))
+    words = ["attention=gqa,mha", "model=tiny", "seed=3"]
+    both = plan.plan_jobs(words, "params", Path("out"))["text"]
     one, other = (dict(flatten(job.settings)) for job in both)
     kept = ("name", "run_dir", "attention.kv_heads", "model.attention.kv_heads")
     assert {key for key in one if one[key] != other[key]} == {"model.hidden", *kept}
