@@ -23,10 +23,9 @@ from common.instantiate import ROOT, instantiate
 from model.transformer import Transformer
 from tools.compare.jobs import Job
 from tools.compare.runs import Run
-from training.setup import load_corpus, load_settings
+from training.setup import adopt_pretrained, load_settings
 
 TASKS = ("text", "recall", "copy")  # what `tasks` may list
-TASK_EVAL_TOKENS = 2**18  # a thousand rows of the default context: accuracies to about 1 %
 SIZE_KEYS = ("model", "model.dim")  # a sweep over these compares at several sizes
 SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes count as equal
 SIZES: dict[str, Callable[[Transformer], float]] = {
@@ -201,10 +200,9 @@ def make_job(task: str, name: str, overrides: list[str], seed: str, folder: Path
     prefix = "" if task == "text" else f"{task}-"
     run_dir = folder / f"{prefix}{name}-{seed.partition('=')[2]}"
     quoted = QuotedString(str(run_dir), Quote.double).with_quotes()
-    # All runs are judged by the same text: all that is held out. A task has no end.
+    # All runs are judged by the same text, or the same rows of a task: all that is held out.
     if not any(override.startswith("eval_tokens=") for override in overrides):
-        eval_tokens = config.LARGEST if task == "text" else TASK_EVAL_TOKENS
-        overrides = [*overrides, f"eval_tokens={eval_tokens}"]
+        overrides = [*overrides, f"eval_tokens={config.LARGEST}"]
     overrides = [*overrides, seed, f"name={name}", f"run_dir={quoted}", "resume=true"]
     return Job(run_dir, overrides, compose_settings(overrides))
 
@@ -226,14 +224,11 @@ def match_baseline(baseline: Job, others: list[Job], same_tokens: bool) -> None:
 
 def compose_settings(overrides: list[str]) -> dict:
     """Composes the settings of a run. Raises ValueError for what cannot be trained here."""
-    settings = load_settings(compose(overrides))
+    settings = compose(overrides)
+    adopt_pretrained(settings, overrides)
+    load_settings(settings)
     hardware.pick_device(settings["device"])  # raises ValueError where it is not there
-    # A task generates its data: that it does not fit into the context shows at once.
-    if settings["data"]["_target_"].startswith("data.tasks."):
-        if settings["init_from"] is not None:
-            problem = f"a task has no tokenizer (init_from={settings['init_from']})"
-            raise ValueError(f"{problem}. fix: text.init_from, or none")
-        load_corpus(settings, instantiate(settings["data"], "data"))
+    instantiate(settings["data"], "data")  # where the rows of a task do not fit into the context
     return settings
 
 
