@@ -64,6 +64,9 @@ def expand_sweep(overrides: list[str]) -> Sweep:
 
     Raises ValueError for one without an end, and for one of sizes or tasks with a single value.
     """
+    for text in overrides:
+        if text.endswith(","):
+            raise ValueError(f"a sweep of one value ({text}). fix: {text[:-1]}")
     sweep = {}
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
@@ -112,7 +115,7 @@ def split_tasks(sweep: Sweep) -> dict[str, Sweep]:
                 fix = f"tasks={','.join([*tasks, task])}, or leave it out"
                 raise ValueError(f"{task} is not among the tasks ({values[0]}). fix: {fix}")
             if prefix in TASKS:
-                tasks[task][own_key] = [text.removeprefix(f"{task}.") for text in values]
+                tasks[task][own_key] = [text.replace(f"{task}.", "", 1) for text in values]
             else:
                 tasks[task].setdefault(key, values)
     return tasks
