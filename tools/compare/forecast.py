@@ -25,18 +25,18 @@ PUBLISHED_SPREAD = 0.0106
 
 
 def forecast(task: str, jobs: list[Job]) -> str:
-    """Describes in a line what the jobs of a task will take, and what they can show."""
+    """Says in a line how long the jobs of a task will take, and what they can show."""
     runs = []
     for job in jobs:
         with suppress(IntegrityError):  # there is none yet
             runs.append(Run.read(job.run_dir))
     runs = [run for run in runs if run.done]
     seconds = seconds_left(jobs, runs)
-    time = f"unknown before {jobs[0].run_dir.name} has trained"
+    time = f"unknown time left until {jobs[0].run_dir.name} has trained"
     if seconds is not None:
-        time = f"about {duration(seconds)}"
+        time = f"about {duration(seconds)} left"
     counts = f"{len(jobs)} runs, {len(runs)} finished"
-    return f"{task}: {counts}; time left: {time}; {difference_text(task, jobs, runs)}"
+    return f"{task}: {counts}, {time}; {difference_text(task, jobs, runs)}"
 
 
 def seconds_left(jobs: list[Job], runs: list[Run]) -> float | None:
@@ -44,17 +44,18 @@ def seconds_left(jobs: list[Job], runs: list[Run]) -> float | None:
 
     All are expected to train on equally many tokens, in the time that their FLOPs take.
     """
-    flops = [meta_model(job.settings).training_flops() for job in jobs]
-    finished_flops = sum(run.model.training_flops() for run in runs)
+    flops = {job.run_dir: meta_model(job.settings).training_flops() for job in jobs}
+    total_flops = sum(flops.values())
+    finished_flops = sum(flops[run.folder] for run in runs)
     if runs:
         seconds_per_flop = sum(run.last["seconds"] for run in runs) / finished_flops
     else:
         seconds = baseline_seconds(jobs[0].settings)
         if seconds is None:
             return None
-        seconds_per_flop = seconds / flops[0]
+        seconds_per_flop = seconds / flops[jobs[0].run_dir]
     num_parallel = len(visible_gpus(jobs[0].settings["device"]))
-    return seconds_per_flop * (sum(flops) - finished_flops) / num_parallel
+    return seconds_per_flop * (total_flops - finished_flops) / num_parallel
 
 
 def baseline_seconds(settings: dict) -> float | None:
@@ -79,13 +80,13 @@ def difference_text(task: str, jobs: list[Job], runs: list[Run]) -> str:
     if num_variants == 1 or num_seeds == 1:
         return "no verdicts, which need two variants and two seeds"
     difference = detectable_difference(num_seeds, num_variants - 1)
-    size = f"{difference:.1f} standard deviations of a pair's difference"
+    size = f"{difference:.1f} standard deviations of paired differences"
     spread = paired_spread(task, jobs[0].settings["name"], runs)
     if spread is not None:
-        size += f" = {difference * spread:.4f} (as finished runs vary)"
+        size = f"{difference * spread:.4f} ({size} of finished runs)"
     elif task == "text":
-        size += f" = {difference * PUBLISHED_SPREAD:.4f} bits per byte (as in docs/results.md)"
-    return f"{POWER:.0%} power for a difference of {size}"
+        size = f"{difference * PUBLISHED_SPREAD:.4f} bits per byte ({size} in docs/results.md)"
+    return f"difference that is found with a power of {POWER:.0%}: {size}"
 
 
 def detectable_difference(num_pairs: int, num_tests: int) -> float:

@@ -53,9 +53,8 @@ def plan_jobs(overrides: list[str], match: str, folder: Path | None) -> dict[str
         if folder is None:
             baseline = next(iter(variants.values()))
             folder = Path("runs", f"compare-{digest([match, *baseline])}")
-        jobs[task] = []
-        for seed in seeds:
-            jobs[task] += [make_job(task, name, variants[name], seed, folder) for name in variants]
+        runs = product(seeds, variants.items())
+        jobs[task] = [make_job(task, *variant, seed, folder) for seed, variant in runs]
     return jobs
 
 
