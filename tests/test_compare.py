@@ -364,6 +364,7 @@ def test_each_task_has_jobs_of_its_own():
     text, recall = tasks["text"][0].settings, tasks["recall"][0].settings
     assert text["data"]["vocab_size"] == 999 and text["model"]["dim"] == 128
     assert recall["data"]["_target_"] == "data.tasks.Recall" and recall["data"]["pairs"] == [2, 3]
+    assert recall["data"]["vocab_size"] == 128  # of data/recall.yaml
     assert text["name"] == recall["name"] == "gqa" and text["steps"] == recall["steps"] == 9
     sizes = {
         task: {sum(p.numel() for p in plan.meta_model(job.settings).parameters()) for job in jobs}
