@@ -10,8 +10,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import t as student_t
+from scipy.stats import ttest_1samp
 
 import train
 from common.config import flatten
@@ -19,7 +22,7 @@ from common.instantiate import instantiate
 from tests.conftest import LONG, ROOT, TINY, VARIANTS, settings_of
 from tests.faults.harness import wait_for
 from tests.forks import Forked
-from tools.compare import jobs, plan
+from tools.compare import forecast, jobs, plan
 from tools.compare.runs import Run, group_by_variant
 
 SMALL = (
@@ -192,28 +195,35 @@ def test_two_calls_at_a_time_share_the_runs(command, words, forked_jobs, tmp_pat
 @pytest.mark.long
 def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
     words = (
+        "tasks=text,recall",
         "model=tiny",
         "context=128",
         "batch_tokens=2048",
         "max_minutes=null",
         "steps=150",
         "compile=false",
+        "recall.data.pairs=[2,4]",
+        "recall.steps=400",
     )
-    early, late, cut = (
-        ["name=early", "seed=0,1,2"],
-        ["name=late", "seed=3,4,5"],
-        ["name=cut", "attention.window=2"],
-    )
-    for chosen in (early, late, [*cut, "seed=0,1,2"]):
+    seeds = {"early": range(3), "late": range(3, 6), "cut": range(3)}
+    for name, each in seeds.items():
+        chosen = [f"name={name}", f"seed={','.join(map(str, each))}"]
+        chosen += ["attention.window=2"] if name == "cut" else []
         assert command("tools/compare/__main__.py", *words, *chosen, "--dir", "out").code == 0
     runs = [
-        f"out/{name}-{seed}"
-        for name, first in (("early", 0), ("late", 3), ("cut", 0))
-        for seed in range(first, first + 3)
+        f"out/{task}{name}-{seed}"
+        for task in ("", "recall-")
+        for name, each in seeds.items()
+        for seed in each
     ]
     assert command("tools/compare/__main__.py", "--report", *runs, "--dir", "out").code == 0
     verdicts = {row[0]: row[6] for row in table(Path("out/report.md"), "Loss")}
     assert verdicts == {"early": "baseline", "late": "not distinguishable", "cut": "worse"}
+
+    # Loss, recall, repeated and new tokens, length: all that the table on top judges by training.
+    rows = {row[0]: row[1:6] for row in table(Path("out/report.md"), "Result")}
+    assert all(cell.endswith("not distinguishable") for cell in rows["late"]), rows["late"]
+    assert rows["cut"][0].endswith("worse")
 
 
 def test_minutes_are_the_baselines(command, words, forked_jobs):
@@ -249,7 +259,20 @@ def test_a_signal_saves_and_ends(words, tmp_path):
         (["run_dir=x,y"], 2, "run_dir"),
         (["model.hidden=64,128"], 2, "--match none"),
         (["optimizer.lr=interval(0,1)"], 2, "interval"),
-        (["optimizer.lr=0.1,1e-1,.1e0", "model.dim=64,4096"], 2, "--match none"),
+        (["model=tiny", "data.vocab_size=400,400000"], 2, "--match none"),
+        (["tasks=text,recal"], 2, "tasks=recal"),
+        (["tasks="], 2, "tasks="),
+        (["tasks=copy,copy"], 2, "one value"),
+        (["model.dim=choice(64)"], 2, "one value"),
+        (["model=tiny,tiny"], 2, "one value"),
+        (["model.dim=64,"], 2, "one value (model.dim=64,)"),
+        (["recall.model=tiny"], 2, "tasks=text,recall"),
+        (["tasks=recall", "data.path=x"], 2, "text is not among the tasks (data.path=x)"),
+        (["data=stdlib,recall"], 2, "tasks=text,recall"),
+        (["tasks=recall", "recall.data.pairs=[64,65]", "context=256"], 2, "context=261"),
+        (["tasks=copy", "copy.data.tokenizer=x"], 1, "data.tokenizer"),
+        (["tasks=copy", "+copy.data.tokenizer=x"], 2, "copy is made of ids and has no tokenizer"),
+        (["init_from=absent"], 2, "absent"),
         (["--report", "absent"], 2, "absent"),
         ([], 2, "fix: python -m tools.compare --help"),
         (["--attention=gqa"], 2, "without dashes"),
@@ -309,11 +332,156 @@ def test_every_preset_is_made_as_large_as_the_baseline(kind, variant):
 
 
 def test_matching_changes_the_feed_forward_alone():
-    both = plan.plan_jobs(["attention=gqa,mha", "model=tiny", "seed=3"], "params", Path("out"))
+    words = ["attention=gqa,mha", "model=tiny", "seed=3"]
+    both = plan.plan_jobs(words, "params", Path("out"))["text"]
     one, other = (dict(flatten(job.settings)) for job in both)
     kept = ("name", "run_dir", "attention.kv_heads", "model.attention.kv_heads")
     assert {key for key in one if one[key] != other[key]} == {"model.hidden", *kept}
     assert [job.run_dir for job in both] == [Path("out/gqa-3"), Path("out/mha-3")]
+
+
+def test_each_task_has_jobs_of_its_own():
+    words = ["tasks=text,recall", "recall.model=tiny", "attention=gqa,mha", "model=small"]
+    words += [
+        "seed=0,1",
+        "recall.seed=5",
+        "data=stdlib",
+        "data.vocab_size=999",
+        "steps=9",
+        "context=64",
+    ]
+    words += ["recall.data.pairs=[2,3]"]
+    tasks = plan.plan_jobs(words, "params", Path("out"))
+    names = {task: [job.run_dir.name for job in jobs] for task, jobs in tasks.items()}
+    assert names == {
+        "text": ["gqa-0", "mha-0", "gqa-1", "mha-1"],
+        "recall": ["recall-gqa-5", "recall-mha-5"],
+    }
+    text, recall = tasks["text"][0].settings, tasks["recall"][0].settings
+    assert text["data"]["vocab_size"] == 999 and text["model"]["dim"] == 128
+    assert recall["data"]["_target_"] == "data.tasks.Recall" and recall["data"]["pairs"] == [2, 3]
+    assert recall["data"]["vocab_size"] == 128  # of data/recall.yaml
+    assert text["name"] == recall["name"] == "gqa" and text["steps"] == recall["steps"] == 9
+    sizes = {
+        task: {sum(p.numel() for p in plan.meta_model(job.settings).parameters()) for job in jobs}
+        for task, jobs in tasks.items()
+    }
+    assert max(sizes["recall"]) < 1.01 * min(sizes["recall"]) < min(sizes["text"]) / 2
+
+
+def test_a_task_has_no_tokenizer_of_a_pretrained_model(command, drawn_run):
+    words = ("tasks=recall", f"init_from={drawn_run}", "context=256")
+    result = command("tools/compare/__main__.py", *words)
+    assert result.code == 2 and "no tokenizer" in result.err and result.err.count("\n") == 1
+
+
+def test_sizes_are_matched_within_each_model_size():
+    words = ["attention=gqa,mla", "model=tiny,small"]
+    models = {
+        job.settings["name"]: plan.meta_model(job.settings)
+        for job in plan.plan_jobs(words, "params", Path("out"))["text"]
+    }
+    sizes = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
+    assert list(sizes) == ["gqa-tiny", "gqa-small", "mla-tiny", "mla-small"]
+    for size in ("tiny", "small"):
+        assert sizes[f"mla-{size}"] == pytest.approx(sizes[f"gqa-{size}"], rel=0.01)
+    assert sizes["gqa-small"] > 2 * sizes["gqa-tiny"]
+
+
+def test_both_tasks_are_trained_after_their_time_was_told(command, words, forked_jobs):
+    asked = ("tasks=text,recall", "attention=gqa,mqa", *words, "--dir", "out")
+    small = ("recall.data.pairs=[2,3]", "recall.steps=3")
+    result = command("tools/compare/__main__.py", *asked, *small)
+    assert result.code == 0, result.err
+    before, _, after = result.err.partition("1/1")
+    assert re.findall(r"(\w+): 2 runs, (\d) finished", before) == [("text", "0"), ("recall", "0")]
+    assert re.findall(r"(\w+): 2 runs, (\d) finished", after) == [("text", "1"), ("recall", "1")]
+    assert before.count("finished, about 0:0") == 2 == after.count("finished, about 0:0")
+    steps = {path.name: Run.read(path).last["step"] for path in Path("out").glob("*-0")}
+    assert steps == {"gqa-0": 4, "mqa-0": 4, "recall-gqa-0": 3, "recall-mqa-0": 3}
+    assert "recall_accuracy_3" in Run.read(Path("out/recall-mqa-0")).last
+
+
+@pytest.fixture(scope="module")
+def planned() -> list[jobs.Job]:
+    words = ["attention=gqa,mha", "seed=0,1,2", "model=tiny", "device=cpu"]
+    return plan.plan_jobs(words, "params", Path("out"))["text"]
+
+
+def lasting(some: list[jobs.Job], **settings) -> list[jobs.Job]:
+    return [jobs.Job(job.run_dir, [], job.settings | settings) for job in some]
+
+
+def run_of(job: jobs.Job, seconds: float = 1.0, loss: float = 1.0) -> Run:
+    line = {"tokens": 1, "seconds": seconds, "val_bpb": loss}
+    return Run(job.run_dir, job.settings, [line], True)
+
+
+def test_time_is_the_limit_of_the_baseline_scaled_by_flops_or_that_of_finished_runs(planned):
+    some = lasting(planned, max_minutes=3)
+    one, other = (plan.meta_model(job.settings).training_flops() for job in some[:2])
+    assert one != other
+    limit = forecast.seconds_left(some, [])
+    assert limit == pytest.approx(3 * 180 * (1 + other / one), rel=1e-6)
+    after = forecast.seconds_left(some, [run_of(some[0], 200.0)])
+    assert after == pytest.approx(200 * (2 + 3 * other / one), rel=1e-6)
+    assert forecast.seconds_left(some, [run_of(job) for job in some]) == 0
+
+
+def test_time_is_predicted_from_steps_unless_it_cannot_be(planned):
+    few, many = (
+        forecast.seconds_left(lasting(planned, max_minutes=None, steps=steps), [])
+        for steps in (1000, 10000)
+    )
+    assert 5 < many / few < 20  # rates are measured anew
+    bounded = forecast.seconds_left(lasting(planned[:1], max_minutes=1e-6, steps=10**6), [])
+    assert bounded == pytest.approx(6e-5)
+    epochs = lasting(planned, max_minutes=None)
+    assert forecast.seconds_left(epochs, []) is None
+    assert "unknown time left until gqa-0 has trained" in forecast.forecast("text", epochs)
+    recurrent = settings_of("model=tiny", "attention=delta", "max_minutes=null", "steps=9")
+    assert forecast.seconds_left([jobs.Job(Path(), [], recurrent)], []) is None
+
+
+@pytest.mark.parametrize("pairs, tests", [(2, 1), (3, 4), (5, 8)])
+def test_the_difference_that_is_told_is_found_in_80_percent(pairs, tests):
+    """By the verdicts themselves, of a variant that differs among those that do not."""
+    difference = forecast.detectable_difference(pairs, tests)
+    draws = np.random.default_rng(0).normal(size=(20_000, tests, pairs))
+    draws[:, 0] += difference
+    p = ttest_1samp(draws, 0, axis=2).pvalue
+    # Holm: the smallest p is compared with 0.05 / tests, the next with 0.05 / (tests - 1) ...
+    rank = (p < p[:, :1]).sum(axis=1)
+    found = p[:, 0] <= 0.05 / (tests - rank)
+    assert found.mean() == pytest.approx(0.8, abs=0.015)
+
+
+def test_the_published_spread_is_that_of_the_intervals():
+    """Half of the 95 % intervals of five pairs each, in the table of docs/results.md."""
+    halves = (0.0134, 0.0121, 0.0140, 0.0100, 0.0113, 0.0148, 0.0179, 0.0096)
+    quantile = student_t.ppf(0.975, 4)
+    variances = [(half / quantile) ** 2 * 5 for half in halves]
+    expected = (sum(variances) / len(variances)) ** 0.5
+    assert abs(forecast.PUBLISHED_SPREAD - expected) < 5e-5
+
+
+def test_finished_runs_say_how_pairs_differ(planned):
+    losses = {"gqa": (1.0, 1.2, 1.1), "mha": (1.1, 1.4, 1.0)}  # differences 0.1, 0.2, -0.1
+    runs = []
+    for job in planned:
+        loss = losses[job.settings["name"]][job.settings["seed"]]
+        runs.append(run_of(job, loss=loss))
+    assert forecast.paired_spread("text", "gqa", runs) == pytest.approx((0.07 / 3) ** 0.5)
+    assert forecast.paired_spread("text", "gqa", runs[:4]) is None  # two pairs
+    size = forecast.detectable_difference(3, 1) * (0.07 / 3) ** 0.5
+    assert f"{size:.4f} (" in forecast.difference_text("text", planned, runs)
+
+
+def test_a_difference_without_runs_is_in_deviations_or_as_published(planned):
+    assert ": 3.3 standard deviations" in forecast.difference_text("recall", planned, [])
+    assert ": 0.0346 bits per byte" in forecast.difference_text("text", planned, [])
+    for few in (planned[:2], planned[::2]):  # one seed, one variant
+        assert "no verdicts" in forecast.difference_text("text", few, [])
 
 
 MEETING = f"""

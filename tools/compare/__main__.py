@@ -11,11 +11,13 @@ It ends with a report, which  python -m tools.compare --report RUN...  writes of
 import argparse
 import shlex
 import sys
+from itertools import chain
 from pathlib import Path
 
 from common import config, errors
 from common.cli import Parser
 from common.errors import IntegrityError
+from tools.compare.forecast import forecast
 from tools.compare.jobs import Job, train_all
 from tools.compare.plan import SIZES, digest, match_baseline, plan_jobs
 from tools.compare.report import write_report
@@ -32,11 +34,17 @@ def main(args: argparse.Namespace) -> None:
     else:
         # Train what is missing. A run that fails is listed in the report.
         with errors.user_input():
-            jobs = plan_jobs(args.overrides, args.match, args.dir)
+            tasks = plan_jobs(args.overrides, args.match, args.dir)
+        jobs = list(chain.from_iterable(tasks.values()))
         folder = jobs[0].run_dir.parent
         baseline = jobs[0].settings["name"]
+
+        # Say what it will take, before anything trains.
         print(f"{len(jobs)} runs in {folder}/", file=sys.stderr)
-        train(jobs)
+        for task, task_jobs in tasks.items():
+            print(forecast(task, task_jobs), file=sys.stderr)
+        for task, task_jobs in tasks.items():
+            train(task, task_jobs)
         run_dirs = [job.run_dir for job in jobs if job.problem is None]
         problems = {job.run_dir.name: job.problem for job in jobs if job.problem is not None}
 
@@ -46,8 +54,8 @@ def main(args: argparse.Namespace) -> None:
         print(write_report(folder, runs, problems, baseline, command))
 
 
-def train(jobs: list[Job]) -> None:
-    """Trains all jobs, the first one first: the others are compiled if it was.
+def train(task: str, jobs: list[Job]) -> None:
+    """Trains all jobs of a task, the first one first: the others are compiled if it was.
 
     A common max_minutes limits the first; the others get as many tokens.
     """
@@ -60,6 +68,7 @@ def train(jobs: list[Job]) -> None:
     elif has_limit:
         errors.exit_with(errors.INPUT, f"the baseline did not finish: {baseline.problem}")
     if len(jobs) > 1:
+        print(forecast(task, jobs), file=sys.stderr)  # now by the time that the baseline took
         train_all(jobs[1:])
 
 

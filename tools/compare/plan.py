@@ -1,4 +1,7 @@
-"""Plans the runs of a comparison: a sweep becomes variants of equal size, and those become jobs."""
+"""Plans the runs of a comparison: a sweep becomes variants of equal size, and those become jobs.
+
+Each task is planned by itself: it has overrides, a baseline and jobs of its own.
+"""
 
 import json
 import re
@@ -20,8 +23,10 @@ from common.instantiate import ROOT, instantiate
 from model.transformer import Transformer
 from tools.compare.jobs import Job
 from tools.compare.runs import Run
-from training.setup import load_settings
+from training.setup import adopt_pretrained, load_settings
 
+TASKS = ("text", "recall", "copy")  # what `tasks` may list
+SIZE_KEYS = ("model", "model.dim")  # a sweep over these compares at several sizes
 SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes count as equal
 SIZES: dict[str, Callable[[Transformer], float]] = {
     "params": lambda model: sum(p.numel() for p in model.parameters()),
@@ -31,27 +36,36 @@ Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) that each key takes in
 Variants = dict[str, list[str]]  # the overrides of each variant, by its name; the baseline first
 
 
-def plan_jobs(overrides: list[str], match: str, folder: Path | None) -> list[Job]:
-    """Plans a job for each combination of the sweep, seed by seed.
+def plan_jobs(overrides: list[str], match: str, folder: Path | None) -> dict[str, list[Job]]:
+    """Plans the jobs of each task: one for each combination of its sweep, seed by seed.
 
     Runs go to `folder`, or to one that all comparisons with the same baseline share.
     Raises ValueError for what cannot be compared.
     """
-    sweep = expand_sweep(overrides)
-    check_sweep(sweep, match)
-    # Seeds are repetitions of a variant, and all other keys make variants.
-    seeds = sweep.pop("seed", ["seed=0"])
-    variants = name_variants(sweep)
-    if match != "none":
-        match_sizes(variants, match)
-    if folder is None:
-        baseline = next(iter(variants.values()))
-        folder = Path("runs", f"compare-{digest([match, *baseline])}")
-    return [make_job(name, variants[name], seed, folder) for seed in seeds for name in variants]
+    jobs = {}
+    for task, sweep in split_tasks(expand_sweep(overrides)).items():
+        check_sweep(sweep, match)
+        # Seeds are repetitions of a variant, and all other keys make variants.
+        seeds = sweep.pop("seed", ["seed=0"])
+        variants = name_variants(sweep)
+        if match != "none":
+            match_sizes(variants, match)
+        if folder is None:
+            baseline = next(iter(variants.values()))
+            folder = Path("runs", f"compare-{digest([match, *baseline])}")
+        runs = product(seeds, variants.items())
+        jobs[task] = [make_job(task, *variant, seed, folder) for seed, variant in runs]
+    return jobs
 
 
 def expand_sweep(overrides: list[str]) -> Sweep:
-    """Expands Hydra's sweeps (A,B or range or glob). Raises ValueError for one without an end."""
+    """Expands Hydra's sweeps (A,B or range or glob).
+
+    Raises ValueError for one without an end, and for one of sizes or tasks with a single value.
+    """
+    for text in overrides:
+        if text.endswith(","):
+            raise ValueError(f"a sweep of one value ({text}). fix: {text[:-1]}")
     sweep = {}
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
@@ -60,12 +74,50 @@ def expand_sweep(overrides: list[str]) -> Sweep:
             line = override.input_line
             values = []
             if override.is_discrete_sweep():
-                values = dict.fromkeys(override.sweep_string_iterator())
+                values = list(dict.fromkeys(override.sweep_string_iterator()))
             elif override.is_sweep_override():
                 raise ValueError(f"an interval has no values ({line}). fix: {key}=A,B,C")
+            if key in (*SIZE_KEYS, "tasks") and len(values) == 1:
+                raise ValueError(f"a sweep of one value ({line}). fix: {key}={values[0]}")
             # A sweep that matches nothing stays as it is, for Hydra to refuse.
             sweep[key] = [f"{key}={value}" for value in values] or [line]
     return sweep
+
+
+def split_tasks(sweep: Sweep) -> dict[str, Sweep]:
+    """Returns the sweep of each task that tasks=A,B lists; without it, text is the only one.
+
+    TASK.KEY=VALUE is for this task alone, where it replaces KEY=VALUE; data and its keys are for
+    text. Raises ValueError for a task that is unknown or not listed.
+    """
+    tasks = {}
+    for override in sweep.pop("tasks", ["tasks=text"]):
+        task = override.removeprefix("tasks=")
+        if task not in TASKS:
+            raise ValueError(f"unknown task ({override}). fix: tasks={','.join(TASKS)}")
+        tasks[task] = {} if task == "text" else {"data": [f"data={task}"]}
+
+    for key, values in sweep.items():
+        # Find the tasks that the key is for.
+        prefix, _, own_key = key.lstrip("+~").partition(".")
+        owners = tasks
+        if prefix in TASKS:
+            owners = [prefix]
+        elif prefix == "data":
+            owners = ["text"]
+            if set(values) & {"data=recall", "data=copy"}:
+                raise ValueError(
+                    f"a task is not text ({', '.join(values)}). fix: tasks=text,recall"
+                )
+        for task in owners:
+            if task not in tasks:
+                fix = f"tasks={','.join([*tasks, task])}, or leave it out"
+                raise ValueError(f"{task} is not among the tasks ({values[0]}). fix: {fix}")
+            if prefix in TASKS:
+                tasks[task][own_key] = [text.replace(f"{task}.", "", 1) for text in values]
+            else:
+                tasks[task].setdefault(key, values)
+    return tasks
 
 
 def check_sweep(sweep: Sweep, match: str) -> None:
@@ -107,16 +159,19 @@ def name_variants(sweep: Sweep) -> Variants:
 
 
 def match_sizes(variants: Variants, match: str) -> None:
-    """Gives each variant the model.hidden with which it is as large as the first, the baseline."""
-    # The first variant, the baseline, has its own size as the target.
+    """Gives each variant the model.hidden with which it is as large as the baseline.
+
+    Of several model sizes, each has its first variant as the baseline.
+    """
     size = SIZES[match]
-    target = None
+    targets = {}  # by the overrides that set the model size
     for name, overrides in variants.items():
         settings = compose_settings([*overrides, f"name={name}"])
-        if target is None:
-            target = size(meta_model(settings))
+        model_size = tuple(text for text in overrides if text.partition("=")[0] in SIZE_KEYS)
+        if model_size not in targets:
+            targets[model_size] = size(meta_model(settings))
         own = settings["model"]["hidden"]
-        hidden = match_hidden(settings, size, target)
+        hidden = match_hidden(settings, size, targets[model_size])
         if hidden != own:
             message = f"{name}: model.hidden={hidden}, not {own}, for equal {match}"
             print(message, file=sys.stderr)
@@ -143,10 +198,11 @@ def match_hidden(settings: dict, size: Callable[[Transformer], float], target: f
     raise ValueError(f"{problem}. fix: --match none")
 
 
-def make_job(name: str, overrides: list[str], seed: str, folder: Path) -> Job:
-    run_dir = folder / f"{name}-{seed.partition('=')[2]}"
+def make_job(task: str, name: str, overrides: list[str], seed: str, folder: Path) -> Job:
+    prefix = "" if task == "text" else f"{task}-"
+    run_dir = folder / f"{prefix}{name}-{seed.partition('=')[2]}"
     quoted = QuotedString(str(run_dir), Quote.double).with_quotes()
-    # All runs are judged by the same text.
+    # All runs are judged by the same text, or the same rows of a task: all that is held out.
     if not any(override.startswith("eval_tokens=") for override in overrides):
         overrides = [*overrides, f"eval_tokens={config.LARGEST}"]
     overrides = [*overrides, seed, f"name={name}", f"run_dir={quoted}", "resume=true"]
@@ -169,8 +225,12 @@ def match_baseline(baseline: Job, others: list[Job], same_tokens: bool) -> None:
 
 
 def compose_settings(overrides: list[str]) -> dict:
-    settings = load_settings(compose(overrides))
+    """Composes the settings of a run. Raises ValueError for what cannot be trained here."""
+    settings = compose(overrides)
+    adopt_pretrained(settings, overrides)
+    load_settings(settings)
     hardware.pick_device(settings["device"])  # raises ValueError where it is not there
+    instantiate(settings["data"], "data")  # where the rows of a task do not fit into the context
     return settings
 
 
