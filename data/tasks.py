@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,33 +27,35 @@ VALIDATION_ROWS = 512  # of all sizes together
 VALIDATION_SEED = 2**32 - 1  # of rows that no run trains on
 
 
+class Row(NamedTuple):
+    """Inputs, targets, and how far before each answer its source is; all (T,) int64."""
+
+    inputs: np.ndarray
+    targets: np.ndarray  # IGNORE_INDEX where there is no answer
+    distances: np.ndarray  # 1 where there is no answer
+
+
 @dataclass(kw_only=True)
 class Task(Source):
-    """Rows of ids below `vocab_size`, in which something is asked that the row itself answers.
+    """Rows of ids below `vocab_size`, with questions that the row itself answers.
 
-    Raises ValueError for rows that do not fit into `context` tokens.
+    Raises ValueError for rows that do not fit into `context` tokens, and for a tokenizer.
     """
 
     context: int
-    tokenizer: str | None = None
 
     def __post_init__(self):
         if self.tokenizer is not None:
             raise ValueError(
-                f"{self.name} is made of ids and has no tokenizer (data.tokenizer="
-                f"{self.tokenizer}). fix: leave it out"
+                f"a task is made of ids and has no tokenizer (data.tokenizer={self.tokenizer}). "
+                "fix: leave it out"
             )
-        if not self.sizes or min(self.sizes) < 1:
+        smallest = min(self.sizes, default=0)
+        needed = self.min_context(max(self.sizes, default=0))
+        if smallest < 1 or needed > self.context:
             raise ValueError(
-                f"data.{self.size_key} must be whole numbers of at least 1 (got {self.sizes}). "
-                f"fix: data.{self.size_key}=[4,8]"
-            )
-        largest = max(self.sizes)
-        if self.min_context(largest) > self.context:
-            raise ValueError(
-                f"{largest} {self.size_key} need {self.min_context(largest)} tokens "
-                f"(context={self.context}). fix: context={self.min_context(largest)}, "
-                f"or a smaller data.{self.size_key}"
+                f"rows of {self.sizes} answers need 1 answer and {needed} tokens at least "
+                f"(context={self.context}). fix: other sizes, or context={max(needed, 2)}"
             )
 
     @property
@@ -61,47 +64,37 @@ class Task(Source):
 
     @property
     @abstractmethod
-    def size_key(self) -> str:
-        """The name of the config key that lists the sizes."""
-
-    @property
     def sizes(self) -> list[int]:
-        """How many answers the rows have."""
-        return getattr(self, self.size_key)
+        """How many answers the rows have, which take turns."""
 
     @abstractmethod
     def min_context(self, size: int) -> int:
-        """Tokens that a row with so many answers needs."""
+        """Return the tokens that a row with so many answers needs."""
 
     @abstractmethod
-    def row(
-        self, generator: np.random.Generator, context: int, size: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draw inputs, and the targets and distances of `size` answers; all (context,), int64.
+    def row(self, generator: np.random.Generator, context: int, size: int) -> Row:
+        """Draw a row of `context` tokens with `size` answers."""
 
-        Where there is no answer, the target is IGNORE_INDEX and the distance 1.
-        """
-
-    def rows(self, seed: int, numbers: range, context: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw rows by seed and number -> inputs, targets and cells (B, T), int64."""
-        inputs, targets, distances, classes = [], [], [], []
+    def rows(self, seed: int, numbers: range, context: int) -> list[Tensor]:
+        """Draw rows by their numbers -> inputs, targets and cells of data/slices.py (B, T)."""
+        rows = []
         for number in numbers:
-            index = number % len(self.sizes)
             generator = np.random.default_rng((seed, number))
-            row = self.row(generator, context, self.sizes[index])
-            inputs.append(row[0])
-            targets.append(row[1])
-            distances.append(row[2])
-            classes.append(index)
-        inputs, targets, distances = map(stacked, (inputs, targets, distances))
-        return inputs, targets, cells(torch.tensor(classes)[:, None], distances)
+            rows.append(self.row(generator, context, self.size_of(number)))
+        inputs, targets, distances = (
+            torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)
+        )
+        classes = torch.tensor([number % len(self.sizes) for number in numbers])
+        return [inputs, targets, cells(classes[:, None], distances)]
 
-    # What a source has
+    def size_of(self, number: int) -> int:
+        """Return the number of answers of a row."""
+        return self.sizes[number % len(self.sizes)]
 
     def corpus(self) -> "TaskCorpus":
         proto = IdTokenizer.MAGIC + f"{self.vocab_size} {BOS}\n".encode()
-        fingerprint = sha256(self.fingerprint().encode()).hexdigest()
-        return TaskCorpus([], [], None, IdTokenizer(proto), fingerprint, self)
+        digest = sha256(self.fingerprint().encode()).hexdigest()
+        return TaskCorpus([], [], None, IdTokenizer(proto), digest, self)
 
     def fingerprint(self) -> str:
         return json.dumps([self.name, vars(self)])
@@ -111,25 +104,22 @@ class Task(Source):
         return iter(())
 
 
-def stacked(rows: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.stack(rows))
-
-
 @dataclass(kw_only=True)
 class Recall(Task):
     """Multi-query associative recall: Arora et al., Zoology, 2312.04927, appendix C.1.
 
-    A row begins with `pairs` keys, each followed by its value. Later each key comes once more, and
-    the value is asked for. Of the places for these, the i-th is drawn with a weight of i to the
+    A row begins with keys, each followed by its value. Later each key comes once more, and the
+    value is asked for. Of the places for these queries, the i-th is drawn with a weight of i to the
     `power` - 1. All other tokens are values that belong to no key.
     """
 
     pairs: list[int]
     power: float
-    size_key = "pairs"
 
     def __post_init__(self):
         super().__post_init__()
+        # Keys are the ids from 1 on, and values the upper half of the vocabulary.
+        self.num_keys = self.vocab_size // 2 - 1
         if self.num_keys < max(self.pairs):
             raise ValueError(
                 f"{max(self.pairs)} pairs need as many keys (data.vocab_size={self.vocab_size} has "
@@ -137,72 +127,67 @@ class Recall(Task):
             )
 
     @property
-    def num_keys(self) -> int:
-        """Keys are the ids from 1 on, and values the upper half of the vocabulary."""
-        return self.vocab_size // 2 - 1
+    def sizes(self) -> list[int]:
+        return self.pairs
 
     def min_context(self, size: int) -> int:
         return 1 + 4 * size
 
-    def row(
-        self, generator: np.random.Generator, context: int, size: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        keys = 1 + generator.choice(self.num_keys, size, replace=False)
-        inputs = generator.integers(self.num_keys + 1, self.vocab_size, context)
-        targets = np.full(context, IGNORE_INDEX)
-        distances = np.ones(context, dtype=np.int64)
+    def row(self, generator: np.random.Generator, context: int, size: int) -> Row:
+        row = empty_row(generator.integers(self.num_keys + 1, self.vocab_size, context))
 
         # BOS, then the pairs; their values have been drawn.
-        inputs[0] = BOS
+        keys = 1 + generator.choice(self.num_keys, size, replace=False)
         key_positions = 1 + 2 * np.arange(size)
-        inputs[key_positions] = keys
-        values = inputs[key_positions + 1]
+        row.inputs[key_positions] = keys
 
         # The queries, at places of two tokens each. The input after a query is not its answer.
         first = 1 + 2 * size
         num_places = (context - first) // 2
         weights = np.arange(1, num_places + 1) ** (self.power - 1)
         places = generator.choice(num_places, size, replace=False, p=weights / weights.sum())
-        query_positions = first + 2 * places
-        inputs[query_positions] = keys
-        targets[query_positions] = values
-        distances[query_positions] = query_positions - key_positions
-        return inputs, targets, distances
+        queries = first + 2 * places
+        row.inputs[queries] = keys
+        row.targets[queries] = row.inputs[key_positions + 1]
+        row.distances[queries] = queries - key_positions
+        return row
 
 
 @dataclass(kw_only=True)
 class Copy(Task):
     """Selective copying: Gu and Dao, Mamba, 2312.00752, section 4.1.1.
 
-    `copied` tokens are scattered over a row of blanks, and are asked for in their order by as many
-    marks at its end. Unlike recall it asks by order and not by content.
+    Tokens are scattered over a row of blanks, and asked for in their order by as many marks at its
+    end. Unlike recall it asks by order and not by content.
     """
 
     copied: list[int]
-    size_key = "copied"
+
+    @property
+    def sizes(self) -> list[int]:
+        return self.copied
 
     def min_context(self, size: int) -> int:
         return 1 + 2 * size
 
-    def row(
-        self, generator: np.random.Generator, context: int, size: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def row(self, generator: np.random.Generator, context: int, size: int) -> Row:
         # Ids: BOS, the blank, the mark, and what is copied.
         blank, mark, first_token = 1, 2, 3
-        inputs = np.full(context, blank)
-        targets = np.full(context, IGNORE_INDEX)
-        distances = np.ones(context, dtype=np.int64)
-
-        inputs[0] = BOS
+        row = empty_row(np.full(context, blank))
+        marks = np.arange(context - size, context)
         sources = 1 + generator.choice(context - 1 - size, size, replace=False)
         sources.sort()
-        tokens = generator.integers(first_token, self.vocab_size, size)
-        inputs[sources] = tokens
-        marks = np.arange(context - size, context)
-        inputs[marks] = mark
-        targets[marks] = tokens
-        distances[marks] = marks - sources
-        return inputs, targets, distances
+        row.inputs[marks] = mark
+        row.inputs[sources] = generator.integers(first_token, self.vocab_size, size)
+        row.targets[marks] = row.inputs[sources]
+        row.distances[marks] = marks - sources
+        return row
+
+
+def empty_row(inputs: np.ndarray) -> Row:
+    """Begin these inputs with BOS, and ask for nothing yet."""
+    inputs[0] = BOS
+    return Row(inputs, np.full_like(inputs, IGNORE_INDEX), np.ones_like(inputs))
 
 
 class TaskLoader:
@@ -224,13 +209,12 @@ class TaskLoader:
 
     def num_targets(self, step: int) -> int:
         """The answers of a batch."""
-        sizes = self.task.sizes
-        return sum(sizes[number % len(sizes)] for number in self._row_numbers(step))
+        return sum(map(self.task.size_of, self._row_numbers(step)))
 
     def describe(self, step: int) -> str:
         """Name, for a message, the rows of a batch."""
         numbers = self._row_numbers(step)
-        return f"the rows {numbers.start} to {numbers.stop - 1} of {self.task.name}"
+        return f"rows {numbers.start} to {numbers.stop - 1} of {self.task.name}"
 
     def _row_numbers(self, step: int) -> range:
         first = step * self.batch_size
@@ -249,7 +233,7 @@ class TaskCorpus(Corpus):
 
     @property
     def description(self) -> str:
-        return f"{self.task.name} of {self.task.sizes} {self.task.size_key}"
+        return f"{self.task.name} of {self.task.sizes}"
 
     def loader(self, context: int, batch_size: int, seed: int) -> TaskLoader:
         return TaskLoader(self.task, context=context, batch_size=batch_size, seed=seed)
@@ -257,18 +241,11 @@ class TaskCorpus(Corpus):
     def validation_tokens(self, context: int) -> int:
         return VALIDATION_ROWS * context
 
-    def evaluation(
-        self, num_tokens: int, context: int, batch_size: int
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield inputs, targets and the cells of data/slices.py (B, T) of rows never trained on.
-
-        There are about `num_tokens` tokens in whole batches, and at least a row of each size.
-        """
-        num_rows = max(num_tokens // context, len(self.task.sizes))
-        num_batches = math.ceil(num_rows / batch_size)
-        for first in range(0, num_batches * batch_size, batch_size):
-            numbers = range(first, first + batch_size)
-            yield self.task.rows(VALIDATION_SEED, numbers, context)
+    def evaluation(self, num_tokens: int, context: int, batch_size: int) -> Iterator[list[Tensor]]:
+        """Yield batches of Task.rows that no run trains on: whole ones, and a row of each size."""
+        num_rows = max(num_tokens // context, self.num_classes)
+        for first in range(0, num_rows, batch_size):
+            yield self.task.rows(VALIDATION_SEED, range(first, first + batch_size), context)
 
     def metrics(self, totals: np.ndarray, num_tokens: int) -> dict:
         """The loss of answers, and accuracies: of each size, of their mean, and by distance."""

@@ -14,15 +14,16 @@ from data.tasks import VALIDATION_SEED, Copy, Recall
 from tests.conftest import TINY
 
 CONTEXT = 75
+COMMON = {"context": CONTEXT, "vocab_size": 64, "tokenizer": None}
 
 
 def recall(**changed) -> Recall:
-    settings = {"context": CONTEXT, "pairs": [3, 7, 16], "power": 0.01, "vocab_size": 64}
+    settings = {"pairs": [3, 7, 16], "power": 0.01} | COMMON
     return Recall(**settings | changed)
 
 
 def copy(**changed) -> Copy:
-    return Copy(**{"context": CONTEXT, "copied": [3, 7, 16], "vocab_size": 64} | changed)
+    return Copy(**{"copied": [3, 7, 16]} | COMMON | changed)
 
 
 def row(task, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -149,11 +150,11 @@ def test_a_run_on_a_task_is_trained_resumed_and_evaluated(command):
 @pytest.mark.parametrize(
     "words, problem",
     [
-        (["context=64"], "32 pairs need 129 tokens (context=64)"),
-        (["context=256", "data.pairs=[0,4]"], "data.pairs must be"),
-        (["context=256", "data.pairs=[]"], "data.pairs must be whole numbers of at least 1"),
+        (["context=64"], "need 1 answer and 129 tokens at least (context=64)"),
+        (["context=256", "data.pairs=[0,4]"], "rows of [0, 4] answers"),
+        (["context=256", "data.pairs=[]"], "rows of [] answers need 1 answer"),
         (["context=256", "data.vocab_size=40"], "32 pairs need as many keys"),
-        (["context=256", "+data.tokenizer=x.model"], "recall is made of ids and has no tokenizer"),
+        (["context=256", "data.tokenizer=x.model"], "a task is made of ids and has no tokenizer"),
         (["context=256", "max_minutes=null"], "the run has no end"),
     ],
 )
