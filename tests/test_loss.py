@@ -58,6 +58,34 @@ def test_chunked_cross_entropy_matches_the_definition(monkeypatch, softcap, z_lo
     close(torch.autograd.grad(3 * chunked, inputs), torch.autograd.grad(3 * whole, inputs))
 
 
+@pytest.mark.parametrize("max_logits", [31 * 5, 2**20])
+def test_scores_are_the_nats_of_each_target_and_whether_it_is_the_likeliest(
+    monkeypatch, max_logits
+):
+    monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
+    hidden, weight, targets = example(torch.float64)
+    logits = hidden @ weight.T
+    targets[::3] = logits[::3].argmax(dim=-1)
+    targets[1] = IGNORE_INDEX
+    _, scores = ChunkedCrossEntropy.apply(hidden, weight, targets, 2.5, 0.3)
+    capped = 2.5 * torch.tanh(logits / 2.5)
+    is_counted = targets != IGNORE_INDEX
+    close(scores[0], F.cross_entropy(capped, targets, ignore_index=IGNORE_INDEX, reduction="none"))
+    is_likeliest = (logits.argmax(dim=-1) == targets) & is_counted
+    assert 0 < is_likeliest.sum() < is_counted.sum()
+    assert scores[1].tolist() == is_likeliest.tolist()
+
+
+def test_a_step_averages_over_the_targets_of_its_batch(trainer_of):
+    norms = []
+    for num_targets in (100, 400):
+        trainer = trainer_of("clip=null", "seed=0")
+        trainer.loader.num_targets = lambda step, num_targets=num_targets: num_targets
+        trainer.train_step()
+        norms.append(trainer.grad_norm.item())
+    assert norms[0] == pytest.approx(4 * norms[1], rel=1e-5)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.5])
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("max_logits", [31 * 5, 2**20])

@@ -73,14 +73,19 @@ def test_slices_of_a_run_add_up_to_its_loss_and_are_those_of_the_logits(trainer_
     # By position, from all logits.
     text = torch.from_numpy(tokens.astype("int64"))
     losses = {}
+    seen = set()
     positions = [name for name in slices if name.startswith("position")]
     for start in range(0, len(text) - 1, 64):
         window = text[start : start + 65]
         logits = trainer.model(window[None, :-1])[0].double()
+        seen.clear()
         nats = F.cross_entropy(logits, window[1:], reduction="none")
         for index, value in enumerate(nats.tolist()):
             name = next(name for name in positions if fits(name, index + 1))
             losses.setdefault(name, []).append(value)
+            bigram = tuple(window[index : index + 2].tolist())
+            losses.setdefault("repeated" if bigram in seen else "new", []).append(value)
+            seen.add(bigram)
     for name, values in losses.items():
         assert slices[name]["loss"] == pytest.approx(np.mean(values), abs=1e-5)
 

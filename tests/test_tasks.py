@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from data.loader import IGNORE_INDEX
 from data.slices import NUM_BINS, bin_name
-from data.tasks import VALIDATION_SEED, Copy, Recall
+from data.tasks import Copy, Recall
 from tests.conftest import TINY
 
 CONTEXT = 75
@@ -87,8 +87,10 @@ def test_rows_are_a_function_of_seed_and_number(task):
     assert torch.equal(torch.cat([smaller(6)[1], smaller(7)[1]]), targets)
     # Other steps, seeds and the evaluation have other rows.
     others = [loader(4)[0], corpus.loader(CONTEXT, 8, seed=2)(3)[0]]
-    others.append(task.rows(VALIDATION_SEED, range(24, 32), CONTEXT)[0])
     assert not any(torch.equal(inputs, other) for other in others)
+    assert not torch.equal(inputs[0], inputs[3])  # of one size
+    held_out, *_ = next(iter(corpus.evaluation(8 * CONTEXT, CONTEXT, 8)))
+    assert not torch.equal(held_out, corpus.loader(CONTEXT, 8, seed=0)(0)[0])
     counted = [int((loader(step)[1] != IGNORE_INDEX).sum()) for step in range(3)]
     assert counted == [loader.num_targets(step) for step in range(3)]
     assert sum(counted) == (3 + 7 + 16) * 8
