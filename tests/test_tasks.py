@@ -165,3 +165,23 @@ def test_what_does_not_fit_is_refused_in_a_line(command, words, problem):
     assert result.code == 2 and result.err.startswith("error: ")
     assert problem in result.err and "fix: " in result.err
     assert not Path("runs").exists()
+
+
+@pytest.mark.long
+def test_full_attention_recalls_everything_and_a_window_what_it_reaches(command):
+    words = ("data=recall", "model.dim=64", "model.depth=2", "model.heads=2", "device=cpu")
+    words = (*words, "steps=4000", "max_minutes=null", "save_every=4000", "sample_every=4000")
+    last = {}
+    for name, chosen in (
+        ("gqa", ["attention=gqa"]),
+        ("window", ["attention=sliding_window", "attention.window=64"]),
+    ):
+        assert command("train.py", *words, *chosen, f"name={name}").code == 0
+        metrics = Path("runs", name, "metrics.jsonl").read_text().splitlines()
+        last[name] = json.loads(metrics[-1])
+    assert last["gqa"]["recall_accuracy_32"] > 0.98
+    assert last["gqa"]["recall_accuracy"] > last["window"]["recall_accuracy"] + 0.3
+    slices = last["window"]["slices"]
+    # Two layers reach 128 tokens. Further away a value is guessed: one in 64.
+    assert slices["distance 65-128"]["accuracy"] > 0.9
+    assert slices["distance 129-256"]["accuracy"] < 0.05
