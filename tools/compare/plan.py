@@ -64,9 +64,6 @@ def expand_sweep(overrides: list[str]) -> Sweep:
 
     Raises ValueError for one without an end, and for one of sizes or tasks with a single value.
     """
-    for text in overrides:
-        if text.endswith(","):
-            raise ValueError(f"a sweep of one value ({text}). fix: {text[:-1]}")
     sweep = {}
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
@@ -88,8 +85,8 @@ def expand_sweep(overrides: list[str]) -> Sweep:
 def split_tasks(sweep: Sweep) -> dict[str, Sweep]:
     """Returns the sweep of each task that tasks=A,B lists; without it, text is the only one.
 
-    TASK.KEY=VALUE is for this task alone, where it replaces an earlier KEY=VALUE; data and its keys
-    are for text. Raises ValueError for a task that is unknown or not listed.
+    TASK.KEY=VALUE is for this task alone, where it replaces KEY=VALUE; data and its keys are for
+    text. Raises ValueError for a task that is unknown or not listed.
     """
     tasks = {}
     for override in sweep.pop("tasks", ["tasks=text"]):
@@ -103,8 +100,6 @@ def split_tasks(sweep: Sweep) -> dict[str, Sweep]:
         owners = tasks
         if prefix in TASKS:
             owners = [prefix]
-            key = own_key
-            values = [text.replace(f"{prefix}.", "", 1) for text in values]
         elif prefix == "data":
             owners = ["text"]
             if set(values) & {"data=recall", "data=copy"}:
@@ -112,7 +107,10 @@ def split_tasks(sweep: Sweep) -> dict[str, Sweep]:
         for task in owners:
             if task not in tasks:
                 raise ValueError(f"{task} is not among the tasks ({values[0]}). fix: leave it out")
-            tasks[task][key] = values
+            if prefix in TASKS:
+                tasks[task][own_key] = [text.replace(f"{task}.", "", 1) for text in values]
+            else:
+                tasks[task].setdefault(key, values)
     return tasks
 
 
