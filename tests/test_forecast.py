@@ -42,9 +42,9 @@ def test_time_is_that_of_the_baseline_by_flops(planned, monkeypatch):
 def test_time_without_a_limit_is_unknown_until_the_baseline_has_trained(planned, monkeypatch):
     endless = [jobs.Job(job.run_dir, [], job.settings | {"max_minutes": None}) for job in planned]
     assert forecast.seconds_left(endless) is None
-    assert "time unknown until gqa-0 has trained" in forecast.forecast(endless)
+    assert "time unknown until gqa-0 has trained" in forecast.forecast("text", endless)
     finish(monkeypatch, endless[:1], 200.0)
-    assert "left" in forecast.forecast(endless)
+    assert "left" in forecast.forecast("text", endless)
 
 
 @pytest.mark.parametrize("pairs, tests", [(2, 1), (3, 4), (5, 8)])
@@ -70,7 +70,10 @@ def test_the_published_spread_is_that_of_the_intervals():
 
 
 def test_a_difference_is_told_in_deviations_and_bits_per_byte(planned):
-    assert "a difference of 3.3 standard deviations" in forecast.forecast(planned)
-    assert "0.0346 bits per byte" in forecast.forecast(planned)
+    assert "a difference of 3.3 standard deviations" in forecast.forecast("recall", planned)
+    assert "bits per byte" not in forecast.forecast("recall", planned)
+    assert "3.3 standard deviations is found in 80% (0.0346 bits" in forecast.forecast(
+        "text", planned
+    )
     for few in (planned[:2], planned[::2]):  # one seed, one variant
-        assert "no verdicts" in forecast.forecast(few)
+        assert "no verdicts" in forecast.forecast("text", few)

@@ -41,10 +41,10 @@ def main(args: argparse.Namespace) -> None:
 
         # Say what it will take, before anything trains.
         print(f"{len(jobs)} runs in {folder}/", file=sys.stderr)
-        for task_jobs in tasks.values():
-            print(forecast(task_jobs), file=sys.stderr)
-        for task_jobs in tasks.values():
-            train(task_jobs)
+        for task, task_jobs in tasks.items():
+            print(forecast(task, task_jobs), file=sys.stderr)
+        for task, task_jobs in tasks.items():
+            train(task, task_jobs)
         run_dirs = [job.run_dir for job in jobs if job.problem is None]
         problems = {job.run_dir.name: job.problem for job in jobs if job.problem is not None}
 
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
         print(write_report(folder, runs, problems, baseline, command))
 
 
-def train(jobs: list[Job]) -> None:
+def train(task: str, jobs: list[Job]) -> None:
     """Trains all jobs of a task, the first one first: the others are compiled if it was.
 
     A common max_minutes limits the first; the others get as many tokens.
@@ -68,7 +68,7 @@ def train(jobs: list[Job]) -> None:
     elif has_limit:
         errors.exit_with(errors.INPUT, f"the baseline did not finish: {baseline.problem}")
     if len(jobs) > 1:
-        print(forecast(jobs), file=sys.stderr)  # now by the time that the baseline took
+        print(forecast(task, jobs), file=sys.stderr)  # now by the time that the baseline took
         train_all(jobs[1:])
 
 

@@ -20,7 +20,7 @@ POWER = 0.8  # the chance of finding a difference of the size that is told
 PUBLISHED_SPREAD = 0.0106
 
 
-def forecast(jobs: list[Job]) -> str:
+def forecast(task: str, jobs: list[Job]) -> str:
     """Says in a line how long the jobs of a task will take, and what they can show."""
     seconds = seconds_left(jobs)
     time = f"time unknown until {jobs[0].run_dir.name} has trained"
@@ -32,11 +32,10 @@ def forecast(jobs: list[Job]) -> str:
     difference = "no verdicts, which need two variants and two seeds"
     if num_variants > 1 and num_seeds > 1:
         size = detectable_difference(num_seeds, num_variants - 1)
-        difference = (
-            f"a difference of {size:.1f} standard deviations of pairs is found in {POWER:.0%} "
-            f"(text in docs/results.md: {size * PUBLISHED_SPREAD:.4f} bits per byte)"
-        )
-    return f"{jobs[0].run_dir.name} and {len(jobs) - 1} more: {time}; {difference}"
+        difference = f"a difference of {size:.1f} standard deviations is found in {POWER:.0%}"
+        if task == "text":
+            difference += f" ({size * PUBLISHED_SPREAD:.4f} bits per byte in docs/results.md)"
+    return f"{task}: {len(jobs)} runs, {time}; {difference}"
 
 
 def seconds_left(jobs: list[Job]) -> float | None:

@@ -106,7 +106,8 @@ def split_tasks(sweep: Sweep) -> dict[str, Sweep]:
                 raise ValueError(f"a task is not text ({key}). fix: tasks=text,recall")
         for task in owners:
             if task not in tasks:
-                raise ValueError(f"{task} is not among the tasks ({values[0]}). fix: leave it out")
+                fix = f"tasks={','.join([*tasks, task])}"
+                raise ValueError(f"{task} is not among the tasks ({values[0]}). fix: {fix}")
             if prefix in TASKS:
                 tasks[task][own_key] = [text.replace(f"{task}.", "", 1) for text in values]
             else:
