@@ -94,35 +94,6 @@ def test_another_context_has_the_loss_of_its_windows(command, tokenizer, variant
     )
 
 
-def test_slices_of_a_text_are_those_of_a_plain_loop(command, drawn_run, drawn):
-    """Each target by its position in its window, and by whether the window had its bigram before."""
-    model, tokenizer = drawn
-    texts = ["Ann had a red ball. Bob had a red ball, Ann said. " * 5, "Ann had"]
-    Path("some.txt").write_text("\n<|endoftext|>\n".join(texts))
-    words = ("--run", str(drawn_run), "--text", "some.txt", "--batch-size", "2")
-    found = evaluated(command, *words, "--slices")
-    assert "slices" not in evaluated(command, *words)
-    expected = {}
-    for text in texts:
-        tokens = [tokenizer.bos, *tokenizer.encode(text)]
-        for at in range(1, len(tokens)):
-            start = (at - 1) // model.context * model.context
-            window = tokens[start : at + 1]
-            bigrams = [tuple(window[i : i + 2]) for i in range(len(window) - 1)]
-            position = at - start
-            last = next(2**n for n in range(9) if position <= 2**n)
-            bin_name = str(last) if last < 3 else f"{last // 2 + 1}-{last}"
-            repeats = bigrams[-1] in bigrams[:-1]
-            nats = nats_of(model, tokens[start : at + 1], position)
-            for name in ("repeated" if repeats else "new", f"position {bin_name}"):
-                expected.setdefault(name, []).append(nats)
-    assert found["slices"].keys() == expected.keys() and len(expected["repeated"]) > 20
-    for name, nats in expected.items():
-        mean = pytest.approx(sum(nats) / len(nats), rel=1e-5)
-        assert found["slices"][name] == {"loss": mean, "tokens": len(nats)}, name
-    assert_slices_add_up(found["slices"], found["nats_per_token"], found["tokens"])
-
-
 def assert_slices_add_up(slices: dict, loss: float, tokens: int) -> None:
     """Weighted by their tokens, both kinds of slices have the loss of all."""
     positions = {name: each for name, each in slices.items() if name.startswith("position")}
@@ -132,34 +103,28 @@ def assert_slices_add_up(slices: dict, loss: float, tokens: int) -> None:
         assert nats / tokens == pytest.approx(loss, abs=1e-6)
 
 
-@pytest.mark.parametrize("context", [64, 24])
-def test_held_out_text_is_that_of_the_run(command, trained, context):
-    words = ("--run", str(trained), "--held-out", "--context", str(context))
-    found = evaluated(command, *words, "--slices")
+def test_held_out_text_is_that_of_the_run(command, trained):
+    found = evaluated(command, "--run", str(trained), "--slices")
     place = checkpoint.newest_checkpoint(trained)
     model = checkpoint.load_model(place, "cpu").double()
     (shard,) = Path(".cache").glob("*/validation-00000.bin")
     tokens = np.fromfile(shard, np.uint16).tolist()
     nats = 0.0
-    for start in range(0, len(tokens) - 1, context):
-        window = torch.tensor(tokens[start : start + context + 1])
+    for start in range(0, len(tokens) - 1, model.context):
+        window = torch.tensor(tokens[start : start + model.context + 1])
         logits = model(window[None, :-1])[0]
         nats += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
     assert found["val_loss"] == pytest.approx(nats / (len(tokens) - 1), rel=1e-5)
     assert_slices_add_up(found["slices"], found["val_loss"], len(tokens) - 1)
-    assert "slices" not in evaluated(command, *words)
 
 
 def test_held_out_rows_of_a_task_have_an_accuracy(command):
     settings = settings_of("data=recall", "context=64", "data.pairs=[2,4]", "data.vocab_size=16")
     saved_run(Path("runs/recall"), settings)
-    words = ("tools/evaluate.py", "--run", "runs/recall", "--held-out")
-    found = json.loads(command(*words, "--slices").out)
+    found = evaluated(command, "--run", "runs/recall", "--slices")
     mean = (found["recall_accuracy_2"] + found["recall_accuracy_4"]) / 2
     assert 0 < found["recall_accuracy"] == pytest.approx(mean)
     assert any(name.startswith("distance") for name in found["slices"])
-    result = command(*words, "--context", "8")
-    assert result.code == 2 and "4 pairs need 17 tokens" in result.err
 
 
 def test_positions_that_were_learned_go_no_further(command, tokenizer, monkeypatch):
@@ -189,9 +154,9 @@ def test_scores_of_rows_together_are_those_of_rows_alone(drawn):
         for n, first in ((5, 4), (40, 1), (3, 1), (9, 9))
     ]
     rows.append(([1, 7, 9, *continued(model, [[1, 7, 9]], 6)[0]], 3))
-    together = evaluate.score_answers(model, rows, 5)
+    together = evaluate.score_rows(model, rows, 5)
     for row, (score, greedy) in zip(rows, together, strict=True):
-        alone = evaluate.score_answers(model, [row], 1)[0]
+        alone = evaluate.score_rows(model, [row], 1)[0]
         assert alone == (pytest.approx(score, abs=1e-4), greedy)
         assert score == pytest.approx(-nats_of(model, *row), abs=1e-4)
     assert [greedy for _, greedy in together] == [
@@ -287,10 +252,10 @@ def test_what_cannot_be_measured_is_a_line(command, drawn_run):
     for more, said in (
         (("--tasks", "magic"), "unknown tasks (magic)"),
         (("--text", "none.txt"), "none.txt"),
-        (("--held-out",), "not a run"),
+        (("--slices",), "not a run"),
         (("--lengths",), "not a run"),
-        (("--tasks", "magic", "--slices"), "--slices is for"),
-        (("--lengths", "--context", "9"), "no --context"),
+        (("--slices", "--context", "9"), "--context is for"),
+        (("--lengths", "--context", "9"), "--context is for"),
     ):
         result = command("tools/evaluate.py", "--run", str(drawn_run), *more)
         assert result.code == 2 and said in result.err and not result.out

@@ -130,7 +130,7 @@ def runs_of(variant: str, loss_of, seeds=range(5), dims=DIMS) -> list[Run]:
         tree = settings_of("model=tiny", "context=16", f"model.dim={dim}", "model.vocab_size=64")
         for seed in seeds:
             last = {"step": 1, "tokens": 1000, "seconds": 1.0, "val_loss": 1.0}
-            settings = {"name": f"{variant}-{dim}", "seed": seed, "model": tree["model"]}
+            settings = tree | {"name": f"{variant}-{dim}", "seed": seed}
             runs.append(Run(Path(f"{variant}-{dim}-{seed}"), settings, [last], True))
     largest = max(map(flops, runs))
     for run in runs:
@@ -169,7 +169,6 @@ def test_the_ranking_beyond_the_largest_size_is_judged():
         "noisy": "cannot tell",
     }
     assert all(len(row) == len(header) for row in rows)
-    assert "above: holds, crossing: reverses" in text
     assert f"{flops(runs['above'][-1]):.2g} training FLOP" in text
 
 
@@ -192,26 +191,22 @@ def test_the_plot_ends_at_ten_times_the_largest_size():
         assert line.get_ydata()[-1] == pytest.approx(1 + scale * 10**-0.25, abs=0.01)
 
 
-def test_a_seed_that_did_not_train_everything_is_left_out():
-    runs = {"a": runs_of("a", curve(0.5, 0.25)), "b": runs_of("b", curve(0.6, 0.25))}
-    rows = fit_report({"a": runs["a"], "b": [run for run in runs["b"] if run.seed != 4]})[2]
-    without = {name: [run for run in each if run.seed != 4] for name, each in runs.items()}
-    assert rows == fit_report(without)[2] != fit_report(runs)[2]
-
-
 def test_one_size_is_no_curve():
     assert fit_report({"a": runs_of("a", curve(0.5, 0.25), dims=[16])}) is None
 
 
 @pytest.mark.parametrize(
-    "dims, seeds, problem",
+    "dims, other_dims, seeds, other_seeds",
     [
-        (DIMS[:2], range(5), r"sizes of the variants: \[2, 4\]"),
-        (DIMS, range(4, 9), "common seeds: 1"),
+        (DIMS[:2], DIMS[:2], range(5), range(5)),
+        (DIMS, DIMS, range(1), range(1)),
+        (DIMS, DIMS[:3], range(5), range(5)),
+        (DIMS, DIMS, range(5), range(4)),
+        (DIMS, DIMS, range(5), range(1, 6)),
     ],
 )
-def test_too_little_for_a_law_is_refused(dims, seeds, problem):
-    a = runs_of("a", curve(0.5, 0.25))
-    b = runs_of("b", curve(0.6, 0.25), dims=dims, seeds=seeds)
-    with pytest.raises(ValueError, match=problem):
+def test_too_little_for_a_law_is_refused(dims, other_dims, seeds, other_seeds):
+    a = runs_of("a", curve(0.5, 0.25), dims=dims, seeds=seeds)
+    b = runs_of("b", curve(0.6, 0.25), dims=other_dims, seeds=other_seeds)
+    with pytest.raises(ValueError, match="no law of size"):
         fit_report({"a": a, "b": b})

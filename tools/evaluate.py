@@ -4,7 +4,7 @@ python -m tools.evaluate --run runs/NAME --text FILE
     nats per token and bits per byte, of any text
 python -m tools.evaluate --run runs/NAME --text FILE --context 4096
     in longer windows than it was trained with
-python -m tools.evaluate --run runs/NAME --held-out --slices
+python -m tools.evaluate --run runs/NAME --slices
     the metrics of training on all held-out data, by position and by what repeats
 python -m tools.evaluate --run runs/NAME --lengths
     the same targets with 1, 2 and 4 times the training context in front of them
@@ -20,7 +20,6 @@ import math
 from itertools import chain, islice
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -28,7 +27,6 @@ from torch.nn.utils.rnn import pad_sequence
 from common import errors
 from common.cli import Parser, add_model_options, bounded_number
 from data.files import TEXT_SUFFIXES, find_files, read_documents
-from data.slices import NUM_BINS, slice_means, text_cells
 from data.tokenizer import IdTokenizer, Tokenizer
 from inference.load import load
 from inference.text import generate_text
@@ -37,9 +35,6 @@ from model.transformer import Transformer
 from tools.lengths import evaluate_corpus, measure_lengths, open_corpus, open_run
 
 Row = tuple[list[int], int]  # tokens, and the index of the first that is scored
-Score = tuple[
-    Tensor, Tensor
-]  # log-probability of each scored token, and whether it is the likeliest
 
 
 def main(args: argparse.Namespace) -> None:
@@ -52,23 +47,20 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python -m tools.evaluate",
         description=__doc__.partition(",")[0],
-        epilog="--text, --held-out, --lengths or --tasks",
+        epilog="--text, --slices, --lengths or --tasks",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     positive = bounded_number(int, 1)
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--text", help="a file, a glob, or a folder of .txt, .jsonl and .parquet")
-    held_out = "what the run was judged by in training, all of it"
-    wanted.add_argument("--held-out", action="store_true", help=held_out)
-    lengths = "the loss at 1, 2 and 4 times the training context, kept in the run's lengths.json"
+    slices = "what training logs, of all held-out data, by position and by what repeats"
+    wanted.add_argument("--slices", action="store_true", help=slices)
+    lengths = "the held-out loss at 1, 2 and 4 times the training context"
     wanted.add_argument("--lengths", action="store_true", help=lengths)
     wanted.add_argument("--tasks", help="names of lm-evaluation-harness, with commas between them")
     add_model_options(parser)
     add("--context", type=positive, help="tokens of a window, if not as many as in training")
-
-    slices = "also by position, and by whether a target repeats what its context has"
-    add("--slices", action="store_true", help=slices)
 
     # Options of --text.
     add("--separator", default="<|endoftext|>", help="a line between the documents of a .txt")
@@ -86,10 +78,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--task-folder, --limit and --num-fewshot are for --tasks")
     if args.text is None and (args.documents or args.truncate):
         parser.error("--documents and --truncate are for --text")
-    if args.slices and args.text is None and not args.held_out:
-        parser.error("--slices is for --text and --held-out")
-    if args.lengths and args.context is not None:
-        parser.error("--lengths has contexts of its own, no --context")
+    if args.text is None and args.tasks is None and args.context is not None:
+        parser.error("--context is for --text and --tasks")
     if args.task_folder is not None and not args.task_folder.is_dir():
         parser.error(f"there is no folder {args.task_folder}")
     return args
@@ -98,21 +88,12 @@ def parse_arguments() -> argparse.Namespace:
 def evaluate_model(args: argparse.Namespace) -> dict:
     model, tokenizer, name = load(args.run, args.device, args.dtype, args.context)
     result = {"name": name, "context": model.context}
-    if args.held_out:
-        return result | evaluate_held_out(model, args)
+    if args.slices:
+        _, settings = open_run(args.run)
+        return result | evaluate_corpus(model, open_corpus(settings), settings)
     if args.text is not None:
         return result | evaluate_text(model, tokenizer, args)
     return result | {"tasks": evaluate_tasks(model, tokenizer, args)}
-
-
-def evaluate_held_out(model: Transformer, args: argparse.Namespace) -> dict:
-    """The metrics that training logs, on all of the run's held-out data."""
-    _, settings = open_run(args.run)
-    if "context" in settings["data"]:  # a task refuses one that its rows do not fit into
-        settings["data"]["context"] = model.context
-    metrics = evaluate_corpus(model, open_corpus(settings), settings, args.batch_size)
-    slices = metrics.pop("slices")
-    return metrics | ({"slices": slices} if args.slices else {})
 
 
 def evaluate_text(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> dict:
@@ -135,34 +116,18 @@ def evaluate_text(model: Transformer, tokenizer: Tokenizer, args: argparse.Names
     if not rows:
         raise ValueError(f"no text (--text {args.text}). fix: --text PATH of another")
 
-    scores = score_rows(model, rows, args.batch_size)
-    nats = -sum(log_probabilities.sum().item() for log_probabilities, _ in scores)
+    nats = -sum(score for score, _ in score_rows(model, rows, args.batch_size))
     num_tokens = sum(len(tokens) - 1 for tokens, _ in rows)
     bits_per_byte = nats / math.log(2) / num_bytes
     if isinstance(tokenizer, IdTokenizer):  # the bytes of its tokens are unknown
         bits_per_byte = None
-    result = {
+    return {
         "documents": num_documents,
         "tokens": num_tokens,
         "bytes": num_bytes,
         "nats_per_token": nats / num_tokens,
         "bits_per_byte": bits_per_byte,
     }
-    if args.slices:
-        result["slices"] = slice_scores(rows, scores)
-    return result
-
-
-def slice_scores(rows: list[Row], scores: list[Score]) -> dict[str, dict[str, float]]:
-    """The loss of each slice, of rows that are scored from their second token on."""
-    totals = np.zeros((2, 2 * NUM_BINS))  # nats and targets, by cell
-    for (tokens, _), (log_probabilities, _) in zip(rows, scores, strict=True):
-        row = torch.tensor([tokens])
-        cells = text_cells(row[:, :-1], row[:, 1:])[0]
-        totals[0] -= np.bincount(cells, log_probabilities, totals.shape[1])
-        totals[1] += np.bincount(cells, minlength=totals.shape[1])
-    nats, targets = totals.reshape(2, 2, NUM_BINS)
-    return slice_means(nats, targets, ("new", "repeated"), "position", "loss")
 
 
 def windows(tokens: list[int], context: int) -> list[Row]:
@@ -172,8 +137,12 @@ def windows(tokens: list[int], context: int) -> list[Row]:
 
 
 @torch.inference_mode()
-def score_rows(model: Transformer, rows: list[Row], batch_size: int) -> list[Score]:
-    """Scores rows in batches, the longest first, so that rows of a batch have similar lengths."""
+def score_rows(model: Transformer, rows: list[Row], batch_size: int) -> list[tuple[float, bool]]:
+    """Scores rows in batches, the longest first, so that rows of a batch have similar lengths.
+
+    Returns for each row the summed log-probability of its tokens from the first that is scored, and
+    whether all of these are the most likely ones.
+    """
     device = model.embed.weight.device
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
     scores = {}
@@ -187,21 +156,15 @@ def score_rows(model: Transformer, rows: list[Row], batch_size: int) -> list[Sco
     return [scores[index] for index in range(len(rows))]
 
 
-def score_row(model: Transformer, hidden: Tensor, row: Row) -> Score:
-    """hidden (T, D) -> scores in fp64 of the tokens from the first that is scored."""
+def score_row(model: Transformer, hidden: Tensor, row: Row) -> tuple[float, bool]:
+    """hidden (T, D) -> the summed log-probability of the scored tokens, whether all are greedy."""
     tokens, first = row
     # The hidden state at a token predicts the next one.
     logits = fp32(model.logits(hidden[first - 1 : len(tokens) - 1]))  # (scored tokens, V)
     targets = torch.tensor(tokens[first:], device=hidden.device)
-    log_probabilities = logits.log_softmax(dim=-1).gather(-1, targets[:, None])[:, 0]
-    is_greedy = logits.argmax(dim=-1) == targets
-    return log_probabilities.cpu().double(), is_greedy.cpu()
-
-
-def score_answers(model: Transformer, rows: list[Row], batch_size: int) -> list[tuple[float, bool]]:
-    """The log-probability of all scored tokens of a row, and whether all are the likeliest."""
-    scores = score_rows(model, rows, batch_size)
-    return [(each.sum().item(), is_greedy.all().item()) for each, is_greedy in scores]
+    log_probabilities = logits.log_softmax(dim=-1).gather(-1, targets[:, None])
+    is_greedy = (logits.argmax(dim=-1) == targets).all()
+    return log_probabilities.double().sum().item(), is_greedy.item()
 
 
 def evaluate_tasks(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> dict:
@@ -258,14 +221,14 @@ def lm_eval_model(model: Transformer, tokenizer: Tokenizer, batch_size: int):
                     problem = f"an answer of {len(answer)} tokens (context {model.context})"
                     raise ValueError(f"{problem}. fix: --tasks NAME of another")
                 rows.append((tokens, len(tokens) - len(answer)))
-            return score_answers(model, rows, batch_size)
+            return score_rows(model, rows, batch_size)
 
         def loglikelihood_rolling(self, requests: list, **_) -> list[float]:
             """Scores whole texts, of any length."""
             # Rows of all texts are scored in common batches, and summed text by text.
             texts = [self.tok_encode(request.args[0]) for request in requests]
             rows = [windows(tokens, model.context) for tokens in texts]
-            scores = iter(score_answers(model, list(chain(*rows)), batch_size))
+            scores = iter(score_rows(model, list(chain(*rows)), batch_size))
             return [sum(score for score, _ in islice(scores, len(text))) for text in rows]
 
         def generate_until(self, requests: list, **_) -> list[str]:

@@ -1,18 +1,14 @@
 """Length: what a run makes of more context than it was trained with."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from checkpoints import checkpoint
 from common.instantiate import instantiate
 from data.corpus import Corpus
-from data.loader import IGNORE_INDEX
 from data.prepare import prepare
 from inference.load import load
 from model.attention.mla import LatentAttention
@@ -23,91 +19,73 @@ from training.distributed import DistEnv
 from training.evaluation import evaluate
 from training.loss import LanguageModelLoss
 
-YARN = "4 YaRN"
-MULTIPLES = {"1": 1, "2": 2, "4": 4, YARN: 4}  # of the training context, by the name of the result
+LONGEST = 4  # times the training context
+YARN = f"{LONGEST} YaRN"
+MULTIPLES = {"1": 1, "2": 2, "4": LONGEST, YARN: LONGEST}  # by the name of the result
 NUM_TARGETS = 16_384  # tokens of text that are scored
 BATCH_TOKENS = 4096  # inputs computed together
-
-
-@dataclass
-class LastTargets(Corpus):
-    """A text in windows of the longest context, of which the last half `trained_context` is scored.
-
-    A shorter context has the same targets, and less of a window in front of them. Windows overlap,
-    but not in their targets.
-    """
-
-    trained_context: int
-
-    def evaluation(
-        self, num_tokens: int, context: int, batch_size: int
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield inputs, targets and cells, which are all one, (B, T) of windows of `context`."""
-        tokens = torch.from_numpy(np.concatenate(self.validation).astype(np.int64))
-        length = max(MULTIPLES.values()) * self.trained_context + 1
-        step = self.trained_context // 2
-        if len(tokens) < length:
-            raise ValueError(f"{len(tokens)} held-out tokens (a window has {length}). fix: more")
-        windows = tokens.unfold(0, length, step)[: NUM_TARGETS // step + 1]
-        for window in windows.split(batch_size):
-            targets = window[:, -context:].clone()
-            targets[:, :-step] = IGNORE_INDEX
-            yield window[:, -context - 1 : -1], targets, torch.zeros_like(targets)
 
 
 def measure_lengths(run_dir: Path | None) -> dict:
     """Score a run's newest checkpoint at multiples of its training context.
 
-    Returns its step and, by the names of MULTIPLES, the nats per token of `LastTargets`, or the
-    accuracy of a task whose rows are drawn at this length, or the reason why there is neither. The
-    result is kept in the run's lengths.json.
+    Returns, by the names of MULTIPLES, `last_loss`, or the accuracy of a task whose rows are drawn
+    at this length, or the reason why there is neither. The result is kept in the run's folder.
     """
     newest, settings = open_run(run_dir)
-    step = int(newest.name.removeprefix("step-"))
-    file = newest.parents[1] / "lengths.json"
+    file = newest.parents[1] / f"lengths-{newest.name}.json"
     if file.exists():
-        lengths = json.loads(file.read_text())
-        if lengths["step"] == step:
-            return lengths
-
-    lengths = {"step": step}
-    device = "cpu" if settings["device"] == "cpu" else "auto"
+        return json.loads(file.read_text())
+    lengths = {}
     for name, multiple in MULTIPLES.items():
         try:
+            model, *_ = load(newest, context=multiple * settings["context"])
+            if name == YARN:
+                scale_positions(model, settings["context"])
             corpus = open_corpus(settings)
             if corpus.validation:
-                corpus = LastTargets(**vars(corpus), trained_context=settings["context"])
-            context = multiple * settings["context"]
-            model, *_ = load(newest, device, context=context)
-            if name == YARN:
-                scale_positions(model, multiple, settings["context"])
-            metrics = evaluate_corpus(model, corpus, settings, max(1, BATCH_TOKENS // context))
-            accuracies = [metrics[key] for key in metrics if key.endswith("_accuracy")]
-            lengths[name] = accuracies[0] if accuracies else metrics["val_loss"]
+                lengths[name] = last_loss(model, corpus, settings)
+            else:
+                metrics = evaluate_corpus(model, corpus, settings)
+                lengths[name] = metrics[f"{corpus.task.name}_accuracy"]
         except ValueError as error:
             lengths[name] = str(error).partition(". fix: ")[0]
-    # The file is whole once it has its name.
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(lengths))
-    temporary.replace(file)
+    file.write_text(json.dumps(lengths))
     return lengths
 
 
-def scale_positions(model: Transformer, factor: int, trained_context: int) -> None:
+@torch.inference_mode()
+def last_loss(model: Transformer, corpus: Corpus, settings: dict) -> float:
+    """The nats per token of the last half training context of windows of the held-out text.
+
+    At all contexts of the model these are the same targets, with more or less in front of them.
+    Windows have the longest context. They overlap, but not in their targets.
+    """
+    tokens = torch.from_numpy(np.concatenate(corpus.validation).astype(np.int64))
+    length = LONGEST * settings["context"] + 1
+    if len(tokens) < length:
+        raise ValueError(f"{len(tokens)} held-out tokens (a window has {length}). fix: more")
+    num_targets = settings["context"] // 2  # of a window
+    windows = tokens.unfold(0, length, num_targets)[: NUM_TARGETS // num_targets + 1]
+    loss_module = loss_of(model, corpus, settings)
+    nats = []
+    for window in windows[:, -model.context - 1 :].split(max(1, BATCH_TOKENS // model.context)):
+        window = window.to(model.embed.weight.device)
+        _, scores = loss_module(window[:, :-1], window[:, 1:])
+        nats.append(scores[0].view(len(window), -1)[:, -num_targets:].flatten())
+    return torch.cat(nats).mean().item()
+
+
+def scale_positions(model: Transformer, trained_context: int) -> None:
     """Scale RoPE by YaRN with the paper's constants, without further training.
 
-    Raises ValueError where no layer has RoPE that is not scaled yet.
+    Layers that were trained with a scaling keep that.
     """
-    scaling = YaRN(factor=factor, fast=32, slow=1, context=trained_context)
-    num_scaled = 0
+    yarn = YaRN(factor=LONGEST, fast=32, slow=1, context=trained_context)
     for module in model.modules():
         if isinstance(module, SoftmaxAttention | LatentAttention):
-            dim, base, trained_scaling = module.rotary
-            if base is not None and trained_scaling is None:
-                module.rotary = (dim, base, scaling)
-                num_scaled += 1
-    if num_scaled == 0:
-        raise ValueError("no layer has RoPE without scaling. fix: attention=gqa")
+            dim, base, scaling = module.rotary
+            module.rotary = (dim, base, scaling or yarn)
 
 
 def open_run(path: Path | None) -> tuple[Path, dict]:
@@ -127,15 +105,19 @@ def open_corpus(settings: dict) -> Corpus:
     return prepare(instantiate(settings["data"], "data"), Path(".cache"), quiet=True)
 
 
-def evaluate_corpus(model: Transformer, corpus: Corpus, settings: dict, batch_size: int) -> dict:
-    """The metrics of all held-out data in windows of the model's context, as training has them."""
+def loss_of(model: Transformer, corpus: Corpus, settings: dict) -> LanguageModelLoss:
     bos = corpus.tokenizer.bos if settings["document_mask"] else None
+    return LanguageModelLoss(model, z_loss=0.0, bos=bos)
+
+
+def evaluate_corpus(model: Transformer, corpus: Corpus, settings: dict) -> dict:
+    """The metrics of all held-out data in windows of the model's context, as training has them."""
     return evaluate(
-        LanguageModelLoss(model, z_loss=0.0, bos=bos),
+        loss_of(model, corpus, settings),
         corpus,
         corpus.validation_tokens(model.context),
         model.context,
-        batch_size,
+        max(1, BATCH_TOKENS // model.context),
         torch.float32,
         DistEnv(0, 1, model.embed.weight.device),
         stop=lambda: 0,

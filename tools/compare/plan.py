@@ -15,7 +15,6 @@ import torch
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 
 from common import config, hardware
 from common.config import compose
@@ -48,13 +47,15 @@ def plan_jobs(overrides: list[str], match: str, folder: Path | None) -> dict[str
         # Seeds are repetitions of a variant, and all other keys make variants.
         seeds = sweep.pop("seed", ["seed=0"])
         variants = name_variants(sweep)
-        if match != "none":
-            match_sizes(variants, match)
         if folder is None:
             baseline = next(iter(variants.values()))
             folder = Path("runs", f"compare-{digest([match, *baseline])}")
-        runs = product(seeds, variants.items())
-        jobs[task] = [make_job(task, *variant, seed, folder) for seed, variant in runs]
+        # Settings are composed once for all seeds of a variant.
+        templates = [make_template(task, *variant, folder) for variant in variants.items()]
+        if match != "none":
+            match_sizes(templates, match)
+        runs = product(seeds, templates)
+        jobs[task] = [make_job(template, seed.partition("=")[2]) for seed, template in runs]
     return jobs
 
 
@@ -63,9 +64,6 @@ def expand_sweep(overrides: list[str]) -> Sweep:
 
     Raises ValueError for one without an end, and for one of sizes or tasks with a single value.
     """
-    for text in overrides:
-        if text.endswith(","):
-            raise ValueError(f"a sweep of one value ({text}). fix: {text[:-1]}")
     sweep = {}
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
@@ -98,7 +96,6 @@ def split_tasks(sweep: Sweep) -> dict[str, Sweep]:
         tasks[task] = {} if task == "text" else {"data": [f"data={task}"]}
 
     for key, values in sweep.items():
-        # Find the tasks that the key is for.
         prefix, _, own_key = key.lstrip("+~").partition(".")
         owners = tasks
         if prefix in TASKS:
@@ -106,12 +103,10 @@ def split_tasks(sweep: Sweep) -> dict[str, Sweep]:
         elif prefix == "data":
             owners = ["text"]
             if set(values) & {"data=recall", "data=copy"}:
-                raise ValueError(
-                    f"a task is not text ({', '.join(values)}). fix: tasks=text,recall"
-                )
+                raise ValueError(f"a task is not text ({key}). fix: tasks=text,recall")
         for task in owners:
             if task not in tasks:
-                fix = f"tasks={','.join([*tasks, task])}, or leave it out"
+                fix = f"tasks={','.join([*tasks, task])}"
                 raise ValueError(f"{task} is not among the tasks ({values[0]}). fix: {fix}")
             if prefix in TASKS:
                 tasks[task][own_key] = [text.replace(f"{task}.", "", 1) for text in values]
@@ -158,24 +153,31 @@ def name_variants(sweep: Sweep) -> Variants:
     return variants
 
 
-def match_sizes(variants: Variants, match: str) -> None:
+def make_template(task: str, name: str, overrides: list[str], folder: Path) -> Job:
+    """Plans the runs of a variant but for their seeds."""
+    prefix = "" if task == "text" else f"{task}-"
+    # All runs are judged by the same text, or the same rows of a task: all that is held out.
+    overrides = [f"eval_tokens={config.LARGEST}", *overrides, f"name={name}"]
+    return Job(folder / f"{prefix}{name}", overrides, compose_settings(overrides))
+
+
+def match_sizes(variants: list[Job], match: str) -> None:
     """Gives each variant the model.hidden with which it is as large as the baseline.
 
     Of several model sizes, each has its first variant as the baseline.
     """
     size = SIZES[match]
     targets = {}  # by the overrides that set the model size
-    for name, overrides in variants.items():
-        settings = compose_settings([*overrides, f"name={name}"])
-        model_size = tuple(text for text in overrides if text.partition("=")[0] in SIZE_KEYS)
-        if model_size not in targets:
-            targets[model_size] = size(meta_model(settings))
-        own = settings["model"]["hidden"]
-        hidden = match_hidden(settings, size, targets[model_size])
+    for variant in variants:
+        keys = tuple(text for text in variant.overrides if text.partition("=")[0] in SIZE_KEYS)
+        target = targets.setdefault(keys, size(meta_model(variant.settings)))
+        own = variant.settings["model"]["hidden"]
+        hidden = match_hidden(variant.settings, size, target)
         if hidden != own:
-            message = f"{name}: model.hidden={hidden}, not {own}, for equal {match}"
-            print(message, file=sys.stderr)
-            overrides.append(f"model.hidden={hidden}")
+            name = variant.settings["name"]
+            print(f"{name}: model.hidden={hidden}, not {own}, for equal {match}", file=sys.stderr)
+            variant.overrides.append(f"model.hidden={hidden}")
+            variant.settings["model"]["hidden"] = hidden
 
 
 def match_hidden(settings: dict, size: Callable[[Transformer], float], target: float) -> int:
@@ -198,15 +200,12 @@ def match_hidden(settings: dict, size: Callable[[Transformer], float], target: f
     raise ValueError(f"{problem}. fix: --match none")
 
 
-def make_job(task: str, name: str, overrides: list[str], seed: str, folder: Path) -> Job:
-    prefix = "" if task == "text" else f"{task}-"
-    run_dir = folder / f"{prefix}{name}-{seed.partition('=')[2]}"
-    quoted = QuotedString(str(run_dir), Quote.double).with_quotes()
-    # All runs are judged by the same text, or the same rows of a task: all that is held out.
-    if not any(override.startswith("eval_tokens=") for override in overrides):
-        overrides = [*overrides, f"eval_tokens={config.LARGEST}"]
-    overrides = [*overrides, seed, f"name={name}", f"run_dir={quoted}", "resume=true"]
-    return Job(run_dir, overrides, compose_settings(overrides))
+def make_job(template: Job, seed: str) -> Job:
+    """Plans the run of a variant with this seed."""
+    run_dir = template.run_dir.with_name(f"{template.run_dir.name}-{seed}")
+    job = Job(run_dir, [*template.overrides], {**template.settings})
+    override(job, {"seed": int(seed), "run_dir": str(run_dir), "resume": True})
+    return job
 
 
 def match_baseline(baseline: Job, others: list[Job], same_tokens: bool) -> None:
@@ -216,12 +215,18 @@ def match_baseline(baseline: Job, others: list[Job], same_tokens: bool) -> None:
     """
     run = Run.read(baseline.run_dir)
     for job in others:
-        same = {"compile": run.settings["machine"]["compiled"]}
+        override(job, {"compile": run.settings["machine"]["compiled"]})
         if same_tokens:
-            same["max_minutes"] = None
-            same["steps"] = run.last["tokens"] // job.settings["batch_tokens"]
-        job.settings |= same
-        job.overrides += [f"{key}={json.dumps(value)}" for key, value in same.items()]
+            steps = run.last["tokens"] // job.settings["batch_tokens"]
+            override(job, {"max_minutes": None, "steps": steps})
+
+
+def override(job: Job, values: dict) -> None:
+    """Changes settings of a job by their keys."""
+    job.settings |= values
+    job.overrides += [
+        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()
+    ]
 
 
 def compose_settings(overrides: list[str]) -> dict:

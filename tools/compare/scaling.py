@@ -4,12 +4,15 @@ L(C) = E + A C^-alpha, Hoffmann et al., 2203.15556. All variants have one irredu
 each its own A and alpha.
 """
 
+from operator import attrgetter
+
 import numpy as np
 from matplotlib.figure import Figure
 from scipy.optimize import least_squares
 
+from tools.compare.plots import COLORS, new_figure
 from tools.compare.runs import Run
-from tools.compare.statistics import LEVEL, Estimate, estimate, holm
+from tools.compare.statistics import compare_to_baseline, estimate
 
 GROWTH = 10  # how many times the largest size the laws are extrapolated to
 HEADER = ["variant", "difference at the largest size", f"at {GROWTH} times that", "ranking"]
@@ -21,47 +24,44 @@ def fit_report(
     """Fit the laws -> a summary, the header and rows of a table, and a plot.
 
     The first variant is the baseline. Returns None where all runs of a variant have one size.
-    Raises ValueError where sizes or seeds are too few.
+    Raises ValueError where sizes or seeds are too few, or runs are missing.
     """
-    # Final losses by size and seed. Seeds are pairs, so each must have trained everything.
+    # Seeds are pairs, so each must have trained every size of every variant.
     tables = [losses_by_size(runs) for runs in runs_by_variant.values()]
-    num_sizes = sorted(map(len, tables))
-    if num_sizes[-1] == 1:
+    if all(len(table) == 1 for table in tables):
         return None
-    seeds = set.intersection(*[set(by_seed) for table in tables for by_seed in table.values()])
-    if len(seeds) < 2 or not 3 <= num_sizes[0] == num_sizes[-1]:
-        problem = f"no law of size (sizes of the variants: {num_sizes}, common seeds: {len(seeds)})"
-        raise ValueError(f"{problem}. fix: train all variants at 3 sizes or more, with 2 seeds")
+    grids = {(len(table), *by_seed) for table in tables for by_seed in table.values()}
+    if len(grids) > 1 or len(tables[0]) < 3 or len(min(grids)) < 3:
+        raise ValueError(
+            "no law of size (fewer than 3 sizes or 2 seeds, or not the same of each variant). "
+            "fix: train what is missing"
+        )
     sizes = np.array([list(table) for table in tables])  # (V, K)
-    losses = []
-    for seed in seeds:
-        losses.append([[by_seed[seed] for by_seed in table.values()] for table in tables])
-    losses = np.array(losses)  # (S, V, K)
-    extrapolated = extrapolate(sizes / sizes.max(), losses)
+    losses = [[list(by_seed.values()) for by_seed in table.values()] for table in tables]
+    losses = np.array(losses).transpose(2, 0, 1)  # (S, V, K)
+    extrapolated = extrapolate(sizes / sizes.max(), losses)  # (S, V)
 
-    # Differences to the baseline. A ranking needs both: the larger p is that of an
-    # intersection-union test (Berger, Technometrics 24, 1982).
-    ends = np.stack((losses[:, :, -1], extrapolated))  # (2, S, V)
-    ends -= ends[:, :, :1]
-    differences = {}
-    for name, columns in zip(runs_by_variant, ends.transpose(2, 0, 1).tolist(), strict=True):
-        differences[name] = [estimate(values) for values in columns]
+    # Judge the differences at the largest size, and those beyond it.
     baseline, *names = runs_by_variant
-    p_values = holm({name: max(each.p for each in differences[name]) for name in names})
+    columns = []
+    for values in (losses[:, :, -1], extrapolated):
+        by_seed = [dict(enumerate(column)) for column in values.T.tolist()]
+        others = dict(zip(names, by_seed[1:], strict=True))
+        columns.append(compare_to_baseline(by_seed[0], others))
     rows = []
-    for name, p in p_values.items():
-        cells = [f"{each.mean:+.4f} ± {each.ci95:.4f}" for each in differences[name]]
-        rows.append([name, *cells, ranking(*differences[name], p)])
+    for name in names:
+        verdicts = [column[name] for column in columns]
+        cells = [f"{each.difference.mean:+.4f} ± {each.difference.ci95:.4f}" for each in verdicts]
+        rows.append([name, *cells, ranking(*[each.text for each in verdicts])])
 
-    text = f"Do the differences to {baseline} at {sizes.max():.2g} training FLOP hold at {GROWTH} "
-    text += f"times as many? {', '.join(f'{name}: {answer}' for name, *_, answer in rows)}."
+    text = f"Whether differences to {baseline} at {sizes.max():.2g} training FLOP hold beyond."
     return text, HEADER, rows, draw([*runs_by_variant], sizes, losses, extrapolated)
 
 
 def losses_by_size(runs: list[Run]) -> dict[float, dict[int, float]]:
-    """Map the training FLOP of runs, ascending, to the final losses by seed."""
+    """Map the training FLOP of runs to the final losses by seed, both ascending."""
     losses = {}
-    for run in runs:
+    for run in sorted(runs, key=attrgetter("seed")):
         size = run.model.training_flops() * run.last["tokens"]
         losses.setdefault(size, {})[run.seed] = run.loss
     return dict(sorted(losses.items()))
@@ -106,27 +106,27 @@ def extrapolate(sizes: np.ndarray, losses: np.ndarray) -> np.ndarray:
     return np.array(pseudo_values)[:, :, 0]
 
 
-def ranking(at_largest: Estimate, at_target: Estimate, p: float) -> str:
-    """Whether two variants that differ at the largest size differ in the same way beyond it."""
-    if p > LEVEL:
+def ranking(at_largest: str, at_target: str) -> str:
+    """Whether the verdicts on a variant say that it ranks beyond the largest size as at it."""
+    if "not distinguishable" in (at_largest, at_target):
         return "cannot tell"
-    return "holds" if at_largest.mean * at_target.mean > 0 else "reverses"
+    return "holds" if at_largest == at_target else "reverses"
 
 
 def draw(
     names: list[str], sizes: np.ndarray, losses: np.ndarray, extrapolated: np.ndarray
 ) -> Figure:
-    """Plot mean losses and their extrapolation with intervals over seeds, and the laws, dashed."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    relative = np.geomspace(sizes.min() / sizes.max(), GROWTH, 50)
-    curves = law(fit_law(sizes / sizes.max(), losses.mean(axis=0)), relative)
+    """Plot the loss of each run, the laws, dashed, and the extrapolation with its intervals."""
+    figure, axes = new_figure("training FLOP", "final loss")
+    axes.set_xscale("log")
+    target = GROWTH * sizes.max()
+    points = np.geomspace(sizes.min(), target)
+    curves = law(fit_law(sizes / sizes.max(), losses.mean(axis=0)), points / sizes.max())
     for index, name in enumerate(names):
-        points = [*sizes[index], GROWTH * sizes.max()]
-        values = [estimate(column) for column in (*losses[:, index].T, extrapolated[:, index])]
-        means, ci95, _ = zip(*values, strict=True)
-        axes.errorbar(points, means, ci95, fmt="o", capsize=3, color=f"C{index}", label=name)
-        axes.plot(sizes.max() * relative, curves[index], "--", color=f"C{index}")
-    axes.set(xscale="log", xlabel="training FLOP", ylabel="final loss")
-    axes.legend()
+        color = COLORS[index % len(COLORS)]
+        axes.plot(sizes[index], losses[:, index].T, "o", color=color, markersize=3)
+        axes.plot(points, curves[index], "--", color=color, linewidth=1)
+        mean, ci95, _ = estimate(extrapolated[:, index].tolist())
+        axes.errorbar(target, mean, ci95, fmt="o", capsize=3, color=color, label=name)
+    axes.legend(frameon=False)
     return figure
