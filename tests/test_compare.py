@@ -10,11 +10,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import t as student_t
-from scipy.stats import ttest_1samp
 
 import train
 from common.config import flatten
@@ -22,7 +19,7 @@ from common.instantiate import instantiate
 from tests.conftest import LONG, ROOT, TINY, VARIANTS, settings_of
 from tests.faults.harness import wait_for
 from tests.forks import Forked
-from tools.compare import forecast, jobs, plan
+from tools.compare import jobs, plan
 from tools.compare.runs import Run, group_by_variant
 
 SMALL = (
@@ -102,12 +99,10 @@ def test_the_page_needs_nothing_else(command, words, forked_jobs):
         command("tools/compare/__main__.py", "attention=gqa,mla", *words, "--dir", "out").code == 0
     )
     page = Path("out/report.html").read_text()
-    assert (
-        "http" not in page
-        and "<script" not in page
-        and page.count('src="data:image/png;base64,') == 2
-    )
-    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    assert "<svg" in page and "<script" not in page
+    # Figures refer to their own parts, and name the standard that they are written in.
+    assert not re.findall(r'(?:src|href)="(?!#)', page)
+    assert not re.findall(r"(?<!\")http", page.replace('xmlns="http', "").replace('"http', ""))
     opened = []
 
     class Reader(HTMLParser):
@@ -265,13 +260,12 @@ def test_a_signal_saves_and_ends(words, tmp_path):
         (["tasks=copy,copy"], 2, "one value"),
         (["model.dim=choice(64)"], 2, "one value"),
         (["model=tiny,tiny"], 2, "one value"),
-        (["model.dim=64,"], 2, "one value (model.dim=64,)"),
+        (["model.dim=64,"], 1, "mismatched input"),
         (["recall.model=tiny"], 2, "tasks=text,recall"),
         (["tasks=recall", "data.path=x"], 2, "text is not among the tasks (data.path=x)"),
         (["data=stdlib,recall"], 2, "tasks=text,recall"),
         (["tasks=recall", "recall.data.pairs=[64,65]", "context=256"], 2, "context=261"),
-        (["tasks=copy", "copy.data.tokenizer=x"], 1, "data.tokenizer"),
-        (["tasks=copy", "+copy.data.tokenizer=x"], 2, "copy is made of ids and has no tokenizer"),
+        (["tasks=copy", "copy.data.tokenizer=x"], 2, "a task is made of ids and has no tokenizer"),
         (["init_from=absent"], 2, "absent"),
         (["--report", "absent"], 2, "absent"),
         ([], 2, "fix: python -m tools.compare --help"),
@@ -394,94 +388,12 @@ def test_both_tasks_are_trained_after_their_time_was_told(command, words, forked
     result = command("tools/compare/__main__.py", *asked, *small)
     assert result.code == 0, result.err
     before, _, after = result.err.partition("1/1")
-    assert re.findall(r"(\w+): 2 runs, (\d) finished", before) == [("text", "0"), ("recall", "0")]
-    assert re.findall(r"(\w+): 2 runs, (\d) finished", after) == [("text", "1"), ("recall", "1")]
-    assert before.count("finished, about 0:0") == 2 == after.count("finished, about 0:0")
+    unknown = r"(\w+): 2 runs, time unknown until (\S+) has trained"
+    assert re.findall(unknown, before) == [("text", "gqa-0"), ("recall", "recall-gqa-0")]
+    assert re.findall(r"(\w+): .*about 0:0", after) == ["text", "recall"]
     steps = {path.name: Run.read(path).last["step"] for path in Path("out").glob("*-0")}
     assert steps == {"gqa-0": 4, "mqa-0": 4, "recall-gqa-0": 3, "recall-mqa-0": 3}
     assert "recall_accuracy_3" in Run.read(Path("out/recall-mqa-0")).last
-
-
-@pytest.fixture(scope="module")
-def planned() -> list[jobs.Job]:
-    words = ["attention=gqa,mha", "seed=0,1,2", "model=tiny", "device=cpu"]
-    return plan.plan_jobs(words, "params", Path("out"))["text"]
-
-
-def lasting(some: list[jobs.Job], **settings) -> list[jobs.Job]:
-    return [jobs.Job(job.run_dir, [], job.settings | settings) for job in some]
-
-
-def run_of(job: jobs.Job, seconds: float = 1.0, loss: float = 1.0) -> Run:
-    line = {"tokens": 1, "seconds": seconds, "val_bpb": loss}
-    return Run(job.run_dir, job.settings, [line], True)
-
-
-def test_time_is_the_limit_of_the_baseline_scaled_by_flops_or_that_of_finished_runs(planned):
-    some = lasting(planned, max_minutes=3)
-    one, other = (plan.meta_model(job.settings).training_flops() for job in some[:2])
-    assert one != other
-    limit = forecast.seconds_left(some, [])
-    assert limit == pytest.approx(3 * 180 * (1 + other / one), rel=1e-6)
-    after = forecast.seconds_left(some, [run_of(some[0], 200.0)])
-    assert after == pytest.approx(200 * (2 + 3 * other / one), rel=1e-6)
-    assert forecast.seconds_left(some, [run_of(job) for job in some]) == 0
-
-
-def test_time_is_predicted_from_steps_unless_it_cannot_be(planned):
-    few, many = (
-        forecast.seconds_left(lasting(planned, max_minutes=None, steps=steps), [])
-        for steps in (1000, 10000)
-    )
-    assert 5 < many / few < 20  # rates are measured anew
-    bounded = forecast.seconds_left(lasting(planned[:1], max_minutes=1e-6, steps=10**6), [])
-    assert bounded == pytest.approx(6e-5)
-    epochs = lasting(planned, max_minutes=None)
-    assert forecast.seconds_left(epochs, []) is None
-    assert "unknown time left until gqa-0 has trained" in forecast.forecast("text", epochs)
-    recurrent = settings_of("model=tiny", "attention=delta", "max_minutes=null", "steps=9")
-    assert forecast.seconds_left([jobs.Job(Path(), [], recurrent)], []) is None
-
-
-@pytest.mark.parametrize("pairs, tests", [(2, 1), (3, 4), (5, 8)])
-def test_the_difference_that_is_told_is_found_in_80_percent(pairs, tests):
-    """By the verdicts themselves, of a variant that differs among those that do not."""
-    difference = forecast.detectable_difference(pairs, tests)
-    draws = np.random.default_rng(0).normal(size=(20_000, tests, pairs))
-    draws[:, 0] += difference
-    p = ttest_1samp(draws, 0, axis=2).pvalue
-    # Holm: the smallest p is compared with 0.05 / tests, the next with 0.05 / (tests - 1) ...
-    rank = (p < p[:, :1]).sum(axis=1)
-    found = p[:, 0] <= 0.05 / (tests - rank)
-    assert found.mean() == pytest.approx(0.8, abs=0.015)
-
-
-def test_the_published_spread_is_that_of_the_intervals():
-    """Half of the 95 % intervals of five pairs each, in the table of docs/results.md."""
-    halves = (0.0134, 0.0121, 0.0140, 0.0100, 0.0113, 0.0148, 0.0179, 0.0096)
-    quantile = student_t.ppf(0.975, 4)
-    variances = [(half / quantile) ** 2 * 5 for half in halves]
-    expected = (sum(variances) / len(variances)) ** 0.5
-    assert abs(forecast.PUBLISHED_SPREAD - expected) < 5e-5
-
-
-def test_finished_runs_say_how_pairs_differ(planned):
-    losses = {"gqa": (1.0, 1.2, 1.1), "mha": (1.1, 1.4, 1.0)}  # differences 0.1, 0.2, -0.1
-    runs = []
-    for job in planned:
-        loss = losses[job.settings["name"]][job.settings["seed"]]
-        runs.append(run_of(job, loss=loss))
-    assert forecast.paired_spread("text", "gqa", runs) == pytest.approx((0.07 / 3) ** 0.5)
-    assert forecast.paired_spread("text", "gqa", runs[:4]) is None  # two pairs
-    size = forecast.detectable_difference(3, 1) * (0.07 / 3) ** 0.5
-    assert f"{size:.4f} (" in forecast.difference_text("text", planned, runs)
-
-
-def test_a_difference_without_runs_is_in_deviations_or_as_published(planned):
-    assert ": 3.3 standard deviations" in forecast.difference_text("recall", planned, [])
-    assert ": 0.0346 bits per byte" in forecast.difference_text("text", planned, [])
-    for few in (planned[:2], planned[::2]):  # one seed, one variant
-        assert "no verdicts" in forecast.difference_text("text", few, [])
 
 
 MEETING = f"""
