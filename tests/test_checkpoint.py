@@ -135,7 +135,7 @@ def test_what_is_not_finite_reaches_neither_weights_nor_disk(trainer_of, optimiz
     trainer = trainer_of(f"optimizer={optimizer}")
     trainer.train_step()
     before, forward = weights(trainer), trainer.parallel
-    trainer.parallel = lambda *batch: forward(*batch) * value
+    trainer.parallel = lambda *batch: [value * result for result in forward(*batch)]
     trainer.train_step()
     trainer.parallel = forward
     trainer.train_step()

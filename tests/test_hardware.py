@@ -146,3 +146,11 @@ def test_hints_of_inductor_about_precision_are_no_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     compile_fx._warn_tf32_disabled.__wrapped__()
+
+
+def test_training_prepares_the_device_that_it_has_picked(command, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(hardware, "prepare_for_training", prepared.append)
+    words = (*TINY, "data=recall", "data.pairs=[2]", "context=16", "batch_tokens=64", "steps=1")
+    assert command("train.py", *words).code == 0
+    assert prepared == [torch.device("cpu")]

@@ -210,7 +210,7 @@ def test_a_step_that_is_not_finite_does_nothing(trainer_of, name, value, first, 
         trainer.train_step()
     before, forward = weights(trainer), trainer.parallel
     state = states(trainer)
-    trainer.parallel = lambda *batch: forward(*batch) * value
+    trainer.parallel = lambda *batch: [value * result for result in forward(*batch)]
     trainer.train_step()
     trainer.parallel = forward
     trainer.train_step()

@@ -165,7 +165,9 @@ def compiled_to_other_bits() -> None:
 
     def compile(self):
         self.is_compiled = True
-        self.loss_module.register_forward_hook(lambda _, tokens, loss: loss * 1.001)
+        self.loss_module.register_forward_hook(
+            lambda _, tokens, results: tuple(1.001 * result for result in results)
+        )
 
     trainer.Trainer.compile = compile
     trainer.CompileRecord.pays = lambda *_: True
