@@ -30,8 +30,9 @@ def text_cells(inputs: Tensor, targets: Tensor) -> Tensor:
     """Map inputs and targets (B, T) of a text to the cells (B, T) of the targets.
 
     The class is 1 where a target completes a bigram that occurred earlier in its row, which a model
-    can look up: the recall slice of Zoology (Arora et al., 2312.04927). The length is the number of
-    tokens in front of the target.
+    can look up: the AR hits of Zoology (Arora et al., 2312.04927), here of bigrams of any frequency
+    in training. The length is the number of tokens in front of the target. Both are counted over
+    the whole row, also where documents are masked.
     """
     # A stable sort puts equal bigrams side by side, in the order of their positions.
     bigrams = inputs * (targets.max() + 1).clamp(min=1) + targets

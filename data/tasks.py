@@ -24,7 +24,6 @@ from data.tokenizer import IdTokenizer
 
 BOS = 0  # begins each row
 VALIDATION_ROWS = 512  # of all sizes together
-VALIDATION_SEED = 2**32 - 1  # of rows that no run trains on
 
 
 class Row(NamedTuple):
@@ -50,6 +49,8 @@ class Task(Source):
                 f"a task is made of ids and has no tokenizer (data.tokenizer={self.tokenizer}). "
                 "fix: leave it out"
             )
+        if len(set(self.sizes)) < len(self.sizes):
+            raise ValueError(f"sizes must differ (got {self.sizes}). fix: list each once")
         smallest = min(self.sizes, default=0)
         needed = self.min_context(max(self.sizes, default=0))
         if smallest < 1 or needed > self.context:
@@ -75,11 +76,14 @@ class Task(Source):
     def row(self, generator: np.random.Generator, context: int, size: int) -> Row:
         """Draw a row of `context` tokens with `size` answers."""
 
-    def rows(self, seed: int, numbers: range, context: int) -> list[Tensor]:
+    def rows(
+        self, seed: int, numbers: range, context: int, is_held_out: bool = False
+    ) -> list[Tensor]:
         """Draw rows by their numbers -> inputs, targets and cells of data/slices.py (B, T)."""
         rows = []
         for number in numbers:
-            generator = np.random.default_rng((seed, number))
+            # Rows that are held out come from streams of their own, whatever the seed.
+            generator = np.random.default_rng((seed, number, int(is_held_out)))
             rows.append(self.row(generator, context, self.size_of(number)))
         inputs, targets, distances = (
             torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)
@@ -109,8 +113,8 @@ class Recall(Task):
     """Multi-query associative recall: Arora et al., Zoology, 2312.04927, appendix C.1.
 
     A row begins with keys, each followed by its value. Later each key comes once more, and the
-    value is asked for. Of the places for these queries, the i-th is drawn with a weight of i to the
-    `power` - 1. All other tokens are values that belong to no key.
+    value is the target. Of the slots for these queries, the i-th is drawn with a weight of i to the
+    `power` - 1. All other tokens are random values.
     """
 
     pairs: list[int]
@@ -141,12 +145,12 @@ class Recall(Task):
         key_positions = 1 + 2 * np.arange(size)
         row.inputs[key_positions] = keys
 
-        # The queries, at places of two tokens each. The input after a query is not its answer.
+        # The queries, in slots of two tokens each. The input after a query is not its answer.
         first = 1 + 2 * size
-        num_places = (context - first) // 2
-        weights = np.arange(1, num_places + 1) ** (self.power - 1)
-        places = generator.choice(num_places, size, replace=False, p=weights / weights.sum())
-        queries = first + 2 * places
+        num_slots = (context - first) // 2
+        weights = np.arange(1, num_slots + 1) ** (self.power - 1)
+        slots = generator.choice(num_slots, size, replace=False, p=weights / weights.sum())
+        queries = first + 2 * slots
         row.inputs[queries] = keys
         row.targets[queries] = row.inputs[key_positions + 1]
         row.distances[queries] = queries - key_positions
@@ -162,6 +166,14 @@ class Copy(Task):
     """
 
     copied: list[int]
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.vocab_size < 5:
+            raise ValueError(
+                "copying needs two tokens beside BOS, the blank and the mark "
+                f"(data.vocab_size={self.vocab_size}). fix: data.vocab_size=64"
+            )
 
     @property
     def sizes(self) -> list[int]:
@@ -241,11 +253,19 @@ class TaskCorpus(Corpus):
     def validation_tokens(self, context: int) -> int:
         return VALIDATION_ROWS * context
 
-    def evaluation(self, num_tokens: int, context: int, batch_size: int) -> Iterator[list[Tensor]]:
-        """Yield batches of Task.rows that no run trains on: whole ones, and a row of each size."""
+    def evaluation(
+        self, num_tokens: int, context: int, batch_size: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield batches of Task.rows that no run trains on, with a row of each size at least.
+
+        The last batch is filled with rows that ask for nothing.
+        """
         num_rows = max(num_tokens // context, self.num_classes)
         for first in range(0, num_rows, batch_size):
-            yield self.task.rows(VALIDATION_SEED, range(first, first + batch_size), context)
+            numbers = range(first, first + batch_size)
+            inputs, targets, row_cells = self.task.rows(0, numbers, context, is_held_out=True)
+            targets[num_rows - first :] = IGNORE_INDEX
+            yield inputs, targets, row_cells
 
     def metrics(self, totals: np.ndarray, num_tokens: int) -> dict:
         """The loss of answers, and accuracies: of each size, of their mean, and by distance."""

@@ -14,7 +14,10 @@ MOST_STEPS = 10**9
 
 
 def count_epoch_steps(loader: Loader, epochs: int) -> float:
-    """The optimizer steps, at least 1, that read each row of the text at most `epochs` times."""
+    """The optimizer steps, at least 1, that read each row at most `epochs` times.
+
+    Infinite where no row comes twice.
+    """
     if loader.rows_per_epoch == math.inf:
         return math.inf
     return max(1, epochs * loader.rows_per_epoch // loader.batch_size)

@@ -37,7 +37,7 @@ class DistEnv:
         return self._all_reduce(number, dist.ReduceOp.SUM)
 
     def all_reduce_sum_of_array(self, array: np.ndarray) -> np.ndarray:
-        """The sum over all ranks, number by number."""
+        """The elementwise sum over all ranks; `array` may be overwritten."""
         x = torch.from_numpy(array)
         if self.world_size > 1:
             dist.all_reduce(x)

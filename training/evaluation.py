@@ -30,7 +30,7 @@ def evaluate(
     *,
     with_gradients: bool,
 ) -> dict | None:
-    """The metrics of a corpus on held-out tokens, such as `val_loss` in nats per target.
+    """Evaluate on held-out tokens -> the metrics of the corpus, such as `val_loss`.
 
     The first `num_tokens` tokens are read in windows of `context` tokens that do not overlap,
     `batch_size` of them at a time. Return None once `stop()`, called by all ranks after each batch,

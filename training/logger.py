@@ -97,7 +97,7 @@ class Logger:
 
     # Files
 
-    def write(self, step: int, **values: float | None) -> None:
+    def write(self, step: int, **values: float | dict | None) -> None:
         """Write a line of metrics.jsonl, to wandb too."""
         self.append(METRICS, json.dumps({"step": step, **values}) + "\n")
         if self.wandb is not None:

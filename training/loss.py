@@ -34,8 +34,11 @@ def cross_entropy(
 class ChunkedCrossEntropy(torch.autograd.Function):
     """hidden (N, D), weight (V, D), targets (N,) -> `cross_entropy` of hidden @ weight.mT.
 
-    The second result (2, N), which has no gradient, is for evaluation: the nats of each target, and
-    1 where no token is more likely, else 0; both 0 where the target is IGNORE_INDEX. At most MAX_LOGITS logits are in memory: the forward takes a chunk of rows at a time and
+    The second result (2, N) is for evaluation and has no gradient: the nats of each target, and 1
+    where no token is more likely, which may be true of several in bf16, else 0. Both are 0 where
+    the target is IGNORE_INDEX.
+
+    At most MAX_LOGITS logits are in memory: the forward takes a chunk of rows at a time and
     computes their gradient at once, so that nothing of size (N, V) is kept for the backward.
     Where hidden needs no gradient, as in an evaluation, none is computed.
     """

@@ -433,7 +433,7 @@ class Trainer:
         self.reported_step = self.step
         self.last_report_time = self._clock()
 
-    def _write_metrics(self, **values: float | None) -> None:
+    def _write_metrics(self, **values: float | dict | None) -> None:
         tokens = self.step * self.batch_tokens
         self.log.write(self.step, tokens=tokens, seconds=round(self.seconds, 3), **values)
 
