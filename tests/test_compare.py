@@ -46,6 +46,11 @@ def table(report: Path, head: str) -> list[list[str]]:
     ]
 
 
+def result(report: Path) -> dict[str, list[str]]:
+    """What each variant is judged by: all but its name, cache and speeds, which come last."""
+    return {row[0]: row[1:-3] for row in table(report, "Result")}
+
+
 def curves(where: Path) -> dict[str, list]:
     keys = ("step", "train_loss", "val_bpb", "grad_norm")
     return {
@@ -65,13 +70,14 @@ def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
         and "mqa: model.hidden=" in first.err
     ), first.err
     runs = {name: Run.read(Path("out", name)) for name in ("gqa-0", "gqa-1", "mqa-0", "mqa-1")}
-    losses = table(Path("out/report.md"), "Loss")
-    assert [row[:2] for row in losses] == [["gqa", "2"], ["mqa", "2"]]
-    for row in losses:
-        mean = (runs[f"{row[0]}-0"].loss + runs[f"{row[0]}-1"].loss) / 2
-        assert float(row[2].split()[0]) == pytest.approx(mean, abs=1e-4)
-    assert losses[0][6] == "baseline" and losses[1][6] in ("worse", "better", "not distinguishable")
-    sizes = {row[0]: row for row in table(Path("out/report.md"), "Size")}
+    losses = result(Path("out/report.md"))
+    assert list(losses) == ["gqa", "mqa"]
+    for name, cells in losses.items():
+        mean = (runs[f"{name}-0"].loss + runs[f"{name}-1"].loss) / 2
+        assert float(cells[0].strip("*").split()[0]) == pytest.approx(mean, abs=1e-4)
+    assert losses["gqa"][0].endswith(", baseline")
+    assert re.search(r" (worse|better|not distinguishable) \(p .*, n 2\)$", losses["mqa"][0])
+    sizes = {row[0]: row for row in table(Path("out/report.md"), "Size and speed")}
     for name in ("gqa", "mqa"):
         model = instantiate(runs[f"{name}-0"].settings["model"])
         held = model.new_cache(1, 16, torch.bfloat16, "cpu").nbytes
@@ -86,7 +92,7 @@ def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
     assert (
         again.code == 0
         and again.err.count("finished before") == 4
-        and table(Path("out/report.md"), "Loss") == losses
+        and result(Path("out/report.md")) == losses
     )
     assert {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")} == before
     other = command("tools/compare/__main__.py", *asked, "optimizer.lr=0.01")
@@ -114,28 +120,23 @@ def test_the_page_needs_nothing_else(command, words, forked_jobs):
 
     Reader().feed(page)
     assert opened == []
-    row = table(Path("out/report.md"), "Loss")[1]  # one seed
-    assert (
-        "n/a" in row[2]
-        and row[4:] == ["1", "n/a", "n/a"]
-        and "nan" not in Path("out/report.md").read_text()
-    )
+    # One seed has neither an interval nor a verdict.
+    cell = result(Path("out/report.md"))["mla"][0]
+    assert re.fullmatch(r"[\d.*]+, [+-][\d.]+ \(one pair\)", cell)
+    assert "nan" not in Path("out/report.md").read_text()
 
 
 def test_a_run_that_fails_is_a_row(command, words, forked_jobs):
     asked = ("optimizer.lr=0.02,1e30", "seed=0,1", *words, "precision=fp32", "--dir", "out")
     assert command("tools/compare/__main__.py", *asked).code == 0
-    report, losses = Path("out/report.md").read_text(), table(Path("out/report.md"), "Loss")
-    assert "| lr-1e30-0 | exit 4: training diverged" in report and [row[:2] for row in losses] == [
-        ["lr-0.02", "2"]
-    ]
+    report = Path("out/report.md")
+    assert "| lr-1e30-0 | exit 4: training diverged" in report.read_text()
+    assert list(result(report)) == ["lr-0.02"] and "lr-0.02 (seeds: 2)" in report.read_text()
     Path("out/lr-0.02-0/metrics.jsonl").write_text("{")
     runs = sorted(str(path.parent) for path in Path("out").glob("*/metrics.jsonl"))
     assert command("tools/compare/__main__.py", "--report", *runs, "--dir", "out").code == 0
-    report, losses = Path("out/report.md").read_text(), table(Path("out/report.md"), "Loss")
-    assert "| lr-0.02-0 | metrics cannot be read" in report and [row[:2] for row in losses] == [
-        ["lr-0.02", "1"]
-    ]
+    assert "| lr-0.02-0 | metrics cannot be read" in report.read_text()
+    assert list(result(report)) == ["lr-0.02"] and "lr-0.02 (seeds: 1)" in report.read_text()
 
 
 def test_the_baseline_stays_where_its_first_seed_fails(command, words, forked_jobs, tmp_path):
@@ -147,8 +148,9 @@ def test_the_baseline_stays_where_its_first_seed_fails(command, words, forked_jo
         ).code
         == 0
     )
-    rows = table(Path("out/report.md"), "Loss")
-    assert [row[:2] for row in rows] == [["gqa", "1"], ["mla", "2"]] and rows[1][4] == "1"
+    rows = result(Path("out/report.md"))
+    assert list(rows) == ["gqa", "mla"]
+    assert rows["gqa"][0].endswith(", baseline") and rows["mla"][0].endswith(" (one pair)")
 
 
 def begun(said: Path, *words: str) -> Forked:
@@ -173,8 +175,7 @@ def test_a_comparison_that_is_killed_goes_on(command, words, forked_jobs, tmp_pa
     assert command("tools/compare/__main__.py", *asked, "--dir", "cut").code == 0
     assert (tmp_path / "cut/gqa-0/metrics.jsonl").stat().st_mtime_ns == finished
     assert curves(tmp_path / "cut") == curves(tmp_path / "whole")
-    for head in ("Loss", "Size"):
-        assert table(tmp_path / "cut/report.md", head) == table(tmp_path / "whole/report.md", head)
+    assert result(tmp_path / "cut/report.md") == result(tmp_path / "whole/report.md")
 
 
 def test_two_calls_at_a_time_share_the_runs(command, words, forked_jobs, tmp_path):
@@ -212,13 +213,11 @@ def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
         for seed in each
     ]
     assert command("tools/compare/__main__.py", "--report", *runs, "--dir", "out").code == 0
-    verdicts = {row[0]: row[6] for row in table(Path("out/report.md"), "Loss")}
-    assert verdicts == {"early": "baseline", "late": "not distinguishable", "cut": "worse"}
-
-    # Loss, recall, repeated and new tokens, length: all that the table on top judges by training.
-    rows = {row[0]: row[1:6] for row in table(Path("out/report.md"), "Result")}
-    assert all(cell.endswith("not distinguishable") for cell in rows["late"]), rows["late"]
-    assert rows["cut"][0].endswith("worse")
+    # Loss, recall, repeated and new tokens, length.
+    rows = result(Path("out/report.md"))
+    assert len(rows["late"]) == 5
+    assert all("not distinguishable" in cell for cell in rows["late"]), rows["late"]
+    assert " worse " in rows["cut"][0]
 
 
 def test_minutes_are_the_baselines(command, words, forked_jobs):
@@ -287,11 +286,9 @@ def test_a_sweep_of_hydras_is_reported_too(command, words):
     )
     runs = sorted(str(path.parent) for path in Path("runs").glob("*/metrics.jsonl"))
     assert command("tools/compare/__main__.py", "--report", *runs, "--dir", "out").code == 0
-    rows = table(Path("out/report.md"), "Loss")
-    assert [row[:2] for row in rows] == [
-        ["text-tiny-gqa kv_heads=2", "2"],
-        ["text-tiny-gqa kv_heads=1", "2"],
-    ]
+    rows = result(Path("out/report.md"))
+    assert list(rows) == ["text-tiny-gqa kv_heads=2", "text-tiny-gqa kv_heads=1"]
+    assert "n 2)" in rows["text-tiny-gqa kv_heads=1"][0]
     assert (
         command("tools/compare/__main__.py", "--report", *runs, runs[0]).code == 2
     )  # the same twice

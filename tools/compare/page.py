@@ -8,7 +8,6 @@ from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 from matplotlib.figure import Figure
 
 STYLE = """
@@ -28,8 +27,8 @@ th:first-child, td:first-child { position: sticky; left: 0; background: Canvas }
 th:first-child, td:first-child, tr > :nth-child(2):last-child { text-align: left }
 .better small { color: var(--better) } .worse small { color: var(--worse) }
 .not { color: var(--faint) }
-.figures { display: flex; flex-wrap: wrap; gap: 1rem }
-figure { margin: 0; flex: 0 1 36rem } figcaption { font-size: .9rem; color: var(--faint) }
+figure { display: inline-block; width: min(36rem, 100%); margin: 0 1rem 1rem 0 }
+figcaption { font-size: .9rem; color: var(--faint) }
 svg { width: 100%; height: auto; fill: currentColor }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px }
 """
@@ -42,6 +41,16 @@ class Cell(NamedTuple):
     note: str = ""
     verdict: str = ""
     is_best: bool = False
+
+    def markdown(self) -> str:
+        value = f"**{self.value}**" if self.is_best else self.value
+        text = f"{value}, {self.note}" if self.note else value
+        return text.replace("|", "/")  # a bar would end the cell
+
+    def html(self) -> str:
+        tag = "b" if self.is_best else "span"
+        value = f"<{tag}>{escape(self.value)}</{tag}>"
+        return f'<td class="{self.verdict}">{value}<small>{escape(self.note)}</small></td>'
 
 
 class Page:
@@ -74,16 +83,11 @@ class Page:
     def code(self, text: str) -> None:
         self.add(f"```\n{text}\n```", f"<pre>{escape(text)}</pre>")
 
-    def figures(self, figures: dict[Path, tuple[Figure, str]]) -> None:
-        """Saves figures by their paths, as PNG for Markdown; the HTML has them side by side.
-
-        There they are SVG whose black has the color of the text, for light and dark screens.
-        """
-        self.html.append('<div class="figures">')
-        for path, (figure, caption) in figures.items():
-            figure.savefig(path, dpi=150)
-            self.add(f"![{caption}]({path.name})\n{caption}", svg_figure(figure, path, caption))
-        self.html.append("</div>")
+    def figure(self, figure: Figure, path: Path, caption: str) -> None:
+        """Saves a figure as PNG for Markdown; the HTML has it as SVG."""
+        figure.savefig(path, dpi=150)
+        html = f"<figure>{svg(figure)}<figcaption>{escape(caption)}</figcaption></figure>"
+        self.add(f"![{caption}]({path.name})\n{caption}", html)
 
     def table(self, header: list[str], rows: list[list]) -> None:
         """Adds a table whose cells may be of any type."""
@@ -92,23 +96,13 @@ class Page:
     def cells(self, header: list[str], rows: list[list[Cell]]) -> None:
         """Adds a table of cells, the best in bold."""
         # In Markdown the first column is left-aligned, as in HTML by the style.
-        markdown = [f"| {' | '.join(header)} |", "|---" + "|---:" * (len(header) - 1) + "|"]
-        html = ["<table>", "<tr>", *[f"<th>{escape(text)}</th>" for text in header], "</tr>"]
+        markdown = [" | ".join(header), "---" + "|---:" * (len(header) - 1)]
+        html = ["".join(f"<th>{escape(text)}</th>" for text in header)]
         for row in rows:
-            texts = []
-            html.append("<tr>")
-            for value, note, verdict, is_best in row:
-                texts.append(", ".join(filter(None, [f"**{value}**" if is_best else value, note])))
-                inner = f"<b>{escape(value)}</b>" if is_best else escape(value)
-                if note:
-                    unbroken = escape(note).replace(" ± ", "&nbsp;±&nbsp;")
-                    inner += f"<small>{unbroken}</small>"
-                html.append(f'<td class="{verdict}">{inner}</td>')
-            html.append("</tr>")
-            # A bar would end a cell in Markdown.
-            markdown.append(f"| {' | '.join(text.replace('|', '/') for text in texts)} |")
-        html.append("</table>")
-        self.add("\n".join(markdown), "\n".join(html))
+            markdown.append(" | ".join(cell.markdown() for cell in row))
+            html.append("".join(cell.html() for cell in row))
+        lines = "\n".join(f"<tr>{line}</tr>" for line in html)
+        self.add("\n".join(f"| {line} |" for line in markdown), f"<table>\n{lines}\n</table>")
 
     def write(self, folder: Path) -> None:
         """Writes report.md and report.html."""
@@ -116,14 +110,10 @@ class Page:
         (folder / "report.html").write_text("\n".join([*self.html, "</html>\n"]))
 
 
-def svg_figure(figure: Figure, path: Path, caption: str) -> str:
+def svg(figure: Figure) -> str:
     """Draws a figure as SVG inside HTML. Its black becomes the color of the text around it."""
     buffer = StringIO()
-    # Ids of one figure must not occur in another of the page.
-    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    _, start, drawing = buffer.getvalue().partition("<svg")
-    drawing = re.sub(r"<metadata>.*</metadata>|\sxmlns(:\w+)?=\S+", "", drawing, flags=re.DOTALL)
-    drawing = drawing.replace("#000000", "currentColor").replace("fill: #ffffff", "fill: none")
-    image = f'{start} role="img" aria-label="{escape(caption)}"{drawing}'
-    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
+    figure.savefig(buffer, format="svg", transparent=True)
+    _, tag, drawing = buffer.getvalue().partition("<svg")
+    drawing = re.sub("<metadata>.*</metadata>", "", drawing, flags=re.DOTALL)
+    return f"{tag}{drawing}".replace("#000000", "currentColor")

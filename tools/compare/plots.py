@@ -1,9 +1,7 @@
 """The plots of a comparison: points with names beside them, and curves."""
 
-import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
-from itertools import product
 from statistics import fmean
 
 import matplotlib
@@ -11,16 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from tools.compare.runs import Groups, Run
+from tools.compare.runs import Curve, Groups, Run
 from tools.compare.statistics import Estimate
 
 SIZE = (5.6, 4.0)  # inches: its letters can be read on a screen of 400 pixels
 COLORS = matplotlib.color_sequences["petroff10"]  # told apart by color-blind readers: 2107.02270
 MARKERS = ("o-", "s--", "^:")  # the next one after every ten colors
-RADII = range(12, 160, 8)  # points between a label and what it names
-DIRECTIONS = range(0, 360, 30)  # degrees
+LABEL_GAP = 0.055  # of the height of a plot, from a name to the next
 in_bytes = EngFormatter(unit="B", places=1)  # 66048 -> 66.0 kB
-Curve = dict[float, float]  # x -> y
 
 
 def new_figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
@@ -32,77 +28,47 @@ def new_figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def draw_points(points: dict[str, tuple[float, Estimate]], xlabel: str, ylabel: str) -> Figure:
-    """Plots a value with its 95 % interval, by name, against bytes on a logarithmic axis.
-
-    Points of equal bytes are drawn side by side.
-    """
-    figure, axes = new_figure(xlabel, ylabel)
+def draw_points(sizes: dict[str, int], values: dict[str, Estimate], ylabel: str) -> Figure:
+    """Plots values with their 95 % intervals, by name, against cache bytes on a log axis."""
+    figure, axes = new_figure("cache bytes at full context, bf16", ylabel)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(in_bytes)
-    axes.margins(y=0.15)
-    sizes = [x for x, _ in points.values()]
-    axes.set_xlim(min(sizes) / 2, max(sizes) * 2)
-    by_x = defaultdict(list)
-    for name, (x, _) in points.items():
-        by_x[x].append(name)
-    labels = []
-    for number, (name, (x, value)) in enumerate(points.items()):
-        place = by_x[x].index(name) - (len(by_x[x]) - 1) / 2
-        x *= 1.04**place
+    points = []
+    num_equal = Counter()
+    for number, (name, value) in enumerate(values.items()):
+        # Points of equal bytes are drawn side by side.
+        x = sizes[name] * 1.04 ** num_equal[sizes[name]]
+        num_equal[sizes[name]] += 1
         color = COLORS[number % len(COLORS)]
         axes.errorbar(x, value.mean, value.ci95, fmt="o", capsize=2, markersize=5, color=color)
-        labels.append((x, value.mean, value.ci95, name))
-    place_labels(axes, labels)
+        points.append((value.mean, x, name, color))
+    drawn = [x for _, x, _, _ in points]
+    axes.set_xlim(min(drawn) / 1.5, max(drawn) * 1.5)
+    label_points(axes, sorted(points))
     return figure
 
 
-def place_labels(axes: Axes, labels: list[tuple[float, float, float, str]]) -> None:
-    """Writes names beside their points (x, y, half an interval of y), so that none covers another name or a point.
+def label_points(axes: Axes, points: list[tuple[float, float, str, str]]) -> None:
+    """Writes names on the right of the plot, with a line to each point (y, x, name, color).
 
-    Each name in turn gets the nearest free place around its point, with a line to it.
+    `points` ascend. A name is at the height of its point, or as far above the one below it and
+    below the top of the plot as it needs.
     """
-    # Places are measured in pixels, so the layout must not change any more.
-    figure = axes.figure
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    inside = axes.get_window_extent()
-    points = []
-    for x, y, ci95, _ in labels:
-        points += [(x, y - ci95), (x, y), (x, y + ci95)]
-    points = axes.transData.transform(points)  # (3 N, 2)
-    taken = []
-    pixels = figure.dpi / 72  # per point
-    for x, y, _, name in sorted(labels):
-        label = axes.annotate(
+    bottom, top = axes.get_ylim()
+    gap = min(LABEL_GAP, 1 / len(points))
+    height = -gap
+    for index, (y, x, name, color) in enumerate(points):
+        highest = 1 - gap * (len(points) - 1 - index)
+        height = min(highest, max(height + gap, (y - bottom) / (top - bottom)))
+        axes.annotate(
             name,
             (x, y),
-            (0, 0),
-            textcoords="offset points",
+            (1.02, height),
+            textcoords="axes fraction",
             fontsize=8,
-            ha="center",
             va="center",
-            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "alpha": 0.5, "shrinkB": 3},
+            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": color},
         )
-        box = label.get_window_extent()
-
-        def cost(offset: tuple[float, float], box=box) -> float:
-            """The number of names and points that the name covers; infinite outside."""
-            moved = box.translated(pixels * offset[0], pixels * offset[1])
-            padded = moved.padded(4)
-            covered = ((padded.min < points) & (points < padded.max)).all(axis=1).sum()
-            covered += moved.count_overlaps(taken)
-            is_inside = all(inside.contains(*corner) for corner in moved.corners())
-            return covered if is_inside else math.inf
-
-        offsets = []
-        for radius, angle in product(RADII, DIRECTIONS):
-            # Names are wider than high, so they need more room at the sides.
-            across = math.cos(math.radians(angle)) * (radius + box.width / pixels / 2)
-            offsets.append((across, math.sin(math.radians(angle)) * radius))
-        best = min(offsets, key=cost)
-        label.xyann = best
-        taken.append(box.translated(pixels * best[0], pixels * best[1]))
 
 
 def draw_curves(

@@ -1,6 +1,8 @@
 """Runs as the report reads them, and which of them are one variant with different seeds."""
 
 import json
+import re
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -41,8 +43,8 @@ NOT_IDENTITY = (
 )
 
 SIZES = ("model.dim", "model.depth", "model.heads", "model.hidden")
-LONG = 4096  # contexts: longer than any window
 Groups = dict[str, list["Run"]]  # the runs of each variant, by its name; the baseline first
+Curve = dict[int, float]  # tokens -> a metric
 
 
 @dataclass
@@ -90,11 +92,6 @@ class Run:
         return self.lines[-1]
 
     @property
-    def evaluations(self) -> list[dict]:
-        """The metrics of each evaluation."""
-        return [line for line in self.lines if "val_bpb" in line]
-
-    @property
     def tokens_per_second(self) -> float:
         """The median over the lines of the log."""
         rates = [line["tokens_per_second"] for line in self.lines if "train_loss" in line]
@@ -106,7 +103,7 @@ class Run:
         """The accuracy in a task; the loss in bits per byte, or per token if bytes are unknown."""
         if self.task != "text":
             return f"{self.task}_accuracy"
-        return "val_loss" if self.evaluations[-1]["val_bpb"] is None else "val_bpb"
+        return "val_loss" if self.last["val_bpb"] is None else "val_bpb"
 
     @property
     def metric_name(self) -> str:
@@ -116,7 +113,20 @@ class Run:
     @property
     def loss(self) -> float:
         """The metric of the last evaluation."""
-        return self.evaluations[-1][self.metric]
+        return self.last[self.metric]
+
+    def logged(self, key: str) -> Curve:
+        """A metric by the number of tokens trained on."""
+        return {line["tokens"]: line[key] for line in self.lines if key in line}
+
+    @property
+    def losses_by_position(self) -> Curve:
+        """The loss in the last evaluation by the longest context of each bin of positions."""
+        curve = {}
+        for name, values in self.last.get("slices", {}).items():
+            if name.startswith("position"):
+                curve[int(re.findall(r"\d+", name)[-1])] = values["loss"]
+        return curve
 
     @property
     def command(self) -> str:
@@ -139,11 +149,10 @@ class Run:
         return self.model.cache_bytes(self.model.context, torch.bfloat16)
 
     @property
-    def cache_growth(self) -> int:
-        """The bytes that a token adds to the cache of a long text; 0 of a state of fixed size."""
-        tokens = LONG * self.model.context
-        longer = self.model.cache_bytes(tokens + 1, torch.bfloat16)
-        return longer - self.model.cache_bytes(tokens, torch.bfloat16)
+    def cache_is_fixed(self) -> bool:
+        """Whether a longer text needs no larger cache: a state, or a window within the context."""
+        longer = self.model.cache_bytes(2 * self.model.context, torch.bfloat16)
+        return longer == self.cache_bytes
 
     @property
     def parameters(self) -> int:
@@ -193,30 +202,40 @@ def group_by_shape(groups: Groups) -> Groups:
 
     As many KV heads as heads are one shape at all sizes.
     """
-    joined = {}
+    joined = defaultdict(dict)
     for name, runs in groups.items():
         heads = str(runs[0].settings["model"]["heads"])
         shape = []
         for key, value in runs[0].identity.items():
             is_size = key in SIZES or (key.endswith(".kv_heads") and value == heads)
-            shape += [] if is_size else [(key, value)]
-        joined.setdefault(tuple(shape), {})[name] = runs
+            if not is_size:
+                shape.append((key, value))
+        joined[tuple(shape)][name] = runs
+
     named = {}
     for members in joined.values():
-        parts = [name.split("-") for name in members]
-        name = "-".join(part for part in parts[0] if all(part in each for each in parts))
-        if name in named:
-            name = ", ".join(members)
+        first, *others = [name.split("-") for name in members]
+        name = "-".join(part for part in first if all(part in each for each in others))
         named[name] = [*chain(*members.values())]
     return named
 
 
-def differences(runs: list[Run]) -> dict[str, str]:
-    """Maps each setting that all runs have, but not with one value, to a text of its values."""
-    settings = [run.settings_except(NOT_COMPARED) for run in runs]
-    values_by_key = {}
-    for key in settings[0]:
-        values = dict.fromkeys(each.get(key) for each in settings)
-        if None not in values and len(values) > 1:
-            values_by_key[key] = ", ".join(values)
-    return values_by_key
+def differences(groups: Groups) -> dict[str, str]:
+    """Maps each setting in which variants differ to its values and who has them.
+
+    An option of several kinds of layers in one attention is one setting of several values.
+    """
+    settings = defaultdict(lambda: defaultdict(dict))  # by key and variant: values, in order
+    for name, runs in groups.items():
+        for run in runs:
+            for key, value in run.settings_except(NOT_COMPARED).items():
+                settings[re.sub(r"\.kinds\.\w+", "", key)][name][value] = None
+
+    texts = {}
+    for key, values in settings.items():
+        names = defaultdict(list)
+        for name in groups:
+            names[", ".join(values[name]) or "not an option"].append(name)
+        if len(names) > 1:
+            texts[key] = "; ".join(f"{value} ({', '.join(each)})" for value, each in names.items())
+    return texts

@@ -20,6 +20,10 @@ class Estimate(NamedTuple):
     ci95: float
     p: float
 
+    def text(self, sign: str = "") -> str:
+        mean = f"{self.mean:{sign}.4f}"
+        return mean if math.isnan(self.ci95) else f"{mean} ± {self.ci95:.4f}"
+
 
 class Verdict(NamedTuple):
     """The difference to the baseline over `pairs` pairs of runs, and what a test says about it.
