@@ -47,7 +47,7 @@ class Task(Source):
         if self.tokenizer is not None:
             raise ValueError(
                 f"a task is made of ids and has no tokenizer (data.tokenizer={self.tokenizer}). "
-                "fix: leave it out"
+                "fix: leave out data.tokenizer and init_from"
             )
         if len(set(self.sizes)) < len(self.sizes):
             raise ValueError(f"sizes must differ (got {self.sizes}). fix: list each once")

@@ -22,6 +22,7 @@ from inference.batch import Sequence
 from inference.text import stream_texts
 from tests.conftest import LONG, ROOT, SHORT, TINY, Result, continued, saved, tree_of
 from tests.forks import ranks
+from tools.compare.runs import Run
 from training.evaluation import sample_text
 from training.trainer import Trainer
 
@@ -417,15 +418,15 @@ def test_generation_without_any_run_says_how_to_get_one(command):
     assert result.code == 2 and "fix: python train.py" in result.err
 
 
-def test_two_processes_learn_what_one_does(command, tmp_path, story):
-    words = (
-        *TINY,
-        "steps=8",
-        "data=text",
-        f"data.path={story}",
-        "data.vocab_size=400",
-        "micro_batch=4",
-    )
+DATA = {
+    "text": ("data=text", "data.path=story.txt", "data.vocab_size=400"),
+    "recall": ("data=recall", "data.pairs=[2,4]"),
+}
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_two_processes_learn_what_one_does(command, tmp_path, story, data):
+    words = (*TINY, "steps=8", *DATA[data], "micro_batch=4")
     assert command("train.py", *words, "run_dir=alone").code == 0
     codes, told = ranks([sys.executable, ROOT / "train.py", *words, "run_dir=both"], 2, tmp_path)
     assert codes == [0, 0], told
@@ -433,6 +434,11 @@ def test_two_processes_learn_what_one_does(command, tmp_path, story):
     assert len(alone) == 9 and alone == pytest.approx(
         both, abs=1e-3
     )  # equal, over 5 seeds in fp32 and in bf16
+    # What is evaluated is summed over processes.
+    last = [Run.read(tmp_path / name).last for name in ("alone", "both")]
+    counts = [{name: part["tokens"] for name, part in run["slices"].items()} for run in last]
+    assert counts[0] == counts[1] and sum(counts[0].values()) > 0
+    assert last[0].get("recall_accuracy") == last[1].get("recall_accuracy")
 
 
 SHARDED = [
