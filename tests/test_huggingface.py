@@ -101,7 +101,7 @@ def test_a_config_is_read_as_it_was_written(variant):
         assert plain[0] | {"chunk": None} == plain[1] | {
             "chunk": None
         }  # which changes no result of the delta rule
-        assert variant == "delta" or plain[0] == plain[1]
+        assert variant.startswith("delta") or plain[0] == plain[1]
 
 
 def test_norms_are_computed_with_their_epsilon():

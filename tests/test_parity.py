@@ -48,6 +48,18 @@ CLASSES = {
     "delta": "Qwen3_5",
     "gated": "Qwen3_5",
     "gated attention.rope_fraction=0.5": "Qwen3_5",
+    # Heads wider than dim / heads, as in Qwen3-0.6B, and narrower.
+    "llama attention.head_dim=32": "Llama",
+    "llama ffn=gelu attention.head_dim=24 attention.bias=true": "Arcee",
+    "llama norm=layernorm ffn=gelu attention.head_dim=8": "Starcoder2",
+    "gqa attention.head_dim=32": "Qwen3",
+    "sliding_window attention.qk_norm=null attention.head_dim=8": "Mistral",
+    "nope attention.kinds.rope.head_dim=32 attention.kinds.nope.head_dim=32": "SmolLM3",
+    "l2norm attention.head_dim=32": "Llama4",
+    "sink attention.head_dim=32": "GraniteSWA",
+    "differential attention.head_dim=32": "DiffLlama",
+    "delta attention.kinds.full.head_dim=32": "Qwen3_5",
+    "gated attention.head_dim=32": "Qwen3_5",
 }
 
 

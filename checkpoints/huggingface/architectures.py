@@ -19,6 +19,7 @@ DELTA = "model.attention.gated_delta.GatedDelta"
 PLAIN_SOFTMAX = {
     "_target_": SOFTMAX,
     "_partial_": True,
+    "head_dim": None,
     "rope_fraction": 1.0,
     "rope_scaling": None,
     "qk_norm": None,
@@ -94,7 +95,7 @@ class Architecture:
 
     def misfits(self, layers: Layers) -> dict:
         """The knobs that this class cannot express -> a value in `layers`, and the one needed."""
-        free = {"rope_scaling", "dropout", *self.free_knobs}
+        free = {"head_dim", "rope_scaling", "dropout", *self.free_knobs}
         needed = {}
         for layer in layers:
             required = self.required_knobs(layer.get("rope_base") is not None)
@@ -132,6 +133,8 @@ class Architecture:
         # What all layers of a model share.
         knobs = self.required_knobs(has_rope)
         knobs["kv_heads"] = config["num_key_value_heads"]
+        if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
+            knobs["head_dim"] = config["head_dim"]
         knobs["bias"] = config["attention_bias"]
         knobs |= rope_from_hf(config)
         # What makes this layer differ from others.
@@ -178,6 +181,11 @@ class StableLm(Architecture):
     norm_eps_entry = "layer_norm_eps"
 
     def own_config(self, tree: dict, layers: Layers) -> dict:
+        head_dim = common_value(layers, "head_dim")
+        if head_dim * tree["heads"] != tree["dim"]:
+            raise ValueError(
+                f"StableLm has heads of dim / heads ({head_dim=}). fix: attention.head_dim=null"
+            )
         return {"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False}
 
     def layer_from_config(self, config: dict, layer_type: str, has_rope: bool) -> dict:
@@ -298,7 +306,7 @@ class GraniteSWA(Architecture):
             "embedding_multiplier": 1.0,
             "logits_scaling": 1.0,
             "residual_multiplier": 1.0,
-            "attention_multiplier": (tree["dim"] // tree["heads"]) ** -0.5,
+            "attention_multiplier": common_value(layers, "head_dim") ** -0.5,
             "layer_types": layer_types(layers),
             # There must be a size, even where no layer has a window.
             "sliding_window": common_value(layers, "window", tree["context"]),

@@ -52,6 +52,14 @@ def to_hf_config(tree: dict) -> dict:
     architecture = ARCHITECTURES[name]
     layers = layer_knobs(tree)
 
+    # A null knob has its default in the layer's attribute of the same name, so attributes of an
+    # attention that is exported are named after its knobs.
+    with torch.device("meta"):
+        blocks = instantiate(tree).blocks
+    for layer, block in zip(layers, blocks, strict=True):
+        layer |= vars(block.attention)
+    softmax_layers = [layer for layer in layers if "kv_heads" in layer]
+
     # Positions.
     rope_layers = [layer for layer in layers if layer.get("rope_base") is not None]
     scaling = common_value(rope_layers, "rope_scaling")
@@ -66,7 +74,7 @@ def to_hf_config(tree: dict) -> dict:
     config |= {
         architecture.norm_eps_entry: tree["norm_eps"],
         "num_key_value_heads": common_value(layers, "kv_heads", tree["heads"]),
-        "head_dim": tree["dim"] // tree["heads"],
+        "head_dim": common_value(softmax_layers, "head_dim", tree["dim"] // tree["heads"]),
         "hidden_act": tree["ffn"]["activation"],
         "attention_bias": common_value(layers, "bias", False),
         "mlp_bias": False,
@@ -76,12 +84,6 @@ def to_hf_config(tree: dict) -> dict:
         "rope_parameters": rope,
     }
 
-    # A null knob has its default in the layer's attribute of the same name, so attributes of an
-    # attention that is exported are named after its knobs.
-    with torch.device("meta"):
-        blocks = instantiate(tree).blocks
-    for layer, block in zip(layers, blocks, strict=True):
-        layer |= vars(block.attention)
     return config | architecture.own_config(tree, layers)
 
 

@@ -41,12 +41,12 @@ class DifferentialAttention(SoftmaxAttention):
         self.k2 = nn.Parameter(torch.empty(head_dim))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility) -> Tensor:
-        """q (B, T, H, D/H), k and v (B, S, K, D/H) -> (B, T, H/2, 2 D/H)"""
+        """q (B, T, H, E), k and v (B, S, K, E) -> (B, T, H/2, 2 E)"""
         # Both heads of a pair weigh the values of both, one half of these at a time.
         v1, v2 = v.chunk(2, dim=2)
         v1 = v1.repeat(1, 1, 2, 1)
         v2 = v2.repeat(1, 1, 2, 1)
-        y1 = super().attend(q, k, v1, visible)  # (B, T, H, D/H)
+        y1 = super().attend(q, k, v1, visible)  # (B, T, H, E)
         y2 = super().attend(q, k, v2, visible)
         y = torch.cat((y1, y2), dim=-1)
         signal, noise = y.chunk(2, dim=2)

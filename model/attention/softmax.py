@@ -24,7 +24,7 @@ from model.rope import Scaling
 class SoftmaxAttention(Attention):
     """`rope_base` null means no positions. `window` and `chunk` are in tokens.
 
-    A token sees the `window` newest tokens, itself included, or those of its own chunk; a cache
+    `head_dim` null means dim / heads; with another, queries are wider or narrower than x. A token sees the `window` newest tokens, itself included, or those of its own chunk; a cache
     holds no more. Raises ValueError for choices that do not go together.
     """
 
@@ -39,6 +39,7 @@ class SoftmaxAttention(Attention):
         kv_heads: int,
         rope_base: float | None,
         qk_norm: str | None,
+        head_dim: int | None = None,
         rope_fraction: float = 1.0,
         rope_scaling: Scaling | None = None,
         window: int | None = None,
@@ -52,29 +53,32 @@ class SoftmaxAttention(Attention):
         super().__init__()
         dim = spec.dim
         heads = spec.heads
-        head_dim = dim // heads
-        rotary_dim = int(head_dim * rope_fraction)
 
         # Refuse knobs that are impossible alone, then those that contradict each other.
         if rope_base is None and rope_scaling is not None:
             problem = f"there is no RoPE to scale ({rope_base=} {rope_scaling=})"
             raise ValueError(f"{problem}. fix: attention.rope_scaling=null")
-        validate_knobs(rope_base, dropout, kv_heads=kv_heads, window=window, chunk=chunk)
+        sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "window": window, "chunk": chunk}
+        validate_knobs(rope_base, dropout, **sizes)
         if softcap is not None and not softcap > 0:
             problem = f"attention.softcap must be above 0 (got {softcap!r})"
             raise ValueError(f"{problem}. fix: attention.softcap=null")
-        if dim % heads or heads % kv_heads:
+        is_divisible = head_dim is not None or dim % heads == 0
+        if not is_divisible or heads % kv_heads:
             values = f"{dim=} {heads=} {kv_heads=}"
             problem = f"heads must divide dim, and kv_heads must divide heads (got {values})"
-            fix = f"model.dim={2 * heads * (head_dim // 2 + 1)}"
-            if dim % heads == 0:
+            fix = f"model.dim={2 * heads * (dim // heads // 2 + 1)}"
+            if is_divisible:
                 fix = f"attention.kv_heads={math.gcd(heads, kv_heads)}"
             raise ValueError(f"{problem}. fix: {fix}")
+        if head_dim is None:
+            head_dim = dim // heads
+        rotary_dim = int(head_dim * rope_fraction)
         if rope_base is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
-            values = f"{dim=} / {heads=} x {rope_fraction=} is {head_dim * rope_fraction:g}"
+            values = f"{head_dim=} x {rope_fraction=} is {head_dim * rope_fraction:g}"
             fix = "attention.rope_fraction=1.0"
             if head_dim % 2:
-                fix = f"model.dim={2 * heads * (head_dim // 2 + 1)}"
+                fix = f"attention.head_dim={head_dim + 1}"
             raise ValueError(
                 f"RoPE needs an even part of the head dimension ({values}). fix: {fix}"
             )
@@ -98,11 +102,11 @@ class SoftmaxAttention(Attention):
         self.rotary = (rotary_dim, rope_base, rope_scaling)  # which tables of cos and sin
 
         # Projections and their norms.
-        self.q_proj = Linear(dim, dim, bias)
+        self.q_proj = Linear(dim, heads * head_dim, bias)
         self.k_proj = Linear(dim, kv_heads * head_dim, bias)
         self.v_proj = Linear(dim, kv_heads * head_dim, bias)
-        self.o_proj = Linear(dim, dim, bias)
-        self.gate_proj = Linear(dim, dim, bias) if gated else None
+        self.o_proj = Linear(heads * head_dim, dim, bias)
+        self.gate_proj = Linear(dim, heads * head_dim, bias) if gated else None
         self.q_norm = None
         self.k_norm = None
         if qk_norm == "before_rope":
@@ -118,37 +122,37 @@ class SoftmaxAttention(Attention):
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
         # Project, normalize and rotate the new tokens.
-        k, v, carry = self.project_kv(x, ctx, carry)  # (B, T, K, D/H)
-        q = self.project_q(x, ctx)  # (B, T, H, D/H)
+        k, v, carry = self.project_kv(x, ctx, carry)  # (B, T, K, E)
+        q = self.project_q(x, ctx)  # (B, T, H, E)
 
-        # Keys and values of all visible tokens (B, S, K, D/H), and which query sees which key.
+        # Keys and values of all visible tokens (B, S, K, E), and which query sees which key.
         if cache is None:
             visible = ctx.visible(self.window, self.chunk)
         else:
             (k, v), visible = cache.update(ctx, k, v)
 
         # Attend, gate and project back.
-        y = self.attend(q, k, v, visible).flatten(-2)  # (B, T, D)
+        y = self.attend(q, k, v, visible).flatten(-2)  # (B, T, H E)
         if self.gate_proj is not None:
             y = y * self.gate_proj(x).sigmoid()
         return self.o_proj(y), carry
 
     def project_q(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """x (B, T, D) -> queries (B, T, H, D/H), normalized and rotated."""
+        """x (B, T, D) -> queries (B, T, H, E), normalized and rotated."""
         q = self.q_proj(x).unflatten(-1, (self.heads, -1))
         return self.norm_and_rope(q, self.q_norm, ctx)
 
     def project_kv(
         self, x: Tensor, ctx: ForwardContext, carry: CrossLayer
     ) -> tuple[Tensor, Tensor, CrossLayer]:
-        """x (B, T, D) -> rotated keys and values (B, T, K, D/H), and carry."""
+        """x (B, T, D) -> rotated keys and values (B, T, K, E), and carry."""
         k, v = project(x, self.k_proj, self.v_proj)
         k = k.unflatten(-1, (self.kv_heads, -1))
         v = v.unflatten(-1, (self.kv_heads, -1))
         return self.norm_and_rope(k, self.k_norm, ctx), v, carry
 
     def norm_and_rope(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext) -> Tensor:
-        """Normalize queries or keys (B, T, H, D/H) and rotate them to their positions."""
+        """Normalize queries or keys (B, T, H, E) and rotate them to their positions."""
         if norm is not None:
             x = norm(x)
         if self.rope_base is not None:
@@ -159,7 +163,7 @@ class SoftmaxAttention(Attention):
         return x
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility) -> Tensor:
-        """q (B, T, H, D/H), k and v (B, S, K, D/H) -> (B, T, H, D/H)"""
+        """q (B, T, H, E), k and v (B, S, K, E) -> (B, T, H, E)"""
         return self.kernel(q, k, v, visible, sink=self.sink, score_bias=self.score_bias)
 
     def new_cache(
