@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
         from inference import attention_map
 
         tokens = sequences[0].tokens
-        labels = tokenizer.processor.id_to_piece(tokens)
+        labels = tokenizer.id_to_piece(tokens)
         with errors.user_input():
             attention_map.draw(model, tokens, labels, args.attention_map)
         print(f"drawn: {args.attention_map}", file=sys.stderr)

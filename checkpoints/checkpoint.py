@@ -33,7 +33,7 @@ from checkpoints.weights import (
 from common import atomic_dir, errors
 from common.errors import IntegrityError
 from common.sharding import shard_like
-from data.tokenizer import Tokenizer
+from data.tokenizer import JsonTokenizer, Tokenizer, tokenizer_file
 from model.materialize import build_model, materialize
 from model.transformer import Transformer
 
@@ -77,9 +77,9 @@ def prepare_run(run: Path, model: Transformer, resume: bool) -> Path | None:
 
 
 def save(
-    run: Path, step: int, weights: Weights, config: dict, tokenizer: bytes, state: dict
+    run: Path, step: int, weights: Weights, config: dict, tokenizer: dict[str, bytes], state: dict
 ) -> Path:
-    """Write a checkpoint, and remove all but the newest NUM_KEPT.
+    """Write a checkpoint with the files of a tokenizer, and remove all but the newest NUM_KEPT.
 
     A crash at any instant leaves the older ones: what is named step-* is complete.
     """
@@ -93,7 +93,8 @@ def save(
             # torch reports a full disk as an error of its own; the cause is its context.
             raise error.__context__ or error from None
         staging.create("config.json").write(json.dumps(config, indent=1).encode())
-        staging.create("tokenizer.model").write(tokenizer)
+        for name, content in tokenizer.items():
+            staging.create(name).write(content)
         staging.metadata = {"step": step}
     # Names of the folders themselves must reach the disk too.
     for folder in (run, run.parent):
@@ -258,12 +259,14 @@ def load_config(path: Path) -> dict:
     file = tokenizer_path(path)
     if not file.exists():
         raise ValueError(
-            f"no tokenizer.model ({path}). "
-            "fix: a model with one of SentencePiece, no others are read"
+            f"no tokenizer.model and no tokenizer.json ({path}). fix: fetch what the model was "
+            "trained with"
         )
     tree = from_hf_config(config)
     tokenizer = Tokenizer.load(file)
-    if tokenizer.vocab_size != tree["vocab_size"]:
+    # A model may have more rows than tokens, for speed.
+    is_padded = isinstance(tokenizer, JsonTokenizer) and tokenizer.vocab_size < tree["vocab_size"]
+    if tokenizer.vocab_size != tree["vocab_size"] and not is_padded:
         raise ValueError(
             f"a tokenizer of another vocabulary ({file} has {tokenizer.vocab_size}, "
             f"the model {tree['vocab_size']}). fix: the tokenizer that it was trained with"
@@ -283,8 +286,7 @@ def update_config(config: dict) -> dict:
 
 
 def tokenizer_path(path: Path) -> Path:
-    folder = path if path.is_dir() else path.parent
-    return folder / "tokenizer.model"
+    return tokenizer_file(path if path.is_dir() else path.parent)
 
 
 def load_model(

@@ -21,7 +21,7 @@ from common.progress import waiting
 from data.corpus import Corpus
 from data.loader import check_enough_tokens
 from data.sources import Source
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, tokenizer_file
 
 # Part of the cache key: increase it if a change in data/ gives other tokens for the same text.
 FORMAT_VERSION = 1
@@ -67,7 +67,7 @@ def open_corpus(folder: Path) -> Corpus:
     return Corpus(
         **shards,
         validation_bytes=manifest["validation_bytes"],
-        tokenizer=Tokenizer.load(folder / "tokenizer.model"),
+        tokenizer=Tokenizer.load(tokenizer_file(folder)),
         sha256=digest(json.dumps(hashes)),
     )
 
@@ -105,7 +105,8 @@ def build_corpus(
             with waiting(message, is_shown=not quiet):
                 tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)
         staging.metadata = write_shards(source, tokenizer, staging, quiet)
-        staging.create("tokenizer.model").write(tokenizer.proto)
+        for name, content in tokenizer.files.items():
+            staging.create(name).write(content)
         # Raised in here, the error removes the folder too.
         check_enough_tokens(staging.metadata["train_tokens"], min_tokens)
 

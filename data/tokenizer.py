@@ -1,6 +1,11 @@
-"""SentencePiece byte-pair encoding, lossless for UTF-8 text. Kudo and Richardson, 1808.06226."""
+"""Text to token ids and back.
+
+Our own are byte pairs of SentencePiece, lossless for UTF-8 text: Kudo and Richardson, 1808.06226.
+Those of others may be a tokenizer.json, as huggingface.co/docs/tokenizers has it.
+"""
 
 import io
+import json
 import os
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
@@ -8,17 +13,25 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece as spm
+import tokenizers
 
 MAX_PIECE_CHARS = 4000  # the trainer's time grows with the length of what it gets at once
 SPACE = "\u2581"  # SentencePiece's own sign for a space: in a text, it would be decoded as one
+# Where BOS and EOS of a tokenizer.json are found.
+SPECIAL_TOKEN_FILES = ("tokenizer_config.json", "config.json", "generation_config.json")
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
 
 
 class Tokenizer:
     """A SentencePiece model, from the bytes of its file.
 
+    A document begins with `bos` and ends with `eos`; where `bos` is among `eos_ids`, which end a
+    generation, it stands between documents. `files` are what load() reads, by their names.
     Raises ValueError for bytes that are no such model, or one without BOS and EOS.
     """
+
+    # Whether a prompt begins with BOS, too.
+    starts_with_bos = True
 
     def __init__(self, proto: bytes):
         try:
@@ -28,10 +41,12 @@ class Tokenizer:
                 f"not a SentencePiece model ({error}). fix: data.tokenizer=PATH of another"
             ) from None
         self.proto = proto
+        self.files = {"tokenizer.model": proto}
         self.sha256 = sha256(proto).hexdigest()
         self.vocab_size = self.processor.vocab_size()
         self.bos = self.processor.bos_id()
         self.eos = self.processor.eos_id()
+        self.eos_ids = (self.eos,)
         if self.bos < 0 or self.eos < 0:
             raise ValueError(
                 f"a tokenizer needs BOS and EOS (ids {self.bos}, {self.eos}). "
@@ -42,13 +57,16 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a tokenizer.model; returns an IdTokenizer if the file is one of those."""
+        """Read a tokenizer.model, which may be that of an IdTokenizer, or a tokenizer.json."""
+        path = Path(path).expanduser()
         try:
-            proto = Path(path).expanduser().read_bytes()
+            proto = path.read_bytes()
         except OSError as error:
             raise ValueError(
                 f"no tokenizer ({path}: {error.strerror}). fix: data.tokenizer=null to train one"
             ) from None
+        if path.suffix == ".json":
+            return JsonTokenizer.load(path)
         if proto.startswith(IdTokenizer.MAGIC):
             return IdTokenizer(proto)
         return cls(proto)
@@ -115,6 +133,13 @@ class Tokenizer:
             tokens += self.space_tokens + part
         return tokens
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encode a text that is continued: one token at least."""
+        tokens = self.encode(text)
+        if self.starts_with_bos or not tokens:
+            tokens = [self.bos, *tokens]
+        return tokens
+
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
         """Encode each text as BOS + text + EOS, on all cores."""
         encoded = self.processor.encode(texts, num_threads=os.cpu_count())
@@ -132,9 +157,17 @@ class Tokenizer:
     def nbytes(self, tokens: np.ndarray) -> int | None:
         """Count the UTF-8 bytes of the documents in `tokens`; None if there is no text of them."""
         # Cut at BOS and EOS, so that each text is decoded by itself, as it was encoded.
-        starts = np.flatnonzero(np.isin(tokens, (self.bos, self.eos)))
+        starts = np.flatnonzero(np.isin(tokens, (self.bos, *self.eos_ids)))
         documents = [document.tolist() for document in np.split(tokens, starts)]
-        return sum(len(text.encode()) for text in self.processor.decode(documents))
+        return sum(len(text.encode()) for text in self.decode_batch(documents))
+
+    def decode_batch(self, documents: list[list[int]]) -> list[str]:
+        """Decode each document, on all cores."""
+        return self.processor.decode(documents)
+
+    def id_to_piece(self, tokens: list[int]) -> list[str]:
+        """Name each token, for people."""
+        return self.processor.id_to_piece(tokens)
 
 
 class IdTokenizer(Tokenizer):
@@ -147,11 +180,12 @@ class IdTokenizer(Tokenizer):
     MAGIC = b"ids "  # no SentencePiece model begins with it
 
     def __init__(self, proto: bytes):
-        self.processor = self
         self.proto = proto
+        self.files = {"tokenizer.model": proto}
         self.sha256 = sha256(proto).hexdigest()
         self.vocab_size, self.bos = map(int, proto.removeprefix(self.MAGIC).split())
         self.eos = self.bos
+        self.eos_ids = (self.eos,)
         if self.bos >= self.vocab_size:
             raise ValueError(
                 f"BOS is outside the vocabulary (data.bos={self.bos}, {self.vocab_size}). "
@@ -180,6 +214,109 @@ class IdTokenizer(Tokenizer):
 
     def nbytes(self, tokens: np.ndarray) -> None:
         return None
+
+
+class JsonTokenizer(Tokenizer):
+    """A tokenizer.json, and what other files of its folder say of BOS and EOS.
+
+    Raises ValueError where it is none, has no EOS, or puts more than BOS in front of a text.
+    """
+
+    def __init__(self, files: dict[str, bytes]):
+        # The library raises Exception itself.
+        try:
+            self.processor = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+        except Exception as error:
+            raise ValueError(
+                f"not a tokenizer.json ({error}). fix: data.tokenizer=PATH of another"
+            ) from None
+        self.processor.no_padding()
+        self.processor.no_truncation()
+        self.vocab_size = 1 + max(self.processor.get_vocab(with_added_tokens=True).values())
+
+        # Its own template says what begins a prompt: BOS, or nothing.
+        prefix = self.processor.encode("").ids
+        self.starts_with_bos = len(prefix) == 1
+        settings = read_special_tokens(files)
+        self.eos_ids = self.find_ids(settings, "eos")
+        if not self.eos_ids or len(prefix) > 1:
+            raise ValueError(
+                f"a tokenizer needs EOS, and at most BOS before a text (EOS {self.eos_ids}, "
+                f"{prefix} before). fix: eos_token in tokenizer_config.json"
+            )
+        self.eos = self.eos_ids[0]
+        self.bos = [*prefix, *self.find_ids(settings, "bos"), self.eos][0]
+        special = {"bos_token_id": self.bos, "eos_token_id": list(self.eos_ids)}
+        if not all(token in range(self.vocab_size) for token in (self.bos, *self.eos_ids)):
+            raise ValueError(
+                f"a special token outside the vocabulary of {self.vocab_size} ({special}). "
+                "fix: the configs that belong to this tokenizer.json"
+            )
+        # A model's config.json is not the tokenizer's.
+        self.files = {name: file for name, file in files.items() if name != "config.json"}
+        self.files["generation_config.json"] = json.dumps(special).encode()
+        self.sha256 = sha256(b"".join(self.files.values())).hexdigest()
+
+    @classmethod
+    def load(cls, path: Path) -> "JsonTokenizer":
+        """Read a tokenizer.json and the configs beside it."""
+        files = {"tokenizer.json": path.read_bytes()}
+        for name in SPECIAL_TOKEN_FILES:
+            file = path.with_name(name)
+            if file.exists():
+                files[name] = file.read_bytes()
+        return cls(files)
+
+    def find_ids(self, settings: dict, kind: str) -> tuple[int, ...]:
+        """The ids of BOS or EOS: `eos_token_id`, which may be a list, or those of `eos_token`."""
+        ids = settings.get(f"{kind}_token_id")
+        if ids is None:
+            token = settings.get(f"{kind}_token")
+            # A token may be written with its options.
+            content = token["content"] if isinstance(token, dict) else token
+            ids = self.processor.token_to_id(content) if content else None
+        if ids is None:
+            return ()
+        return tuple(ids) if isinstance(ids, list) else (ids,)
+
+    def encode(self, text: str) -> list[int]:
+        """Encode without BOS and EOS; a text that looks like a special token is that token."""
+        self.processor.encode_special_tokens = False
+        return self.processor.encode(text, add_special_tokens=False).ids
+
+    def encode_documents(self, texts: list[str]) -> list[list[int]]:
+        """Encode each text between BOS and EOS; what looks like a special token is text."""
+        self.processor.encode_special_tokens = True
+        encodings = self.processor.encode_batch(texts, add_special_tokens=False)
+        end = [] if self.bos in self.eos_ids else [self.eos]
+        return [[self.bos, *encoding.ids, *end] for encoding in encodings]
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.processor.decode(tokens)
+
+    def decode_batch(self, documents: list[list[int]]) -> list[str]:
+        return self.processor.decode_batch(documents)
+
+    def id_to_piece(self, tokens: list[int]) -> list[str]:
+        return [self.processor.id_to_token(token) or str(token) for token in tokens]
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """The tokenizer of a folder: tokenizer.model, or where there is none, tokenizer.json."""
+    file = folder / "tokenizer.model"
+    return file if file.exists() else folder / "tokenizer.json"
+
+
+def read_special_tokens(files: dict[str, bytes]) -> dict:
+    """What the configs say; a later file replaces an entry of an earlier one."""
+    settings = {}
+    for name in SPECIAL_TOKEN_FILES:
+        try:
+            content = json.loads(files.get(name, b"{}"))
+            settings |= {key: value for key, value in content.items() if value is not None}
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"not a config ({name}: {error}). fix: fetch it again") from None
+    return settings
 
 
 def split(text: str) -> Iterator[str]:

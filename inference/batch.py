@@ -1,7 +1,7 @@
 """What is decoded together: sequences of tokens, each with a row of the batch and of its cache."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class Sequence:
     max_new_tokens: int
     _: KW_ONLY
     seed: int = 0
-    eos: int | None = None
+    eos: Collection[int] = ()
     num_cached: int = 0
     prompt: str = ""
     num_generated: int = 0
@@ -59,7 +59,7 @@ class Sequence:
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.num_generated += 1
-        if token == self.eos:
+        if token in self.eos:
             self.finish_reason = "eos"
         elif self.num_left == 0:
             self.finish_reason = "length"

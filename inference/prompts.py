@@ -22,13 +22,13 @@ def new_sequences(
     """Build `num_samples` sequences of each prompt, which is truncated to the model's context."""
     sequences = []
     for prompt in prompts:
-        tokens = truncate_left([tokenizer.bos, *tokenizer.encode(prompt)], context)
+        tokens = truncate_left(tokenizer.encode_prompt(prompt), context)
         for sample in range(num_samples):
             sequence = Sequence(
                 tokens,
                 max_new_tokens,
                 seed=sample_seed(seed, sample),
-                eos=tokenizer.eos,
+                eos=tokenizer.eos_ids,
                 prompt=prompt,
             )
             sequences.append(sequence)
@@ -43,7 +43,7 @@ def read_turns(
     It must be finished when the next one is asked for. What the cache holds of the text before is
     not prefilled again.
     """
-    tokens = [tokenizer.bos]
+    tokens = tokenizer.encode_prompt("")
     turn = 0
     while True:
         if sys.stdin.isatty():
@@ -66,14 +66,14 @@ def read_turns(
             tokens,
             max_new_tokens,
             seed=sample_seed(seed, turn),
-            eos=tokenizer.eos,
+            eos=tokenizer.eos_ids,
             num_cached=num_cached,
         )
         yield [sequence]
 
         tokens = sequence.tokens
-        if tokens[-1] == tokenizer.eos:  # the next line begins a document
-            tokens = [*tokens, tokenizer.bos]
+        if tokens[-1] in tokenizer.eos_ids:  # the next line begins a document
+            tokens = [*tokens, *tokenizer.encode_prompt("")]
         turn += 1
 
 

@@ -110,7 +110,7 @@ def shrink(tree):
 
 
 def continued(
-    model, prompts: list[list[int]], most: int, draw=greedy, rows: int = 0, eos: int = -1, **more
+    model, prompts: list[list[int]], most: int, draw=greedy, rows: int = 0, eos=(), **more
 ):
     """What is drawn after each prompt, up to `eos`, `rows` of them at a time; without rows, without a cache."""
     weight = model.embed.weight
@@ -183,7 +183,7 @@ def saved(folder: Path, tree: dict, tokenizer: Tokenizer, step: int = 1) -> torc
     """A run whose only checkpoint is such a model, with every parameter drawn."""
     model = drawn(tree | {"vocab_size": tokenizer.vocab_size})
     trees = {"model": tree | {"vocab_size": tokenizer.vocab_size}}
-    checkpoint.save(folder, step, model.state_dict(), trees, tokenizer.proto, {})
+    checkpoint.save(folder, step, model.state_dict(), trees, tokenizer.files, {})
     return model
 
 

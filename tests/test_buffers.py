@@ -111,7 +111,7 @@ def test_buffers_keep_their_dtype_in_a_model_of_less_precision(int8, ours, token
     exact = drawn(tree)
     exact.blocks[0].attention.gain[0] = 1.001  # which bf16 does not have
     trees = {"model": tree}
-    place = checkpoint.save(tmp_path, 1, exact.state_dict(), trees, tokenizer.proto, {})
+    place = checkpoint.save(tmp_path, 1, exact.state_dict(), trees, tokenizer.files, {})
     model = checkpoint.load_model(place, "cpu", torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     close(buffers_of(model), buffers_of(exact), rtol=0, atol=0)

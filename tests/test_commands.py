@@ -366,7 +366,7 @@ def spoken(sequence: Sequence, tokens: list[int]) -> Iterator[Sequence]:
 
 def test_a_text_ends_where_its_model_ends_it(story):
     tokenizer = Tokenizer.train([story.read_text()], 400)
-    sequence = Sequence([tokenizer.bos], 99, eos=tokenizer.eos)
+    sequence = Sequence([tokenizer.bos], 99, eos=tokenizer.eos_ids)
     tokens = [*tokenizer.encode("Ann had an old"), tokenizer.eos]
     *_, text = stream_texts(spoken(sequence, tokens), tokenizer, ["old map"])
     assert sequence.finish_reason == "eos" and sequence.tokens[1:] == tokens
@@ -376,7 +376,7 @@ def test_a_text_ends_where_its_model_ends_it(story):
 def test_a_text_ends_before_its_first_stop(story):
     """The stop may begin in one token and end in another."""
     tokenizer = Tokenizer.train([story.read_text()], 400)
-    sequence = Sequence([tokenizer.bos], 99, eos=tokenizer.eos)
+    sequence = Sequence([tokenizer.bos], 99, eos=tokenizer.eos_ids)
     tokens = tokenizer.encode("Ann had an old map")
     for text in stream_texts(spoken(sequence, tokens), tokenizer, ["map", "n old", "@"]):
         assert "Ann had a".startswith(text.text)

@@ -256,7 +256,7 @@ DAMAGES = {
     "architecture": (lambda there: change(there, architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
     "no architecture": (lambda there: change(there, architectures=None), "unknown architecture"),
     "activation": (lambda there: change(there, hidden_act="mish"), "mish"),
-    "head_dim": (lambda there: change(there, head_dim=32), "head_dim=32"),
+    "head_dim": (lambda there: change(there, head_dim=32), "self_attn.q_proj"),
     "positions": (lambda there: change(there, rope_parameters={"rope_type": "longrope", "factor": 2.0}), "longrope"),
     "sizes": (lambda there: change(there, hidden_size="64"), "config.json"),
     "more than a factor": (
@@ -264,7 +264,9 @@ DAMAGES = {
     ),
     "json": (lambda there: (there / "config.json").write_text("{"), "config.json"),
     "vocabulary": (lambda there: change(there, vocab_size=300), "another vocabulary"),
-    "no tokenizer": (lambda there: (there / "tokenizer.model").unlink(), "no tokenizer.model"),
+    "no tokenizer": (
+        lambda there: [file.unlink() for file in there.glob("tokenizer.*")], "no tokenizer.model and no tokenizer.json"
+    ),
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def saved_run(folder: Path, settings: dict, step: int = 1) -> torch.nn.Module:
     tree = tree_of("gqa") | {"attention": settings["model"]["attention"]} | sizes
     model = drawn(tree)
     settings = settings | {"model": tree, "device": "cpu"}
-    checkpoint.save(folder, step, model.state_dict(), settings, corpus.tokenizer.proto, {})
+    checkpoint.save(folder, step, model.state_dict(), settings, corpus.tokenizer.files, {})
     return model
 
 

@@ -32,7 +32,7 @@ def test_targets_that_moved_are_found(variant, tokenizer, tmp_path):
     older = as_it_was({"model": tree, "note": "model.attention.latent."})
     assert older["model"] != tree
     weights = drawn(tree).state_dict()
-    path = checkpoint.save(tmp_path / "run", 1, weights, older, tokenizer.proto, {})
+    path = checkpoint.save(tmp_path / "run", 1, weights, older, tokenizer.files, {})
     assert checkpoint.load_config(path) == {"model": tree, "note": "model.attention.latent."}
     assert checkpoint.load_model(path, "cpu").state_dict().keys() == weights.keys()
 
@@ -64,6 +64,6 @@ def test_an_older_run_is_resumed_and_generates_and_is_exported(command, story):
 def test_a_run_of_a_decoder_that_is_gone_is_refused_in_a_line(command, tokenizer, tmp_path):
     tree = tree_of("gqa") | {"vocab_size": tokenizer.vocab_size}
     gone = {"model": tree | {"_target_": "model.speedrun.Speedrun"}}
-    checkpoint.save(tmp_path / "run", 1, drawn(tree).state_dict(), gone, tokenizer.proto, {})
+    checkpoint.save(tmp_path / "run", 1, drawn(tree).state_dict(), gone, tokenizer.files, {})
     result = command("generate.py", "Ann", "--run", "run")
     assert result.code == 3 and result.err.count("\n") == 1 and "Speedrun" in result.err

@@ -171,7 +171,7 @@ def test_a_sequence_says_why_it_is_over():
         ([3, 5], [None, "eos"]),
         ([3, 4, 6, 5], [None, None, None, "eos"]),
     ):
-        sequence = Sequence([1], 4, eos=5)
+        sequence = Sequence([1], 4, eos={5})
         for token, reason in zip(tokens, reasons, strict=True):
             sequence.append(token)
             assert sequence.finish_reason == reason
@@ -181,7 +181,7 @@ def test_a_sequence_says_why_it_is_over():
 def test_the_cache_holds_nothing_after_an_end_within_right_drafts():
     model = redraw(instantiate(tree_of("gqa"))).double()
     cache = model.new_cache(1, 64, torch.float64, "cpu")
-    sequence = Sequence([5, 6, 7] * 4, 12, eos=6)
+    sequence = Sequence([5, 6, 7] * 4, 12, eos={6})
 
     def draw(logits, seeds, draw_indices, seen):
         return 5 + draw_indices % 3

@@ -106,7 +106,7 @@ def evaluate_text(model: Transformer, tokenizer: Tokenizer, args: argparse.Names
     num_bytes = 0
     documents = read_documents(files, "text", args.separator)
     for text in islice(documents, args.documents):
-        tokens = [tokenizer.bos, *tokenizer.encode(text)]
+        tokens = tokenizer.encode_prompt(text)
         if args.truncate and len(tokens) > model.context:
             tokens = tokens[: model.context]
             text = tokenizer.decode(tokens)
@@ -208,8 +208,9 @@ def lm_eval_model(model: Transformer, tokenizer: Tokenizer, batch_size: int):
         prefix_token_id = tokenizer.bos
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-            tokens = tokenizer.encode(string)
-            return tokens if add_special_tokens is False else [tokenizer.bos, *tokens]
+            if add_special_tokens is False:
+                return tokenizer.encode(string)
+            return tokenizer.encode_prompt(string)
 
         def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
             """Scores answers (text, tokens of the question, tokens of the answer) of choices."""

@@ -18,7 +18,7 @@ from checkpoints.huggingface import folder, mapping
 from checkpoints.weights import is_own_checkpoint, weight_map
 from common import errors
 from common.cli import Parser
-from data.tokenizer import IdTokenizer, Tokenizer
+from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer
 
 MODEL_CARD = """---
 library_name: transformers
@@ -73,9 +73,17 @@ def main(args: argparse.Namespace) -> None:
         check_is_new(args.out)
         tree = checkpoint.load_config(path)["model"]
         tokenizer = Tokenizer.load(checkpoint.tokenizer_path(path))
-        vocabulary = load_vocabulary(tokenizer, path)
+        if isinstance(tokenizer, JsonTokenizer) and args.format == "gguf":
+            problem = f"a tokenizer.json is not written as GGUF ({path})"
+            raise ValueError(f"{problem}. fix: --format hf")
         config = mapping.to_hf_config(tree)
         config |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+        files = tokenizer.files
+        if isinstance(tokenizer, JsonTokenizer):
+            config["eos_token_id"] = list(tokenizer.eos_ids)
+        else:
+            vocabulary = load_vocabulary(tokenizer, path)
+            files = folder.sentencepiece_files(tokenizer.proto, vocabulary, config)
         if args.format == "gguf":
             gguf.check_exportable(config)
         model = checkpoint.load_model(path, "cpu")
@@ -89,8 +97,7 @@ def main(args: argparse.Namespace) -> None:
     if args.format == "gguf":
         gguf.write(staging, config, weights, vocabulary, args.dtype)
     else:
-        folder.write(staging, config, weights, vocabulary, args.dtype)
-        (staging / "tokenizer.model").write_bytes(tokenizer.proto)
+        folder.write(staging, config, weights, files, args.dtype)
         (staging / "README.md").write_text(model_card(args.out, path, architecture, model))
     staging.replace(args.out)
     print(f"{architecture}, {args.dtype}: {args.out}")

@@ -75,7 +75,7 @@ def sample_text(
     """Generate up to 192 tokens from BOS; end early, with what there is, once `stop()` is not 0."""
     capacity = min(192, model.context)
     cache = model.new_cache(1, capacity, torch.float32, model.embed.weight.device)
-    sequence = Sequence([tokenizer.bos], capacity - 1, seed=seed, eos=tokenizer.eos)
+    sequence = Sequence([tokenizer.bos], capacity - 1, seed=seed, eos=tokenizer.eos_ids)
     sampler = partial(sampling.sample, temperature=0.8, top_k=50)
     model.eval()
     for _ in generate(model, [sequence], sampler, cache=cache):

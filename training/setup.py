@@ -146,13 +146,15 @@ def adopt_pretrained(settings: dict, overrides: list[str]) -> Path | None:
 
 
 def load_corpus(settings: dict, source: Source) -> tuple[Corpus, Loader]:
-    """Prepare the text. The vocabulary of the model becomes that of the tokenizer."""
+    """Prepare the text. The vocabulary of a new model becomes that of the tokenizer."""
     context = settings["context"]
     batch_size = settings["batch_tokens"] // context
     min_tokens = min_corpus_tokens(context, batch_size)
     is_quiet = os.environ.get("RANK", "0") != "0"
     corpus = prepare(source, Path(".cache"), min_tokens, is_quiet)
-    settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
+    # A pretrained model may have more rows than its tokenizer has tokens.
+    if settings.get("init_from") is None:
+        settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
     loader = corpus.loader(context, batch_size, settings["seed"])
     is_bounded = settings["steps"] is not None or settings["max_minutes"] is not None
     if loader.rows_per_epoch == math.inf and not is_bounded:

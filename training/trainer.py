@@ -632,7 +632,7 @@ class Trainer:
 
     def _write_checkpoint(self, weights: dict[str, Tensor], state: dict) -> None:
         """Ends with exit code 74 where the disk does not take it."""
-        tokenizer = self.corpus.tokenizer.proto
+        tokenizer = self.corpus.tokenizer.files
         try:
             checkpoint.save(self.run_dir, self.step, weights, self.saved_config(), tokenizer, state)
         except OSError as error:

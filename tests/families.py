@@ -1,0 +1,294 @@
+"""Folders of published models, as `transformers` saves them, small and with random weights.
+
+A config.json has the entries that were published, with fewer layers and tokens; a tokenizer.json is
+trained with the pre-tokenizer and the special tokens of its family.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+# How Llama 3 and Qwen cut a text; they differ in how many digits stay together.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SHARED = {
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+}
+# The published entries. BOS and EOS, which are ids of the published vocabulary, are set below.
+CONFIGS = {
+    "SmolLM2-135M": {
+        **SHARED,
+        **LLAMA,
+        "attention_dropout": 0.0,
+        "hidden_size": 576,
+        "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536,
+        "is_llama_config": True,
+        "max_position_embeddings": 8192,
+        "mlp_bias": False,
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "transformers_version": "4.40.1",
+    },
+    "Llama-3.2-1B": {
+        **SHARED,
+        **LLAMA,
+        "attention_dropout": 0.0,
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "transformers_version": "4.45.0.dev0",
+    },
+    "Qwen3-0.6B": {
+        **SHARED,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "transformers_version": "4.51.0",
+        "use_sliding_window": False,
+    },
+    "TinyLlama-1.1B": {
+        **SHARED,
+        **LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 22,
+        "num_key_value_heads": 4,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.35.0",
+    },
+    "Mistral-7B-v0.3": {
+        **SHARED,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "attention_dropout": 0.0,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.42.0.dev0",
+    },
+    "SmolLM3-3B": {
+        **SHARED,
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 65536,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "no_rope_layer_interval": 4,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,  # published: 128004
+        "pretraining_tp": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "transformers_version": "4.54.0.dev0",
+        "use_cache": False,
+        "use_sliding_window": False,
+    },
+}
+# Special tokens in the order of their ids, BOS of config.json, and all EOS.
+SPECIAL = {
+    "SmolLM2-135M": (
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        "<|endoftext|>",
+        ["<|endoftext|>"],
+    ),
+    "Llama-3.2-1B": (
+        ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"],
+        "<|begin_of_text|>",
+        ["<|end_of_text|>"],
+    ),
+    "Qwen3-0.6B": (
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        "<|endoftext|>",
+        ["<|im_end|>", "<|endoftext|>"],
+    ),
+    "TinyLlama-1.1B": (["<unk>", "<s>", "</s>"], "<s>", ["</s>"]),
+    "Mistral-7B-v0.3": (["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], "<s>", ["</s>"]),
+    "SmolLM3-3B": (
+        ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"],
+        None,
+        ["<|im_end|>", "<|end_of_text|>"],
+    ),
+}
+# Families whose template puts BOS in front of a text.
+TEMPLATES = ("Llama-3.2-1B", "TinyLlama-1.1B", "Mistral-7B-v0.3")
+
+
+def make_folder(folder: Path, family: str, layers: int, texts: list[str], **save: object) -> None:
+    """Save a model of a family; `save` are arguments of save_pretrained()."""
+    import transformers
+
+    folder.mkdir(parents=True)
+    write_tokenizer(folder, family, texts)
+    tokens, bos, eos = SPECIAL[family]
+    ids = [tokens.index(token) for token in eos]
+    config = CONFIGS[family] | {
+        "bos_token_id": None if bos is None else tokens.index(bos),
+        "eos_token_id": ids[0],
+        "num_hidden_layers": layers,
+        "vocab_size": 640,  # more than the tokenizer has
+    }
+    if family == "SmolLM3-3B":
+        config["layer_types"] = ["full_attention"] * layers
+        config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(layers)]
+    torch.manual_seed(0)
+    settings = transformers.AutoConfig.for_model(**config)
+    model = getattr(transformers, config["architectures"][0])(settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.to(torch.bfloat16).save_pretrained(folder, **save)
+    # As it was published, and not as this version of transformers writes it.
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": ids}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def write_tokenizer(folder: Path, family: str, texts: list[str]) -> None:
+    """Train a tokenizer.json, and write its tokenizer_config.json."""
+    special, bos, eos = SPECIAL[family]
+    if family in ("TinyLlama-1.1B", "Mistral-7B-v0.3"):
+        tokenizer = sentencepiece_like(family)
+        alphabet = []
+        special = [*special, *[f"<0x{byte:02X}>" for byte in range(256)]]
+    else:
+        tokenizer = byte_level(family)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if family in TEMPLATES:
+        template = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, special.index(bos))]
+        )
+        if family == "Llama-3.2-1B":
+            template = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+        tokenizer.post_processor = template
+    content = json.loads(tokenizer.to_str())
+    # Bytes are pieces of the model, and no special tokens.
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if not token["content"].startswith("<0x")
+    ]
+    content["model"]["ignore_merges"] = family == "Llama-3.2-1B"
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos if family in (*TEMPLATES, "SmolLM2-135M") else None,
+        "eos_token": eos[0],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONFIGS[family]["max_position_embeddings"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def byte_level(family: str) -> Tokenizer:
+    """Byte pairs of bytes that are written as characters: GPT-2, and those after it."""
+    tokenizer = Tokenizer(models.BPE())
+    if family == "SmolLM2-135M":
+        steps = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    else:
+        digits = 1 if family == "Qwen3-0.6B" else 3
+        steps = [
+            pre_tokenizers.Split(Regex(PATTERN % digits), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    if family == "Qwen3-0.6B":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentencepiece_like(family: str) -> Tokenizer:
+    """Byte pairs of characters, as Llama 2 has them; unknown ones are bytes."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if family == "TinyLlama-1.1B":
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return tokenizer
