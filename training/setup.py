@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from checkpoints import checkpoint
+from checkpoints import checkpoint, conversion
 from checkpoints.weights import dtype_name
 from common import compilation, config, errors, hardware
 from common.instantiate import instantiate
@@ -22,7 +22,7 @@ from data.sources import Source
 from model.materialize import build_model
 from training.trainer import Trainer
 
-MODEL_OVERRIDE = re.compile(r"[+~]*(model|attention|ffn|norm|data\.tokenizer)\b")
+MODEL_OVERRIDE = re.compile(r"[+~]*(model|ffn|norm|data\.tokenizer)\b")
 BLOCKING_KEYS = (*config.GROUPS, "device", "precision", "compile", "init_from")
 
 
@@ -114,7 +114,8 @@ def dry_build(settings: dict) -> None:
 def adopt_pretrained(settings: dict, overrides: list[str]) -> Path | None:
     """Take model and tokenizer from `init_from`, and context and name unless they are overridden.
 
-    Returns the checkpoint to load. Raises ValueError for overrides of the model.
+    Overrides of `attention` convert it. Returns the checkpoint to load. Raises ValueError for other
+    overrides of the model, and for a conversion without a formula.
     """
     if settings.get("init_from") is None:
         return None
@@ -123,19 +124,20 @@ def adopt_pretrained(settings: dict, overrides: list[str]) -> Path | None:
     if refused:
         raise ValueError(
             f"init_from has a model of its own ({' '.join(refused)}). "
-            "fix: leave these overrides out"
+            "fix: leave these out; its attention can be converted"
         )
 
     # The model keeps its shape, but may be trained on shorter or longer sequences.
     folder = Path(settings["init_from"]).expanduser()
     pretrained = checkpoint.find_model(folder)
     model = checkpoint.load_config(pretrained)["model"]
+    model = conversion.convert_config(model, overrides)
     if "context" not in keys:
         settings["context"] = model["context"]
     settings["model"] = model | {"context": settings.get("context")}
+    settings["attention"] = model["attention"]
     settings["data"]["tokenizer"] = str(checkpoint.tokenizer_path(pretrained))
-    with torch.device("meta"):
-        checkpoint.check_weights(instantiate(settings["model"]), pretrained)
+    conversion.load_converted(build_model(settings["model"]), pretrained)
 
     # The run is named after its data and the pretrained model.
     if "name" not in keys:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from checkpoints import checkpoint
+from checkpoints import checkpoint, conversion
 from common import compilation, config, errors, hardware, sharding
 from common.hardware import to_device
 from common.instantiate import instantiate
@@ -138,7 +138,9 @@ class Trainer:
             self._restore(newest)
             return
         if pretrained is not None:
-            checkpoint.load_weights(self.model, pretrained)
+            changes = conversion.load_converted(self.model, pretrained)
+            for line in conversion.describe(changes):
+                self.log.info(line)
             self.log.info(
                 f"starting with the weights of {pretrained}, context {self.settings['context']}"
             )

@@ -1,0 +1,151 @@
+"""Pretrained models with another attention: what it is to be, and its weights."""
+
+import json
+import re
+from collections import defaultdict
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoints import checkpoint
+from checkpoints.huggingface.mapping import HYBRID, layer_knobs
+from common import config
+from common.sharding import shard_like
+from model.conversion import Change, Layers, Weights, convert_layer
+from model.materialize import build_model
+from model.transformer import Transformer
+
+ATTENTION_KEY = re.compile(r"[+~]*attention[.=]")
+# Knobs that a preset sets and no formula changes: they stay unless they are asked for.
+KEPT = ("qk_norm", "rope_fraction", "head_dim", "softcap", "bias")
+
+
+def convert_config(tree: dict, overrides: list[str]) -> dict:
+    """The config of a model with the attention that these overrides of `attention` choose.
+
+    Raises ValueError where there is no such attention, and HydraException for bad overrides.
+    """
+    words = [word for word in overrides if ATTENTION_KEY.match(word)]
+    if not words:
+        return tree
+    sizes = [f"model.{key}={tree[key]}" for key in ("dim", "depth", "heads")]
+    chosen = config.compose([*sizes, *words])["attention"]
+    default = config.compose(sizes)["attention"]
+    keys = [word.lstrip("+~").partition("=")[0] for word in words]
+    named = {key.removeprefix("attention.") for key in keys}
+    return tree | {"attention": target_attention(tree, chosen, default, named)}
+
+
+def target_attention(tree: dict, chosen: dict, default: dict, named: set[str]) -> dict:
+    """The attention of a converted model, whose config is `tree` now.
+
+    `chosen` is the attention of a preset and overrides, `named` the keys of the overrides, and
+    `default` the preset gqa. A knob that is neither named nor special to the preset stays as it is.
+    Raises ValueError where layers that become alike have several values of it.
+    """
+    old_layers = layer_knobs(tree)
+    kinds = {"": chosen}
+    pattern = [""]
+    if chosen["_target_"] == HYBRID:
+        kinds = chosen["kinds"]
+        pattern = chosen["pattern"]
+    layers_of = defaultdict(list)
+    for layer, old in enumerate(old_layers):
+        layers_of[pattern[(layer - tree["depth"]) % len(pattern)]].append(old)
+
+    made = {}
+    for kind, knobs in kinds.items():
+        prefix = f"kinds.{kind}." if kind else ""
+        made[kind] = dict(knobs)
+        for key, value in knobs.items():
+            is_special = key in default and value != default[key] and key not in KEPT
+            if is_special or prefix + key in named or key.startswith("_"):
+                continue
+            olds = [old for old in layers_of[kind] if key in old]
+            # A knob of the mechanism itself stays if the mechanism does.
+            if key not in default:
+                olds = [old for old in olds if old["_target_"] == knobs["_target_"]]
+            values = {json.dumps(old[key]): old[key] for old in olds}
+            if len(values) > 1:
+                raise ValueError(
+                    f"layers that become alike differ ({key}: {', '.join(values)}). "
+                    f"fix: attention.{prefix}{key}=VALUE"
+                )
+            if values:
+                (made[kind][key],) = values.values()
+    if chosen["_target_"] == HYBRID:
+        return chosen | {"kinds": made}
+    return made[""]
+
+
+@torch.no_grad()
+def load_converted(
+    model: Transformer, path: Path, moments: list[Tensor] | None = None
+) -> list[list[Change]]:
+    """Load the weights at `path` into a model with another attention -> the changes of each layer.
+
+    Parameters that no formula makes keep their values. A model whose parameters are on the meta
+    device shows the changes alone. `moments` are those of model/conversion.py.
+    Weights are read layer by layer, so that memory holds little more than the model. Raises
+    ValueError where there is no formula, or the models differ in more than attention.
+    """
+    source = build_model(checkpoint.load_config(path)["model"] | {"context": model.context})
+    stored_tensors = checkpoint.check_weights(source, path)
+    is_dry = next(model.parameters()).is_meta
+
+    def read(prefix: str) -> Weights:
+        weights = {}
+        for stored, lazy in stored_tensors:
+            names = [name for name in stored.shapes if name.startswith(prefix)]
+            if names:
+                tensor = torch.empty(lazy.shape, device="meta") if is_dry else lazy.read().float()
+                parameters = stored.from_file(tensor)
+                weights |= {name.removeprefix(prefix): parameters[name] for name in names}
+        return weights
+
+    old = [block.attention for block in source.blocks]
+    new = [block.attention for block in model.blocks]
+    layers = Layers(old, new, lambda layer: read(f"blocks.{layer}.attention."), moments)
+
+    # What is not attention is the same in both.
+    weights = model.state_dict()
+    rest = {name: tensor.shape for name, tensor in weights.items() if ".attention." not in name}
+    theirs = source.state_dict()
+    if rest != {name: theirs[name].shape for name in theirs if ".attention." not in name}:
+        raise ValueError("models differ in more than attention. fix: leave out model.KEY=VALUE")
+    changes = []
+    for layer in range(len(new)):
+        made, changes_here = convert_layer(layers, layer)
+        changes.append(changes_here)
+        for name, tensor in made.items():
+            copy(weights, f"blocks.{layer}.attention.{name}", tensor, is_dry)
+        del made
+    for name in rest:
+        if not is_dry:
+            for same_name, tensor in read(name).items():
+                copy(weights, name + same_name, tensor, is_dry)
+    return changes
+
+
+def describe(changes: list[list[Change]]) -> list[str]:
+    """A line for each run of layers with the same changes, and whether they are exact."""
+    lines = []
+    for texts, run in groupby(enumerate(changes), key=lambda pair: pair[1]):
+        layers = [layer for layer, _ in run]
+        if texts:
+            parts = [f"{text} ({'exact' if exact else 'approximate'})" for text, exact in texts]
+            lines.append(f"layers {layers[0]} to {layers[-1]}: {'; '.join(parts)}")
+    return lines
+
+
+def copy(weights: Weights, name: str, tensor: Tensor, is_dry: bool) -> None:
+    """Copy a tensor into a parameter of the same shape, which may be sharded."""
+    if tensor.shape != weights[name].shape:
+        raise ValueError(
+            f"weights of another shape ({name}: {list(tensor.shape)}, "
+            f"{list(weights[name].shape)}). fix: another attention"
+        )
+    if not is_dry:
+        weights[name].copy_(shard_like(tensor.to(weights[name].dtype), weights[name]))

@@ -1,0 +1,336 @@
+"""The weights of an attention made from those of another: one function for a pair of mechanisms.
+
+A conversion is exact where both compute the same function, and approximate where more training has
+to heal it. Weights are named as in the module of a layer's attention.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.attention.base import Attention
+from model.attention.cross_layer import SharedAttention, ValueResidualAttention
+from model.attention.gated_delta import GatedDelta
+from model.attention.mla import LatentAttention
+from model.attention.softmax import SoftmaxAttention
+
+Weights = dict[str, Tensor]
+# A sink that weighs less than rounding beside scores that are not all far below zero, and that
+# still has a gradient.
+NO_SINK = -20.0
+# What no formula changes: attribute -> what an error calls it.
+FIXED = {
+    "heads": "model.heads",
+    "head_dim": "attention.head_dim",
+    "qk_norm": "attention.qk_norm",
+    "softcap": "attention.softcap",
+}
+
+
+class Change(NamedTuple):
+    """What a conversion does to a layer, and whether it computes the same as before."""
+
+    text: str
+    is_exact: bool
+
+
+class Layers(NamedTuple):
+    """All layers of both models. `read` has the old weights of a layer.
+
+    `moments` are the means (D, D) of x x^T over the inputs x of a layer, of some text, or None.
+    """
+
+    old: list[Attention]
+    new: list[Attention]
+    read: Callable[[int], Weights]
+    moments: list[Tensor] | None
+
+
+def convert_layer(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
+    """Make the weights of a layer. Those that are missing keep their initial values.
+
+    Raises ValueError where there is no formula.
+    """
+    old = layers.old[index]
+    new = layers.new[index]
+    convert = CONVERSIONS.get((type(old), type(new)))
+    if type(old) is type(new) and shapes(old) == shapes(new) and options(old) == options(new):
+        return layers.read(index), []
+    if convert is None:
+        pairs = [f"{a.__name__} to {b.__name__}" for a, b in CONVERSIONS if a is type(old)]
+        raise ValueError(
+            f"no formula for this conversion (layer {index}: {type(old).__name__} to "
+            f"{type(new).__name__}). fix: {', '.join(pairs) or 'train the new attention anew'}"
+        )
+    return convert(layers, index)
+
+
+def shapes(attention: Attention) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in attention.state_dict().items()}
+
+
+def options(attention: Attention) -> dict:
+    """What an attention was built with, as far as it changes its results."""
+    kernel = getattr(attention, "kernel", None)
+    plain = {name: value for name, value in vars(attention).items() if not name.startswith("_")}
+    return plain | {"training": None, "softcap": getattr(kernel, "softcap", None)}
+
+
+def softmax_to_softmax(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
+    """Other heads for keys and values, masks, positions, a gate, a sink, biases.
+
+    To fewer heads, each is the mean of a group: Ainslie et al., 2305.13245. A gate of one half is
+    doubled behind it. For a longer context RoPE is scaled (model/rope.py) or left out.
+    """
+    old = layers.old[index]
+    new = layers.new[index]
+    check_fixed(old, new, index)
+    weights = dict(layers.read(index))
+    changes = []
+
+    # Heads of keys and values: repeated, or averaged over groups of neighbours.
+    if new.kv_heads != old.kv_heads:
+        for name in ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias"):
+            if name in weights:
+                weights[name] = change_kv_heads(weights[name], old.kv_heads, new.kv_heads)
+        verb = "repeated" if new.kv_heads > old.kv_heads else "averaged"
+        text = f"key-value heads {old.kv_heads} -> {new.kv_heads}, {verb}"
+        changes.append(Change(text, new.kv_heads > old.kv_heads))
+
+    # Parts that begin without an effect.
+    zeros = {name: torch.zeros(shape) for name, shape in shapes(new).items()}
+    if new.gate_proj is not None and old.gate_proj is None:
+        weights["gate_proj.weight"] = zeros["gate_proj.weight"].to(weights["o_proj.weight"])
+        weights["o_proj.weight"] = 2 * weights["o_proj.weight"]
+        changes.append(Change("an output gate of one half, doubled", True))
+    if new.sink is not None and old.sink is None:
+        weights["sink"] = zeros["sink"].to(weights["o_proj.weight"]) + NO_SINK
+        changes.append(Change(f"a sink of {NO_SINK:g}", True))
+    added = [name for name in zeros if name.endswith(".bias") and name not in weights]
+    for name in added:
+        weights[name] = zeros[name].to(weights["o_proj.weight"])
+    if added:
+        changes.append(Change("biases of zero", True))
+
+    # Masks and positions, which have no weights.
+    for name in ("window", "chunk"):
+        before = getattr(old, name)
+        after = getattr(new, name)
+        if before != after:
+            changes.append(Change(f"{name} {before} -> {after}", False))
+    if new.rope_base is None and old.rope_base is not None:
+        changes.append(Change("no positions", False))
+    elif new.rotary != old.rotary:
+        before, after = (f"base {a.rotary[1]:g}, {a.rotary[2]}" for a in (old, new))
+        changes.append(Change(f"RoPE: {before} -> {after}", False))
+    return {name: weights[name] for name in zeros if name in weights}, changes
+
+
+def check_fixed(old: SoftmaxAttention, new: SoftmaxAttention, index: int) -> None:
+    """Raise ValueError for a change that has no formula."""
+    before = options(old) | {"rope_fraction": old.rotary[0]}
+    after = options(new) | {"rope_fraction": new.rotary[0]}
+    for name, key in (FIXED | {"rope_fraction": "attention.rope_fraction"}).items():
+        if before[name] != after[name]:
+            value = "null" if before[name] is None else before[name]
+            raise no_formula(index, f"{name} {before[name]} -> {after[name]}", f"{key}={value}")
+    if old.rope_base is None and new.rope_base is not None:
+        raise no_formula(index, "positions where there were none", "attention.rope_base=null")
+    for part, key in (("gate_proj", "gated"), ("sink", "sink")):
+        if getattr(old, part) is not None and getattr(new, part) is None:
+            raise no_formula(index, f"without {key}", f"attention.{key}=true")
+    if old.o_proj.bias is not None and new.o_proj.bias is None:
+        raise no_formula(index, "without biases", "attention.bias=true")
+    if max(old.kv_heads, new.kv_heads) % min(old.kv_heads, new.kv_heads):
+        change = f"kv_heads {old.kv_heads} -> {new.kv_heads}"
+        raise no_formula(index, change, f"attention.kv_heads={old.kv_heads}, or a divisor of it")
+
+
+def no_formula(index: int, change: str, fix: str) -> ValueError:
+    return ValueError(f"no formula for this conversion (layer {index}: {change}). fix: {fix}")
+
+
+def change_kv_heads(weight: Tensor, old: int, new: int) -> Tensor:
+    """weight (K E, ...) of `old` heads -> that of `new`; one of the numbers divides the other."""
+    heads = weight.unflatten(0, (old, -1))
+    if new > old:
+        return heads.repeat_interleave(new // old, dim=0).flatten(0, 1)
+    return heads.unflatten(0, (new, -1)).mean(dim=1).flatten(0, 1)
+
+
+def softmax_to_shared(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
+    """Keys and values of several layers become those of the first, which has the mean of all."""
+    if layers.new[index].reuses_kv:
+        weights, changes = softmax_to_softmax(layers, index)
+        return weights, [*changes, Change("keys and values of an earlier layer", False)]
+    members = [index]
+    for later in range(index + 1, len(layers.new)):
+        if not getattr(layers.new[later], "reuses_kv", False):
+            break
+        members.append(later)
+    if len(members) == 1:
+        return softmax_to_softmax(layers, index)
+    mean = dict(layers.read(index))
+    for name in [name for name in mean if name.startswith(("k_", "v_"))]:
+        mean[name] = torch.stack([layers.read(member)[name] for member in members]).mean(dim=0)
+    weights, changes = softmax_to_softmax(layers._replace(read=lambda _: mean), index)
+    text = f"keys and values are the mean of {len(members)} layers"
+    return weights, [*changes, Change(text, False)]
+
+
+def softmax_to_value_residual(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
+    """No share of the first layer's values at the beginning."""
+    weights, changes = softmax_to_softmax(layers, index)
+    if layers.new[index].share is not None:
+        weights["share"] = torch.zeros(1).to(weights["o_proj.weight"])
+        changes.append(Change("a share of 0 of the first layer's values", True))
+    return weights, changes
+
+
+def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
+    """Keys and values come out of one latent, a factorization of low rank: TransMLA, 2502.07864.
+
+    Of the pairs of features that RoPE rotates, every s-th keeps its rotation and has one key for
+    all heads, the mean of theirs; with R = E / s, their frequencies are those of R features. All
+    other pairs lose theirs. A norm in front of keys or queries becomes its mean factor.
+    """
+    old = layers.old[index]
+    new = layers.new[index]
+    weights = layers.read(index)
+    check_latent(old, new, index)
+    dtype = weights["o_proj.weight"].dtype
+    dim = new.o_proj.out_features
+    if layers.moments is None:
+        moment = torch.eye(dim, device=weights["o_proj.weight"].device)
+    else:
+        moment = layers.moments[index]
+    moment = moment.double()
+
+    # Heads (K, E, D) and (H, E, D), with the mean factor of their norm.
+    q = weights["q_proj.weight"].double().unflatten(0, (old.heads, -1))
+    k = weights["k_proj.weight"].double().unflatten(0, (old.kv_heads, -1))
+    v = weights["v_proj.weight"].double().unflatten(0, (old.kv_heads, -1))
+    if old.q_norm is not None:
+        q = fold_norm(q, weights["q_norm.weight"].double(), moment)
+        k = fold_norm(k, weights["k_norm.weight"].double(), moment)
+
+    # Which features keep their rotation: pairs are half a head apart.
+    pairs = torch.arange(0, old.head_dim // 2, old.head_dim // new.rope_dim)
+    rotated = torch.cat((pairs, pairs + old.head_dim // 2))
+    is_plain = torch.ones(old.head_dim, dtype=torch.bool)
+    is_plain[rotated] = False
+
+    # Keys without a rotation and values, which are made equally large, out of one latent.
+    plain_keys = k[:, is_plain].flatten(0, 1)
+    values = v.flatten(0, 1)
+    balance = (size(values, moment) / size(plain_keys, moment)).sqrt()
+    joint = torch.cat((balance * plain_keys, values))
+    down, up = factorize(joint, moment, new.rank)
+    up_k, up_v = up.split([len(plain_keys), len(values)])
+    up_k = (up_k / balance).unflatten(0, (old.kv_heads, -1))
+    up_v = up_v.unflatten(0, (old.kv_heads, -1))
+
+    # For each query head, the rows of keys and of values, filled up with zeros.
+    group = old.heads // old.kv_heads
+    up_kv = torch.cat((pad_to(up_k, new.head_dim), pad_to(up_v, new.value_dim)), dim=1)
+    # Scores are divided by the root of the width of a key, which is another one now.
+    scale = (new.value_dim / old.head_dim) ** 0.5
+    new_q = torch.cat((pad_to(q[:, is_plain], new.head_dim), q[:, rotated]), dim=1) * scale
+    out = weights["o_proj.weight"].double().unflatten(1, (old.heads, -1))
+    made = {
+        "q_proj.weight": new_q.flatten(0, 1),
+        "latent_proj.weight": down,
+        # Features of the latent that are always zero make its norm smaller.
+        "latent_norm.weight": down.new_full(
+            (new.rank,), (min(new.rank, *joint.shape) / new.rank) ** 0.5
+        ),
+        "rope_proj.weight": k[:, rotated].mean(dim=0),
+        "kv_proj.weight": up_kv.repeat_interleave(group, dim=0).flatten(0, 1),
+        "o_proj.weight": pad_to(out.transpose(1, 2), new.value_dim, 1).transpose(1, 2).flatten(1),
+    }
+    kept = f"{new.rope_dim} of {old.head_dim} features of a key keep their rotation"
+    source = "the weights" if layers.moments is None else "a text"
+    text = f"a latent of rank {new.rank}, by {source}; {kept}"
+    return {name: weight.to(dtype) for name, weight in made.items()}, [Change(text, False)]
+
+
+def check_latent(old: SoftmaxAttention, new: LatentAttention, index: int) -> None:
+    """Raise ValueError for what a latent has no place for."""
+    plain_dim = old.head_dim - new.rope_dim
+    problems = {
+        "attention.gated=false first": old.gate_proj is not None,
+        "a model without sinks": old.sink is not None,
+        "a model without soft-caps": options(old)["softcap"] is not None,
+        "a model without windows": old.window is not None or old.chunk is not None,
+        "attention.bias=false": old.o_proj.bias is not None or new.o_proj.bias is not None,
+        "attention.query_rank=null": new.q_down_proj is not None,
+        f"attention.rope_dim={old.head_dim // 2}": old.head_dim % new.rope_dim != 0,
+        f"attention.head_dim={old.head_dim}": new.head_dim < plain_dim,
+        "a model with RoPE in whole heads": old.rotary[0] != old.head_dim or old.rope_base is None,
+        f"attention.rope_base={old.rope_base}": old.rotary[1:] != new.rotary[1:],
+        "a model with QK-norm before RoPE, or none": old.qk_norm == "after_rope",
+    }
+    for fix, is_met in problems.items():
+        if is_met:
+            raise no_formula(index, f"{type(old).__name__} to {type(new).__name__}", fix)
+
+
+def fold_norm(heads: Tensor, weight: Tensor, moment: Tensor) -> Tensor:
+    """heads (K, E, D), the weight (E,) of an RMSNorm behind them -> heads with its mean factor."""
+    mean_square = torch.einsum("ked,df,kef->k", heads, moment, heads) / heads.shape[1]
+    return heads * weight[:, None] / mean_square.sqrt()[:, None, None]
+
+
+def size(weight: Tensor, moment: Tensor) -> Tensor:
+    """The mean square of the outputs of a weight (N, D), summed."""
+    return torch.einsum("nd,df,nf->", weight, moment, weight)
+
+
+def factorize(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """weight (N, D) -> down (R, D) and up (N, R), whose product has the nearest outputs of rank R.
+
+    The inputs have the second moments `moment` (D, D); what `down` makes of them has the identity.
+    """
+    # With inputs x = root z, where z has the identity, this is a truncated SVD: Eckart and Young.
+    eigenvalues, vectors = torch.linalg.eigh(moment)
+    eigenvalues = eigenvalues.clamp(min=1e-6 * eigenvalues.max())
+    root = vectors * eigenvalues.sqrt()
+    inverse = (vectors / eigenvalues.sqrt()).mT
+    left, singular, right = torch.linalg.svd(weight @ root, full_matrices=False)
+    rank_found = min(rank, len(singular))
+    down = right[:rank_found] @ inverse
+    up = left[:, :rank_found] * singular[:rank_found]
+    return pad_to(down, rank, 0), pad_to(up, rank, 1)
+
+
+def pad_to(tensor: Tensor, length: int, dim: int = 1) -> Tensor:
+    """Fill an axis up to `length` with zeros."""
+    shape = list(tensor.shape)
+    shape[dim] = length - shape[dim]
+    return torch.cat((tensor, tensor.new_zeros(shape)), dim=dim)
+
+
+def softmax_to_delta(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
+    """Projections stay, the rest is new: The Mamba in the Llama, 2408.15237."""
+    old = layers.old[index]
+    new = layers.new[index]
+    if new.head_dim != old.head_dim or new.heads != old.heads or old.o_proj.bias is not None:
+        change = f"heads {old.heads} x {old.head_dim} -> {new.heads} x {new.head_dim}"
+        raise no_formula(index, change, f"attention.kinds.delta.head_dim={old.head_dim}")
+    weights = layers.read(index)
+    made = {name: weights[name] for name in ("q_proj.weight", "o_proj.weight")}
+    for name in ("k_proj.weight", "v_proj.weight"):
+        made[name] = change_kv_heads(weights[name], old.kv_heads, new.heads)
+    return made, [Change("a delta rule with these projections; all else is new", False)]
+
+
+# (old, new): the function that makes the weights of a layer.
+CONVERSIONS = {
+    (SoftmaxAttention, SoftmaxAttention): softmax_to_softmax,
+    (SoftmaxAttention, SharedAttention): softmax_to_shared,
+    (SoftmaxAttention, ValueResidualAttention): softmax_to_value_residual,
+    (SoftmaxAttention, LatentAttention): softmax_to_latent,
+    (SoftmaxAttention, GatedDelta): softmax_to_delta,
+}

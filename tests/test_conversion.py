@@ -1,0 +1,226 @@
+"""A model with another attention computes the same where a conversion is exact, and says so where it does not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints import checkpoint, conversion
+from model.conversion import factorize
+from model.init import initialize
+from model.materialize import build_model, materialize
+from tests.conftest import TINY, close, saved, tree_of
+
+# source, its words; words of the conversion
+EXACT = [
+    ("gqa", "attention.kv_heads=4"),
+    ("mqa", "attention=mha"),
+    ("mqa", "attention.kv_heads=2"),
+    ("llama", "attention=gated"),
+    ("gqa", "attention=gated"),
+    ("llama", "attention=sink"),
+    ("gqa attention.head_dim=24", "attention=sink attention.gated=true attention.kv_heads=4"),
+    ("llama attention.rope_base=500000.0", "attention.bias=true"),
+    ("gqa attention.bias=true attention.kv_heads=1", "attention=gated attention.kv_heads=2"),
+    ("sliding_window", "attention.sink=true"),
+    ("chunked attention.pattern=[local]", "attention.kv_heads=4"),
+    ("gqa", "attention=value_residual"),
+    (
+        "local_global",
+        "attention=local_global attention.kinds.local.window=5 attention.kinds.full.gated=true",
+    ),
+    ("nope", "attention=nope attention.kinds.nope.kv_heads=4 attention.kinds.rope.kv_heads=4"),
+]
+
+
+@pytest.fixture
+def convert(tmp_path, tokenizer):
+    """A function: variant and words -> the model, the converted one, and the changes."""
+
+    def run(variant: str, words: str):
+        tree = tree_of(*variant.split(), "model.depth=4")
+        saved(tmp_path / "run", tree, tokenizer)
+        path = checkpoint.find_model(tmp_path / "run")
+        tree = checkpoint.load_config(path)["model"]
+        model = materialize(build_model(conversion.convert_config(tree, words.split())), "cpu")
+        initialize(model, seed=0)
+        changes = conversion.load_converted(model, path)
+        return checkpoint.load_model(path, "cpu"), model.eval(), changes
+
+    return run
+
+
+def tokens_of(model) -> torch.Tensor:
+    vocab_size = model.embed.num_embeddings
+    return torch.randint(vocab_size, (2, 33), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("variant, words", EXACT)
+def test_an_exact_conversion_has_the_same_logits_cached_and_not(variant, words, convert):
+    old, new, changes = convert(variant, words)
+    assert any(changes) and all(change.is_exact for layer in changes for change in layer)
+    tokens = tokens_of(old)
+    with torch.no_grad():
+        expected = old(tokens)
+        close(new(tokens), expected, atol=1e-5, rtol=0)
+        cache = new.new_cache(2, 33, torch.float32, "cpu")
+        parts = [new(part, cache) for part in tokens.split([14, 1, 1, 17], dim=1)]
+        close(torch.cat(parts, dim=1), expected, atol=1e-5, rtol=0)
+    assert expected.std() > 0.1
+
+
+# source, its words; words of the conversion; what is said
+APPROXIMATE = [
+    ("mha", "attention.kv_heads=2", "key-value heads 4 -> 2, averaged"),
+    ("llama", "attention=mqa", "key-value heads 2 -> 1, averaged"),
+    ("gqa", "attention=sliding_window attention.window=7", "window None -> 7"),
+    ("gqa", "attention.chunk=7", "chunk None -> 7"),
+    ("gqa", "attention.rope_base=500000.0", "RoPE: base 10000, None -> base 500000, None"),
+    (
+        "gqa",
+        "attention.rope_scaling={_target_:model.rope.YaRN,factor:4,fast:32,slow:1,context:64}",
+        "YaRN(factor=4",
+    ),
+    ("gqa", "attention=nope", "no positions"),
+    ("gqa", "attention=shared_kv", "keys and values are the mean of 2 layers"),
+    ("gqa", "attention=shared_kv attention.share=half", "the mean of 2 layers"),
+    ("gqa", "attention=mla attention.rank=48", "a latent of rank 48, by the weights"),
+    ("llama", "attention=mla attention.rank=20 attention.rope_dim=4", "4 of 16 features"),
+    ("mqa", "attention=delta", "a delta rule with these projections"),
+]
+
+
+@pytest.mark.parametrize("variant, words, said", APPROXIMATE)
+def test_an_approximate_conversion_says_so(variant, words, said, convert):
+    old, new, changes = convert(variant, words)
+    assert said in "; ".join(conversion.describe(changes))
+    assert not all(change.is_exact for layer in changes for change in layer)
+    tokens = tokens_of(old)
+    with torch.no_grad():
+        logits = new(tokens)
+        assert logits.isfinite().all() and not torch.allclose(logits, old(tokens), atol=1e-3)
+
+
+def test_heads_are_averaged_over_groups_of_neighbours(convert):
+    old, new, _ = convert("mha", "attention.kv_heads=2")
+    for before, after in zip(old.blocks, new.blocks, strict=True):
+        heads = before.attention.k_proj.weight.view(4, 16, 64)
+        mean = torch.stack([(heads[0] + heads[1]) / 2, (heads[2] + heads[3]) / 2])
+        close(after.attention.k_proj.weight, mean.view(32, 64))
+        close(after.attention.q_proj.weight, before.attention.q_proj.weight)
+
+
+def test_layers_that_share_have_the_mean_of_their_keys(convert):
+    old, new, _ = convert("gqa", "attention=shared_kv")
+    for name in ("k_proj", "v_proj", "k_norm"):
+        first, second = (getattr(old.blocks[layer].attention, name).weight for layer in (2, 3))
+        close(getattr(new.blocks[2].attention, name).weight, (first + second) / 2)
+    assert new.blocks[3].attention.k_proj is None
+
+
+@pytest.mark.parametrize("rank", [8, 32, 64])
+def test_a_factorization_has_the_nearest_outputs_of_its_rank(rank):
+    """Beside the residual of the best map of that rank, which the singular values of the outputs give."""
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 64, generator=draw, dtype=torch.float64)
+    x = torch.randn(2000, 64, generator=draw, dtype=torch.float64) @ torch.randn(
+        64, 64, generator=draw, dtype=torch.float64
+    )
+    down, up = factorize(weight, x.mT @ x / len(x), rank)
+    assert down.shape == (rank, 64) and up.shape == (48, rank)
+    outputs = x @ weight.mT
+    error = (outputs - x @ down.mT @ up.mT).square().sum()
+    best = torch.linalg.svdvals(outputs)[rank:].square().sum()
+    assert error.item() == pytest.approx(
+        best.item(), rel=1e-6, abs=1e-9 * outputs.square().sum().item()
+    )
+    latent = (x @ down.mT)[:, :48]
+    close(
+        latent.mT @ latent / len(x),
+        torch.eye(min(rank, 48), dtype=torch.float64),
+        atol=1e-6,
+        rtol=0,
+    )
+
+
+def test_a_latent_of_full_rank_with_all_rotations_differs_by_its_norm_alone(convert):
+    """One key head, whose features all keep their rotation: only the latent's norm is not in the old model."""
+    old, new, _ = convert(
+        "llama attention.kv_heads=1", "attention=mla attention.rank=16 attention.rope_dim=16"
+    )
+    for block in new.blocks:
+        latent_norm = block.attention.latent_norm
+        scale = latent_norm.weight.clone()
+        block.attention.latent_norm = torch.nn.Module()
+        block.attention.latent_norm.forward = lambda x, scale=scale: x * scale
+    with torch.no_grad():
+        close(new(tokens_of(old)), old(tokens_of(old)), atol=1e-4, rtol=0)
+
+
+REFUSED = [
+    ("gqa", "attention.qk_norm=null", "attention.qk_norm=before_rope"),
+    ("gqa", "attention.head_dim=32", "attention.head_dim=16"),
+    ("mha", "attention.kv_heads=3", ""),
+    ("gated", "attention.gated=false", "attention.gated=true"),
+    ("sink", "attention.sink=false", "attention.sink=true"),
+    ("gqa attention.rope_base=null", "attention.rope_base=10000.0", "attention.rope_base=null"),
+    ("gqa", "attention=differential", "SoftmaxAttention to LatentAttention"),
+    ("mla", "attention=gqa", "train the new attention anew"),
+    ("mla", "attention=mla attention.rank=8", "train the new attention anew"),
+    ("nope", "attention=gqa", "attention.rope_base=VALUE"),
+    ("gated", "attention=mla", "attention.gated=false first"),
+    ("gqa", "attention=mla attention.rope_dim=6", "attention.rope_dim=8"),
+    ("gqa", "attention=mla attention.head_dim=4", "attention.head_dim=16"),
+]
+
+
+@pytest.mark.parametrize("variant, words, fix", REFUSED)
+def test_what_has_no_formula_is_refused_with_the_nearest(
+    variant, words, fix, command, tokenizer, tmp_path
+):
+    saved(tmp_path / "run", tree_of(*variant.split(), "model.depth=4"), tokenizer)
+    result = command("tools/convert.py", *words.split(), "--model", "run", "--out", "new")
+    assert result.code == 2 and result.err.count("\n") == 1, result.err
+    assert result.err.startswith("error: ") and fix in result.err.partition(". fix: ")[2], (
+        result.err
+    )
+    assert not Path("new").exists()
+
+
+def test_the_command_writes_a_model_that_all_others_read(command, tokenizer, tmp_path, story):
+    saved(tmp_path / "run", tree_of("mha", "model.depth=4"), tokenizer)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    words = ("attention=mla", "attention.rank=32", "--text", str(story), "--documents", "5")
+    result = command("tools/convert.py", *words, "--model", "run", "--out", "new")
+    assert result.code == 0, result.err
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    assert "layers 0 to 3: a latent of rank 32, by a text" in result.out
+    losses = [float(line.split()[1]) for line in result.out.splitlines() if "nats" in line]
+    assert len(losses) == 2 and losses[0] != losses[1]
+    # 2 x 4 heads of 16 features for 65 slots of 4 layers; a latent of 32 and a key of 8.
+    sizes = (2 * 2 * 4 * 16 * 65 * 4, 2 * (32 + 8) * 65 * 4)
+    assert f"bf16: {sizes[0]:,} -> {sizes[1]:,} bytes" in result.out
+    assert command("generate.py", "--run", "new", "Ann", "--device", "cpu").code == 0
+    assert command("tools/export.py", "--run", "new", "--format", "hf", "--out", "hf").code == 0
+    again = command("tools/convert.py", *words, "--model", "run", "--out", "new")
+    assert again.code == 2 and "there is something already" in again.err
+    other = command("tools/convert.py", "model.dim=32", "--model", "run", "--out", "other")
+    assert other.code == 2 and "only attention is converted (model.dim=32)" in other.err
+
+
+def test_training_begins_with_a_converted_model_and_resumes(command, tokenizer, tmp_path, story):
+    saved(tmp_path / "old", tree_of("mha", "model.depth=4"), tokenizer)
+    words = [word for word in TINY if not word.startswith("model=")]
+    words += ["init_from=old", "data=text", f"data.path={story}", "attention=mqa", "run_dir=new"]
+    result = command("train.py", *words, "steps=4", "save_every=2")
+    assert result.code == 0, result.err
+    assert "layers 0 to 3: key-value heads 4 -> 1, averaged (approximate)" in result.err
+    settings = checkpoint.load_config(checkpoint.find_model(Path("new")))
+    assert settings["model"]["attention"]["kv_heads"] == settings["attention"]["kv_heads"] == 1
+    lines = [json.loads(line) for line in Path("new/metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["step"] == 0 and "val_loss" in lines[0]  # before it is healed
+    resumed = command("train.py", *words, "steps=6", "resume=true")
+    assert resumed.code == 0 and "resuming step 4" in resumed.err
+    refused = command("train.py", *words, "steps=4", "model.dim=32")
+    assert refused.code == 2 and "fix: leave these out" in refused.err

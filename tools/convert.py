@@ -1,0 +1,130 @@
+"""Give a model another attention, without training:
+
+python -m tools.convert --model MODEL attention=gqa attention.kv_heads=2 --out FOLDER
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoints import checkpoint, conversion
+from common import atomic_dir, errors
+from common.cli import Parser, bounded_number
+from data.files import TEXT_SUFFIXES, find_files, read_documents
+from data.tokenizer import Tokenizer
+from model.init import initialize
+from model.materialize import build_model, materialize
+from model.transformer import Transformer
+from tools.evaluate import evaluate_text
+from tools.export import check_is_new
+
+MOMENT_TOKENS = 32_768  # of a text, for the inputs of each layer
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = Parser(
+        "python -m tools.convert",
+        description=__doc__.partition(",")[0],
+        epilog="attention=PRESET attention.KEY=VALUE, as in training",
+    )
+    add = parser.add_argument
+    add("overrides", nargs="+", help="of attention, as train.py takes them")
+    add("--model", type=Path, help="a run, a Hugging Face folder or llama2.c's .bin")
+    add("--out", type=Path, required=True, help="a new folder")
+    add("--text", help="evaluate before and after on this file or folder, and fit to its beginning")
+    positive = bounded_number(int, 1)
+    add("--documents", type=positive, default=200, help="of the text that are evaluated")
+    parser.set_defaults(separator="<|endoftext|>", truncate=True, batch_size=8)
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> None:
+    # What can be wrong is found before anything is written.
+    with errors.user_input():
+        path = checkpoint.find_model(args.model)
+        check_is_new(args.out)
+        tree = checkpoint.load_config(path)["model"]
+        refused = [word for word in args.overrides if not conversion.ATTENTION_KEY.match(word)]
+        if refused:
+            problem = f"only attention is converted ({' '.join(refused)})"
+            raise ValueError(f"{problem}. fix: attention=PRESET or attention.KEY=VALUE")
+        new_tree = conversion.convert_config(tree, args.overrides)
+        model = build_model(new_tree)
+        conversion.load_converted(model, path)
+        tokenizer = Tokenizer.load(checkpoint.tokenizer_path(path))
+
+    # One of the models is in memory at a time.
+    moments = None
+    if args.text is not None:
+        with errors.user_input():
+            old = checkpoint.load_model(path, "cpu")
+            print_loss("before", old, tokenizer, args)
+            moments = measure_moments(old, tokenizer, args)
+            del old
+    model = materialize(model, "cpu", torch.float32)
+    initialize(model, seed=0)
+    changes = conversion.load_converted(model, path, moments)
+    for line in conversion.describe(changes):
+        print(line)
+    before = build_model(tree).cache_bytes(tree["context"], torch.bfloat16)
+    after = model.cache_bytes(tree["context"], torch.bfloat16)
+    print(f"cache of a full context in bf16: {before:,} -> {after:,} bytes")
+    if args.text is not None:
+        print_loss("after", model.eval(), tokenizer, args)
+    save(args.out, model, new_tree, tokenizer)
+    print(f"written: {args.out}. To heal it: python train.py init_from={args.out}")
+
+
+def print_loss(
+    when: str, model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace
+) -> None:
+    with torch.inference_mode():
+        result = evaluate_text(model, tokenizer, args)
+    print(f"{when}: {result['nats_per_token']:.4f} nats per token")
+
+
+@torch.inference_mode()
+def measure_moments(
+    model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace
+) -> list[Tensor]:
+    """The mean (D, D) of x x^T over the inputs x of each attention, on the beginning of a text."""
+    sums = [0.0] * len(model.blocks)
+    num_tokens = 0
+
+    def add_moment(layer: int, x: Tensor) -> None:
+        x = x.flatten(0, 1).double()
+        sums[layer] = sums[layer] + x.mT @ x
+
+    hooks = []
+    for layer, block in enumerate(model.blocks):
+        hooks.append(
+            block.attention.register_forward_pre_hook(
+                lambda _, inputs, layer=layer: add_moment(layer, inputs[0])
+            )
+        )
+    for text in read_documents(find_files(args.text, TEXT_SUFFIXES), "text", args.separator):
+        tokens = tokenizer.encode_prompt(text)[: model.context]
+        model.hidden(torch.tensor([tokens]))
+        num_tokens += len(tokens)
+        if num_tokens >= MOMENT_TOKENS:
+            break
+    for hook in hooks:
+        hook.remove()
+    return [moment / num_tokens for moment in sums]
+
+
+def save(out: Path, model: Transformer, tree: dict, tokenizer: Tokenizer) -> None:
+    """Write a checkpoint without the state of a training."""
+    with atomic_dir.atomic_directory(out) as staging:
+        checkpoint.write_weights(staging.create("model.safetensors"), model.state_dict())
+        staging.create("config.json").write(json.dumps({"model": tree}, indent=1).encode())
+        for name, content in tokenizer.files.items():
+            staging.create(name).write(content)
+
+
+if __name__ == "__main__":
+    with errors.report_errors():
+        main(parse_arguments())
