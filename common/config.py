@@ -26,6 +26,7 @@ PATTERNS = {
     "text": r'".*\S.*"',
     "letters, digits, dots and dashes": r'"\w[\w.-]*"',
     "a number of at least 0": r"\d[\d.e+-]*",
+    "a number from 0 to 1": r"0(\.\d+)?|1(\.0)?|[\d.]+e-\d+",
     "a number above 0": r"(?!0(\.0)?$)\d[\d.e+-]*",
     "a whole number of at least 0": r"\d+",
     "a whole number of at least 1": r"[1-9]\d*",
@@ -59,6 +60,8 @@ RULES = {
     "resume": "true or false",
     "document_mask": "true or false",
     "init_from": "null or text",
+    "distill": "null or text",
+    "distill_weight": "a number from 0 to 1",
     "wandb": "disabled or offline or online",
 }
 

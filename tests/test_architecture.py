@@ -14,7 +14,16 @@ ORDER = ("common", "model", "data", "checkpoints", "inference", "training", "too
 STRANGERS = {"model": {"data"}, "data": {"model"}}
 LIBRARIES = {
     "model": {"torch", "fla"},  # fla is optional: one file needs it, which is imported at use
-    "data": {"torch", "numpy", "sentencepiece", "datasets", "huggingface_hub", "pyarrow", "tqdm"},
+    "data": {
+        "torch",
+        "numpy",
+        "sentencepiece",
+        "tokenizers",
+        "datasets",
+        "huggingface_hub",
+        "pyarrow",
+        "tqdm",
+    },
 }
 # A prompt goes through these files in this order, and none imports one that comes after it.
 INFERENCE = ("batch", "prompts", "sampling", "speculative", "engine", "text")

@@ -224,3 +224,45 @@ def test_training_begins_with_a_converted_model_and_resumes(command, tokenizer, 
     assert resumed.code == 0 and "resuming step 4" in resumed.err
     refused = command("train.py", *words, "steps=4", "model.dim=32")
     assert refused.code == 2 and "fix: leave these out" in refused.err
+
+
+def test_a_run_that_learns_from_a_teacher_resumes_and_keeps_it_out(
+    command, tokenizer, tmp_path, story
+):
+    saved(tmp_path / "old", tree_of("mha", "model.depth=2"), tokenizer)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "old").rglob("*")}
+    words = [word for word in TINY if not word.startswith("model=")]
+    words += ["init_from=old", "data=text", f"data.path={story}", "attention=mqa", "save_every=2"]
+
+    def losses(name: str, *more: str) -> list[float]:
+        result = command("train.py", *words, f"run_dir={name}", *more)
+        assert result.code == 0, result.err
+        text = Path(name, "metrics.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
+        return [line[key] for line in lines for key in ("train_loss", "val_loss") if key in line]
+
+    alone = losses("alone", "steps=4")
+    assert losses("zero", "steps=4", "distill=old", "distill_weight=0") == alone
+    taught = losses("taught", "steps=4", "distill=old", "distill_weight=1")
+    assert taught[:2] == alone[:2] and taught != alone
+    losses("cut", "steps=4", "max_minutes=null", "distill=old", "distill_weight=1")
+    newest = checkpoint.find_model(Path("cut"))
+    assert newest.name == "step-00000004"
+    for file in newest.iterdir():
+        file.unlink()
+    newest.rmdir()
+    assert losses("cut", "steps=4", "distill=old", "distill_weight=1", "resume=true") == taught
+    sizes = [
+        (checkpoint.find_model(Path(name)) / "model.safetensors").stat().st_size
+        for name in ("alone", "taught")
+    ]
+    assert sizes[0] == sizes[1]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "old").rglob("*")} == before
+
+    other = ("data.vocab_size=300", "distill=old", "steps=4", "run_dir=other")
+    refused = command("train.py", *words[:-5], *other, f"data.path={story}", "data=text")
+    assert refused.code == 2 and "a teacher of other tokens" in refused.err, refused.err
+    refused = command("train.py", *words, "distill=nowhere", "steps=4", "run_dir=other")
+    assert refused.code == 2 and "no model (nowhere)" in refused.err
+    refused = command("train.py", *words, "distill=old", "distill_weight=2", "steps=4")
+    assert refused.code == 2 and "distill_weight must be a number from 0 to 1" in refused.err

@@ -58,6 +58,38 @@ def test_chunked_cross_entropy_matches_the_definition(monkeypatch, softcap, z_lo
     close(torch.autograd.grad(3 * chunked, inputs), torch.autograd.grad(3 * whole, inputs))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("max_logits", [1, 31 * 5, 2**20])  # one row at a time, five, all
+def test_a_teachers_predictions_are_in_the_gradient_and_not_in_the_value(
+    monkeypatch, share, max_logits
+):
+    monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
+    hidden, weight, targets = example(torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    theirs, their_weight = (
+        torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (23, 31)
+    )
+    ours = chunked_cross_entropy(
+        hidden, weight, targets, 2.5, 0.3, theirs, their_weight, 1.5, share
+    )
+    grads = torch.autograd.grad(3 * ours, (hidden, weight))
+
+    logits = 2.5 * torch.tanh(hidden @ weight.T / 2.5)
+    expected = 1.5 * torch.tanh(theirs @ their_weight.T / 1.5)
+    is_counted = targets != IGNORE_INDEX
+    divergence = F.kl_div(
+        logits.log_softmax(-1)[is_counted],
+        expected.log_softmax(-1)[is_counted],
+        log_target=True,
+        reduction="sum",
+    )
+    nats = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    squares = logits.logsumexp(-1)[is_counted].square().sum()
+    close(ours, nats)
+    total = (1 - share) * nats + share * divergence + 0.3 * squares
+    close(grads, torch.autograd.grad(3 * total, (hidden, weight)))
+
+
 @pytest.mark.parametrize("max_logits", [31 * 5, 2**20])
 def test_scores_are_the_nats_of_each_target_and_whether_it_is_the_likeliest(
     monkeypatch, max_logits

@@ -49,7 +49,7 @@ def test_an_older_run_is_resumed_and_generates_and_is_exported(command, story):
         2,
         load_file(path / "model.safetensors"),
         as_it_was(checkpoint.load_config(path)),
-        Tokenizer.load(path / "tokenizer.model").proto,
+        Tokenizer.load(path / "tokenizer.model").files,
         checkpoint.load_state(path, set()),
     )
     older = ("data.vocab_size=400", "steps=3", "run_dir=older", "resume=true")

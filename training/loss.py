@@ -1,6 +1,6 @@
 """The loss of a language model: cross-entropy of the next token, summed over targets, in nats."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,22 @@ def cross_entropy(
     return loss + penalty - penalty.detach()
 
 
+class Distillation(NamedTuple):
+    """A model to learn from, which is not trained: Hinton et al., 1503.02531.
+
+    The gradient is that of `weight` times the divergence from its predictions, KL(teacher, model),
+    and 1 - `weight` times the cross-entropy; the value stays the cross-entropy.
+    """
+
+    teacher: Transformer
+    weight: float
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """hidden (N, D), weight (V, D), targets (N,) -> `cross_entropy` of hidden @ weight.mT.
+
+    With a teacher's hidden (N, C), weight (V, C) and softcap, and the weight of Distillation, its
+    logits are computed chunk by chunk, too.
 
     The second result (2, N) is for evaluation and has no gradient: the nats of each target, and 1
     where no token is more likely, which may be true of several in bf16, else 0. Both are 0 where
@@ -56,6 +70,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         softcap: float | None,
         z_loss: float,
+        teacher_hidden: Tensor | None = None,
+        teacher_weight: Tensor | None = None,
+        teacher_softcap: float | None = None,
+        distill_weight: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         device_type = weight.device.type
         vocab_size = len(weight)
@@ -67,6 +85,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = weight.new_zeros(vocab_size + padding, weight.shape[1])
         if torch.is_autocast_enabled(device_type):
             weight = weight.to(torch.get_autocast_dtype(device_type))
+        if teacher_hidden is not None:
+            teacher_hidden = teacher_hidden.type_as(weight).split(chunk_size)
+            teacher_weight = teacher_weight.type_as(weight)
         if padding:
             weight = F.pad(weight, (0, 0, 0, padding))
         hidden_chunks = hidden.split(chunk_size)
@@ -75,7 +96,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         loss = 0.0
         scores = []
         grad_hidden = []
-        for chunk, target in zip(hidden_chunks, target_chunks, strict=True):
+        for index, (chunk, target) in enumerate(zip(hidden_chunks, target_chunks, strict=True)):
             # log Z. The largest logit is subtracted, so that no exponential overflows.
             raw_logits = F.linear(chunk, weight)[:, :vocab_size]
             logits = apply_softcap(fp32(raw_logits), softcap)
@@ -99,7 +120,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             scale = is_counted * (1 + 2 * z_loss * log_z) / sum_exp
             probabilities = exponentials.type_as(raw_logits) * scale
             is_target = token_ids == target.int()
-            grad_logits = torch.where(is_target, probabilities - 1, probabilities)
+            grad_logits = torch.where(
+                is_target, probabilities - (1 - distill_weight), probabilities
+            )
+            if teacher_hidden is not None:
+                # d KL / d logits = probabilities - the teacher's.
+                teacher_logits = F.linear(teacher_hidden[index], teacher_weight)
+                teacher_logits = apply_softcap(fp32(teacher_logits), teacher_softcap)
+                teacher_probabilities = teacher_logits.softmax(dim=-1) * is_counted
+                grad_logits = grad_logits - distill_weight * teacher_probabilities
             if softcap is not None:
                 grad_logits = grad_logits * (1 - (logits / softcap) ** 2)
 
@@ -119,7 +148,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad * grad_hidden, grad * grad_weight, None, None, None
+        no_gradients = [None] * (len(ctx.needs_input_grad) - 2)
+        return grad * grad_hidden, grad * grad_weight, *no_gradients
 
 
 class LanguageModelLoss(nn.Module):
@@ -130,9 +160,17 @@ class LanguageModelLoss(nn.Module):
     Where `bos` is a token id, it begins a document, and no token attends to another document.
     """
 
-    def __init__(self, model: Transformer, *, z_loss: float, bos: int | None):
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        z_loss: float,
+        bos: int | None,
+        distillation: Distillation | None = None,
+    ):
         super().__init__()
         self.model = model
+        self.distillation = distillation  # in a tuple, so that no parameter of it is trained
         self.z_loss = z_loss
         self.bos = bos
 
@@ -142,6 +180,10 @@ class LanguageModelLoss(nn.Module):
             documents = document_ids(inputs, self.bos)
         model = self.model
         hidden = model.hidden(inputs, documents=documents).flatten(0, 1)
-        return ChunkedCrossEntropy.apply(
-            hidden, model.unembedding, targets.flatten(), model.softcap, self.z_loss
-        )
+        arguments = [hidden, model.unembedding, targets.flatten(), model.softcap, self.z_loss]
+        if self.distillation is not None and torch.is_grad_enabled():
+            teacher, weight = self.distillation
+            with torch.no_grad():
+                teacher_hidden = teacher.hidden(inputs, documents=documents).flatten(0, 1)
+            arguments += [teacher_hidden, teacher.unembedding, teacher.softcap, weight]
+        return ChunkedCrossEntropy.apply(*arguments)

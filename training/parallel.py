@@ -1,17 +1,19 @@
 """The model as it is trained: activation checkpointing, FSDP2 and DDP."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from checkpoints.checkpoint import find_model, load_model
 from common.sharding import shard_like
 from model.init import initialize
 from model.materialize import build_model, materialize
 from training.distributed import DistEnv
-from training.loss import LanguageModelLoss
+from training.loss import Distillation, LanguageModelLoss
 
 
 def build_parallel(
@@ -28,7 +30,15 @@ def build_parallel(
     if settings["sharded"]:
         shard(model, ranks, precision)
     initialize(materialize(model, ranks.device), settings["seed"], shard_like)
-    loss_module = LanguageModelLoss(model, z_loss=settings["z_loss"], bos=bos)
+    distillation = None
+    if settings["distill"] is not None:
+        path = find_model(Path(settings["distill"]).expanduser())
+        dtype = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
+        teacher = load_model(path, ranks.device, dtype, settings["context"])
+        distillation = Distillation(teacher.requires_grad_(False), settings["distill_weight"])
+    loss_module = LanguageModelLoss(
+        model, z_loss=settings["z_loss"], bos=bos, distillation=distillation
+    )
     parallel = loss_module
     if ranks.world_size > 1 and not settings["sharded"]:
         parallel = DistributedDataParallel(loss_module, gradient_as_bucket_view=True)

@@ -19,6 +19,7 @@ from data.corpus import Corpus
 from data.loader import Loader, min_corpus_tokens
 from data.prepare import prepare
 from data.sources import Source
+from data.tokenizer import Tokenizer
 from model.materialize import build_model
 from training.trainer import Trainer
 
@@ -157,6 +158,8 @@ def load_corpus(settings: dict, source: Source) -> tuple[Corpus, Loader]:
     # A pretrained model may have more rows than its tokenizer has tokens.
     if settings.get("init_from") is None:
         settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
+    if settings["distill"] is not None:
+        check_teacher(Path(settings["distill"]).expanduser(), corpus, settings["model"])
     loader = corpus.loader(context, batch_size, settings["seed"])
     is_bounded = settings["steps"] is not None or settings["max_minutes"] is not None
     if loader.rows_per_epoch == math.inf and not is_bounded:
@@ -165,6 +168,19 @@ def load_corpus(settings: dict, source: Source) -> tuple[Corpus, Loader]:
             "fix: max_minutes=5"
         )
     return corpus, loader
+
+
+def check_teacher(path: Path, corpus: Corpus, model: dict) -> None:
+    """Raise ValueError for a teacher whose tokens are not those of the model."""
+    teacher = checkpoint.find_model(path)
+    tokenizer = Tokenizer.load(checkpoint.tokenizer_path(teacher))
+    vocab_size = checkpoint.load_config(teacher)["model"]["vocab_size"]
+    is_same = tokenizer.sha256 == corpus.tokenizer.sha256
+    if not is_same or vocab_size != model["vocab_size"]:
+        raise ValueError(
+            f"a teacher of other tokens (distill={path}: {vocab_size}, the model "
+            f"{model['vocab_size']}). fix: data.tokenizer={checkpoint.tokenizer_path(teacher)}"
+        )
 
 
 @contextmanager

@@ -149,8 +149,9 @@ class Trainer:
 
     def _restore(self, newest: Path) -> None:
         """Load all that `state` stores. Ends with exit code 2 where the config is another run's."""
-        # An older run has no max_epochs: what is asked for now is no change.
-        saved = {"max_epochs": self.settings["max_epochs"]} | checkpoint.load_config(newest)
+        # An older run has neither of these: what is asked for now is no change.
+        newer = {key: self.settings[key] for key in ("max_epochs", "distill_weight")}
+        saved = newer | checkpoint.load_config(newest)
         if self.settings["compile"] == "auto":
             self.is_compiled = saved["machine"]["compiled"]
         if self.settings["micro_batch"] is None:

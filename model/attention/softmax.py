@@ -75,7 +75,7 @@ class SoftmaxAttention(Attention):
             head_dim = dim // heads
         rotary_dim = int(head_dim * rope_fraction)
         if rope_base is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
-            values = f"{head_dim=} x {rope_fraction=} is {head_dim * rope_fraction:g}"
+            values = f"{dim=} {head_dim=} x {rope_fraction=} is {head_dim * rope_fraction:g}"
             fix = "attention.rope_fraction=1.0"
             if head_dim % 2:
                 fix = f"attention.head_dim={head_dim + 1}"
