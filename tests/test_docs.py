@@ -79,11 +79,26 @@ def test_a_model_is_taken_away_and_back(command, trained, story):
     (story.parent / "my").mkdir()
     story.rename(story.parent / "my" / "stories.txt")
     lines = [line for line in TAKEN if "--tasks" not in line]
-    assert len(lines) == 8 and len(TAKEN) == 10
+    assert len(lines) == 9 and len(TAKEN) == 11
     for line in lines:
         module, *words = shlex.split(line.replace("-m ", "").replace("runs/NAME", str(trained)))[1:]
         file = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
         result = command(file, *words, *((*TINY[1:], *SHORT) if file == "train.py" else ()))
+        assert result.code == 0, result.err
+
+
+def test_the_commands_of_conversion_run(command, trained, story):
+    (block,) = re.findall(
+        r"```bash\n(.*?)```", (ROOT / "docs" / "convert.md").read_text(), re.DOTALL
+    )
+    words = {"MODEL": str(trained), "TEXT": str(story), "-m ": ""}
+    for number, line in enumerate(block.splitlines()):
+        for word, value in (words | {"FOLDER": f"new{number}"}).items():
+            line = line.replace(word, value)
+        module, *arguments = shlex.split(line, comments=True)[1:]
+        file = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
+        more = [*TINY[1:], *SHORT] if file == "train.py" else []
+        result = command(file, *arguments, *more)
         assert result.code == 0, result.err
 
 
