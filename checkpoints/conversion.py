@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from checkpoints import checkpoint
-from checkpoints.huggingface.mapping import HYBRID, layer_knobs
+from checkpoints.huggingface.mapping import HYBRID, attention_knobs
 from common import config
 from common.sharding import shard_like
 from model.conversion import Change, Layers, Weights, convert_layer
@@ -45,7 +45,7 @@ def target_attention(tree: dict, chosen: dict, default: dict, named: set[str]) -
     `default` the preset gqa. A knob that is neither named nor special to the preset stays as it is.
     Raises ValueError where layers that become alike have several values of it.
     """
-    old_layers = layer_knobs(tree)
+    old_layers = attention_knobs(tree)
     kinds = {"": chosen}
     pattern = [""]
     if chosen["_target_"] == HYBRID:
@@ -82,16 +82,17 @@ def target_attention(tree: dict, chosen: dict, default: dict, named: set[str]) -
 
 @torch.no_grad()
 def load_converted(
-    model: Transformer, path: Path, moments: list[Tensor] | None = None
+    model: Transformer, tree: dict, path: Path, moments: list[Tensor] | None = None
 ) -> list[list[Change]]:
     """Load the weights at `path` into a model with another attention -> the changes of each layer.
 
-    Parameters that no formula makes keep their values. A model whose parameters are on the meta
+    `tree` is the config of `model`. Parameters that no formula makes keep their values. A model whose parameters are on the meta
     device shows the changes alone. `moments` are those of model/conversion.py.
     Weights are read layer by layer, so that memory holds little more than the model. Raises
     ValueError where there is no formula, or the models differ in more than attention.
     """
-    source = build_model(checkpoint.load_config(path)["model"] | {"context": model.context})
+    old_tree = checkpoint.load_config(path)["model"] | {"context": model.context}
+    source = build_model(old_tree)
     stored_tensors = checkpoint.check_weights(source, path)
     is_dry = next(model.parameters()).is_meta
 
@@ -116,9 +117,12 @@ def load_converted(
     if rest != {name: theirs[name].shape for name in theirs if ".attention." not in name}:
         raise ValueError("models differ in more than attention. fix: leave out model.KEY=VALUE")
     changes = []
-    for layer in range(len(new)):
-        made, changes_here = convert_layer(layers, layer)
-        changes.append(changes_here)
+    knobs = zip(attention_knobs(old_tree), attention_knobs(tree), strict=True)
+    for layer, (old_knobs, new_knobs) in enumerate(knobs):
+        made = layers.read(layer)
+        changes.append([])
+        if old_knobs != new_knobs:
+            made, changes[layer] = convert_layer(layers, layer)
         for name, tensor in made.items():
             copy(weights, f"blocks.{layer}.attention.{name}", tensor, is_dry)
         del made

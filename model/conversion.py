@@ -4,7 +4,7 @@ A conversion is exact where both compute the same function, and approximate wher
 to heal it. Weights are named as in the module of a layer's attention.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -20,13 +20,6 @@ Weights = dict[str, Tensor]
 # A sink that weighs less than rounding beside scores that are not all far below zero, and that
 # still has a gradient.
 NO_SINK = -20.0
-# What no formula changes: attribute -> what an error calls it.
-FIXED = {
-    "heads": "model.heads",
-    "head_dim": "attention.head_dim",
-    "qk_norm": "attention.qk_norm",
-    "softcap": "attention.softcap",
-}
 
 
 class Change(NamedTuple):
@@ -53,29 +46,33 @@ def convert_layer(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
 
     Raises ValueError where there is no formula.
     """
-    old = layers.old[index]
-    new = layers.new[index]
-    convert = CONVERSIONS.get((type(old), type(new)))
-    if type(old) is type(new) and shapes(old) == shapes(new) and options(old) == options(new):
-        return layers.read(index), []
-    if convert is None:
-        pairs = [f"{a.__name__} to {b.__name__}" for a, b in CONVERSIONS if a is type(old)]
-        raise ValueError(
-            f"no formula for this conversion (layer {index}: {type(old).__name__} to "
-            f"{type(new).__name__}). fix: {', '.join(pairs) or 'train the new attention anew'}"
-        )
-    return convert(layers, index)
+    old = type(layers.old[index])
+    new = type(layers.new[index])
+    if (old, new) not in CONVERSIONS:
+        known = [f"{a.__name__} to {b.__name__}" for a, b in CONVERSIONS if a is old]
+        fix = ", ".join(known) or "train the new attention anew"
+        raise no_formula(index, f"{old.__name__} to {new.__name__}", fix)
+    return CONVERSIONS[old, new](layers, index)
 
 
-def shapes(attention: Attention) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in attention.state_dict().items()}
+def no_formula(index: int, change: str, fix: str) -> ValueError:
+    return ValueError(f"no formula for this conversion (layer {index}: {change}). fix: {fix}")
 
 
-def options(attention: Attention) -> dict:
-    """What an attention was built with, as far as it changes its results."""
-    kernel = getattr(attention, "kernel", None)
-    plain = {name: value for name, value in vars(attention).items() if not name.startswith("_")}
-    return plain | {"training": None, "softcap": getattr(kernel, "softcap", None)}
+def check_kept(index: int, old: dict, new: dict) -> None:
+    """Raise ValueError unless these settings, which no formula changes, are the same."""
+    for key, value in old.items():
+        if new[key] != value:
+            fix = "null" if value is None else value
+            raise no_formula(index, f"{key} {value} -> {new[key]}", f"attention.{key}={fix}")
+
+
+def check_used(index: int, weights: Weights, used: Iterable[str]) -> None:
+    """Raise ValueError if there are weights that the new attention has no place for."""
+    lost = sorted(weights.keys() - set(used))
+    if lost:
+        names = ", ".join(lost)
+        raise no_formula(index, f"{names} would be lost", f"an attention with {names}")
 
 
 def softmax_to_softmax(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
@@ -86,11 +83,18 @@ def softmax_to_softmax(layers: Layers, index: int) -> tuple[Weights, list[Change
     """
     old = layers.old[index]
     new = layers.new[index]
-    check_fixed(old, new, index)
+    check_kept(index, settings(old), settings(new))
+    if old.rope_base is None:
+        check_kept(index, {"rope_base": None}, vars(new))
     weights = dict(layers.read(index))
+    # A layer may use the keys and values of another.
+    is_kept = {name for name in weights if name.startswith(("k_", "v_"))}
+    check_used(index, weights, is_kept | shapes(new).keys())
     changes = []
 
     # Heads of keys and values: repeated, or averaged over groups of neighbours.
+    if max(old.kv_heads, new.kv_heads) % min(old.kv_heads, new.kv_heads):
+        check_kept(index, {"kv_heads": old.kv_heads}, vars(new))
     if new.kv_heads != old.kv_heads:
         for name in ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias"):
             if name in weights:
@@ -100,17 +104,17 @@ def softmax_to_softmax(layers: Layers, index: int) -> tuple[Weights, list[Change
         changes.append(Change(text, new.kv_heads > old.kv_heads))
 
     # Parts that begin without an effect.
-    zeros = {name: torch.zeros(shape) for name, shape in shapes(new).items()}
+    like = weights["o_proj.weight"]
+    zeros = {name: like.new_zeros(shape) for name, shape in shapes(new).items()}
     if new.gate_proj is not None and old.gate_proj is None:
-        weights["gate_proj.weight"] = zeros["gate_proj.weight"].to(weights["o_proj.weight"])
-        weights["o_proj.weight"] = 2 * weights["o_proj.weight"]
+        weights["gate_proj.weight"] = zeros["gate_proj.weight"]
+        weights["o_proj.weight"] = 2 * like
         changes.append(Change("an output gate of one half, doubled", True))
     if new.sink is not None and old.sink is None:
-        weights["sink"] = zeros["sink"].to(weights["o_proj.weight"]) + NO_SINK
+        weights["sink"] = zeros["sink"] + NO_SINK
         changes.append(Change(f"a sink of {NO_SINK:g}", True))
     added = [name for name in zeros if name.endswith(".bias") and name not in weights]
-    for name in added:
-        weights[name] = zeros[name].to(weights["o_proj.weight"])
+    weights |= {name: zeros[name] for name in added}
     if added:
         changes.append(Change("biases of zero", True))
 
@@ -128,28 +132,18 @@ def softmax_to_softmax(layers: Layers, index: int) -> tuple[Weights, list[Change
     return {name: weights[name] for name in zeros if name in weights}, changes
 
 
-def check_fixed(old: SoftmaxAttention, new: SoftmaxAttention, index: int) -> None:
-    """Raise ValueError for a change that has no formula."""
-    before = options(old) | {"rope_fraction": old.rotary[0]}
-    after = options(new) | {"rope_fraction": new.rotary[0]}
-    for name, key in (FIXED | {"rope_fraction": "attention.rope_fraction"}).items():
-        if before[name] != after[name]:
-            value = "null" if before[name] is None else before[name]
-            raise no_formula(index, f"{name} {before[name]} -> {after[name]}", f"{key}={value}")
-    if old.rope_base is None and new.rope_base is not None:
-        raise no_formula(index, "positions where there were none", "attention.rope_base=null")
-    for part, key in (("gate_proj", "gated"), ("sink", "sink")):
-        if getattr(old, part) is not None and getattr(new, part) is None:
-            raise no_formula(index, f"without {key}", f"attention.{key}=true")
-    if old.o_proj.bias is not None and new.o_proj.bias is None:
-        raise no_formula(index, "without biases", "attention.bias=true")
-    if max(old.kv_heads, new.kv_heads) % min(old.kv_heads, new.kv_heads):
-        change = f"kv_heads {old.kv_heads} -> {new.kv_heads}"
-        raise no_formula(index, change, f"attention.kv_heads={old.kv_heads}, or a divisor of it")
+def shapes(attention: Attention) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in attention.state_dict().items()}
 
 
-def no_formula(index: int, change: str, fix: str) -> ValueError:
-    return ValueError(f"no formula for this conversion (layer {index}: {change}). fix: {fix}")
+def settings(attention: SoftmaxAttention) -> dict:
+    """What no formula changes."""
+    return {
+        "head_dim": attention.head_dim,
+        "qk_norm": attention.qk_norm,
+        "softcap": attention.kernel.softcap,
+        "rope_fraction": attention.rotary[0] / attention.head_dim,
+    }
 
 
 def change_kv_heads(weight: Tensor, old: int, new: int) -> Tensor:
@@ -200,11 +194,12 @@ def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]
     new = layers.new[index]
     weights = layers.read(index)
     check_latent(old, new, index)
+    norms = {"q_norm.weight", "k_norm.weight"}
+    check_used(index, weights, norms | {f"{name}_proj.weight" for name in "qkvo"})
     dtype = weights["o_proj.weight"].dtype
     dim = new.o_proj.out_features
-    if layers.moments is None:
-        moment = torch.eye(dim, device=weights["o_proj.weight"].device)
-    else:
+    moment = torch.eye(dim, device=weights["o_proj.weight"].device)
+    if layers.moments is not None:
         moment = layers.moments[index]
     moment = moment.double()
 
@@ -258,23 +253,17 @@ def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]
 
 def check_latent(old: SoftmaxAttention, new: LatentAttention, index: int) -> None:
     """Raise ValueError for what a latent has no place for."""
-    plain_dim = old.head_dim - new.rope_dim
-    problems = {
-        "attention.gated=false first": old.gate_proj is not None,
-        "a model without sinks": old.sink is not None,
-        "a model without soft-caps": options(old)["softcap"] is not None,
-        "a model without windows": old.window is not None or old.chunk is not None,
-        "attention.bias=false": old.o_proj.bias is not None or new.o_proj.bias is not None,
-        "attention.query_rank=null": new.q_down_proj is not None,
-        f"attention.rope_dim={old.head_dim // 2}": old.head_dim % new.rope_dim != 0,
-        f"attention.head_dim={old.head_dim}": new.head_dim < plain_dim,
-        "a model with RoPE in whole heads": old.rotary[0] != old.head_dim or old.rope_base is None,
-        f"attention.rope_base={old.rope_base}": old.rotary[1:] != new.rotary[1:],
-        "a model with QK-norm before RoPE, or none": old.qk_norm == "after_rope",
-    }
-    for fix, is_met in problems.items():
-        if is_met:
-            raise no_formula(index, f"{type(old).__name__} to {type(new).__name__}", fix)
+    none = {"window": None, "chunk": None, "softcap": None, "rope_fraction": 1.0}
+    check_kept(index, none, vars(old) | settings(old))
+    check_kept(index, {"rope_base": old.rope_base}, {"rope_base": new.rotary[1]})
+    check_kept(index, {"rope_scaling": old.rotary[2]}, {"rope_scaling": new.rotary[2]})
+    if old.head_dim % new.rope_dim or new.head_dim < old.head_dim - new.rope_dim:
+        change = f"heads of {old.head_dim} -> {new.head_dim} + {new.rope_dim}"
+        fix = f"attention.head_dim={old.head_dim} attention.rope_dim={old.head_dim // 2}"
+        raise no_formula(index, change, fix)
+    if old.rope_base is None or old.qk_norm == "after_rope" or new.q_down_proj is not None:
+        change = "no positions, a norm after them, or a latent of queries"
+        raise no_formula(index, change, "RoPE, attention.query_rank=null")
 
 
 def fold_norm(heads: Tensor, weight: Tensor, moment: Tensor) -> Tensor:
@@ -316,10 +305,10 @@ def softmax_to_delta(layers: Layers, index: int) -> tuple[Weights, list[Change]]
     """Projections stay, the rest is new: The Mamba in the Llama, 2408.15237."""
     old = layers.old[index]
     new = layers.new[index]
-    if new.head_dim != old.head_dim or new.heads != old.heads or old.o_proj.bias is not None:
-        change = f"heads {old.heads} x {old.head_dim} -> {new.heads} x {new.head_dim}"
-        raise no_formula(index, change, f"attention.kinds.delta.head_dim={old.head_dim}")
+    check_kept(index, {"head_dim": old.head_dim}, vars(new))
     weights = layers.read(index)
+    norms = {"q_norm.weight", "k_norm.weight"}  # its keys are normalized without a weight
+    check_used(index, weights, norms | {f"{name}_proj.weight" for name in "qkvo"})
     made = {name: weights[name] for name in ("q_proj.weight", "o_proj.weight")}
     for name in ("k_proj.weight", "v_proj.weight"):
         made[name] = change_kv_heads(weights[name], old.kv_heads, new.heads)

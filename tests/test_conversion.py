@@ -43,9 +43,10 @@ def convert(tmp_path, tokenizer):
         saved(tmp_path / "run", tree, tokenizer)
         path = checkpoint.find_model(tmp_path / "run")
         tree = checkpoint.load_config(path)["model"]
-        model = materialize(build_model(conversion.convert_config(tree, words.split())), "cpu")
+        new_tree = conversion.convert_config(tree, words.split())
+        model = materialize(build_model(new_tree), "cpu")
         initialize(model, seed=0)
-        changes = conversion.load_converted(model, path)
+        changes = conversion.load_converted(model, new_tree, path)
         return checkpoint.load_model(path, "cpu"), model.eval(), changes
 
     return run
@@ -162,15 +163,16 @@ REFUSED = [
     ("gqa", "attention.qk_norm=null", "attention.qk_norm=before_rope"),
     ("gqa", "attention.head_dim=32", "attention.head_dim=16"),
     ("mha", "attention.kv_heads=3", ""),
-    ("gated", "attention.gated=false", "attention.gated=true"),
-    ("sink", "attention.sink=false", "attention.sink=true"),
+    ("gated", "attention.gated=false", "an attention with gate_proj.weight"),
+    ("sink", "attention.sink=false", "an attention with sink"),
     ("gqa attention.rope_base=null", "attention.rope_base=10000.0", "attention.rope_base=null"),
     ("gqa", "attention=differential", "SoftmaxAttention to LatentAttention"),
     ("mla", "attention=gqa", "train the new attention anew"),
     ("mla", "attention=mla attention.rank=8", "train the new attention anew"),
     ("nope", "attention=gqa", "attention.rope_base=VALUE"),
-    ("gated", "attention=mla", "attention.gated=false first"),
+    ("gated", "attention=mla", "an attention with gate_proj.weight"),
     ("gqa", "attention=mla attention.rope_dim=6", "attention.rope_dim=8"),
+    ("gqa model.softcap=30.0 attention.window=9", "attention=mla", "attention.window=null"),
     ("gqa", "attention=mla attention.head_dim=4", "attention.head_dim=16"),
 ]
 

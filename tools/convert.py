@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
             raise ValueError(f"{problem}. fix: attention=PRESET or attention.KEY=VALUE")
         new_tree = conversion.convert_config(tree, args.overrides)
         model = build_model(new_tree)
-        conversion.load_converted(model, path)
+        conversion.load_converted(model, new_tree, path)
         tokenizer = Tokenizer.load(checkpoint.tokenizer_path(path))
 
     # One of the models is in memory at a time.
@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> None:
             del old
     model = materialize(model, "cpu", torch.float32)
     initialize(model, seed=0)
-    changes = conversion.load_converted(model, path, moments)
+    changes = conversion.load_converted(model, new_tree, path, moments)
     for line in conversion.describe(changes):
         print(line)
     before = build_model(tree).cache_bytes(tree["context"], torch.bfloat16)

@@ -138,7 +138,7 @@ def adopt_pretrained(settings: dict, overrides: list[str]) -> Path | None:
     settings["model"] = model | {"context": settings.get("context")}
     settings["attention"] = model["attention"]
     settings["data"]["tokenizer"] = str(checkpoint.tokenizer_path(pretrained))
-    conversion.load_converted(build_model(settings["model"]), pretrained)
+    conversion.load_converted(build_model(settings["model"]), settings["model"], pretrained)
 
     # The run is named after its data and the pretrained model.
     if "name" not in keys:

@@ -138,7 +138,8 @@ class Trainer:
             self._restore(newest)
             return
         if pretrained is not None:
-            changes = conversion.load_converted(self.model, pretrained)
+            tree = self.settings["model"]
+            changes = conversion.load_converted(self.model, tree, pretrained)
             for line in conversion.describe(changes):
                 self.log.info(line)
             self.log.info(

@@ -120,7 +120,7 @@ def choose_architecture(tree: dict) -> str:
 
 
 def layer_knobs(tree: dict) -> list[dict]:
-    """The knobs of each layer's attention. Raises ValueError for another decoder than ours."""
+    """As attention_knobs(). Raises ValueError for what no class has around attention."""
     decoder = tree["_target_"]
     softcap = tree.get("softcap")
     if decoder != TRANSFORMER or softcap is not None:
@@ -128,6 +128,11 @@ def layer_knobs(tree: dict) -> list[dict]:
             f"no class of transformers has this decoder ({decoder}, {softcap=}). "
             f"fix: train {TRANSFORMER} with softcap=null"
         )
+    return attention_knobs(tree)
+
+
+def attention_knobs(tree: dict) -> list[dict]:
+    """The knobs of each layer's attention."""
     layers = []
     for layer in range(tree["depth"]):
         knobs = tree["attention"]
