@@ -2,6 +2,7 @@
 
 A checkpoint is a folder that is complete or not there (common/atomic_dir.py):
 step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manifest.json
+(or tokenizer.json and the configs that belong to it)
 """
 
 import errno
@@ -269,7 +270,8 @@ def load_config(path: Path) -> dict:
     if tokenizer.vocab_size != tree["vocab_size"] and not is_padded:
         raise ValueError(
             f"a tokenizer of another vocabulary ({file} has {tokenizer.vocab_size}, "
-            f"the model {tree['vocab_size']}). fix: the tokenizer that it was trained with"
+            f"the model {tree['vocab_size']}). fix: the tokenizer that it was trained with; where "
+            "that is tokenizer.json, remove tokenizer.model"
         )
     return {"model": tree}
 

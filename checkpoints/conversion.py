@@ -3,78 +3,111 @@
 import json
 import re
 from collections import defaultdict
+from copy import deepcopy
 from itertools import groupby
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from checkpoints import checkpoint
-from checkpoints.huggingface.mapping import HYBRID, attention_knobs
+from checkpoints.huggingface.mapping import HYBRID, attention_knobs, with_defaults
 from common import config
 from common.sharding import shard_like
 from model.conversion import Change, Layers, Weights, convert_layer
 from model.materialize import build_model
 from model.transformer import Transformer
 
-ATTENTION_KEY = re.compile(r"[+~]*attention[.=]")
-# Knobs that a preset sets and no formula changes: they stay unless they are asked for.
-KEPT = ("qk_norm", "rope_fraction", "head_dim", "softcap", "bias")
+ATTENTION_KEY = re.compile(r"attention[.=]")
+# Knobs that a preset may set and no formula changes: they stay unless an override names them.
+KEPT = ("qk_norm", "rope_fraction", "head_dim", "bias")
 
 
 def convert_config(tree: dict, overrides: list[str]) -> dict:
     """The config of a model with the attention that these overrides of `attention` choose.
 
-    Raises ValueError where there is no such attention, and HydraException for bad overrides.
+    Raises ValueError where they change nothing or do not fit, and HydraException for a preset that
+    there is not.
     """
     words = [word for word in overrides if ATTENTION_KEY.match(word)]
     if not words:
         return tree
-    sizes = [f"model.{key}={tree[key]}" for key in ("dim", "depth", "heads")]
-    chosen = config.compose([*sizes, *words])["attention"]
-    default = config.compose(sizes)["attention"]
-    keys = [word.lstrip("+~").partition("=")[0] for word in words]
-    named = {key.removeprefix("attention.") for key in keys}
-    return tree | {"attention": target_attention(tree, chosen, default, named)}
+    presets = [word.partition("=")[2] for word in words if word.startswith("attention=")]
+    named = {}
+    for word in words:
+        key = word.partition("=")[0].removeprefix("attention.")
+        if key != "attention":
+            named[key] = config.override_value(word)
+    if presets:
+        sizes = [f"model.{key}={tree[key]}" for key in ("dim", "depth", "heads")]
+        chosen = config.compose([*sizes, *words])["attention"]
+        attention = inherit(tree, chosen, named.keys() | own_keys(presets[-1]))
+    else:
+        attention = edit(tree["attention"], named)
+    if attention == tree["attention"]:
+        raise ValueError(f"nothing changes ({' '.join(words)}). fix: leave out what the model has")
+    return tree | {"attention": attention}
 
 
-def target_attention(tree: dict, chosen: dict, default: dict, named: set[str]) -> dict:
-    """The attention of a converted model, whose config is `tree` now.
+def own_keys(preset: str) -> set[str]:
+    """The knobs that a preset itself sets, of those that a conversion may change."""
+    content = OmegaConf.load(config.CONFIGS / "attention" / f"{preset}.yaml")
+    shared = OmegaConf.load(config.CONFIGS / "attention" / "gqa.yaml").keys()
+    keys = {key for key, _ in config.flatten(OmegaConf.to_container(content, resolve=False))}
+    if preset == "gqa":
+        return {"kv_heads"}
+    # Another mechanism has some knobs of the same meaning, such as the base of RoPE.
+    if "defaults" not in content:
+        keys -= shared
+    return {key for key in keys if key.rpartition(".")[2] not in KEPT}
 
-    `chosen` is the attention of a preset and overrides, `named` the keys of the overrides, and
-    `default` the preset gqa. A knob that is neither named nor special to the preset stays as it is.
-    Raises ValueError where layers that become alike have several values of it.
+
+def edit(attention: dict, named: dict) -> dict:
+    """The same attention with the knobs `named`, in each of its kinds that has them."""
+    attention = deepcopy(attention)
+    is_hybrid = attention["_target_"] == HYBRID
+    kinds = attention["kinds"] if is_hybrid else {"": attention}
+    for key, value in named.items():
+        _, kind, knob = key.split(".") if key.startswith("kinds.") else ("", None, key)
+        chosen = kinds.values() if kind is None else [kinds.get(kind, {})]
+        fitting = [knobs for knobs in chosen if knob in with_defaults(knobs)]
+        if not fitting:
+            raise ValueError(f"no such option (attention.{key}). fix: attention=PRESET")
+        for knobs in fitting:
+            knobs[knob] = value
+    return attention
+
+
+def inherit(tree: dict, chosen: dict, named: set[str]) -> dict:
+    """The attention `chosen`, whose knobs are those of the model `tree` where they are not `named`.
+
+    Raises ValueError where layers that become alike have several values of a knob.
     """
-    old_layers = attention_knobs(tree)
     kinds = {"": chosen}
     pattern = [""]
     if chosen["_target_"] == HYBRID:
         kinds = chosen["kinds"]
         pattern = chosen["pattern"]
     layers_of = defaultdict(list)
-    for layer, old in enumerate(old_layers):
+    for layer, old in enumerate(attention_knobs(tree)):
         layers_of[pattern[(layer - tree["depth"]) % len(pattern)]].append(old)
 
     made = {}
     for kind, knobs in kinds.items():
         prefix = f"kinds.{kind}." if kind else ""
         made[kind] = dict(knobs)
-        for key, value in knobs.items():
-            is_special = key in default and value != default[key] and key not in KEPT
-            if is_special or prefix + key in named or key.startswith("_"):
-                continue
+        for key in knobs:
             olds = [old for old in layers_of[kind] if key in old]
-            # A knob of the mechanism itself stays if the mechanism does.
-            if key not in default:
-                olds = [old for old in olds if old["_target_"] == knobs["_target_"]]
             values = {json.dumps(old[key]): old[key] for old in olds}
+            if prefix + key in named or key.startswith("_") or not values:
+                continue
             if len(values) > 1:
                 raise ValueError(
                     f"layers that become alike differ ({key}: {', '.join(values)}). "
                     f"fix: attention.{prefix}{key}=VALUE"
                 )
-            if values:
-                (made[kind][key],) = values.values()
+            (made[kind][key],) = values.values()
     if chosen["_target_"] == HYBRID:
         return chosen | {"kinds": made}
     return made[""]
@@ -86,10 +119,12 @@ def load_converted(
 ) -> list[list[Change]]:
     """Load the weights at `path` into a model with another attention -> the changes of each layer.
 
-    `tree` is the config of `model`. Parameters that no formula makes keep their values. A model whose parameters are on the meta
-    device shows the changes alone. `moments` are those of model/conversion.py.
-    Weights are read layer by layer, so that memory holds little more than the model. Raises
-    ValueError where there is no formula, or the models differ in more than attention.
+    `tree` is the config of `model`. Parameters that no formula makes keep their values. A model
+    whose parameters are on the meta device shows the changes alone. `moments` (D, D) are the means
+    of x x^T over inputs x of each layer's attention, by default of inputs that a norm with its
+    weights makes of white noise. Weights are read layer by layer, so that memory holds little more
+    than the model. Raises ValueError where there is no formula, or the models differ in more than
+    attention.
     """
     old_tree = checkpoint.load_config(path)["model"] | {"context": model.context}
     source = build_model(old_tree)
@@ -108,7 +143,15 @@ def load_converted(
 
     old = [block.attention for block in source.blocks]
     new = [block.attention for block in model.blocks]
-    layers = Layers(old, new, lambda layer: read(f"blocks.{layer}.attention."), moments)
+
+    def moment(layer: int) -> Tensor:
+        if moments is not None:
+            return moments[layer]
+        norm = read(f"blocks.{layer}.attention_norm.")
+        bias = norm.get("bias", torch.zeros_like(norm["weight"]))
+        return norm["weight"].square().diag() + bias.outer(bias)
+
+    layers = Layers(old, new, lambda layer: read(f"blocks.{layer}.attention."), moment)
 
     # What is not attention is the same in both.
     weights = model.state_dict()

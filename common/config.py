@@ -236,6 +236,13 @@ def compose(overrides: list[str]) -> dict:
     return resolve(cfg)
 
 
+def override_value(override: str) -> object:
+    """The value of `key=value`, as the command line has it."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_override(override).value()
+
+
 def resolve(cfg: DictConfig) -> dict:
     """Plain dicts. Raises ValueError for an interpolation that leads nowhere."""
     return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)

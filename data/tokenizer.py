@@ -161,6 +161,10 @@ class Tokenizer:
         documents = [document.tolist() for document in np.split(tokens, starts)]
         return sum(len(text.encode()) for text in self.decode_batch(documents))
 
+    def identity(self) -> tuple:
+        """What makes it another tokenizer for a model: its first file, BOS and EOS."""
+        return next(iter(self.files.values())), self.bos, self.eos_ids
+
     def decode_batch(self, documents: list[list[int]]) -> list[str]:
         """Decode each document, on all cores."""
         return self.processor.decode(documents)
@@ -237,15 +241,18 @@ class JsonTokenizer(Tokenizer):
         # Its own template says what begins a prompt: BOS, or nothing.
         prefix = self.processor.encode("").ids
         self.starts_with_bos = len(prefix) == 1
+        is_in_front = self.processor.encode("a").ids[: len(prefix)] == prefix
         settings = read_special_tokens(files)
         self.eos_ids = self.find_ids(settings, "eos")
-        if not self.eos_ids or len(prefix) > 1:
+        if not self.eos_ids or len(prefix) > 1 or not is_in_front:
             raise ValueError(
-                f"a tokenizer needs EOS, and at most BOS before a text (EOS {self.eos_ids}, "
-                f"{prefix} before). fix: eos_token in tokenizer_config.json"
+                f"a tokenizer needs EOS, and at most BOS around a text (EOS {self.eos_ids}, "
+                f"{prefix} around). fix: eos_token in tokenizer_config.json"
             )
         self.eos = self.eos_ids[0]
-        self.bos = [*prefix, *self.find_ids(settings, "bos"), self.eos][0]
+        # Without a BOS, an EOS stands between documents: the one that a model calls BOS, if any.
+        separators = [token for token in self.find_ids(settings, "bos") if token in self.eos_ids]
+        self.bos = [*prefix, *separators, self.eos][0]
         special = {"bos_token_id": self.bos, "eos_token_id": list(self.eos_ids)}
         if not all(token in range(self.vocab_size) for token in (self.bos, *self.eos_ids)):
             raise ValueError(
@@ -270,10 +277,10 @@ class JsonTokenizer(Tokenizer):
     def find_ids(self, settings: dict, kind: str) -> tuple[int, ...]:
         """The ids of BOS or EOS: `eos_token_id`, which may be a list, or those of `eos_token`."""
         ids = settings.get(f"{kind}_token_id")
-        if ids is None:
+        if ids is None or ids == []:
             token = settings.get(f"{kind}_token")
             # A token may be written with its options.
-            content = token["content"] if isinstance(token, dict) else token
+            content = token.get("content") if isinstance(token, dict) else token
             ids = self.processor.token_to_id(content) if content else None
         if ids is None:
             return ()

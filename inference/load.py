@@ -44,9 +44,9 @@ def load(
         torch.backends.cuda.enable_cudnn_sdp(False)
     quantize.optimize_for_decoding(model, dtype == "int8")
 
-    # A checkpoint of a run is named after the run and its step.
+    # A checkpoint of ours is named after its run and its step.
     name = source.name
-    if source.parent.name == "checkpoints":
+    if (source / "manifest.json").exists():
         name = f"{source.parents[1].name} {name}"
     return model, Tokenizer.load(checkpoint.tokenizer_path(source)), name
 

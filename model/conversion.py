@@ -17,8 +17,7 @@ from model.attention.mla import LatentAttention
 from model.attention.softmax import SoftmaxAttention
 
 Weights = dict[str, Tensor]
-# A sink that weighs less than rounding beside scores that are not all far below zero, and that
-# still has a gradient.
+# A sink that weighs less than rounding beside a score above -9, and that still has a gradient.
 NO_SINK = -20.0
 
 
@@ -30,15 +29,16 @@ class Change(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """All layers of both models. `read` has the old weights of a layer.
+    """All layers of both models.
 
-    `moments` are the means (D, D) of x x^T over the inputs x of a layer, of some text, or None.
+    `read` reads the old weights of a layer; `moment` gives the mean (D, D) of x x^T over its
+    inputs x.
     """
 
     old: list[Attention]
     new: list[Attention]
     read: Callable[[int], Weights]
-    moments: list[Tensor] | None
+    moment: Callable[[int], Tensor]
 
 
 def convert_layer(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
@@ -197,11 +197,7 @@ def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]
     norms = {"q_norm.weight", "k_norm.weight"}
     check_used(index, weights, norms | {f"{name}_proj.weight" for name in "qkvo"})
     dtype = weights["o_proj.weight"].dtype
-    dim = new.o_proj.out_features
-    moment = torch.eye(dim, device=weights["o_proj.weight"].device)
-    if layers.moments is not None:
-        moment = layers.moments[index]
-    moment = moment.double()
+    moment = layers.moment(index).double()
 
     # Heads (K, E, D) and (H, E, D), with the mean factor of their norm.
     q = weights["q_proj.weight"].double().unflatten(0, (old.heads, -1))
@@ -246,8 +242,7 @@ def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]
         "o_proj.weight": pad_to(out.transpose(1, 2), new.value_dim, 1).transpose(1, 2).flatten(1),
     }
     kept = f"{new.rope_dim} of {old.head_dim} features of a key keep their rotation"
-    source = "the weights" if layers.moments is None else "a text"
-    text = f"a latent of rank {new.rank}, by {source}; {kept}"
+    text = f"a latent of rank {new.rank}; {kept}"
     return {name: weight.to(dtype) for name, weight in made.items()}, [Change(text, False)]
 
 

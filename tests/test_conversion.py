@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from checkpoints import checkpoint, conversion
+from model.context import ForwardContext
 from model.conversion import factorize
 from model.init import initialize
 from model.materialize import build_model, materialize
@@ -31,6 +32,10 @@ EXACT = [
         "attention=local_global attention.kinds.local.window=5 attention.kinds.full.gated=true",
     ),
     ("nope", "attention=nope attention.kinds.nope.kv_heads=4 attention.kinds.rope.kv_heads=4"),
+    ("nope", "attention.kv_heads=4"),
+    ("nope", "attention.kinds.rope.gated=true"),
+    ("mqa model.heads=2", "attention=mha"),
+    ("mha", "attention.sink=true"),
 ]
 
 
@@ -74,6 +79,7 @@ def test_an_exact_conversion_has_the_same_logits_cached_and_not(variant, words, 
 # source, its words; words of the conversion; what is said
 APPROXIMATE = [
     ("mha", "attention.kv_heads=2", "key-value heads 4 -> 2, averaged"),
+    ("mha", "attention=gqa", "key-value heads 4 -> 2, averaged"),
     ("llama", "attention=mqa", "key-value heads 2 -> 1, averaged"),
     ("gqa", "attention=sliding_window attention.window=7", "window None -> 7"),
     ("gqa", "attention.chunk=7", "chunk None -> 7"),
@@ -86,7 +92,7 @@ APPROXIMATE = [
     ("gqa", "attention=nope", "no positions"),
     ("gqa", "attention=shared_kv", "keys and values are the mean of 2 layers"),
     ("gqa", "attention=shared_kv attention.share=half", "the mean of 2 layers"),
-    ("gqa", "attention=mla attention.rank=48", "a latent of rank 48, by the weights"),
+    ("gqa", "attention=mla attention.rank=48", "a latent of rank 48"),
     ("llama", "attention=mla attention.rank=20 attention.rope_dim=4", "4 of 16 features"),
     ("mqa", "attention=delta", "a delta rule with these projections"),
 ]
@@ -159,6 +165,32 @@ def test_a_latent_of_full_rank_with_all_rotations_differs_by_its_norm_alone(conv
         close(new(tokens_of(old)), old(tokens_of(old)), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("variant", ["llama attention.kv_heads=1", "gqa attention.kv_heads=1"])
+@pytest.mark.parametrize("size", [0.1, 1.0, 5.0])
+def test_a_latent_takes_the_size_of_its_inputs_from_the_norm_before(
+    variant, size, tokenizer, tmp_path
+):
+    """Norms of trained models are far from 1; keys and values that are too large by that would be another model."""
+    tree = tree_of(*variant.split(), "model.depth=1")
+    old = saved(tmp_path / "run", tree, tokenizer)
+    (block,) = old.blocks
+    with torch.no_grad():
+        block.attention_norm.weight.mul_(size)
+    tree = tree | {"vocab_size": tokenizer.vocab_size}
+    checkpoint.save(tmp_path / "new", 1, old.state_dict(), {"model": tree}, tokenizer.files, {})
+    new_tree = conversion.convert_config(
+        tree, ["attention=mla", "attention.rank=16", "attention.rope_dim=16"]
+    )
+    new = materialize(build_model(new_tree), "cpu").eval()
+    conversion.load_converted(new, new_tree, checkpoint.find_model(tmp_path / "new"))
+    x = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(2))
+    ctx = ForwardContext(x[..., 0], None, None, None)
+    with torch.no_grad():
+        x = block.attention_norm(x)
+        outputs = [model.blocks[0].attention(x, ctx, None, {})[0] for model in (old, new)]
+    assert (outputs[1] - outputs[0]).norm() < 0.4 * outputs[0].norm()
+
+
 REFUSED = [
     ("gqa", "attention.qk_norm=null", "attention.qk_norm=before_rope"),
     ("gqa", "attention.head_dim=32", "attention.head_dim=16"),
@@ -167,6 +199,10 @@ REFUSED = [
     ("sink", "attention.sink=false", "an attention with sink"),
     ("gqa attention.rope_base=null", "attention.rope_base=10000.0", "attention.rope_base=null"),
     ("gqa", "attention=differential", "SoftmaxAttention to LatentAttention"),
+    ("gqa", "attention=softcap", "attention.softcap=null"),
+    ("gqa", "attention=llama", "leave out what the model has"),
+    ("gqa", "attention.kv_heads=2", "leave out what the model has"),
+    ("gqa", "attention.rank=8", "attention=PRESET"),
     ("mla", "attention=gqa", "train the new attention anew"),
     ("mla", "attention=mla attention.rank=8", "train the new attention anew"),
     ("nope", "attention=gqa", "attention.rope_base=VALUE"),
@@ -197,7 +233,7 @@ def test_the_command_writes_a_model_that_all_others_read(command, tokenizer, tmp
     result = command("tools/convert.py", *words, "--model", "run", "--out", "new")
     assert result.code == 0, result.err
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
-    assert "layers 0 to 3: a latent of rank 32, by a text" in result.out
+    assert "layers 0 to 3: a latent of rank 32" in result.out
     losses = [float(line.split()[1]) for line in result.out.splitlines() if "nats" in line]
     assert len(losses) == 2 and losses[0] != losses[1]
     # 2 x 4 heads of 16 features for 65 slots of 4 layers; a latent of 32 and a key of 8.

@@ -4,14 +4,14 @@ python -m tools.convert --model MODEL attention=gqa attention.kv_heads=2 --out F
 """
 
 import argparse
-import json
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from checkpoints import checkpoint, conversion
-from common import atomic_dir, errors
+from common import config, errors
 from common.cli import Parser, bounded_number
 from data.files import TEXT_SUFFIXES, find_files, read_documents
 from data.tokenizer import Tokenizer
@@ -34,7 +34,10 @@ def parse_arguments() -> argparse.Namespace:
     add("overrides", nargs="+", help="of attention, as train.py takes them")
     add("--model", type=Path, help="a run, a Hugging Face folder or llama2.c's .bin")
     add("--out", type=Path, required=True, help="a new folder")
-    add("--text", help="evaluate before and after on this file or folder, and fit to its beginning")
+    add(
+        "--text",
+        help="evaluate before and after on its first documents, and fit to those after them",
+    )
     positive = bounded_number(int, 1)
     add("--documents", type=positive, default=200, help="of the text that are evaluated")
     parser.set_defaults(separator="<|endoftext|>", truncate=True, batch_size=8)
@@ -74,7 +77,10 @@ def main(args: argparse.Namespace) -> None:
     print(f"cache of a full context in bf16: {before:,} -> {after:,} bytes")
     if args.text is not None:
         print_loss("after", model.eval(), tokenizer, args)
-    save(args.out, model, new_tree, tokenizer)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        problem = f"weights contain NaN or infinity ({path})"
+        errors.exit_with(errors.DIVERGED, f"{problem}. fix: an older checkpoint")
+    checkpoint.save(args.out, 0, model.state_dict(), {"model": new_tree}, tokenizer.files, {})
     print(f"written: {args.out}. To heal it: python train.py init_from={args.out}")
 
 
@@ -90,7 +96,7 @@ def print_loss(
 def measure_moments(
     model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace
 ) -> list[Tensor]:
-    """The mean (D, D) of x x^T over the inputs x of each attention, on the beginning of a text."""
+    """The mean (D, D) of x x^T over the inputs x of each attention, on a part of the text."""
     sums = [0.0] * len(model.blocks)
     num_tokens = 0
 
@@ -98,33 +104,24 @@ def measure_moments(
         x = x.flatten(0, 1).double()
         sums[layer] = sums[layer] + x.mT @ x
 
-    hooks = []
     for layer, block in enumerate(model.blocks):
-        hooks.append(
-            block.attention.register_forward_pre_hook(
-                lambda _, inputs, layer=layer: add_moment(layer, inputs[0])
-            )
+        block.attention.register_forward_pre_hook(
+            lambda _, inputs, layer=layer: add_moment(layer, inputs[0])
         )
-    for text in read_documents(find_files(args.text, TEXT_SUFFIXES), "text", args.separator):
-        tokens = tokenizer.encode_prompt(text)[: model.context]
+    documents = read_documents(find_files(args.text, TEXT_SUFFIXES), "text", args.separator)
+    # What the loss is measured on is held out.
+    for text in islice(documents, args.documents, None):
+        tokens = tokenizer.encode_prompt(text)[: min(model.context, MOMENT_TOKENS - num_tokens)]
         model.hidden(torch.tensor([tokens]))
         num_tokens += len(tokens)
         if num_tokens >= MOMENT_TOKENS:
             break
-    for hook in hooks:
-        hook.remove()
+    if num_tokens == 0:
+        problem = f"no text after the documents to evaluate (--documents {args.documents})"
+        raise ValueError(f"{problem}. fix: fewer, or more text")
     return [moment / num_tokens for moment in sums]
 
 
-def save(out: Path, model: Transformer, tree: dict, tokenizer: Tokenizer) -> None:
-    """Write a checkpoint without the state of a training."""
-    with atomic_dir.atomic_directory(out) as staging:
-        checkpoint.write_weights(staging.create("model.safetensors"), model.state_dict())
-        staging.create("config.json").write(json.dumps({"model": tree}, indent=1).encode())
-        for name, content in tokenizer.files.items():
-            staging.create(name).write(content)
-
-
 if __name__ == "__main__":
-    with errors.report_errors():
+    with errors.report_errors(), config.report_errors():
         main(parse_arguments())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from checkpoints import checkpoint, gguf
 from checkpoints.huggingface import folder, mapping
-from checkpoints.weights import weight_map
+from checkpoints.weights import is_own_checkpoint, weight_map
 from common import errors
 from common.cli import Parser
 from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer
@@ -140,8 +140,8 @@ def hf_weights(model: torch.nn.Module, architecture: str) -> dict[str, Tensor]:
 def model_card(out: Path, path: Path, architecture: str, model: torch.nn.Module) -> str:
     """What the model is, the figures of its training, and how to use it."""
     source = path.resolve()
-    if source.parent.name == "checkpoints":
-        source = source.parents[1]  # the run
+    if is_own_checkpoint(path):
+        source = source.parents[1]
     return MODEL_CARD.format(
         name=source.name,
         architecture=architecture,

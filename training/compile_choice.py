@@ -20,7 +20,7 @@ CACHED_SHARE = 0.25  # of the time of a first compilation: a later one, which fi
 
 
 # Settings besides machine and model that change what is compiled.
-COMPILED_OPTIONS = ("document_mask", "sharded", "activation_checkpointing", "z_loss")
+COMPILED_OPTIONS = ("document_mask", "sharded", "activation_checkpointing", "z_loss", "distill")
 
 
 class CompileRecord:

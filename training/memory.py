@@ -3,12 +3,16 @@
 Everything is counted on tensors that have shapes but no memory.
 """
 
+from pathlib import Path
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from checkpoints import checkpoint
 from common import compilation, config, hardware
 from common.instantiate import instantiate
+from model.materialize import build_model
 from training.compile_choice import is_long_run
 from training.distributed import DistEnv
 from training.loss import MAX_LOGITS, LanguageModelLoss
@@ -28,6 +32,7 @@ class TrainingMemory:
     """
 
     def __init__(self, settings: dict, precision: torch.dtype = torch.bfloat16):
+        self.precision = precision
         with FakeTensorMode():
             self.model = instantiate(settings["model"])
             optimizers = instantiate(settings["optimizer"], "training")(self.model)
@@ -152,7 +157,22 @@ def choose_micro_batch(memory: TrainingMemory | None, settings: dict, ranks: Dis
         settings["compile"], ranks.device, is_long_run(settings)
     )
     free_bytes = -ranks.all_reduce_max(-free_memory(ranks.device))
+    free_bytes -= teacher_bytes(settings, memory.precision)
     return fit_micro_batch(memory, settings, ranks.world_size, is_compiled, free_bytes)
+
+
+def teacher_bytes(settings: dict, precision: torch.dtype) -> int:
+    """Bytes of the weights of a model to learn from, which each device has whole."""
+    if settings["distill"] is None:
+        return 0
+    path = checkpoint.find_model(Path(settings["distill"]).expanduser())
+    teacher = build_model(checkpoint.load_config(path)["model"])
+    return sum(p.numel() for p in teacher.parameters()) * teacher_dtype(precision).itemsize
+
+
+def teacher_dtype(precision: torch.dtype) -> torch.dtype:
+    """That of the weights of a model to learn from."""
+    return torch.bfloat16 if precision == torch.bfloat16 else torch.float32
 
 
 def free_memory(device: torch.device) -> int:

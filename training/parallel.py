@@ -14,6 +14,7 @@ from model.init import initialize
 from model.materialize import build_model, materialize
 from training.distributed import DistEnv
 from training.loss import Distillation, LanguageModelLoss
+from training.memory import teacher_dtype
 
 
 def build_parallel(
@@ -33,8 +34,7 @@ def build_parallel(
     distillation = None
     if settings["distill"] is not None:
         path = find_model(Path(settings["distill"]).expanduser())
-        dtype = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
-        teacher = load_model(path, ranks.device, dtype, settings["context"])
+        teacher = load_model(path, ranks.device, teacher_dtype(precision), settings["context"])
         distillation = Distillation(teacher.requires_grad_(False), settings["distill_weight"])
     loss_module = LanguageModelLoss(
         model, z_loss=settings["z_loss"], bos=bos, distillation=distillation

@@ -23,7 +23,7 @@ from data.tokenizer import Tokenizer
 from model.materialize import build_model
 from training.trainer import Trainer
 
-MODEL_OVERRIDE = re.compile(r"[+~]*(model|ffn|norm|data\.tokenizer)\b")
+MODEL_OVERRIDE = re.compile(r"[+~]*(model|ffn|norm|data\.tokenizer)\b|[+~]+attention\b")
 BLOCKING_KEYS = (*config.GROUPS, "device", "precision", "compile", "init_from")
 
 
@@ -174,12 +174,18 @@ def check_teacher(path: Path, corpus: Corpus, model: dict) -> None:
     """Raise ValueError for a teacher whose tokens are not those of the model."""
     teacher = checkpoint.find_model(path)
     tokenizer = Tokenizer.load(checkpoint.tokenizer_path(teacher))
-    vocab_size = checkpoint.load_config(teacher)["model"]["vocab_size"]
-    is_same = tokenizer.sha256 == corpus.tokenizer.sha256
+    tree = checkpoint.load_config(teacher)["model"]
+    vocab_size = tree["vocab_size"]
+    if tree["context"] < model["context"]:
+        raise ValueError(
+            f"a teacher of shorter texts (distill={path}: {tree['context']} tokens, "
+            f"context={model['context']}). fix: context={tree['context']}"
+        )
+    is_same = tokenizer.identity() == corpus.tokenizer.identity()
     if not is_same or vocab_size != model["vocab_size"]:
         raise ValueError(
-            f"a teacher of other tokens (distill={path}: {vocab_size}, the model "
-            f"{model['vocab_size']}). fix: data.tokenizer={checkpoint.tokenizer_path(teacher)}"
+            f"a teacher of other tokens (distill={path}: {vocab_size} rows, the model "
+            f"{model['vocab_size']}). fix: a teacher with the same tokenizer"
         )
 
 

@@ -140,10 +140,13 @@ def attention_knobs(tree: dict) -> list[dict]:
         if knobs["_target_"] == HYBRID:
             pattern = knobs["pattern"]
             knobs = knobs["kinds"][pattern[(layer - tree["depth"]) % len(pattern)]]
-        if "kv_heads" in knobs:
-            knobs = PLAIN_SOFTMAX | knobs
-        layers.append(dict(knobs))
+        layers.append(with_defaults(knobs))
     return layers
+
+
+def with_defaults(knobs: dict) -> dict:
+    """The knobs of an attention, with those of softmax attention that an older run lacks."""
+    return PLAIN_SOFTMAX | knobs if "kv_heads" in knobs else dict(knobs)
 
 
 def from_hf_config(config: dict) -> dict:
