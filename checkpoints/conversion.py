@@ -8,7 +8,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from checkpoints import checkpoint
@@ -52,14 +51,13 @@ def convert_config(tree: dict, overrides: list[str]) -> dict:
 
 def own_keys(preset: str) -> set[str]:
     """The knobs that a preset itself sets, of those that a conversion may change."""
-    content = OmegaConf.load(config.CONFIGS / "attention" / f"{preset}.yaml")
-    shared = OmegaConf.load(config.CONFIGS / "attention" / "gqa.yaml").keys()
-    keys = {key for key, _ in config.flatten(OmegaConf.to_container(content, resolve=False))}
+    content = config.preset_file("attention", preset)
+    keys = {key for key, _ in config.flatten(content)}
     if preset == "gqa":
         return {"kv_heads"}
     # Another mechanism has some knobs of the same meaning, such as the base of RoPE.
     if "defaults" not in content:
-        keys -= shared
+        keys -= config.preset_file("attention", "gqa").keys()
     return {key for key in keys if key.rpartition(".")[2] not in KEPT}
 
 

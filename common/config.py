@@ -236,6 +236,11 @@ def compose(overrides: list[str]) -> dict:
     return resolve(cfg)
 
 
+def preset_file(group: str, name: str) -> dict:
+    """What a file of configs/ itself has, before it is composed with its defaults."""
+    return OmegaConf.to_container(OmegaConf.load(CONFIGS / group / f"{name}.yaml"))
+
+
 def override_value(override: str) -> object:
     """The value of `key=value`, as the command line has it."""
     from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -87,11 +87,12 @@ def test_a_model_is_taken_away_and_back(command, trained, story):
         assert result.code == 0, result.err
 
 
-def test_the_commands_of_conversion_run(command, trained, story):
+def test_the_commands_of_conversion_run(command, tokenizer, story):
+    saved(Path("old"), tree_of("mha"), tokenizer)
     (block,) = re.findall(
         r"```bash\n(.*?)```", (ROOT / "docs" / "convert.md").read_text(), re.DOTALL
     )
-    words = {"MODEL": str(trained), "TEXT": str(story), "-m ": ""}
+    words = {"MODEL": "old", "TEXT": str(story), "-m ": ""}
     for number, line in enumerate(block.splitlines()):
         for word, value in (words | {"FOLDER": f"new{number}"}).items():
             line = line.replace(word, value)

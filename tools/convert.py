@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
         help="evaluate before and after on its first documents, and fit to those after them",
     )
     positive = bounded_number(int, 1)
-    add("--documents", type=positive, default=200, help="of the text that are evaluated")
+    add("--documents", type=positive, default=50, help="of the text that are evaluated")
     parser.set_defaults(separator="<|endoftext|>", truncate=True, batch_size=8)
     return parser.parse_args()
 
