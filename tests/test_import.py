@@ -155,7 +155,7 @@ def test_a_run_takes_the_model_that_it_begins_with(command, there, story):
     result = command(
         "train.py", *how, "++attention.window=3", "attention=mqa", "steps=1", "run_dir=other"
     )
-    assert result.code == 2 and "(++attention.window=3 attention=mqa). fix: leave" in result.err
+    assert result.code == 2 and "(++attention.window=3). fix: leave" in result.err
 
 
 def test_what_can_be_computed_need_not_be_there(there):

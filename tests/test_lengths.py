@@ -101,7 +101,7 @@ def test_yarn_is_that_of_a_model_with_scaled_positions(run_of, variant):
     settings["model"]["attention"] = scaled(settings["model"]["attention"])
     weights = checkpoint.load_model(newest, "cpu").state_dict()
     proto = (newest / "tokenizer.model").read_bytes()
-    checkpoint.save(Path("runs/scaled"), 1, weights, settings, proto, {})
+    checkpoint.save(Path("runs/scaled"), 1, weights, settings, {"tokenizer.model": proto}, {})
     expected = measure_lengths(Path("runs/scaled"))
     assert measured["4 YaRN"] == pytest.approx(expected["4"], rel=1e-5)
     assert measured["4"] != pytest.approx(expected["4"], rel=1e-4)

@@ -133,7 +133,7 @@ def test_the_fuzz_sees_rules_that_are_missing(capfd, monkeypatch):
     monkeypatch.setattr(config, "find_problems", lambda settings, world_size: [])
     # Nor does the attempt to build what the config describes report its errors.
     monkeypatch.setattr(setup, "collect", lambda problems: nullcontext())
-    for seed in (2, 4, 8):
+    for seed in (4, 10, 11):
         assert next(fuzzed(120, seed, capfd), None) is not None
 
 
