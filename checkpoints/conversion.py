@@ -134,7 +134,10 @@ def load_converted(
         for stored, lazy in stored_tensors:
             names = [name for name in stored.shapes if name.startswith(prefix)]
             if names:
-                tensor = torch.empty(lazy.shape, device="meta") if is_dry else lazy.read().float()
+                tensor = torch.empty(lazy.shape, device="meta") if is_dry else lazy.read()
+                # Means are computed in fp32 at least; buffers may be of any type.
+                if tensor.dtype in (torch.bfloat16, torch.float16):
+                    tensor = tensor.float()
                 parameters = stored.from_file(tensor)
                 weights |= {name.removeprefix(prefix): parameters[name] for name in names}
         return weights
@@ -160,10 +163,12 @@ def load_converted(
     changes = []
     knobs = zip(attention_knobs(old_tree), attention_knobs(tree), strict=True)
     for layer, (old_knobs, new_knobs) in enumerate(knobs):
-        made = layers.read(layer)
-        changes.append([])
-        if old_knobs != new_knobs:
-            made, changes[layer] = convert_layer(layers, layer)
+        if old_knobs == new_knobs:
+            made = layers.read(layer)
+            changes_here = []
+        else:
+            made, changes_here = convert_layer(layers, layer)
+        changes.append(changes_here)
         for name, tensor in made.items():
             copy(weights, f"blocks.{layer}.attention.{name}", tensor, is_dry)
         del made

@@ -17,9 +17,9 @@ import tokenizers
 
 MAX_PIECE_CHARS = 4000  # the trainer's time grows with the length of what it gets at once
 SPACE = "\u2581"  # SentencePiece's own sign for a space: in a text, it would be decoded as one
-# Where BOS and EOS of a tokenizer.json are found.
-SPECIAL_TOKEN_FILES = ("tokenizer_config.json", "config.json", "generation_config.json")
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
+# Where BOS and EOS of a tokenizer.json are found: an entry of a later file replaces an earlier one.
+SPECIAL_TOKEN_FILES = ("tokenizer_config.json", "config.json", "generation_config.json")
 
 
 class Tokenizer:
