@@ -12,9 +12,10 @@ from torch import Tensor
 
 from checkpoints import checkpoint
 from checkpoints.huggingface.mapping import HYBRID, attention_knobs, with_defaults
+from checkpoints.weights import Weights
 from common import config
 from common.sharding import shard_like
-from model.conversion import Change, Layers, Weights, convert_layer
+from model.conversion import Change, Layers, convert_layer
 from model.materialize import build_model
 from model.transformer import Transformer
 
@@ -117,33 +118,32 @@ def load_converted(
 ) -> list[list[Change]]:
     """Load the weights at `path` into a model with another attention -> the changes of each layer.
 
-    `tree` is the config of `model`. Parameters that no formula makes keep their values. A model
-    whose parameters are on the meta device shows the changes alone. `moments` (D, D) are the means
-    of x x^T over inputs x of each layer's attention, by default of inputs that a norm with its
-    weights makes of white noise. Weights are read layer by layer, so that memory holds little more
-    than the model. Raises ValueError where there is no formula, or the models differ in more than
-    attention.
+    `tree` is the config of `model`. Parameters that no formula makes keep their values. Where the
+    model is on the meta device, no weights are read, and only the changes are computed. `moments`
+    (D, D) are the means of x x^T over inputs x of each layer's attention, by default of inputs that
+    a norm with its weights makes of white noise. Weights are read layer by layer, so that memory
+    holds little more than the model. Raises ValueError where there is no formula, or the models
+    differ in more than attention.
     """
     old_tree = checkpoint.load_config(path)["model"] | {"context": model.context}
     source = build_model(old_tree)
+    check_same_around_attention(source, model)
     stored_tensors = checkpoint.check_weights(source, path)
-    is_dry = next(model.parameters()).is_meta
+    is_meta = next(model.parameters()).is_meta
 
     def read(prefix: str) -> Weights:
+        """The old parameters whose names begin with `prefix`, by the rest of their names."""
         weights = {}
         for stored, lazy in stored_tensors:
             names = [name for name in stored.shapes if name.startswith(prefix)]
             if names:
-                tensor = torch.empty(lazy.shape, device="meta") if is_dry else lazy.read()
+                tensor = torch.empty(lazy.shape, device="meta") if is_meta else lazy.read()
                 # Means are computed in fp32 at least; buffers may be of any type.
                 if tensor.dtype in (torch.bfloat16, torch.float16):
                     tensor = tensor.float()
                 parameters = stored.from_file(tensor)
                 weights |= {name.removeprefix(prefix): parameters[name] for name in names}
         return weights
-
-    old = [block.attention for block in source.blocks]
-    new = [block.attention for block in model.blocks]
 
     def moment(layer: int) -> Tensor:
         if moments is not None:
@@ -152,31 +152,45 @@ def load_converted(
         bias = norm.get("bias", torch.zeros_like(norm["weight"]))
         return norm["weight"].square().diag() + bias.outer(bias)
 
-    layers = Layers(old, new, lambda layer: read(f"blocks.{layer}.attention."), moment)
-
-    # What is not attention is the same in both.
+    layers = Layers(
+        old=[block.attention for block in source.blocks],
+        new=[block.attention for block in model.blocks],
+        read=lambda layer: read(f"blocks.{layer}.attention."),
+        moment=moment,
+    )
     weights = model.state_dict()
-    rest = {name: tensor.shape for name, tensor in weights.items() if ".attention." not in name}
-    theirs = source.state_dict()
-    if rest != {name: theirs[name].shape for name in theirs if ".attention." not in name}:
-        raise ValueError("models differ in more than attention. fix: leave out model.KEY=VALUE")
     changes = []
     knobs = zip(attention_knobs(old_tree), attention_knobs(tree), strict=True)
     for layer, (old_knobs, new_knobs) in enumerate(knobs):
         if old_knobs == new_knobs:
-            made = layers.read(layer)
-            changes_here = []
+            attention_weights, layer_changes = layers.read(layer), []
         else:
-            made, changes_here = convert_layer(layers, layer)
-        changes.append(changes_here)
-        for name, tensor in made.items():
-            copy(weights, f"blocks.{layer}.attention.{name}", tensor, is_dry)
-        del made
-    for name in rest:
-        if not is_dry:
-            for same_name, tensor in read(name).items():
-                copy(weights, name + same_name, tensor, is_dry)
+            attention_weights, layer_changes = convert_layer(layers, layer)
+        changes.append(layer_changes)
+        for name, tensor in attention_weights.items():
+            copy_weight(weights, f"blocks.{layer}.attention.{name}", tensor)
+        del attention_weights, tensor  # before the next layer is read
+    for name in filter(is_around_attention, weights):
+        copy_weight(weights, name, read(name)[""])
     return changes
+
+
+def is_around_attention(name: str) -> bool:
+    return ".attention." not in name
+
+
+def check_same_around_attention(old: Transformer, new: Transformer) -> None:
+    """Raise ValueError unless all that is not attention has the same names and shapes."""
+    old_shapes, new_shapes = (
+        {
+            name: tensor.shape
+            for name, tensor in model.state_dict().items()
+            if is_around_attention(name)
+        }
+        for model in (old, new)
+    )
+    if old_shapes != new_shapes:
+        raise ValueError("models differ in more than attention. fix: leave out model.KEY=VALUE")
 
 
 def describe(changes: list[list[Change]]) -> list[str]:
@@ -190,12 +204,11 @@ def describe(changes: list[list[Change]]) -> list[str]:
     return lines
 
 
-def copy(weights: Weights, name: str, tensor: Tensor, is_dry: bool) -> None:
-    """Copy a tensor into a parameter of the same shape, which may be sharded."""
+def copy_weight(weights: Weights, name: str, tensor: Tensor) -> None:
+    """Copy a tensor into the parameter `name` of the same shape, which may be sharded."""
     if tensor.shape != weights[name].shape:
         raise ValueError(
             f"weights of another shape ({name}: {list(tensor.shape)}, "
             f"{list(weights[name].shape)}). fix: another attention"
         )
-    if not is_dry:
-        weights[name].copy_(shard_like(tensor.to(weights[name].dtype), weights[name]))
+    weights[name].copy_(shard_like(tensor.to(weights[name].dtype), weights[name]))

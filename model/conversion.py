@@ -19,6 +19,11 @@ from model.attention.softmax import SoftmaxAttention
 Weights = dict[str, Tensor]
 # A sink that weighs less than rounding beside a score above -9, and that still has a gradient.
 NO_SINK = -20.0
+# What may be left of an attention, where another mechanism has no gate, sink or bias.
+PROJECTIONS_AND_NORMS = {f"{name}_proj.weight" for name in "qkvo"} | {
+    "q_norm.weight",
+    "k_norm.weight",
+}
 
 
 class Change(NamedTuple):
@@ -87,9 +92,9 @@ def softmax_to_softmax(layers: Layers, index: int) -> tuple[Weights, list[Change
     if old.rope_base is None:
         check_kept(index, {"rope_base": None}, vars(new))
     weights = dict(layers.read(index))
-    # A layer may use the keys and values of another.
-    is_kept = {name for name in weights if name.startswith(("k_", "v_"))}
-    check_used(index, weights, is_kept | shapes(new).keys())
+    # A layer that uses the keys and values of another has none of its own.
+    of_keys_and_values = {name for name in weights if name.startswith(("k_", "v_"))}
+    check_used(index, weights, of_keys_and_values | shapes(new).keys())
     changes = []
 
     # Heads of keys and values: repeated, or averaged over groups of neighbours.
@@ -166,9 +171,11 @@ def softmax_to_shared(layers: Layers, index: int) -> tuple[Weights, list[Change]
         members.append(later)
     if len(members) == 1:
         return softmax_to_softmax(layers, index)
-    mean = dict(layers.read(index))
-    for name in [name for name in mean if name.startswith(("k_", "v_"))]:
-        mean[name] = torch.stack([layers.read(member)[name] for member in members]).mean(dim=0)
+    read = [layers.read(member) for member in members]
+    mean = dict(read[0])
+    for name in mean:
+        if name.startswith(("k_", "v_")):
+            mean[name] = torch.stack([weights[name] for weights in read]).mean(dim=0)
     weights, changes = softmax_to_softmax(layers._replace(read=lambda _: mean), index)
     text = f"keys and values are the mean of {len(members)} layers"
     return weights, [*changes, Change(text, False)]
@@ -194,8 +201,7 @@ def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]
     new = layers.new[index]
     weights = layers.read(index)
     check_latent(old, new, index)
-    norms = {"q_norm.weight", "k_norm.weight"}
-    check_used(index, weights, norms | {f"{name}_proj.weight" for name in "qkvo"})
+    check_used(index, weights, PROJECTIONS_AND_NORMS)
     dtype = weights["o_proj.weight"].dtype
     moment = layers.moment(index).double()
 
@@ -208,42 +214,36 @@ def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]
         k = fold_norm(k, weights["k_norm.weight"].double(), moment)
 
     # Which features keep their rotation: pairs are half a head apart.
-    pairs = torch.arange(0, old.head_dim // 2, old.head_dim // new.rope_dim)
-    rotated = torch.cat((pairs, pairs + old.head_dim // 2))
-    is_plain = torch.ones(old.head_dim, dtype=torch.bool)
-    is_plain[rotated] = False
+    half = old.head_dim // 2
+    is_rotated = torch.zeros(half, dtype=torch.bool)
+    is_rotated[:: old.head_dim // new.rope_dim] = True
+    is_rotated = is_rotated.repeat(2)
 
-    # Keys without a rotation and values, which are made equally large, out of one latent.
-    plain_keys = k[:, is_plain].flatten(0, 1)
-    values = v.flatten(0, 1)
-    balance = (size(values, moment) / size(plain_keys, moment)).sqrt()
-    joint = torch.cat((balance * plain_keys, values))
-    down, up = factorize(joint, moment, new.rank)
-    up_k, up_v = up.split([len(plain_keys), len(values)])
-    up_k = (up_k / balance).unflatten(0, (old.kv_heads, -1))
-    up_v = up_v.unflatten(0, (old.kv_heads, -1))
+    # Keys without a rotation and values come out of the latent.
+    plain_k = k[:, ~is_rotated]
+    down, up_k, up_v = factorize_jointly(plain_k, v, moment, new.rank)
+    # If the latent is wider than their rank, the rest of it is zero and makes its norm smaller.
+    latent_norm = down.new_full((new.rank,), (len(down) / new.rank) ** 0.5)
 
     # For each query head, the rows of keys and of values, filled up with zeros.
-    group = old.heads // old.kv_heads
-    up_kv = torch.cat((pad_to(up_k, new.head_dim), pad_to(up_v, new.value_dim)), dim=1)
+    up = torch.cat((pad_to(up_k, new.head_dim), pad_to(up_v, new.value_dim)), dim=1)
+    up = up.repeat_interleave(old.heads // old.kv_heads, dim=0)
     # Scores are divided by the root of the width of a key, which is another one now.
     scale = (new.value_dim / old.head_dim) ** 0.5
-    new_q = torch.cat((pad_to(q[:, is_plain], new.head_dim), q[:, rotated]), dim=1) * scale
+    new_q = scale * torch.cat((pad_to(q[:, ~is_rotated], new.head_dim), q[:, is_rotated]), dim=1)
     out = weights["o_proj.weight"].double().unflatten(1, (old.heads, -1))
-    made = {
+
+    new_weights = {
         "q_proj.weight": new_q.flatten(0, 1),
-        "latent_proj.weight": down,
-        # Features of the latent that are always zero make its norm smaller.
-        "latent_norm.weight": down.new_full(
-            (new.rank,), (min(new.rank, *joint.shape) / new.rank) ** 0.5
-        ),
-        "rope_proj.weight": k[:, rotated].mean(dim=0),
-        "kv_proj.weight": up_kv.repeat_interleave(group, dim=0).flatten(0, 1),
-        "o_proj.weight": pad_to(out.transpose(1, 2), new.value_dim, 1).transpose(1, 2).flatten(1),
+        "latent_proj.weight": pad_to(down, new.rank, dim=0),
+        "latent_norm.weight": latent_norm,
+        "rope_proj.weight": k[:, is_rotated].mean(dim=0),
+        "kv_proj.weight": pad_to(up.flatten(0, 1), new.rank),
+        "o_proj.weight": pad_to(out, new.value_dim, dim=2).flatten(1),
     }
-    kept = f"{new.rope_dim} of {old.head_dim} features of a key keep their rotation"
-    text = f"a latent of rank {new.rank}; {kept}"
-    return {name: weight.to(dtype) for name, weight in made.items()}, [Change(text, False)]
+    rotated = f"{new.rope_dim} of {old.head_dim} features of a key keep their rotation"
+    change = Change(f"a latent of rank {new.rank}; {rotated}", False)
+    return {name: weight.to(dtype) for name, weight in new_weights.items()}, [change]
 
 
 def check_latent(old: SoftmaxAttention, new: LatentAttention, index: int) -> None:
@@ -267,15 +267,31 @@ def fold_norm(heads: Tensor, weight: Tensor, moment: Tensor) -> Tensor:
     return heads * weight[:, None] / mean_square.sqrt()[:, None, None]
 
 
-def size(weight: Tensor, moment: Tensor) -> Tensor:
-    """The mean square of the outputs of a weight (N, D), summed."""
-    return torch.einsum("nd,df,nf->", weight, moment, weight)
+def factorize_jointly(
+    keys: Tensor, values: Tensor, moment: Tensor, rank: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """keys (K, E, D), values (K, F, D) -> down (R, D), and up (K, E, R) and (K, F, R) of both.
+
+    Before they share a latent they are made equally large, by the sums of their mean squares.
+    """
+
+    def mean_square(heads: Tensor) -> Tensor:
+        return torch.einsum("ked,df,kef->", heads, moment, heads)
+
+    balance = (mean_square(values) / mean_square(keys)).sqrt()
+    heads = torch.cat((balance * keys, values), dim=1)
+    down, up = factorize(heads.flatten(0, 1), moment, rank)
+    up_keys, up_values = up.unflatten(0, heads.shape[:2]).split(
+        [keys.shape[1], values.shape[1]], dim=1
+    )
+    return down, up_keys / balance, up_values
 
 
 def factorize(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """weight (N, D) -> down (R, D) and up (N, R), whose product has the nearest outputs of rank R.
 
-    The inputs have the second moments `moment` (D, D); what `down` makes of them has the identity.
+    R is the least of `rank`, N and D. The inputs have the second moments `moment` (D, D); what
+    `down` makes of them has the identity.
     """
     # With inputs x = root z, where z has the identity, this is a truncated SVD: Eckart and Young.
     eigenvalues, vectors = torch.linalg.eigh(moment)
@@ -283,10 +299,9 @@ def factorize(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor
     root = vectors * eigenvalues.sqrt()
     inverse = (vectors / eigenvalues.sqrt()).mT
     left, singular, right = torch.linalg.svd(weight @ root, full_matrices=False)
-    rank_found = min(rank, len(singular))
-    down = right[:rank_found] @ inverse
-    up = left[:, :rank_found] * singular[:rank_found]
-    return pad_to(down, rank, 0), pad_to(up, rank, 1)
+    down = right[:rank] @ inverse
+    up = left[:, :rank] * singular[:rank]
+    return down, up
 
 
 def pad_to(tensor: Tensor, length: int, dim: int = 1) -> Tensor:
@@ -302,12 +317,12 @@ def softmax_to_delta(layers: Layers, index: int) -> tuple[Weights, list[Change]]
     new = layers.new[index]
     check_kept(index, {"head_dim": old.head_dim}, vars(new))
     weights = layers.read(index)
-    norms = {"q_norm.weight", "k_norm.weight"}  # its keys are normalized without a weight
-    check_used(index, weights, norms | {f"{name}_proj.weight" for name in "qkvo"})
-    made = {name: weights[name] for name in ("q_proj.weight", "o_proj.weight")}
+    # Its queries and keys are normalized without a weight.
+    check_used(index, weights, PROJECTIONS_AND_NORMS)
+    new_weights = {name: weights[name] for name in ("q_proj.weight", "o_proj.weight")}
     for name in ("k_proj.weight", "v_proj.weight"):
-        made[name] = change_kv_heads(weights[name], old.kv_heads, new.heads)
-    return made, [Change("a delta rule with these projections; all else is new", False)]
+        new_weights[name] = change_kv_heads(weights[name], old.kv_heads, new.heads)
+    return new_weights, [Change("a delta rule with these projections; all else is new", False)]
 
 
 # (old, new): the function that makes the weights of a layer.
