@@ -1,6 +1,6 @@
 """The loss of a language model: cross-entropy of the next token, summed over targets, in nats."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from data.loader import IGNORE_INDEX, document_ids
 from model.layers import apply_softcap, fp32
 from model.transformer import Transformer
+from training.distillation import Distillation
 
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27, "mps": 2**24}  # logits in memory at a time
 # Rows of bf16 logits must begin at multiples of 16 bytes for the fast kernels of a GPU, and fill
@@ -29,17 +30,6 @@ def cross_entropy(
     log_z = logits.logsumexp(dim=-1)[targets != IGNORE_INDEX]
     penalty = z_loss * log_z.square().sum()
     return loss + penalty - penalty.detach()
-
-
-class Distillation(NamedTuple):
-    """A model to learn from, which is not trained: Hinton et al., 1503.02531.
-
-    The gradient is that of `weight` times the divergence from its predictions, KL(teacher, model),
-    and 1 - `weight` times the cross-entropy; the value stays the cross-entropy.
-    """
-
-    teacher: Transformer
-    weight: float
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

@@ -3,17 +3,14 @@
 Everything is counted on tensors that have shapes but no memory.
 """
 
-from pathlib import Path
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from checkpoints import checkpoint
 from common import compilation, config, hardware
 from common.instantiate import instantiate
-from model.materialize import build_model
 from training.compile_choice import is_long_run
+from training.distillation import teacher_bytes
 from training.distributed import DistEnv
 from training.loss import MAX_LOGITS, LanguageModelLoss
 from training.optimizers import init_state, named_states
@@ -159,20 +156,6 @@ def choose_micro_batch(memory: TrainingMemory | None, settings: dict, ranks: Dis
     free_bytes = -ranks.all_reduce_max(-free_memory(ranks.device))
     free_bytes -= teacher_bytes(settings, memory.precision)
     return fit_micro_batch(memory, settings, ranks.world_size, is_compiled, free_bytes)
-
-
-def teacher_bytes(settings: dict, precision: torch.dtype) -> int:
-    """Bytes of the weights of a model to learn from, which each device has whole."""
-    if settings["distill"] is None:
-        return 0
-    path = checkpoint.find_model(Path(settings["distill"]).expanduser())
-    teacher = build_model(checkpoint.load_config(path)["model"])
-    return sum(p.numel() for p in teacher.parameters()) * teacher_dtype(precision).itemsize
-
-
-def teacher_dtype(precision: torch.dtype) -> torch.dtype:
-    """That of the weights of a model to learn from."""
-    return torch.bfloat16 if precision == torch.bfloat16 else torch.float32
 
 
 def free_memory(device: torch.device) -> int:

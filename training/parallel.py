@@ -1,20 +1,18 @@
 """The model as it is trained: activation checkpointing, FSDP2 and DDP."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from checkpoints.checkpoint import find_model, load_model
 from common.sharding import shard_like
 from model.init import initialize
 from model.materialize import build_model, materialize
+from training.distillation import load_distillation
 from training.distributed import DistEnv
-from training.loss import Distillation, LanguageModelLoss
-from training.memory import teacher_dtype
+from training.loss import LanguageModelLoss
 
 
 def build_parallel(
@@ -31,13 +29,11 @@ def build_parallel(
     if settings["sharded"]:
         shard(model, ranks, precision)
     initialize(materialize(model, ranks.device), settings["seed"], shard_like)
-    distillation = None
-    if settings["distill"] is not None:
-        path = find_model(Path(settings["distill"]).expanduser())
-        teacher = load_model(path, ranks.device, teacher_dtype(precision), settings["context"])
-        distillation = Distillation(teacher.requires_grad_(False), settings["distill_weight"])
     loss_module = LanguageModelLoss(
-        model, z_loss=settings["z_loss"], bos=bos, distillation=distillation
+        model,
+        z_loss=settings["z_loss"],
+        bos=bos,
+        distillation=load_distillation(settings, ranks.device, precision),
     )
     parallel = loss_module
     if ranks.world_size > 1 and not settings["sharded"]:

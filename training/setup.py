@@ -19,8 +19,8 @@ from data.corpus import Corpus
 from data.loader import Loader, min_corpus_tokens
 from data.prepare import prepare
 from data.sources import Source
-from data.tokenizer import Tokenizer
 from model.materialize import build_model
+from training.distillation import check_teacher
 from training.trainer import Trainer
 
 MODEL_OVERRIDE = re.compile(r"[+~]*(model|ffn|norm|data\.tokenizer)\b|[+~]+attention\b")
@@ -158,8 +158,7 @@ def load_corpus(settings: dict, source: Source) -> tuple[Corpus, Loader]:
     # A pretrained model may have more rows than its tokenizer has tokens.
     if settings.get("init_from") is None:
         settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
-    if settings["distill"] is not None:
-        check_teacher(Path(settings["distill"]).expanduser(), corpus, settings["model"])
+    check_teacher(settings, corpus)
     loader = corpus.loader(context, batch_size, settings["seed"])
     is_bounded = settings["steps"] is not None or settings["max_minutes"] is not None
     if loader.rows_per_epoch == math.inf and not is_bounded:
@@ -168,25 +167,6 @@ def load_corpus(settings: dict, source: Source) -> tuple[Corpus, Loader]:
             "fix: max_minutes=5"
         )
     return corpus, loader
-
-
-def check_teacher(path: Path, corpus: Corpus, model: dict) -> None:
-    """Raise ValueError for a teacher whose tokens are not those of the model."""
-    teacher = checkpoint.find_model(path)
-    tokenizer = Tokenizer.load(checkpoint.tokenizer_path(teacher))
-    tree = checkpoint.load_config(teacher)["model"]
-    vocab_size = tree["vocab_size"]
-    if tree["context"] < model["context"]:
-        raise ValueError(
-            f"a teacher of shorter texts (distill={path}: {tree['context']} tokens, "
-            f"context={model['context']}). fix: context={tree['context']}"
-        )
-    is_same = tokenizer.identity() == corpus.tokenizer.identity()
-    if not is_same or vocab_size != model["vocab_size"]:
-        raise ValueError(
-            f"a teacher of other tokens (distill={path}: {vocab_size} rows, the model "
-            f"{model['vocab_size']}). fix: a teacher with the same tokenizer"
-        )
 
 
 @contextmanager

@@ -1,0 +1,73 @@
+"""Training against the predictions of another model, the teacher: Hinton et al., 1503.02531."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from checkpoints import checkpoint
+from data.corpus import Corpus
+from data.tokenizer import Tokenizer
+from model.materialize import build_model
+from model.transformer import Transformer
+
+
+class Distillation(NamedTuple):
+    """A model to learn from, which is not trained.
+
+    The gradient is that of `weight` times the divergence from its predictions, KL(teacher, model),
+    and 1 - `weight` times the cross-entropy; the value stays the cross-entropy.
+    """
+
+    teacher: Transformer
+    weight: float
+
+
+def load_distillation(
+    settings: dict, device: torch.device, precision: torch.dtype
+) -> Distillation | None:
+    """The teacher that `distill` names, if any; each device has all of it."""
+    if settings["distill"] is None:
+        return None
+    dtype = weight_dtype(precision)
+    teacher = checkpoint.load_model(find_teacher(settings), device, dtype, settings["context"])
+    return Distillation(teacher.requires_grad_(False), settings["distill_weight"])
+
+
+def find_teacher(settings: dict) -> Path:
+    return checkpoint.find_model(Path(settings["distill"]).expanduser())
+
+
+def weight_dtype(precision: torch.dtype) -> torch.dtype:
+    """fp16 has too small a range for weights that are not scaled."""
+    return torch.bfloat16 if precision == torch.bfloat16 else torch.float32
+
+
+def teacher_bytes(settings: dict, precision: torch.dtype) -> int:
+    """Bytes of the teacher's weights on each device."""
+    if settings["distill"] is None:
+        return 0
+    teacher = build_model(checkpoint.load_config(find_teacher(settings))["model"])
+    return sum(p.numel() for p in teacher.parameters()) * weight_dtype(precision).itemsize
+
+
+def check_teacher(settings: dict, corpus: Corpus) -> None:
+    """Raise ValueError for a teacher whose tokens are not those of the model."""
+    if settings["distill"] is None:
+        return
+    path = find_teacher(settings)
+    model = settings["model"]
+    teacher = checkpoint.load_config(path)["model"]
+    named = f"distill={settings['distill']}"
+    if teacher["context"] < model["context"]:
+        raise ValueError(
+            f"a teacher of shorter texts ({named}: {teacher['context']} tokens, "
+            f"context={model['context']}). fix: context={teacher['context']}"
+        )
+    tokenizer = Tokenizer.load(checkpoint.tokenizer_path(path))
+    is_same = tokenizer.identity() == corpus.tokenizer.identity()
+    if not is_same or teacher["vocab_size"] != model["vocab_size"]:
+        raise ValueError(
+            f"a teacher of other tokens ({named}: {teacher['vocab_size']} rows, the model "
+            f"{model['vocab_size']}). fix: a teacher with the same tokenizer"
+        )
