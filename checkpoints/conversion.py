@@ -68,9 +68,12 @@ def edit(attention: dict, named: dict) -> dict:
     is_hybrid = attention["_target_"] == HYBRID
     kinds = attention["kinds"] if is_hybrid else {"": attention}
     for key, value in named.items():
-        _, kind, knob = key.split(".") if key.startswith("kinds.") else ("", None, key)
-        chosen = kinds.values() if kind is None else [kinds.get(kind, {})]
-        fitting = [knobs for knobs in chosen if knob in with_defaults(knobs)]
+        chosen = kinds
+        knob = key
+        if key.startswith("kinds."):
+            kind, _, knob = key.removeprefix("kinds.").partition(".")
+            chosen = {kind: kinds.get(kind, {})}
+        fitting = [knobs for knobs in chosen.values() if knob in with_defaults(knobs)]
         if not fitting:
             raise ValueError(f"no such option (attention.{key}). fix: attention=PRESET")
         for knobs in fitting:

@@ -200,6 +200,7 @@ REFUSED = [
     ("gqa", "attention=llama", "leave out what the model has"),
     ("gqa", "attention.kv_heads=2", "leave out what the model has"),
     ("gqa", "attention.rank=8", "attention=PRESET"),
+    ("nope", "attention.kinds.rope=8", "attention=PRESET"),
     ("mla", "attention=gqa", "train the new attention anew"),
     ("mla", "attention=mla attention.rank=8", "train the new attention anew"),
     ("nope", "attention=gqa", "attention.rope_base=VALUE"),
