@@ -120,7 +120,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python generate.py",
         description=__doc__.partition("\n")[0],
-        epilog="a prompt is quoted, and one with a dash comes after --",
+        epilog="quote the prompt, and put -- in front of one that begins with a dash",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -171,7 +171,7 @@ def parse_arguments() -> argparse.Namespace:
         "--seed",
         type=natural,
         default=0,
-        help="of a prompt's continuations, in whatever file it stands",
+        help="random seed; a prompt's continuations do not depend on the other prompts",
     )
     add(
         "--stop",

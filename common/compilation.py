@@ -96,7 +96,7 @@ def use_cache(folder: Path = ROOT / ".cache") -> None:
     if compiler is None or Path(compiler).parent.name == SCRIPTS:  # none, or set up already
         return
 
-    # Torch's own keys leave out some of what decides on machine code.
+    # torch's own cache keys leave out some of what determines the machine code.
     capability = os.environ.get("ATEN_CPU_CAPABILITY", "")
     identity = [torch.__version__, compiler, capability, *processor_features()]
     key = sha256("\n".join(identity).encode()).hexdigest()[:16]

@@ -17,8 +17,8 @@ CONFIGS = ROOT / "configs"
 LARGEST = 99_999_999  # of a size
 CPU_MICRO_BATCH = 8  # sequences, at most; more of them are not faster on a CPU
 
-# What a value may have to be, as errors describe it: a regular expression for it as JSON. What is
-# not listed is a text that stands for itself, such as cpu.
+# Alternatives of a rule, in the words of error messages, each with a regular expression that its
+# value matches as JSON. An alternative that is not listed is a literal string, such as cpu.
 PATTERNS = {
     "null": "null",
     "true": "true",

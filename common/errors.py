@@ -24,7 +24,7 @@ INTERRUPTED = 130
 # Errors of a disk that is full, read-only or broken.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 
-# Our names for what others call otherwise, or have in another place.
+# Names that other tools use -> the last part of our key or choice, or of several.
 SYNONYMS = {
     "batch_size": "batch_tokens micro_batch",
     "block_size": "context",

@@ -157,9 +157,9 @@ def multiplies_bf16(device: torch.device) -> bool:
 
 
 def prepare_for_training(device: torch.device) -> None:
-    """Let products in fp32 on a GPU run in TF32, and keep freed memory on a CPU.
+    """Let fp32 products run in TF32 on a GPU, and keep freed memory on a CPU.
 
-    Both hold for the whole process. Elsewhere products in fp32 are exact.
+    Both hold for the whole process. Commands that do not call this multiply in full fp32.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -186,7 +186,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 
 
 def processor_features() -> list[str]:
-    """The architecture and the flags of the processors: what decides on machine code."""
+    """The architecture and the flags of the processors, which determine the machine code."""
     lines = cpuinfo().splitlines()
     flags = {line for line in lines if line.startswith(("flags", "Features"))}  # x86, Arm
     return [platform.machine(), *sorted(flags)]
@@ -222,7 +222,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes allocated so far, on the GPU or by this process."""
+    """Peak bytes so far: allocated by torch on a GPU, else resident in memory (this process)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # bytes

@@ -234,7 +234,7 @@ class Batch:
 
     def needs_more(self) -> bool:
         """Whether any sequence may get a token after the one that was drawn last."""
-        return any(not row.is_finished and row.num_left > 1 for row in self.rows)
+        return any(not sequence.is_finished and sequence.num_left > 1 for sequence in self.rows)
 
 
 def prefill(

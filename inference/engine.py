@@ -24,10 +24,10 @@ def decode_step(
 ) -> Tensor:
     """Decode tokens (B, T), and draw what comes next. One graph serves every length of the cache.
 
-    The tokens are `state.tokens`, and drafts (B, T - 1) after them, -1 for none; `valid` (B, T) is
-    false where nothing is to be decoded, None for nowhere. Returns what was drawn, (B, T), -1 after
-    the first wrong draft, and updates `state` and the cache. Without `state`, nothing is drawn, and
-    the logits (B, T, V) are returned.
+    The tokens are `state.tokens`, followed by drafts (B, T - 1), with -1 for no draft. `valid`
+    (B, T) is false for tokens to skip; None means that all are valid. Returns the drawn tokens
+    (B, T), with -1 after the first wrong draft, and updates `state` and the cache. Without `state`,
+    nothing is drawn, and the logits (B, T, V) are returned.
     """
     logits = model(tokens.clamp(min=0), cache, valid)
     if state is None:

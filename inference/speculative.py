@@ -16,16 +16,18 @@ def speculate(batch: Batch, step: DecodeStep, num_draft_tokens: int) -> Iterator
 
     Appends the drafts that are right and one more token, and yields a sequence after each.
     Afterwards state and cache are as if these tokens had been decoded one by one. What the sampler
-    draws depends on seed, draw index and logits alone, so a draft is right if it is what the logits
-    before it give.
+    draws depends on seed, draw index and logits alone, so a draft is right if it equals the token
+    that is drawn from the logits before it.
     """
     cache = batch.cache
     state = batch.state
     # The host knows all tokens but those that were drawn after a prefill.
     if batch.prefilled_rows:
-        newest = enumerate(state.tokens.cpu().tolist())
-        prefilled = batch.prefilled_rows
-        yield from batch.append([token if row in prefilled else [] for row, token in newest])
+        first_tokens = state.tokens.cpu().tolist()  # a list of one token for each row
+        new_tokens = [[]] * len(first_tokens)
+        for row in batch.prefilled_rows:
+            new_tokens[row] = first_tokens[row]
+        yield from batch.append(new_tokens)
 
     drafts = []
     for sequence in batch.rows:

@@ -297,7 +297,7 @@ def test_a_run_that_learns_from_a_teacher_resumes_and_keeps_it_out(
 
     other = ("data.vocab_size=300", "distill=old", "steps=4", "run_dir=other")
     refused = command("train.py", *words[:-5], *other, f"data.path={story}", "data=text")
-    assert refused.code == 2 and "a teacher of other tokens" in refused.err, refused.err
+    assert refused.code == 2 and "the teacher has another vocabulary" in refused.err, refused.err
     refused = command("train.py", *words, "distill=nowhere", "steps=4", "run_dir=other")
     assert refused.code == 2 and "no model (nowhere)" in refused.err
     refused = command("train.py", *words, "distill=old", "distill_weight=2", "steps=4")

@@ -208,7 +208,9 @@ def test_settings_that_differ_are_listed_with_who_has_them():
 
 def test_a_cache_is_fixed_where_a_longer_text_needs_no_more(whole):
     rows = table(whole[0], "Result")
-    assert rows["retention"]["cache"].endswith(" kB, in all") and rows["gqa"]["cache"] == "16.6 kB"
+    assert (
+        rows["retention"]["cache"].endswith(" kB, fixed size") and rows["gqa"]["cache"] == "16.6 kB"
+    )
     assert not text_run("delta", 0, 1.0).cache_is_fixed
     window = text_run("gqa", 0, 1.0)
     for tokens, is_fixed in ((window.model.context - 1, True), (2 * window.model.context, False)):

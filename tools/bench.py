@@ -44,9 +44,9 @@ from training.trainer import Trainer
 
 NUM_TURNS = 8  # of each competitor, after one that compiles
 NUM_PROBES = 4  # measurements of the machine's ceiling in a turn; the best of all turns counts
-DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # rows, tokens of each at the end
-NEW_TOKENS = 255  # of them are generated
-UTILIZATION = {"flops": "mfu", "bytes_read": "bandwidth_share"}  # of the machine's rate
+DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # rows, and length of each at the end
+NEW_TOKENS = 255  # generated in each row, after a random prompt
+UTILIZATION = {"flops": "mfu", "bytes_read": "bandwidth_share"}  # fractions of the peak rate
 
 # Trains for a step, or decodes all tokens and returns what it measured.
 Step = Callable[[], dict | None]

@@ -44,7 +44,7 @@ FIGURES = ("step", "tokens", "seconds", "train_loss", "val_loss", "val_bpb")
 
 
 def parse_arguments() -> argparse.Namespace:
-    hint = "the class is chosen from what the model is"
+    hint = "such as --run runs/NAME --format hf --out FOLDER"
     parser = Parser("python -m tools.export", description=__doc__.partition(":")[0], epilog=hint)
     add = parser.add_argument
     add(

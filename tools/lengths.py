@@ -1,4 +1,4 @@
-"""Length: what a run makes of more context than it was trained with."""
+"""Length extrapolation: evaluate a run with more context than it was trained with."""
 
 import json
 from pathlib import Path
@@ -64,15 +64,18 @@ def last_loss(model: Transformer, corpus: Corpus, settings: dict) -> float:
     tokens = torch.from_numpy(np.concatenate(corpus.validation).astype(np.int64))
     length = LONGEST * settings["context"] + 1
     if len(tokens) < length:
-        raise ValueError(f"{len(tokens)} held-out tokens (a window has {length}). fix: more")
+        problem = f"only {len(tokens)} held-out tokens (a window has {length})"
+        raise ValueError(f"{problem}. fix: a larger text")
     num_targets = settings["context"] // 2  # of a window
     windows = tokens.unfold(0, length, num_targets)[: NUM_TARGETS // num_targets + 1]
     loss_module = loss_of(model, corpus, settings)
     nats = []
-    for window in windows[:, -model.context - 1 :].split(max(1, BATCH_TOKENS // model.context)):
-        window = window.to(model.embed.weight.device)
-        _, scores = loss_module(window[:, :-1], window[:, 1:])
-        nats.append(scores[0].view(len(window), -1)[:, -num_targets:].flatten())
+    rows = windows[:, -model.context - 1 :]  # each ends with the same targets at any context
+    batch_size = max(1, BATCH_TOKENS // model.context)
+    for batch in rows.split(batch_size):
+        batch = batch.to(model.embed.weight.device)
+        _, scores = loss_module(batch[:, :-1], batch[:, 1:])
+        nats.append(scores[0].view(len(batch), -1)[:, -num_targets:].flatten())
     return torch.cat(nats).mean().item()
 
 

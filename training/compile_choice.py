@@ -15,8 +15,8 @@ from common.instantiate import ROOT
 TIMED_STEPS = 3  # eager steps before the choice; the last of them is timed
 # Where nothing is known yet. On two CPU cores, model=small compiled in 66 s, and in 13 to 23 s from
 # then on; a compiled step took 0.52 of an eager one's time.
-STEP_RATIO = 0.6  # time of a compiled step to an eager one's
-CACHED_SHARE = 0.25  # of the time of a first compilation: a later one, which finds its files
+STEP_RATIO = 0.6  # time of a compiled step, relative to an eager one
+CACHED_SHARE = 0.25  # time of a compilation with a warm cache, relative to a cold one
 
 
 # Settings besides machine and model that change what is compiled.
@@ -24,9 +24,9 @@ COMPILED_OPTIONS = ("document_mask", "sharded", "activation_checkpointing", "z_l
 
 
 class CompileRecord:
-    """Seconds that compiling takes, and the time of a compiled step to an eager one's.
+    """Seconds that compiling takes, and the time of a compiled step relative to an eager one.
 
-    They are kept in a file for what they depend on: `settings` and the code of the model.
+    They are stored in a file named by a hash of what they depend on: `settings` and model/.
     `cold_seconds` is an estimate for the first time; infinite where nothing can be compiled.
     """
 

@@ -15,8 +15,8 @@ from model.transformer import Transformer
 class Distillation(NamedTuple):
     """A model to learn from, which is not trained.
 
-    The gradient is that of `weight` times the divergence from its predictions, KL(teacher, model),
-    and 1 - `weight` times the cross-entropy; the value stays the cross-entropy.
+    The gradient is that of weight * KL(teacher || model) + (1 - weight) * cross-entropy. The value
+    of the loss that is reported remains the cross-entropy.
     """
 
     teacher: Transformer
@@ -61,13 +61,13 @@ def check_teacher(settings: dict, corpus: Corpus) -> None:
     named = f"distill={settings['distill']}"
     if teacher["context"] < model["context"]:
         raise ValueError(
-            f"a teacher of shorter texts ({named}: {teacher['context']} tokens, "
+            f"the teacher's context is too short ({named}: {teacher['context']} tokens, "
             f"context={model['context']}). fix: context={teacher['context']}"
         )
     tokenizer = Tokenizer.load(checkpoint.tokenizer_path(path))
     is_same = tokenizer.identity() == corpus.tokenizer.identity()
     if not is_same or teacher["vocab_size"] != model["vocab_size"]:
         raise ValueError(
-            f"a teacher of other tokens ({named}: {teacher['vocab_size']} rows, the model "
-            f"{model['vocab_size']}). fix: a teacher with the same tokenizer"
+            f"the teacher has another vocabulary ({named}: {teacher['vocab_size']} tokens, the "
+            f"model {model['vocab_size']}). fix: a teacher with the same tokenizer"
         )

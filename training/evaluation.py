@@ -34,8 +34,8 @@ def evaluate(
 
     The first `num_tokens` tokens are read in windows of `context` tokens that do not overlap,
     `batch_size` of them at a time. Return None once `stop()`, called by all ranks after each batch,
-    is not 0. Of a `loss_module` that was compiled `with_gradients`, the same graph runs here, and
-    the head's gradients are discarded.
+    is not 0. `with_gradients` runs the graph that was compiled for training, instead of compiling
+    one without gradients; the head's gradients are discarded.
     """
     loss_module.eval()
     # The scores stay on the device: the host waits once, at the end, and not for each batch.

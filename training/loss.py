@@ -35,8 +35,8 @@ def cross_entropy(
 class ChunkedCrossEntropy(torch.autograd.Function):
     """hidden (N, D), weight (V, D), targets (N,) -> `cross_entropy` of hidden @ weight.mT.
 
-    With a teacher's hidden (N, C), weight (V, C) and softcap, and the weight of Distillation, its
-    logits are computed chunk by chunk, too.
+    With a teacher's hidden (N, C), weight (V, C) and softcap, the gradient is that of Distillation
+    at `distill_weight`. The teacher's logits are computed chunk by chunk, too.
 
     The second result (2, N) is for evaluation and has no gradient: the nats of each target, and 1
     where no token is more likely, which may be true of several in bf16, else 0. Both are 0 where

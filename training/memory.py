@@ -90,9 +90,10 @@ class TrainingMemory:
         if shards == 1:
             return self.state + self.weight_copies + max(in_loss, in_backward)
 
-        # Embedding, head and final norm are whole in fp32 from the forward to the backward's end.
-        # While a block computes its gradients, it is whole in bf16 as they are; so is the next
-        # block, and the previous one's gradient, in fp32, is being reduced.
+        # Embedding, head and final norm are unsharded in fp32 until the end of the backward. In the
+        # backward of a block these are unsharded: its weights, its gradients and the prefetched
+        # weights of the next block, in bf16, and the gradients of the block before, being reduced
+        # in fp32.
         block_weights = self.block_weights / self.depth
         outer_weights = self.parameters - self.block_weights
         in_backward += (2 + 2 + 2 + 4) * block_weights

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -40,10 +39,10 @@ class FoundInfOptimizer(Optimizer):
     def momenta_and_grads(
         self, params: list[Tensor], key: str
     ) -> tuple[list[Tensor], list[Tensor], float | Tensor]:
-        """State `key`, which begins as zeros, and gradient of each parameter, and a factor of lr.
+        """Momenta (state `key`, zeros at first) and gradients of the parameters; a factor of lr.
 
-        Where `found_inf` is 1, the step with these changes nothing: the gradients are overwritten
-        by the momenta, which are then mixed with themselves, and the weights move at a rate of 0.
+        Where `found_inf` is 1, a step with these changes nothing: each gradient is overwritten by
+        its momentum, so that interpolating the two keeps the momentum, and the factor is 0.
         """
         for p in params:
             if p not in self.state:
@@ -106,13 +105,15 @@ class Muon(FoundInfOptimizer):
         by_shape = defaultdict(list)
         for p in sorted(matrices, key=is_tall):
             by_shape[tuple(sorted(p.shape))].append(p)
+        ordered = []
         deltas = []
         for same_shape in by_shape.values():
+            ordered += same_shape
             deltas += self.deltas(same_shape, lr)
-        torch._foreach_add_([*chain(*by_shape.values())], deltas)
+        torch._foreach_add_(ordered, deltas)
 
     def deltas(self, matrices: list[Tensor], lr: float | Tensor) -> list[Tensor]:
-        """What a step adds to some matrices (R, C), R <= C, and to some (C, R) after them."""
+        """Updates times -lr, of the wide matrices (R, C), R <= C, then of the tall ones (C, R)."""
         # Orthogonalize whole matrices, all laid on their side so that they stack.
         updates = torch.stack([to_wide(full_tensor(p.grad)) for p in matrices])
         updates = map_over_ranks(newton_schulz, updates).to(matrices[0].dtype)

@@ -40,11 +40,14 @@ class Signals:
             signal.signal(number, handler)
 
     def arm(self) -> None:
-        """From now on there is something to save."""
+        """From now on a signal lets the run save: there is something to save."""
         self.is_armed = True
 
     def disarm(self) -> None:
-        """For a compilation, which takes longer than the few steps before it."""
+        """From now on a signal ends the process at once, as while compiling.
+
+        Compiling takes longer than the few steps before it, which are lost.
+        """
         self.is_armed = False
 
     def _handle(self, number: int, _: FrameType | None) -> None:

@@ -35,9 +35,9 @@ from training.optimizers import (
 from training.parallel import build_parallel
 from training.signals import Signals
 
-# Of the tokens that are trained between two evaluations, as many are evaluated.
+# Tokens of an evaluation, as a fraction of those trained on between two evaluations.
 EVALUATED_FRACTION = 0.1
-MIN_EVAL_TOKENS = 8192  # even if that takes longer
+MIN_EVAL_TOKENS = 8192  # even if that is a larger fraction
 
 
 class Trainer:
@@ -169,16 +169,17 @@ class Trainer:
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
-        # The number of steps that was fitted stays, unless another, or another bound, is asked for.
+        # Keep the saved number of steps unless its bound has changed: `steps` or, where that is
+        # null, `max_epochs`.
         self.step = state["step"]
-        # max_epochs bounds nothing where steps is given.
-        bound = "max_epochs" if self.settings["steps"] is None else "steps"
-        is_same = self.settings["steps"] == saved["steps"]
-        is_same = is_same and self.settings[bound] == saved[bound]
-        # An older run that was not fitted had no bound on its steps.
-        if is_same and state["steps"] < math.inf:
+        steps = self.settings["steps"]
+        is_same_bound = steps == saved["steps"]
+        if steps is None and self.settings["max_epochs"] != saved["max_epochs"]:
+            is_same_bound = False
+        # Older versions saved infinity until the number of steps was fitted.
+        if is_same_bound and state["steps"] < math.inf:
             self.steps = state["steps"]
-        if state["fitted"] and (is_same or self.settings["steps"] is not None):
+        if state["fitted"] and (is_same_bound or steps is not None):
             self.budget = None
         self.first_step = self.step
         self.saved_step = self.step
@@ -189,7 +190,7 @@ class Trainer:
         self.log.info(f"resuming step {self.step}\n{changes}".rstrip())
 
     def _keep_micro_batch(self, saved: int | None) -> None:
-        """Go on with the micro-batch of a checkpoint if it fits here: it decides on rounding."""
+        """Keep the micro-batch size of the checkpoint if it fits here: it affects rounding."""
         rows_per_rank = self.loader.batch_size // self.ranks.world_size
         if saved is not None and saved < self.micro_batch_size and rows_per_rank % saved == 0:
             self.micro_batch_size = saved
@@ -210,8 +211,8 @@ class Trainer:
 
     def choose_compilation(self) -> None:
         """With compile=auto, after step TIMED_STEPS of a run on a CPU: compile if it saves time."""
-        is_open = self.settings["compile"] == "auto" and self.ranks.device.type != "cuda"
-        if not is_open or self.is_compiled or self.step > TIMED_STEPS:
+        decides_here = self.settings["compile"] == "auto" and self.ranks.device.type != "cuda"
+        if not decides_here or self.is_compiled or self.step > TIMED_STEPS:
             return
         self.loss_sum.item()  # waits for the device
         self.eager_step_seconds = self._clock() - self.step_start
@@ -516,10 +517,10 @@ class Trainer:
         self.log.info(f"--- a sample at step {self.step}\n{text}\n---")
 
     def eval_tokens(self, steps: float) -> int:
-        """Held-out tokens that an evaluation reads, in a run of so many steps.
+        """The number of held-out tokens that an evaluation reads, in a run of `steps` steps.
 
-        Unless a number is asked for, a tenth of the tokens that are trained between two of them,
-        whatever the model costs. So all runs of more than eval_every steps read the same text.
+        By default it is EVALUATED_FRACTION of the tokens trained on between two evaluations. It
+        does not depend on the model, so all runs of at least eval_every steps read the same text.
         """
         eval_tokens = self.settings["eval_tokens"]
         if eval_tokens is None:
@@ -537,10 +538,10 @@ class Trainer:
 
     @property
     def evaluation_cost(self) -> float:
-        """Time of evaluating a token, in units of training on one.
+        """The time to evaluate a token, relative to that of training on one.
 
-        Measured on CPUs, a forward pass takes 0.4, but 1 for the share of a head that computes its
-        gradients too.
+        On CPUs a forward pass was measured to take 0.4 of a training step. Where evaluations run
+        the training graph, the head computes its gradients too and takes as long as in training.
         """
         if not self.evaluates_with_gradients:
             return 0.4
@@ -615,7 +616,7 @@ class Trainer:
         if self.saved_step == self.step:
             return
         self.check_finite()
-        # The step itself may have been too long, though its gradient was finite.
+        # The update itself may have overflowed, though loss and gradient were finite.
         is_finite = [sharding.full_tensor(p.isfinite().all()) for p in self.model.parameters()]
         if not all(is_finite):
             self._end_diverged(f"step {self.step} made the weights infinite")

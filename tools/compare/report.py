@@ -27,21 +27,22 @@ Differences of accuracies are taken to have a standard deviation of half a point
 since counts tie by chance.
 """.strip()
 COSTS = """
-Repeated tokens complete two tokens that stood earlier in the same context, new tokens are all
-others. The cache is that of one row with a full context in bf16, in all where a longer text needs
-no more; training speed is the median over the lines of a log, decoding that of one row at full
-context.
+Repeated tokens complete a bigram that occurred earlier in the same context; new tokens are all
+others. The cache holds one row of a full context in bf16; "fixed size" means that a longer text
+needs no larger one. Training speed is the median over the lines of a log; decoding is measured with
+one row at full context.
 """.strip()
 SIZE = """
-FLOP are those of forward and backward at full context. KV bytes are those of a cache in bf16 that
-holds one row with a full context; it has one slot more than tokens, for padding. Seconds are those
-of the whole process, a mean over seeds. The rest is decoding in ms, medians, with a cache: the
-first seed's model as generate.py loads it, for rows x tokens at the end; to the first token of all
-rows, and from each token to the next.
+FLOPs are those of forward and backward at full context. KV bytes are those of a cache in bf16 for
+one row of a full context, with one slot more than tokens, for padding. Seconds are those of the
+whole run, a mean over seeds. The other columns are medians of decoding in ms, with the first seed's
+model as generate.py loads it. "8 x 256" is 8 rows that end at 256 tokens each; "first" is the time
+to the first token of all rows, "next" from each token to the next.
 """.strip()
 EQUAL = """
-Weights of the same name and shape start with the same values at a seed, and batches of the same
-size and text are the same. Settings that differ, with who has them:
+With the same seed, parameters of the same name and shape have the same initial values, and batches
+of the same size and text are the same. The settings that differ, and the variants that have each
+value:
 """.strip()
 UNDERTRAINED = """
 the ranking of models that are trained so briefly may change with more training; 20 are optimal for
@@ -73,7 +74,9 @@ def write_report(
     for run in runs:
         tasks[run.task].append(run)
     tasks = {task: group_by_variant(members) for task, members in tasks.items()}
-    first = next(iter(next(iter(tasks.values()))))
+    # The first group of the first task has the baseline's runs, or the first runs that finished.
+    first_groups = next(iter(tasks.values()))
+    first = next(iter(first_groups))
     # Sizes, speeds and settings of a variant are those of the first task that it has.
     variants = ChainMap(*tasks.values())
 
@@ -148,7 +151,8 @@ def add_results(
     rows = []
     for name, runs in variants.items():
         row = [Cell(name), *[result_cell(result, name) for result in results]]
-        row.append(Cell(in_bytes(runs[0].cache_bytes), "in all" * runs[0].cache_is_fixed))
+        cache_note = "fixed size" if runs[0].cache_is_fixed else ""
+        row.append(Cell(in_bytes(runs[0].cache_bytes), cache_note))
         row.append(Cell(f"{mean(run.tokens_per_second for run in runs):,.0f}"))
         row.append(Cell(f"{decoding[name][case]:.2f}"))
         rows.append(row)

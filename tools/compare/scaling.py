@@ -30,10 +30,14 @@ def fit_report(
     tables = [losses_by_size(runs) for runs in runs_by_variant.values()]
     if all(len(table) == 1 for table in tables):
         return None
-    grids = {(len(table), *by_seed) for table in tables for by_seed in table.values()}
-    if len(grids) > 1 or len(tables[0]) < 3 or len(min(grids)) < 3:
+    num_sizes = {len(table) for table in tables}
+    seeds = set()
+    for table in tables:
+        seeds.update(tuple(by_seed) for by_seed in table.values())
+    is_complete = len(num_sizes) == 1 and len(seeds) == 1
+    if not is_complete or min(num_sizes) < 3 or len(min(seeds)) < 2:
         raise ValueError(
-            "no law of size (fewer than 3 sizes or 2 seeds, or not the same of each variant). "
+            "no law of size (fewer than 3 sizes or 2 seeds, or they differ between variants). "
             "fix: train what is missing"
         )
     sizes = np.array([list(table) for table in tables])  # (V, K)

@@ -89,11 +89,12 @@ def estimate(values: list[float], least_spread: float = 0.0) -> Estimate:
     if count < 2:
         return Estimate(mean, math.nan, math.nan)
 
-    # Without a spread beyond rounding the mean is certain: no division by a spread of zero.
-    spread = max(stdev(values), least_spread)
-    if math.isclose(min(values), max(values), rel_tol=1e-13) and least_spread == 0:
+    # Values that are equal up to rounding have no spread to divide by: the mean is certain.
+    is_equal = math.isclose(min(values), max(values), rel_tol=1e-13)
+    if is_equal and least_spread == 0:
         return Estimate(values[0], 0.0, float(values[0] == 0))
 
+    spread = max(stdev(values), least_spread)
     standard_error = spread / math.sqrt(count)
     ci95 = standard_error * t.ppf(1 - LEVEL / 2, count - 1)
     p = 2 * t.sf(abs(mean) / standard_error, count - 1)
