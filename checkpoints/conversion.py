@@ -160,6 +160,7 @@ def load_converted(
         new=[block.attention for block in model.blocks],
         read=lambda layer: read(f"blocks.{layer}.attention."),
         moment=moment,
+        context=model.context,
     )
     weights = model.state_dict()
     changes = []

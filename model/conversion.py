@@ -15,6 +15,7 @@ from model.attention.cross_layer import SharedAttention, ValueResidualAttention
 from model.attention.gated_delta import GatedDelta
 from model.attention.mla import LatentAttention
 from model.attention.softmax import SoftmaxAttention
+from model.context import ForwardContext
 
 Weights = dict[str, Tensor]
 # A sink that weighs less than rounding beside a score above -9, and that still has a gradient.
@@ -34,7 +35,7 @@ class Change(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """All layers of both models.
+    """All layers of both models, of `context` tokens.
 
     `read` reads the old weights of a layer; `moment` gives the mean (D, D) of x x^T over its
     inputs x.
@@ -44,6 +45,7 @@ class Layers(NamedTuple):
     new: list[Attention]
     read: Callable[[int], Weights]
     moment: Callable[[int], Tensor]
+    context: int
 
 
 def convert_layer(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
@@ -194,8 +196,8 @@ def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]
     """Keys and values come out of one latent, a factorization of low rank: TransMLA, 2502.07864.
 
     Of the pairs of features that RoPE rotates, every s-th keeps its rotation and has one key for
-    all heads, the mean of theirs; with R = E / s, their frequencies are those of R features. All
-    other pairs lose theirs. A norm in front of keys or queries becomes its mean factor.
+    all heads; with R = E / s, their frequencies are those of R features. All other pairs have the
+    mean of their rotations. A norm in front of keys or queries becomes its mean factor.
     """
     old = layers.old[index]
     new = layers.new[index]
@@ -219,6 +221,13 @@ def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]
     is_rotated[:: old.head_dim // new.rope_dim] = True
     is_rotated = is_rotated.repeat(2)
 
+    # Rotated queries (H, 2, R / 2, D) have their head's share of the one rotated key.
+    group = old.heads // old.kv_heads
+    rotated_k, shares = share_rotated_key(k[:, is_rotated], moment)
+    shares = shares.repeat_interleave(group, dim=0)
+    rotated_q = q[:, is_rotated].unflatten(1, (2, -1)) * shares[:, None, :, None]
+    plain_q = rotate_on_average(q, old, layers.context)[:, ~is_rotated]
+
     # Keys without a rotation and values come out of the latent.
     plain_k = k[:, ~is_rotated]
     down, up_k, up_v = factorize_jointly(plain_k, v, moment, new.rank)
@@ -227,17 +236,17 @@ def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]
 
     # For each query head, the rows of keys and of values, filled up with zeros.
     up = torch.cat((pad_to(up_k, new.head_dim), pad_to(up_v, new.value_dim)), dim=1)
-    up = up.repeat_interleave(old.heads // old.kv_heads, dim=0)
+    up = up.repeat_interleave(group, dim=0)
     # Scores are divided by the root of the width of a key, which is another one now.
     scale = (new.value_dim / old.head_dim) ** 0.5
-    new_q = scale * torch.cat((pad_to(q[:, ~is_rotated], new.head_dim), q[:, is_rotated]), dim=1)
+    new_q = scale * torch.cat((pad_to(plain_q, new.head_dim), rotated_q.flatten(1, 2)), dim=1)
     out = weights["o_proj.weight"].double().unflatten(1, (old.heads, -1))
 
     new_weights = {
         "q_proj.weight": new_q.flatten(0, 1),
         "latent_proj.weight": pad_to(down, new.rank, dim=0),
         "latent_norm.weight": latent_norm,
-        "rope_proj.weight": k[:, is_rotated].mean(dim=0),
+        "rope_proj.weight": rotated_k,
         "kv_proj.weight": pad_to(up.flatten(0, 1), new.rank),
         "o_proj.weight": pad_to(out, new.value_dim, dim=2).flatten(1),
     }
@@ -265,6 +274,35 @@ def fold_norm(heads: Tensor, weight: Tensor, moment: Tensor) -> Tensor:
     """heads (K, E, D), the weight (E,) of an RMSNorm behind them -> heads with its mean factor."""
     mean_square = torch.einsum("ked,df,kef->k", heads, moment, heads) / heads.shape[1]
     return heads * weight[:, None] / mean_square.sqrt()[:, None, None]
+
+
+def share_rotated_key(keys: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
+    """keys (K, R, D) -> one key (R, D) for all heads, and the share (K, R / 2) of it in each head.
+
+    Heads may be mixed before RoPE rather than after it, if both features of a pair are mixed alike.
+    For each pair this is the mix whose shares come nearest to the keys: RoRoPE, 2502.07864.
+    """
+    pairs = keys.unflatten(1, (2, -1))  # (K, 2, R / 2, D)
+    products = torch.einsum("kapd,de,lape->pkl", pairs, moment, pairs)
+    _, vectors = torch.linalg.eigh(products)
+    shares = vectors[..., -1].mT
+    return torch.einsum("kp,kapd->apd", shares, pairs).flatten(0, 1), shares
+
+
+def rotate_on_average(q: Tensor, attention: SoftmaxAttention, context: int) -> Tensor:
+    """q (H, E, D) -> the mean of its rotations relative to a key, over all pairs in a context.
+
+    Of all constant maps, it gives the scores that are nearest to those with RoPE.
+    """
+    # Behind a key at position 0, a query at position d stands for all pairs d apart.
+    positions = torch.arange(context)
+    cos, sin = ForwardContext(positions[None], None, None, None).rotary(*attention.rotary)
+    scale = cos[0, 0, 0, 0]  # of both queries and keys, where positions are scaled by YaRN
+    weights = (context - positions).double() / (context - positions).sum()
+    cos, sin = (scale * weights @ table[0, :, 0].double() for table in (cos, sin))
+    cos, sin = (table[:, None].to(q.device) for table in (cos, sin))
+    a, b = q.chunk(2, dim=1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=1)
 
 
 def factorize_jointly(

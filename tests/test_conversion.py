@@ -1,16 +1,19 @@
 """A model with another attention computes the same where a conversion is exact, and says so where it does not."""
 
+import cmath
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from checkpoints import checkpoint, conversion
 from model.context import ForwardContext
-from model.conversion import factorize
+from model.conversion import factorize, rotate_on_average, share_rotated_key
 from model.init import initialize
 from model.materialize import build_model, materialize
+from model.rope import YaRN
 from tests.conftest import TINY, close, saved, tree_of
 
 # source, its words; words of the conversion
@@ -146,6 +149,54 @@ def test_a_factorization_has_the_nearest_outputs_of_its_rank(rank):
     latent = x @ down.mT
     identity = torch.eye(width, dtype=torch.float64)
     close(latent.mT @ latent / len(x), identity, atol=1e-6, rtol=0)
+
+
+def test_the_key_that_all_heads_share_is_the_nearest_to_theirs():
+    """Beside the residual of a truncated SVD of the keys of samples, one pair of features at a time."""
+    draw = torch.Generator().manual_seed(0)
+    keys = torch.randn(4, 6, 32, generator=draw, dtype=torch.float64)
+    x = torch.randn(500, 32, generator=draw, dtype=torch.float64) @ torch.randn(
+        32, 32, generator=draw, dtype=torch.float64
+    )
+    key, shares = share_rotated_key(keys, x.mT @ x / len(x))
+    assert key.shape == (6, 32) and shares.shape == (4, 3)
+    for pair in range(3):
+        features = [pair, pair + 3]
+        # (K, 2 N): both features of all samples, which are mixed alike.
+        outputs = torch.stack([torch.cat([x @ head[f] for f in features]) for head in keys])
+        shared = torch.cat([x @ key[f] for f in features])
+        error = (outputs - shares[:, pair, None] * shared).square().sum()
+        close(error, torch.linalg.svdvals(outputs)[1:].square().sum(), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_a_query_without_rope_has_the_mean_score_of_all_distances(factor):
+    """Beside each query and key of a context, rotated by a matrix of its angle."""
+    scaling = YaRN(factor=factor, fast=32, slow=1, context=8)
+    attention = SimpleNamespace(rotary=(4, 100.0, scaling))
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 1, generator=draw, dtype=torch.float64)
+    k = torch.randn(4, generator=draw, dtype=torch.float64)
+    frequencies, magnitude = scaling(torch.tensor([1.0, 0.1]), 4, 100.0)
+
+    def rotate(vector, position):
+        rotated = []
+        for pair, frequency in enumerate(frequencies.tolist()):
+            number = complex(vector[pair], vector[pair + 2])
+            rotated.append(magnitude * number * cmath.exp(1j * position * frequency))
+        return rotated
+
+    scores = torch.zeros(2, dtype=torch.float64)
+    count = 0
+    for last in range(9):
+        for first in range(last + 1):
+            count += 1
+            key = rotate(k, first)
+            for head in range(2):
+                query = rotate(q[head, :, 0], last)
+                products = [a * b.conjugate() for a, b in zip(query, key, strict=True)]
+                scores[head] += sum(products).real
+    close(rotate_on_average(q, attention, 9)[..., 0] @ k, scores / count, rtol=1e-5, atol=1e-6)
 
 
 def test_a_latent_of_full_rank_with_all_rotations_differs_by_its_norm_alone(convert):
