@@ -41,16 +41,16 @@ from model.transformer import Transformer
 NUM_KEPT = 2
 STEPS = "step-" + 8 * "[0-9]"
 FIX = "use an older checkpoint, or train anew in another folder"
-# Modules of attentions have moved since some runs were saved: old path -> path of today.
+# Attention modules that have moved since some runs were saved: old path -> current path.
 RENAMED_TARGETS = {
     "model.attention.latent.": "model.attention.mla.",
     "model.attention.delta.": "model.attention.gated_delta.",
     "model.attention.across.": "model.attention.cross_layer.",
     "model.attention.interleave.interleave": "model.attention.hybrid.hybrid",
 }
-# What a model had before these were choices.
-FIRST_FFN = {"_target_": PARTS["swiglu"], "_partial_": True, "activation": "silu"}
-FIRST_NORM = {"_target_": PARTS["rmsnorm"], "_partial_": True}
+# The feed-forward and the norm of runs saved before these were options.
+DEFAULT_FFN = {"_target_": PARTS["swiglu"], "_partial_": True, "activation": "silu"}
+DEFAULT_NORM = {"_target_": PARTS["rmsnorm"], "_partial_": True}
 
 
 def prepare_run(run: Path, model: Transformer, resume: bool) -> Path | None:
@@ -59,7 +59,8 @@ def prepare_run(run: Path, model: Transformer, resume: bool) -> Path | None:
     Raises OSError where the disk has no room for the checkpoints of the run.
     """
     atomic_dir.remove_leftovers(run / "checkpoints")
-    # An optimizer has up to two numbers a weight; a new checkpoint is written beside those kept.
+    # A checkpoint has each weight and up to two optimizer values for it. A new checkpoint is
+    # written before the oldest is removed.
     weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     needed = (NUM_KEPT + 1) * 3 * weight_bytes
     free = shutil.disk_usage(run).free
@@ -97,7 +98,7 @@ def save(
         for name, content in tokenizer.items():
             staging.create(name).write(content)
         staging.metadata = {"step": step}
-    # Names of the folders themselves must reach the disk too.
+    # The entries of the parent folders must reach the disk too.
     for folder in (run, run.parent):
         atomic_dir.fsync_directory(folder)
     prune(path)
@@ -105,7 +106,7 @@ def save(
 
 
 def prune(newest: Path) -> None:
-    """Keep NUM_KEPT checkpoints, up to `newest`. Later ones are damaged: they are set aside."""
+    """Keep the last NUM_KEPT checkpoints up to `newest`; rename later ones, which are damaged."""
     for path in newest.parent.glob(STEPS):
         if path > newest:
             path.rename(path.with_name(f"damaged-{time.time_ns()}-{path.name}"))
@@ -253,7 +254,7 @@ def load_config(path: Path) -> dict:
     if is_own_checkpoint(path):
         if not isinstance(config.get("model"), dict):
             raise IntegrityError(
-                f"not a run's settings ({path / 'config.json'}: no model in it). fix: {FIX}"
+                f"not the config of a run ({path / 'config.json'} has no `model`). fix: {FIX}"
             )
         return update_config(config)
     # A model from elsewhere: its config.json is that of `transformers`.
@@ -265,7 +266,7 @@ def load_config(path: Path) -> dict:
         )
     tree = from_hf_config(config)
     tokenizer = Tokenizer.load(file)
-    # A model may have more rows than tokens, for speed.
+    # An embedding may be padded beyond the vocabulary, for speed.
     is_padded = isinstance(tokenizer, JsonTokenizer) and tokenizer.vocab_size < tree["vocab_size"]
     if tokenizer.vocab_size != tree["vocab_size"] and not is_padded:
         raise ValueError(
@@ -277,13 +278,13 @@ def load_config(path: Path) -> dict:
 
 
 def update_config(config: dict) -> dict:
-    """The same config with every `_target_` at its path of today, and with all parts of a model."""
+    """Convert the config of an older run: current paths in `_target_`, and no missing parts."""
     text = json.dumps(config)
     for old, new in RENAMED_TARGETS.items():
         text = text.replace(f'"_target_": "{old}', f'"_target_": "{new}')
     config = json.loads(text)
-    config["model"].setdefault("ffn", FIRST_FFN)
-    config["model"].setdefault("norm", FIRST_NORM)
+    config["model"].setdefault("ffn", DEFAULT_FFN)
+    config["model"].setdefault("norm", DEFAULT_NORM)
     return config
 
 
@@ -299,8 +300,8 @@ def load_model(
 ) -> Transformer:
     """The model of a checkpoint, or from elsewhere, in evaluation mode.
 
-    `context` is by default its own. `dtype` is that of parameters; a buffer keeps its own.
-    Exits with code 4 where a parameter is not finite. A buffer may be infinite: it may be a mask.
+    `context` replaces that of the model, if given. `dtype` is for parameters; buffers keep theirs.
+    Exits with code 4 if a parameter is not finite; a buffer need not be, since it may be a mask.
     """
     tree = load_config(path)["model"]
     if context is not None:
@@ -320,9 +321,10 @@ def load_model(
 
 
 def find_model(path: Path | None) -> Path:
-    """The newest checkpoint of a run, or the model from elsewhere, at `path`.
+    """The newest checkpoint of the run at `path`, or `path` itself if it is a model from elsewhere.
 
-    By default, of the run in runs/ that saved last. Raises ValueError where there is none.
+    Without a path: the newest checkpoint of the run in runs/ that saved last. Raises ValueError if
+    there is none.
     """
     # Without a path, find the run that saved last.
     run = path

@@ -20,99 +20,112 @@ from model.materialize import build_model
 from model.transformer import Transformer
 
 ATTENTION_KEY = re.compile(r"attention[.=]")
-# Knobs that a preset may set and no formula changes: they stay unless an override names them.
-KEPT = ("qk_norm", "rope_fraction", "head_dim", "bias")
+# Options that presets set but a conversion cannot change: the model's own values are used, unless
+# an override names them.
+PRESERVED_OPTIONS = ("qk_norm", "rope_fraction", "head_dim", "bias")
 
 
 def convert_config(tree: dict, overrides: list[str]) -> dict:
-    """The config of a model with the attention that these overrides of `attention` choose.
+    """The config of a model whose attention is changed by the overrides of `attention`.
 
-    Raises ValueError where they change nothing or do not fit, and HydraException for a preset that
-    there is not.
+    Raises ValueError for overrides that change nothing or do not fit the model, and HydraException
+    for an unknown preset.
     """
-    words = [word for word in overrides if ATTENTION_KEY.match(word)]
-    if not words:
+    overrides = [override for override in overrides if ATTENTION_KEY.match(override)]
+    if not overrides:
         return tree
-    presets = [word.partition("=")[2] for word in words if word.startswith("attention=")]
-    named = {}
-    for word in words:
-        key = word.partition("=")[0].removeprefix("attention.")
-        if key != "attention":
-            named[key] = config.override_value(word)
+
+    # attention=PRESET selects a preset, attention.KEY=VALUE sets an option.
+    presets = []
+    options = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "attention":
+            presets.append(value)
+        else:
+            options[key.removeprefix("attention.")] = config.override_value(override)
+
     if presets:
         sizes = [f"model.{key}={tree[key]}" for key in ("dim", "depth", "heads")]
-        chosen = config.compose([*sizes, *words])["attention"]
-        attention = inherit(tree, chosen, named.keys() | own_keys(presets[-1]))
+        preset = config.compose([*sizes, *overrides])["attention"]
+        explicit = options.keys() | preset_options(presets[-1])
+        attention = inherit_options(tree, preset, explicit)
     else:
-        attention = edit(tree["attention"], named)
+        attention = set_options(tree["attention"], options)
     if attention == tree["attention"]:
-        raise ValueError(f"nothing changes ({' '.join(words)}). fix: leave out what the model has")
+        values = " ".join(overrides)
+        raise ValueError(f"nothing changes ({values}). fix: leave out what the model has")
     return tree | {"attention": attention}
 
 
-def own_keys(preset: str) -> set[str]:
-    """The knobs that a preset itself sets, of those that a conversion may change."""
-    content = config.preset_file("attention", preset)
-    keys = {key for key, _ in config.flatten(content)}
+def preset_options(preset: str) -> set[str]:
+    """The options for which a conversion takes the preset's value instead of the model's."""
+    # gqa.yaml lists every option, because the other presets extend it; only one defines it.
     if preset == "gqa":
         return {"kv_heads"}
-    # Another mechanism has some knobs of the same meaning, such as the base of RoPE.
+    content = config.preset_file("attention", preset)
+    keys = {key for key, _ in config.flatten(content)}
+    # A preset of another mechanism repeats options of gqa, such as rope_base: keep the model's.
     if "defaults" not in content:
         keys -= config.preset_file("attention", "gqa").keys()
-    return {key for key in keys if key.rpartition(".")[2] not in KEPT}
+    return {key for key in keys if key.rpartition(".")[2] not in PRESERVED_OPTIONS}
 
 
-def edit(attention: dict, named: dict) -> dict:
-    """The same attention with the knobs `named`, in each of its kinds that has them."""
+def set_options(attention: dict, options: dict) -> dict:
+    """A copy of `attention` with these options set, in every kind of layers that has them."""
     attention = deepcopy(attention)
     is_hybrid = attention["_target_"] == HYBRID
     kinds = attention["kinds"] if is_hybrid else {"": attention}
-    for key, value in named.items():
-        chosen = kinds
-        knob = key
+    for key, value in options.items():
+        # kinds.KIND.OPTION addresses one kind, OPTION all of them.
+        candidates = list(kinds.values())
+        option = key
         if key.startswith("kinds."):
-            kind, _, knob = key.removeprefix("kinds.").partition(".")
-            chosen = {kind: kinds.get(kind, {})}
-        fitting = [knobs for knobs in chosen.values() if knob in with_defaults(knobs)]
-        if not fitting:
+            kind, _, option = key.removeprefix("kinds.").partition(".")
+            candidates = [kinds.get(kind, {})]
+        matching = [knobs for knobs in candidates if option in with_defaults(knobs)]
+        if not matching:
             raise ValueError(f"no such option (attention.{key}). fix: attention=PRESET")
-        for knobs in fitting:
-            knobs[knob] = value
+        for knobs in matching:
+            knobs[option] = value
     return attention
 
 
-def inherit(tree: dict, chosen: dict, named: set[str]) -> dict:
-    """The attention `chosen`, whose knobs are those of the model `tree` where they are not `named`.
+def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
+    """The attention `preset`, with the values of the model `tree` for options not in `explicit`.
 
-    Raises ValueError where layers that become alike have several values of a knob.
+    Raises ValueError where the model's layers have several values for one option of the preset.
     """
-    kinds = {"": chosen}
-    pattern = [""]
-    if chosen["_target_"] == HYBRID:
-        kinds = chosen["kinds"]
-        pattern = chosen["pattern"]
-    layers_of = defaultdict(list)
-    for layer, old in enumerate(attention_knobs(tree)):
-        layers_of[pattern[(layer - tree["depth"]) % len(pattern)]].append(old)
+    # Group the model's layers by the kind that they have in the preset.
+    is_hybrid = preset["_target_"] == HYBRID
+    kinds = preset["kinds"] if is_hybrid else {"": preset}
+    pattern = preset["pattern"] if is_hybrid else [""]
+    layers_by_kind = defaultdict(list)
+    for layer, knobs in enumerate(attention_knobs(tree)):
+        kind = pattern[(layer - tree["depth"]) % len(pattern)]
+        layers_by_kind[kind].append(knobs)
 
-    made = {}
+    # All layers of a kind have the same options, so their old values must agree.
+    new_kinds = {}
     for kind, knobs in kinds.items():
         prefix = f"kinds.{kind}." if kind else ""
-        made[kind] = dict(knobs)
+        new_kinds[kind] = dict(knobs)
         for key in knobs:
-            olds = [old for old in layers_of[kind] if key in old]
-            values = {json.dumps(old[key]): old[key] for old in olds}
-            if prefix + key in named or key.startswith("_") or not values:
+            if prefix + key in explicit or key.startswith("_"):
                 continue
-            if len(values) > 1:
+            values = [layer[key] for layer in layers_by_kind[kind] if key in layer]
+            if not values:
+                continue
+            if any(value != values[0] for value in values):
+                distinct = sorted({json.dumps(value) for value in values})
                 raise ValueError(
-                    f"layers that become alike differ ({key}: {', '.join(values)}). "
+                    f"layers have several values for one option ({key}: {', '.join(distinct)}). "
                     f"fix: attention.{prefix}{key}=VALUE"
                 )
-            (made[kind][key],) = values.values()
-    if chosen["_target_"] == HYBRID:
-        return chosen | {"kinds": made}
-    return made[""]
+            new_kinds[kind][key] = values[0]
+    if is_hybrid:
+        return preset | {"kinds": new_kinds}
+    return new_kinds[""]
 
 
 @torch.no_grad()
@@ -121,16 +134,18 @@ def load_converted(
 ) -> list[list[Change]]:
     """Load the weights at `path` into a model with another attention -> the changes of each layer.
 
-    `tree` is the config of `model`. Parameters that no formula makes keep their values. Where the
-    model is on the meta device, no weights are read, and only the changes are computed. `moments`
-    (D, D) are the means of x x^T over inputs x of each layer's attention, by default of inputs that
-    a norm with its weights makes of white noise. Weights are read layer by layer, so that memory
-    holds little more than the model. Raises ValueError where there is no formula, or the models
-    differ in more than attention.
+    `tree` is the config of `model`. Parameters without a counterpart in the old model keep their
+    values. `moments` are, for each layer, the mean (D, D) of x x^T over the inputs x of its
+    attention; by default x is white noise times the weights of the norm before.
+
+    Weights are read layer by layer, so memory holds little more than the model. If the model is on
+    the meta device, no weights are read, and only the changes are returned.
+    Raises ValueError for a conversion without a formula, and for models that differ outside
+    attention.
     """
     old_tree = checkpoint.load_config(path)["model"] | {"context": model.context}
     source = build_model(old_tree)
-    check_same_around_attention(source, model)
+    check_same_outside_attention(source, model)
     stored_tensors = checkpoint.check_weights(source, path)
     is_meta = next(model.parameters()).is_meta
 
@@ -174,22 +189,22 @@ def load_converted(
         for name, tensor in attention_weights.items():
             copy_weight(weights, f"blocks.{layer}.attention.{name}", tensor)
         del attention_weights, tensor  # before the next layer is read
-    for name in filter(is_around_attention, weights):
+    for name in filter(is_outside_attention, weights):
         copy_weight(weights, name, read(name)[""])
     return changes
 
 
-def is_around_attention(name: str) -> bool:
+def is_outside_attention(name: str) -> bool:
     return ".attention." not in name
 
 
-def check_same_around_attention(old: Transformer, new: Transformer) -> None:
+def check_same_outside_attention(old: Transformer, new: Transformer) -> None:
     """Raise ValueError unless all that is not attention has the same names and shapes."""
     old_shapes, new_shapes = (
         {
             name: tensor.shape
             for name, tensor in model.state_dict().items()
-            if is_around_attention(name)
+            if is_outside_attention(name)
         }
         for model in (old, new)
     )

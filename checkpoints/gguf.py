@@ -59,17 +59,17 @@ def check_exportable(config: dict) -> str:
     has_scaling = config["rope_scaling"] is not None
     every_fourth_nope = [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])]
     rope_layers = config.get("no_rope_layers", every_fourth_nope)
-    # What is not written, and whether this model has it.
-    has = {
+    # What cannot be exported, and whether this model has it.
+    unsupported = {
         f"the layers of {name}": architecture is None,
         f"the activation {config['hidden_act']}": config["hidden_act"] != "silu",
         "windows": has_window and architecture != "granite_swa",
-        "positions other than in three of four layers": rope_layers != every_fourth_nope,
+        "layers without RoPE other than every fourth": rope_layers != every_fourth_nope,
         "no delta layer": architecture == "qwen35" and not has_delta,
         "biases": config["attention_bias"] and architecture != "llama",
-        "stretched positions": has_scaling and architecture not in ("llama", "qwen3"),
+        "scaled RoPE": has_scaling and architecture not in ("llama", "qwen3"),
     }
-    problems = [problem for problem, is_so in has.items() if is_so]
+    problems = [problem for problem, is_present in unsupported.items() if is_present]
     if problems:
         raise ValueError(
             f"GGUF files are not written for such a model (it has {', '.join(problems)}). "
@@ -96,22 +96,22 @@ def write(folder: Path, config: dict, weights: Weights, vocabulary: ModelProto, 
         writer.add_key_value(key, value, gguf.GGUFValueType[VALUE_TYPES[type(value)]])
 
     # The package lacks granite_swa, whose tensors have llama's names.
-    named_as = "llama" if architecture == "granite_swa" else architecture
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[named_as.upper()], config["num_hidden_layers"])
-    kinds = gguf.GGMLQuantizationType
+    table = "llama" if architecture == "granite_swa" else architecture
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[table.upper()], config["num_hidden_layers"])
 
-    # Convert and quantize tensor after tensor.
+    # Convert and quantize one tensor at a time.
     for name, weight in convert_tensors(architecture, config, weights):
         array = weight.contiguous().float().numpy()
-        kind = kinds[dtype.upper()]
+        gguf_type = gguf.GGMLQuantizationType[dtype.upper()]
+        block_size, _ = gguf.GGML_QUANT_SIZES[gguf_type]
         if weight.ndim == 1 or "conv1d" in name:
-            kind = kinds.F32
-        elif weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] != 0:
-            kind = kinds.F16
+            gguf_type = gguf.GGMLQuantizationType.F32
+        elif weight.shape[-1] % block_size != 0:
+            gguf_type = gguf.GGMLQuantizationType.F16
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
-        writer.add_tensor(gguf_name, gguf.quantize(array, kind), raw_dtype=kind)
+        writer.add_tensor(gguf_name, gguf.quantize(array, gguf_type), raw_dtype=gguf_type)
 
-    # Until here, all was gathered in memory.
+    # So far, everything is in memory.
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -218,7 +218,7 @@ def convert_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a class of `transformers` -> (name, tensor) as llama.cpp computes with them.
 
-    A name stays that of `transformers` where llama.cpp's own table of names has it.
+    Names that gguf's own table translates are left as in `transformers`.
     """
     for name, weight in weights.items():
         if architecture == "deepseek2" and ".self_attn." in name:
@@ -236,7 +236,7 @@ def convert_tensors(
 
 
 def convert_latent_attention(name: str, weight: Tensor, config: dict) -> dict[str, Tensor]:
-    """Interleave rotary parts, and split the read-out of keys and values into a tensor for each."""
+    """Interleave rotary rows, and split the up-projection of keys and values into two tensors."""
     heads = config["num_attention_heads"]
     rope_dim = config["qk_rope_head_dim"]
     if name.endswith("kv_b_proj.weight"):
@@ -262,7 +262,7 @@ def interleave_last_rows(weight: Tensor, heads: int, rope_dim: int) -> Tensor:
 
 
 def convert_delta_rule(name: str, weight: Tensor) -> tuple[str, Tensor]:
-    """Norms are stored whole, and the decay's logarithm as the decay itself."""
+    """Add the 1 that Qwen3.5 leaves out of norm weights, and store A = -exp(A_log)."""
     if name.endswith("norm.weight") and "linear_attn" not in name:
         weight = weight + 1
     if name.endswith("conv1d.weight"):

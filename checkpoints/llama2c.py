@@ -22,7 +22,7 @@ HEADER = struct.Struct("<7i")
 
 @dataclass
 class LazyTensor:
-    """A tensor in a file, and what reads it."""
+    """A tensor in a file; `read()` loads it."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]

@@ -34,7 +34,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-FETCH_AGAIN = "all files of the model, as they were made"
+FETCH_AGAIN = "get all files of the model again"
 
 
 class Own(Architecture):
@@ -48,11 +48,11 @@ ADAPTERS = {None: Own(), LLAMA2C: Llama2c(), **ARCHITECTURES}
 
 @dataclass
 class StoredTensor:
-    """How a tensor in a file holds our parameters, whose `shapes` are here by their names.
+    """How one tensor in a file stores one or more of our parameters.
 
-    All rows of the first parameter precede those of the second. With several `groups`, each
-    parameter is cut into as many parts, and the first parts of all parameters precede the second
-    parts: Qwen3.5 has, for each head (a group), the rows of the query and then those of the gate.
+    `shapes` maps the names of these parameters to their shapes. Their rows are concatenated, in
+    this order, within each of `groups` equal parts. For example, Qwen3.5 has a group for each head,
+    with the rows of its query and then those of its gate.
     """
 
     shapes: dict[str, torch.Size]
@@ -60,7 +60,7 @@ class StoredTensor:
     # In heads of this size, rows that RoPE rotates together are adjacent in the file; in our
     # parameters they are half a head apart.
     interleaved_head_dim: int | None = None
-    # The file has our numbers less this one.
+    # The file stores our values minus this: 1 for the norms of Qwen3.5.
     offset: float = 0.0
 
     def shape(self) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ def deinterleave_rope(weight: Tensor, head_dim: int) -> Tensor:
 
 
 def weight_map(model: Transformer, kind: str | None) -> dict[str, StoredTensor]:
-    """How files hold our parameters, by the names of their tensors.
+    """Map the names of the tensors in a model's files to how these store our parameters.
 
     `kind` is an architecture of `transformers` or LLAMA2C, or None for checkpoints of runs.
     """
@@ -124,7 +124,7 @@ def weight_map(model: Transformer, kind: str | None) -> dict[str, StoredTensor]:
         if ".attention." in name:
             names = names | architecture.attention_names(attention)
         file_name = ".".join(names.get(part, part) for part in name.split("."))
-        # Several of our parameters may be one tensor there.
+        # Several of our parameters may be stored in one tensor.
         if file_name not in stored:
             layout = architecture.layout(file_name, attention)
             stored[file_name] = StoredTensor({}, **layout)
@@ -198,7 +198,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    # The file is opened anew for each tensor, so that memory which was read is released.
+    # Open the file again for each tensor, so that the pages read before are released.
     with safe_open(file, "pt") as opened:
         return opened.get_tensor(name)
 
@@ -217,6 +217,6 @@ def read_config(path: Path) -> dict:
             raise ValueError("not an object")
     except (OSError, ValueError, RecursionError) as error:
         raise IntegrityError(
-            f"not a model's settings ({file}: {error}). fix: {FETCH_AGAIN}"
+            f"not the config of a model ({file}: {error}). fix: {FETCH_AGAIN}"
         ) from None
     return config

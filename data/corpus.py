@@ -1,4 +1,4 @@
-"""What a run reads: batches to train on, and held-out batches that it is judged by."""
+"""What a run reads: batches to train on, and held-out batches to evaluate on."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class Corpus:
 
     @property
     def num_classes(self) -> int:
-        """Of targets in an evaluation: see data/slices.py."""
+        """The number of classes of targets in an evaluation (data/slices.py)."""
         return 2
 
     @property
@@ -58,7 +58,7 @@ class Corpus:
             yield inputs, targets, text_cells(inputs, targets)
 
     def metrics(self, totals: np.ndarray, num_tokens: int) -> dict:
-        """Metrics of an evaluation of `num_tokens` tokens, by its totals by cell.
+        """Metrics of an evaluation of `num_tokens` tokens, from its totals per cell.
 
         The totals (3, num_classes, NUM_BINS) are nats, correct predictions and targets.
         """

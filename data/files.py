@@ -21,7 +21,7 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
     if not path:
         raise ValueError("data.path is needed (got none). fix: data.path=FILE, a glob or a folder")
     root = Path(path).expanduser()
-    # Only a folder is searched by suffix: what the user names or matches is taken as it is.
+    # The suffix matters only in a folder: a file or glob that the user names is taken as it is.
     if root.is_dir():
         files = [file for file in root.rglob("*") if file.suffix in suffixes]
     elif root.is_file():
@@ -30,7 +30,7 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
         files = [Path(name) for name in glob(str(root), recursive=True)]
     if not files:
         fix = describe_paths(suffixes)
-        # Other files of text are taken if they are named, as those of a program.
+        # Files with another suffix, such as source code, can be named by a glob: suggest one.
         others = [file.suffix for file in root.rglob("*.*") if file.is_file()]
         if others and suffixes == TEXT_SUFFIXES:
             shortest_first = sorted(set(others), key=len)

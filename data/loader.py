@@ -51,7 +51,7 @@ class Loader:
         return self.batch_size * self.context
 
     def describe(self, step: int) -> str:
-        """Describe, for a message, from where in the text the rows of a batch are."""
+        """Describe, for a message, where the rows of a batch start in the text."""
         numbers = self._row_numbers(step)
         first = numbers.start
         epoch = first // self.rows_per_epoch

@@ -1,4 +1,4 @@
-"""Documents to token shards, once: later runs find them in a cache by what they were made from.
+"""Turn documents into token shards, once: later runs find them in a cache, by a hash.
 
 A corpus is built under a lock, in an atomic directory: a folder that has its name is complete.
 """
@@ -35,14 +35,14 @@ def prepare(source: Source, cache_dir: Path, min_tokens: int = 0, quiet: bool = 
     """Open the corpus of a source, after building it in `cache_dir` if it is not there.
 
     Of processes that call this at once, one builds and the others wait. Raises ValueError for text
-    that cannot be used, or that has fewer than `min_tokens` training tokens: then nothing is kept.
+    that cannot be used or has fewer than `min_tokens` training tokens, and leaves no files then.
     Raises IntegrityError for a corpus that was changed on disk.
     """
     corpus = source.corpus()
     if corpus is not None:
         return corpus
 
-    # Text is found again by its content and by what its tokenizer is, or is to be.
+    # The cache key is the content and the tokenizer, or the vocabulary size of one to be trained.
     tokenizer = source.pretrained_tokenizer()
     vocabulary = source.vocab_size if tokenizer is None else tokenizer.sha256
     cache_key = digest(json.dumps([FORMAT_VERSION, source.fingerprint(), vocabulary]))
@@ -134,7 +134,7 @@ def write_shards(
     train_tokens = 0
     max_train_tokens = source.tokens or math.inf
     validation_bytes = 0
-    max_validation_bytes = MAX_VALIDATION_BYTES
+    is_validation_full = False
 
     # Batches use all cores without the whole text in memory. Without a terminal, there is no bar.
     documents = source.documents()
@@ -148,16 +148,18 @@ def write_shards(
             for tokens, (text, is_held_out) in zip(encoded, batch, strict=True):
                 if train_tokens >= max_train_tokens:
                     break
-                nbytes = len(text.encode())
                 if not is_held_out:
                     shards["train"] += tokens
                     train_tokens += len(tokens)
-                # The first document is taken whatever its size; one that does not fit is the end.
-                elif validation_bytes == 0 or validation_bytes + nbytes <= max_validation_bytes:
+                    continue
+                # The first held-out document is taken whatever its size. The first that does not
+                # fit ends the split.
+                nbytes = len(text.encode())
+                if validation_bytes > 0 and validation_bytes + nbytes > MAX_VALIDATION_BYTES:
+                    is_validation_full = True
+                if not is_validation_full:
                     shards["validation"] += tokens
                     validation_bytes += nbytes
-                else:
-                    max_validation_bytes = 0
             # A token that does not fit into the dtype raises OverflowError.
             for split, tokens in shards.items():
                 files[split].write(np.array(tokens, dtype).tobytes())

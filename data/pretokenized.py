@@ -21,8 +21,9 @@ LLMC_FORMATS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: (version, 
 class Pretokenized(Source):
     """Ids of `tokenizer`, or of an unknown one with `vocab_size` ids and `bos` between documents.
 
-    Held out are at most `validation_tokens` tokens: the first of the files that split_files() holds
-    out, or else the end of the last file, 5 % of it at most. Raises ValueError for a damaged file.
+    At most `validation_tokens` tokens are held out: the first ones of the files that split_files()
+    holds out. If there are none, the end of the last file is held out, at most 5 % of it. Raises
+    ValueError for a damaged file.
     """
 
     path: str | None
@@ -84,7 +85,7 @@ class Pretokenized(Source):
             header = opened.read(12).ljust(12, b"\0")
         magic, version, num_tokens = struct.unpack("<3I", header)
 
-        # What does not begin with a magic of llm.c are tokens of nanoGPT, from the first byte on.
+        # A file without llm.c's magic number is nanoGPT's: tokens from the first byte on.
         start = 0
         dtype = "<u2"
         problem = f"{size} bytes"
@@ -96,7 +97,8 @@ class Pretokenized(Source):
         is_whole = start == 0 or (version, num_tokens) == (expected_version, count)
         if count < 2 or rest != 0 or not is_whole:
             raise ValueError(
-                f"not whole, or of another version ({file}: {problem}). fix: get it again"
+                f"a .bin file is incomplete or of another version ({file}: {problem}). "
+                "fix: get it again"
             )
 
         # An id outside the vocabulary would index past the end of the embedding.

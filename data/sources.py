@@ -19,7 +19,7 @@ from data.corpus import Corpus
 from data.files import TEXT_SUFFIXES, content_hash, read_documents, split_files, text_of_row
 from data.tokenizer import Tokenizer
 
-Documents = Iterator[tuple[str, bool]]  # text, is it held out?
+Documents = Iterator[tuple[str, bool]]  # (text, whether it is held out)
 
 
 def text_digest(text: str) -> int:
@@ -28,7 +28,7 @@ def text_digest(text: str) -> int:
 
 
 def is_held_out(identity: str, holdout: int) -> bool:
-    """Hold out one document in `holdout`, by the hash of what identifies it, whatever the order."""
+    """Whether a document is held out: one in `holdout` is, by its hash, in any order."""
     return text_digest(identity) % holdout == 0
 
 
@@ -55,7 +55,7 @@ class Source(ABC):
         return Tokenizer.load(self.tokenizer) if self.tokenizer else None
 
     def corpus(self) -> Corpus | None:
-        """Return the corpus of a source that is no text; None if it is made of the documents."""
+        """Return the corpus of a source without text; None if prepare() has to build it."""
         return None
 
     @abstractmethod
@@ -110,10 +110,10 @@ class Stdlib(Source):
 class Text(Source):
     """The user's own files: `path` is a file, a glob, or a folder of .txt, .jsonl and .parquet.
 
-    A .txt is cut into documents at lines that are `separator`; the others have a document a row, in
-    `text_field`. The files that split_files() holds out are for validation. Without any, it is one
-    document in `holdout`, by its hash, at least one, or the last 5 % of a lone document.
-    Raises ValueError for what cannot be read as text.
+    A .txt is cut into documents at lines equal to `separator`; .jsonl and .parquet have one
+    document per row, in `text_field`. The files that split_files() holds out are for validation. If
+    there are none, one document in `holdout` is held out, chosen by hash (at least one), or the
+    last 5 % of a single document. Raises ValueError for what cannot be read as text.
     """
 
     path: str | None
@@ -158,7 +158,7 @@ class Text(Source):
             yield text[cut:], True
             return
 
-        # One document in `holdout`; if chance takes none, the one that came closest.
+        # Hold out one document in `holdout`. If no hash qualifies, hold out the closest one.
         closest = min(digests, key=lambda digest: digest % self.holdout)
         for text, digest in zip(self.texts(), digests, strict=True):
             yield text, digest % self.holdout == 0 or digest == closest
@@ -191,7 +191,7 @@ class Hub(Source):
         """Ask the hub which commit `revision` names; documents() then reads that commit."""
         from huggingface_hub import HfApi
 
-        # The hash of a commit needs no answer, so no network.
+        # A commit hash needs no lookup, so it works offline.
         if not re.fullmatch("[0-9a-f]{40}", self.revision):
             with self._client_errors_as_value_errors():
                 self.revision = HfApi().dataset_info(self.repo, revision=self.revision).sha
@@ -237,5 +237,6 @@ class Hub(Source):
             # Their messages run over many lines; the first says what happened.
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ValueError(
-                f"cannot read the dataset ({self.repo}: {reason}). fix: network, or data.repo=NAME"
+                f"cannot read the dataset ({self.repo}: {reason}). "
+                "fix: check the network and data.repo"
             ) from None

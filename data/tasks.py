@@ -1,7 +1,8 @@
 """Synthetic tasks that show what an attention can look up; rows are made from the seed, no files.
 
-A task counts the loss of its answers only. Rows of several sizes take turns in a batch, and an
-evaluation has the accuracy for each size, and for each distance from an answer to its source.
+A task counts the loss of its answers only. The size of a row is its number of answers; the
+configured sizes alternate from row to row. An evaluation reports the accuracy for each size, and
+for each distance from an answer to its source.
 """
 
 import json
@@ -66,7 +67,7 @@ class Task(Source):
     @property
     @abstractmethod
     def sizes(self) -> list[int]:
-        """How many answers the rows have, which take turns."""
+        """The numbers of answers in a row: row n has sizes[n % len(sizes)]."""
 
     @abstractmethod
     def min_context(self, size: int) -> int:
@@ -112,9 +113,9 @@ class Task(Source):
 class Recall(Task):
     """Multi-query associative recall: Arora et al., Zoology, 2312.04927, appendix C.1.
 
-    A row begins with keys, each followed by its value. Later each key comes once more, and the
-    value is the target. Of the slots for these queries, the i-th is drawn with a weight of i to the
-    `power` - 1. All other tokens are random values.
+    A row begins with keys, each followed by its value. Later each key comes once more, as a query,
+    and its value is the target. Slots for queries are drawn without replacement, the i-th with a
+    probability proportional to i^(power - 1). All other tokens are random values.
     """
 
     pairs: list[int]
@@ -161,8 +162,8 @@ class Recall(Task):
 class Copy(Task):
     """Selective copying: Gu and Dao, Mamba, 2312.00752, section 4.1.1.
 
-    Tokens are scattered over a row of blanks, and asked for in their order by as many marks at its
-    end. Unlike recall it asks by order and not by content.
+    Tokens are scattered over a row of blanks. As many marks at its end ask for them, in order.
+    Unlike in recall, a token is looked up by its order and not by its content.
     """
 
     copied: list[int]
@@ -183,8 +184,10 @@ class Copy(Task):
         return 1 + 2 * size
 
     def row(self, generator: np.random.Generator, context: int, size: int) -> Row:
-        # Ids: BOS, the blank, the mark, and what is copied.
-        blank, mark, first_token = 1, 2, 3
+        # Ids: 0 is BOS, then come the blank, the mark and the tokens to copy.
+        blank = 1
+        mark = 2
+        first_token = 3
         row = empty_row(np.full(context, blank))
         marks = np.arange(context - size, context)
         sources = 1 + generator.choice(context - 1 - size, size, replace=False)
@@ -197,7 +200,7 @@ class Copy(Task):
 
 
 def empty_row(inputs: np.ndarray) -> Row:
-    """Begin these inputs with BOS, and ask for nothing yet."""
+    """A row with these inputs after BOS, and without any answers yet."""
     inputs[0] = BOS
     return Row(inputs, np.full_like(inputs, IGNORE_INDEX), np.ones_like(inputs))
 
@@ -258,7 +261,7 @@ class TaskCorpus(Corpus):
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield batches of Task.rows that no run trains on, with a row of each size at least.
 
-        The last batch is filled with rows that ask for nothing.
+        The last batch is filled up with rows whose answers do not count.
         """
         num_rows = max(num_tokens // context, self.num_classes)
         for first in range(0, num_rows, batch_size):

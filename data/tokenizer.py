@@ -15,8 +15,8 @@ import numpy as np
 import sentencepiece as spm
 import tokenizers
 
-MAX_PIECE_CHARS = 4000  # the trainer's time grows with the length of what it gets at once
-SPACE = "\u2581"  # SentencePiece's own sign for a space: in a text, it would be decoded as one
+MAX_PIECE_CHARS = 4000  # of one sentence for the trainer, whose time grows with its length
+SPACE = "\u2581"  # SentencePiece's sign for a space: in a text, it would be decoded to a space
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
 # Where BOS and EOS of a tokenizer.json are found: an entry of a later file replaces an earlier one.
 SPECIAL_TOKEN_FILES = ("tokenizer_config.json", "config.json", "generation_config.json")
@@ -162,7 +162,7 @@ class Tokenizer:
         return sum(len(text.encode()) for text in self.decode_batch(documents))
 
     def identity(self) -> tuple:
-        """What makes it another tokenizer for a model: its first file, BOS and EOS."""
+        """What must be equal for two tokenizers to be the same: the first file, BOS and EOS."""
         return next(iter(self.files.values())), self.bos, self.eos_ids
 
     def decode_batch(self, documents: list[list[int]]) -> list[str]:
@@ -238,7 +238,7 @@ class JsonTokenizer(Tokenizer):
         self.processor.no_truncation()
         self.vocab_size = 1 + max(self.processor.get_vocab(with_added_tokens=True).values())
 
-        # Its own template says what begins a prompt: BOS, or nothing.
+        # Its post-processor says what it adds to a prompt: BOS in front, or nothing.
         prefix = self.processor.encode("").ids
         self.starts_with_bos = len(prefix) == 1
         is_in_front = self.processor.encode("a").ids[: len(prefix)] == prefix
@@ -246,8 +246,8 @@ class JsonTokenizer(Tokenizer):
         self.eos_ids = self.find_ids(settings, "eos")
         if not self.eos_ids or len(prefix) > 1 or not is_in_front:
             raise ValueError(
-                f"a tokenizer needs EOS, and at most BOS around a text (EOS {self.eos_ids}, "
-                f"{prefix} around). fix: eos_token in tokenizer_config.json"
+                f"a tokenizer needs EOS, and may add only BOS, in front (EOS {self.eos_ids}, "
+                f"adds {prefix}). fix: eos_token in tokenizer_config.json"
             )
         self.eos = self.eos_ids[0]
         # Without a BOS, an EOS stands between documents: the one that a model calls BOS, if any.
@@ -279,7 +279,7 @@ class JsonTokenizer(Tokenizer):
         ids = settings.get(f"{kind}_token_id")
         if ids is None or ids == []:
             token = settings.get(f"{kind}_token")
-            # A token may be written with its options.
+            # A token may be a dict of its content and options.
             content = token.get("content") if isinstance(token, dict) else token
             ids = self.processor.token_to_id(content) if content else None
         if ids is None:

@@ -32,9 +32,9 @@ class LayerCache:
 
     @property
     def can_rewind(self) -> bool:
-        """Whether the newest tokens of a row can be forgotten by a smaller length alone.
+        """Whether reducing the length is enough to remove the newest tokens of a row.
 
-        No, unless a class knows better: a recurrent state holds all of its past.
+        Not for a recurrent state, which mixes all past tokens; a subclass may say otherwise.
         """
         return len(self.buffers) == 0
 
@@ -47,14 +47,14 @@ class LayerCache:
         return self
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "LayerCache":
-        """A copy of this object whose buffers are changed ones."""
+        """A copy of this object with `change(buffer)` in place of each buffer."""
         other = copy(self)
         other.buffers = tuple(map(change, self.buffers))
         return other
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Bring all rows back to where they were before their first token."""
+        """Reset all rows to their state before the first token."""
         if len(self.initial) == 0:
             for buffer in self.buffers:
                 buffer.zero_()
@@ -69,12 +69,12 @@ class LayerCache:
 
 
 class KVCache(LayerCache):
-    """The newest tokens of each row: position p is in slot p % size (see ForwardContext).
+    """Keys and values of the newest tokens: position p is in slot p % size (see ForwardContext).
 
-    A ring where `size`, the window or the chunk, is less than the capacity; else every position has
-    a slot of its own. A feature of shape (K, D) has a buffer (B, size + 1, K, D), whose last slot
-    takes what is not kept. In int8, each vector of D has a scale, in a second buffer
-    (B, size + 1, K, 1) in fp16.
+    `size` is the smallest of capacity, window and chunk. Below the capacity, the cache is a ring;
+    otherwise every position has its own slot. A feature of shape (K, D), such as the keys, has a
+    buffer (B, size + 1, K, D). Its last slot is never read: writes that must be discarded go there.
+    In int8, a second buffer (B, size + 1, K, 1) holds an fp16 scale for each vector of D values.
     """
 
     def __init__(
@@ -108,10 +108,9 @@ class KVCache(LayerCache):
         return not self.is_ring
 
     def update(self, ctx: ForwardContext, *new: Tensor) -> tuple[list[Tensor], Visibility]:
-        """Store new features (B, T, ...), and return the keys' side of attention.
+        """Store new features (B, T, ...), and return what the new tokens attend to.
 
-        That is, each feature with all tokens that can be attended to, (B, S, ...), and which of
-        them are visible to which new token, with the positions of all.
+        That is each feature of all S tokens in reach, (B, S, ...), and their Visibility.
         """
         num_new = new[0].shape[1]
         if self.is_ring and num_new > 1:
@@ -135,7 +134,7 @@ class KVCache(LayerCache):
     def first(self, count: int) -> "KVCache":
         if count >= self.size:
             return self
-        # Slot `count` is still empty, so the view may store there what is not kept.
+        # Slot `count` is still empty, so the view can use it for discarded writes.
         view = self.map(lambda buffer: buffer[:, : count + 1])
         view.size = count
         view.is_ring = False

@@ -18,9 +18,9 @@ from model.attention.softmax import SoftmaxAttention
 from model.context import ForwardContext
 
 Weights = dict[str, Tensor]
-# A sink that weighs less than rounding beside a score above -9, and that still has a gradient.
+# The logit of a new sink: beside a score above -9 its weight is below 2e-5, yet it has a gradient.
 NO_SINK = -20.0
-# What may be left of an attention, where another mechanism has no gate, sink or bias.
+# The weights of softmax attention without the optional ones, which MLA and the delta rule lack.
 PROJECTIONS_AND_NORMS = {f"{name}_proj.weight" for name in "qkvo"} | {
     "q_norm.weight",
     "k_norm.weight",
@@ -66,16 +66,16 @@ def no_formula(index: int, change: str, fix: str) -> ValueError:
     return ValueError(f"no formula for this conversion (layer {index}: {change}). fix: {fix}")
 
 
-def check_kept(index: int, old: dict, new: dict) -> None:
-    """Raise ValueError unless these settings, which no formula changes, are the same."""
+def check_unchanged(index: int, old: dict, new: dict) -> None:
+    """Raise ValueError unless these options, which no conversion can change, are the same."""
     for key, value in old.items():
         if new[key] != value:
             fix = "null" if value is None else value
             raise no_formula(index, f"{key} {value} -> {new[key]}", f"attention.{key}={fix}")
 
 
-def check_used(index: int, weights: Weights, used: Iterable[str]) -> None:
-    """Raise ValueError if there are weights that the new attention has no place for."""
+def check_all_used(index: int, weights: Weights, used: Iterable[str]) -> None:
+    """Raise ValueError if the new attention has no use for some weights."""
     lost = sorted(weights.keys() - set(used))
     if lost:
         names = ", ".join(lost)
@@ -83,25 +83,26 @@ def check_used(index: int, weights: Weights, used: Iterable[str]) -> None:
 
 
 def softmax_to_softmax(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
-    """Other heads for keys and values, masks, positions, a gate, a sink, biases.
+    """Change the number of key-value heads, the mask, positions, gate, sink or biases.
 
-    To fewer heads, each is the mean of a group: Ainslie et al., 2305.13245. A gate of one half is
-    doubled behind it. For a longer context RoPE is scaled (model/rope.py) or left out.
+    Fewer key-value heads are means over groups: Ainslie et al., 2305.13245. A new gate outputs 1/2
+    for every input, so `o_proj` is doubled. A longer context needs RoPE scaled (model/rope.py) or
+    left out.
     """
     old = layers.old[index]
     new = layers.new[index]
-    check_kept(index, settings(old), settings(new))
+    check_unchanged(index, fixed_options(old), fixed_options(new))
     if old.rope_base is None:
-        check_kept(index, {"rope_base": None}, vars(new))
+        check_unchanged(index, {"rope_base": None}, vars(new))
     weights = dict(layers.read(index))
-    # A layer that uses the keys and values of another has none of its own.
-    of_keys_and_values = {name for name in weights if name.startswith(("k_", "v_"))}
-    check_used(index, weights, of_keys_and_values | shapes(new).keys())
+    # A layer that reuses another's keys and values may drop its own.
+    kv_names = {name for name in weights if name.startswith(("k_", "v_"))}
+    check_all_used(index, weights, kv_names | shapes(new).keys())
     changes = []
 
     # Heads of keys and values: repeated, or averaged over groups of neighbours.
     if max(old.kv_heads, new.kv_heads) % min(old.kv_heads, new.kv_heads):
-        check_kept(index, {"kv_heads": old.kv_heads}, vars(new))
+        check_unchanged(index, {"kv_heads": old.kv_heads}, vars(new))
     if new.kv_heads != old.kv_heads:
         for name in ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias"):
             if name in weights:
@@ -110,12 +111,12 @@ def softmax_to_softmax(layers: Layers, index: int) -> tuple[Weights, list[Change
         text = f"key-value heads {old.kv_heads} -> {new.kv_heads}, {verb}"
         changes.append(Change(text, new.kv_heads > old.kv_heads))
 
-    # Parts that begin without an effect.
-    like = weights["o_proj.weight"]
-    zeros = {name: like.new_zeros(shape) for name, shape in shapes(new).items()}
+    # New parts start with values that leave the output unchanged.
+    o_proj = weights["o_proj.weight"]
+    zeros = {name: o_proj.new_zeros(shape) for name, shape in shapes(new).items()}
     if new.gate_proj is not None and old.gate_proj is None:
         weights["gate_proj.weight"] = zeros["gate_proj.weight"]
-        weights["o_proj.weight"] = 2 * like
+        weights["o_proj.weight"] = 2 * o_proj
         changes.append(Change("an output gate of one half, doubled", True))
     if new.sink is not None and old.sink is None:
         weights["sink"] = zeros["sink"] + NO_SINK
@@ -134,8 +135,10 @@ def softmax_to_softmax(layers: Layers, index: int) -> tuple[Weights, list[Change
     if new.rope_base is None and old.rope_base is not None:
         changes.append(Change("no positions", False))
     elif new.rotary != old.rotary:
-        before, after = (f"base {a.rotary[1]:g}, {a.rotary[2]}" for a in (old, new))
-        changes.append(Change(f"RoPE: {before} -> {after}", False))
+        _, old_base, old_scaling = old.rotary
+        _, new_base, new_scaling = new.rotary
+        text = f"RoPE: base {old_base:g}, {old_scaling} -> base {new_base:g}, {new_scaling}"
+        changes.append(Change(text, False))
     return {name: weights[name] for name in zeros if name in weights}, changes
 
 
@@ -143,8 +146,8 @@ def shapes(attention: Attention) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in attention.state_dict().items()}
 
 
-def settings(attention: SoftmaxAttention) -> dict:
-    """What no formula changes."""
+def fixed_options(attention: SoftmaxAttention) -> dict:
+    """The options that no conversion can change."""
     return {
         "head_dim": attention.head_dim,
         "qk_norm": attention.qk_norm,
@@ -162,7 +165,7 @@ def change_kv_heads(weight: Tensor, old: int, new: int) -> Tensor:
 
 
 def softmax_to_shared(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
-    """Keys and values of several layers become those of the first, which has the mean of all."""
+    """Let layers share keys and values, whose projections are the mean over those layers."""
     if layers.new[index].reuses_kv:
         weights, changes = softmax_to_softmax(layers, index)
         return weights, [*changes, Change("keys and values of an earlier layer", False)]
@@ -173,18 +176,18 @@ def softmax_to_shared(layers: Layers, index: int) -> tuple[Weights, list[Change]
         members.append(later)
     if len(members) == 1:
         return softmax_to_softmax(layers, index)
-    read = [layers.read(member) for member in members]
-    mean = dict(read[0])
+    weights_of_members = [layers.read(member) for member in members]
+    mean = dict(weights_of_members[0])
     for name in mean:
         if name.startswith(("k_", "v_")):
-            mean[name] = torch.stack([weights[name] for weights in read]).mean(dim=0)
+            mean[name] = torch.stack([w[name] for w in weights_of_members]).mean(dim=0)
     weights, changes = softmax_to_softmax(layers._replace(read=lambda _: mean), index)
     text = f"keys and values are the mean of {len(members)} layers"
     return weights, [*changes, Change(text, False)]
 
 
 def softmax_to_value_residual(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
-    """No share of the first layer's values at the beginning."""
+    """Mix in the first layer's values with a weight of 0, which changes nothing at first."""
     weights, changes = softmax_to_softmax(layers, index)
     if layers.new[index].share is not None:
         weights["share"] = torch.zeros(1).to(weights["o_proj.weight"])
@@ -193,21 +196,21 @@ def softmax_to_value_residual(layers: Layers, index: int) -> tuple[Weights, list
 
 
 def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
-    """Keys and values come out of one latent, a factorization of low rank: TransMLA, 2502.07864.
+    """Factorize keys and values into one latent of low rank: TransMLA, 2502.07864.
 
-    Of the pairs of features that RoPE rotates, every s-th keeps its rotation and has one key for
-    all heads; with R = E / s, their frequencies are those of R features. All other pairs have the
-    mean of their rotations. A norm in front of keys or queries becomes its mean factor.
+    Of the pairs that RoPE rotates, every s-th keeps its rotation, in one key for all heads. These
+    have the frequencies of RoPE with R = E / s features. The other pairs get the mean of their
+    rotations over a context. QK-norm is replaced by its mean scale.
     """
     old = layers.old[index]
     new = layers.new[index]
     weights = layers.read(index)
     check_latent(old, new, index)
-    check_used(index, weights, PROJECTIONS_AND_NORMS)
+    check_all_used(index, weights, PROJECTIONS_AND_NORMS)
     dtype = weights["o_proj.weight"].dtype
     moment = layers.moment(index).double()
 
-    # Heads (K, E, D) and (H, E, D), with the mean factor of their norm.
+    # The projections of each head: q (H, E, D), k and v (K, E, D). QK-norm is folded into them.
     q = weights["q_proj.weight"].double().unflatten(0, (old.heads, -1))
     k = weights["k_proj.weight"].double().unflatten(0, (old.kv_heads, -1))
     v = weights["v_proj.weight"].double().unflatten(0, (old.kv_heads, -1))
@@ -215,29 +218,30 @@ def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]
         q = fold_norm(q, weights["q_norm.weight"].double(), moment)
         k = fold_norm(k, weights["k_norm.weight"].double(), moment)
 
-    # Which features keep their rotation: pairs are half a head apart.
+    # Features that keep their rotation. The two features of a pair are half a head apart.
     half = old.head_dim // 2
     is_rotated = torch.zeros(half, dtype=torch.bool)
     is_rotated[:: old.head_dim // new.rope_dim] = True
     is_rotated = is_rotated.repeat(2)
 
-    # Rotated queries (H, 2, R / 2, D) have their head's share of the one rotated key.
+    # All heads share one rotated key: scale queries (H, 2, R / 2, D) by its weight in their head.
     group = old.heads // old.kv_heads
-    rotated_k, shares = share_rotated_key(k[:, is_rotated], moment)
-    shares = shares.repeat_interleave(group, dim=0)
-    rotated_q = q[:, is_rotated].unflatten(1, (2, -1)) * shares[:, None, :, None]
+    rotated_k, head_weights = share_rotated_key(k[:, is_rotated], moment)
+    head_weights = head_weights.repeat_interleave(group, dim=0)
+    rotated_q = q[:, is_rotated].unflatten(1, (2, -1)) * head_weights[:, None, :, None]
     plain_q = rotate_on_average(q, old, layers.context)[:, ~is_rotated]
 
     # Keys without a rotation and values come out of the latent.
     plain_k = k[:, ~is_rotated]
     down, up_k, up_v = factorize_jointly(plain_k, v, moment, new.rank)
-    # If the latent is wider than their rank, the rest of it is zero and makes its norm smaller.
+    # If `rank` exceeds the rank of the factorization, the other latent features are zero. They
+    # lower the mean square in the latent's norm, for which this weight makes up.
     latent_norm = down.new_full((new.rank,), (len(down) / new.rank) ** 0.5)
 
-    # For each query head, the rows of keys and of values, filled up with zeros.
+    # The rows of kv_proj: keys and values of each query head, padded with zeros.
     up = torch.cat((pad_to(up_k, new.head_dim), pad_to(up_v, new.value_dim)), dim=1)
     up = up.repeat_interleave(group, dim=0)
-    # Scores are divided by the root of the width of a key, which is another one now.
+    # Scores are divided by the square root of the key width, which changes: undo that in q.
     scale = (new.value_dim / old.head_dim) ** 0.5
     new_q = scale * torch.cat((pad_to(plain_q, new.head_dim), rotated_q.flatten(1, 2)), dim=1)
     out = weights["o_proj.weight"].double().unflatten(1, (old.heads, -1))
@@ -256,53 +260,62 @@ def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]
 
 
 def check_latent(old: SoftmaxAttention, new: LatentAttention, index: int) -> None:
-    """Raise ValueError for what a latent has no place for."""
+    """Raise ValueError for options of `old` that MLA cannot express."""
     none = {"window": None, "chunk": None, "softcap": None, "rope_fraction": 1.0}
-    check_kept(index, none, vars(old) | settings(old))
-    check_kept(index, {"rope_base": old.rope_base}, {"rope_base": new.rotary[1]})
-    check_kept(index, {"rope_scaling": old.rotary[2]}, {"rope_scaling": new.rotary[2]})
+    check_unchanged(index, none, vars(old) | fixed_options(old))
+    check_unchanged(index, {"rope_base": old.rope_base}, {"rope_base": new.rotary[1]})
+    check_unchanged(index, {"rope_scaling": old.rotary[2]}, {"rope_scaling": new.rotary[2]})
     if old.head_dim % new.rope_dim or new.head_dim < old.head_dim - new.rope_dim:
         change = f"heads of {old.head_dim} -> {new.head_dim} + {new.rope_dim}"
         fix = f"attention.head_dim={old.head_dim} attention.rope_dim={old.head_dim // 2}"
         raise no_formula(index, change, fix)
-    if old.rope_base is None or old.qk_norm == "after_rope" or new.q_down_proj is not None:
-        change = "no positions, a norm after them, or a latent of queries"
-        raise no_formula(index, change, "RoPE, attention.query_rank=null")
+    if old.rope_base is None:
+        raise no_formula(index, "no RoPE -> a latent", "a model with RoPE")
+    if old.qk_norm == "after_rope":
+        raise no_formula(index, "QK-norm after RoPE -> a latent", "QK-norm before RoPE, or none")
+    if new.q_down_proj is not None:
+        raise no_formula(index, "queries -> a latent", "attention.query_rank=null")
 
 
 def fold_norm(heads: Tensor, weight: Tensor, moment: Tensor) -> Tensor:
-    """heads (K, E, D), the weight (E,) of an RMSNorm behind them -> heads with its mean factor."""
+    """heads (K, E, D) followed by an RMSNorm of `weight` (E,) -> heads times its mean scale."""
     mean_square = torch.einsum("ked,df,kef->k", heads, moment, heads) / heads.shape[1]
     return heads * weight[:, None] / mean_square.sqrt()[:, None, None]
 
 
 def share_rotated_key(keys: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
-    """keys (K, R, D) -> one key (R, D) for all heads, and the share (K, R / 2) of it in each head.
+    """keys (K, R, D) -> one key (R, D) for all heads, and its weight (K, R / 2) in each head.
 
-    Heads may be mixed before RoPE rather than after it, if both features of a pair are mixed alike.
-    For each pair this is the mix whose shares come nearest to the keys: RoRoPE, 2502.07864.
+    Mixing heads commutes with RoPE if both features of a pair have the same weights. For each pair,
+    the first principal component over heads is nearest to their keys: RoRoPE, 2502.07864.
     """
     pairs = keys.unflatten(1, (2, -1))  # (K, 2, R / 2, D)
-    products = torch.einsum("kapd,de,lape->pkl", pairs, moment, pairs)
-    _, vectors = torch.linalg.eigh(products)
-    shares = vectors[..., -1].mT
-    return torch.einsum("kp,kapd->apd", shares, pairs).flatten(0, 1), shares
+    gram = torch.einsum("kapd,de,lape->pkl", pairs, moment, pairs)
+    _, vectors = torch.linalg.eigh(gram)
+    head_weights = vectors[..., -1].mT
+    key = torch.einsum("kp,kapd->apd", head_weights, pairs).flatten(0, 1)
+    return key, head_weights
 
 
 def rotate_on_average(q: Tensor, attention: SoftmaxAttention, context: int) -> Tensor:
-    """q (H, E, D) -> the mean of its rotations relative to a key, over all pairs in a context.
+    """Apply the mean rotation of RoPE over all query-key pairs of a context to q (H, E, D).
 
-    Of all constant maps, it gives the scores that are nearest to those with RoPE.
+    Of all maps that ignore positions, it gives the scores nearest to those with RoPE.
     """
-    # Behind a key at position 0, a query at position d stands for all pairs d apart.
-    positions = torch.arange(context)
-    cos, sin = ForwardContext(positions[None], None, None, None).rotary(*attention.rotary)
-    scale = cos[0, 0, 0, 0]  # of both queries and keys, where positions are scaled by YaRN
-    weights = (context - positions).double() / (context - positions).sum()
-    cos, sin = (scale * weights @ table[0, :, 0].double() for table in (cos, sin))
-    cos, sin = (table[:, None].to(q.device) for table in (cos, sin))
+    # Scores depend on the distance alone; a context has `context - d` pairs at distance d.
+    distances = torch.arange(context)
+    counts = (context - distances).double()
+    weights = counts / counts.sum()
+    cos, sin = ForwardContext(distances[None], None, None, None).rotary(*attention.rotary)
+    cos = cos[0, :, 0].double()  # (context, E / 2)
+    sin = sin[0, :, 0].double()
+
+    # YaRN multiplies both queries and keys by cos(0); the tables have it once.
+    magnitude = cos[0, 0]
+    mean_cos = (magnitude * weights @ cos)[:, None].to(q.device)  # (E / 2, 1)
+    mean_sin = (magnitude * weights @ sin)[:, None].to(q.device)
     a, b = q.chunk(2, dim=1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=1)
+    return torch.cat((a * mean_cos - b * mean_sin, b * mean_cos + a * mean_sin), dim=1)
 
 
 def factorize_jointly(
@@ -310,7 +323,7 @@ def factorize_jointly(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """keys (K, E, D), values (K, F, D) -> down (R, D), and up (K, E, R) and (K, F, R) of both.
 
-    Before they share a latent they are made equally large, by the sums of their mean squares.
+    Keys are first scaled to the mean square of the values, so that neither dominates the latent.
     """
 
     def mean_square(heads: Tensor) -> Tensor:
@@ -326,17 +339,18 @@ def factorize_jointly(
 
 
 def factorize(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """weight (N, D) -> down (R, D) and up (N, R), whose product has the nearest outputs of rank R.
+    """Factorize weight (N, D) into up (N, R) @ down (R, D) -> (down, up).
 
-    R is the least of `rank`, N and D. The inputs have the second moments `moment` (D, D); what
-    `down` makes of them has the identity.
+    For inputs x with second moments `moment` (D, D), no other product of rank R is closer to
+    weight @ x in mean square. R is the smallest of `rank`, N and D. down @ x has second moments I.
     """
-    # With inputs x = root z, where z has the identity, this is a truncated SVD: Eckart and Young.
+    # Whiten the inputs, x = root z. Over z, the best factorization is a truncated SVD (Eckart and
+    # Young).
     eigenvalues, vectors = torch.linalg.eigh(moment)
     eigenvalues = eigenvalues.clamp(min=1e-6 * eigenvalues.max())
     outputs_of_z = weight @ (vectors * eigenvalues.sqrt())
     inverse_root = (vectors / eigenvalues.sqrt()).mT
-    # The right singular vectors, by ascending value: in half of the memory of an SVD.
+    # The right singular vectors, by ascending singular value. This takes half the memory of an SVD.
     _, right = torch.linalg.eigh(outputs_of_z.mT @ outputs_of_z)
     right = right[:, -min(rank, *weight.shape) :]
     return right.mT @ inverse_root, outputs_of_z @ right
@@ -350,13 +364,13 @@ def pad_to(tensor: Tensor, length: int, dim: int = 1) -> Tensor:
 
 
 def softmax_to_delta(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
-    """Projections stay, the rest is new: The Mamba in the Llama, 2408.15237."""
+    """Keep the projections, initialize the rest: The Mamba in the Llama, 2408.15237."""
     old = layers.old[index]
     new = layers.new[index]
-    check_kept(index, {"head_dim": old.head_dim}, vars(new))
+    check_unchanged(index, {"head_dim": old.head_dim}, vars(new))
     weights = layers.read(index)
-    # Its queries and keys are normalized without a weight.
-    check_used(index, weights, PROJECTIONS_AND_NORMS)
+    # QK-norm is dropped: the delta rule normalizes queries and keys, without a weight.
+    check_all_used(index, weights, PROJECTIONS_AND_NORMS)
     new_weights = {name: weights[name] for name in ("q_proj.weight", "o_proj.weight")}
     for name in ("k_proj.weight", "v_proj.weight"):
         new_weights[name] = change_kv_heads(weights[name], old.kv_heads, new.heads)

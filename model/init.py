@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from model.transformer import Transformer
 
-# With these at zero, a block starts as the identity, and all tokens are equally likely.
-ZERO = ("o_proj", "down_proj", "head")
+# Layers that start at zero: blocks are then the identity, and all tokens are equally likely.
+ZERO_LAYERS = ("o_proj", "down_proj", "head")
 
 
 @torch.no_grad()
@@ -21,8 +21,8 @@ def initialize(
 ) -> None:
     """Set every parameter to a value that depends on the seed, its name and its shape alone.
 
-    Values are drawn on the CPU in fp32. `place_like(value, parameter)` moves a value to where its
-    parameter is: to its device, or, for a sharded one, to all devices that share it.
+    Values are drawn on the CPU in fp32. `place_like(value, parameter)` moves a value to the device
+    of its parameter, or shards it over several devices as its parameter is.
     """
     for path, parameter in model.named_parameters():
         # The generator depends on the name, not on the parameters drawn before.
@@ -42,7 +42,7 @@ def initial_value(path: str, module: nn.Module, name: str, generator: torch.Gene
             return torch.zeros(module.normalized_shape)
         case nn.Embedding():
             return torch.randn(module.weight.shape, generator=generator) * 0.02
-        case nn.Linear() if name == "bias" or path.endswith(ZERO):
+        case nn.Linear() if name == "bias" or path.endswith(ZERO_LAYERS):
             return torch.zeros(getattr(module, name).shape)
         case nn.Linear():
             return torch.randn(module.weight.shape, generator=generator) * module.in_features**-0.5

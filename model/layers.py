@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 
 def fp32(x: Tensor) -> Tensor:
-    """Cast x to fp32, unless it is finer already."""
+    """Cast x to fp32, or leave it in fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager:
-    """Inside, autocast is off: results are as precise as their inputs."""
+    """Context manager that disables autocast, so that results have the dtype of their inputs."""
     if device.type == "meta":
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether x is where a few large operations take less time than many small ones."""
+    """Whether x is on a CUDA device, where few large kernels are faster than many small ones."""
     return x.is_cuda
 
 
@@ -66,10 +66,10 @@ class Linear(nn.Linear):
 def project(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
     """Apply linear layers to the same x (..., D); under autocast on a GPU, in one product.
 
-    Autocast copies the weights in any case, so that joining them costs nothing.
+    Autocast copies the weights anyway, so concatenating them costs nothing more.
     """
-    is_joined = on_gpu(x) and torch.is_autocast_enabled(x.device.type)
-    if not is_joined or layers[0].bias is not None:
+    is_fused = on_gpu(x) and torch.is_autocast_enabled(x.device.type)
+    if not is_fused or layers[0].bias is not None:
         return [layer(x) for layer in layers]
     weight = torch.cat([layer.weight for layer in layers])
     sizes = [layer.out_features for layer in layers]

@@ -1,8 +1,8 @@
 """Scalings of RoPE's frequencies, for a longer context than a model was trained with.
 
 Each is called with the frequencies (R/2,) of R = `dim` rotary dimensions and RoPE's base. It
-returns new frequencies and a factor for cos and sin. `context` is that before scaling, in tokens.
-Scalings are compared by value, so layers whose scalings agree share their tables.
+returns new frequencies and a factor for cos and sin. `context` is the context of the original
+training, in tokens. Scalings are compared by value, so layers with equal scalings share tables.
 """
 
 import math
@@ -28,7 +28,7 @@ class Scaling:
             raise ValueError(f"rope_scaling needs {rule} (got {self}). fix: {fix}")
 
     def interpolate(self, frequency: Tensor, unscaled: Tensor) -> Tensor:
-        """Divide frequencies by the factor, but for the fraction `unscaled` (R/2,) of each."""
+        """Divide by the factor where `unscaled` (R/2,) is 0, not where it is 1; blend between."""
         return frequency * (unscaled + (1 - unscaled) / self.factor)
 
 
@@ -42,7 +42,7 @@ class Linear(Scaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3(Scaling):
-    """Scale frequencies that rotate fewer than `low` times in the context, not those above `high`.
+    """Scale frequencies with fewer than `low` rotations in the context, not those above `high`.
 
     Between the two, the scaling grows linearly with the number of rotations. Llama 3, 2407.21783.
     """
@@ -65,7 +65,7 @@ class Llama3(Scaling):
 
 @dataclass(frozen=True, kw_only=True)
 class YaRN(Scaling):
-    """Scale frequencies that rotate fewer than `slow` times in the context, not those above `fast`.
+    """Scale frequencies with fewer than `slow` rotations in the context, not those above `fast`.
 
     Between the two, the scaling grows linearly with the dimension. Peng et al., 2309.00071.
     """
@@ -93,7 +93,7 @@ class YaRN(Scaling):
         return self.interpolate(frequency, unscaled), magnitude
 
     def pair_at(self, rotations: float, dim: int, base: float) -> float:
-        """The pair of dimensions, as a real number, that rotates so many times in the context."""
-        # Pair i rotates by frequency base^(-2 i / dim), so many radians a token.
+        """The index, as a real number, of the pair that makes `rotations` turns in the context."""
+        # Pair i rotates by base^(-2 i / dim) radians per token.
         inverse_frequency = self.context / (rotations * 2 * math.pi)
         return dim * math.log(inverse_frequency) / (2 * math.log(base))

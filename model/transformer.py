@@ -44,9 +44,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model.
 
-    `hidden` is the width of the feed-forward and `context` the longest sequence in tokens. With
-    `tied`, the embedding is the head too. `softcap` bounds the logits. The parts of a layer are
-    built by `attention(spec)`, `ffn(dim, hidden)` and `norm(dim, norm_eps)`.
+    `hidden` is the inner width of the feed-forward, and `context` the longest sequence in training,
+    in tokens. With `tied`, the head shares the weight of the embedding. `softcap` bounds the
+    logits. `attention(spec)`, `ffn(dim, hidden)` and `norm(dim, norm_eps)` build parts of a layer.
     """
 
     def __init__(

@@ -38,8 +38,8 @@ PARTS = {
     "rmsnorm": "model.layers.RMSNorm",
     "layernorm": "model.layers.LayerNorm",
 }
-MOST_LAYERS = 2**12  # of a config.json, which may come from anyone
-# Sizes of experts must have a value, even in a model where all layers are dense.
+MOST_LAYERS = 2**12  # accepted from a config.json, which is not trusted
+# Entries that `transformers` requires even if no layer has experts.
 EXPERT_SIZES = {
     "n_routed_experts": 1,
     "n_group": 1,
@@ -65,16 +65,16 @@ class Architecture:
 
     model_type: str
     layer_types = ("full_attention",)
-    # Some knobs of its layers have these values, some any value, and the others are as in
-    # PLAIN_SOFTMAX.
+    # Knobs that must have these values, and knobs that may have any value. All others must have
+    # the values of PLAIN_SOFTMAX.
     fixed_knobs = {}
     free_knobs = ("bias",)
     # Its feed-forward and norm, as keys of PARTS.
     ffn = "swiglu"
     norm = "rmsnorm"
     norm_eps_entry = "rms_norm_eps"
-    # Entries that config.json must have, since `transformers` has other defaults for them than
-    # `defaults`.
+    # Entries that config.json must have: without them, `transformers` assumes other values than
+    # our `defaults`.
     needed_entries = ("num_key_value_heads", "rope_theta")
     # How its weights are stored.
     names = LLAMA_NAMES
@@ -109,13 +109,13 @@ class Architecture:
     def own_config(self, tree: dict, layers: Layers) -> dict:
         """The entries of config.json that only this class has.
 
-        `layers` have the sizes that their attention derives where a knob is null.
+        Where a knob is null, `layers` has the value that its attention derived.
         Raises ValueError for what the class cannot express.
         """
         return {}
 
     def defaults(self, config: dict) -> dict:
-        """What stands for entries that config.json leaves out, or has as null."""
+        """The values of entries that are missing or null in config.json."""
         heads = config["num_attention_heads"]
         return {
             "hidden_act": "silu",
@@ -184,7 +184,8 @@ class StableLm(Architecture):
         head_dim = common_value(layers, "head_dim")
         if head_dim * tree["heads"] != tree["dim"]:
             raise ValueError(
-                f"StableLm has heads of dim / heads ({head_dim=}). fix: attention.head_dim=null"
+                f"StableLm needs a head_dim of dim / heads ({head_dim=}). "
+                "fix: train again with attention.head_dim=null"
             )
         return {"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False}
 
@@ -343,9 +344,10 @@ class DeepseekV3(Architecture):
 
     def own_config(self, tree: dict, layers: Layers) -> dict:
         if tree["norm_eps"] != 1e-6:
-            # The norms of its latents have this epsilon, whatever config.json says.
+            # `transformers` uses 1e-6 in the norms of the latents, whatever config.json says.
             raise ValueError(
-                f"DeepseekV3 has norms of 1e-6 (got {tree['norm_eps']}). fix: norm_eps=1e-6"
+                f"DeepseekV3 needs an epsilon of 1e-6 in its norms (got {tree['norm_eps']}). "
+                "fix: train again with model.norm_eps=1e-6"
             )
         return {
             "kv_lora_rank": common_value(layers, "rank"),
@@ -396,8 +398,8 @@ class Qwen3_5(Architecture):
         types = layer_types(layers)
         if "full_attention" not in types:
             raise ValueError(
-                "Qwen3_5ForCausalLM needs a layer of softmax (all are delta). "
-                "fix: one in the pattern"
+                "Qwen3_5ForCausalLM needs a layer of softmax attention (all are delta). "
+                "fix: train again with one in attention.pattern"
             )
         # Queries and keys have as many heads as values.
         delta_layers = [layer for layer in layers if layer["_target_"] == DELTA]
@@ -484,7 +486,7 @@ def common_value(layers: Layers, knob: str, default: object = None) -> object:
     if any(value != values[0] for value in values):
         raise ValueError(
             f"no class of transformers has layers of different {knob} ({values}). "
-            "fix: the same in all"
+            f"fix: train again with one attention.{knob} for all layers"
         )
     return values[0] if values else default
 
@@ -505,5 +507,5 @@ def layer_types(layers: Layers) -> list[str]:
 
 
 def has_rope_flags(layers: Layers) -> list[int]:
-    """`no_rope_layers` of a config.json: in spite of its name, 1 for a layer that has RoPE."""
+    """`no_rope_layers` of a config.json: despite its name, 1 means that the layer has RoPE."""
     return [int(layer["rope_base"] is not None) for layer in layers]

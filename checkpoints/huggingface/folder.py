@@ -29,7 +29,7 @@ def write(
 
 
 def sentencepiece_files(proto: bytes, vocabulary: ModelProto, config: dict) -> dict[str, bytes]:
-    """The files by which `transformers` reads a SentencePiece model; `config` has BOS and EOS."""
+    """A SentencePiece tokenizer as files of `transformers`; `config` has the BOS and EOS ids."""
     bos = config["bos_token_id"]
     eos = config["eos_token_id"]
     special = {

@@ -52,8 +52,8 @@ def to_hf_config(tree: dict) -> dict:
     architecture = ARCHITECTURES[name]
     layers = layer_knobs(tree)
 
-    # A null knob has its default in the layer's attribute of the same name, so attributes of an
-    # attention that is exported are named after its knobs.
+    # Where a knob is null, the attention derives its value and has it in an attribute of the same
+    # name. So build the layers, without memory, and read their attributes.
     with torch.device("meta"):
         blocks = instantiate(tree).blocks
     for layer, block in zip(layers, blocks, strict=True):
@@ -78,7 +78,7 @@ def to_hf_config(tree: dict) -> dict:
         "hidden_act": tree["ffn"]["activation"],
         "attention_bias": common_value(layers, "bias", False),
         "mlp_bias": False,
-        # The first two are for readers that do not know the third.
+        # The first two are for readers that do not know `rope_parameters`.
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if scaling is None else rope,
         "rope_parameters": rope,
@@ -152,10 +152,10 @@ def with_defaults(knobs: dict) -> dict:
 def from_hf_config(config: dict) -> dict:
     """The model that a config.json of `transformers` describes.
 
-    Every entry that we would write for this model must be in the config with the same value;
-    entries that we never write are not looked at. For example, `mlp_bias: true` is not read, so we
-    would build a model without these biases; for that we would write `mlp_bias: false`; the two
-    differ, and the config is refused.
+    The model is built from the entries that we read, then exported again: every entry that we would
+    write must have the same value in the config. For example, we do not read `mlp_bias` and would
+    write `mlp_bias: false`, so a config with `mlp_bias: true` is refused. Entries that we never
+    write are ignored.
     Raises ValueError for a model that our layers cannot express.
     """
     names = config.get("architectures")
@@ -222,12 +222,15 @@ def read_attention(config: dict, architecture: Architecture) -> dict:
     unknown = {*types} - {*architecture.layer_types}
     if unknown:
         model_type = architecture.model_type
-        raise ValueError(f"{model_type} has no such layers (config.json: {unknown}). fix: others")
+        known = ", ".join(architecture.layer_types)
+        raise ValueError(
+            f"{model_type} has no such layers (config.json: {unknown}). fix: one of {known}"
+        )
     has_rope = [1] * config["num_hidden_layers"]
     if "rope_base" in architecture.free_knobs:
         has_rope = config["no_rope_layers"]
 
-    # Layers that are alike become one kind.
+    # Layers of one type that all have, or all lack, RoPE are one kind.
     kinds = {}
     pattern = []
     for layer_type, has_rope_here in zip(types, has_rope, strict=True):
@@ -237,5 +240,5 @@ def read_attention(config: dict, architecture: Architecture) -> dict:
         kinds[kind] = architecture.layer_from_config(config, layer_type, bool(has_rope_here))
         pattern.append(kind)
     if len(kinds) == 1:
-        return kinds[kind]
+        return kinds[pattern[0]]
     return {"_target_": HYBRID, "_partial_": True, "kinds": kinds, "pattern": pattern}

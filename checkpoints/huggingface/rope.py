@@ -33,7 +33,8 @@ def rope_to_hf(base: float, scaling: dict | None) -> dict:
         if target == ours["_target_"]:
             parameters = {key: ours[knob] for key, knob in knobs.items()}
             return {"rope_type": rope_type, "rope_theta": base, **parameters}
-    raise ValueError(f"no class of transformers has this scaling ({scaling}). fix: null")
+    fix = "attention.rope_scaling=null"
+    raise ValueError(f"no class of transformers has this scaling ({scaling}). fix: {fix}")
 
 
 def rope_parameters(config: dict) -> dict:

@@ -28,9 +28,9 @@ class ALiBi(SoftmaxAttention):
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Slopes (H,): from 2^(-8 / H) to 2^-8, each the same factor smaller than the one before.
+    """Slopes (H,): a geometric sequence from 2^(-8 / H) to 2^-8.
 
-    Where H is no power of two: those of the power below it, then some that lie between them.
+    If H is not a power of two: the slopes of the power P below it, then every second one of 2 P.
     """
     power = 2 ** int(math.log2(heads))
     exponents = torch.arange(1, power + 1) * (-8 / power)

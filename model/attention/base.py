@@ -30,10 +30,10 @@ class Attention(nn.Module, ABC):
     """Maps (B, T, D) to (B, T, D) such that every token depends on itself and its past alone.
 
     A variant is constructed from the spec of its layer and its own knobs: `(spec, *, ...)`.
-    Projections, positions, masks and the contents of its cache are its own affair.
+    It decides on its projections, positions, masks and what it caches.
     Its last projection is called `o_proj` and starts at zero; its norms have `norm` in their names.
-    A tensor that is no parameter is a buffer. Buffers keep their dtype in a model of another
-    precision, so cast what is computed from them (`type_as`).
+    Tensors that are not parameters must be registered as buffers. Buffers keep their dtype when the
+    model is cast, so cast what is computed from them (`type_as`).
     """
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Attention(nn.Module, ABC):
 
     @abstractmethod
     def attention_flops(self, context: int) -> float:
-        """Return the FLOPs of one token's forward outside the weights, averaged over a context."""
+        """Return a token's forward FLOPs besides those of the weights, averaged over a context."""
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
         """Return the first value of a parameter that belongs to no torch module: zeros."""

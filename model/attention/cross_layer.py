@@ -12,9 +12,9 @@ from model.context import ForwardContext
 class SharedAttention(SoftmaxAttention):
     """Several layers use the keys and values of one; only that layer has a cache.
 
-    `share` is pairs of layers (Brandon et al., 2405.12981), or half: all layers of the last half
-    use those of its first (Sun et al., 2405.05254). Takes the knobs of SoftmaxAttention too.
-    Raises ValueError for another `share`.
+    `share` is "pairs": every second layer reuses those of the layer before (Brandon et al.,
+    2405.12981); or "half": the last half of the layers reuses those of its first layer (Sun et al.,
+    2405.05254). Takes the knobs of SoftmaxAttention too. Raises ValueError for another `share`.
     """
 
     def __init__(self, spec: LayerSpec, *, share: str, **knobs):
@@ -60,7 +60,7 @@ class SharedAttention(SoftmaxAttention):
 
 
 class ValueResidualAttention(SoftmaxAttention):
-    """Values are interpolated with those of the first layer, by a learned weight.
+    """Values are interpolated with those of the first layer, by the learned weight `share`.
 
     Zhou et al., 2410.17897. Takes the knobs of SoftmaxAttention.
     """
@@ -87,9 +87,9 @@ class ValueResidualAttention(SoftmaxAttention):
 
 
 def take(carry: CrossLayer, name: str, layer: int) -> tuple:
-    """Return what an earlier layer carries to `layer`. Raises ValueError where none does."""
+    """Return what an earlier layer put into `carry` for `layer`. Raises ValueError if none did."""
     if name not in carry:
         raise ValueError(
-            f"no layer before carries what this one uses ({name=} {layer=}). fix: attention=gqa"
+            f"no earlier layer has what this one reuses ({name=} {layer=}). fix: attention=gqa"
         )
     return carry[name]

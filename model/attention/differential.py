@@ -30,9 +30,7 @@ class DifferentialAttention(SoftmaxAttention):
         if self.kernel.dropout:
             values = f"dropout={self.kernel.dropout}, DifferentialAttention"
             fix = "attention.dropout=0"
-            raise ValueError(
-                f"weights that are a difference have no dropout ({values}). fix: {fix}"
-            )
+            raise ValueError(f"differential attention has no dropout ({values}). fix: {fix}")
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * spec.layer)
         head_dim = self.head_dim
         self.q1 = nn.Parameter(torch.empty(head_dim))

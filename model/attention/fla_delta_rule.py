@@ -1,7 +1,7 @@
 """The gated delta rule by the kernels of flash-linear-attention 0.6: Triton, in half precision.
 
-That package keeps torch.compile out of its own function, so that each call would split the graph.
-As operators whose results have known shapes, its kernels can stay inside.
+The package's own function disables torch.compile, so each call would be a graph break. Registered
+as custom operators with known output shapes, its kernels stay inside the compiled graph.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def fla_delta_rule(
 ) -> list[Tensor]:
     """As `delta_rule`, for q, k, v in half precision and the rest in fp32, all contiguous.
 
-    Returns output, next state, and for the backward: sums of g, and inverses (B, T, H, 64).
+    Returns output, next state, and for the backward: cumulative sums of g, inverses (B, T, H, 64).
     """
     g_sum, y, inverse, next_state, *_ = chunk.chunk_gated_delta_rule_fwd(
         q, k, v, g, beta, scale=1.0, initial_state=state, output_final_state=True
@@ -26,13 +26,16 @@ def fla_delta_rule(
 
 
 @fla_delta_rule.register_fake
-def outputs_like(q, k, v, beta, g, state):
+def empty_outputs(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor
+) -> list[Tensor]:
+    """Tensors with the shapes of the outputs, for tracing."""
     return [v.clone(), state.clone(), g.clone(), q.new_empty(*g.shape, 64)]
 
 
 @torch.library.custom_op("attend::fla_delta_rule_backward", mutates_args=())
 def gradients(saved: list[Tensor], grad_y: Tensor, grad_state: Tensor) -> list[Tensor]:
-    """The gradients of q, k, v, beta, g and state, of which `saved` has the sums of g."""
+    """The gradients of q, k, v, beta, g and state. `saved` has the cumulative sums of g, not g."""
     q, k, v, beta, g_sum, state, inverse = saved
     grads = chunk.chunk_gated_delta_rule_bwd(
         q, k, v, g_sum, beta, inverse, 1.0, state, grad_y.contiguous(), grad_state
@@ -41,7 +44,8 @@ def gradients(saved: list[Tensor], grad_y: Tensor, grad_state: Tensor) -> list[T
 
 
 @gradients.register_fake
-def gradients_like(saved, grad_y, grad_state):
+def empty_gradients(saved: list[Tensor], grad_y: Tensor, grad_state: Tensor) -> list[Tensor]:
+    """Tensors with the shapes of the gradients, for tracing."""
     return [x.clone() for x in saved[:6]]
 
 

@@ -41,9 +41,9 @@ class StateCache(LayerCache):
 
 
 class GatedDelta(Attention):
-    """`kernel` is the width of the convolution and `chunk` that of `delta_rule`, in tokens.
+    """`kernel` is the width of the convolution, `chunk` the chunk size of `delta_rule`, in tokens.
 
-    Raises ValueError for sizes that are no whole numbers from 1.
+    Raises ValueError for sizes below 1.
     """
 
     def __init__(self, spec: LayerSpec, *, head_dim: int | None, kernel: int, chunk: int):
@@ -81,7 +81,7 @@ class GatedDelta(Attention):
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
         # Project, convolve, and normalize queries and keys to length 1.
-        q, k, v, write, step, gate = project(
+        q, k, v, beta_logit, decay_logit, gate = project(
             x,
             self.q_proj,
             self.k_proj,
@@ -98,14 +98,16 @@ class GatedDelta(Attention):
         q = l2_norm(q) * self.head_dim**-0.5
         k = l2_norm(k)
 
-        # beta and the log decay g, (B, T, H). Padding writes and forgets nothing: S_t = S_{t-1}.
-        beta = fp32(write).sigmoid()
+        # beta and the log decay g, (B, T, H).
+        beta = fp32(beta_logit).sigmoid()
         rate = fp32(self.decay_rate).exp()
-        step = fp32(step) + fp32(self.decay_bias)
-        g = -rate * F.softplus(step)
+        decay_logit = fp32(decay_logit) + fp32(self.decay_bias)
+        g = -rate * F.softplus(decay_logit)
+
+        # A document starts from an empty state. Padding leaves the state as it is: S_t = S_{t-1}.
         positions = ctx.positions[:, :, None]
-        g = g.masked_fill(positions == 0, FORGET_ALL)
         is_padding = positions < 0
+        g = g.masked_fill(positions == 0, FORGET_ALL)
         beta = beta.masked_fill(is_padding, 0.0)
         g = g.masked_fill(is_padding, 0.0)
 
@@ -115,7 +117,7 @@ class GatedDelta(Attention):
         else:
             state = cache.state.type_as(q)
         with no_autocast(x.device):
-            # Those kernels are for half precision and heads of at most 256 features.
+            # The kernels of flash-linear-attention need half precision and a head_dim up to 256.
             fits_fla = dtype.itemsize == 2 and x.shape[1] > 1 and self.head_dim <= 256
             if HAS_FLA and on_gpu(x) and fits_fla:
                 from model.attention.fla_delta_rule import fla_delta_rule
@@ -219,8 +221,9 @@ def delta_rule(
 
     q, k, v (B, T, H, D), beta and log decay g (B, T, H) -> output (B, T, H, D), next state.
 
-    Within a chunk that starts from the state S, all u_t are solved for at once. They are linear in
-    S, so that the systems of all chunks are solved together; a few products a chunk wait for S.
+    Within a chunk that starts from the state S, one triangular system gives all u_t. They are
+    linear in S, so the systems of all chunks are solved together. Only a few matrix products per
+    chunk have to wait for S.
     """
     length = q.shape[1]
     chunk = min(chunk, length)
@@ -231,18 +234,20 @@ def delta_rule(
     g = split_chunks(g[..., None], chunk)
 
     # G_i = g_1 + ... + g_i, and M_ij = exp(G_i - G_j): what remains at token i of token j <= i.
+    # The first tril keeps exp from overflowing above the diagonal.
     g_sum = g.cumsum(dim=-2)
     decay_mask = (g_sum - g_sum.mT).tril()  # (B, H, N, chunk, chunk)
     decay_mask = decay_mask.exp().tril()
 
     # u_i + b_i sum_{j<i} M_ij (k_i . k_j) u_j = b_i v_i - b_i exp(G_i) S' k_i.
-    # With (I + A) u_v = b v and (I + A) w = b exp(G) k, this is u = u_v - w S.
+    # With (I + A) u_v = b v and (I + A) w = b exp(G) k, this is u = u_v - w S. `system` is A,
+    # strictly lower triangular; the solver adds I.
     system = beta * (k @ k.mT) * decay_mask
     system = system.tril(-1)
-    right_v = beta * v
-    right_k = beta * g_sum.exp() * k
-    solution = torch.cat((right_v, right_k), dim=-1)
-    if chunk > 1:  # one token is its own solution
+    rhs_v = beta * v
+    rhs_k = beta * g_sum.exp() * k
+    solution = torch.cat((rhs_v, rhs_k), dim=-1)
+    if chunk > 1:  # with one token, A = 0
         solution = torch.linalg.solve_triangular(system, solution, upper=False, unitriangular=True)
     u_v, w = solution.chunk(2, dim=-1)  # (B, H, N, chunk, D)
 
@@ -253,11 +258,11 @@ def delta_rule(
     decay = g_sum[..., -1:, :].exp()  # (B, H, N, 1, 1)
     q = q * g_sum.exp()
     if on_gpu(q):
-        before = states_by_scan(k, solution, decay, state)
-        u = u_v - w @ before
-        y = (scores @ u + q @ before).flatten(2, 3)
-        after = decay * before + k @ u
-        state = after[:, :, -1]
+        states = states_by_scan(k, solution, decay, state)  # before each chunk
+        u = u_v - w @ states
+        y = (scores @ u + q @ states).flatten(2, 3)
+        next_states = decay * states + k @ u
+        state = next_states[:, :, -1]
     else:
         outputs = []
         inputs = (q, k, u_v, w, scores, decay)

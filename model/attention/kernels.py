@@ -21,7 +21,7 @@ from model.layers import apply_softcap, fp32
 # (head, query position, key position) -> what to add to the score; integer tensors that broadcast.
 ScoreBias = Callable[[Tensor, Tensor, Tensor], Tensor]
 BLOCK_SIZE = 128  # queries in a block of `blockwise_attention`
-# Up to so many tokens, `blockwise_attention` compiled for a CPU beats the fused kernel.
+# Up to this many tokens, `blockwise_attention` compiled for a CPU beats the fused kernel.
 MAX_COMPILED_TOKENS = 1024
 
 
@@ -99,9 +99,9 @@ def attend_block(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute attention with the softmax unrolled, its division moved behind the product with v.
+    """Compute attention with an explicit softmax that divides by its sum after the product with v.
 
-    For the backward it keeps the exponentials, in the dtype of v, instead of scores in fp32.
+    For the backward it saves the exponentials, in the dtype of v, instead of fp32 scores.
     """
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -189,8 +189,8 @@ def flex_attention_kernel(
         ),
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
-        # Below 128 queries Inductor would take its kernel for decoding, which has no block size for
-        # more than 128 rows, and rows are queries times query heads of a key head.
+        # Below 128 queries Inductor would choose its decoding kernel. That has no block size above
+        # 128 rows, where a row is one query of one of the query heads that share a key head.
         "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True},
     }
     if sink is None:
@@ -252,12 +252,13 @@ class AttentionKernel(nn.Module):
             y = flex_attention_kernel(q, k, v, visible, score_bias=score_bias, **options)
             return y.transpose(1, 2)
 
-        # The fused kernel has no soft-cap, bias or sink. Compiled for a CPU it loses to products
-        # of a few blocks, and to sums for a single query. On a GPU these sums read the cache as it
-        # is; with a mask and grouped heads, the fused kernel may copy it for every query head.
-        is_short = mask is None and length <= MAX_COMPILED_TOKENS
-        is_cpu = q.device.type == "cpu"
-        prefers_blocks = is_compiling and (length == 1 or (is_cpu and is_short))
+        # The fused kernel takes no soft-cap, bias or sink. Blockwise attention, if compiled, is
+        # also faster in two cases: short causal sequences on a CPU, and a single query, which needs
+        # no matrix product. On a GPU a single query then reads the cache in place; given a mask and
+        # grouped heads, the fused kernel may copy the cache for every query head.
+        is_single = length == 1
+        is_short_on_cpu = q.device.type == "cpu" and mask is None and length <= MAX_COMPILED_TOKENS
+        prefers_blocks = is_compiling and (is_single or is_short_on_cpu)
         if is_fusable and not prefers_blocks:
             y = F.scaled_dot_product_attention(
                 q,

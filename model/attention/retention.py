@@ -20,8 +20,8 @@ from model.layers import Linear, apply_rope, fp32, no_autocast, rms
 class Retention(Attention):
     """Values are `expansion` times as wide as keys. `chunk` tokens are computed at once.
 
-    Queries and keys are rotated as by RoPE. Raises ValueError for sizes that are no whole numbers
-    from 1, and for heads of an odd width.
+    Queries and keys are rotated by RoPE. Raises ValueError for sizes below 1 and for an odd head
+    width.
     """
 
     def __init__(self, spec: LayerSpec, *, rope_base: float, expansion: int, chunk: int):
@@ -130,6 +130,7 @@ def retain(
         v_n = v[:, :, start:end]
 
         # G_i = g_1 + ... + g_i, and M_ij = exp(G_i - G_j): what remains at token i of token j <= i.
+        # The first tril keeps exp from overflowing above the diagonal.
         g_sum = g[:, :, start:end, None].cumsum(dim=2)  # (B, H, C, 1)
         decay_mask = (g_sum - g_sum.mT).tril()  # (B, H, C, C)
         decay_mask = decay_mask.exp().tril()

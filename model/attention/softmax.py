@@ -22,10 +22,12 @@ from model.rope import Scaling
 
 
 class SoftmaxAttention(Attention):
-    """`rope_base` null means no positions. `window` and `chunk` are in tokens.
+    """Softmax attention; a preset is a combination of these options.
 
-    `head_dim` null means dim / heads; with another, queries are wider or narrower than x. A token sees the `window` newest tokens, itself included, or those of its own chunk; a cache
-    holds no more. Raises ValueError for choices that do not go together.
+    `rope_base` null means no positions. `head_dim` null means dim / heads; with another value, the
+    heads together are wider or narrower than x. A token sees at most the `window` newest tokens,
+    itself included, or the tokens of its own `chunk`, and the cache holds only those.
+    Raises ValueError for options that contradict each other.
     """
 
     # A subclass may define this method: (head, query, key) -> what to add to the score, where all
@@ -54,7 +56,7 @@ class SoftmaxAttention(Attention):
         dim = spec.dim
         heads = spec.heads
 
-        # Refuse knobs that are impossible alone, then those that contradict each other.
+        # Refuse options that are out of range or contradict each other.
         if rope_base is None and rope_scaling is not None:
             problem = f"there is no RoPE to scale ({rope_base=} {rope_scaling=})"
             raise ValueError(f"{problem}. fix: attention.rope_scaling=null")
