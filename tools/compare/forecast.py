@@ -16,7 +16,7 @@ from tools.compare.statistics import LEVEL
 
 POWER = 0.8  # the chance of finding a difference of the size that is told
 # Standard deviation of paired differences in bits per byte: the root mean square over the eight
-# variants of "Which attention, at a quarter of a million parameters" in docs/results.md.
+# variants of "Nine of them, trained for twice as long" in docs/results.md.
 PUBLISHED_SPREAD = 0.0106
 
 

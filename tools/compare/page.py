@@ -19,7 +19,7 @@ summary { cursor: pointer; font-weight: 600; padding: .3rem 0 }
 table { border-collapse: collapse; display: block; overflow-x: auto; margin: 1rem 0 }
 th, td { padding: .3rem .4rem; border-bottom: 1px solid #8884; text-align: right;
          vertical-align: top }
-td { font-variant-numeric: tabular-nums }
+td { font-size: .9rem; font-variant-numeric: tabular-nums }
 th { font-size: .85rem }
 td small { display: block; font-size: .75rem; line-height: 1.3; color: var(--faint);
            text-wrap: balance }
@@ -49,7 +49,8 @@ class Cell(NamedTuple):
 
     def html(self) -> str:
         tag = "b" if self.is_best else "span"
-        value = f"<{tag}>{escape(self.value)}</{tag}>"
+        # A value and its interval stay on one line.
+        value = f"<{tag}>{escape(self.value).replace(' ± ', '&nbsp;±&nbsp;')}</{tag}>"
         return f'<td class="{self.verdict}">{value}<small>{escape(self.note)}</small></td>'
 
 

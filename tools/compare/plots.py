@@ -1,13 +1,12 @@
 """The plots of a comparison: points with names beside them, and curves."""
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import fmean
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogLocator
 
 from tools.compare.runs import Curve, Groups, Run
 from tools.compare.statistics import Estimate
@@ -28,24 +27,43 @@ def new_figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def draw_points(sizes: dict[str, int], values: dict[str, Estimate], ylabel: str) -> Figure:
-    """Plots values with their 95 % intervals, by name, against cache bytes on a log axis."""
-    figure, axes = new_figure("cache bytes at full context, bf16", ylabel)
+def draw_points(
+    sizes: dict[str, int],
+    values: dict[str, Estimate],
+    ylabel: str,
+    ylim: tuple[float, float] | None = None,
+) -> Figure:
+    """Plots values with their 95 % intervals, by name, against cache bytes on a log axis.
+
+    Intervals are cut off at `ylim`, which is for values that have bounds.
+    """
+    figure, axes = new_figure("cache at full context, bf16", ylabel)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(in_bytes)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.minorticks_off()
     points = []
-    num_equal = Counter()
+    positions = spread(sizes, values)
     for number, (name, value) in enumerate(values.items()):
-        # Points of equal bytes are drawn side by side.
-        x = sizes[name] * 1.04 ** num_equal[sizes[name]]
-        num_equal[sizes[name]] += 1
+        x = positions[name]
         color = COLORS[number % len(COLORS)]
         axes.errorbar(x, value.mean, value.ci95, fmt="o", capsize=2, markersize=5, color=color)
         points.append((value.mean, x, name, color))
-    drawn = [x for _, x, _, _ in points]
-    axes.set_xlim(min(drawn) / 1.5, max(drawn) * 1.5)
+    axes.set_xlim(min(positions.values()) / 1.5, max(positions.values()) * 1.5)
+    if ylim is not None:
+        axes.set_ylim(ylim)
     label_points(axes, sorted(points))
     return figure
+
+
+def spread(sizes: dict[str, int], names: Iterable[str]) -> dict[str, float]:
+    """Where names are drawn on a log axis: at their sizes, and those of about equal sizes apart."""
+    positions = {}
+    x = 0.0
+    for name in sorted(names, key=sizes.get):
+        x = max(sizes[name], 1.04 * x)
+        positions[name] = x
+    return positions
 
 
 def label_points(axes: Axes, points: list[tuple[float, float, str, str]]) -> None:
@@ -67,7 +85,8 @@ def label_points(axes: Axes, points: list[tuple[float, float, str, str]]) -> Non
             textcoords="axes fraction",
             fontsize=8,
             va="center",
-            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": color},
+            # The line begins at the left edge of the name, so that it crosses no other name.
+            arrowprops={"arrowstyle": "-", "relpos": (0, 0.5), "linewidth": 0.5, "color": color},
         )
 
 

@@ -95,7 +95,7 @@ def write_report(
 
     # The page, top to bottom: what a reader looks for first, then what folds away.
     folder.mkdir(parents=True, exist_ok=True)
-    page = Page(f"Comparison of {', '.join(variants)}")
+    page = Page(f"Comparison of {len(variants)} variants")
     page.paragraph(text)
     context = min(group[0].model.context for group in variants.values())
     decoding = decoding_speed(variants, context)
@@ -182,7 +182,8 @@ def add_plots(
     """Adds the metric of each task against cache bytes, and the loss on text by position."""
     sizes = {name: runs[0].cache_bytes for name, runs in variants.items()}
     for task, result in metrics.items():
-        figure = draw_points(sizes, result.estimates, result.title)
+        ylim = None if task == "text" else (-0.02, 1.02)  # accuracies, with room for a marker
+        figure = draw_points(sizes, result.estimates, result.title, ylim)
         caption = f"{result.title} against cache bytes, with 95 % intervals over seeds"
         page.figure(figure, folder / f"{task}-caches.png", caption)
     if "text" in tasks:

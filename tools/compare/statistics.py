@@ -21,7 +21,7 @@ class Estimate(NamedTuple):
     p: float
 
     def text(self, sign: str = "") -> str:
-        mean = f"{self.mean:{sign}.4f}"
+        mean = f"{self.mean:{sign}z.4f}"  # z: never -0.0000
         return mean if math.isnan(self.ci95) else f"{mean} ± {self.ci95:.4f}"
 
 
