@@ -216,7 +216,9 @@ def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
     # Loss, recall, repeated and new tokens, length.
     rows = result(Path("out/report.md"))
     assert len(rows["late"]) == 5
-    assert all("not distinguishable" in cell for cell in rows["late"]), rows["late"]
+    # Each column has a verdict by chance in 5 % of such tables; of five, the least p decides (Holm).
+    chances = [float(re.search(r"\(p ([\d.]+)", cell)[1]) for cell in rows["late"]]
+    assert len(chances) * min(chances) > 0.05, rows["late"]
     assert " worse " in rows["cut"][0]
 
 

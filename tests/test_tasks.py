@@ -187,12 +187,13 @@ def test_full_attention_recalls_everything_and_a_window_what_it_reaches(command)
     for name, chosen in (
         ("gqa", ["attention=gqa"]),
         ("window", ["attention=sliding_window", "attention.window=64"]),
+        ("short", ["attention=sliding_window", "attention.window=8"]),
     ):
         assert command("train.py", *words, *chosen, f"name={name}").code == 0
         metrics = Path("runs", name, "metrics.jsonl").read_text().splitlines()
         last[name] = json.loads(metrics[-1])
     assert last["gqa"]["recall_accuracy_32"] > 0.98
-    assert last["gqa"]["recall_accuracy"] > last["window"]["recall_accuracy"] + 0.3
+    assert last["gqa"]["recall_accuracy"] > last["short"]["recall_accuracy"] + 0.3
     slices = last["window"]["slices"]
     # Two layers reach 126 tokens. Further away a value is guessed: one in 64.
     assert slices["distance 65-128"]["accuracy"] > 0.9
