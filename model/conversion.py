@@ -34,6 +34,10 @@ class Change(NamedTuple):
     is_exact: bool
 
 
+# The new weights of a layer, and how it changes.
+Converted = tuple[Weights, list[Change]]
+
+
 class Layers(NamedTuple):
     """All layers of both models, of `context` tokens.
 
@@ -48,7 +52,7 @@ class Layers(NamedTuple):
     context: int
 
 
-def convert_layer(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
+def convert_layer(layers: Layers, index: int) -> Converted:
     """Make the weights of a layer. Those that are missing keep their initial values.
 
     Raises ValueError where there is no formula.
@@ -59,7 +63,7 @@ def convert_layer(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
         known = [f"{a.__name__} to {b.__name__}" for a, b in CONVERSIONS if a is old]
         fix = ", ".join(known) or "train the new attention anew"
         raise no_formula(index, f"{old.__name__} to {new.__name__}", fix)
-    return CONVERSIONS[old, new](layers, index)
+    return CONVERSIONS[old, new](layers, index, layers.read(index))
 
 
 def no_formula(index: int, change: str, fix: str) -> ValueError:
@@ -82,8 +86,8 @@ def check_all_used(index: int, weights: Weights, used: Iterable[str]) -> None:
         raise no_formula(index, f"{names} would be lost", f"an attention with {names}")
 
 
-def softmax_to_softmax(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
-    """Change the number of key-value heads, the mask, positions, gate, sink or biases.
+def softmax_to_softmax(layers: Layers, index: int, weights: Weights) -> Converted:
+    """Change the number of key-value heads, the mask, positions, gate, sink, biases or `share`.
 
     Fewer key-value heads are means over groups: Ainslie et al., 2305.13245. A new gate outputs 1/2
     for every input, so `o_proj` is doubled. A longer context needs RoPE scaled (model/rope.py) or
@@ -94,37 +98,37 @@ def softmax_to_softmax(layers: Layers, index: int) -> tuple[Weights, list[Change
     check_unchanged(index, fixed_options(old), fixed_options(new))
     if old.rope_base is None:
         check_unchanged(index, {"rope_base": None}, vars(new))
-    weights = dict(layers.read(index))
-    # A layer that reuses another's keys and values may drop its own.
-    kv_names = {name for name in weights if name.startswith(("k_", "v_"))}
-    check_all_used(index, weights, kv_names | shapes(new).keys())
+    shapes = {name: tensor.shape for name, tensor in new.state_dict().items()}
+    check_all_used(index, weights, shapes)
     changes = []
 
     # Heads of keys and values: repeated, or averaged over groups of neighbours.
     if max(old.kv_heads, new.kv_heads) % min(old.kv_heads, new.kv_heads):
         check_unchanged(index, {"kv_heads": old.kv_heads}, vars(new))
     if new.kv_heads != old.kv_heads:
-        for name in ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias"):
-            if name in weights:
+        for name in weights:
+            if name.startswith(("k_proj", "v_proj")):
                 weights[name] = change_kv_heads(weights[name], old.kv_heads, new.kv_heads)
-        verb = "repeated" if new.kv_heads > old.kv_heads else "averaged"
+        is_exact = new.kv_heads > old.kv_heads
+        verb = "repeated" if is_exact else "averaged"
         text = f"key-value heads {old.kv_heads} -> {new.kv_heads}, {verb}"
-        changes.append(Change(text, new.kv_heads > old.kv_heads))
+        changes.append(Change(text, is_exact))
 
-    # New parts start with values that leave the output unchanged.
+    # New parts start with values that leave the output unchanged: zeros, except for a sink.
     o_proj = weights["o_proj.weight"]
-    zeros = {name: o_proj.new_zeros(shape) for name, shape in shapes(new).items()}
-    if new.gate_proj is not None and old.gate_proj is None:
-        weights["gate_proj.weight"] = zeros["gate_proj.weight"]
+    added = shapes.keys() - weights.keys()
+    for name in added:
+        weights[name] = o_proj.new_zeros(shapes[name])
+    if "gate_proj.weight" in added:
         weights["o_proj.weight"] = 2 * o_proj
         changes.append(Change("an output gate of one half, doubled", True))
-    if new.sink is not None and old.sink is None:
-        weights["sink"] = zeros["sink"] + NO_SINK
+    if "sink" in added:
+        weights["sink"] += NO_SINK
         changes.append(Change(f"a sink of {NO_SINK:g}", True))
-    added = [name for name in zeros if name.endswith(".bias") and name not in weights]
-    weights |= {name: zeros[name] for name in added}
-    if added:
+    if any(name.endswith(".bias") for name in added):
         changes.append(Change("biases of zero", True))
+    if "share" in added:
+        changes.append(Change("a share of 0 of the first layer's values", True))
 
     # Masks and positions, which have no weights.
     for name in ("window", "chunk"):
@@ -132,18 +136,14 @@ def softmax_to_softmax(layers: Layers, index: int) -> tuple[Weights, list[Change
         after = getattr(new, name)
         if before != after:
             changes.append(Change(f"{name} {before} -> {after}", False))
-    if new.rope_base is None and old.rope_base is not None:
-        changes.append(Change("no positions", False))
-    elif new.rotary != old.rotary:
-        _, old_base, old_scaling = old.rotary
-        _, new_base, new_scaling = new.rotary
-        text = f"RoPE: base {old_base:g}, {old_scaling} -> base {new_base:g}, {new_scaling}"
+    if new.rotary != old.rotary:
+        text = "no positions"
+        if new.rope_base is not None:
+            _, old_base, old_scaling = old.rotary
+            _, new_base, new_scaling = new.rotary
+            text = f"RoPE: base {old_base:g}, {old_scaling} -> base {new_base:g}, {new_scaling}"
         changes.append(Change(text, False))
-    return {name: weights[name] for name in zeros if name in weights}, changes
-
-
-def shapes(attention: Attention) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in attention.state_dict().items()}
+    return weights, changes
 
 
 def fixed_options(attention: SoftmaxAttention) -> dict:
@@ -164,38 +164,30 @@ def change_kv_heads(weight: Tensor, old: int, new: int) -> Tensor:
     return heads.unflatten(0, (new, -1)).mean(dim=1).flatten(0, 1)
 
 
-def softmax_to_shared(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
+def softmax_to_shared(layers: Layers, index: int, weights: Weights) -> Converted:
     """Let layers share keys and values, whose projections are the mean over those layers."""
+    kv_names = [name for name in weights if name.startswith(("k_", "v_"))]
+    sharing = []
     if layers.new[index].reuses_kv:
-        weights, changes = softmax_to_softmax(layers, index)
-        return weights, [*changes, Change("keys and values of an earlier layer", False)]
-    members = [index]
-    for later in range(index + 1, len(layers.new)):
-        if not getattr(layers.new[later], "reuses_kv", False):
-            break
-        members.append(later)
-    if len(members) == 1:
-        return softmax_to_softmax(layers, index)
-    weights_of_members = [layers.read(member) for member in members]
-    mean = dict(weights_of_members[0])
-    for name in mean:
-        if name.startswith(("k_", "v_")):
-            mean[name] = torch.stack([w[name] for w in weights_of_members]).mean(dim=0)
-    weights, changes = softmax_to_softmax(layers._replace(read=lambda _: mean), index)
-    text = f"keys and values are the mean of {len(members)} layers"
-    return weights, [*changes, Change(text, False)]
+        for name in kv_names:
+            del weights[name]
+        sharing = [Change("keys and values of an earlier layer", False)]
+    else:
+        # The weights of this layer, and of those after it that reuse its keys and values.
+        members = [weights]
+        for later in range(index + 1, len(layers.new)):
+            if not getattr(layers.new[later], "reuses_kv", False):
+                break
+            members.append(layers.read(later))
+        if len(members) > 1:
+            for name in kv_names:
+                weights[name] = torch.stack([member[name] for member in members]).mean(dim=0)
+            sharing = [Change(f"keys and values are the mean of {len(members)} layers", False)]
+    weights, changes = softmax_to_softmax(layers, index, weights)
+    return weights, changes + sharing
 
 
-def softmax_to_value_residual(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
-    """Mix in the first layer's values with a weight of 0, which changes nothing at first."""
-    weights, changes = softmax_to_softmax(layers, index)
-    if layers.new[index].share is not None:
-        weights["share"] = torch.zeros(1).to(weights["o_proj.weight"])
-        changes.append(Change("a share of 0 of the first layer's values", True))
-    return weights, changes
-
-
-def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
+def softmax_to_latent(layers: Layers, index: int, weights: Weights) -> Converted:
     """Factorize keys and values into one latent of low rank: TransMLA, 2502.07864.
 
     Of the pairs that RoPE rotates, every s-th keeps its rotation, in one key for all heads. These
@@ -204,7 +196,6 @@ def softmax_to_latent(layers: Layers, index: int) -> tuple[Weights, list[Change]
     """
     old = layers.old[index]
     new = layers.new[index]
-    weights = layers.read(index)
     check_latent(old, new, index)
     check_all_used(index, weights, PROJECTIONS_AND_NORMS)
     dtype = weights["o_proj.weight"].dtype
@@ -363,12 +354,11 @@ def pad_to(tensor: Tensor, length: int, dim: int = 1) -> Tensor:
     return torch.cat((tensor, tensor.new_zeros(shape)), dim=dim)
 
 
-def softmax_to_delta(layers: Layers, index: int) -> tuple[Weights, list[Change]]:
+def softmax_to_delta(layers: Layers, index: int, weights: Weights) -> Converted:
     """Keep the projections, initialize the rest: The Mamba in the Llama, 2408.15237."""
     old = layers.old[index]
     new = layers.new[index]
     check_unchanged(index, {"head_dim": old.head_dim}, vars(new))
-    weights = layers.read(index)
     # QK-norm is dropped: the delta rule normalizes queries and keys, without a weight.
     check_all_used(index, weights, PROJECTIONS_AND_NORMS)
     new_weights = {name: weights[name] for name in ("q_proj.weight", "o_proj.weight")}
@@ -377,11 +367,11 @@ def softmax_to_delta(layers: Layers, index: int) -> tuple[Weights, list[Change]]
     return new_weights, [Change("a delta rule with these projections; all else is new", False)]
 
 
-# (old, new): the function that makes the weights of a layer.
+# (old, new): the function that changes the old weights of a layer to those of the new.
 CONVERSIONS = {
     (SoftmaxAttention, SoftmaxAttention): softmax_to_softmax,
     (SoftmaxAttention, SharedAttention): softmax_to_shared,
-    (SoftmaxAttention, ValueResidualAttention): softmax_to_value_residual,
+    (SoftmaxAttention, ValueResidualAttention): softmax_to_softmax,
     (SoftmaxAttention, LatentAttention): softmax_to_latent,
     (SoftmaxAttention, GatedDelta): softmax_to_delta,
 }
