@@ -252,6 +252,8 @@ def softmax_to_latent(layers: Layers, index: int, weights: Weights) -> Converted
 
 def check_latent(old: SoftmaxAttention, new: LatentAttention, index: int) -> None:
     """Raise ValueError for options of `old` that MLA cannot express."""
+    if old.rope_base is None:
+        raise no_formula(index, "no RoPE -> a latent", "a model with RoPE")
     none = {"window": None, "chunk": None, "softcap": None, "rope_fraction": 1.0}
     check_unchanged(index, none, vars(old) | fixed_options(old))
     check_unchanged(index, {"rope_base": old.rope_base}, {"rope_base": new.rotary[1]})
@@ -260,8 +262,6 @@ def check_latent(old: SoftmaxAttention, new: LatentAttention, index: int) -> Non
         change = f"heads of {old.head_dim} -> {new.head_dim} + {new.rope_dim}"
         fix = f"attention.head_dim={old.head_dim} attention.rope_dim={old.head_dim // 2}"
         raise no_formula(index, change, fix)
-    if old.rope_base is None:
-        raise no_formula(index, "no RoPE -> a latent", "a model with RoPE")
     if old.qk_norm == "after_rope":
         raise no_formula(index, "QK-norm after RoPE -> a latent", "QK-norm before RoPE, or none")
     if new.q_down_proj is not None:
