@@ -16,6 +16,7 @@ from model.attention.gated_delta import GatedDelta
 from model.attention.mla import LatentAttention
 from model.attention.softmax import SoftmaxAttention
 from model.context import ForwardContext
+from model.layers import apply_rope
 
 Weights = dict[str, Tensor]
 # The logit of a new sink: beside a score above -9 its weight is below 2e-5, yet it has a gradient.
@@ -106,9 +107,7 @@ def softmax_to_softmax(layers: Layers, index: int, weights: Weights) -> Converte
     if max(old.kv_heads, new.kv_heads) % min(old.kv_heads, new.kv_heads):
         check_unchanged(index, {"kv_heads": old.kv_heads}, vars(new))
     if new.kv_heads != old.kv_heads:
-        for name in weights:
-            if name.startswith(("k_proj", "v_proj")):
-                weights[name] = change_kv_heads(weights[name], old.kv_heads, new.kv_heads)
+        change_kv_heads(weights, old.kv_heads, new.kv_heads)
         is_exact = new.kv_heads > old.kv_heads
         verb = "repeated" if is_exact else "averaged"
         text = f"key-value heads {old.kv_heads} -> {new.kv_heads}, {verb}"
@@ -156,12 +155,19 @@ def fixed_options(attention: SoftmaxAttention) -> dict:
     }
 
 
-def change_kv_heads(weight: Tensor, old: int, new: int) -> Tensor:
-    """weight (K E, ...) of `old` heads -> that of `new`; one of the numbers divides the other."""
-    heads = weight.unflatten(0, (old, -1))
-    if new > old:
-        return heads.repeat_interleave(new // old, dim=0).flatten(0, 1)
-    return heads.unflatten(0, (new, -1)).mean(dim=1).flatten(0, 1)
+def change_kv_heads(weights: Weights, old: int, new: int) -> None:
+    """Change the projections of keys and values from `old` heads to `new`, in place.
+
+    One of the numbers divides the other.
+    """
+    for name in weights:
+        if name.startswith(("k_proj", "v_proj")):
+            heads = weights[name].unflatten(0, (old, -1))
+            if new > old:
+                heads = heads.repeat_interleave(new // old, dim=0)
+            else:
+                heads = heads.unflatten(0, (new, -1)).mean(dim=1)
+            weights[name] = heads.flatten(0, 1)
 
 
 def softmax_to_shared(layers: Layers, index: int, weights: Weights) -> Converted:
@@ -198,33 +204,31 @@ def softmax_to_latent(layers: Layers, index: int, weights: Weights) -> Converted
     new = layers.new[index]
     check_latent(old, new, index)
     check_all_used(index, weights, PROJECTIONS_AND_NORMS)
-    dtype = weights["o_proj.weight"].dtype
+    weights = {name: weight.double() for name, weight in weights.items()}
     moment = layers.moment(index).double()
 
     # The projections of each head: q (H, E, D), k and v (K, E, D). QK-norm is folded into them.
-    q = weights["q_proj.weight"].double().unflatten(0, (old.heads, -1))
-    k = weights["k_proj.weight"].double().unflatten(0, (old.kv_heads, -1))
-    v = weights["v_proj.weight"].double().unflatten(0, (old.kv_heads, -1))
+    q = weights["q_proj.weight"].unflatten(0, (old.heads, -1))
+    k = weights["k_proj.weight"].unflatten(0, (old.kv_heads, -1))
+    v = weights["v_proj.weight"].unflatten(0, (old.kv_heads, -1))
     if old.q_norm is not None:
-        q = fold_norm(q, weights["q_norm.weight"].double(), moment)
-        k = fold_norm(k, weights["k_norm.weight"].double(), moment)
+        q = fold_norm(q, weights["q_norm.weight"], moment)
+        k = fold_norm(k, weights["k_norm.weight"], moment)
 
     # Features that keep their rotation. The two features of a pair are half a head apart.
-    half = old.head_dim // 2
-    is_rotated = torch.zeros(half, dtype=torch.bool)
-    is_rotated[:: old.head_dim // new.rope_dim] = True
+    pairs = torch.arange(old.head_dim // 2)
+    is_rotated = pairs % (old.head_dim // new.rope_dim) == 0
     is_rotated = is_rotated.repeat(2)
 
-    # All heads share one rotated key: scale queries (H, 2, R / 2, D) by its weight in their head.
+    # All heads share one rotated key: scale queries (H, R, D) by its weight in their head.
     group = old.heads // old.kv_heads
     rotated_k, head_weights = share_rotated_key(k[:, is_rotated], moment)
-    head_weights = head_weights.repeat_interleave(group, dim=0)
-    rotated_q = q[:, is_rotated].unflatten(1, (2, -1)) * head_weights[:, None, :, None]
+    head_weights = head_weights.repeat(1, 2).repeat_interleave(group, dim=0)
+    rotated_q = q[:, is_rotated] * head_weights[:, :, None]
     plain_q = rotate_on_average(q, old, layers.context)[:, ~is_rotated]
 
     # Keys without a rotation and values come out of the latent.
-    plain_k = k[:, ~is_rotated]
-    down, up_k, up_v = factorize_jointly(plain_k, v, moment, new.rank)
+    down, up_k, up_v = factorize_jointly(k[:, ~is_rotated], v, moment, new.rank)
     # If `rank` exceeds the rank of the factorization, the other latent features are zero. They
     # lower the mean square in the latent's norm, for which this weight makes up.
     latent_norm = down.new_full((new.rank,), (len(down) / new.rank) ** 0.5)
@@ -234,8 +238,8 @@ def softmax_to_latent(layers: Layers, index: int, weights: Weights) -> Converted
     up = up.repeat_interleave(group, dim=0)
     # Scores are divided by the square root of the key width, which changes: undo that in q.
     scale = (new.value_dim / old.head_dim) ** 0.5
-    new_q = scale * torch.cat((pad_to(plain_q, new.head_dim), rotated_q.flatten(1, 2)), dim=1)
-    out = weights["o_proj.weight"].double().unflatten(1, (old.heads, -1))
+    new_q = scale * torch.cat((pad_to(plain_q, new.head_dim), rotated_q), dim=1)
+    out = weights["o_proj.weight"].unflatten(1, (old.heads, -1))
 
     new_weights = {
         "q_proj.weight": new_q.flatten(0, 1),
@@ -246,8 +250,7 @@ def softmax_to_latent(layers: Layers, index: int, weights: Weights) -> Converted
         "o_proj.weight": pad_to(out, new.value_dim, dim=2).flatten(1),
     }
     rotated = f"{new.rope_dim} of {old.head_dim} features of a key keep their rotation"
-    change = Change(f"a latent of rank {new.rank}; {rotated}", False)
-    return {name: weight.to(dtype) for name, weight in new_weights.items()}, [change]
+    return new_weights, [Change(f"a latent of rank {new.rank}; {rotated}", False)]
 
 
 def check_latent(old: SoftmaxAttention, new: LatentAttention, index: int) -> None:
@@ -270,8 +273,13 @@ def check_latent(old: SoftmaxAttention, new: LatentAttention, index: int) -> Non
 
 def fold_norm(heads: Tensor, weight: Tensor, moment: Tensor) -> Tensor:
     """heads (K, E, D) followed by an RMSNorm of `weight` (E,) -> heads times its mean scale."""
-    mean_square = torch.einsum("ked,df,kef->k", heads, moment, heads) / heads.shape[1]
+    mean_square = squared_norms(heads, moment) / heads.shape[1]
     return heads * weight[:, None] / mean_square.sqrt()[:, None, None]
+
+
+def squared_norms(heads: Tensor, moment: Tensor) -> Tensor:
+    """heads (K, E, D) -> the mean squared norm (K,) of the outputs of each."""
+    return torch.einsum("ked,df,kef->k", heads, moment, heads)
 
 
 def share_rotated_key(keys: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,19 +302,14 @@ def rotate_on_average(q: Tensor, attention: SoftmaxAttention, context: int) -> T
     Of all maps that ignore positions, it gives the scores nearest to those with RoPE.
     """
     # Scores depend on the distance alone; a context has `context - d` pairs at distance d.
-    distances = torch.arange(context)
+    distances = torch.arange(context, device=q.device)
     counts = (context - distances).double()
-    weights = counts / counts.sum()
     cos, sin = ForwardContext(distances[None], None, None, None).rotary(*attention.rotary)
-    cos = cos[0, :, 0].double()  # (context, E / 2)
-    sin = sin[0, :, 0].double()
-
     # YaRN multiplies both queries and keys by cos(0); the tables have it once.
-    magnitude = cos[0, 0]
-    mean_cos = (magnitude * weights @ cos)[:, None].to(q.device)  # (E / 2, 1)
-    mean_sin = (magnitude * weights @ sin)[:, None].to(q.device)
-    a, b = q.chunk(2, dim=1)
-    return torch.cat((a * mean_cos - b * mean_sin, b * mean_cos + a * mean_sin), dim=1)
+    weights = cos[0, 0, 0, 0] * counts / counts.sum()
+    mean_cos = weights @ cos[0, :, 0].double()  # (E / 2,)
+    mean_sin = weights @ sin[0, :, 0].double()
+    return apply_rope(q.mT, mean_cos, mean_sin).mT
 
 
 def factorize_jointly(
@@ -316,16 +319,11 @@ def factorize_jointly(
 
     Keys are first scaled to the mean square of the values, so that neither dominates the latent.
     """
-
-    def mean_square(heads: Tensor) -> Tensor:
-        return torch.einsum("ked,df,kef->", heads, moment, heads)
-
-    balance = (mean_square(values) / mean_square(keys)).sqrt()
+    ratio = squared_norms(values, moment).sum() / squared_norms(keys, moment).sum()
+    balance = ratio.sqrt()
     heads = torch.cat((balance * keys, values), dim=1)
     down, up = factorize(heads.flatten(0, 1), moment, rank)
-    up_keys, up_values = up.unflatten(0, heads.shape[:2]).split(
-        [keys.shape[1], values.shape[1]], dim=1
-    )
+    up_keys, up_values = up.unflatten(0, heads.shape[:2]).tensor_split([keys.shape[1]], dim=1)
     return down, up_keys / balance, up_values
 
 
@@ -338,9 +336,9 @@ def factorize(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor
     # Whiten the inputs, x = root z. Over z, the best factorization is a truncated SVD (Eckart and
     # Young).
     eigenvalues, vectors = torch.linalg.eigh(moment)
-    eigenvalues = eigenvalues.clamp(min=1e-6 * eigenvalues.max())
-    outputs_of_z = weight @ (vectors * eigenvalues.sqrt())
-    inverse_root = (vectors / eigenvalues.sqrt()).mT
+    roots = eigenvalues.clamp(min=1e-6 * eigenvalues.max()).sqrt()
+    outputs_of_z = weight @ (vectors * roots)
+    inverse_root = (vectors / roots).mT
     # The right singular vectors, by ascending singular value. This takes half the memory of an SVD.
     _, right = torch.linalg.eigh(outputs_of_z.mT @ outputs_of_z)
     right = right[:, -min(rank, *weight.shape) :]
@@ -361,9 +359,8 @@ def softmax_to_delta(layers: Layers, index: int, weights: Weights) -> Converted:
     check_unchanged(index, {"head_dim": old.head_dim}, vars(new))
     # QK-norm is dropped: the delta rule normalizes queries and keys, without a weight.
     check_all_used(index, weights, PROJECTIONS_AND_NORMS)
-    new_weights = {name: weights[name] for name in ("q_proj.weight", "o_proj.weight")}
-    for name in ("k_proj.weight", "v_proj.weight"):
-        new_weights[name] = change_kv_heads(weights[name], old.kv_heads, new.heads)
+    new_weights = {name: weights[name] for name in weights if name.endswith("_proj.weight")}
+    change_kv_heads(new_weights, old.kv_heads, new.heads)
     return new_weights, [Change("a delta rule with these projections; all else is new", False)]
 
 
