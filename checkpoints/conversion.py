@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoints import checkpoint
-from checkpoints.huggingface.mapping import HYBRID, attention_knobs, with_defaults
+from checkpoints.huggingface.mapping import attention_kinds, attention_knobs, with_defaults
 from checkpoints.weights import Weights
 from common import config
 from common.sharding import shard_like
@@ -36,22 +36,22 @@ def convert_config(tree: dict, overrides: list[str]) -> dict:
         return tree
 
     # attention=PRESET selects a preset, attention.KEY=VALUE sets an option.
-    presets = []
+    preset = None
     options = {}
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "attention":
-            presets.append(value)
+            preset = value
         else:
             options[key.removeprefix("attention.")] = config.override_value(override)
 
-    if presets:
-        sizes = [f"model.{key}={tree[key]}" for key in ("dim", "depth", "heads")]
-        preset = config.compose([*sizes, *overrides])["attention"]
-        explicit = options.keys() | preset_options(presets[-1])
-        attention = inherit_options(tree, preset, explicit)
+    if preset is None:
+        attention = set_options(tree, options)
     else:
-        attention = set_options(tree["attention"], options)
+        sizes = [f"model.{key}={tree[key]}" for key in ("dim", "depth", "heads")]
+        composed = config.compose([*sizes, *overrides])
+        explicit = options.keys() | preset_options(preset)
+        attention = inherit_options(tree, composed["attention"], explicit)
     if attention == tree["attention"]:
         values = " ".join(overrides)
         raise ValueError(f"nothing changes ({values}). fix: leave out what the model has")
@@ -71,11 +71,10 @@ def preset_options(preset: str) -> set[str]:
     return {key for key in keys if key.rpartition(".")[2] not in PRESERVED_OPTIONS}
 
 
-def set_options(attention: dict, options: dict) -> dict:
-    """A copy of `attention` with these options set, in every kind of layers that has them."""
-    attention = deepcopy(attention)
-    is_hybrid = attention["_target_"] == HYBRID
-    kinds = attention["kinds"] if is_hybrid else {"": attention}
+def set_options(tree: dict, options: dict) -> dict:
+    """The attention of a model with these options set, in every kind of layers that has them."""
+    attention = deepcopy(tree["attention"])
+    kinds, _ = attention_kinds(attention, tree["depth"])
     for key, value in options.items():
         # kinds.KIND.OPTION addresses one kind, OPTION all of them.
         candidates = list(kinds.values())
@@ -97,12 +96,9 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
     Raises ValueError where the model's layers have several values for one option of the preset.
     """
     # Group the model's layers by the kind that they have in the preset.
-    is_hybrid = preset["_target_"] == HYBRID
-    kinds = preset["kinds"] if is_hybrid else {"": preset}
-    pattern = preset["pattern"] if is_hybrid else [""]
+    kinds, kind_of_layer = attention_kinds(preset, tree["depth"])
     layers_by_kind = defaultdict(list)
-    for layer, knobs in enumerate(attention_knobs(tree)):
-        kind = pattern[(layer - tree["depth"]) % len(pattern)]
+    for kind, knobs in zip(kind_of_layer, attention_knobs(tree), strict=True):
         layers_by_kind[kind].append(knobs)
 
     # All layers of a kind have the same options, so their old values must agree.
@@ -114,18 +110,17 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
             if prefix + key in explicit or key.startswith("_"):
                 continue
             values = [layer[key] for layer in layers_by_kind[kind] if key in layer]
-            if not values:
-                continue
             if any(value != values[0] for value in values):
                 distinct = sorted({json.dumps(value) for value in values})
                 raise ValueError(
                     f"layers have several values for one option ({key}: {', '.join(distinct)}). "
                     f"fix: attention.{prefix}{key}=VALUE"
                 )
-            new_kinds[kind][key] = values[0]
-    if is_hybrid:
-        return preset | {"kinds": new_kinds}
-    return new_kinds[""]
+            if values:
+                new_kinds[kind][key] = values[0]
+    if "" in kinds:
+        return new_kinds[""]
+    return preset | {"kinds": new_kinds}
 
 
 @torch.no_grad()
@@ -145,7 +140,9 @@ def load_converted(
     """
     old_tree = checkpoint.load_config(path)["model"] | {"context": model.context}
     source = build_model(old_tree)
-    check_same_outside_attention(source, model)
+    outside_attention = shapes_outside_attention(model)
+    if shapes_outside_attention(source) != outside_attention:
+        raise ValueError("models differ in more than attention. fix: leave out model.KEY=VALUE")
     stored_tensors = checkpoint.check_weights(source, path)
     is_meta = next(model.parameters()).is_meta
 
@@ -181,35 +178,23 @@ def load_converted(
     changes = []
     knobs = zip(attention_knobs(old_tree), attention_knobs(tree), strict=True)
     for layer, (old_knobs, new_knobs) in enumerate(knobs):
-        if old_knobs == new_knobs:
-            attention_weights, layer_changes = layers.read(layer), []
-        else:
-            attention_weights, layer_changes = convert_layer(layers, layer)
+        attention_weights = layers.read(layer)
+        layer_changes = []
+        if old_knobs != new_knobs:
+            attention_weights, layer_changes = convert_layer(layers, layer, attention_weights)
         changes.append(layer_changes)
         for name, tensor in attention_weights.items():
             copy_weight(weights, f"blocks.{layer}.attention.{name}", tensor)
         del attention_weights, tensor  # before the next layer is read
-    for name in filter(is_outside_attention, weights):
+    for name in outside_attention:
         copy_weight(weights, name, read(name)[""])
     return changes
 
 
-def is_outside_attention(name: str) -> bool:
-    return ".attention." not in name
-
-
-def check_same_outside_attention(old: Transformer, new: Transformer) -> None:
-    """Raise ValueError unless all that is not attention has the same names and shapes."""
-    old_shapes, new_shapes = (
-        {
-            name: tensor.shape
-            for name, tensor in model.state_dict().items()
-            if is_outside_attention(name)
-        }
-        for model in (old, new)
-    )
-    if old_shapes != new_shapes:
-        raise ValueError("models differ in more than attention. fix: leave out model.KEY=VALUE")
+def shapes_outside_attention(model: Transformer) -> dict[str, torch.Size]:
+    """The names and shapes of all that is not attention."""
+    weights = model.state_dict()
+    return {name: weights[name].shape for name in weights if ".attention." not in name}
 
 
 def describe(changes: list[list[Change]]) -> list[str]:
@@ -230,4 +215,4 @@ def copy_weight(weights: Weights, name: str, tensor: Tensor) -> None:
             f"weights of another shape ({name}: {list(tensor.shape)}, "
             f"{list(weights[name].shape)}). fix: another attention"
         )
-    weights[name].copy_(shard_like(tensor.to(weights[name].dtype), weights[name]))
+    weights[name].copy_(shard_like(tensor, weights[name]))

@@ -53,8 +53,8 @@ class Layers(NamedTuple):
     context: int
 
 
-def convert_layer(layers: Layers, index: int) -> Converted:
-    """Make the weights of a layer. Those that are missing keep their initial values.
+def convert_layer(layers: Layers, index: int, weights: Weights) -> Converted:
+    """Convert the old weights of a layer. Those that are missing keep their initial values.
 
     Raises ValueError where there is no formula.
     """
@@ -64,7 +64,7 @@ def convert_layer(layers: Layers, index: int) -> Converted:
         known = [f"{a.__name__} to {b.__name__}" for a, b in CONVERSIONS if a is old]
         fix = ", ".join(known) or "train the new attention anew"
         raise no_formula(index, f"{old.__name__} to {new.__name__}", fix)
-    return CONVERSIONS[old, new](layers, index, layers.read(index))
+    return CONVERSIONS[old, new](layers, index, weights)
 
 
 def no_formula(index: int, change: str, fix: str) -> ValueError:

@@ -133,15 +133,18 @@ def layer_knobs(tree: dict) -> list[dict]:
 
 def attention_knobs(tree: dict) -> list[dict]:
     """The knobs of each layer's attention."""
-    layers = []
-    for layer in range(tree["depth"]):
-        knobs = tree["attention"]
-        # The pattern is repeated so that it ends with the last layer.
-        if knobs["_target_"] == HYBRID:
-            pattern = knobs["pattern"]
-            knobs = knobs["kinds"][pattern[(layer - tree["depth"]) % len(pattern)]]
-        layers.append(with_defaults(knobs))
-    return layers
+    kinds, kind_of_layer = attention_kinds(tree["attention"], tree["depth"])
+    return [with_defaults(kinds[kind]) for kind in kind_of_layer]
+
+
+def attention_kinds(attention: dict, depth: int) -> tuple[dict[str, dict], list[str]]:
+    """The knobs of each kind of layers, and the kind of each layer; of a single kind, ""."""
+    if attention["_target_"] != HYBRID:
+        return {"": attention}, [""] * depth
+    # The pattern is repeated so that it ends with the last layer.
+    pattern = attention["pattern"]
+    kind_of_layer = [pattern[(layer - depth) % len(pattern)] for layer in range(depth)]
+    return attention["kinds"], kind_of_layer
 
 
 def with_defaults(knobs: dict) -> dict:
