@@ -137,6 +137,8 @@ class Architecture:
             knobs["head_dim"] = config["head_dim"]
         knobs["bias"] = config["attention_bias"]
         knobs |= rope_from_hf(config)
+        if "rope_fraction" in self.free_knobs:
+            knobs["rope_fraction"] = rope_parameters(config)["partial_rotary_factor"]
         # What makes this layer differ from others.
         if not has_rope:
             knobs |= {"rope_base": None, "rope_scaling": None}
@@ -188,10 +190,6 @@ class StableLm(Architecture):
                 "fix: train again with attention.head_dim=null"
             )
         return {"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False}
-
-    def layer_from_config(self, config: dict, layer_type: str, has_rope: bool) -> dict:
-        knobs = super().layer_from_config(config, layer_type, has_rope)
-        return knobs | {"rope_fraction": rope_parameters(config)["partial_rotary_factor"]}
 
 
 class Qwen3(Architecture):
@@ -259,9 +257,6 @@ class SmolLM3(Qwen3):
     free_knobs = ("bias", "window", "rope_base")
     needed_entries = ("num_key_value_heads", "rope_theta")
 
-    def own_config(self, tree: dict, layers: Layers) -> dict:
-        return super().own_config(tree, layers) | {"no_rope_layers": has_rope_flags(layers)}
-
 
 class Llama4(Architecture):
     """Llama 4 without experts.
@@ -288,7 +283,6 @@ class Llama4(Architecture):
             # There must be a size, even where no layer has chunks.
             "attention_chunk_size": common_value(layers, "chunk", tree["context"]),
             "layer_types": layer_types(layers),
-            "no_rope_layers": has_rope_flags(layers),
         }
 
 
@@ -425,9 +419,7 @@ class Qwen3_5(Architecture):
                 "kernel": config["linear_conv_kernel_dim"],
                 "chunk": 64,
             }
-        knobs = super().layer_from_config(config, layer_type, has_rope)
-        knobs["rope_fraction"] = rope_parameters(config)["partial_rotary_factor"]
-        return knobs
+        return super().layer_from_config(config, layer_type, has_rope)
 
     def attention_names(self, attention: nn.Module) -> dict:
         if not isinstance(attention, GatedDelta):
@@ -504,8 +496,3 @@ def layer_types(layers: Layers) -> list[str]:
         else:
             types.append("full_attention")
     return types
-
-
-def has_rope_flags(layers: Layers) -> list[int]:
-    """`no_rope_layers` of a config.json: despite its name, 1 means that the layer has RoPE."""
-    return [int(layer["rope_base"] is not None) for layer in layers]

@@ -83,7 +83,9 @@ def to_hf_config(tree: dict) -> dict:
         "rope_scaling": None if scaling is None else rope,
         "rope_parameters": rope,
     }
-
+    # Despite its name, 1 means that the layer has RoPE.
+    if "rope_base" in architecture.free_knobs:
+        config["no_rope_layers"] = [int(layer["rope_base"] is not None) for layer in layers]
     return config | architecture.own_config(tree, layers)
 
 
