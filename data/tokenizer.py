@@ -42,7 +42,6 @@ class Tokenizer:
             ) from None
         self.proto = proto
         self.files = {"tokenizer.model": proto}
-        self.sha256 = sha256(proto).hexdigest()
         self.vocab_size = self.processor.vocab_size()
         self.bos = self.processor.bos_id()
         self.eos = self.processor.eos_id()
@@ -60,16 +59,22 @@ class Tokenizer:
         """Read a tokenizer.model, which may be that of an IdTokenizer, or a tokenizer.json."""
         path = Path(path).expanduser()
         try:
-            proto = path.read_bytes()
+            content = path.read_bytes()
         except OSError as error:
             raise ValueError(
                 f"no tokenizer ({path}: {error.strerror}). fix: data.tokenizer=null to train one"
             ) from None
         if path.suffix == ".json":
-            return JsonTokenizer.load(path)
-        if proto.startswith(IdTokenizer.MAGIC):
-            return IdTokenizer(proto)
-        return cls(proto)
+            # The configs beside it say what BOS and EOS are.
+            files = {"tokenizer.json": content}
+            for name in SPECIAL_TOKEN_FILES:
+                file = path.with_name(name)
+                if file.exists():
+                    files[name] = file.read_bytes()
+            return JsonTokenizer(files)
+        if content.startswith(IdTokenizer.MAGIC):
+            return IdTokenizer(content)
+        return cls(content)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -159,15 +164,16 @@ class Tokenizer:
         # Cut at BOS and EOS, so that each text is decoded by itself, as it was encoded.
         starts = np.flatnonzero(np.isin(tokens, (self.bos, *self.eos_ids)))
         documents = [document.tolist() for document in np.split(tokens, starts)]
-        return sum(len(text.encode()) for text in self.decode_batch(documents))
+        return sum(len(self.decode(document).encode()) for document in documents)
+
+    @property
+    def sha256(self) -> str:
+        """Identifies the tokenizer and its special tokens."""
+        return sha256(b"".join(self.files.values())).hexdigest()
 
     def identity(self) -> tuple:
         """What must be equal for two tokenizers to be the same: the first file, BOS and EOS."""
         return next(iter(self.files.values())), self.bos, self.eos_ids
-
-    def decode_batch(self, documents: list[list[int]]) -> list[str]:
-        """Decode each document, on all cores."""
-        return self.processor.decode(documents)
 
     def id_to_piece(self, tokens: list[int]) -> list[str]:
         """Name each token, for people."""
@@ -186,7 +192,6 @@ class IdTokenizer(Tokenizer):
     def __init__(self, proto: bytes):
         self.proto = proto
         self.files = {"tokenizer.model": proto}
-        self.sha256 = sha256(proto).hexdigest()
         self.vocab_size, self.bos = map(int, proto.removeprefix(self.MAGIC).split())
         self.eos = self.bos
         self.eos_ids = (self.eos,)
@@ -262,22 +267,11 @@ class JsonTokenizer(Tokenizer):
         # A model's config.json is not the tokenizer's.
         self.files = {name: file for name, file in files.items() if name != "config.json"}
         self.files["generation_config.json"] = json.dumps(special).encode()
-        self.sha256 = sha256(b"".join(self.files.values())).hexdigest()
-
-    @classmethod
-    def load(cls, path: Path) -> "JsonTokenizer":
-        """Read a tokenizer.json and the configs beside it."""
-        files = {"tokenizer.json": path.read_bytes()}
-        for name in SPECIAL_TOKEN_FILES:
-            file = path.with_name(name)
-            if file.exists():
-                files[name] = file.read_bytes()
-        return cls(files)
 
     def find_ids(self, settings: dict, kind: str) -> tuple[int, ...]:
         """The ids of BOS or EOS: `eos_token_id`, which may be a list, or those of `eos_token`."""
-        ids = settings.get(f"{kind}_token_id")
-        if ids is None or ids == []:
+        ids = settings.get(f"{kind}_token_id", [])
+        if ids == []:
             token = settings.get(f"{kind}_token")
             # A token may be a dict of its content and options.
             content = token.get("content") if isinstance(token, dict) else token
@@ -300,9 +294,6 @@ class JsonTokenizer(Tokenizer):
 
     def decode(self, tokens: list[int]) -> str:
         return self.processor.decode(tokens)
-
-    def decode_batch(self, documents: list[list[int]]) -> list[str]:
-        return self.processor.decode_batch(documents)
 
     def id_to_piece(self, tokens: list[int]) -> list[str]:
         return [self.processor.id_to_token(token) or str(token) for token in tokens]
