@@ -313,11 +313,16 @@ def load_model(
     # Names and shapes are checked before the model has memory, too.
     check_weights(model, path)
     load_weights(materialize(model, device, dtype), path)
+    check_finite(model, path)
+    return model.eval()
+
+
+def check_finite(model: Transformer, path: Path) -> None:
+    """Exit with code 4 if a parameter is not finite."""
     if not all(p.isfinite().all() for p in model.parameters()):
         errors.exit_with(
             errors.DIVERGED, f"weights contain NaN or infinity ({path}). fix: an older checkpoint"
         )
-    return model.eval()
 
 
 def find_model(path: Path | None) -> Path:

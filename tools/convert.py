@@ -15,6 +15,7 @@ from common import config, errors
 from common.cli import Parser, bounded_number
 from data.files import TEXT_SUFFIXES, find_files, read_documents
 from data.tokenizer import Tokenizer
+from model.attention.base import Attention
 from model.init import initialize
 from model.materialize import build_model, materialize
 from model.transformer import Transformer
@@ -77,9 +78,7 @@ def main(args: argparse.Namespace) -> None:
     print(f"cache of a full context in bf16: {before:,} -> {after:,} bytes")
     if args.text is not None:
         print_loss("after", model.eval(), tokenizer, args)
-    if not all(p.isfinite().all() for p in model.parameters()):
-        problem = f"weights contain NaN or infinity ({path})"
-        errors.exit_with(errors.DIVERGED, f"{problem}. fix: an older checkpoint")
+    checkpoint.check_finite(model, path)
     checkpoint.save(args.out, 0, model.state_dict(), {"model": new_tree}, tokenizer.files, {})
     print(f"written: {args.out}. To heal it: python train.py init_from={args.out}")
 
@@ -97,17 +96,18 @@ def measure_moments(
     model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace
 ) -> list[Tensor]:
     """The mean (D, D) of x x^T over the inputs x of each attention, on a part of the text."""
-    sums = [0.0] * len(model.blocks)
+    # Sum up over all tokens, whenever an attention is called.
+    sums = {block.attention: 0.0 for block in model.blocks}
+
+    def add_moment(attention: Attention, inputs: tuple) -> None:
+        x = inputs[0].flatten(0, 1).double()
+        sums[attention] = sums[attention] + x.mT @ x
+
+    for attention in sums:
+        attention.register_forward_pre_hook(add_moment)
+
+    # Read the text up to MOMENT_TOKENS, a document at a time.
     num_tokens = 0
-
-    def add_moment(layer: int, x: Tensor) -> None:
-        x = x.flatten(0, 1).double()
-        sums[layer] = sums[layer] + x.mT @ x
-
-    for layer, block in enumerate(model.blocks):
-        block.attention.register_forward_pre_hook(
-            lambda _, inputs, layer=layer: add_moment(layer, inputs[0])
-        )
     documents = read_documents(find_files(args.text, TEXT_SUFFIXES), "text", args.separator)
     # What the loss is measured on is held out.
     for text in islice(documents, args.documents, None):
@@ -119,7 +119,7 @@ def measure_moments(
     if num_tokens == 0:
         problem = f"no text after the documents to evaluate (--documents {args.documents})"
         raise ValueError(f"{problem}. fix: fewer, or more text")
-    return [moment / num_tokens for moment in sums]
+    return [moment / num_tokens for moment in sums.values()]
 
 
 if __name__ == "__main__":
