@@ -22,7 +22,11 @@ Weights = dict[str, Tensor]
 # The logit of a new sink: beside a score above -9 its weight is below 2e-5, yet it has a gradient.
 NO_SINK = -20.0
 # The weights of softmax attention without the optional ones, which MLA and the delta rule lack.
-PROJECTIONS_AND_NORMS = {f"{name}_proj.weight" for name in "qkvo"} | {
+PROJECTIONS_AND_NORMS = {
+    "q_proj.weight",
+    "k_proj.weight",
+    "v_proj.weight",
+    "o_proj.weight",
     "q_norm.weight",
     "k_norm.weight",
 }
@@ -228,23 +232,26 @@ def softmax_to_latent(layers: Layers, index: int, weights: Weights) -> Converted
     plain_q = rotate_on_average(q, old, layers.context)[:, ~is_rotated]
 
     # Keys without a rotation and values come out of the latent.
-    down, up_k, up_v = factorize_jointly(k[:, ~is_rotated], v, moment, new.rank)
+    plain_k = k[:, ~is_rotated]
+    down, up_k, up_v = factorize_jointly(plain_k, v, moment, new.rank)
     # If `rank` exceeds the rank of the factorization, the other latent features are zero. They
     # lower the mean square in the latent's norm, for which this weight makes up.
-    latent_norm = down.new_full((new.rank,), (len(down) / new.rank) ** 0.5)
+    latent_scale = (len(down) / new.rank) ** 0.5
 
     # The rows of kv_proj: keys and values of each query head, padded with zeros.
-    up = torch.cat((pad_to(up_k, new.head_dim), pad_to(up_v, new.value_dim)), dim=1)
-    up = up.repeat_interleave(group, dim=0)
+    up_k = pad_to(up_k, new.head_dim)
+    up_v = pad_to(up_v, new.value_dim)
+    up = torch.cat((up_k, up_v), dim=1).repeat_interleave(group, dim=0)
     # Scores are divided by the square root of the key width, which changes: undo that in q.
     scale = (new.value_dim / old.head_dim) ** 0.5
-    new_q = scale * torch.cat((pad_to(plain_q, new.head_dim), rotated_q), dim=1)
+    plain_q = pad_to(plain_q, new.head_dim)
+    new_q = scale * torch.cat((plain_q, rotated_q), dim=1)
     out = weights["o_proj.weight"].unflatten(1, (old.heads, -1))
 
     new_weights = {
         "q_proj.weight": new_q.flatten(0, 1),
         "latent_proj.weight": pad_to(down, new.rank, dim=0),
-        "latent_norm.weight": latent_norm,
+        "latent_norm.weight": down.new_full((new.rank,), latent_scale),
         "rope_proj.weight": rotated_k,
         "kv_proj.weight": pad_to(up.flatten(0, 1), new.rank),
         "o_proj.weight": pad_to(out, new.value_dim, dim=2).flatten(1),
@@ -274,7 +281,8 @@ def check_latent(old: SoftmaxAttention, new: LatentAttention, index: int) -> Non
 def fold_norm(heads: Tensor, weight: Tensor, moment: Tensor) -> Tensor:
     """heads (K, E, D) followed by an RMSNorm of `weight` (E,) -> heads times its mean scale."""
     mean_square = squared_norms(heads, moment) / heads.shape[1]
-    return heads * weight[:, None] / mean_square.sqrt()[:, None, None]
+    rms = mean_square.sqrt()
+    return heads * weight[:, None] / rms[:, None, None]
 
 
 def squared_norms(heads: Tensor, moment: Tensor) -> Tensor:
@@ -323,7 +331,8 @@ def factorize_jointly(
     balance = ratio.sqrt()
     heads = torch.cat((balance * keys, values), dim=1)
     down, up = factorize(heads.flatten(0, 1), moment, rank)
-    up_keys, up_values = up.unflatten(0, heads.shape[:2]).tensor_split([keys.shape[1]], dim=1)
+    up = up.unflatten(0, heads.shape[:2])
+    up_keys, up_values = up.tensor_split([keys.shape[1]], dim=1)
     return down, up_keys / balance, up_values
 
 
@@ -341,7 +350,8 @@ def factorize(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor
     inverse_root = (vectors / roots).mT
     # The right singular vectors, by ascending singular value. This takes half the memory of an SVD.
     _, right = torch.linalg.eigh(outputs_of_z.mT @ outputs_of_z)
-    right = right[:, -min(rank, *weight.shape) :]
+    rank = min(rank, *weight.shape)
+    right = right[:, -rank:]
     return right.mT @ inverse_root, outputs_of_z @ right
 
 
