@@ -77,16 +77,14 @@ def set_options(tree: dict, options: dict) -> dict:
     kinds, _ = attention_kinds(attention, tree["depth"])
     for key, value in options.items():
         # kinds.KIND.OPTION addresses one kind, OPTION all of them.
-        candidates = list(kinds.values())
-        option = key
-        if key.startswith("kinds."):
-            kind, _, option = key.removeprefix("kinds.").partition(".")
-            candidates = [kinds.get(kind, {})]
-        matching = [knobs for knobs in candidates if option in with_defaults(knobs)]
-        if not matching:
+        is_known = False
+        for kind, knobs in kinds.items():
+            option = key.removeprefix(f"kinds.{kind}.")
+            if option in with_defaults(knobs):
+                knobs[option] = value
+                is_known = True
+        if not is_known:
             raise ValueError(f"no such option (attention.{key}). fix: attention=PRESET")
-        for knobs in matching:
-            knobs[option] = value
     return attention
 
 
@@ -96,16 +94,15 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
     Raises ValueError where the model's layers have several values for one option of the preset.
     """
     # Group the model's layers by the kind that they have in the preset.
-    kinds, kind_of_layer = attention_kinds(preset, tree["depth"])
+    attention = deepcopy(preset)
+    kinds, kind_of_layer = attention_kinds(attention, tree["depth"])
     layers_by_kind = defaultdict(list)
     for kind, knobs in zip(kind_of_layer, attention_knobs(tree), strict=True):
         layers_by_kind[kind].append(knobs)
 
     # All layers of a kind have the same options, so their old values must agree.
-    new_kinds = {}
     for kind, knobs in kinds.items():
         prefix = f"kinds.{kind}." if kind else ""
-        new_kinds[kind] = dict(knobs)
         for key in knobs:
             if prefix + key in explicit or key.startswith("_"):
                 continue
@@ -117,10 +114,8 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
                     f"fix: attention.{prefix}{key}=VALUE"
                 )
             if values:
-                new_kinds[kind][key] = values[0]
-    if "" in kinds:
-        return new_kinds[""]
-    return preset | {"kinds": new_kinds}
+                knobs[key] = values[0]
+    return attention
 
 
 @torch.no_grad()
@@ -200,11 +195,15 @@ def shapes_outside_attention(model: Transformer) -> dict[str, torch.Size]:
 def describe(changes: list[list[Change]]) -> list[str]:
     """A line for each run of layers with the same changes, and whether they are exact."""
     lines = []
-    for texts, run in groupby(enumerate(changes), key=lambda pair: pair[1]):
-        layers = [layer for layer, _ in run]
+    first = 0
+    for layer_changes, run in groupby(changes):
+        last = first + len(list(run)) - 1
+        texts = []
+        for text, is_exact in layer_changes:
+            texts.append(f"{text} ({'exact' if is_exact else 'approximate'})")
         if texts:
-            parts = [f"{text} ({'exact' if exact else 'approximate'})" for text, exact in texts]
-            lines.append(f"layers {layers[0]} to {layers[-1]}: {'; '.join(parts)}")
+            lines.append(f"layers {first} to {last}: {'; '.join(texts)}")
+        first = last + 1
     return lines
 
 
