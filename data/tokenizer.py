@@ -265,8 +265,8 @@ class JsonTokenizer(Tokenizer):
                 "fix: the configs that belong to this tokenizer.json"
             )
         # A model's config.json is not the tokenizer's.
-        self.files = {name: file for name, file in files.items() if name != "config.json"}
-        self.files["generation_config.json"] = json.dumps(special).encode()
+        self.files = files | {"generation_config.json": json.dumps(special).encode()}
+        self.files.pop("config.json", None)
 
     def find_ids(self, settings: dict, kind: str) -> tuple[int, ...]:
         """The ids of BOS or EOS: `eos_token_id`, which may be a list, or those of `eos_token`."""
