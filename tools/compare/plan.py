@@ -11,7 +11,6 @@ from hashlib import sha256
 from itertools import product
 from pathlib import Path
 
-import torch
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,6 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from common import config, hardware
 from common.config import compose
 from common.instantiate import ROOT, instantiate
+from model.materialize import build_model
 from model.transformer import Transformer
 from tools.compare.jobs import Job
 from tools.compare.runs import Run
@@ -240,9 +240,8 @@ def compose_settings(overrides: list[str]) -> dict:
 
 
 def meta_model(settings: dict, **sizes: int) -> Transformer:
-    """Builds the model on the meta device, with these of its arguments changed."""
-    with torch.device("meta"):
-        return instantiate(settings["model"] | sizes)
+    """Builds the model without memory for its parameters, with these of its arguments changed."""
+    return build_model(settings["model"] | sizes)
 
 
 def digest(arguments: list[str]) -> str:

@@ -14,7 +14,7 @@ import torch
 from checkpoints import checkpoint
 from common import config
 from common.errors import IntegrityError
-from common.instantiate import instantiate
+from model.materialize import build_model
 from model.transformer import Transformer
 
 # Settings that are not compared: they name a run, or repeat what another setting says. Its length
@@ -139,9 +139,8 @@ class Run:
 
     @cached_property
     def model(self) -> Transformer:
-        """The model on the meta device: shapes without memory."""
-        with torch.device("meta"):
-            return instantiate(self.settings["model"])
+        """The model without memory for its parameters."""
+        return build_model(self.settings["model"])
 
     @property
     def cache_bytes(self) -> int:
