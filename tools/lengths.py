@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from checkpoints import checkpoint
+from common.errors import without_fix
 from common.instantiate import instantiate
 from data.corpus import Corpus
 from data.prepare import prepare
@@ -49,7 +50,7 @@ def measure_lengths(run_dir: Path | None) -> dict:
                 metrics = evaluate_corpus(model, corpus, settings)
                 lengths[name] = metrics[f"{corpus.task.name}_accuracy"]
         except ValueError as error:
-            lengths[name] = str(error).partition(". fix: ")[0]
+            lengths[name] = without_fix(error)
     file.write_text(json.dumps(lengths))
     return lengths
 
