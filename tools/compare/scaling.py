@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.optimize import least_squares
 
-from tools.compare.plots import COLORS, new_figure
+from tools.compare.plots import new_figure
 from tools.compare.runs import Run
 from tools.compare.statistics import compare_to_baseline, estimate
 
@@ -127,10 +127,10 @@ def draw(
     points = np.geomspace(sizes.min(), target)
     curves = law(fit_law(sizes / sizes.max(), losses.mean(axis=0)), points / sizes.max())
     for index, name in enumerate(names):
-        color = COLORS[index % len(COLORS)]
+        mean, ci95, _ = estimate(extrapolated[:, index].tolist())
+        marker, *_ = axes.errorbar(target, mean, ci95, fmt="o", capsize=3, label=name)
+        color = marker.get_color()
         axes.plot(sizes[index], losses[:, index].T, "o", color=color, markersize=3)
         axes.plot(points, curves[index], "--", color=color, linewidth=1)
-        mean, ci95, _ = estimate(extrapolated[:, index].tolist())
-        axes.errorbar(target, mean, ci95, fmt="o", capsize=3, color=color, label=name)
     axes.legend(frameon=False)
     return figure
