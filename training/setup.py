@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 
 from checkpoints import checkpoint, conversion
 from checkpoints.weights import dtype_name
@@ -54,9 +53,8 @@ def report(problems: list[str]) -> None:
         errors.exit_with(errors.INPUT, *dict.fromkeys(problems), rank0_only=True)
 
 
-def set_up_run(cfg: DictConfig, overrides: list[str]) -> RunSetup:
+def set_up_run(settings: dict, overrides: list[str]) -> RunSetup:
     """Validate a config and resolve what depends on this machine. Ends with exit code 2."""
-    settings = config.resolve(cfg)
     # Adopt a pretrained model first, so that it is what is validated.
     problems = []
     with collect(problems):
