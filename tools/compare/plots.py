@@ -22,8 +22,7 @@ in_bytes = EngFormatter(unit="B", places=1)  # 66048 -> 66.0 kB
 def new_figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.set_prop_cycle(STYLES)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
