@@ -136,7 +136,7 @@ class Cost:
         self.batch_tokens = settings["batch_tokens"]
         self.settings = settings
         self.model = build_model(settings["model"])
-        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.parameters = self.model.num_parameters()
 
     @cached_property
     def memory(self) -> TrainingMemory:

@@ -28,7 +28,7 @@ TASKS = ("text", "recall", "copy")  # what `tasks` may list
 SIZE_KEYS = ("model", "model.dim")  # a sweep over these compares at several sizes
 SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes count as equal
 SIZES: dict[str, Callable[[Transformer], float]] = {
-    "params": lambda model: sum(p.numel() for p in model.parameters()),
+    "params": Transformer.num_parameters,
     "flops": Transformer.training_flops,
 }
 Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) that each key takes in turn

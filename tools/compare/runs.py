@@ -155,7 +155,7 @@ class Run:
 
     @property
     def parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        return self.model.num_parameters()
 
     def settings_except(self, ignored: tuple[str, ...]) -> dict[str, str]:
         """The settings by their dotted keys, and the number of tokens, without these prefixes."""
