@@ -76,7 +76,8 @@ def last_loss(model: Transformer, corpus: Corpus, settings: dict) -> float:
     for batch in rows.split(batch_size):
         batch = batch.to(model.embed.weight.device)
         _, scores = loss_module(batch[:, :-1], batch[:, 1:])
-        nats.append(scores[0].view(len(batch), -1)[:, -num_targets:].flatten())
+        batch_nats = scores[0].view(len(batch), -1)
+        nats.append(batch_nats[:, -num_targets:])
     return torch.cat(nats).mean().item()
 
 

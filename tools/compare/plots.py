@@ -77,7 +77,8 @@ def label_points(axes: Axes, points: list[tuple[float, float, str, str]]) -> Non
     height = -gap
     for index, (y, x, name, color) in enumerate(points):
         highest = 1 - gap * (len(points) - 1 - index)
-        height = min(highest, max(height + gap, (y - bottom) / (top - bottom)))
+        own_height = (y - bottom) / (top - bottom)
+        height = min(highest, max(height + gap, own_height))
         axes.annotate(
             name,
             (x, y),

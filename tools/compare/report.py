@@ -238,7 +238,8 @@ def add_sizes(page: Page, variants: Groups, decoding: dict[str, dict[str, float]
         row = [name, f"{run.parameters:,}", run.settings["model"]["hidden"]]
         row += [f"{run.model.training_flops() / 1e6:.2f}", f"{run.cache_bytes:,}"]
         row += [f"{run.last['tokens']:,}", f"{seconds:,.0f}"]
-        rows.append([*row, *[f"{milliseconds:.2f}" for milliseconds in decoding[name].values()]])
+        row += [f"{milliseconds:.2f}" for milliseconds in decoding[name].values()]
+        rows.append(row)
     header = ["variant", "parameters", "model.hidden", "MFLOP/token", "KV bytes", "tokens"]
     with page.folded("Size and speed"):
         page.table([*header, "seconds", *decoding[name]], rows)

@@ -213,8 +213,9 @@ def group_by_shape(groups: Groups) -> Groups:
 
     named = {}
     for members in joined.values():
-        first, *others = [name.split("-") for name in members]
-        name = "-".join(part for part in first if all(part in each for each in others))
+        parts = [name.split("-") for name in members]
+        shared = set.intersection(*map(set, parts))
+        name = "-".join(part for part in parts[0] if part in shared)
         named[name] = [*chain(*members.values())]
     return named
 

@@ -84,7 +84,9 @@ def fit_law(sizes: np.ndarray, losses: np.ndarray) -> np.ndarray:
 
     # Starts at 0.2 to 0.95 of the lowest loss lead to the same fits of 300 laws drawn at random.
     irreducible = losses.min() / 2
-    start = [irreducible, *losses[:, -1] - irreducible, *np.full(len(losses), 0.3)]
+    scales = losses[:, -1] - irreducible
+    exponents = np.full_like(scales, 0.3)
+    start = np.hstack([irreducible, scales, exponents])
     return least_squares(residuals, start, bounds=(0, np.inf), xtol=1e-12, ftol=1e-12).x
 
 
