@@ -39,7 +39,7 @@ def main(cfg: DictConfig) -> None:
     with Signals() as signals, errors.report_errors():
         # Whatever is wrong with the input shows here, before anything is written.
         with errors.user_input():
-            setup = set_up_run(cfg, overrides)
+            setup = set_up_run(config.resolve(cfg), overrides)
             settings = setup.settings
             corpus, loader = load_corpus(settings, setup.source)
             memory = measure_memory(settings, setup.device, setup.precision)

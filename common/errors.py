@@ -65,6 +65,11 @@ def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoRetur
     raise SystemExit(code)
 
 
+def without_fix(problem: object) -> str:
+    """What a problem is, without how to fix it."""
+    return str(problem).partition(". fix: ")[0]
+
+
 def suggest(word: str, known: list[str]) -> list[str]:
     """The known words, three at most, that a mistyped one may stand for: the likeliest first.
 

@@ -35,10 +35,10 @@ def text_cells(inputs: Tensor, targets: Tensor) -> Tensor:
     the whole row, also where documents are masked.
     """
     # A stable sort puts equal bigrams side by side, in the order of their positions.
-    bigrams = inputs * (targets.max() + 1).clamp(min=1) + targets
+    bigrams = inputs * (targets.max() + 1) + targets
     ordered, order = bigrams.sort(dim=1, stable=True)
     follows_equal = torch.zeros_like(ordered)
-    follows_equal[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    follows_equal[:, 1:] = ordered.diff(dim=1) == 0
     is_repeated = torch.zeros_like(ordered).scatter(1, order, follows_equal)
 
     positions = torch.arange(1, inputs.shape[1] + 1).expand_as(inputs)
@@ -49,14 +49,12 @@ def slice_means(
     sums: np.ndarray, counts: np.ndarray, classes: tuple[str, ...], length: str, value: str
 ) -> dict[str, dict[str, float]]:
     """Name the slices of sums and counts (classes, NUM_BINS), with the mean of each as `value`."""
+    # The rows of the table, then its columns.
+    bins = [f"{length} {bin_name(index)}" for index in range(NUM_BINS)]
+    totals = [*sums.sum(axis=1), *sums.sum(axis=0)]
+    numbers = [*counts.sum(axis=1), *counts.sum(axis=0)]
     slices = {}
-    for index, name in enumerate(classes):
-        slices[name] = (sums[index].sum(), counts[index].sum())
-    for index in range(NUM_BINS):
-        slices[f"{length} {bin_name(index)}"] = (sums[:, index].sum(), counts[:, index].sum())
-    # Those without targets, such as positions beyond the context, are left out.
-    return {
-        name: {value: float(total / count), "tokens": int(count)}
-        for name, (total, count) in slices.items()
-        if count > 0
-    }
+    for name, total, number in zip((*classes, *bins), totals, numbers, strict=True):
+        if number > 0:  # there are no targets at positions beyond the context, for example
+            slices[name] = {value: float(total / number), "tokens": int(number)}
+    return slices

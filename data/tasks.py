@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from data.corpus import Corpus
 from data.loader import IGNORE_INDEX
@@ -86,10 +87,8 @@ class Task(Source):
             # Rows that are held out come from streams of their own, whatever the seed.
             generator = np.random.default_rng((seed, number, int(is_held_out)))
             rows.append(self.row(generator, context, self.size_of(number)))
-        inputs, targets, distances = (
-            torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)
-        )
-        classes = torch.tensor([number % len(self.sizes) for number in numbers])
+        inputs, targets, distances = default_collate(rows)
+        classes = torch.tensor(numbers) % len(self.sizes)
         return [inputs, targets, cells(classes[:, None], distances)]
 
     def size_of(self, number: int) -> int:

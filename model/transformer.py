@@ -143,6 +143,10 @@ class Transformer(nn.Module):
         """Return the bytes of one row of the cache, without allocating it."""
         return self.new_cache(1, capacity, dtype, "meta").nbytes
 
+    def num_parameters(self) -> int:
+        """Return the number of weights; those that modules share count once."""
+        return sum(p.numel() for p in self.parameters())
+
     def training_flops(self) -> float:
         """Return the FLOPs of a token's forward and backward, averaged over a full context.
 

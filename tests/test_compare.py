@@ -268,6 +268,7 @@ def test_a_signal_saves_and_ends(words, tmp_path):
         (["tasks=recall", "recall.data.pairs=[64,65]", "context=256"], 2, "context=261"),
         (["tasks=copy", "copy.data.tokenizer=x"], 2, "a task is made of ids and has no tokenizer"),
         (["init_from=absent"], 2, "absent"),
+        (["precision=fp16", "device=cpu"], 2, "fp16 needs a GPU"),
         (["--report", "absent"], 2, "absent"),
         ([], 2, "fix: python -m tools.compare --help"),
         (["--attention=gqa"], 2, "without dashes"),

@@ -28,7 +28,7 @@ from checkpoints.huggingface import mapping
 from checkpoints.weights import weight_map
 from common import compilation, errors, hardware
 from common.config import compose, micro_batch_size, report_errors
-from common.instantiate import ROOT, instantiate
+from common.instantiate import ROOT
 from data.corpus import Corpus
 from data.loader import Loader
 from inference import quantize
@@ -147,8 +147,7 @@ def work_of_step(kind: str, settings: dict, precision: torch.dtype) -> dict[str,
     Decoding makes all tokens but the first, and reads weights and cache for each.
     """
     tokens = settings["batch_tokens"]
-    with torch.device("meta"):
-        model = instantiate(settings["model"])
+    model = build_model(settings["model"])
     if kind == "train":
         return {"tokens": tokens, "flops": tokens * model.training_flops()}
 
@@ -163,8 +162,7 @@ def work_of_step(kind: str, settings: dict, precision: torch.dtype) -> dict[str,
 
 def predicted_seconds(settings: dict, flops_per_second: float) -> float:
     """What tools.cost --gpu would predict of a step on this CPU, from its measured rates."""
-    with torch.device("meta"):
-        model = instantiate(settings["model"])
+    model = build_model(settings["model"])
     machine = roofline.cpu_machine(flops_per_second, read_bandwidth(torch.device("cpu")))
     sequences = micro_batch_size(settings, 1)
     parts = roofline.step_seconds(machine, model, sequences, settings["batch_tokens"])

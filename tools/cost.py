@@ -13,7 +13,8 @@ from hydra.errors import ConfigCompositionException
 
 from common import cli, config, errors
 from common.config import compose
-from common.instantiate import ROOT, instantiate
+from common.instantiate import ROOT
+from model.materialize import build_model
 from tools.roofline import MACHINES, PARTS, step_seconds, token_seconds
 from training.memory import TrainingMemory
 from training.setup import load_settings
@@ -134,9 +135,8 @@ class Cost:
         self.micro_batch = config.micro_batch_size(settings, 1)
         self.batch_tokens = settings["batch_tokens"]
         self.settings = settings
-        with torch.device("meta"):
-            self.model = instantiate(settings["model"])
-        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.model = build_model(settings["model"])
+        self.parameters = self.model.num_parameters()
 
     @cached_property
     def memory(self) -> TrainingMemory:

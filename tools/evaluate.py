@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from common import errors
@@ -161,10 +162,10 @@ def score_row(model: Transformer, hidden: Tensor, row: Row) -> tuple[float, bool
     tokens, first = row
     # The hidden state at a token predicts the next one.
     logits = fp32(model.logits(hidden[first - 1 : len(tokens) - 1]))  # (scored tokens, V)
-    targets = torch.tensor(tokens[first:], device=hidden.device)
-    log_probabilities = logits.log_softmax(dim=-1).gather(-1, targets[:, None])
+    targets = torch.tensor(tokens, device=hidden.device)[first:]  # none of an empty answer
+    nats = cross_entropy(logits, targets, reduction="none")
     is_greedy = (logits.argmax(dim=-1) == targets).all()
-    return log_probabilities.double().sum().item(), is_greedy.item()
+    return -nats.double().sum().item(), is_greedy.item()
 
 
 def evaluate_tasks(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> dict:

@@ -145,7 +145,7 @@ def model_card(out: Path, path: Path, architecture: str, model: torch.nn.Module)
     return MODEL_CARD.format(
         name=source.name,
         architecture=architecture,
-        millions=sum(p.numel() for p in model.parameters()) / 1e6,
+        millions=model.num_parameters() / 1e6,
         figures=training_figures(source),
         folder=out.name,
     )

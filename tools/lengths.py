@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from checkpoints import checkpoint
+from common.errors import without_fix
 from common.instantiate import instantiate
 from data.corpus import Corpus
 from data.prepare import prepare
@@ -49,7 +50,7 @@ def measure_lengths(run_dir: Path | None) -> dict:
                 metrics = evaluate_corpus(model, corpus, settings)
                 lengths[name] = metrics[f"{corpus.task.name}_accuracy"]
         except ValueError as error:
-            lengths[name] = str(error).partition(". fix: ")[0]
+            lengths[name] = without_fix(error)
     file.write_text(json.dumps(lengths))
     return lengths
 
@@ -75,7 +76,8 @@ def last_loss(model: Transformer, corpus: Corpus, settings: dict) -> float:
     for batch in rows.split(batch_size):
         batch = batch.to(model.embed.weight.device)
         _, scores = loss_module(batch[:, :-1], batch[:, 1:])
-        nats.append(scores[0].view(len(batch), -1)[:, -num_targets:].flatten())
+        batch_nats = scores[0].view(len(batch), -1)
+        nats.append(batch_nats[:, -num_targets:])
     return torch.cat(nats).mean().item()
 
 

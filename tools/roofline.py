@@ -102,8 +102,8 @@ def step_seconds(
     }
     num_micro_batches = batch_tokens / tokens
     seconds = {part: num_micro_batches * time for part, time in micro_batch.items()}
-    parameters = sum(p.numel() for p in model.parameters())
-    return seconds | {"optimizer": machine.memory_seconds(OPTIMIZER_BYTES * parameters)}
+    optimizer_bytes = OPTIMIZER_BYTES * model.num_parameters()
+    return seconds | {"optimizer": machine.memory_seconds(optimizer_bytes)}
 
 
 def linear_seconds(machine: Machine, weights: list[Tensor], tokens: int) -> tuple[float, float]:
@@ -138,7 +138,7 @@ def decoded_weights(model: Transformer) -> int:
 
     An embedding that is not the head too does not count: a token reads one of its rows.
     """
-    weights = sum(p.numel() for p in model.parameters())
+    weights = model.num_parameters()
     if model.head is not None:
         weights -= model.embed.weight.numel()
     return weights

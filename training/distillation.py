@@ -48,7 +48,7 @@ def teacher_bytes(settings: dict, precision: torch.dtype) -> int:
     if settings["distill"] is None:
         return 0
     teacher = build_model(checkpoint.load_config(find_teacher(settings))["model"])
-    return sum(p.numel() for p in teacher.parameters()) * weight_dtype(precision).itemsize
+    return teacher.num_parameters() * weight_dtype(precision).itemsize
 
 
 def check_teacher(settings: dict, corpus: Corpus) -> None:

@@ -181,13 +181,11 @@ def is_evaluated(run_dir: Path, step: int) -> bool:
 
 def draw_loss(metrics: Path, picture: Path) -> None:
     """Plot training and validation loss over tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     for key, style, name in (("train_loss", "-", "training"), ("val_loss", "o-", "validation")):
         measured = [line for line in lines if key in line]
         tokens = [line["tokens"] for line in measured]
@@ -200,4 +198,3 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     axes.set(xlabel="tokens", ylabel="nats per token", title=title)
     axes.legend()
     figure.savefig(picture, dpi=120)
-    pyplot.close(figure)

@@ -52,7 +52,7 @@ class TrainingMemory:
         # Numbers of weights, and bytes of all that belongs to them.
         self.head_weights = self.model.unembedding.numel()
         self.block_weights = sum(p.numel() for p in self.model.blocks.parameters())
-        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.parameters = self.model.num_parameters()
         leaves = tree_leaves(named_states(optimizers, self.model))
         optimizer_state = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         self.state = 8 * self.parameters + optimizer_state  # fp32 weights and gradients

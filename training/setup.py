@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 
 from checkpoints import checkpoint, conversion
 from checkpoints.weights import dtype_name
@@ -54,9 +53,8 @@ def report(problems: list[str]) -> None:
         errors.exit_with(errors.INPUT, *dict.fromkeys(problems), rank0_only=True)
 
 
-def set_up_run(cfg: DictConfig, overrides: list[str]) -> RunSetup:
+def set_up_run(settings: dict, overrides: list[str]) -> RunSetup:
     """Validate a config and resolve what depends on this machine. Ends with exit code 2."""
-    settings = config.resolve(cfg)
     # Adopt a pretrained model first, so that it is what is validated.
     problems = []
     with collect(problems):
@@ -198,12 +196,11 @@ def report_machine_errors(trainer: Trainer | None) -> Iterator[None]:
 
 def summary(trainer: Trainer, setup: RunSetup) -> str:
     """Lines about a run before it starts: sizes, what it is computed with, and what ends it."""
-    parameters = sum(p.numel() for p in trainer.model.parameters())
     peak = "peak FLOP/s unknown, so no MFU"
     if trainer.peak_flops is not None:
         peak = f"peak {trainer.peak_flops / 1e12:.0f} TFLOP/s"
     return (
-        f"{trainer.run_dir}: {parameters / 1e6:.1f} M parameters, "
+        f"{trainer.run_dir}: {trainer.model.num_parameters() / 1e6:.1f} M parameters, "
         f"{trainer.flops_per_token / 1e6:.0f} MFLOP per token, "
         f"{trainer.corpus.description}\n"
         f"{trainer.ranks.world_size} x {trainer.ranks.device}, {trainer.precision}, "

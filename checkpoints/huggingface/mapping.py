@@ -1,7 +1,5 @@
 """Our models as classes of `transformers` and back: which class, and its config.json."""
 
-import torch
-
 from checkpoints.huggingface.architectures import (
     ARCHITECTURES,
     EXPERT_SIZES,
@@ -13,7 +11,7 @@ from checkpoints.huggingface.architectures import (
 )
 from checkpoints.huggingface.rope import rope_to_hf
 from common.config import LARGEST
-from common.instantiate import instantiate
+from model.materialize import build_model
 
 TRANSFORMER = "model.transformer.Transformer"
 HYBRID = "model.attention.hybrid.hybrid"
@@ -54,8 +52,7 @@ def to_hf_config(tree: dict) -> dict:
 
     # Where a knob is null, the attention derives its value and has it in an attribute of the same
     # name. So build the layers, without memory, and read their attributes.
-    with torch.device("meta"):
-        blocks = instantiate(tree).blocks
+    blocks = build_model(tree).blocks
     for layer, block in zip(layers, blocks, strict=True):
         layer |= vars(block.attention)
     softmax_layers = [layer for layer in layers if "kv_heads" in layer]

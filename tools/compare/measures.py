@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from common.errors import without_fix
 from tools.compare.runs import Groups, Run
 from tools.compare.statistics import Estimate, Verdict, compare_to_baseline, estimate
 from tools.lengths import measure_lengths
@@ -60,7 +61,7 @@ def evaluate(
         try:
             values[name] = {run.seed: measure(run) for run in runs}
         except ValueError as error:
-            reasons[name] = str(error).partition(". fix: ")[0]
+            reasons[name] = without_fix(error)
     estimates = {name: estimate([*by_seed.values()]) for name, by_seed in values.items()}
     pick = max if is_accuracy else min
     best = pick(estimates, key=estimates.get, default="")

@@ -11,24 +11,24 @@ from hashlib import sha256
 from itertools import product
 from pathlib import Path
 
-import torch
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from common import config, hardware
+from common import config
 from common.config import compose
-from common.instantiate import ROOT, instantiate
+from common.instantiate import ROOT
+from model.materialize import build_model
 from model.transformer import Transformer
 from tools.compare.jobs import Job
 from tools.compare.runs import Run
-from training.setup import adopt_pretrained, load_settings
+from training.setup import set_up_run
 
 TASKS = ("text", "recall", "copy")  # what `tasks` may list
 SIZE_KEYS = ("model", "model.dim")  # a sweep over these compares at several sizes
 SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes count as equal
 SIZES: dict[str, Callable[[Transformer], float]] = {
-    "params": lambda model: sum(p.numel() for p in model.parameters()),
+    "params": Transformer.num_parameters,
     "flops": Transformer.training_flops,
 }
 Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) that each key takes in turn
@@ -230,19 +230,13 @@ def override(job: Job, values: dict) -> None:
 
 
 def compose_settings(overrides: list[str]) -> dict:
-    """Composes the settings of a run. Raises ValueError for what cannot be trained here."""
-    settings = compose(overrides)
-    adopt_pretrained(settings, overrides)
-    load_settings(settings)
-    hardware.pick_device(settings["device"])  # raises ValueError where it is not there
-    instantiate(settings["data"], "data")  # where the rows of a task do not fit into the context
-    return settings
+    """Composes the settings of a run. Ends with exit code 2 for what cannot be trained here."""
+    return set_up_run(compose(overrides), overrides).settings
 
 
 def meta_model(settings: dict, **sizes: int) -> Transformer:
-    """Builds the model on the meta device, with these of its arguments changed."""
-    with torch.device("meta"):
-        return instantiate(settings["model"] | sizes)
+    """Builds the model without memory for its parameters, with these of its arguments changed."""
+    return build_model(settings["model"] | sizes)
 
 
 def digest(arguments: list[str]) -> str:

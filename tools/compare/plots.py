@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from statistics import fmean
 
-import matplotlib
+from matplotlib import color_sequences, cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator
@@ -12,8 +12,9 @@ from tools.compare.runs import Curve, Groups, Run
 from tools.compare.statistics import Estimate
 
 SIZE = (5.6, 4.0)  # inches: its letters can be read on a screen of 400 pixels
-COLORS = matplotlib.color_sequences["petroff10"]  # told apart by color-blind readers: 2107.02270
-MARKERS = ("o-", "s--", "^:")  # the next one after every ten colors
+COLORS = color_sequences["petroff10"]  # told apart by color-blind readers: 2107.02270
+# Ten colors with the first marker and line, then with the next.
+STYLES = cycler(marker=["o", "s", "^"], linestyle=["-", "--", ":"]) * cycler(color=COLORS)
 LABEL_GAP = 0.055  # of the height of a plot, from a name to the next
 in_bytes = EngFormatter(unit="B", places=1)  # 66048 -> 66.0 kB
 
@@ -21,8 +22,8 @@ in_bytes = EngFormatter(unit="B", places=1)  # 66048 -> 66.0 kB
 def new_figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.set_prop_cycle(STYLES)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
@@ -44,11 +45,10 @@ def draw_points(
     axes.minorticks_off()
     points = []
     positions = spread(sizes, values)
-    for number, (name, value) in enumerate(values.items()):
+    for name, value in values.items():
         x = positions[name]
-        color = COLORS[number % len(COLORS)]
-        axes.errorbar(x, value.mean, value.ci95, fmt="o", capsize=2, markersize=5, color=color)
-        points.append((value.mean, x, name, color))
+        marker, *_ = axes.errorbar(x, value.mean, value.ci95, fmt="o", capsize=2, markersize=5)
+        points.append((value.mean, x, name, marker.get_color()))
     axes.set_xlim(min(positions.values()) / 1.5, max(positions.values()) * 1.5)
     if ylim is not None:
         axes.set_ylim(ylim)
@@ -77,7 +77,8 @@ def label_points(axes: Axes, points: list[tuple[float, float, str, str]]) -> Non
     height = -gap
     for index, (y, x, name, color) in enumerate(points):
         highest = 1 - gap * (len(points) - 1 - index)
-        height = min(highest, max(height + gap, (y - bottom) / (top - bottom)))
+        own_height = (y - bottom) / (top - bottom)
+        height = min(highest, max(height + gap, own_height))
         axes.annotate(
             name,
             (x, y),
@@ -95,11 +96,9 @@ def draw_curves(
 ) -> Figure:
     """Plots a curve for each variant, the mean over its seeds."""
     figure, axes = new_figure(xlabel, ylabel)
-    for number, (name, runs) in enumerate(groups.items()):
+    for name, runs in groups.items():
         curve = mean_curve([curve_of(run) for run in runs])
-        marker = MARKERS[number // len(COLORS) % len(MARKERS)]
-        style = {"color": COLORS[number % len(COLORS)], "markersize": 3, "linewidth": 1}
-        axes.plot(curve.keys(), curve.values(), marker, label=name, **style)
+        axes.plot(curve.keys(), curve.values(), label=name, markersize=3, linewidth=1)
     figure.legend(loc="outside lower center", ncols=4, fontsize=7, frameon=False)
     return figure
 

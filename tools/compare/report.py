@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 
 from common import hardware
+from common.errors import without_fix
 from tools.compare.measures import TEXT_MEASURES, Result, evaluate
 from tools.compare.page import Cell, Page
 from tools.compare.plots import draw_curves, draw_points, in_bytes
@@ -59,12 +60,12 @@ def write_report(
     names a variant; by default it is that of the first run. Raises ValueError if there is no run.
     """
     if not runs:
-        reasons = [f"{name}: {short(text)}" for name, text in problems.items()]
+        reasons = [f"{name}: {without_fix(text)}" for name, text in problems.items()]
         raise ValueError(f"no run finished ({'; '.join(reasons) or 'no run'}). fix: train one")
 
     # Say what is missing at once; the page lists it too.
     for name, text in problems.items():
-        print(f"not in the report: {name} ({short(text)})", file=sys.stderr)
+        print(f"not in the report: {name} ({without_fix(text)})", file=sys.stderr)
 
     # Group by task and by variant, the baseline first.
     if baseline is None:
@@ -112,10 +113,6 @@ def write_report(
         page.code("\n".join([command, *[run.command for run in runs]]))
     page.write(folder)
     return f"{text}\nwritten: {folder / 'report.html'}"
-
-
-def short(problem: str) -> str:
-    return problem.partition(". fix: ")[0]
 
 
 def summary(variants: Groups, baseline: str, metrics: dict[str, Result]) -> str:
@@ -241,7 +238,8 @@ def add_sizes(page: Page, variants: Groups, decoding: dict[str, dict[str, float]
         row = [name, f"{run.parameters:,}", run.settings["model"]["hidden"]]
         row += [f"{run.model.training_flops() / 1e6:.2f}", f"{run.cache_bytes:,}"]
         row += [f"{run.last['tokens']:,}", f"{seconds:,.0f}"]
-        rows.append([*row, *[f"{milliseconds:.2f}" for milliseconds in decoding[name].values()]])
+        row += [f"{milliseconds:.2f}" for milliseconds in decoding[name].values()]
+        rows.append(row)
     header = ["variant", "parameters", "model.hidden", "MFLOP/token", "KV bytes", "tokens"]
     with page.folded("Size and speed"):
         page.table([*header, "seconds", *decoding[name]], rows)

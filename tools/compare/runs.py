@@ -14,7 +14,7 @@ import torch
 from checkpoints import checkpoint
 from common import config
 from common.errors import IntegrityError
-from common.instantiate import instantiate
+from model.materialize import build_model
 from model.transformer import Transformer
 
 # Settings that are not compared: they name a run, or repeat what another setting says. Its length
@@ -139,9 +139,8 @@ class Run:
 
     @cached_property
     def model(self) -> Transformer:
-        """The model on the meta device: shapes without memory."""
-        with torch.device("meta"):
-            return instantiate(self.settings["model"])
+        """The model without memory for its parameters."""
+        return build_model(self.settings["model"])
 
     @property
     def cache_bytes(self) -> int:
@@ -156,7 +155,7 @@ class Run:
 
     @property
     def parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        return self.model.num_parameters()
 
     def settings_except(self, ignored: tuple[str, ...]) -> dict[str, str]:
         """The settings by their dotted keys, and the number of tokens, without these prefixes."""
@@ -214,8 +213,9 @@ def group_by_shape(groups: Groups) -> Groups:
 
     named = {}
     for members in joined.values():
-        first, *others = [name.split("-") for name in members]
-        name = "-".join(part for part in first if all(part in each for each in others))
+        parts = [name.split("-") for name in members]
+        shared = set.intersection(*map(set, parts))
+        name = "-".join(part for part in parts[0] if part in shared)
         named[name] = [*chain(*members.values())]
     return named
 

@@ -10,9 +10,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.optimize import least_squares
 
-from tools.compare.plots import COLORS, new_figure
+from tools.compare.plots import new_figure
 from tools.compare.runs import Run
-from tools.compare.statistics import compare_to_baseline, estimate
+from tools.compare.statistics import Verdict, compare_to_baseline, estimate
 
 GROWTH = 10  # how many times the largest size the laws are extrapolated to
 HEADER = ["variant", "difference at the largest size", f"at {GROWTH} times that", "ranking"]
@@ -28,9 +28,9 @@ def fit_report(
     """
     # Seeds are pairs, so each must have trained every size of every variant.
     tables = [losses_by_size(runs) for runs in runs_by_variant.values()]
-    if all(len(table) == 1 for table in tables):
-        return None
     num_sizes = {len(table) for table in tables}
+    if num_sizes <= {1}:
+        return None
     seeds = set()
     for table in tables:
         seeds.update(tuple(by_seed) for by_seed in table.values())
@@ -46,20 +46,16 @@ def fit_report(
     extrapolated = extrapolate(sizes / sizes.max(), losses)  # (S, V)
 
     # Judge the differences at the largest size, and those beyond it.
-    baseline, *names = runs_by_variant
-    columns = []
-    for values in (losses[:, :, -1], extrapolated):
-        by_seed = [dict(enumerate(column)) for column in values.T.tolist()]
-        others = dict(zip(names, by_seed[1:], strict=True))
-        columns.append(compare_to_baseline(by_seed[0], others))
+    names = [*runs_by_variant]
+    at_target = judge(names, extrapolated)
     rows = []
-    for name in names:
-        verdicts = [column[name] for column in columns]
-        cells = [f"{each.difference.mean:+.4f} ± {each.difference.ci95:.4f}" for each in verdicts]
-        rows.append([name, *cells, ranking(*[each.text for each in verdicts])])
+    for name, largest in judge(names, losses[:, :, -1]).items():
+        target = at_target[name]
+        cells = [largest.difference.text("+"), target.difference.text("+")]
+        rows.append([name, *cells, ranking(largest.text, target.text)])
 
-    text = f"Whether differences to {baseline} at {sizes.max():.2g} training FLOP hold beyond."
-    return text, HEADER, rows, draw([*runs_by_variant], sizes, losses, extrapolated)
+    text = f"Whether differences to {names[0]} at {sizes.max():.2g} training FLOP hold beyond."
+    return text, HEADER, rows, draw(names, sizes, losses, extrapolated)
 
 
 def losses_by_size(runs: list[Run]) -> dict[float, dict[int, float]]:
@@ -88,7 +84,9 @@ def fit_law(sizes: np.ndarray, losses: np.ndarray) -> np.ndarray:
 
     # Starts at 0.2 to 0.95 of the lowest loss lead to the same fits of 300 laws drawn at random.
     irreducible = losses.min() / 2
-    start = [irreducible, *losses[:, -1] - irreducible, *np.full(len(losses), 0.3)]
+    scales = losses[:, -1] - irreducible
+    exponents = np.full_like(scales, 0.3)
+    start = np.hstack([irreducible, scales, exponents])
     return least_squares(residuals, start, bounds=(0, np.inf), xtol=1e-12, ftol=1e-12).x
 
 
@@ -110,6 +108,15 @@ def extrapolate(sizes: np.ndarray, losses: np.ndarray) -> np.ndarray:
     return np.array(pseudo_values)[:, :, 0]
 
 
+def judge(names: list[str], losses: np.ndarray) -> dict[str, Verdict]:
+    """Losses (S, V) of variants -> the verdict on each but the first, which is the baseline."""
+    by_seed = {}
+    for name, column in zip(names, losses.T.tolist(), strict=True):
+        by_seed[name] = dict(enumerate(column))
+    baseline = by_seed.pop(names[0])
+    return compare_to_baseline(baseline, by_seed)
+
+
 def ranking(at_largest: str, at_target: str) -> str:
     """Whether the verdicts on a variant say that it ranks beyond the largest size as at it."""
     if "not distinguishable" in (at_largest, at_target):
@@ -123,14 +130,15 @@ def draw(
     """Plot the loss of each run, the laws, dashed, and the extrapolation with its intervals."""
     figure, axes = new_figure("training FLOP", "final loss")
     axes.set_xscale("log")
-    target = GROWTH * sizes.max()
+    largest = sizes.max()
+    target = GROWTH * largest
     points = np.geomspace(sizes.min(), target)
-    curves = law(fit_law(sizes / sizes.max(), losses.mean(axis=0)), points / sizes.max())
+    curves = law(fit_law(sizes / largest, losses.mean(axis=0)), points / largest)
     for index, name in enumerate(names):
-        color = COLORS[index % len(COLORS)]
+        mean, ci95, _ = estimate(extrapolated[:, index].tolist())
+        marker, *_ = axes.errorbar(target, mean, ci95, fmt="o", capsize=3, label=name)
+        color = marker.get_color()
         axes.plot(sizes[index], losses[:, index].T, "o", color=color, markersize=3)
         axes.plot(points, curves[index], "--", color=color, linewidth=1)
-        mean, ci95, _ = estimate(extrapolated[:, index].tolist())
-        axes.errorbar(target, mean, ci95, fmt="o", capsize=3, color=color, label=name)
     axes.legend(frameon=False)
     return figure
