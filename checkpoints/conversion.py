@@ -202,7 +202,8 @@ def describe(changes: list[list[Change]]) -> list[str]:
         for text, is_exact in layer_changes:
             texts.append(f"{text} ({'exact' if is_exact else 'approximate'})")
         if texts:
-            lines.append(f"layers {first} to {last}: {'; '.join(texts)}")
+            layers = f"layer {first}" if first == last else f"layers {first} to {last}"
+            lines.append(f"{layers}: {'; '.join(texts)}")
         first = last + 1
     return lines
 

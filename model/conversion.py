@@ -65,8 +65,9 @@ def convert_layer(layers: Layers, index: int, weights: Weights) -> Converted:
     old = type(layers.old[index])
     new = type(layers.new[index])
     if (old, new) not in CONVERSIONS:
-        known = [f"{a.__name__} to {b.__name__}" for a, b in CONVERSIONS if a is old]
-        fix = ", ".join(known) or "train the new attention anew"
+        fix = "train the new attention anew"
+        if old is SoftmaxAttention:
+            fix = "attention=gqa, shared_kv, value_residual, mla or delta"
         raise no_formula(index, f"{old.__name__} to {new.__name__}", fix)
     return CONVERSIONS[old, new](layers, index, weights)
 

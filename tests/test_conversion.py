@@ -10,7 +10,7 @@ import torch
 
 from checkpoints import checkpoint, conversion
 from model.context import ForwardContext
-from model.conversion import factorize, rotate_on_average, share_rotated_key
+from model.conversion import Change, factorize, rotate_on_average, share_rotated_key
 from model.init import initialize
 from model.materialize import build_model, materialize
 from model.rope import YaRN
@@ -246,7 +246,7 @@ REFUSED = [
     ("gated", "attention.gated=false", "an attention with gate_proj.weight"),
     ("sink", "attention.sink=false", "an attention with sink"),
     ("gqa attention.rope_base=null", "attention.rope_base=10000.0", "attention.rope_base=null"),
-    ("gqa", "attention=differential", "SoftmaxAttention to LatentAttention"),
+    ("gqa", "attention=differential", "attention=gqa, shared_kv, value_residual, mla or delta"),
     ("gqa", "attention=softcap", "attention.softcap=null"),
     ("gqa", "attention=llama", "leave out what the model has"),
     ("gqa", "attention.kv_heads=2", "leave out what the model has"),
@@ -274,6 +274,16 @@ def test_what_has_no_formula_is_refused_with_the_nearest(
         result.err
     )
     assert not Path("new").exists()
+
+
+def test_neighbours_with_equal_changes_share_a_line():
+    window = Change("window None -> 64", False)
+    gate = Change("a gate", True)
+    lines = conversion.describe([[gate], [gate], [], [window, gate]])
+    assert lines == [
+        "layers 0 to 1: a gate (exact)",
+        "layer 3: window None -> 64 (approximate); a gate (exact)",
+    ]
 
 
 def test_the_command_writes_a_model_that_all_others_read(command, tokenizer, tmp_path, story):

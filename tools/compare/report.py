@@ -29,9 +29,11 @@ since counts tie by chance.
 """.strip()
 COSTS = """
 Repeated tokens complete a bigram that occurred earlier in the same context; new tokens are all
-others. The cache holds one row of a full context in bf16; "fixed size" means that a longer text
-needs no larger one. Training speed is the median over the lines of a log; decoding is measured with
-one row at full context.
+others. "4 x the context" is by how much the loss of the last tokens of windows of four times the
+training context exceeds that of the same tokens behind one training context, without more training
+or scaled positions. The cache holds one row of a full context in bf16; "fixed size" means that a
+longer text needs no larger one. Training speed is the median over the lines of a log; decoding is
+measured with one row at full context.
 """.strip()
 SIZE = """
 FLOPs are those of forward and backward at full context. KV bytes are those of a cache in bf16 for
