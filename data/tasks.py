@@ -51,14 +51,16 @@ class Task(Source):
                 f"a task is made of ids and has no tokenizer (data.tokenizer={self.tokenizer}). "
                 "fix: leave out data.tokenizer and init_from"
             )
-        if len(set(self.sizes)) < len(self.sizes):
-            raise ValueError(f"sizes must differ (got {self.sizes}). fix: list each once")
-        smallest = min(self.sizes, default=0)
-        needed = self.min_context(max(self.sizes, default=0))
-        if smallest < 1 or needed > self.context:
+        if not self.sizes or min(self.sizes) < 1 or len(set(self.sizes)) < len(self.sizes):
             raise ValueError(
-                f"rows of {self.sizes} answers need 1 answer and {needed} tokens at least "
-                f"(context={self.context}). fix: other sizes, or context={max(needed, 2)}"
+                f"numbers of answers must differ, and be 1 or more (got {self.sizes}). "
+                "fix: such a list, as in [4,8,16]"
+            )
+        needed = self.min_context(max(self.sizes))
+        if needed > self.context:
+            raise ValueError(
+                f"rows with {max(self.sizes)} answers do not fit (context={self.context}). "
+                f"fix: context={needed}, or fewer"
             )
 
     @property

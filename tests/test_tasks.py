@@ -161,11 +161,17 @@ def test_an_evaluation_counts_as_many_rows_in_batches_of_any_size():
 @pytest.mark.parametrize(
     "words, problem",
     [
-        (["context=64"], "need 1 answer and 129 tokens at least (context=64)"),
-        (["context=256", "data.pairs=[0,4]"], "rows of [0, 4] answers"),
-        (["context=256", "data.pairs=[4,4]"], "sizes must differ"),
+        (["context=64"], "rows with 32 answers do not fit (context=64). fix: context=129"),
+        (
+            ["context=256", "data.pairs=[0,4]"],
+            "numbers of answers must differ, and be 1 or more (got [0, 4])",
+        ),
+        (["context=256", "data.pairs=[4,4]"], "numbers of answers must differ"),
         (["data=copy", "data.vocab_size=4"], "copying needs two tokens"),
-        (["context=256", "data.pairs=[]"], "rows of [] answers need 1 answer"),
+        (
+            ["context=256", "data.pairs=[]"],
+            "numbers of answers must differ, and be 1 or more (got [])",
+        ),
         (["context=256", "data.vocab_size=40"], "32 pairs need as many keys"),
         (["context=256", "data.tokenizer=x.model"], "a task is made of ids and has no tokenizer"),
         (["context=256", "max_minutes=null"], "the run has no end"),
