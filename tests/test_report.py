@@ -288,7 +288,7 @@ def test_sizes_of_one_variant_are_joined():
             run = text_run(variant, 0, 1.0)
             overrides = (f"model.dim={size}", f"model.heads={heads}", f"model.hidden={size}")
             run.settings |= settings_of(*TINY, f"attention={variant}", *overrides)
-            run.settings["name"] = f"{variant}-{size}"
+            run.settings["name"] = f"{variant}-dim-{size}"
             runs.append(run)
     joined = group_by_shape(group_by_variant(runs))
     assert {name: len(group) for name, group in joined.items()} == {"gqa": 2, "mha": 2, "llama": 2}

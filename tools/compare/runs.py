@@ -214,8 +214,8 @@ def group_by_shape(groups: Groups) -> Groups:
     named = {}
     for members in joined.values():
         parts = [name.split("-") for name in members]
-        shared = set.intersection(*map(set, parts))
-        name = "-".join(part for part in parts[0] if part in shared)
+        shared = set.intersection(*map(set, parts)) - {"dim"}  # of names such as gqa-dim-64
+        name = "-".join(part for part in parts[0] if part in shared) or "all"
         named[name] = [*chain(*members.values())]
     return named
 
