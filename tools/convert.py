@@ -123,5 +123,5 @@ def measure_moments(
 
 
 if __name__ == "__main__":
-    with errors.report_errors(), config.report_errors():
+    with config.report_errors():
         main(parse_arguments())

@@ -78,8 +78,7 @@ def write_report(
         tasks[run.task].append(run)
     tasks = {task: group_by_variant(members) for task, members in tasks.items()}
     # The first group of the first task has the baseline's runs, or the first runs that finished.
-    first_groups = next(iter(tasks.values()))
-    first = next(iter(first_groups))
+    first, *_ = next(iter(tasks.values()))
     # Sizes, speeds and settings of a variant are those of the first task that it has.
     variants = ChainMap(*tasks.values())
 
@@ -211,7 +210,7 @@ def add_differences(page: Page, variants: Groups) -> None:
     """Adds what a reader must know to believe the result."""
     ratios = []
     for runs in variants.values():
-        ratios += [run.last["tokens"] / run.parameters for run in runs]
+        ratios += [run.last["tokens"] / run.model.num_parameters() for run in runs]
     text = f"Training took {min(ratios):.3g} tokens a parameter or more."
     if min(ratios) < MIN_TOKENS:
         text += f" Warning: below {MIN_TOKENS}, {UNDERTRAINED}"
@@ -237,7 +236,7 @@ def add_sizes(page: Page, variants: Groups, decoding: dict[str, dict[str, float]
     for name, runs in variants.items():
         run = runs[0]
         seconds = mean(run.last["seconds"] for run in runs)
-        row = [name, f"{run.parameters:,}", run.settings["model"]["hidden"]]
+        row = [name, f"{run.model.num_parameters():,}", run.settings["model"]["hidden"]]
         row += [f"{run.model.training_flops() / 1e6:.2f}", f"{run.cache_bytes:,}"]
         row += [f"{run.last['tokens']:,}", f"{seconds:,.0f}"]
         row += [f"{milliseconds:.2f}" for milliseconds in decoding[name].values()]

@@ -153,10 +153,6 @@ class Run:
         longer = self.model.cache_bytes(2 * self.model.context, torch.bfloat16)
         return longer == self.cache_bytes
 
-    @property
-    def parameters(self) -> int:
-        return self.model.num_parameters()
-
     def settings_except(self, ignored: tuple[str, ...]) -> dict[str, str]:
         """The settings by their dotted keys, and the number of tokens, without these prefixes."""
         pairs = config.flatten(self.settings | {"tokens": self.last["tokens"]})
