@@ -64,8 +64,11 @@ def main(args: list[str]) -> None:
         case ["worker", kind, name, *overrides] if name in COMPETITORS.get(kind, {}):
             take_turns(kind, name, overrides)
         case _:
-            problem = f"nothing to measure (got {' '.join(args) or 'no arguments'})"
-            errors.exit_with(errors.INPUT, f"{problem}. fix: python -m tools.bench train or decode")
+            errors.exit_with(
+                errors.INPUT,
+                f"nothing to measure (got {' '.join(args) or 'no arguments'}). "
+                "fix: python -m tools.bench train or decode",
+            )
 
 
 # The parent: starts the competitors, gives them turns, and prints what they measured.

@@ -53,8 +53,10 @@ def main(args: argparse.Namespace) -> None:
         tree = checkpoint.load_config(path)["model"]
         refused = [word for word in args.overrides if not conversion.ATTENTION_KEY.match(word)]
         if refused:
-            problem = f"only attention is converted ({' '.join(refused)})"
-            raise ValueError(f"{problem}. fix: attention=PRESET or attention.KEY=VALUE")
+            raise ValueError(
+                f"only attention is converted ({' '.join(refused)}). "
+                "fix: attention=PRESET or attention.KEY=VALUE"
+            )
         new_tree = conversion.convert_config(tree, args.overrides)
         model = build_model(new_tree)
         conversion.load_converted(model, new_tree, path)
@@ -117,8 +119,10 @@ def measure_moments(
         if num_tokens >= MOMENT_TOKENS:
             break
     if num_tokens == 0:
-        problem = f"no text after the documents to evaluate (--documents {args.documents})"
-        raise ValueError(f"{problem}. fix: fewer, or more text")
+        raise ValueError(
+            f"no text after the documents to evaluate (--documents {args.documents}). "
+            "fix: fewer, or more text"
+        )
     return [moment / num_tokens for moment in sums.values()]
 
 

@@ -119,8 +119,9 @@ def parse_gpus(value: str) -> int:
     """Ends with exit code 2 for what is not a whole number from 1."""
     if value.isdecimal() and int(value) > 0:
         return int(value)
-    problem = f"gpus must be a whole number of at least 1 (got {value!r})"
-    errors.exit_with(errors.INPUT, f"{problem}. fix: gpus=8")
+    errors.exit_with(
+        errors.INPUT, f"gpus must be a whole number of at least 1 (got {value!r}). fix: gpus=8"
+    )
 
 
 class Cost:

@@ -177,16 +177,19 @@ def evaluate_tasks(model: Transformer, tokenizer: Tokenizer, args: argparse.Name
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        problem = f"lm-evaluation-harness is not installed ({error})"
-        raise ValueError(f"{problem}. fix: pip install lm_eval") from None
+        raise ValueError(
+            f"lm-evaluation-harness is not installed ({error}). fix: pip install lm_eval"
+        ) from None
 
     # The harness refuses an unknown task with a traceback, so look it up first.
     manager = TaskManager(include_path=args.task_folder and str(args.task_folder))
     names = args.tasks.split(",")
     unknown = set(names) - set(manager.all_tasks)
     if unknown:
-        problem = f"unknown tasks ({', '.join(sorted(unknown))})"
-        raise ValueError(f"{problem}. fix: --task-folder, or one of lm_eval ls tasks")
+        raise ValueError(
+            f"unknown tasks ({', '.join(sorted(unknown))}). "
+            "fix: --task-folder, or one of lm_eval ls tasks"
+        )
     evaluation = simple_evaluate(
         lm_eval_model(model, tokenizer, args.batch_size),
         tasks=names,
@@ -220,8 +223,10 @@ def lm_eval_model(model: Transformer, tokenizer: Tokenizer, batch_size: int):
                 # A question that does not fit loses its beginning.
                 tokens = [*question, *answer][-model.context - 1 :]
                 if len(answer) >= len(tokens):
-                    problem = f"an answer of {len(answer)} tokens (context {model.context})"
-                    raise ValueError(f"{problem}. fix: --tasks NAME of another")
+                    raise ValueError(
+                        f"an answer of {len(answer)} tokens (context {model.context}). "
+                        "fix: --tasks NAME of another"
+                    )
                 rows.append((tokens, len(tokens) - len(answer)))
             return score_rows(model, rows, batch_size)
 

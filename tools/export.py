@@ -74,8 +74,7 @@ def main(args: argparse.Namespace) -> None:
         tree = checkpoint.load_config(path)["model"]
         tokenizer = Tokenizer.load(checkpoint.tokenizer_path(path))
         if isinstance(tokenizer, JsonTokenizer) and args.format == "gguf":
-            problem = f"a tokenizer.json is not written as GGUF ({path})"
-            raise ValueError(f"{problem}. fix: --format hf")
+            raise ValueError(f"a tokenizer.json is not written as GGUF ({path}). fix: --format hf")
         config = mapping.to_hf_config(tree)
         config |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
         files = tokenizer.files

@@ -67,8 +67,9 @@ class Job:
             if key.partition(".")[0] in self.settings and key not in SET_BY_RUN:
                 changes.append(text)
         if changes:
-            problem = f"the run there has other settings: {', '.join(changes)}"
-            self.problem = f"{problem}. fix: another --dir"
+            self.problem = (
+                f"the run there has other settings: {', '.join(changes)}. fix: another --dir"
+            )
         return run.done or self.problem is not None
 
     def start(self, log: IO, gpu: dict[str, str]) -> None:
@@ -183,8 +184,10 @@ def train_all(jobs: list[Job]) -> None:
             runner.stop()
     if signals.code:
         finished = f"{runner.num_finished} of {runner.total} runs are finished"
-        problem = f"stopped, what was trained is saved ({finished})"
-        errors.exit_with(signals.code, f"{problem}. fix: the same call goes on")
+        errors.exit_with(
+            signals.code,
+            f"stopped, what was trained is saved ({finished}). fix: the same call goes on",
+        )
 
 
 def visible_gpus(device: str) -> list[dict[str, str]]:

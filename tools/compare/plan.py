@@ -196,8 +196,10 @@ def match_hidden(settings: dict, size: Callable[[Transformer], float], target: f
             relative = size(meta_model(settings, hidden=hidden)) / target
             if abs(relative - 1) <= SIZE_TOLERANCE:
                 return hidden
-    problem = f"{settings['name']} cannot have the baseline's size (model.hidden={exact:.0f})"
-    raise ValueError(f"{problem}. fix: --match none")
+    raise ValueError(
+        f"{settings['name']} cannot have the baseline's size (model.hidden={exact:.0f}). "
+        "fix: --match none"
+    )
 
 
 def make_job(template: Job, seed: str) -> Job:

@@ -69,8 +69,9 @@ class Run:
             is_last = lines[-1]["step"] == state["step"] >= state["steps"]
             done = is_last and "val_bpb" in lines[-1]
         except (OSError, ValueError, LookupError, TypeError) as error:
-            problem = f"metrics cannot be read ({metrics}: {error})"
-            raise IntegrityError(f"{problem}. fix: train it anew") from None
+            raise IntegrityError(
+                f"metrics cannot be read ({metrics}: {error}). fix: train it anew"
+            ) from None
         settings = checkpoint.load_config(newest)
         # Runs are compared on the same text only: where none was asked for, what was read.
         if settings.get("eval_tokens") is None:
@@ -176,8 +177,10 @@ def group_by_variant(runs: list[Run]) -> Groups:
         group = groups.setdefault((run.settings["name"], *run.identity.items()), [])
         for other in group:
             if other.seed == run.seed:
-                problem = f"two runs are of one variant and seed ({other.folder}, {run.folder})"
-                raise ValueError(f"{problem}. fix: leave out one")
+                raise ValueError(
+                    f"two runs are of one variant and seed ({other.folder}, {run.folder}). "
+                    "fix: leave out one"
+                )
         group.append(run)
 
     # Name each group. The other runs of its name say what must be told apart.
