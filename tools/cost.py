@@ -59,10 +59,15 @@ GPU_NOTE = (
 
 
 def main(arguments: list[str]) -> None:
-    epilog = "such as model=124m --gpu H100"
-    parser = cli.Parser("python -m tools.cost", description=__doc__, epilog=epilog)
-    gpu_help = f"predict the speed on {', '.join(MACHINES)}; several by commas"
-    parser.add_argument("--gpu", default="", metavar="NAME", help=gpu_help)
+    parser = cli.Parser(
+        "python -m tools.cost", description=__doc__, epilog="such as model=124m --gpu H100"
+    )
+    parser.add_argument(
+        "--gpu",
+        default="",
+        metavar="NAME",
+        help=f"predict the speed on {', '.join(MACHINES)}; several by commas",
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
     args = parser.parse_intermixed_args(arguments)
     gpus = args.gpu.split(",") if args.gpu else []

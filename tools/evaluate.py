@@ -55,10 +55,16 @@ def parse_arguments() -> argparse.Namespace:
     positive = bounded_number(int, 1)
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--text", help="a file, a glob, or a folder of .txt, .jsonl and .parquet")
-    slices = "what training logs, of all held-out data, by position and by what repeats"
-    wanted.add_argument("--slices", action="store_true", help=slices)
-    lengths = "the held-out loss at 1, 2 and 4 times the training context"
-    wanted.add_argument("--lengths", action="store_true", help=lengths)
+    wanted.add_argument(
+        "--slices",
+        action="store_true",
+        help="what training logs, of all held-out data, by position and by what repeats",
+    )
+    wanted.add_argument(
+        "--lengths",
+        action="store_true",
+        help="the held-out loss at 1, 2 and 4 times the training context",
+    )
     wanted.add_argument("--tasks", help="names of lm-evaluation-harness, with commas between them")
     add_model_options(parser)
     add("--context", type=positive, help="tokens of a window, if not as many as in training")

@@ -44,8 +44,11 @@ FIGURES = ("step", "tokens", "seconds", "train_loss", "val_loss", "val_bpb")
 
 
 def parse_arguments() -> argparse.Namespace:
-    hint = "such as --run runs/NAME --format hf --out FOLDER"
-    parser = Parser("python -m tools.export", description=__doc__.partition(":")[0], epilog=hint)
+    parser = Parser(
+        "python -m tools.export",
+        description=__doc__.partition(":")[0],
+        epilog="such as --run runs/NAME --format hf --out FOLDER",
+    )
     add = parser.add_argument
     add(
         "--run",
