@@ -112,12 +112,9 @@ class JobRunner:
 
         # What is shown; runs that had finished before this call are not among the trained.
         self.total = len(jobs)
+        self.num_finished = 0
         self.num_trained = 0
         self.start_time = monotonic()
-
-    @property
-    def num_finished(self) -> int:
-        return self.total - len(self.waiting) - len(self.running)
 
     def start_ready(self) -> None:
         """Starts waiting jobs while a GPU is free, and skips those that are finished."""
@@ -147,6 +144,8 @@ class JobRunner:
                 self.report(job, job.finish())
 
     def report(self, job: Job, outcome: str) -> None:
+        """Counts a job that has finished, and says how it ended."""
+        self.num_finished += 1
         counts = f"{self.num_finished}/{self.total}, {self.time_left()}"
         say(f"{counts}. {job.run_dir.name}: {outcome}")
 

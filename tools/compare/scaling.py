@@ -110,11 +110,8 @@ def extrapolate(sizes: np.ndarray, losses: np.ndarray) -> np.ndarray:
 
 def judge(names: list[str], losses: np.ndarray) -> dict[str, Verdict]:
     """Losses (S, V) of variants -> the verdict on each but the first, which is the baseline."""
-    by_seed = {}
-    for name, column in zip(names, losses.T.tolist(), strict=True):
-        by_seed[name] = dict(enumerate(column))
-    baseline = by_seed.pop(names[0])
-    return compare_to_baseline(baseline, by_seed)
+    baseline, *others = [dict(enumerate(by_seed)) for by_seed in losses.T.tolist()]
+    return compare_to_baseline(baseline, dict(zip(names[1:], others, strict=True)))
 
 
 def ranking(at_largest: str, at_target: str) -> str:
