@@ -76,12 +76,14 @@ def main(args: argparse.Namespace) -> None:
         check_is_new(args.out)
         tree = checkpoint.load_config(path)["model"]
         tokenizer = Tokenizer.load(checkpoint.tokenizer_path(path))
-        if isinstance(tokenizer, JsonTokenizer) and args.format == "gguf":
-            raise ValueError(f"a tokenizer.json is not written as GGUF ({path}). fix: --format hf")
         config = mapping.to_hf_config(tree)
         config |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
         files = tokenizer.files
         if isinstance(tokenizer, JsonTokenizer):
+            if args.format == "gguf":
+                raise ValueError(
+                    f"a tokenizer.json is not written as GGUF ({path}). fix: --format hf"
+                )
             config["eos_token_id"] = list(tokenizer.eos_ids)
         else:
             vocabulary = load_vocabulary(tokenizer, path)
@@ -133,10 +135,8 @@ def load_vocabulary(tokenizer: Tokenizer, path: Path) -> ModelProto:
 def hf_weights(model: torch.nn.Module, architecture: str) -> dict[str, Tensor]:
     """The weights of a model under the names and in the layouts of a class of `transformers`."""
     parameters = model.state_dict()
-    weights = {}
-    for name, stored in weight_map(model, architecture).items():
-        weights[name] = stored.to_file(parameters)
-    return weights
+    stored = weight_map(model, architecture)
+    return {name: tensor.to_file(parameters) for name, tensor in stored.items()}
 
 
 def model_card(out: Path, path: Path, architecture: str, model: torch.nn.Module) -> str:
