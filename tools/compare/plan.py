@@ -27,10 +27,8 @@ from training.setup import set_up_run
 TASKS = ("text", "recall", "copy")  # what `tasks` may list
 SIZE_KEYS = ("model", "model.dim")  # a sweep over these compares at several sizes
 SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes count as equal
-SIZES: dict[str, Callable[[Transformer], float]] = {
-    "params": Transformer.num_parameters,
-    "flops": Transformer.training_flops,
-}
+# The sizes of a model that --match makes equal.
+SIZES = {"params": Transformer.num_parameters, "flops": Transformer.training_flops}
 Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) that each key takes in turn
 Variants = dict[str, list[str]]  # the overrides of each variant, by its name; the baseline first
 

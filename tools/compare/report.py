@@ -148,12 +148,16 @@ def add_results(
     """Adds the table of verdicts and costs, a row a variant; `case` of decoding is on top."""
     rows = []
     for name, runs in variants.items():
-        row = [Cell(name), *[result_cell(result, name) for result in results]]
         cache_note = "fixed size" if runs[0].cache_is_fixed else ""
-        row.append(Cell(in_bytes(runs[0].cache_bytes), cache_note))
-        row.append(Cell(f"{mean(run.tokens_per_second for run in runs):,.0f}"))
-        row.append(Cell(f"{decoding[name][case]:.2f}"))
-        rows.append(row)
+        rows.append(
+            [
+                Cell(name),
+                *[result_cell(result, name) for result in results],
+                Cell(in_bytes(runs[0].cache_bytes), cache_note),
+                Cell(f"{mean(run.tokens_per_second for run in runs):,.0f}"),
+                Cell(f"{decoding[name][case]:.2f}"),
+            ]
+        )
     page.heading("Result")
     header = [result.title for result in results]
     page.cells(["variant", *header, "cache", "training, tokens/s", "decoding, ms/token"], rows)
@@ -234,13 +238,19 @@ def decoding_speed(variants: Groups, context: int) -> dict[str, dict[str, float]
 def add_sizes(page: Page, variants: Groups, decoding: dict[str, dict[str, float]]) -> None:
     rows = []
     for name, runs in variants.items():
-        run = runs[0]
-        seconds = mean(run.last["seconds"] for run in runs)
-        row = [name, f"{run.model.num_parameters():,}", run.settings["model"]["hidden"]]
-        row += [f"{run.model.training_flops() / 1e6:.2f}", f"{run.cache_bytes:,}"]
-        row += [f"{run.last['tokens']:,}", f"{seconds:,.0f}"]
-        row += [f"{milliseconds:.2f}" for milliseconds in decoding[name].values()]
-        rows.append(row)
+        first = runs[0]
+        rows.append(
+            [
+                name,
+                f"{first.model.num_parameters():,}",
+                first.settings["model"]["hidden"],
+                f"{first.model.training_flops() / 1e6:.2f}",
+                f"{first.cache_bytes:,}",
+                f"{first.last['tokens']:,}",
+                f"{mean(run.last['seconds'] for run in runs):,.0f}",
+                *[f"{milliseconds:.2f}" for milliseconds in decoding[name].values()],
+            ]
+        )
     header = ["variant", "parameters", "model.hidden", "MFLOP/token", "KV bytes", "tokens"]
     with page.folded("Size and speed"):
         page.table([*header, "seconds", *decoding[name]], rows)
