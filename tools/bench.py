@@ -138,10 +138,11 @@ def summarize(name: str, turns: list[dict], work: dict[str, float]) -> dict:
         if unit in UTILIZATION:
             line[UTILIZATION[unit]] = rate / ceiling
 
-    line["peak_memory_bytes"] = turns[-1]["memory"]
-    line["cold_seconds"] = first.get("first_token_seconds", first["seconds"])
-    line["cache_bytes"] = first.get("cache_bytes")
-    return line
+    return line | {
+        "peak_memory_bytes": turns[-1]["memory"],
+        "cold_seconds": first.get("first_token_seconds", first["seconds"]),
+        "cache_bytes": first.get("cache_bytes"),
+    }
 
 
 def work_of_step(kind: str, settings: dict, precision: torch.dtype) -> dict[str, float]:
