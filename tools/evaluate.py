@@ -36,6 +36,8 @@ from model.transformer import Transformer
 from tools.lengths import evaluate_corpus, measure_lengths, open_corpus, open_run
 
 Row = tuple[list[int], int]  # tokens, and the index of the first that is scored
+# Of a row: the summed log-probability of its scored tokens, and whether all are the most likely.
+Score = tuple[float, bool]
 
 
 def main(args: argparse.Namespace) -> None:
@@ -144,12 +146,8 @@ def windows(tokens: list[int], context: int) -> list[Row]:
 
 
 @torch.inference_mode()
-def score_rows(model: Transformer, rows: list[Row], batch_size: int) -> list[tuple[float, bool]]:
-    """Scores rows in batches, the longest first, so that rows of a batch have similar lengths.
-
-    Returns for each row the summed log-probability of its tokens from the first that is scored, and
-    whether all of these are the most likely ones.
-    """
+def score_rows(model: Transformer, rows: list[Row], batch_size: int) -> list[Score]:
+    """Scores rows in batches, the longest first, so that rows of a batch have similar lengths."""
     device = model.embed.weight.device
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
     scores = {}
@@ -163,8 +161,8 @@ def score_rows(model: Transformer, rows: list[Row], batch_size: int) -> list[tup
     return [scores[index] for index in range(len(rows))]
 
 
-def score_row(model: Transformer, hidden: Tensor, row: Row) -> tuple[float, bool]:
-    """hidden (T, D) -> the summed log-probability of the scored tokens, whether all are greedy."""
+def score_row(model: Transformer, hidden: Tensor, row: Row) -> Score:
+    """Scores a row by its hidden states (T, D)."""
     tokens, first = row
     # The hidden state at a token predicts the next one.
     logits = fp32(model.logits(hidden[first - 1 : len(tokens) - 1]))  # (scored tokens, V)
@@ -222,7 +220,7 @@ def lm_eval_model(model: Transformer, tokenizer: Tokenizer, batch_size: int):
                 return tokenizer.encode(string)
             return tokenizer.encode_prompt(string)
 
-        def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
+        def _loglikelihood_tokens(self, requests: list, **_) -> list[Score]:
             """Scores answers (text, tokens of the question, tokens of the answer) of choices."""
             rows = []
             for _, question, answer in requests:

@@ -14,7 +14,7 @@ from tools.compare.page import Cell, Page
 from tools.compare.plots import draw_curves, draw_points, in_bytes
 from tools.compare.runs import Groups, Run, differences, group_by_shape, group_by_variant
 from tools.compare.scaling import fit_report
-from tools.latency import latencies
+from tools.latency import Latencies, latencies
 
 MIN_TOKENS = 10  # a parameter; with fewer, the report warns
 VERDICTS = ("better", "worse", "not distinguishable", "n/a")
@@ -139,11 +139,7 @@ def summary(variants: Groups, baseline: str, metrics: dict[str, Result]) -> str:
 
 
 def add_results(
-    page: Page,
-    variants: Groups,
-    results: list[Result],
-    decoding: dict[str, dict[str, float]],
-    case: str,
+    page: Page, variants: Groups, results: list[Result], decoding: Latencies, case: str
 ) -> None:
     """Adds the table of verdicts and costs, a row a variant; `case` of decoding is on top."""
     rows = []
@@ -226,8 +222,8 @@ def add_differences(page: Page, variants: Groups) -> None:
     page.paragraph(" ".join(f"{key}: {value}." for key, value in machine.items()))
 
 
-def decoding_speed(variants: Groups, context: int) -> dict[str, dict[str, float]]:
-    """Measures decoding with the first run of each variant: ms by variant and case."""
+def decoding_speed(variants: Groups, context: int) -> Latencies:
+    """Measures decoding with the first run of each variant."""
     run_dirs = {name: runs[0].folder for name, runs in variants.items()}
     # Decode on the CPU only where all runs were asked to use it.
     devices = {runs[0].settings["device"] for runs in variants.values()}
@@ -235,7 +231,7 @@ def decoding_speed(variants: Groups, context: int) -> dict[str, dict[str, float]
     return latencies(run_dirs, context, device)
 
 
-def add_sizes(page: Page, variants: Groups, decoding: dict[str, dict[str, float]]) -> None:
+def add_sizes(page: Page, variants: Groups, decoding: Latencies) -> None:
     rows = []
     for name, runs in variants.items():
         first = runs[0]

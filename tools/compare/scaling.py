@@ -11,16 +11,14 @@ from matplotlib.figure import Figure
 from scipy.optimize import least_squares
 
 from tools.compare.plots import new_figure
-from tools.compare.runs import Run
-from tools.compare.statistics import Verdict, compare_to_baseline, estimate
+from tools.compare.runs import Groups, Run
+from tools.compare.statistics import Values, Verdict, compare_to_baseline, estimate
 
 GROWTH = 10  # how many times the largest size the laws are extrapolated to
 HEADER = ["variant", "difference at the largest size", f"at {GROWTH} times that", "ranking"]
 
 
-def fit_report(
-    runs_by_variant: dict[str, list[Run]],
-) -> tuple[str, list[str], list[list], Figure] | None:
+def fit_report(runs_by_variant: Groups) -> tuple[str, list[str], list[list], Figure] | None:
     """Fit the laws -> a summary, the header and rows of a table, and a plot.
 
     The first variant is the baseline. Returns None where all runs of a variant have one size.
@@ -58,7 +56,7 @@ def fit_report(
     return text, HEADER, rows, draw(names, sizes, losses, extrapolated)
 
 
-def losses_by_size(runs: list[Run]) -> dict[float, dict[int, float]]:
+def losses_by_size(runs: list[Run]) -> dict[float, Values]:
     """Map the training FLOP of runs to the final losses by seed, both ascending."""
     losses = {}
     for run in sorted(runs, key=attrgetter("seed")):
