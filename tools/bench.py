@@ -384,8 +384,9 @@ def transformers_llama(settings: dict) -> nn.Module:
 
 def bench_settings(overrides: list[str]) -> tuple[dict, torch.device, torch.dtype]:
     """Settings, device and the dtype of matrix products. Ends with exit code 2."""
-    cfg = compose(["name=bench", "max_minutes=null", "steps=1000000", "micro_batch=8", *overrides])
-    settings = load_settings(cfg)
+    settings = load_settings(
+        compose(["name=bench", "max_minutes=null", "steps=1000000", "micro_batch=8", *overrides])
+    )
     with errors.user_input():
         device = hardware.pick_device(settings["device"])
         return settings, device, hardware.pick_precision(settings["precision"], device)

@@ -88,8 +88,7 @@ def main(args: argparse.Namespace) -> None:
 def print_loss(
     when: str, model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace
 ) -> None:
-    with torch.inference_mode():
-        result = evaluate_text(model, tokenizer, args)
+    result = evaluate_text(model, tokenizer, args)
     print(f"{when}: {result['nats_per_token']:.4f} nats per token")
 
 

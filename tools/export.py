@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
-from torch import Tensor
 
 from checkpoints import checkpoint, gguf
 from checkpoints.huggingface import folder, mapping
-from checkpoints.weights import is_own_checkpoint, weight_map
+from checkpoints.weights import Weights, is_own_checkpoint, weight_map
 from common import errors
 from common.cli import Parser
 from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer
@@ -132,7 +131,7 @@ def load_vocabulary(tokenizer: Tokenizer, path: Path) -> ModelProto:
     return vocabulary
 
 
-def hf_weights(model: torch.nn.Module, architecture: str) -> dict[str, Tensor]:
+def hf_weights(model: torch.nn.Module, architecture: str) -> Weights:
     """The weights of a model under the names and in the layouts of a class of `transformers`."""
     parameters = model.state_dict()
     stored = weight_map(model, architecture)
