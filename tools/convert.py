@@ -39,8 +39,12 @@ def parse_arguments() -> argparse.Namespace:
         "--text",
         help="evaluate before and after on its first documents, and fit to those after them",
     )
-    positive = bounded_number(int, 1)
-    add("--documents", type=positive, default=50, help="of the text that are evaluated")
+    add(
+        "--documents",
+        type=bounded_number(int, 1),
+        default=50,
+        help="of the text that are evaluated",
+    )
     parser.set_defaults(separator="<|endoftext|>", truncate=True, batch_size=8)
     return parser.parse_args()
 

@@ -13,7 +13,6 @@ from hydra.errors import ConfigCompositionException
 
 from common import cli, config, errors
 from common.config import compose
-from common.instantiate import ROOT
 from model.materialize import build_model
 from tools.roofline import MACHINES, PARTS, step_seconds, token_seconds
 from training.memory import TrainingMemory
@@ -78,7 +77,7 @@ def main(arguments: list[str]) -> None:
     gpu_counts = [parse_gpus(value) for value in values_of(args.overrides, "gpus")]
     chosen = values_of(args.overrides, "attention")
     overrides = [text for text in args.overrides if not text.startswith(("attention=", "gpus="))]
-    presets = sorted(path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml"))
+    presets = sorted(path.stem for path in (config.CONFIGS / "attention").glob("*.yaml"))
     columns = COLUMNS
     note = f"{MEMORY_NOTE} KV bytes are of one row in bf16."
     if gpus:

@@ -17,7 +17,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from common import config
 from common.config import compose
-from common.instantiate import ROOT
 from model.materialize import build_model
 from model.transformer import Transformer
 from tools.compare.jobs import Job
@@ -63,7 +62,7 @@ def expand_sweep(overrides: list[str]) -> Sweep:
     Raises ValueError for one without an end, and for one of sizes or tasks with a single value.
     """
     sweep = {}
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+    with initialize_config_dir(str(config.CONFIGS), version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         for override in parser.parse_overrides(overrides):
             key = override.get_key_element()

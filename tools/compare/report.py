@@ -185,8 +185,8 @@ def add_plots(
         caption = f"{result.title} against cache bytes, with 95 % intervals over seeds"
         page.figure(figure, folder / f"{task}-caches.png", caption)
     if "text" in tasks:
-        losses = attrgetter("losses_by_position")
-        figure = draw_curves(tasks["text"], losses, "tokens of context", "nats per token")
+        curve_of = Run.losses_by_position
+        figure = draw_curves(tasks["text"], curve_of, "tokens of context", "nats per token")
         figure.axes[0].set_xscale("log", base=2)
         page.figure(figure, folder / "positions.png", "Loss by position in the context")
 

@@ -120,7 +120,6 @@ class Run:
         """A metric by the number of tokens trained on."""
         return {line["tokens"]: line[key] for line in self.lines if key in line}
 
-    @property
     def losses_by_position(self) -> Curve:
         """The loss in the last evaluation by the longest context of each bin of positions."""
         curve = {}
