@@ -231,14 +231,13 @@ def read_bandwidth(device: torch.device) -> float:
 
 def train_ours(settings: dict, device: torch.device, precision: torch.dtype) -> Step:
     # Random tokens are as fast as text.
-    vocab_size = settings["model"]["vocab_size"]
-    num_tokens = 100 * settings["batch_tokens"]
-    tokens = np.random.default_rng(0).integers(vocab_size, size=num_tokens, dtype=np.uint32)
+    tokens = random_tokens(settings, 100 * settings["context"], torch.device("cpu"))
+    shards = [tokens.flatten().numpy().astype(np.uint32)]
     batch_size = sequences_per_process(settings, 1)
     trainer = Trainer(
         settings,
-        Corpus([tokens], [tokens], 1, None, ""),
-        Loader([tokens], context=settings["context"], batch_size=batch_size, seed=0),
+        Corpus(shards, shards, 1, None, ""),
+        Loader(shards, context=settings["context"], batch_size=batch_size, seed=0),
         Path(os.devnull),
         DistEnv(0, 1, device),
         precision,
