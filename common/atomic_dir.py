@@ -164,8 +164,10 @@ def flock(lock: IO, operation: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
             raise
-        advice = "run nothing twice in it"
-        print(f"warning: no locks on this file system ({lock.name}): {advice}", file=sys.stderr)
+        print(
+            f"warning: no locks on this file system ({lock.name}): run nothing twice in it",
+            file=sys.stderr,
+        )
 
 
 def fsync_directory(folder: Path) -> None:

@@ -17,13 +17,19 @@ class Parser(argparse.ArgumentParser):
 def add_model_options(parser: Parser) -> None:
     """Add which model to load, and how to compute: the options of commands that use a model."""
     add = parser.add_argument
-    model = "a run, a Hugging Face folder or llama2.c's .bin (default: the run that saved last)"
-    add("--run", type=Path, help=model)
+    add(
+        "--run",
+        type=Path,
+        help="a run, a Hugging Face folder or llama2.c's .bin (default: the run that saved last)",
+    )
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    dtype = "of the weights; auto: bf16 on a GPU, else fp32"
-    add("--dtype", choices=("auto", "fp32", "bf16", "int8"), default="auto", help=dtype)
-    rows = "sequences computed together"
-    add("--batch-size", type=bounded_number(int, 1), default=8, help=rows)
+    add(
+        "--dtype",
+        choices=("auto", "fp32", "bf16", "int8"),
+        default="auto",
+        help="of the weights; auto: bf16 on a GPU, else fp32",
+    )
+    add("--batch-size", type=bounded_number(int, 1), default=8, help="sequences computed together")
 
 
 def bounded_number(

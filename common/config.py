@@ -111,11 +111,14 @@ def find_problems(config: dict, world_size: int) -> list[str]:
 
     # Check what goes together.
     if config["steps"] is None and config["max_minutes"] is None and config["max_epochs"] is None:
-        values = "steps=null, max_minutes=null, max_epochs=null"
-        problems.append(f"the run has no end ({values}). fix: max_minutes=5")
+        problems.append(
+            "the run has no end (steps=null, max_minutes=null, max_epochs=null). fix: max_minutes=5"
+        )
     if config["sharded"] and world_size == 1:
-        fix = "torchrun --nproc_per_node=N train.py, or sharded=false"
-        problems.append(f"one process has nothing to shard over (sharded=true). fix: {fix}")
+        problems.append(
+            "one process has nothing to shard over (sharded=true). "
+            "fix: torchrun --nproc_per_node=N train.py, or sharded=false"
+        )
     batch_problem = find_batch_problem(config, world_size)
     if batch_problem is not None:
         problems.append(batch_problem)
@@ -183,11 +186,11 @@ def find_batch_problem(config: dict, world_size: int) -> str | None:
     if rest == 0:
         divisors = [n for n in range(1, micro_batch) if sequences % n == 0]
         fixes.append(f"micro_batch={max(divisors)}")
-    fix = " or ".join(fixes)
-    values = (
-        f"{batch_tokens=} micro_batch={config['micro_batch']} {context=} processes={world_size}"
+    return (
+        "a batch must be whole micro-batches for every process "
+        f"({batch_tokens=} micro_batch={config['micro_batch']} {context=} processes={world_size}). "
+        f"fix: {' or '.join(fixes)}"
     )
-    return f"a batch must be whole micro-batches for every process ({values}). fix: {fix}"
 
 
 def micro_batch_size(config: dict, world_size: int) -> int:
@@ -274,8 +277,12 @@ def composing_problem(error: Exception, overrides: list[str]) -> str:
     if match := re.match(refused, text):
         return unknown(match[1].replace("/", "=", 1), overrides)
     if match := re.search(r"'([^']+?=.+)'(?:\n1\. | requires --multirun)", text):
-        fix = f"python -m tools.compare {shlex.quote(match[1])} or, for a list, KEY=[A,B]"
-        return f"several values for one run ({match[1]}). fix: {fix}"
+        return (
+            f"several values for one run ({match[1]}). "
+            f"fix: python -m tools.compare {shlex.quote(match[1])} or, for a list, KEY=[A,B]"
+        )
     text = re.split(r"\nTo append|\nConfig search path|\nSee https", text)[0]
-    fix = "KEY=VALUE; a value with spaces or commas is quoted twice: 'KEY=\"a b\"'"
-    return f"{text.rstrip('.')}. fix: {fix}"
+    return (
+        f"{text.rstrip('.')}. "
+        "fix: KEY=VALUE; a value with spaces or commas is quoted twice: 'KEY=\"a b\"'"
+    )

@@ -116,9 +116,9 @@ def nvidia_driver() -> str | None:
 def note_unused_gpu(driver: str) -> None:
     """Print, once a process, that torch cannot use the GPU."""
     if os.environ.get("RANK", "0") == "0":
-        versions = f"driver {driver}, torch {torch.__version__}"
         print(
-            f"note: an NVIDIA GPU is here, but this torch has no CUDA ({versions}). "
+            "note: an NVIDIA GPU is here, but this torch has no CUDA "
+            f"(driver {driver}, torch {torch.__version__}). "
             f"fix: a torch build for CUDA. {DOCTOR}",
             file=sys.stderr,
         )

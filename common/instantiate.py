@@ -68,9 +68,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
 
     Otherwise the text "no" would pass for true. The call itself refuses arguments that are missing.
     """
-    annotations = {}
-    for parameter in parameters_of(target):
-        annotations[parameter.name] = parameter.annotation
+    annotations = {known.name: known.annotation for known in parameters_of(target)}
     prefix = f"{path}.".replace("model.attention.", "attention.")  # as it is typed
     for name, value in arguments.items():
         key = prefix + name
@@ -80,8 +78,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
             fix = " or ".join(near) or f"leave {key} out"
             raise TypeError(f"{target.__name__} takes no such argument ({key}). fix: {fix}")
         if not matches_annotation(value, annotations[name]):
-            wanted = inspect.formatannotation(annotations[name])
-            wanted = wanted.partition("[")[0]
+            wanted = inspect.formatannotation(annotations[name]).partition("[")[0]
             first = wanted.partition(" ")[0]
             example = EXAMPLES.get(first, "null")
             raise ValueError(f"{key} must be {wanted} (got {value!r}). fix: {key}={example}")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from checkpoints.huggingface import mapping
 from checkpoints.weights import weight_map
 from common import compilation, errors, hardware
-from common.config import compose, micro_batch_size, report_errors
+from common.config import compose, micro_batch_size, report_errors, sequences_per_process
 from common.instantiate import ROOT
 from data.corpus import Corpus
 from data.loader import Loader
@@ -64,8 +64,11 @@ def main(args: list[str]) -> None:
         case ["worker", kind, name, *overrides] if name in COMPETITORS.get(kind, {}):
             take_turns(kind, name, overrides)
         case _:
-            problem = f"nothing to measure (got {' '.join(args) or 'no arguments'})"
-            errors.exit_with(errors.INPUT, f"{problem}. fix: python -m tools.bench train or decode")
+            errors.exit_with(
+                errors.INPUT,
+                f"nothing to measure (got {' '.join(args) or 'no arguments'}). "
+                "fix: python -m tools.bench train or decode",
+            )
 
 
 # The parent: starts the competitors, gives them turns, and prints what they measured.
@@ -135,10 +138,11 @@ def summarize(name: str, turns: list[dict], work: dict[str, float]) -> dict:
         if unit in UTILIZATION:
             line[UTILIZATION[unit]] = rate / ceiling
 
-    line["peak_memory_bytes"] = turns[-1]["memory"]
-    line["cold_seconds"] = first.get("first_token_seconds", first["seconds"])
-    line["cache_bytes"] = first.get("cache_bytes")
-    return line
+    return line | {
+        "peak_memory_bytes": turns[-1]["memory"],
+        "cold_seconds": first.get("first_token_seconds", first["seconds"]),
+        "cache_bytes": first.get("cache_bytes"),
+    }
 
 
 def work_of_step(kind: str, settings: dict, precision: torch.dtype) -> dict[str, float]:
@@ -152,7 +156,7 @@ def work_of_step(kind: str, settings: dict, precision: torch.dtype) -> dict[str,
         return {"tokens": tokens, "flops": tokens * model.training_flops()}
 
     # The cache at the middle step.
-    rows = tokens // settings["context"]
+    rows = sequences_per_process(settings, 1)
     token_bytes = model.cache_bytes(2, precision) - model.cache_bytes(1, precision)
     cache_bytes = rows * token_bytes * (settings["context"] - 1 - NEW_TOKENS / 2)
     num_steps = NEW_TOKENS - 1
@@ -227,15 +231,13 @@ def read_bandwidth(device: torch.device) -> float:
 
 def train_ours(settings: dict, device: torch.device, precision: torch.dtype) -> Step:
     # Random tokens are as fast as text.
-    context = settings["context"]
-    batch_tokens = settings["batch_tokens"]
-    vocab_size = settings["model"]["vocab_size"]
-    generator = np.random.default_rng(0)
-    tokens = generator.integers(vocab_size, size=100 * batch_tokens, dtype=np.uint32)
+    tokens = random_tokens(settings, 100 * settings["context"], torch.device("cpu"))
+    shards = [tokens.flatten().numpy().astype(np.uint32)]
+    batch_size = sequences_per_process(settings, 1)
     trainer = Trainer(
         settings,
-        Corpus([tokens], [tokens], 1, None, ""),
-        Loader([tokens], context=context, batch_size=batch_tokens // context, seed=0),
+        Corpus(shards, shards, 1, None, ""),
+        Loader(shards, context=settings["context"], batch_size=batch_size, seed=0),
         Path(os.devnull),
         DistEnv(0, 1, device),
         precision,
@@ -252,9 +254,7 @@ def train_transformers(settings: dict, device: torch.device, precision: torch.dt
     model = transformers_llama(settings).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     forward = model if settings["compile"] is False else torch.compile(model)
-    context = settings["context"]
-    shape = (settings["batch_tokens"] // context, context)
-    tokens = torch.randint(settings["model"]["vocab_size"], shape, device=device)
+    tokens = random_tokens(settings, settings["context"], device)
 
     # One optimizer step over the micro-batches, with the gradient of the mean over the batch.
     def step() -> None:
@@ -354,13 +354,16 @@ def decoding_case(
     """A Llama of `transformers` with random weights, and prompts (B, T)."""
     torch.manual_seed(0)
     model = transformers_llama(settings).to(device, precision)
-    context = settings["context"]
-    shape = (settings["batch_tokens"] // context, context - 1 - NEW_TOKENS)
-    prompts = torch.randint(settings["model"]["vocab_size"], shape, device=device)
-    return model.eval(), prompts
+    return model.eval(), random_tokens(settings, settings["context"] - 1 - NEW_TOKENS, device)
 
 
 # What both have in common.
+
+
+def random_tokens(settings: dict, length: int, device: torch.device) -> Tensor:
+    """Tokens (B, T): as many rows as a batch has, each of this length."""
+    shape = (sequences_per_process(settings, 1), length)
+    return torch.randint(settings["model"]["vocab_size"], shape, device=device)
 
 
 def transformers_llama(settings: dict) -> nn.Module:
@@ -369,9 +372,10 @@ def transformers_llama(settings: dict) -> nn.Module:
 
     with errors.user_input():
         config = mapping.to_hf_config(settings["model"])
-    if config["model_type"] != "llama" or settings["document_mask"]:
-        problem = "LlamaForCausalLM has another shape"
-        errors.exit_with(errors.INPUT, f"{problem}. fix: attention=llama, and nothing else of ours")
+        if config["model_type"] != "llama" or settings["document_mask"]:
+            raise ValueError(
+                "LlamaForCausalLM has another shape. fix: attention=llama, and nothing else of ours"
+            )
     # Of weights this large, few logits are nearly equal.
     config |= {"initializer_range": 0.05, "bos_token_id": None, "eos_token_id": None}
     return LlamaForCausalLM(LlamaConfig(**config))
@@ -379,8 +383,9 @@ def transformers_llama(settings: dict) -> nn.Module:
 
 def bench_settings(overrides: list[str]) -> tuple[dict, torch.device, torch.dtype]:
     """Settings, device and the dtype of matrix products. Ends with exit code 2."""
-    cfg = compose(["name=bench", "max_minutes=null", "steps=1000000", "micro_batch=8", *overrides])
-    settings = load_settings(cfg)
+    settings = load_settings(
+        compose(["name=bench", "max_minutes=null", "steps=1000000", "micro_batch=8", *overrides])
+    )
     with errors.user_input():
         device = hardware.pick_device(settings["device"])
         return settings, device, hardware.pick_precision(settings["precision"], device)

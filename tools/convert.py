@@ -39,8 +39,12 @@ def parse_arguments() -> argparse.Namespace:
         "--text",
         help="evaluate before and after on its first documents, and fit to those after them",
     )
-    positive = bounded_number(int, 1)
-    add("--documents", type=positive, default=50, help="of the text that are evaluated")
+    add(
+        "--documents",
+        type=bounded_number(int, 1),
+        default=50,
+        help="of the text that are evaluated",
+    )
     parser.set_defaults(separator="<|endoftext|>", truncate=True, batch_size=8)
     return parser.parse_args()
 
@@ -53,8 +57,10 @@ def main(args: argparse.Namespace) -> None:
         tree = checkpoint.load_config(path)["model"]
         refused = [word for word in args.overrides if not conversion.ATTENTION_KEY.match(word)]
         if refused:
-            problem = f"only attention is converted ({' '.join(refused)})"
-            raise ValueError(f"{problem}. fix: attention=PRESET or attention.KEY=VALUE")
+            raise ValueError(
+                f"only attention is converted ({' '.join(refused)}). "
+                "fix: attention=PRESET or attention.KEY=VALUE"
+            )
         new_tree = conversion.convert_config(tree, args.overrides)
         model = build_model(new_tree)
         conversion.load_converted(model, new_tree, path)
@@ -86,8 +92,7 @@ def main(args: argparse.Namespace) -> None:
 def print_loss(
     when: str, model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace
 ) -> None:
-    with torch.inference_mode():
-        result = evaluate_text(model, tokenizer, args)
+    result = evaluate_text(model, tokenizer, args)
     print(f"{when}: {result['nats_per_token']:.4f} nats per token")
 
 
@@ -117,11 +122,13 @@ def measure_moments(
         if num_tokens >= MOMENT_TOKENS:
             break
     if num_tokens == 0:
-        problem = f"no text after the documents to evaluate (--documents {args.documents})"
-        raise ValueError(f"{problem}. fix: fewer, or more text")
+        raise ValueError(
+            f"no text after the documents to evaluate (--documents {args.documents}). "
+            "fix: fewer, or more text"
+        )
     return [moment / num_tokens for moment in sums.values()]
 
 
 if __name__ == "__main__":
-    with errors.report_errors(), config.report_errors():
+    with config.report_errors():
         main(parse_arguments())

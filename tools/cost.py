@@ -13,7 +13,6 @@ from hydra.errors import ConfigCompositionException
 
 from common import cli, config, errors
 from common.config import compose
-from common.instantiate import ROOT
 from model.materialize import build_model
 from tools.roofline import MACHINES, PARTS, step_seconds, token_seconds
 from training.memory import TrainingMemory
@@ -59,10 +58,15 @@ GPU_NOTE = (
 
 
 def main(arguments: list[str]) -> None:
-    epilog = "such as model=124m --gpu H100"
-    parser = cli.Parser("python -m tools.cost", description=__doc__, epilog=epilog)
-    gpu_help = f"predict the speed on {', '.join(MACHINES)}; several by commas"
-    parser.add_argument("--gpu", default="", metavar="NAME", help=gpu_help)
+    parser = cli.Parser(
+        "python -m tools.cost", description=__doc__, epilog="such as model=124m --gpu H100"
+    )
+    parser.add_argument(
+        "--gpu",
+        default="",
+        metavar="NAME",
+        help=f"predict the speed on {', '.join(MACHINES)}; several by commas",
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
     args = parser.parse_intermixed_args(arguments)
     gpus = args.gpu.split(",") if args.gpu else []
@@ -73,7 +77,7 @@ def main(arguments: list[str]) -> None:
     gpu_counts = [parse_gpus(value) for value in values_of(args.overrides, "gpus")]
     chosen = values_of(args.overrides, "attention")
     overrides = [text for text in args.overrides if not text.startswith(("attention=", "gpus="))]
-    presets = sorted(path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml"))
+    presets = sorted(path.stem for path in (config.CONFIGS / "attention").glob("*.yaml"))
     columns = COLUMNS
     note = f"{MEMORY_NOTE} KV bytes are of one row in bf16."
     if gpus:
@@ -119,8 +123,9 @@ def parse_gpus(value: str) -> int:
     """Ends with exit code 2 for what is not a whole number from 1."""
     if value.isdecimal() and int(value) > 0:
         return int(value)
-    problem = f"gpus must be a whole number of at least 1 (got {value!r})"
-    errors.exit_with(errors.INPUT, f"{problem}. fix: gpus=8")
+    errors.exit_with(
+        errors.INPUT, f"gpus must be a whole number of at least 1 (got {value!r}). fix: gpus=8"
+    )
 
 
 class Cost:

@@ -65,28 +65,32 @@ def describe_choices(device: torch.device) -> None:
 
 def slow(device: torch.device) -> list[str]:
     """What makes training slow on a device."""
+    findings = []
     missing = compilation.missing_for_compilation(device)
-    checks = {f"steps are not compiled without {missing}. fix: install it": missing is not None}
+    if missing is not None:
+        findings.append(f"steps are not compiled without {missing}. fix: install it")
     if device.type == "cpu":
         flags = processor_flags()
-        bf16 = "bf16 would be emulated, so auto takes fp32. fix: no precision=bf16"
-        checks[bf16] = not hardware.multiplies_bf16(device)
-        avx512 = "no AVX-512: half the speed. fix: a processor that has it"
-        checks[avx512] = "avx2" in flags and "avx512f" not in flags
+        if not hardware.multiplies_bf16(device):
+            findings.append("bf16 would be emulated, so auto takes fp32. fix: no precision=bf16")
+        if "avx2" in flags and "avx512f" not in flags:
+            findings.append("no AVX-512: half the speed. fix: a processor that has it")
         # Half of the processors may be threads of the others.
-        threads = "torch leaves processors idle. fix: a larger OMP_NUM_THREADS, or none"
-        checks[threads] = torch.get_num_threads() < os.cpu_count() // 2
+        if torch.get_num_threads() < os.cpu_count() // 2:
+            findings.append("torch leaves processors idle. fix: a larger OMP_NUM_THREADS, or none")
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
-        memory = "others use this GPU's memory. fix: nvidia-smi lists them"
-        checks[memory] = free < MIN_FREE_SHARE * total
-        mig = "a part of a GPU (MIG). fix: CUDA_VISIBLE_DEVICES with a whole one"
-        checks[mig] = "MIG" in torch.cuda.get_device_name()
-        old = "no bf16 and TF32 on this GPU. fix: one of compute capability 8.0 or more"
-        checks[old] = torch.cuda.get_device_capability() < (8, 0)
-        tf32 = "TF32 is off: slow fp32. fix: unset NVIDIA_TF32_OVERRIDE"
-        checks[tf32] = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
-    return [finding for finding, is_here in checks.items() if is_here]
+        if free < MIN_FREE_SHARE * total:
+            findings.append("others use this GPU's memory. fix: nvidia-smi lists them")
+        if "MIG" in torch.cuda.get_device_name():
+            findings.append("a part of a GPU (MIG). fix: CUDA_VISIBLE_DEVICES with a whole one")
+        if torch.cuda.get_device_capability() < (8, 0):
+            findings.append(
+                "no bf16 and TF32 on this GPU. fix: one of compute capability 8.0 or more"
+            )
+        if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+            findings.append("TF32 is off: slow fp32. fix: unset NVIDIA_TF32_OVERRIDE")
+    return findings
 
 
 def processor_flags() -> set[str]:

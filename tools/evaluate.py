@@ -36,6 +36,8 @@ from model.transformer import Transformer
 from tools.lengths import evaluate_corpus, measure_lengths, open_corpus, open_run
 
 Row = tuple[list[int], int]  # tokens, and the index of the first that is scored
+# Of a row: the summed log-probability of its scored tokens, and whether all are the most likely.
+Score = tuple[float, bool]
 
 
 def main(args: argparse.Namespace) -> None:
@@ -55,10 +57,16 @@ def parse_arguments() -> argparse.Namespace:
     positive = bounded_number(int, 1)
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--text", help="a file, a glob, or a folder of .txt, .jsonl and .parquet")
-    slices = "what training logs, of all held-out data, by position and by what repeats"
-    wanted.add_argument("--slices", action="store_true", help=slices)
-    lengths = "the held-out loss at 1, 2 and 4 times the training context"
-    wanted.add_argument("--lengths", action="store_true", help=lengths)
+    wanted.add_argument(
+        "--slices",
+        action="store_true",
+        help="what training logs, of all held-out data, by position and by what repeats",
+    )
+    wanted.add_argument(
+        "--lengths",
+        action="store_true",
+        help="the held-out loss at 1, 2 and 4 times the training context",
+    )
     wanted.add_argument("--tasks", help="names of lm-evaluation-harness, with commas between them")
     add_model_options(parser)
     add("--context", type=positive, help="tokens of a window, if not as many as in training")
@@ -138,12 +146,8 @@ def windows(tokens: list[int], context: int) -> list[Row]:
 
 
 @torch.inference_mode()
-def score_rows(model: Transformer, rows: list[Row], batch_size: int) -> list[tuple[float, bool]]:
-    """Scores rows in batches, the longest first, so that rows of a batch have similar lengths.
-
-    Returns for each row the summed log-probability of its tokens from the first that is scored, and
-    whether all of these are the most likely ones.
-    """
+def score_rows(model: Transformer, rows: list[Row], batch_size: int) -> list[Score]:
+    """Scores rows in batches, the longest first, so that rows of a batch have similar lengths."""
     device = model.embed.weight.device
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
     scores = {}
@@ -157,8 +161,8 @@ def score_rows(model: Transformer, rows: list[Row], batch_size: int) -> list[tup
     return [scores[index] for index in range(len(rows))]
 
 
-def score_row(model: Transformer, hidden: Tensor, row: Row) -> tuple[float, bool]:
-    """hidden (T, D) -> the summed log-probability of the scored tokens, whether all are greedy."""
+def score_row(model: Transformer, hidden: Tensor, row: Row) -> Score:
+    """Scores a row by its hidden states (T, D)."""
     tokens, first = row
     # The hidden state at a token predicts the next one.
     logits = fp32(model.logits(hidden[first - 1 : len(tokens) - 1]))  # (scored tokens, V)
@@ -177,16 +181,19 @@ def evaluate_tasks(model: Transformer, tokenizer: Tokenizer, args: argparse.Name
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        problem = f"lm-evaluation-harness is not installed ({error})"
-        raise ValueError(f"{problem}. fix: pip install lm_eval") from None
+        raise ValueError(
+            f"lm-evaluation-harness is not installed ({error}). fix: pip install lm_eval"
+        ) from None
 
     # The harness refuses an unknown task with a traceback, so look it up first.
     manager = TaskManager(include_path=args.task_folder and str(args.task_folder))
     names = args.tasks.split(",")
     unknown = set(names) - set(manager.all_tasks)
     if unknown:
-        problem = f"unknown tasks ({', '.join(sorted(unknown))})"
-        raise ValueError(f"{problem}. fix: --task-folder, or one of lm_eval ls tasks")
+        raise ValueError(
+            f"unknown tasks ({', '.join(sorted(unknown))}). "
+            "fix: --task-folder, or one of lm_eval ls tasks"
+        )
     evaluation = simple_evaluate(
         lm_eval_model(model, tokenizer, args.batch_size),
         tasks=names,
@@ -213,15 +220,17 @@ def lm_eval_model(model: Transformer, tokenizer: Tokenizer, batch_size: int):
                 return tokenizer.encode(string)
             return tokenizer.encode_prompt(string)
 
-        def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
+        def _loglikelihood_tokens(self, requests: list, **_) -> list[Score]:
             """Scores answers (text, tokens of the question, tokens of the answer) of choices."""
             rows = []
             for _, question, answer in requests:
                 # A question that does not fit loses its beginning.
                 tokens = [*question, *answer][-model.context - 1 :]
                 if len(answer) >= len(tokens):
-                    problem = f"an answer of {len(answer)} tokens (context {model.context})"
-                    raise ValueError(f"{problem}. fix: --tasks NAME of another")
+                    raise ValueError(
+                        f"an answer of {len(answer)} tokens (context {model.context}). "
+                        "fix: --tasks NAME of another"
+                    )
                 rows.append((tokens, len(tokens) - len(answer)))
             return score_rows(model, rows, batch_size)
 

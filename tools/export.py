@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
-from torch import Tensor
 
 from checkpoints import checkpoint, gguf
 from checkpoints.huggingface import folder, mapping
-from checkpoints.weights import is_own_checkpoint, weight_map
+from checkpoints.weights import Weights, is_own_checkpoint, weight_map
 from common import errors
 from common.cli import Parser
 from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer
@@ -44,8 +43,11 @@ FIGURES = ("step", "tokens", "seconds", "train_loss", "val_loss", "val_bpb")
 
 
 def parse_arguments() -> argparse.Namespace:
-    hint = "such as --run runs/NAME --format hf --out FOLDER"
-    parser = Parser("python -m tools.export", description=__doc__.partition(":")[0], epilog=hint)
+    parser = Parser(
+        "python -m tools.export",
+        description=__doc__.partition(":")[0],
+        epilog="such as --run runs/NAME --format hf --out FOLDER",
+    )
     add = parser.add_argument
     add(
         "--run",
@@ -73,13 +75,14 @@ def main(args: argparse.Namespace) -> None:
         check_is_new(args.out)
         tree = checkpoint.load_config(path)["model"]
         tokenizer = Tokenizer.load(checkpoint.tokenizer_path(path))
-        if isinstance(tokenizer, JsonTokenizer) and args.format == "gguf":
-            problem = f"a tokenizer.json is not written as GGUF ({path})"
-            raise ValueError(f"{problem}. fix: --format hf")
         config = mapping.to_hf_config(tree)
         config |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
         files = tokenizer.files
         if isinstance(tokenizer, JsonTokenizer):
+            if args.format == "gguf":
+                raise ValueError(
+                    f"a tokenizer.json is not written as GGUF ({path}). fix: --format hf"
+                )
             config["eos_token_id"] = list(tokenizer.eos_ids)
         else:
             vocabulary = load_vocabulary(tokenizer, path)
@@ -128,13 +131,11 @@ def load_vocabulary(tokenizer: Tokenizer, path: Path) -> ModelProto:
     return vocabulary
 
 
-def hf_weights(model: torch.nn.Module, architecture: str) -> dict[str, Tensor]:
+def hf_weights(model: torch.nn.Module, architecture: str) -> Weights:
     """The weights of a model under the names and in the layouts of a class of `transformers`."""
     parameters = model.state_dict()
-    weights = {}
-    for name, stored in weight_map(model, architecture).items():
-        weights[name] = stored.to_file(parameters)
-    return weights
+    stored = weight_map(model, architecture)
+    return {name: tensor.to_file(parameters) for name, tensor in stored.items()}
 
 
 def model_card(out: Path, path: Path, architecture: str, model: torch.nn.Module) -> str:

@@ -22,16 +22,15 @@ MIN_LENGTH = 8  # tokens of a sequence
 NEW_TOKENS = 32  # that each sequence generates
 TURNS = 3  # of each model, and runs in each turn
 greedy = partial(sample, temperature=0)
+# Milliseconds by the name of a model and by case: a batch size, the length at the end of its
+# sequences, and which token.
+Latencies = dict[str, dict[str, float]]
 
 
-def latencies(
-    runs: dict[str, Path], context: int, device: torch.device
-) -> dict[str, dict[str, float]]:
+def latencies(runs: dict[str, Path], context: int, device: torch.device) -> Latencies:
     """Measure medians in ms: to the first token, and from each token to the next.
 
-    The result is by name of the model and by case: a batch size, the length at the end of its
-    sequences, and which token. On a CPU the models take turns, on a GPU the decode step is
-    compiled.
+    On a CPU the models take turns, on a GPU the decode step is compiled.
     """
     # Compiling takes long, so on a GPU each model has a single turn.
     is_compiled = device.type == "cuda" and compilation.missing_for_compilation(device) is None

@@ -65,8 +65,9 @@ def last_loss(model: Transformer, corpus: Corpus, settings: dict) -> float:
     tokens = torch.from_numpy(np.concatenate(corpus.validation).astype(np.int64))
     length = LONGEST * settings["context"] + 1
     if len(tokens) < length:
-        problem = f"only {len(tokens)} held-out tokens (a window has {length})"
-        raise ValueError(f"{problem}. fix: a larger text")
+        raise ValueError(
+            f"only {len(tokens)} held-out tokens (a window has {length}). fix: a larger text"
+        )
     num_targets = settings["context"] // 2  # of a window
     windows = tokens.unfold(0, length, num_targets)[: NUM_TARGETS // num_targets + 1]
     loss_module = loss_of(model, corpus, settings)

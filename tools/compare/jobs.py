@@ -67,8 +67,9 @@ class Job:
             if key.partition(".")[0] in self.settings and key not in SET_BY_RUN:
                 changes.append(text)
         if changes:
-            problem = f"the run there has other settings: {', '.join(changes)}"
-            self.problem = f"{problem}. fix: another --dir"
+            self.problem = (
+                f"the run there has other settings: {', '.join(changes)}. fix: another --dir"
+            )
         return run.done or self.problem is not None
 
     def start(self, log: IO, gpu: dict[str, str]) -> None:
@@ -111,12 +112,9 @@ class JobRunner:
 
         # What is shown; runs that had finished before this call are not among the trained.
         self.total = len(jobs)
+        self.num_finished = 0
         self.num_trained = 0
         self.start_time = monotonic()
-
-    @property
-    def num_finished(self) -> int:
-        return self.total - len(self.waiting) - len(self.running)
 
     def start_ready(self) -> None:
         """Starts waiting jobs while a GPU is free, and skips those that are finished."""
@@ -146,6 +144,8 @@ class JobRunner:
                 self.report(job, job.finish())
 
     def report(self, job: Job, outcome: str) -> None:
+        """Counts a job that has finished, and says how it ended."""
+        self.num_finished += 1
         counts = f"{self.num_finished}/{self.total}, {self.time_left()}"
         say(f"{counts}. {job.run_dir.name}: {outcome}")
 
@@ -183,8 +183,10 @@ def train_all(jobs: list[Job]) -> None:
             runner.stop()
     if signals.code:
         finished = f"{runner.num_finished} of {runner.total} runs are finished"
-        problem = f"stopped, what was trained is saved ({finished})"
-        errors.exit_with(signals.code, f"{problem}. fix: the same call goes on")
+        errors.exit_with(
+            signals.code,
+            f"stopped, what was trained is saved ({finished}). fix: the same call goes on",
+        )
 
 
 def visible_gpus(device: str) -> list[dict[str, str]]:

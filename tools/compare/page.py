@@ -59,10 +59,12 @@ class Page:
 
     def __init__(self, title: str):
         self.markdown = [f"# {title}"]
-        head = '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
-        head += '<meta name="viewport" content="width=device-width">'
-        head += f"<title>{escape(title)}</title><style>{STYLE}</style>"
-        self.html = [head, f"<h1>{escape(title)}</h1>"]
+        self.html = [
+            '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width">'
+            f"<title>{escape(title)}</title><style>{STYLE}</style>",
+            f"<h1>{escape(title)}</h1>",
+        ]
 
     def add(self, markdown: str, html: str) -> None:
         self.markdown.append(markdown)

@@ -17,7 +17,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from common import config
 from common.config import compose
-from common.instantiate import ROOT
 from model.materialize import build_model
 from model.transformer import Transformer
 from tools.compare.jobs import Job
@@ -27,10 +26,8 @@ from training.setup import set_up_run
 TASKS = ("text", "recall", "copy")  # what `tasks` may list
 SIZE_KEYS = ("model", "model.dim")  # a sweep over these compares at several sizes
 SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes count as equal
-SIZES: dict[str, Callable[[Transformer], float]] = {
-    "params": Transformer.num_parameters,
-    "flops": Transformer.training_flops,
-}
+# The sizes of a model that --match makes equal.
+SIZES = {"params": Transformer.num_parameters, "flops": Transformer.training_flops}
 Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) that each key takes in turn
 Variants = dict[str, list[str]]  # the overrides of each variant, by its name; the baseline first
 
@@ -65,7 +62,7 @@ def expand_sweep(overrides: list[str]) -> Sweep:
     Raises ValueError for one without an end, and for one of sizes or tasks with a single value.
     """
     sweep = {}
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+    with initialize_config_dir(str(config.CONFIGS), version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         for override in parser.parse_overrides(overrides):
             key = override.get_key_element()
@@ -196,8 +193,10 @@ def match_hidden(settings: dict, size: Callable[[Transformer], float], target: f
             relative = size(meta_model(settings, hidden=hidden)) / target
             if abs(relative - 1) <= SIZE_TOLERANCE:
                 return hidden
-    problem = f"{settings['name']} cannot have the baseline's size (model.hidden={exact:.0f})"
-    raise ValueError(f"{problem}. fix: --match none")
+    raise ValueError(
+        f"{settings['name']} cannot have the baseline's size (model.hidden={exact:.0f}). "
+        "fix: --match none"
+    )
 
 
 def make_job(template: Job, seed: str) -> Job:

@@ -14,7 +14,7 @@ from tools.compare.page import Cell, Page
 from tools.compare.plots import draw_curves, draw_points, in_bytes
 from tools.compare.runs import Groups, Run, differences, group_by_shape, group_by_variant
 from tools.compare.scaling import fit_report
-from tools.latency import latencies
+from tools.latency import Latencies, latencies
 
 MIN_TOKENS = 10  # a parameter; with fewer, the report warns
 VERDICTS = ("better", "worse", "not distinguishable", "n/a")
@@ -78,8 +78,7 @@ def write_report(
         tasks[run.task].append(run)
     tasks = {task: group_by_variant(members) for task, members in tasks.items()}
     # The first group of the first task has the baseline's runs, or the first runs that finished.
-    first_groups = next(iter(tasks.values()))
-    first = next(iter(first_groups))
+    first, *_ = next(iter(tasks.values()))
     # Sizes, speeds and settings of a variant are those of the first task that it has.
     variants = ChainMap(*tasks.values())
 
@@ -140,21 +139,21 @@ def summary(variants: Groups, baseline: str, metrics: dict[str, Result]) -> str:
 
 
 def add_results(
-    page: Page,
-    variants: Groups,
-    results: list[Result],
-    decoding: dict[str, dict[str, float]],
-    case: str,
+    page: Page, variants: Groups, results: list[Result], decoding: Latencies, case: str
 ) -> None:
     """Adds the table of verdicts and costs, a row a variant; `case` of decoding is on top."""
     rows = []
     for name, runs in variants.items():
-        row = [Cell(name), *[result_cell(result, name) for result in results]]
         cache_note = "fixed size" if runs[0].cache_is_fixed else ""
-        row.append(Cell(in_bytes(runs[0].cache_bytes), cache_note))
-        row.append(Cell(f"{mean(run.tokens_per_second for run in runs):,.0f}"))
-        row.append(Cell(f"{decoding[name][case]:.2f}"))
-        rows.append(row)
+        rows.append(
+            [
+                Cell(name),
+                *[result_cell(result, name) for result in results],
+                Cell(in_bytes(runs[0].cache_bytes), cache_note),
+                Cell(f"{mean(run.tokens_per_second for run in runs):,.0f}"),
+                Cell(f"{decoding[name][case]:.2f}"),
+            ]
+        )
     page.heading("Result")
     header = [result.title for result in results]
     page.cells(["variant", *header, "cache", "training, tokens/s", "decoding, ms/token"], rows)
@@ -186,8 +185,8 @@ def add_plots(
         caption = f"{result.title} against cache bytes, with 95 % intervals over seeds"
         page.figure(figure, folder / f"{task}-caches.png", caption)
     if "text" in tasks:
-        losses = attrgetter("losses_by_position")
-        figure = draw_curves(tasks["text"], losses, "tokens of context", "nats per token")
+        curve_of = Run.losses_by_position
+        figure = draw_curves(tasks["text"], curve_of, "tokens of context", "nats per token")
         figure.axes[0].set_xscale("log", base=2)
         page.figure(figure, folder / "positions.png", "Loss by position in the context")
 
@@ -211,7 +210,7 @@ def add_differences(page: Page, variants: Groups) -> None:
     """Adds what a reader must know to believe the result."""
     ratios = []
     for runs in variants.values():
-        ratios += [run.last["tokens"] / run.parameters for run in runs]
+        ratios += [run.last["tokens"] / run.model.num_parameters() for run in runs]
     text = f"Training took {min(ratios):.3g} tokens a parameter or more."
     if min(ratios) < MIN_TOKENS:
         text += f" Warning: below {MIN_TOKENS}, {UNDERTRAINED}"
@@ -223,8 +222,8 @@ def add_differences(page: Page, variants: Groups) -> None:
     page.paragraph(" ".join(f"{key}: {value}." for key, value in machine.items()))
 
 
-def decoding_speed(variants: Groups, context: int) -> dict[str, dict[str, float]]:
-    """Measures decoding with the first run of each variant: ms by variant and case."""
+def decoding_speed(variants: Groups, context: int) -> Latencies:
+    """Measures decoding with the first run of each variant."""
     run_dirs = {name: runs[0].folder for name, runs in variants.items()}
     # Decode on the CPU only where all runs were asked to use it.
     devices = {runs[0].settings["device"] for runs in variants.values()}
@@ -232,16 +231,22 @@ def decoding_speed(variants: Groups, context: int) -> dict[str, dict[str, float]
     return latencies(run_dirs, context, device)
 
 
-def add_sizes(page: Page, variants: Groups, decoding: dict[str, dict[str, float]]) -> None:
+def add_sizes(page: Page, variants: Groups, decoding: Latencies) -> None:
     rows = []
     for name, runs in variants.items():
-        run = runs[0]
-        seconds = mean(run.last["seconds"] for run in runs)
-        row = [name, f"{run.parameters:,}", run.settings["model"]["hidden"]]
-        row += [f"{run.model.training_flops() / 1e6:.2f}", f"{run.cache_bytes:,}"]
-        row += [f"{run.last['tokens']:,}", f"{seconds:,.0f}"]
-        row += [f"{milliseconds:.2f}" for milliseconds in decoding[name].values()]
-        rows.append(row)
+        first = runs[0]
+        rows.append(
+            [
+                name,
+                f"{first.model.num_parameters():,}",
+                first.settings["model"]["hidden"],
+                f"{first.model.training_flops() / 1e6:.2f}",
+                f"{first.cache_bytes:,}",
+                f"{first.last['tokens']:,}",
+                f"{mean(run.last['seconds'] for run in runs):,.0f}",
+                *[f"{milliseconds:.2f}" for milliseconds in decoding[name].values()],
+            ]
+        )
     header = ["variant", "parameters", "model.hidden", "MFLOP/token", "KV bytes", "tokens"]
     with page.folded("Size and speed"):
         page.table([*header, "seconds", *decoding[name]], rows)

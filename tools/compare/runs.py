@@ -69,8 +69,9 @@ class Run:
             is_last = lines[-1]["step"] == state["step"] >= state["steps"]
             done = is_last and "val_bpb" in lines[-1]
         except (OSError, ValueError, LookupError, TypeError) as error:
-            problem = f"metrics cannot be read ({metrics}: {error})"
-            raise IntegrityError(f"{problem}. fix: train it anew") from None
+            raise IntegrityError(
+                f"metrics cannot be read ({metrics}: {error}). fix: train it anew"
+            ) from None
         settings = checkpoint.load_config(newest)
         # Runs are compared on the same text only: where none was asked for, what was read.
         if settings.get("eval_tokens") is None:
@@ -119,7 +120,6 @@ class Run:
         """A metric by the number of tokens trained on."""
         return {line["tokens"]: line[key] for line in self.lines if key in line}
 
-    @property
     def losses_by_position(self) -> Curve:
         """The loss in the last evaluation by the longest context of each bin of positions."""
         curve = {}
@@ -153,10 +153,6 @@ class Run:
         longer = self.model.cache_bytes(2 * self.model.context, torch.bfloat16)
         return longer == self.cache_bytes
 
-    @property
-    def parameters(self) -> int:
-        return self.model.num_parameters()
-
     def settings_except(self, ignored: tuple[str, ...]) -> dict[str, str]:
         """The settings by their dotted keys, and the number of tokens, without these prefixes."""
         pairs = config.flatten(self.settings | {"tokens": self.last["tokens"]})
@@ -180,8 +176,10 @@ def group_by_variant(runs: list[Run]) -> Groups:
         group = groups.setdefault((run.settings["name"], *run.identity.items()), [])
         for other in group:
             if other.seed == run.seed:
-                problem = f"two runs are of one variant and seed ({other.folder}, {run.folder})"
-                raise ValueError(f"{problem}. fix: leave out one")
+                raise ValueError(
+                    f"two runs are of one variant and seed ({other.folder}, {run.folder}). "
+                    "fix: leave out one"
+                )
         group.append(run)
 
     # Name each group. The other runs of its name say what must be told apart.

@@ -11,16 +11,14 @@ from matplotlib.figure import Figure
 from scipy.optimize import least_squares
 
 from tools.compare.plots import new_figure
-from tools.compare.runs import Run
-from tools.compare.statistics import Verdict, compare_to_baseline, estimate
+from tools.compare.runs import Groups, Run
+from tools.compare.statistics import Values, Verdict, compare_to_baseline, estimate
 
 GROWTH = 10  # how many times the largest size the laws are extrapolated to
 HEADER = ["variant", "difference at the largest size", f"at {GROWTH} times that", "ranking"]
 
 
-def fit_report(
-    runs_by_variant: dict[str, list[Run]],
-) -> tuple[str, list[str], list[list], Figure] | None:
+def fit_report(runs_by_variant: Groups) -> tuple[str, list[str], list[list], Figure] | None:
     """Fit the laws -> a summary, the header and rows of a table, and a plot.
 
     The first variant is the baseline. Returns None where all runs of a variant have one size.
@@ -58,7 +56,7 @@ def fit_report(
     return text, HEADER, rows, draw(names, sizes, losses, extrapolated)
 
 
-def losses_by_size(runs: list[Run]) -> dict[float, dict[int, float]]:
+def losses_by_size(runs: list[Run]) -> dict[float, Values]:
     """Map the training FLOP of runs to the final losses by seed, both ascending."""
     losses = {}
     for run in sorted(runs, key=attrgetter("seed")):
@@ -110,11 +108,8 @@ def extrapolate(sizes: np.ndarray, losses: np.ndarray) -> np.ndarray:
 
 def judge(names: list[str], losses: np.ndarray) -> dict[str, Verdict]:
     """Losses (S, V) of variants -> the verdict on each but the first, which is the baseline."""
-    by_seed = {}
-    for name, column in zip(names, losses.T.tolist(), strict=True):
-        by_seed[name] = dict(enumerate(column))
-    baseline = by_seed.pop(names[0])
-    return compare_to_baseline(baseline, by_seed)
+    baseline, *others = [dict(enumerate(by_seed)) for by_seed in losses.T.tolist()]
+    return compare_to_baseline(baseline, dict(zip(names[1:], others, strict=True)))
 
 
 def ranking(at_largest: str, at_target: str) -> str:
