@@ -256,6 +256,7 @@ def test_what_cannot_be_measured_is_a_line(command, drawn_run):
         (("--lengths",), "not a run"),
         (("--slices", "--context", "9"), "--context is for"),
         (("--lengths", "--context", "9"), "--context is for"),
+        (("--lengths", "--dtype", "int8"), "not for --lengths"),
     ):
         result = command("tools/evaluate.py", "--run", str(drawn_run), *more)
         assert result.code == 2 and said in result.err and not result.out

@@ -281,14 +281,30 @@ def test_chance_is_rarely_called_a_difference_in_any_measure():
     assert max(called.values()) < 70, called
 
 
-def test_sizes_of_one_variant_are_joined():
+@pytest.mark.parametrize(
+    "run_name, names",
+    [
+        ("{variant}-dim-{size}", ["gqa", "mha", "llama"]),
+        # The sizes share no word, so the first names the curve.
+        (
+            "{size}",
+            [
+                "32 kv_heads=2 qk_norm=before_rope",
+                "32 kv_heads=4 qk_norm=before_rope",
+                "32 kv_heads=2 qk_norm=None",
+            ],
+        ),
+    ],
+)
+def test_sizes_of_one_variant_are_joined(run_name, names):
     runs = []
     for variant in ("gqa", "mha", "llama"):
         for size, heads in ((32, 4), (64, 8)):
             run = text_run(variant, 0, 1.0)
             overrides = (f"model.dim={size}", f"model.heads={heads}", f"model.hidden={size}")
             run.settings |= settings_of(*TINY, f"attention={variant}", *overrides)
-            run.settings["name"] = f"{variant}-dim-{size}"
+            run.settings["name"] = run_name.format(variant=variant, size=size)
             runs.append(run)
     joined = group_by_shape(group_by_variant(runs))
-    assert {name: len(group) for name, group in joined.items()} == {"gqa": 2, "mha": 2, "llama": 2}
+    assert [len(group) for group in joined.values()] == [2, 2, 2]
+    assert [*joined] == names

@@ -89,6 +89,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--documents and --truncate are for --text")
     if args.text is None and args.tasks is None and args.context is not None:
         parser.error("--context is for --text and --tasks")
+    if args.lengths and (args.device != "auto" or args.dtype != "auto"):
+        parser.error("--device and --dtype are not for --lengths, whose results a run keeps")
     if args.task_folder is not None and not args.task_folder.is_dir():
         parser.error(f"there is no folder {args.task_folder}")
     return args

@@ -213,7 +213,9 @@ def group_by_shape(groups: Groups) -> Groups:
     for members in joined.values():
         parts = [name.split("-") for name in members]
         shared = set.intersection(*map(set, parts)) - {"dim"}  # of names such as gqa-dim-64
-        name = "-".join(part for part in parts[0] if part in shared) or "all"
+        name = "-".join(part for part in parts[0] if part in shared)
+        if not name or name in named:
+            name = next(iter(members))
         named[name] = [*chain(*members.values())]
     return named
 
