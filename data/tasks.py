@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from data.corpus import Corpus
-from data.loader import IGNORE_INDEX
+from data.loader import IGNORE_INDEX, Batches
 from data.slices import cells, slice_means
 from data.sources import Documents, Source
 from data.tokenizer import IdTokenizer
@@ -206,16 +206,12 @@ def empty_row(inputs: np.ndarray) -> Row:
     return Row(inputs, np.full_like(inputs, IGNORE_INDEX), np.ones_like(inputs))
 
 
-class TaskLoader:
+@dataclass
+class TaskLoader(Batches):
     """Batches of a task as a function of (seed, step), like those of data.loader.Loader."""
 
+    task: Task
     rows_per_epoch = math.inf  # no row comes twice
-
-    def __init__(self, task: Task, *, context: int, batch_size: int, seed: int):
-        self.task = task
-        self.context = context
-        self.batch_size = batch_size
-        self.seed = seed
 
     def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return inputs (B, T) and targets (B, T), int64, of these rows of a batch."""
@@ -231,10 +227,6 @@ class TaskLoader:
         """Name, for a message, the rows of a batch."""
         numbers = self._row_numbers(step)
         return f"rows {numbers.start} to {numbers.stop - 1} of {self.task.name}"
-
-    def _row_numbers(self, step: int) -> range:
-        first = step * self.batch_size
-        return range(first, first + self.batch_size)
 
 
 @dataclass
