@@ -10,7 +10,7 @@ import numpy as np
 from data.corpus import Corpus
 from data.files import content_hash, split_files
 from data.sources import Documents, Source
-from data.tokenizer import IdTokenizer, Tokenizer
+from data.tokenizer import IdTokenizer
 
 # A file of llm.c begins with magic, version and number of tokens, three int32, padded with zeros.
 HEADER_BYTES = 1024
@@ -38,13 +38,9 @@ class Pretokenized(Source):
             )
         self.train_files, self.val_files = split_files(self.path, (".bin",))
         # Without a tokenizer, the ids stand for themselves.
-        self.id_tokenizer = super().pretrained_tokenizer()
+        self.id_tokenizer = self.pretrained_tokenizer()
         if self.id_tokenizer is None:
-            proto = IdTokenizer.MAGIC + f"{self.vocab_size} {self.bos}\n".encode()
-            self.id_tokenizer = IdTokenizer(proto)
-
-    def pretrained_tokenizer(self) -> Tokenizer:
-        return self.id_tokenizer
+            self.id_tokenizer = IdTokenizer(self.vocab_size, self.bos)
 
     def fingerprint(self) -> str:
         # "input_ids" was an option once; without it, older runs would not find their corpus.

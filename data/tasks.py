@@ -98,9 +98,8 @@ class Task(Source):
         return self.sizes[number % len(self.sizes)]
 
     def corpus(self) -> "TaskCorpus":
-        proto = IdTokenizer.MAGIC + f"{self.vocab_size} {BOS}\n".encode()
         digest = sha256(self.fingerprint().encode()).hexdigest()
-        return TaskCorpus([], [], None, IdTokenizer(proto), digest, self)
+        return TaskCorpus([], [], None, IdTokenizer(self.vocab_size, BOS), digest, self)
 
     def fingerprint(self) -> str:
         return json.dumps([self.name, vars(self)])
