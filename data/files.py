@@ -179,6 +179,11 @@ def text_of_row(row: object, field: str, location: str) -> str:
     )
 
 
+def text_hash(text: str) -> str:
+    """SHA-256 in hexadecimal: the same in every process, as Python's own hash is not."""
+    return sha256(text.encode()).hexdigest()
+
+
 def content_hash(files: list[Path]) -> str:
     """SHA-256 over the SHA-256 of each file, whatever its name or time."""
     total = sha256()

@@ -2,13 +2,12 @@
 
 import struct
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
 from data.corpus import Corpus
-from data.files import content_hash, split_files
+from data.files import content_hash, split_files, text_hash
 from data.sources import Documents, Source
 from data.tokenizer import IdTokenizer
 
@@ -68,7 +67,7 @@ class Pretokenized(Source):
             [validation],
             validation_bytes=self.id_tokenizer.nbytes(validation),
             tokenizer=self.id_tokenizer,
-            sha256=sha256(self.fingerprint().encode()).hexdigest(),
+            sha256=text_hash(self.fingerprint()),
         )
 
     def open_bin(self, file: Path) -> np.ndarray:

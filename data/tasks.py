@@ -10,7 +10,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from data.corpus import Corpus
+from data.files import text_hash
 from data.loader import IGNORE_INDEX, Batches
 from data.slices import cells, slice_means
 from data.sources import Documents, Source
@@ -98,8 +98,8 @@ class Task(Source):
         return self.sizes[number % len(self.sizes)]
 
     def corpus(self) -> "TaskCorpus":
-        digest = sha256(self.fingerprint().encode()).hexdigest()
-        return TaskCorpus([], [], None, IdTokenizer(self.vocab_size, BOS), digest, self)
+        tokenizer = IdTokenizer(self.vocab_size, BOS)
+        return TaskCorpus([], [], None, tokenizer, text_hash(self.fingerprint()), self)
 
     def fingerprint(self) -> str:
         return json.dumps([self.name, vars(self)])
