@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from glob import glob
 from hashlib import file_digest, sha256
 from pathlib import Path
+from statistics import mode
 
 # Not read by `datasets`: it takes 0.4 to 0.9 s for 50 MB (here 0.2), after 0.6 s for its import,
 # turns \r\n into \n and date-like strings into datetimes, and names no line in its errors.
@@ -33,8 +34,8 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
         # Files with another suffix, such as source code, can be named by a glob: suggest one.
         others = [file.suffix for file in root.rglob("*.*") if file.is_file()]
         if others and suffixes == TEXT_SUFFIXES:
-            shortest_first = sorted(set(others), key=len)
-            fix = f"data.path='{path}/**/*{max(shortest_first, key=others.count)}'"
+            # The most frequent one, or of several the shortest.
+            fix = f"data.path='{path}/**/*{mode(sorted(others, key=len))}'"
         raise ValueError(f"no {' or '.join(suffixes)} files ({path}). fix: {fix}")
     return sorted(files)
 

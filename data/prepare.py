@@ -46,7 +46,7 @@ def prepare(source: Source, cache_dir: Path, min_tokens: int = 0, quiet: bool = 
     tokenizer = source.pretrained_tokenizer()
     vocabulary = source.vocab_size if tokenizer is None else tokenizer.sha256
     cache_key = text_hash(json.dumps([FORMAT_VERSION, source.fingerprint(), vocabulary]))
-    folder = cache_dir / f"{type(source).__name__.lower()}-{cache_key[:16]}"
+    folder = cache_dir / f"{source.name}-{cache_key[:16]}"
     if not folder.exists():
         with exclusive(cache_dir):
             # Another process may have built it while this one was waiting for the lock.

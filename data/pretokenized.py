@@ -8,7 +8,7 @@ import numpy as np
 
 from data.corpus import Corpus
 from data.files import content_hash, split_files, text_hash
-from data.sources import Documents, Source
+from data.sources import Source
 from data.tokenizer import IdTokenizer
 
 # A file of llm.c begins with magic, version and number of tokens, three int32, padded with zeros.
@@ -45,10 +45,6 @@ class Pretokenized(Source):
         # "input_ids" was an option once; without it, older runs would not find their corpus.
         hashes = f"{content_hash(self.train_files)} {content_hash(self.val_files)}"
         return f"{hashes} input_ids {self.validation_tokens}"
-
-    def documents(self) -> Documents:
-        """Yield nothing: prepare() takes the corpus of ids, which are not text."""
-        return iter(())
 
     def corpus(self) -> Corpus:
         """Map the files where they are, without a copy in the cache."""

@@ -51,6 +51,10 @@ class Source(ABC):
                 f"(got {self.vocab_size}). fix: data.vocab_size=4096"
             )
 
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
     def pretrained_tokenizer(self) -> Tokenizer | None:
         """Load the tokenizer; None if it is to be trained."""
         return Tokenizer.load(self.tokenizer) if self.tokenizer else None
@@ -63,9 +67,12 @@ class Source(ABC):
     def fingerprint(self) -> str:
         """Return a text that is equal for equal documents and differs for others."""
 
-    @abstractmethod
     def documents(self) -> Documents:
-        """Yield each document and whether it is held out, in an order that never changes."""
+        """Yield each document and whether it is held out, in an order that never changes.
+
+        A source that returns a corpus has none.
+        """
+        return iter(())
 
 
 @dataclass(kw_only=True)

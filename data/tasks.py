@@ -21,7 +21,7 @@ from data.corpus import Corpus
 from data.files import text_hash
 from data.loader import IGNORE_INDEX, Batches
 from data.slices import cells, slice_means
-from data.sources import Documents, Source
+from data.sources import Source
 from data.tokenizer import IdTokenizer
 
 BOS = 0  # begins each row
@@ -64,10 +64,6 @@ class Task(Source):
             )
 
     @property
-    def name(self) -> str:
-        return type(self).__name__.lower()
-
-    @property
     @abstractmethod
     def sizes(self) -> list[int]:
         """The numbers of answers in a row: row n has sizes[n % len(sizes)]."""
@@ -103,10 +99,6 @@ class Task(Source):
 
     def fingerprint(self) -> str:
         return json.dumps([self.name, vars(self)])
-
-    def documents(self) -> Documents:
-        """Yield nothing: a task is no text."""
-        return iter(())
 
 
 @dataclass(kw_only=True)
