@@ -164,8 +164,9 @@ def decode_utf8(raw: bytes, source: str, offset: int = 0) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        problem = f"not UTF-8 ({source} at byte {offset + error.start})"
-        raise ValueError(f"{problem}. fix: iconv -t utf8") from None
+        raise ValueError(
+            f"not UTF-8 ({source} at byte {offset + error.start}). fix: iconv -t utf8"
+        ) from None
 
 
 def text_of_row(row: object, field: str, location: str) -> str:

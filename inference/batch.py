@@ -138,8 +138,10 @@ class Batch:
         self.waiting = deque(sequences)
         for sequence in sequences:
             if not 1 <= len(sequence.tokens) <= model.context:
-                problem = f"a prompt must have 1 to {model.context} tokens"
-                raise ValueError(f"{problem} (got {len(sequence.tokens)}). fix: cut it")
+                raise ValueError(
+                    f"a prompt must have 1 to {model.context} tokens "
+                    f"(got {len(sequence.tokens)}). fix: cut it"
+                )
 
         # A row starts with a sequence that is finished.
         self.rows = [Sequence([], 0)] * len(state.tokens)

@@ -20,8 +20,10 @@ class SharedAttention(SoftmaxAttention):
     def __init__(self, spec: LayerSpec, *, share: str, **knobs):
         super().__init__(spec, **knobs)
         if share not in ("pairs", "half"):
-            fix = "attention.share=pairs or attention.share=half"
-            raise ValueError(f"attention.share is unknown (got {share!r}). fix: {fix}")
+            raise ValueError(
+                f"attention.share is unknown (got {share!r}). "
+                "fix: attention.share=pairs or attention.share=half"
+            )
         self.layer = spec.layer
         if share == "pairs":
             self.reuses_kv = spec.layer % 2 == 1

@@ -31,9 +31,8 @@ class Retention(Attention):
         heads = spec.heads
         head_dim = dim // heads
         if dim % heads or head_dim % 2:
-            values = f"{dim=} {heads=}"
             raise ValueError(
-                f"heads must divide dim into even parts, whose pairs rotate ({values}). "
+                f"heads must divide dim into even parts, whose pairs rotate ({dim=} {heads=}). "
                 "fix: model.heads=4"
             )
         self.heads = heads
