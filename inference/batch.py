@@ -169,7 +169,7 @@ class Batch:
         self.prefilled_rows = to_prefill
         for row, logits in zip(to_prefill, self.prefill_rows(to_prefill), strict=True):
             self.start_row(row, logits)
-        return any(self.is_active())
+        return not all(sequence.is_finished for sequence in self.rows)
 
     def start_row(self, row: int, logits: Tensor) -> None:
         """Set the state of a row to that of its sequence; draw its first token from logits (V,)."""
@@ -229,10 +229,6 @@ class Batch:
                     break
                 sequence.append(token)
                 yield sequence
-
-    def is_active(self) -> list[bool]:
-        """Which rows have a sequence that is not finished."""
-        return [not sequence.is_finished for sequence in self.rows]
 
     def needs_more(self) -> bool:
         """Whether any sequence may get a token after the one that was drawn last."""
