@@ -254,12 +254,11 @@ def prefill(
 
     if cache is None:
         hidden = model.hidden(tokens)  # of one prompt
-        return model.logits(hidden[:, -1])
-
-    # Attend to no more slots of the cache than are filled after each part.
-    end = num_cached
-    for part in tokens.split(chunk, dim=1):
-        end += part.shape[1]
-        valid = part >= 0 if is_ragged else None
-        hidden = model.hidden(part.clamp(min=0), cache.first(end), valid)
+    else:
+        # Attend to no more slots of the cache than are filled after each part.
+        end = num_cached
+        for part in tokens.split(chunk, dim=1):
+            end += part.shape[1]
+            valid = part >= 0 if is_ragged else None
+            hidden = model.hidden(part.clamp(min=0), cache.first(end), valid)
     return model.logits(hidden[:, -1])

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from checkpoints import checkpoint
+from checkpoints.weights import is_own_checkpoint
 from common import compilation, hardware
 from common.instantiate import ROOT
 from data.tokenizer import Tokenizer
@@ -47,7 +48,7 @@ def load(
 
     # A checkpoint of ours is named after its run and its step.
     name = source.name
-    if (source / "manifest.json").exists():
+    if is_own_checkpoint(source):
         name = f"{source.parents[1].name} {name}"
     return model, Tokenizer.load(checkpoint.tokenizer_path(source)), name
 
