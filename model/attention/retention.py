@@ -97,8 +97,6 @@ class Retention(Attention):
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> LayerCache:
         # The state is at least fp32, because it accumulates over all tokens.
-        if not dtype.is_floating_point:
-            dtype = torch.float32
         dtype = torch.promote_types(dtype, torch.float32)
         shape = (batch, self.heads, self.head_dim, self.value_dim)
         state = torch.zeros(shape, dtype=dtype, device=device)

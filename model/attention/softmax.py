@@ -129,21 +129,24 @@ class SoftmaxAttention(Attention):
         self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
-        # Project, normalize and rotate the new tokens.
-        k, v, carry = self.project_kv(x, ctx, carry)  # (B, T, K, E)
-        q = self.project_q(x, ctx)  # (B, T, H, E)
-
-        # Keys and values of all visible tokens (B, S, K, E), and which query sees which key.
-        if cache is None:
-            visible = ctx.visible(self.window, self.chunk)
-        else:
-            (k, v), visible = cache.update(ctx, k, v)
+        k, v, visible, carry = self.visible_kv(x, ctx, cache, carry)
+        q = self.project_q(x, ctx)
 
         # Attend, gate and project back.
         y = self.attend(q, k, v, visible).flatten(-2)  # (B, T, H E)
         if self.gate_proj is not None:
             y = y * self.gate_proj(x).sigmoid()
         return self.o_proj(y), carry
+
+    def visible_kv(
+        self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, Tensor, Visibility, CrossLayer]:
+        """Keys and values (B, S, K, E) of all visible tokens, which query sees which, and carry."""
+        k, v, carry = self.project_kv(x, ctx, carry)  # (B, T, K, E)
+        if cache is None:
+            return k, v, ctx.visible(self.window, self.chunk), carry
+        (k, v), visible = cache.update(ctx, k, v)
+        return k, v, visible, carry
 
     def project_q(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """x (B, T, D) -> queries (B, T, H, E), normalized and rotated."""
