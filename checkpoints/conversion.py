@@ -53,8 +53,9 @@ def convert_config(tree: dict, overrides: list[str]) -> dict:
         explicit = options.keys() | preset_options(preset)
         attention = inherit_options(tree, composed["attention"], explicit)
     if attention == tree["attention"]:
-        values = " ".join(overrides)
-        raise ValueError(f"nothing changes ({values}). fix: leave out what the model has")
+        raise ValueError(
+            f"nothing changes ({' '.join(overrides)}). fix: leave out what the model has"
+        )
     return tree | {"attention": attention}
 
 

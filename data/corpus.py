@@ -27,11 +27,7 @@ class Corpus:
     validation_bytes: int | None
     tokenizer: Tokenizer
     sha256: str
-
-    @property
-    def num_classes(self) -> int:
-        """The number of classes of targets in an evaluation (data/slices.py)."""
-        return 2
+    num_classes = 2  # of targets in an evaluation (data/slices.py)
 
     @property
     def description(self) -> str:

@@ -1,6 +1,7 @@
 """Batches as a pure function of (seed, step), so one integer says where a run is in its data."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,27 +11,39 @@ from torch.nn.functional import pad
 IGNORE_INDEX = -100  # a target that does not count, as in torch's cross_entropy
 
 
-class Loader:
+@dataclass(kw_only=True)
+class Batches:
+    """Batches of `batch_size` numbered rows of `context` tokens, drawn by `seed`."""
+
+    context: int
+    batch_size: int
+    seed: int
+
+    def _row_numbers(self, step: int) -> range:
+        """Return the numbers of a batch's rows, which are counted through all epochs."""
+        first = step * self.batch_size
+        return range(first, first + self.batch_size)
+
+
+@dataclass
+class Loader(Batches):
     """Cuts shards, laid end to end, into rows of `context` input tokens and their next tokens.
 
     An epoch cuts its rows from a random offset on and visits each row once, in a random order.
     Raises ValueError if the text is too short for one batch.
     """
 
-    def __init__(self, shards: list[np.ndarray], *, context: int, batch_size: int, seed: int):
-        self.shards = shards
-        self.context = context
-        self.batch_size = batch_size
-        self.seed = seed
+    shards: list[np.ndarray]
 
+    def __post_init__(self):
         # Positions in the whole text after the last token of each shard.
-        lengths = [len(shard) for shard in shards]
+        lengths = [len(shard) for shard in self.shards]
         self.shard_ends = np.cumsum(lengths)
         num_tokens = int(self.shard_ends[-1])
-        check_enough_tokens(num_tokens, min_corpus_tokens(context, batch_size))
+        check_enough_tokens(num_tokens, min_corpus_tokens(self.context, self.batch_size))
 
         # The last row needs one token more as a target; one row less, so that every offset fits.
-        self.rows_per_epoch = (num_tokens - 1) // context - 1
+        self.rows_per_epoch = (num_tokens - 1) // self.context - 1
         self._begin_epoch(0)
 
     def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
@@ -58,11 +71,6 @@ class Loader:
         # Eight positions are enough to find the text again.
         starts = [self._row_start(number) for number in numbers[:8]]
         return f"{len(numbers)} rows of epoch {epoch}, from the tokens {starts} (at most 8 listed)"
-
-    def _row_numbers(self, step: int) -> range:
-        """Return the numbers of a batch's rows, which are counted through all epochs."""
-        first = step * self.batch_size
-        return range(first, first + self.batch_size)
 
     def _row_start(self, number: int) -> int:
         """Return the position of a row's first token in the whole text."""

@@ -9,7 +9,6 @@ import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from common.atomic_dir import StagingDirectory, atomic_directory, flock, remove_leftovers, verify
 from common.progress import waiting
 from data.corpus import Corpus
+from data.files import text_hash
 from data.loader import check_enough_tokens
 from data.sources import Source
 from data.tokenizer import Tokenizer, tokenizer_file
@@ -45,8 +45,8 @@ def prepare(source: Source, cache_dir: Path, min_tokens: int = 0, quiet: bool = 
     # The cache key is the content and the tokenizer, or the vocabulary size of one to be trained.
     tokenizer = source.pretrained_tokenizer()
     vocabulary = source.vocab_size if tokenizer is None else tokenizer.sha256
-    cache_key = digest(json.dumps([FORMAT_VERSION, source.fingerprint(), vocabulary]))
-    folder = cache_dir / f"{type(source).__name__.lower()}-{cache_key[:16]}"
+    cache_key = text_hash(json.dumps([FORMAT_VERSION, source.fingerprint(), vocabulary]))
+    folder = cache_dir / f"{source.name}-{cache_key[:16]}"
     if not folder.exists():
         with exclusive(cache_dir):
             # Another process may have built it while this one was waiting for the lock.
@@ -68,12 +68,8 @@ def open_corpus(folder: Path) -> Corpus:
         **shards,
         validation_bytes=manifest["validation_bytes"],
         tokenizer=Tokenizer.load(tokenizer_file(folder)),
-        sha256=digest(json.dumps(hashes)),
+        sha256=text_hash(json.dumps(hashes)),
     )
-
-
-def digest(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
 
 
 @contextmanager

@@ -2,15 +2,14 @@
 
 import struct
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
 from data.corpus import Corpus
-from data.files import content_hash, split_files
-from data.sources import Documents, Source
-from data.tokenizer import IdTokenizer, Tokenizer
+from data.files import content_hash, split_files, text_hash
+from data.sources import Source
+from data.tokenizer import IdTokenizer
 
 # A file of llm.c begins with magic, version and number of tokens, three int32, padded with zeros.
 HEADER_BYTES = 1024
@@ -38,22 +37,14 @@ class Pretokenized(Source):
             )
         self.train_files, self.val_files = split_files(self.path, (".bin",))
         # Without a tokenizer, the ids stand for themselves.
-        self.id_tokenizer = super().pretrained_tokenizer()
+        self.id_tokenizer = self.pretrained_tokenizer()
         if self.id_tokenizer is None:
-            proto = IdTokenizer.MAGIC + f"{self.vocab_size} {self.bos}\n".encode()
-            self.id_tokenizer = IdTokenizer(proto)
-
-    def pretrained_tokenizer(self) -> Tokenizer:
-        return self.id_tokenizer
+            self.id_tokenizer = IdTokenizer(self.vocab_size, self.bos)
 
     def fingerprint(self) -> str:
         # "input_ids" was an option once; without it, older runs would not find their corpus.
         hashes = f"{content_hash(self.train_files)} {content_hash(self.val_files)}"
         return f"{hashes} input_ids {self.validation_tokens}"
-
-    def documents(self) -> Documents:
-        """Yield nothing: prepare() takes the corpus of ids, which are not text."""
-        return iter(())
 
     def corpus(self) -> Corpus:
         """Map the files where they are, without a copy in the cache."""
@@ -72,7 +63,7 @@ class Pretokenized(Source):
             [validation],
             validation_bytes=self.id_tokenizer.nbytes(validation),
             tokenizer=self.id_tokenizer,
-            sha256=sha256(self.fingerprint().encode()).hexdigest(),
+            sha256=text_hash(self.fingerprint()),
         )
 
     def open_bin(self, file: Path) -> np.ndarray:

@@ -12,24 +12,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 from data.corpus import Corpus
-from data.files import TEXT_SUFFIXES, content_hash, read_documents, split_files, text_of_row
+from data.files import (
+    TEXT_SUFFIXES,
+    content_hash,
+    read_documents,
+    split_files,
+    text_hash,
+    text_of_row,
+)
 from data.tokenizer import Tokenizer
 
 Documents = Iterator[tuple[str, bool]]  # (text, whether it is held out)
 
 
-def text_digest(text: str) -> int:
-    """SHA-256 as an integer: the same in every process, as Python's own hash is not."""
-    return int(sha256(text.encode()).hexdigest(), 16)
-
-
 def is_held_out(identity: str, holdout: int) -> bool:
     """Whether a document is held out: one in `holdout` is, by its hash, in any order."""
-    return text_digest(identity) % holdout == 0
+    return int(text_hash(identity), 16) % holdout == 0
 
 
 @dataclass(kw_only=True)
@@ -50,6 +51,10 @@ class Source(ABC):
                 f"(got {self.vocab_size}). fix: data.vocab_size=4096"
             )
 
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
     def pretrained_tokenizer(self) -> Tokenizer | None:
         """Load the tokenizer; None if it is to be trained."""
         return Tokenizer.load(self.tokenizer) if self.tokenizer else None
@@ -62,9 +67,12 @@ class Source(ABC):
     def fingerprint(self) -> str:
         """Return a text that is equal for equal documents and differs for others."""
 
-    @abstractmethod
     def documents(self) -> Documents:
-        """Yield each document and whether it is held out, in an order that never changes."""
+        """Yield each document and whether it is held out, in an order that never changes.
+
+        A source that returns a corpus has none.
+        """
+        return iter(())
 
 
 @dataclass(kw_only=True)
@@ -143,7 +151,7 @@ class Text(Source):
             return
 
         # Read everything once to know which documents are held out, then again to yield them.
-        digests = [text_digest(text) for text in self.texts()]
+        digests = [int(text_hash(text), 16) for text in self.texts()]
         if not digests:
             files = ", ".join(map(str, self.train_files[:3]))
             raise ValueError(

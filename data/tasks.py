@@ -10,7 +10,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +18,10 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from data.corpus import Corpus
-from data.loader import IGNORE_INDEX
+from data.files import text_hash
+from data.loader import IGNORE_INDEX, Batches
 from data.slices import cells, slice_means
-from data.sources import Documents, Source
+from data.sources import Source
 from data.tokenizer import IdTokenizer
 
 BOS = 0  # begins each row
@@ -64,10 +64,6 @@ class Task(Source):
             )
 
     @property
-    def name(self) -> str:
-        return type(self).__name__.lower()
-
-    @property
     @abstractmethod
     def sizes(self) -> list[int]:
         """The numbers of answers in a row: row n has sizes[n % len(sizes)]."""
@@ -98,16 +94,11 @@ class Task(Source):
         return self.sizes[number % len(self.sizes)]
 
     def corpus(self) -> "TaskCorpus":
-        proto = IdTokenizer.MAGIC + f"{self.vocab_size} {BOS}\n".encode()
-        digest = sha256(self.fingerprint().encode()).hexdigest()
-        return TaskCorpus([], [], None, IdTokenizer(proto), digest, self)
+        tokenizer = IdTokenizer(self.vocab_size, BOS)
+        return TaskCorpus([], [], None, tokenizer, text_hash(self.fingerprint()), self)
 
     def fingerprint(self) -> str:
         return json.dumps([self.name, vars(self)])
-
-    def documents(self) -> Documents:
-        """Yield nothing: a task is no text."""
-        return iter(())
 
 
 @dataclass(kw_only=True)
@@ -206,16 +197,12 @@ def empty_row(inputs: np.ndarray) -> Row:
     return Row(inputs, np.full_like(inputs, IGNORE_INDEX), np.ones_like(inputs))
 
 
-class TaskLoader:
+@dataclass
+class TaskLoader(Batches):
     """Batches of a task as a function of (seed, step), like those of data.loader.Loader."""
 
+    task: Task
     rows_per_epoch = math.inf  # no row comes twice
-
-    def __init__(self, task: Task, *, context: int, batch_size: int, seed: int):
-        self.task = task
-        self.context = context
-        self.batch_size = batch_size
-        self.seed = seed
 
     def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return inputs (B, T) and targets (B, T), int64, of these rows of a batch."""
@@ -231,10 +218,6 @@ class TaskLoader:
         """Name, for a message, the rows of a batch."""
         numbers = self._row_numbers(step)
         return f"rows {numbers.start} to {numbers.stop - 1} of {self.task.name}"
-
-    def _row_numbers(self, step: int) -> range:
-        first = step * self.batch_size
-        return range(first, first + self.batch_size)
 
 
 @dataclass

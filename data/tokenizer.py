@@ -73,7 +73,8 @@ class Tokenizer:
                     files[name] = file.read_bytes()
             return JsonTokenizer(files)
         if content.startswith(IdTokenizer.MAGIC):
-            return IdTokenizer(content)
+            vocab_size, bos = map(int, content.removeprefix(IdTokenizer.MAGIC).split())
+            return IdTokenizer(vocab_size, bos)
         return cls(content)
 
     @classmethod
@@ -189,17 +190,17 @@ class IdTokenizer(Tokenizer):
 
     MAGIC = b"ids "  # no SentencePiece model begins with it
 
-    def __init__(self, proto: bytes):
-        self.proto = proto
-        self.files = {"tokenizer.model": proto}
-        self.vocab_size, self.bos = map(int, proto.removeprefix(self.MAGIC).split())
-        self.eos = self.bos
-        self.eos_ids = (self.eos,)
-        if self.bos >= self.vocab_size:
+    def __init__(self, vocab_size: int, bos: int):
+        if bos >= vocab_size:
             raise ValueError(
-                f"BOS is outside the vocabulary (data.bos={self.bos}, {self.vocab_size}). "
-                f"fix: data.bos={self.vocab_size - 1}"
+                f"BOS is outside the vocabulary (data.bos={bos}, {vocab_size}). "
+                f"fix: data.bos={vocab_size - 1}"
             )
+        self.files = {"tokenizer.model": self.MAGIC + f"{vocab_size} {bos}\n".encode()}
+        self.vocab_size = vocab_size
+        self.bos = bos
+        self.eos = bos
+        self.eos_ids = (bos,)
 
     def encode(self, text: str) -> list[int]:
         """Read the ids. Raises ValueError for other text and for ids outside the vocabulary."""

@@ -138,8 +138,10 @@ class Batch:
         self.waiting = deque(sequences)
         for sequence in sequences:
             if not 1 <= len(sequence.tokens) <= model.context:
-                problem = f"a prompt must have 1 to {model.context} tokens"
-                raise ValueError(f"{problem} (got {len(sequence.tokens)}). fix: cut it")
+                raise ValueError(
+                    f"a prompt must have 1 to {model.context} tokens "
+                    f"(got {len(sequence.tokens)}). fix: cut it"
+                )
 
         # A row starts with a sequence that is finished.
         self.rows = [Sequence([], 0)] * len(state.tokens)
@@ -167,7 +169,7 @@ class Batch:
         self.prefilled_rows = to_prefill
         for row, logits in zip(to_prefill, self.prefill_rows(to_prefill), strict=True):
             self.start_row(row, logits)
-        return any(self.is_active())
+        return not all(sequence.is_finished for sequence in self.rows)
 
     def start_row(self, row: int, logits: Tensor) -> None:
         """Set the state of a row to that of its sequence; draw its first token from logits (V,)."""
@@ -228,10 +230,6 @@ class Batch:
                 sequence.append(token)
                 yield sequence
 
-    def is_active(self) -> list[bool]:
-        """Which rows have a sequence that is not finished."""
-        return [not sequence.is_finished for sequence in self.rows]
-
     def needs_more(self) -> bool:
         """Whether any sequence may get a token after the one that was drawn last."""
         return any(not sequence.is_finished and sequence.num_left > 1 for sequence in self.rows)
@@ -256,12 +254,11 @@ def prefill(
 
     if cache is None:
         hidden = model.hidden(tokens)  # of one prompt
-        return model.logits(hidden[:, -1])
-
-    # Attend to no more slots of the cache than are filled after each part.
-    end = num_cached
-    for part in tokens.split(chunk, dim=1):
-        end += part.shape[1]
-        valid = part >= 0 if is_ragged else None
-        hidden = model.hidden(part.clamp(min=0), cache.first(end), valid)
+    else:
+        # Attend to no more slots of the cache than are filled after each part.
+        end = num_cached
+        for part in tokens.split(chunk, dim=1):
+            end += part.shape[1]
+            valid = part >= 0 if is_ragged else None
+            hidden = model.hidden(part.clamp(min=0), cache.first(end), valid)
     return model.logits(hidden[:, -1])

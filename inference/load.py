@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from checkpoints import checkpoint
+from checkpoints.weights import is_own_checkpoint
 from common import compilation, hardware
 from common.instantiate import ROOT
 from data.tokenizer import Tokenizer
@@ -30,8 +31,9 @@ def load(
         device = hardware.pick_device(device)
     source = checkpoint.find_model(None if path is None else Path(path).expanduser())
     if dtype == "int8" and device.type == "mps":
-        problem = "no products with int8 weights here (--dtype int8, mps)"
-        raise ValueError(f"{problem}. fix: --dtype bf16")
+        raise ValueError(
+            "no products with int8 weights here (--dtype int8, mps). fix: --dtype bf16"
+        )
     if context is not None:
         check_context(checkpoint.load_config(source)["model"], context)
     model = checkpoint.load_model(source, device, weight_dtype(dtype, device), context)
@@ -46,7 +48,7 @@ def load(
 
     # A checkpoint of ours is named after its run and its step.
     name = source.name
-    if (source / "manifest.json").exists():
+    if is_own_checkpoint(source):
         name = f"{source.parents[1].name} {name}"
     return model, Tokenizer.load(checkpoint.tokenizer_path(source)), name
 
@@ -59,8 +61,10 @@ def check_context(tree: dict, context: int) -> None:
     trained = build_model(tree).state_dict()
     for name, tensor in build_model(tree | {"context": context}).state_dict().items():
         if tensor.shape != trained[name].shape:
-            problem = f"{name} was trained for {tree['context']} tokens (--context {context})"
-            raise ValueError(f"{problem}. fix: --context {tree['context']}")
+            raise ValueError(
+                f"{name} was trained for {tree['context']} tokens (--context {context}). "
+                f"fix: --context {tree['context']}"
+            )
 
 
 def weight_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -89,6 +89,9 @@ def truncate_left(tokens: list[int], context: int) -> list[int]:
     """
     if len(tokens) <= context:
         return tokens
-    problem = f"a text of {len(tokens)} tokens, the model's context is {context}"
-    print(f"warning: {problem}: its end is used", file=sys.stderr)
+    print(
+        f"warning: a text of {len(tokens)} tokens, the model's context is {context}: "
+        "its end is used",
+        file=sys.stderr,
+    )
     return tokens[1 - context :]

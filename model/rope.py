@@ -24,8 +24,9 @@ class Scaling:
     def require(self, is_met: bool, rule: str) -> None:
         """Raise ValueError unless the rule is met."""
         if not is_met:
-            fix = "attention.rope_scaling=null"
-            raise ValueError(f"rope_scaling needs {rule} (got {self}). fix: {fix}")
+            raise ValueError(
+                f"rope_scaling needs {rule} (got {self}). fix: attention.rope_scaling=null"
+            )
 
     def interpolate(self, frequency: Tensor, unscaled: Tensor) -> Tensor:
         """Divide by the factor where `unscaled` (R/2,) is 0, not where it is 1; blend between."""

@@ -67,8 +67,9 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         if softcap is not None and not 0 < softcap < math.inf:
-            problem = f"model.softcap must be a number above 0 (got {softcap!r})"
-            raise ValueError(f"{problem}. fix: model.softcap=null")
+            raise ValueError(
+                f"model.softcap must be a number above 0 (got {softcap!r}). fix: model.softcap=null"
+            )
         if not 0 <= norm_eps < 1:
             raise ValueError(
                 f"model.norm_eps must be from 0 to below 1 (got {norm_eps!r}). "

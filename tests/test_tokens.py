@@ -182,7 +182,7 @@ def test_without_a_tokenizer_ids_are_their_own_text(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"ids 50257 50256\n")
     ids = Tokenizer.load(tmp_path / "tokenizer.model")
     assert (ids.vocab_size, ids.bos, ids.eos) == (50257, 50256, 50256) and IdTokenizer(
-        ids.proto
+        50257, 50256
     ).sha256 == ids.sha256
     assert (
         ids.encode(" 464 3290\n") == [464, 3290]

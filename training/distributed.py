@@ -33,31 +33,27 @@ class DistEnv:
             dist.barrier()
 
     def all_reduce_sum(self, number: float) -> float:
-        """The sum over all ranks, in fp64."""
-        return self._all_reduce(number, dist.ReduceOp.SUM)
+        """The sum over all ranks, in fp64, on the CPU, so that no GPU is synchronized."""
+        x = torch.tensor(number, dtype=torch.float64)
+        return self._all_reduce(x, dist.ReduceOp.SUM).item()
 
     def all_reduce_sum_of_array(self, array: np.ndarray) -> np.ndarray:
         """The elementwise sum over all ranks; `array` may be overwritten."""
-        x = torch.from_numpy(array)
-        if self.world_size > 1:
-            dist.all_reduce(x)
-        return x.numpy()
+        return self._all_reduce(torch.from_numpy(array), dist.ReduceOp.SUM).numpy()
 
     def all_reduce_max(self, number: int) -> int:
-        """The maximum over all ranks."""
-        return int(self._all_reduce(number, dist.ReduceOp.MAX))
-
-    def _all_reduce(self, number: float, op: dist.ReduceOp) -> float:
-        # On the CPU, so that no GPU is synchronized.
-        x = torch.tensor(number, dtype=torch.float64)
-        if self.world_size > 1:
-            dist.all_reduce(x, op)
-        return x.item()
+        """The maximum over all ranks, on the CPU too."""
+        return self._all_reduce(torch.tensor(number), dist.ReduceOp.MAX).item()
 
     def all_reduce_min_(self, x: Tensor) -> None:
         """Replace x, a tensor on the device, by its minimum over all ranks, without a host sync."""
+        self._all_reduce(x, dist.ReduceOp.MIN)
+
+    def _all_reduce(self, x: Tensor, op: dist.ReduceOp) -> Tensor:
+        """Reduce x over all ranks, in place, and return it."""
         if self.world_size > 1:
-            dist.all_reduce(x, dist.ReduceOp.MIN)
+            dist.all_reduce(x, op)
+        return x
 
     def gather_to_rank0(self, x: Tensor) -> Tensor | None:
         """The whole of a sharded x, or a plain x, on the CPU of rank 0; None on the other ranks."""

@@ -117,8 +117,7 @@ class Logger:
             with suppress(OSError):  # a part may have been written
                 os.truncate(path, self.sizes[name])
             if not self.is_disk_full:
-                problem = f"{path}: {error.strerror}"
-                self.info(f"warning: not written ({problem}): training goes on")
+                self.info(f"warning: not written ({path}: {error.strerror}): training goes on")
             self.is_disk_full = True
 
     def close(self) -> None:

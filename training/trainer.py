@@ -256,9 +256,12 @@ class Trainer:
         start = monotonic()
         self.compile()
         buffers = [buffer.clone() for buffer in self.model.buffers()]
-        advice = "less where .cache/ has it from before; to begin at once: compile=false"
-        wait = self.log.waiting("compiling the training step", self.compile_record.seconds, advice)
-        with compilation.exit_without_waiting(), self._pause_clock(), wait, self._no_sync():
+        pause = self._pause(
+            "compiling the training step",
+            self.compile_record.seconds,
+            "less where .cache/ has it from before; to begin at once: compile=false",
+        )
+        with compilation.exit_without_waiting(), pause, self._no_sync():
             try:
                 rows = self._micro_batches()[0]
                 self._accumulate(rows)
@@ -497,10 +500,7 @@ class Trainer:
             return
         text = ""
         sample = partial(sample_text, self.model, self.corpus.tokenizer, self.step)
-        with (
-            self._pause_clock(),
-            self.log.waiting("sampling text", advice="less often: sample_every"),
-        ):
+        with self._pause("sampling text", advice="less often: sample_every"):
             if self.is_sharded:  # then all ranks compute every token together
                 # FSDP keeps the buffers of its first all-gather. If inference mode, in which text
                 # is generated, had made them, training could not write to them.
@@ -563,7 +563,7 @@ class Trainer:
         if self.tokens_per_second:
             seconds = self.evaluation_cost * eval_tokens / self.tokens_per_second
         what = f"evaluating on {eval_tokens:,} tokens that were held out"
-        with self._pause_clock(), self.log.waiting(what, seconds, "less often: eval_every"):
+        with self._pause(what, seconds, "less often: eval_every"):
             score = evaluate(
                 self.loss_module,
                 self.corpus,
@@ -625,8 +625,7 @@ class Trainer:
         loss_sum = self.ranks.all_reduce_sum(self.loss_sum.item())
         self.loss_sum.fill_(loss_sum / self.ranks.world_size)
 
-        wait = self.log.waiting("saving a checkpoint", advice="less often: save_every")
-        with self._pause_clock(), wait:
+        with self._pause("saving a checkpoint", advice="less often: save_every"):
             weights = {
                 name: self.ranks.gather_to_rank0(tensor)
                 for name, tensor in self.model.state_dict().items()
@@ -680,7 +679,9 @@ class Trainer:
         return monotonic() - self.paused_seconds
 
     @contextmanager
-    def _pause_clock(self) -> Iterator[None]:
+    def _pause(self, what: str, seconds: float | None = None, advice: str = "") -> Iterator[None]:
+        """Stop the clock while something else goes on, and announce it; see progress.waiting."""
         start = monotonic()
-        yield
+        with self.log.waiting(what, seconds, advice):
+            yield
         self.paused_seconds += monotonic() - start

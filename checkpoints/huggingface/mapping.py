@@ -167,8 +167,10 @@ def from_hf_config(config: dict) -> dict:
             f"fix: one of {', '.join(ARCHITECTURES)}"
         )
     if config.get("auto_map"):
-        problem = f"a model with code of its own (config.json: auto_map={config['auto_map']})"
-        raise ValueError(f"{problem}. fix: another model; nothing in a folder is run")
+        raise ValueError(
+            f"a model with code of its own (config.json: auto_map={config['auto_map']}). "
+            "fix: another model; nothing in a folder is run"
+        )
     (name,) = names
     architecture = ARCHITECTURES[name]
     try:

@@ -33,8 +33,9 @@ def rope_to_hf(base: float, scaling: dict | None) -> dict:
         if target == ours["_target_"]:
             parameters = {key: ours[knob] for key, knob in knobs.items()}
             return {"rope_type": rope_type, "rope_theta": base, **parameters}
-    fix = "attention.rope_scaling=null"
-    raise ValueError(f"no class of transformers has this scaling ({scaling}). fix: {fix}")
+    raise ValueError(
+        f"no class of transformers has this scaling ({scaling}). fix: attention.rope_scaling=null"
+    )
 
 
 def rope_parameters(config: dict) -> dict:

@@ -72,8 +72,11 @@ def validate_knobs(base: float | None = None, dropout: float = 0.0, **sizes: int
                 f"fix: attention.{name}=1, or more"
             )
     if base is not None and not 1 < base < math.inf:
-        fix = "attention.rope_base=10000"
-        raise ValueError(f"attention.rope_base must be above 1 (got {base!r}). fix: {fix}")
+        raise ValueError(
+            f"attention.rope_base must be above 1 (got {base!r}). fix: attention.rope_base=10000"
+        )
     if not 0 <= dropout < 1:
-        problem = f"attention.dropout must be from 0 to below 1 (got {dropout!r})"
-        raise ValueError(f"{problem}. fix: attention.dropout=0.0")
+        raise ValueError(
+            f"attention.dropout must be from 0 to below 1 (got {dropout!r}). "
+            "fix: attention.dropout=0.0"
+        )

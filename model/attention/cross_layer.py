@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from model.attention.base import CrossLayer, LayerSpec
 from model.attention.softmax import SoftmaxAttention
 from model.cache import KVCache, LayerCache
-from model.context import ForwardContext
+from model.context import ForwardContext, Visibility
 
 
 class SharedAttention(SoftmaxAttention):
@@ -20,8 +20,10 @@ class SharedAttention(SoftmaxAttention):
     def __init__(self, spec: LayerSpec, *, share: str, **knobs):
         super().__init__(spec, **knobs)
         if share not in ("pairs", "half"):
-            fix = "attention.share=pairs or attention.share=half"
-            raise ValueError(f"attention.share is unknown (got {share!r}). fix: {fix}")
+            raise ValueError(
+                f"attention.share is unknown (got {share!r}). "
+                "fix: attention.share=pairs or attention.share=half"
+            )
         self.layer = spec.layer
         if share == "pairs":
             self.reuses_kv = spec.layer % 2 == 1
@@ -32,24 +34,14 @@ class SharedAttention(SoftmaxAttention):
             self.v_proj = None
             self.k_norm = None
 
-    def forward(
+    def visible_kv(
         self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """Attend as SoftmaxAttention does, to keys and values that are carried to later layers."""
+    ) -> tuple[Tensor, Tensor, Visibility, CrossLayer]:
+        """Keys and values, as in SoftmaxAttention, which are carried to later layers."""
         if not self.reuses_kv:
-            k, v, carry = self.project_kv(x, ctx, carry)
-            if cache is None:
-                visible = ctx.visible(self.window, self.chunk)
-            else:
-                (k, v), visible = cache.update(ctx, k, v)
+            k, v, visible, carry = super().visible_kv(x, ctx, cache, carry)
             carry = carry | {"kv": (k, v, visible)}
-        k, v, visible = take(carry, "kv", self.layer)
-
-        q = self.project_q(x, ctx)
-        y = self.attend(q, k, v, visible).flatten(-2)
-        if self.gate_proj is not None:
-            y = y * self.gate_proj(x).sigmoid()
-        return self.o_proj(y), carry
+        return *take(carry, "kv", self.layer), carry
 
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str

@@ -24,13 +24,15 @@ class DifferentialAttention(SoftmaxAttention):
     def __init__(self, spec: LayerSpec, **knobs):
         super().__init__(spec, **knobs)
         if self.kv_heads % 2:
-            values = f"heads={spec.heads} kv_heads={self.kv_heads}"
-            problem = f"heads come in pairs: kv_heads must be even ({values})"
-            raise ValueError(f"{problem}. fix: attention.kv_heads=2")
+            raise ValueError(
+                "heads come in pairs: kv_heads must be even "
+                f"(heads={spec.heads} kv_heads={self.kv_heads}). fix: attention.kv_heads=2"
+            )
         if self.kernel.dropout:
-            values = f"dropout={self.kernel.dropout}, DifferentialAttention"
-            fix = "attention.dropout=0"
-            raise ValueError(f"differential attention has no dropout ({values}). fix: {fix}")
+            raise ValueError(
+                f"differential attention has no dropout (dropout={self.kernel.dropout}, "
+                "DifferentialAttention). fix: attention.dropout=0"
+            )
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * spec.layer)
         head_dim = self.head_dim
         self.q1 = nn.Parameter(torch.empty(head_dim))

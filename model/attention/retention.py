@@ -31,9 +31,8 @@ class Retention(Attention):
         heads = spec.heads
         head_dim = dim // heads
         if dim % heads or head_dim % 2:
-            values = f"{dim=} {heads=}"
             raise ValueError(
-                f"heads must divide dim into even parts, whose pairs rotate ({values}). "
+                f"heads must divide dim into even parts, whose pairs rotate ({dim=} {heads=}). "
                 "fix: model.heads=4"
             )
         self.heads = heads
@@ -98,8 +97,6 @@ class Retention(Attention):
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> LayerCache:
         # The state is at least fp32, because it accumulates over all tokens.
-        if not dtype.is_floating_point:
-            dtype = torch.float32
         dtype = torch.promote_types(dtype, torch.float32)
         shape = (batch, self.heads, self.head_dim, self.value_dim)
         state = torch.zeros(shape, dtype=dtype, device=device)

@@ -58,39 +58,45 @@ class SoftmaxAttention(Attention):
 
         # Refuse options that are out of range or contradict each other.
         if rope_base is None and rope_scaling is not None:
-            problem = f"there is no RoPE to scale ({rope_base=} {rope_scaling=})"
-            raise ValueError(f"{problem}. fix: attention.rope_scaling=null")
+            raise ValueError(
+                f"there is no RoPE to scale ({rope_base=} {rope_scaling=}). "
+                "fix: attention.rope_scaling=null"
+            )
         sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "window": window, "chunk": chunk}
         validate_knobs(rope_base, dropout, **sizes)
         if softcap is not None and not softcap > 0:
-            problem = f"attention.softcap must be above 0 (got {softcap!r})"
-            raise ValueError(f"{problem}. fix: attention.softcap=null")
+            raise ValueError(
+                f"attention.softcap must be above 0 (got {softcap!r}). fix: attention.softcap=null"
+            )
         is_divisible = head_dim is not None or dim % heads == 0
         if not is_divisible or heads % kv_heads:
-            values = f"{dim=} {heads=} {kv_heads=}"
-            problem = f"heads must divide dim, and kv_heads must divide heads (got {values})"
             fix = f"model.dim={2 * heads * (dim // heads // 2 + 1)}"
             if is_divisible:
                 fix = f"attention.kv_heads={math.gcd(heads, kv_heads)}"
-            raise ValueError(f"{problem}. fix: {fix}")
+            raise ValueError(
+                "heads must divide dim, and kv_heads must divide heads "
+                f"(got {dim=} {heads=} {kv_heads=}). fix: {fix}"
+            )
         if head_dim is None:
             head_dim = dim // heads
         rotary_dim = int(head_dim * rope_fraction)
         if rope_base is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
-            values = f"{dim=} {head_dim=} x {rope_fraction=} is {head_dim * rope_fraction:g}"
             fix = "attention.rope_fraction=1.0"
             if head_dim % 2:
                 fix = f"attention.head_dim={head_dim + 1}"
             raise ValueError(
-                f"RoPE needs an even part of the head dimension ({values}). fix: {fix}"
+                f"RoPE needs an even part of the head dimension ({dim=} {head_dim=} x "
+                f"{rope_fraction=} is {head_dim * rope_fraction:g}). fix: {fix}"
             )
         if qk_norm not in (None, "before_rope", "after_rope"):
-            fix = "attention.qk_norm=null, or =before_rope, or =after_rope"
-            raise ValueError(f"attention.qk_norm is unknown (got {qk_norm!r}). fix: {fix}")
-        if window is not None and chunk is not None:
-            values = f"{window=} {chunk=}"
             raise ValueError(
-                f"a layer has a window or a chunk, not both ({values}). fix: attention.chunk=null"
+                f"attention.qk_norm is unknown (got {qk_norm!r}). "
+                "fix: attention.qk_norm=null, or =before_rope, or =after_rope"
+            )
+        if window is not None and chunk is not None:
+            raise ValueError(
+                f"a layer has a window or a chunk, not both ({window=} {chunk=}). "
+                "fix: attention.chunk=null"
             )
 
         self.heads = heads
@@ -123,21 +129,24 @@ class SoftmaxAttention(Attention):
         self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
-        # Project, normalize and rotate the new tokens.
-        k, v, carry = self.project_kv(x, ctx, carry)  # (B, T, K, E)
-        q = self.project_q(x, ctx)  # (B, T, H, E)
-
-        # Keys and values of all visible tokens (B, S, K, E), and which query sees which key.
-        if cache is None:
-            visible = ctx.visible(self.window, self.chunk)
-        else:
-            (k, v), visible = cache.update(ctx, k, v)
+        k, v, visible, carry = self.visible_kv(x, ctx, cache, carry)
+        q = self.project_q(x, ctx)
 
         # Attend, gate and project back.
         y = self.attend(q, k, v, visible).flatten(-2)  # (B, T, H E)
         if self.gate_proj is not None:
             y = y * self.gate_proj(x).sigmoid()
         return self.o_proj(y), carry
+
+    def visible_kv(
+        self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, Tensor, Visibility, CrossLayer]:
+        """Keys and values (B, S, K, E) of all visible tokens, which query sees which, and carry."""
+        k, v, carry = self.project_kv(x, ctx, carry)  # (B, T, K, E)
+        if cache is None:
+            return k, v, ctx.visible(self.window, self.chunk), carry
+        (k, v), visible = cache.update(ctx, k, v)
+        return k, v, visible, carry
 
     def project_q(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """x (B, T, D) -> queries (B, T, H, E), normalized and rotated."""
