@@ -69,7 +69,7 @@ def split_files(path: str | None, suffixes: tuple[str, ...]) -> tuple[list[Path]
 
 
 def describe_paths(suffixes: tuple[str, ...]) -> str:
-    return f"data.path=PATH of a file, a glob, or a folder of {' '.join(suffixes)}"
+    return f"a PATH of a file, a glob, or a folder of {' '.join(suffixes)}"
 
 
 def read_documents(files: Iterable[Path], field: str, separator: str) -> Iterator[str]:

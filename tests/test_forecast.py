@@ -72,8 +72,9 @@ def test_the_published_spread_is_that_of_the_intervals():
 def test_a_difference_is_told_in_deviations_and_bits_per_byte(planned):
     assert "a difference of 3.3 standard deviations" in forecast.forecast("recall", planned)
     assert "bits per byte" not in forecast.forecast("recall", planned)
-    assert "3.3 standard deviations is found in 80% (0.0346 bits" in forecast.forecast(
-        "text", planned
+    assert (
+        "80% power for a difference of 3.3 standard deviations (0.0346 bits"
+        in forecast.forecast("text", planned)
     )
     for few in (planned[:2], planned[::2]):  # one seed, one variant
         assert "no verdicts" in forecast.forecast("text", few)

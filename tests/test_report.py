@@ -186,7 +186,7 @@ def test_few_tokens_a_parameter_are_a_warning(write, ratio, warns):
     parameters = sum(p.numel() for p in RUNS[0].model.parameters())
     runs = [text_run("gqa", seed, 1.0, tokens=round(ratio * parameters)) for seed in SEEDS]
     markdown = write(runs)[0]
-    assert f"Training took {ratio} tokens a parameter" in markdown
+    assert f"Training took at least {ratio} tokens per parameter" in markdown
     assert ("Warning" in markdown) == warns
 
 

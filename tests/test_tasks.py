@@ -1,6 +1,7 @@
 """Rows of recall and copy are what their papers say, and an evaluation scores their answers."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,15 @@ def test_an_evaluation_counts_as_many_rows_in_batches_of_any_size():
         batches = corpus.evaluation(24 * CONTEXT, CONTEXT, batch_size)
         counts.append(sum(int((targets != IGNORE_INDEX).sum()) for _, targets, _ in batches))
     assert counts == [(3 + 7 + 16) * 8] * 2
+
+
+def test_a_run_says_its_accuracy_and_how_to_see_more(command):
+    words = ("model=tiny", "device=cpu", "data=recall", "data.pairs=[4]", "compile=false")
+    result = command("train.py", *words, "steps=1", "max_minutes=null", "name=looked-up")
+    assert result.code == 0, result.err
+    said = result.out + result.err
+    assert re.search(r"held out: .*, recall accuracy [\d.]+%\n", said)
+    assert "Now try: python -m tools.evaluate --run runs/looked-up --slices" in said
 
 
 @pytest.mark.parametrize(

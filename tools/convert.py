@@ -86,7 +86,10 @@ def main(args: argparse.Namespace) -> None:
         print_loss("after", model.eval(), tokenizer, args)
     checkpoint.check_finite(model, path)
     checkpoint.save(args.out, 0, model.state_dict(), {"model": new_tree}, tokenizer.files, {})
-    print(f"written: {args.out}. To heal it: python train.py init_from={args.out}")
+    print(
+        f"written: {args.out}. To heal it: "
+        f"python train.py init_from={args.out} distill={path} data=text data.path=TEXT"
+    )
 
 
 def print_loss(

@@ -199,6 +199,10 @@ def summary(trainer: Trainer, setup: RunSetup) -> str:
     peak = "peak FLOP/s unknown, so no MFU"
     if trainer.peak_flops is not None:
         peak = f"peak {trainer.peak_flops / 1e12:.0f} TFLOP/s"
+    teacher = ""
+    if trainer.settings["distill"] is not None:
+        weight = trainer.settings["distill_weight"]
+        teacher = f"\nlearning from {trainer.settings['distill']} (distill_weight={weight})"
     return (
         f"{trainer.run_dir}: {trainer.model.num_parameters() / 1e6:.1f} M parameters, "
         f"{trainer.flops_per_token / 1e6:.0f} MFLOP per token, "
@@ -206,7 +210,7 @@ def summary(trainer: Trainer, setup: RunSetup) -> str:
         f"{trainer.ranks.world_size} x {trainer.ranks.device}, {trainer.precision}, "
         f"compile={trainer.settings['compile']} ({setup.compile_reason}), {peak}\n"
         f"micro_batch={trainer.micro_batch_size} ({micro_batch_reason(trainer)}), "
-        f"{describe_length(trainer)}"
+        f"{describe_length(trainer)}{teacher}"
     )
 
 

@@ -583,6 +583,9 @@ class Trainer:
         text = f"step {self.step}  held out: {score['val_loss']:.4f} nats per token"
         if score["val_bpb"] is not None:
             text += f", {score['val_bpb']:.4f} bits per byte"
+        for name, value in score.items():
+            if name.endswith("_accuracy"):
+                text += f", {name.replace('_', ' ')} {value:.1%}"
         self.log.info(text)
 
     # Saving
@@ -665,7 +668,10 @@ class Trainer:
         """Close the log, draw loss.png and say how to generate text."""
         self.log.close()
         self.log.plot()
-        self.log.info(f'done. Now try: python generate.py --run {self.run_dir} "PROMPT"')
+        command = f'python generate.py --run {self.run_dir} "PROMPT"'
+        if not self.corpus.validation:  # a task has no text
+            command = f"python -m tools.evaluate --run {self.run_dir} --slices"
+        self.log.info(f"done. Now try: {command}")
 
     # Clocks
 

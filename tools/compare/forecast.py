@@ -32,7 +32,7 @@ def forecast(task: str, jobs: list[Job]) -> str:
     difference = "no verdicts, which need two variants and two seeds"
     if num_variants > 1 and num_seeds > 1:
         size = detectable_difference(num_seeds, num_variants - 1)
-        difference = f"a difference of {size:.1f} standard deviations is found in {POWER:.0%}"
+        difference = f"{POWER:.0%} power for a difference of {size:.1f} standard deviations"
         if task == "text":
             difference += f" ({size * PUBLISHED_SPREAD:.4f} bits per byte in docs/results.md)"
     return f"{task}: {len(jobs)} runs, {time}; {difference}"

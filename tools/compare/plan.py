@@ -100,7 +100,9 @@ def split_tasks(sweep: Sweep) -> dict[str, Sweep]:
         elif prefix == "data":
             owners = ["text"]
             if set(values) & {"data=recall", "data=copy"}:
-                raise ValueError(f"a task is not text ({key}). fix: tasks=text,recall")
+                raise ValueError(
+                    f"a task is not text ({values[0]}). fix: tasks=text,recall in place of it"
+                )
         for task in owners:
             if task not in tasks:
                 fix = f"tasks={','.join([*tasks, task])}"

@@ -68,6 +68,7 @@ def write_report(
     # Say what is missing at once; the page lists it too.
     for name, text in problems.items():
         print(f"not in the report: {name} ({without_fix(text)})", file=sys.stderr)
+    print("measuring longer contexts and decoding for the report", file=sys.stderr)
 
     # Group by task and by variant, the baseline first.
     if baseline is None:
@@ -211,7 +212,7 @@ def add_differences(page: Page, variants: Groups) -> None:
     ratios = []
     for runs in variants.values():
         ratios += [run.last["tokens"] / run.model.num_parameters() for run in runs]
-    text = f"Training took {min(ratios):.3g} tokens a parameter or more."
+    text = f"Training took at least {min(ratios):.3g} tokens per parameter."
     if min(ratios) < MIN_TOKENS:
         text += f" Warning: below {MIN_TOKENS}, {UNDERTRAINED}"
     machine = runs[0].settings["machine"]
