@@ -18,9 +18,9 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from common import errors
-from common.cli import Parser, add_model_options, bounded_number
 from data.files import decode_utf8, utf8_lines
+from run import errors
+from run.cli import Parser, add_model_options, bounded_number
 
 MIN_STEPS_TO_COMPILE = 4000  # decode steps that take as long as compiling
 
@@ -29,13 +29,13 @@ def main(args: argparse.Namespace) -> None:
     # torch is imported only now, so that --help and wrong options are answered at once.
     import torch
 
-    from common import compilation, hardware
     from inference.batch import new_sampler_state
     from inference.engine import decode_step, generate, new_cache
     from inference.load import load
     from inference.prompts import new_sequences, read_turns
     from inference.sampling import sample
     from inference.text import print_texts, stream_texts
+    from run import compilation, hardware
 
     # Read and check all input; a ValueError ends the process with exit code 2.
     with errors.user_input():
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
             seed=args.seed,
         )
     if args.attention_map is not None:
-        from inference import attention_map
+        from tools import attention_map
 
         tokens = sequences[0].tokens
         labels = tokenizer.id_to_piece(tokens)
@@ -263,8 +263,8 @@ def compile_ahead(args: argparse.Namespace, model, cache, sampler, state):
 
     Where compilation fails, returns the plain step; with --compile true the process ends.
     """
-    from common import compilation
     from inference.engine import compile_decode_step, decode_step, warm_up
+    from run import compilation
 
     note = "compiling the decode step, about half a minute where .cache/ does not have it"
     print(f"{note} (to begin at once: --compile false)", file=sys.stderr)

@@ -20,11 +20,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from common import config, errors, hardware
-from training import distributed, run_dir
+from run import config, distributed, errors, folder, hardware
+from run.signals import Signals
 from training.memory import choose_micro_batch, measure_memory
 from training.setup import load_corpus, report_machine_errors, set_up_run, summary
-from training.signals import Signals
 from training.trainer import Trainer
 
 IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # which max_minutes counts too
@@ -49,7 +48,7 @@ def main(cfg: DictConfig) -> None:
 
         # The folder is locked until the run ends. A compilation that fails and a lack of memory are
         # reported as one line.
-        with run_dir.open_run_dir(settings, ranks, is_sweep) as run:
+        with folder.open_run_dir(settings, ranks, is_sweep) as run:
             with report_machine_errors(None):
                 trainer = Trainer(
                     settings,

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common.atomic_dir import StagingDirectory, atomic_directory, flock, remove_leftovers, verify
-from common.progress import waiting
 from data.corpus import Corpus
 from data.files import text_hash
 from data.loader import check_enough_tokens
 from data.sources import Source
 from data.tokenizer import Tokenizer, tokenizer_file
+from run.progress import waiting
+from run.sealed import StagingDirectory, atomic_directory, flock, remove_leftovers, verify
 
 # Part of the cache key: increase it if a change in data/ gives other tokens for the same text.
 FORMAT_VERSION = 1

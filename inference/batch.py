@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from common import hardware
 from model.cache import Cache
 from model.transformer import Transformer
+from run import hardware
 
 # `engine.decode_step`, or a compiled one.
 DecodeStep = Callable[..., Tensor]

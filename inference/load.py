@@ -4,14 +4,13 @@ from pathlib import Path
 
 import torch
 
-from checkpoints import checkpoint
-from checkpoints.weights import is_own_checkpoint
-from common import compilation, hardware
-from common.instantiate import ROOT
 from data.tokenizer import Tokenizer
 from inference import quantize
-from model.materialize import build_model
+from model.build import build_model
 from model.transformer import Transformer
+from run import checkpoint, compilation, hardware
+from run.instantiate import ROOT
+from tools.formats.weights import is_own_checkpoint
 
 
 def load(

@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Iterable, Iterator
 
-from common.errors import user_input
 from data.files import decode_utf8
 from data.tokenizer import Tokenizer
 from inference.batch import Sequence
 from model.cache import Cache
+from run.errors import user_input
 
 
 def new_sequences(

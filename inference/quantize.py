@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.hardware import processor_features
 from model.layers import Linear
 from model.transformer import Transformer
+from run.hardware import processor_features
 
 MAX_FEW_TOKENS = 16  # up to this, reading the weights takes longer than multiplying
 SOURCE = Path(__file__).with_name("matvec.cpp")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from common import hardware
 from inference.batch import Batch, DecodeStep, Sequence
+from run import hardware
 
 
 def speculate(batch: Batch, step: DecodeStep, num_draft_tokens: int) -> Iterator[Sequence]:

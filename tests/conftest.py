@@ -24,19 +24,19 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from checkpoints import checkpoint
-from common.instantiate import instantiate
 from data.loader import Loader
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
 from inference.batch import Sequence
 from inference.engine import generate
 from inference.sampling import sample
-from model.materialize import build_model, materialize
-from tests.forks import Forked
+from model.build import build_model, materialize
+from run import checkpoint
+from run.distributed import DistEnv
+from run.instantiate import instantiate
+from run.signals import Signals
+from tests.run.forks import Forked
 from tools.compare import jobs
-from training.distributed import DistEnv
-from training.signals import Signals
 from training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]

@@ -9,8 +9,8 @@ import pytest
 from tests.conftest import ROOT
 
 # Each package may import itself and those before it, except that model and data know nothing of
-# each other, and that model, data and common know only these libraries.
-ORDER = ("common", "model", "data", "checkpoints", "inference", "training", "tools")
+# each other, and that model and data know only these libraries.
+ORDER = ("run", "model", "data", "inference", "training", "tools")
 STRANGERS = {"model": {"data"}, "data": {"model"}}
 LIBRARIES = {
     "model": {"torch", "fla"},  # fla is optional: one file needs it, which is imported at use
@@ -27,7 +27,7 @@ LIBRARIES = {
 }
 # A prompt goes through these files in this order, and none imports one that comes after it.
 INFERENCE = ("batch", "prompts", "sampling", "speculative", "engine", "text")
-WITHOUT_HYDRA = ("model", "data", "checkpoints", "inference")
+WITHOUT_HYDRA = ("model", "data", "inference")
 SLOW = {"datasets", "wandb", "transformers", "matplotlib", "pyarrow", "huggingface_hub"}
 
 

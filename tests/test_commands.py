@@ -15,13 +15,13 @@ import pytest
 import torch
 import yaml
 
-from checkpoints import checkpoint
 from data.tokenizer import Tokenizer
 from inference import generate_text, load
 from inference.batch import Sequence
 from inference.text import stream_texts
+from run import checkpoint
 from tests.conftest import LONG, ROOT, SHORT, TINY, Result, continued, saved, tree_of
-from tests.forks import ranks
+from tests.run.forks import ranks
 from tools.compare.runs import Run
 from training.evaluation import sample_text
 from training.trainer import Trainer
@@ -494,7 +494,7 @@ def test_infinite_weights_of_one_process_end_all(tmp_path, story):
         f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from checkpoints import checkpoint
+from run import checkpoint
 from training.trainer import Trainer
 save = Trainer.save
 @torch.no_grad()

@@ -28,7 +28,7 @@ LINES = [*dict.fromkeys(filter(None, COMMANDS))]
 TAKEN = [
     line
     for line in LINES
-    if any(word in line for word in ("tools.export", "my-model", "tools.evaluate"))
+    if any(word in line for word in ("tools.export_hf", "my-model", "tools.evaluate"))
 ]
 TRAINING = [line for line in LINES if line.startswith("python train.py") and line not in TAKEN]
 GENERATION = [line for line in LINES if line.startswith("python generate.py") and line not in TAKEN]

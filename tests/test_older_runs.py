@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from checkpoints import checkpoint
 from data.tokenizer import Tokenizer
+from run import checkpoint
 from tests.conftest import TINY, drawn, tree_of
 
 # Module paths of today, and what they were.
@@ -57,7 +57,7 @@ def test_an_older_run_is_resumed_and_generates_and_is_exported(command, story):
     assert result.code == 0 and "_target_" not in result.err, result.err
     assert checkpoint.newest_checkpoint(Path("older")).name == "step-00000003"
     assert command("generate.py", "Ann", "--run", "older", "--max-new-tokens", "2").code == 0
-    export = ("tools/export.py", "--run", "older", "--format", "hf", "--out", "there")
+    export = ("tools/export_hf.py", "--run", "older", "--format", "hf", "--out", "there")
     assert command(*export).code == 0
 
 

@@ -24,22 +24,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from checkpoints.huggingface import mapping
-from checkpoints.weights import weight_map
-from common import compilation, errors, hardware
-from common.config import compose, micro_batch_size, report_errors, sequences_per_process
-from common.instantiate import ROOT
 from data.corpus import Corpus
 from data.loader import Loader
 from inference import quantize
 from inference.batch import new_sampler_state
 from inference.engine import compile_decode_step, decode_step
-from model.materialize import build_model, materialize
+from model.build import build_model, materialize
+from run import compilation, errors, hardware
+from run.config import compose, micro_batch_size, report_errors, sequences_per_process
+from run.distributed import DistEnv
+from run.instantiate import ROOT
+from run.signals import Signals
 from tools import roofline
+from tools.formats import hf_config
+from tools.formats.weights import weight_map
 from tools.latency import time_generation
-from training.distributed import DistEnv
 from training.setup import load_settings
-from training.signals import Signals
 from training.trainer import Trainer
 
 NUM_TURNS = 8  # of each competitor, after one that compiles
@@ -371,7 +371,7 @@ def transformers_llama(settings: dict) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with errors.user_input():
-        config = mapping.to_hf_config(settings["model"])
+        config = hf_config.to_hf_config(settings["model"])
         if config["model_type"] != "llama" or settings["document_mask"]:
             raise ValueError(
                 "LlamaForCausalLM has another shape. fix: attention=llama, and nothing else of ours"

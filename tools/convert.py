@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints import checkpoint, conversion
-from common import config, errors
-from common.cli import Parser, bounded_number
 from data.files import TEXT_SUFFIXES, find_files, read_documents
 from data.tokenizer import Tokenizer
 from model.attention.base import Attention
+from model.build import build_model, materialize
 from model.init import initialize
-from model.materialize import build_model, materialize
 from model.transformer import Transformer
+from run import checkpoint, config, errors
+from run.cli import Parser, bounded_number
 from tools.evaluate import evaluate_text
-from tools.export import check_is_new
+from tools.export_hf import check_is_new
+from tools.formats import converted_model
 
 MOMENT_TOKENS = 32_768  # of a text, for the inputs of each layer
 
@@ -55,15 +55,15 @@ def main(args: argparse.Namespace) -> None:
         path = checkpoint.find_model(args.model)
         check_is_new(args.out)
         tree = checkpoint.load_config(path)["model"]
-        refused = [word for word in args.overrides if not conversion.ATTENTION_KEY.match(word)]
+        refused = [word for word in args.overrides if not converted_model.ATTENTION_KEY.match(word)]
         if refused:
             raise ValueError(
                 f"only attention is converted ({' '.join(refused)}). "
                 "fix: attention=PRESET or attention.KEY=VALUE"
             )
-        new_tree = conversion.convert_config(tree, args.overrides)
+        new_tree = converted_model.convert_config(tree, args.overrides)
         model = build_model(new_tree)
-        conversion.load_converted(model, new_tree, path)
+        converted_model.load_converted(model, new_tree, path)
         tokenizer = Tokenizer.load(checkpoint.tokenizer_path(path))
 
     # One of the models is in memory at a time.
@@ -76,8 +76,8 @@ def main(args: argparse.Namespace) -> None:
             del old
     model = materialize(model, "cpu", torch.float32)
     initialize(model, seed=0)
-    changes = conversion.load_converted(model, new_tree, path, moments)
-    for line in conversion.describe(changes):
+    changes = converted_model.load_converted(model, new_tree, path, moments)
+    for line in converted_model.describe(changes):
         print(line)
     before = build_model(tree).cache_bytes(tree["context"], torch.bfloat16)
     after = model.cache_bytes(tree["context"], torch.bfloat16)

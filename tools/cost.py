@@ -11,9 +11,9 @@ from functools import cached_property, partial
 import torch
 from hydra.errors import ConfigCompositionException
 
-from common import cli, config, errors
-from common.config import compose
-from model.materialize import build_model
+from model.build import build_model
+from run import cli, config, errors
+from run.config import compose
 from tools.roofline import MACHINES, PARTS, step_seconds, token_seconds
 from training.memory import TrainingMemory
 from training.setup import load_settings

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from common import compilation, errors, hardware
+from run import compilation, errors, hardware
 
 MIN_DISK_BYTES = 5e9  # a checkpoint of model=350m
 MIN_FREE_SHARE = 0.8  # of a GPU's memory

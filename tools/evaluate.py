@@ -25,14 +25,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from common import errors
-from common.cli import Parser, add_model_options, bounded_number
 from data.files import TEXT_SUFFIXES, find_files, read_documents
 from data.tokenizer import IdTokenizer, Tokenizer
 from inference.load import load
 from inference.text import generate_text
 from model.layers import fp32
 from model.transformer import Transformer
+from run import errors
+from run.cli import Parser, add_model_options, bounded_number
 from tools.lengths import evaluate_corpus, measure_lengths, open_corpus, open_run
 
 Row = tuple[list[int], int]  # tokens, and the index of the first that is scored

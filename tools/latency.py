@@ -9,13 +9,13 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from common import compilation
 from inference.batch import DecodeStep, SamplerState, Sequence, new_sampler_state
 from inference.engine import compile_decode_step, decode_step, generate
 from inference.load import load
 from inference.sampling import sample
 from model.cache import Cache
 from model.transformer import Transformer
+from run import compilation
 
 BATCH_SIZES = (1, 8)
 MIN_LENGTH = 8  # tokens of a sequence

@@ -6,9 +6,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from checkpoints import checkpoint
-from common.errors import without_fix
-from common.instantiate import instantiate
 from data.corpus import Corpus
 from data.prepare import prepare
 from inference.load import load
@@ -16,7 +13,10 @@ from model.attention.mla import LatentAttention
 from model.attention.softmax import SoftmaxAttention
 from model.rope import YaRN
 from model.transformer import Transformer
-from training.distributed import DistEnv
+from run import checkpoint
+from run.distributed import DistEnv
+from run.errors import without_fix
+from run.instantiate import instantiate
 from training.evaluation import evaluate
 from training.loss import LanguageModelLoss
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.hardware import PEAKS
 from model.attention.kernels import AttentionKernel
 from model.transformer import Transformer
+from run.hardware import PEAKS
 
 PARTS = ("products", "attention", "head+loss", "elementwise", "launches", "optimizer")
 # Bytes of elementwise kernels, for each byte of the products. A trace of all operations with

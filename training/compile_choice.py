@@ -9,8 +9,8 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-from common import compilation
-from common.instantiate import ROOT
+from run import compilation
+from run.instantiate import ROOT
 
 TIMED_STEPS = 3  # eager steps before the choice; the last of them is timed
 # Where nothing is known yet. On two CPU cores, model=small compiled in 66 s, and in 13 to 23 s from

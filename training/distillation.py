@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import torch
 
-from checkpoints import checkpoint
 from data.corpus import Corpus
 from data.tokenizer import Tokenizer
-from model.materialize import build_model
+from model.build import build_model
 from model.transformer import Transformer
+from run import checkpoint
 
 
 class Distillation(NamedTuple):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from training.distributed import DistEnv
+from run.distributed import DistEnv
 from training.optimizers import handles_found_inf
 
 NEVER = 2**62  # a step that does not come

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.hardware import autocast, to_device
 from data.corpus import Corpus
 from data.loader import IGNORE_INDEX
 from data.slices import NUM_BINS
@@ -15,7 +14,8 @@ from data.tokenizer import Tokenizer
 from inference import sampling
 from inference.engine import Sequence, generate
 from model.transformer import Transformer
-from training.distributed import DistEnv
+from run.distributed import DistEnv
+from run.hardware import autocast, to_device
 
 
 def evaluate(

@@ -12,7 +12,7 @@ from time import monotonic
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from common import progress
+from run import progress
 
 METRICS = "metrics.jsonl"
 FILES = (METRICS, "samples.txt")

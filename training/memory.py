@@ -7,11 +7,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from common import compilation, config, hardware
-from common.instantiate import instantiate
+from run import compilation, config, hardware
+from run.distributed import DistEnv
+from run.instantiate import instantiate
 from training.compile_choice import is_long_run
 from training.distillation import teacher_bytes
-from training.distributed import DistEnv
 from training.loss import MAX_LOGITS, LanguageModelLoss
 from training.optimizers import init_state, named_states
 
@@ -68,7 +68,7 @@ class TrainingMemory:
         """Bytes at the peak of a training step on a GPU that holds one of `shards` shards.
 
         The peak comes while the loss has its logits, or in the backward of the last block. The
-        terms are those that a count of all tensors of such steps shows (tests/fake_ranks_cases.py).
+        terms are those that a count of all tensors of such steps shows (tests/gpu/fake_ranks_cases.py).
         """
         # The forward keeps what its backward reads. With checkpointing these are the fp32 inputs of
         # the blocks and, in the loss, three tensors like them: the input of the final norm, its

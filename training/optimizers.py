@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from common.errors import IntegrityError
-from common.hardware import multiplies_bf16
-from common.sharding import full_tensor, local_shard, shard_like
-from training.distributed import DistEnv
+from run.distributed import DistEnv
+from run.errors import IntegrityError
+from run.hardware import multiplies_bf16
+from run.sharding import full_tensor, local_shard, shard_like
 
 MAX_BATCHED_PARAMS = 2**28  # weights that Muon updates at a time
 StateByName = dict[str, dict[str, object]]  # of each parameter, by the parameter's name

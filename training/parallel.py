@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from common.sharding import shard_like
+from model.build import build_model, materialize
 from model.init import initialize
-from model.materialize import build_model, materialize
+from run.distributed import DistEnv
+from run.sharding import shard_like
 from training.distillation import load_distillation
-from training.distributed import DistEnv
 from training.loss import LanguageModelLoss
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.config import flatten
-from common.hardware import processor
-from training.distributed import DistEnv
+from run.config import flatten
+from run.distributed import DistEnv
+from run.hardware import processor
 
 # With another value of these it would be another run. All else may change, and is reported.
 FIXED_ON_RESUME = (

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from checkpoints import checkpoint, conversion
-from checkpoints.weights import dtype_name
-from common import compilation, config, errors, hardware
-from common.instantiate import instantiate
 from data.corpus import Corpus
 from data.loader import Loader, min_corpus_tokens
 from data.prepare import prepare
 from data.sources import Source
-from model.materialize import build_model
+from model.build import build_model
+from run import checkpoint, compilation, config, errors, hardware
+from run.instantiate import instantiate
+from tools.formats import converted_model
+from tools.formats.weights import dtype_name
 from training.distillation import check_teacher
 from training.trainer import Trainer
 
@@ -130,13 +130,13 @@ def adopt_pretrained(settings: dict, overrides: list[str]) -> Path | None:
     folder = Path(settings["init_from"]).expanduser()
     pretrained = checkpoint.find_model(folder)
     model = checkpoint.load_config(pretrained)["model"]
-    model = conversion.convert_config(model, overrides)
+    model = converted_model.convert_config(model, overrides)
     if "context" not in keys:
         settings["context"] = model["context"]
     settings["model"] = model | {"context": settings.get("context")}
     settings["attention"] = model["attention"]
     settings["data"]["tokenizer"] = str(checkpoint.tokenizer_path(pretrained))
-    conversion.load_converted(build_model(settings["model"]), settings["model"], pretrained)
+    converted_model.load_converted(build_model(settings["model"]), settings["model"], pretrained)
 
     # The run is named after its data and the pretrained model.
     if "name" not in keys:

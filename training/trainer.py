@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from checkpoints import checkpoint, conversion
-from common import compilation, config, errors, hardware, sharding
-from common.hardware import to_device
-from common.instantiate import instantiate
-from common.progress import duration
 from data.corpus import Corpus
 from data.loader import Loader
+from run import checkpoint, compilation, config, errors, hardware, sharding
+from run.distributed import DistEnv
+from run.hardware import to_device
+from run.instantiate import instantiate
+from run.progress import duration
+from run.signals import Signals
+from tools.formats import converted_model
 from training import resume
 from training.budget import RESERVED_SECONDS, TimeBudget, count_epoch_steps
 from training.compile_choice import COMPILED_OPTIONS, TIMED_STEPS, CompileRecord, is_long_run
-from training.distributed import DistEnv
 from training.divergence import DivergenceGuard
 from training.evaluation import evaluate, sample_text
 from training.logger import Logger, is_evaluated
@@ -33,7 +34,6 @@ from training.optimizers import (
     state_by_name,
 )
 from training.parallel import build_parallel
-from training.signals import Signals
 
 # Tokens of an evaluation, as a fraction of those trained on between two evaluations.
 EVALUATED_FRACTION = 0.1
@@ -139,8 +139,8 @@ class Trainer:
             return
         if pretrained is not None:
             tree = self.settings["model"]
-            changes = conversion.load_converted(self.model, tree, pretrained)
-            for line in conversion.describe(changes):
+            changes = converted_model.load_converted(self.model, tree, pretrained)
+            for line in converted_model.describe(changes):
                 self.log.info(line)
             self.log.info(
                 f"starting with the weights of {pretrained}, context {self.settings['context']}"

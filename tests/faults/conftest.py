@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.instantiate import instantiate
 from data.prepare import prepare
+from run.instantiate import instantiate
 from tests.conftest import settings_of, tell
 from tests.faults.harness import Job, forked
 

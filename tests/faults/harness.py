@@ -21,16 +21,15 @@ from unittest import mock
 import torch
 from tqdm import tqdm
 
-from checkpoints import checkpoint
-from common import atomic_dir, errors
 from data.corpus import Corpus
 from data.loader import Loader
 from data.sources import Text
+from run import checkpoint, errors, folder, sealed
+from run.distributed import DistEnv
+from run.signals import Signals
 from tests.conftest import LONG, TINY, settings_of
 from train import train
-from training import logger, run_dir
-from training.distributed import DistEnv
-from training.signals import Signals
+from training import logger
 from training.trainer import Trainer
 
 tqdm.set_lock(
@@ -67,7 +66,7 @@ class Job:
             picture,
             Signals() as signals,
             errors.report_errors(),
-            run_dir.open_run_dir(settings, ranks) as run,
+            folder.open_run_dir(settings, ranks) as run,
         ):
             trainer = Trainer(
                 settings, self.corpus, loader, run, ranks, torch.float32, signals, monotonic()
@@ -183,8 +182,8 @@ def lose_power(record: Path, checkpoints: list[Path]) -> None:
 
 def trusting() -> None:
     """A loader as most are: what has the right name is good."""
-    atomic_dir.verify = lambda folder, fix: json.loads(
-        (folder / "manifest.json").read_bytes()[: -atomic_dir.SEAL]
+    sealed.verify = lambda folder, fix: json.loads(
+        (folder / "manifest.json").read_bytes()[: -sealed.SEAL]
     )
     checkpoint.verify = lambda folder: None
 
@@ -195,12 +194,12 @@ def in_place() -> None:
     @contextmanager
     def written(folder: Path):
         folder.mkdir(parents=True)
-        unsealed = atomic_dir.StagingDirectory(folder)
+        unsealed = sealed.StagingDirectory(folder)
         yield unsealed
         for file in unsealed.files.values():
             file.close()
 
-    atomic_dir.atomic_directory = written
+    sealed.atomic_directory = written
     trusting()
 
 

@@ -13,53 +13,43 @@ from tests.conftest import ROOT
 
 PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see it)
     "sync to the disk": (
-        "common/atomic_dir.py",
+        "run/sealed.py",
         "os.fsync(self.file.fileno())",
         "pass",
         "crashes.py -k power_cut",
     ),
     "hashes of files": (
-        "common/atomic_dir.py",
+        "run/sealed.py",
         'hexdigest() == entry["sha256"]',
         "hexdigest() is not None",
         "damage.py",
     ),
     "hash of the manifest": (
-        "common/atomic_dir.py",
+        "run/sealed.py",
         "if raw[-SEAL:] != ",
         "if None == ",
         "damage.py -k flipped",
     ),
     "a folder aside": (
-        "common/atomic_dir.py",
+        "run/sealed.py",
         'StagingDirectory(folder.with_name(f".tmp-{folder.name}"))',
         "StagingDirectory(folder)",
         "",
     ),
-    "no links": (
-        "common/atomic_dir.py",
-        "path.is_symlink() or folder.is_symlink()",
-        "False",
-        "damage.py",
-    ),
+    "no links": ("run/sealed.py", "path.is_symlink() or folder.is_symlink()", "False", "damage.py"),
     "the lock": (
-        "common/atomic_dir.py",
+        "run/sealed.py",
         "        fcntl.flock(lock, operation)",
         "        pass",
         "storage.py -k one_run",
     ),
     "nothing is unpickled": (
-        "checkpoints/checkpoint.py",
+        "run/checkpoint.py",
         "weights_only=True",
         "weights_only=False",
         "damage.py",
     ),
-    "the older checkpoint": (
-        "checkpoints/checkpoint.py",
-        "NUM_KEPT = 2",
-        "NUM_KEPT = 1",
-        "signals.py",
-    ),
+    "the older checkpoint": ("run/checkpoint.py", "NUM_KEPT = 2", "NUM_KEPT = 1", "signals.py"),
     "the optimizer": (
         "training/trainer.py",
         "load_state_by_name(self.optimizers",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._inductor import config
 
-from common import compilation
+from run import compilation
 from tests.conftest import ROOT, TINY, weights
 from tests.faults.harness import wait_for
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import checkpoint
-from common import atomic_dir
+from run import checkpoint, sealed
 from tests.faults import harness
 from tests.faults.harness import Job, finish, forked, killed_at, start
 
@@ -159,7 +158,7 @@ def test_files_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(Path, "rename", named)
-    with atomic_dir.atomic_directory(tmp_path / "folder") as unsealed:
+    with sealed.atomic_directory(tmp_path / "folder") as unsealed:
         for name in ("a", "b"):
             unsealed.create(name).write(b"x")
     assert trace == ["a", "b", "manifest.json", ".tmp-folder", "rename to folder", tmp_path.name]
@@ -178,7 +177,7 @@ def test_a_disk_that_fails_at_any_file_leaves_nothing_half_made(tmp_path, monkey
     monkeypatch.setattr(os, "fsync", failing)
     with (
         pytest.raises(OSError, match="No space"),
-        atomic_dir.atomic_directory(tmp_path / "folder") as unsealed,
+        sealed.atomic_directory(tmp_path / "folder") as unsealed,
     ):
         for name in ("a", "b"):
             unsealed.create(name).write(b"x")

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints import checkpoint
-from common import atomic_dir
-from common.errors import IntegrityError
-from common.instantiate import instantiate
 from data.prepare import prepare
+from run import checkpoint, sealed
+from run.errors import IntegrityError
+from run.instantiate import instantiate
 from tests.conftest import redraw, tree_of
 from tests.faults import harness
 from tests.faults.harness import Job, forked, source
@@ -100,7 +99,7 @@ def test_other_damage_is_seen(spoiled):
 @pytest.mark.parametrize("ways", [[flip], [swap]])
 def test_the_damage_is_loaded_where_nothing_is_verified(spoiled, ways, monkeypatch):
     for module, name in (
-        (atomic_dir, "verify"),
+        (sealed, "verify"),
         (checkpoint, "verify"),
     ):  # as harness.trusting, and taken back
         monkeypatch.setattr(module, name, vars(module)[name])
@@ -121,10 +120,10 @@ def test_a_damaged_checkpoint_is_skipped_and_kept(spoiled, whole, capfd):
 
 def forge(folder: Path, name: str, raw: bytes) -> None:
     """Puts a file into a checkpoint under a manifest that agrees: what an attacker would do."""
-    about = json.loads((folder / "manifest.json").read_bytes()[: -atomic_dir.SEAL])
+    about = json.loads((folder / "manifest.json").read_bytes()[: -sealed.SEAL])
     rest = {other: (folder / other).read_bytes() for other in about["files"]} | {name: raw}
     shutil.rmtree(folder)
-    with atomic_dir.atomic_directory(folder) as unsealed:
+    with sealed.atomic_directory(folder) as unsealed:
         for other, content in rest.items():
             unsealed.create(other).write(content)
         unsealed.metadata = {"step": about["step"]}
@@ -156,7 +155,7 @@ def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
     targets = (
         "os.system",
         "model.layers.torch.hub.load",
-        "common.config.Path.touch",
+        "run.config.Path.touch",
         "pathlib.Path.touch",
     )
     forgeries += [
@@ -185,7 +184,7 @@ def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
 
 
 def loaded(run: Path) -> None:
-    from common import errors
+    from run import errors
 
     with errors.report_errors():
         checkpoint.load_model(checkpoint.newest_checkpoint(run), "cpu")
@@ -195,28 +194,28 @@ def test_a_name_in_a_manifest_leads_nowhere_else(tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
     for name in ("../secret", str(tmp_path / "secret"), "a/../../secret", "link"):
         folder = tmp_path / "folder"
-        with atomic_dir.atomic_directory(folder):
+        with sealed.atomic_directory(folder):
             pass
         (folder / "link").symlink_to(tmp_path / "secret")
         about = {
-            "format": atomic_dir.FORMAT,
+            "format": sealed.FORMAT,
             "name": "folder",
             "files": {name: {"size": 1, "sha256": "?"}},
         }
         body = f"{json.dumps(about)}\n".encode()
         (folder / "manifest.json").write_bytes(
-            body + f"{atomic_dir.sha256(body).hexdigest()}\n".encode()
+            body + f"{sealed.sha256(body).hexdigest()}\n".encode()
         )
         with pytest.raises(IntegrityError, match="leads elsewhere"):
-            atomic_dir.verify(folder, "")
-        atomic_dir.remove(folder)
+            sealed.verify(folder, "")
+        sealed.remove(folder)
 
 
 def test_what_a_link_leads_to_is_not_removed(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     (tmp_path / "step-00000001").symlink_to(tmp_path / "mine")
-    atomic_dir.remove(tmp_path / "step-00000001")
+    sealed.remove(tmp_path / "step-00000001")
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "file"]
 
 
@@ -224,7 +223,7 @@ def test_the_weights_are_readable_by_their_own_library(tmp_path):
     from safetensors.torch import load_file
 
     model = redraw(instantiate(tree_of("gqa")))
-    with atomic_dir.atomic_directory(tmp_path / "x") as unsealed:
+    with sealed.atomic_directory(tmp_path / "x") as unsealed:
         checkpoint.write_weights(unsealed.create("model.safetensors"), model.state_dict())
     read = load_file(tmp_path / "x" / "model.safetensors")
     assert read.keys() == model.state_dict().keys()

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from common import config, errors, hardware
-from common.config import RULES, flatten
-from common.errors import IntegrityError
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
+from run import config, errors, hardware
+from run.config import RULES, flatten
+from run.errors import IntegrityError
 from tests.conftest import LONG, ROOT, SHORT, TINY, settings_of
 from tests.faults.harness import source
 from training import setup
@@ -246,8 +246,8 @@ def test_no_code_runs_what_it_reads():
                     names - {"UnpicklingError"}
                 ) or names == {"pickle", "UnpicklingError"}, path
                 assert (
-                    "instantiate" not in names - {"common.instantiate"}
-                    or getattr(node, "module", "") == "common.instantiate"
+                    "instantiate" not in names - {"run.instantiate"}
+                    or getattr(node, "module", "") == "run.instantiate"
                 ), path
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)

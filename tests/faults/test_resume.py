@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints import checkpoint
+from run import checkpoint
+from run.signals import Signals
 from tests.conftest import LONG, ROOT, TINY
 from tests.faults.harness import forked
 from training import optimizers, resume, trainer
 from training.budget import TimeBudget
 from training.divergence import DivergenceGuard
-from training.signals import Signals
 
 
 def one_step_only() -> None:
@@ -302,8 +302,8 @@ import re, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import torch
-from model.materialize import build_model, materialize
-from checkpoints import checkpoint
+from model.build import build_model, materialize
+from run import checkpoint
 torch.set_num_threads(1)
 tree = checkpoint.load_config(Path(sys.argv[2]))["model"]
 materialize(build_model(tree), "meta")  # all that is imported on the way

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import checkpoint
 from data import tokenizer
 from data.prepare import prepare
+from run import checkpoint
+from run.signals import Signals
 from tests.conftest import LONG, ROOT, TINY
 from tests.faults.harness import finish, forked, source, start, wait_for
 from training import trainer
-from training.signals import Signals
 
 CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 

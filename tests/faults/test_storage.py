@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import checkpoint
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
+from run import checkpoint
 from tests.conftest import LONG, TINY
 from tests.faults.harness import at_most, finish, forked, source, start, wait_for
-from training import run_dir
 
 
 @pytest.mark.parametrize("room", [5000, 20_000, 60_000, 150_000])

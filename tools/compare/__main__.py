@@ -14,9 +14,9 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from common import config, errors
-from common.cli import Parser
-from common.errors import IntegrityError
+from run import config, errors
+from run.cli import Parser
+from run.errors import IntegrityError
 from tools.compare.forecast import forecast
 from tools.compare.jobs import Job, train_all
 from tools.compare.plan import SIZES, digest, match_baseline, plan_jobs

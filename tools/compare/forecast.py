@@ -7,8 +7,8 @@ from scipy.optimize import brentq
 from scipy.stats import nct
 from scipy.stats import t as student_t
 
-from common.errors import IntegrityError
-from common.progress import duration
+from run.errors import IntegrityError
+from run.progress import duration
 from tools.compare.jobs import Job, visible_gpus
 from tools.compare.plan import meta_model
 from tools.compare.runs import Run

@@ -13,14 +13,14 @@ from typing import IO
 import torch
 from tqdm import tqdm
 
-from common import errors
-from common.atomic_dir import flock
-from common.errors import IntegrityError
-from common.instantiate import ROOT
-from common.progress import duration, say
+from run import errors
+from run.errors import IntegrityError
+from run.instantiate import ROOT
+from run.progress import duration, say
+from run.sealed import flock
+from run.signals import Signals
 from tools.compare.runs import Run
 from training import resume
-from training.signals import Signals
 
 SET_BY_RUN = ("model.vocab_size", "data.tokenizer")  # settings that training itself may change
 

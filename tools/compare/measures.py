@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from common.errors import without_fix
+from run.errors import without_fix
 from tools.compare.runs import Groups, Run
 from tools.compare.statistics import Estimate, Verdict, compare_to_baseline, estimate
 from tools.lengths import measure_lengths

@@ -15,10 +15,10 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from common import config
-from common.config import compose
-from model.materialize import build_model
+from model.build import build_model
 from model.transformer import Transformer
+from run import config
+from run.config import compose
 from tools.compare.jobs import Job
 from tools.compare.runs import Run
 from training.setup import set_up_run

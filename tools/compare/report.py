@@ -7,8 +7,8 @@ from operator import attrgetter
 from pathlib import Path
 from statistics import mean
 
-from common import hardware
-from common.errors import without_fix
+from run import hardware
+from run.errors import without_fix
 from tools.compare.measures import TEXT_MEASURES, Result, evaluate
 from tools.compare.page import Cell, Page
 from tools.compare.plots import draw_curves, draw_points, in_bytes

@@ -11,11 +11,10 @@ from statistics import median
 
 import torch
 
-from checkpoints import checkpoint
-from common import config
-from common.errors import IntegrityError
-from model.materialize import build_model
+from model.build import build_model
 from model.transformer import Transformer
+from run import checkpoint, config
+from run.errors import IntegrityError
 
 # Settings that are not compared: they name a run, or repeat what another setting says. Its length
 # is in `tokens`, its machine in `machine.`, its attention in `model.`.

@@ -1,1 +1,0 @@
-"""Models in the layout of `transformers`, written and read."""

@@ -1,0 +1,123 @@
+"""The processes of one run: one, or those that torchrun starts."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from run import errors
+from run.sharding import full_tensor
+
+
+@dataclass(frozen=True)
+class DistEnv:
+    """This process's rank and device, and its collectives, which all ranks call together."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def all_reduce_sum(self, number: float) -> float:
+        """The sum over all ranks, in fp64, on the CPU, so that no GPU is synchronized."""
+        x = torch.tensor(number, dtype=torch.float64)
+        return self._all_reduce(x, dist.ReduceOp.SUM).item()
+
+    def all_reduce_sum_of_array(self, array: np.ndarray) -> np.ndarray:
+        """The elementwise sum over all ranks; `array` may be overwritten."""
+        return self._all_reduce(torch.from_numpy(array), dist.ReduceOp.SUM).numpy()
+
+    def all_reduce_max(self, number: int) -> int:
+        """The maximum over all ranks, on the CPU too."""
+        return self._all_reduce(torch.tensor(number), dist.ReduceOp.MAX).item()
+
+    def all_reduce_min_(self, x: Tensor) -> None:
+        """Replace x, a tensor on the device, by its minimum over all ranks, without a host sync."""
+        self._all_reduce(x, dist.ReduceOp.MIN)
+
+    def _all_reduce(self, x: Tensor, op: dist.ReduceOp) -> Tensor:
+        """Reduce x over all ranks, in place, and return it."""
+        if self.world_size > 1:
+            dist.all_reduce(x, op)
+        return x
+
+    def gather_to_rank0(self, x: Tensor) -> Tensor | None:
+        """The whole of a sharded x, or a plain x, on the CPU of rank 0; None on the other ranks."""
+        x = full_tensor(x)
+        return x.cpu() if self.is_main else None
+
+    def on_rank0(self, action: Callable) -> object:
+        """Run `action` on rank 0 and return its result on all ranks.
+
+        Where it ends the process with an exit code, all ranks end with that code.
+        """
+        message = [None, 0]  # the result and the exit code
+        if self.is_main:
+            try:
+                with errors.report_errors():
+                    message[0] = action()
+            except SystemExit as exit_request:
+                message[1] = exit_request.code
+        if self.world_size > 1:
+            dist.broadcast_object_list(message)
+        result, exit_code = message
+        if exit_code:
+            raise SystemExit(exit_code)
+        return result
+
+
+def init_distributed(device: torch.device) -> DistEnv:
+    """Join the process group that torchrun describes in the environment; without one, run alone.
+
+    Raises ValueError where this machine has fewer GPUs than processes.
+    """
+    if "RANK" not in os.environ:
+        return DistEnv(0, 1, device)
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        local_rank = int(os.environ["LOCAL_RANK"])
+        num_gpus = torch.cuda.device_count()
+        if local_rank >= num_gpus:
+            raise ValueError(
+                f"more processes than GPUs (process {local_rank + 1} of {num_gpus} GPUs). "
+                f"fix: --nproc_per_node={num_gpus}"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
+    return DistEnv(dist.get_rank(), dist.get_world_size(), device)
+
+
+@contextmanager
+def hard_exit_on_error() -> Iterator[None]:
+    """Around a command: under torchrun, end by os._exit, because gloo's destructor can hang."""
+    if "RANK" not in os.environ:
+        yield
+        return
+    exit_code = errors.BUG
+    try:
+        yield
+        exit_code = 0
+    except SystemExit as exit_request:
+        exit_code = exit_request.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)

@@ -1,0 +1,104 @@
+"""Build objects from a tree of `_target_` and keyword arguments, as in yamls and checkpoints.
+
+A checkpoint may come from anyone. So a target must be a class or function that is defined in a file
+of the given package, and an argument must have the type of its annotation.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import UnionType
+from typing import get_args, get_origin
+
+from run.errors import suggest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = {"bool": "true or false", "int": "1", "float": "1.0", "str": "TEXT", "list": "[...]"}
+
+
+def instantiate(tree, package: str = "model", path: str = ""):
+    """Call every `_target_` of the tree, innermost first.
+
+    With `_partial_: true` it is not called, but becomes a functools.partial that waits for more
+    arguments. Raises ValueError for a target outside of `package` and for an argument of a wrong
+    type, TypeError for an unknown or missing argument. `path` is the key of the tree in the config.
+    """
+    path = path or package
+    if isinstance(tree, list):
+        return [instantiate(branch, package, path) for branch in tree]
+    if not isinstance(tree, dict):
+        return tree
+
+    # Build the arguments before their caller.
+    arguments = {}
+    for key, branch in tree.items():
+        arguments[key] = instantiate(branch, package, f"{path}.{key}")
+    if "_target_" not in tree:
+        return arguments
+    target = resolve_target(arguments.pop("_target_"), package)
+    is_partial = arguments.pop("_partial_", False)
+    check_arguments(target, arguments, path)
+    return partial(target, **arguments) if is_partial else target(**arguments)
+
+
+def resolve_target(path: str, package: str) -> Callable:
+    """Import the class or function at `package.module.name`.
+
+    Raises ValueError for one that is not defined in this very module: `package.module.torch.load`
+    begins with the package too.
+    """
+    # Only modules that are files of the package are imported.
+    module, _, name = str(path).rpartition(".")
+    files = (ROOT / package).rglob("*.py")
+    if module in {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}:
+        target = vars(import_module(module)).get(name)
+        is_callable = inspect.isclass(target) or inspect.isfunction(target)
+        if is_callable and target.__module__ == module:
+            return target
+    raise ValueError(
+        f"_target_ must be a class or function written in {package}/ (got {path!r}). "
+        f"fix: _target_={package}.FILE.NAME"
+    )
+
+
+def check_arguments(target: Callable, arguments: dict, path: str) -> None:
+    """Raise TypeError for an unknown argument, ValueError for another type than its annotation.
+
+    Otherwise the text "no" would pass for true. The call itself refuses arguments that are missing.
+    """
+    annotations = {known.name: known.annotation for known in parameters_of(target)}
+    prefix = f"{path}.".replace("model.attention.", "attention.")  # as it is typed
+    for name, value in arguments.items():
+        key = prefix + name
+        if name not in annotations:
+            known_keys = [prefix + known for known in annotations]
+            near = suggest(key, known_keys)
+            fix = " or ".join(near) or f"leave {key} out"
+            raise TypeError(f"{target.__name__} takes no such argument ({key}). fix: {fix}")
+        if not matches_annotation(value, annotations[name]):
+            wanted = inspect.formatannotation(annotations[name]).partition("[")[0]
+            first = wanted.partition(" ")[0]
+            example = EXAMPLES.get(first, "null")
+            raise ValueError(f"{key} must be {wanted} (got {value!r}). fix: {key}={example}")
+
+
+def matches_annotation(value: object, annotation: object) -> bool:
+    """Whether a value is of the annotated type."""
+    if isinstance(annotation, UnionType):
+        return any(matches_annotation(value, option) for option in get_args(annotation))
+    origin = get_origin(annotation) or annotation
+    if origin is list and isinstance(value, list):
+        return all(matches_annotation(item, *get_args(annotation)) for item in value)
+    if type(value) is bool:  # which Python takes for an int
+        return origin is bool
+    return isinstance(value, origin) or (origin is float and type(value) is int)
+
+
+def parameters_of(target: Callable) -> list[inspect.Parameter]:
+    """The parameters of a target, and those of its base class if it passes `**knobs` on to it."""
+    parameters = list(inspect.signature(target).parameters.values())
+    if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        return parameters[:-1] + parameters_of(target.__base__)
+    return parameters

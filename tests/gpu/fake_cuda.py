@@ -1,0 +1,281 @@
+"""A CUDA device for tests on machines without one: it computes shapes and dtypes, but no numbers.
+
+Tensors on "cuda" are FakeTensors, those on the CPU are real. A mode counts what makes the host wait
+for the device, and which products are in fp32. Operations on tensors of both devices raise
+RuntimeError, and so do those whose result has a shape that depends on values, such as nonzero().
+"""
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from run.compilation import cpp_compiler
+from run.sealed import flock
+from tests.conftest import ROOT
+
+SOURCE = Path(__file__).with_name("noop_cuda_guard.cpp")
+FLAGS = ("-O0", "-std=c++20", "-shared", "-fPIC", "-w")
+
+READS = ("aten::_local_scalar_dense", "aten::equal")  # .item(), bool(), int(), equal()
+INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+PRODUCTS = (
+    "aten::mm",
+    "aten::bmm",
+    "aten::addmm",
+    "aten::baddbmm",
+    "aten::convolution",
+    "aten::linalg_solve_triangular",
+    "aten::_scaled_dot_product",
+)
+
+
+class FakeGPU(TorchDispatchMode):
+    """Watches the operations on the device, and computes those on the CPU.
+
+    `waits` counts operations for which the host waits for the device, and `fp32_products` matrix
+    products in fp32, both by the function of this repository that asks for them. The backward of a
+    product counts for the function of the product.
+
+    What the host reads from the device is the number that `values` has for the function that reads
+    it. Without one, it is True for booleans and 0 for numbers.
+    """
+
+    supports_higher_order_operators = True  # such as FlexAttention, which passes through
+
+    def __init__(self, values: dict[str, float]):
+        super().__init__()
+        self.values = values
+        self.waits: Counter[str] = Counter()
+        self.fp32_products: Counter[str] = Counter()
+        self.product_functions: dict[int, str] = {}  # by the number of the autograd node
+        self.pinned: dict[int, Tensor] = {}  # by the address of the memory
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise nothing is compiled inside
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self.waits.clear()
+        self.fp32_products.clear()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        is_higher_order = isinstance(func, HigherOrderOperator)
+        if is_higher_order or func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        tensors = tensors_in([*args, *kwargs.values()])
+        is_on_cuda = any(isinstance(x, FakeTensor) for x in tensors)
+        device = torch.device(kwargs.get("device") or "cpu")
+        if not is_on_cuda and device.type != "cuda":
+            return self.compute_on_cpu(func, args, kwargs)
+
+        # In inference mode, an operation that is made of others arrives as a whole.
+        if func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+
+        # Some operations copy from one device to the other. A copy to the host has its result now.
+        name = func.name().partition(".")[0]
+        if name == "aten::_to_copy" and is_on_cuda and "device" in kwargs and device.type == "cpu":
+            return self.read(args[0], kwargs)
+        if name == "aten::copy_" and len(args) > 2:
+            kwargs = kwargs | {"non_blocking": args[2]}
+            args = args[:2]
+        if name == "aten::copy_" and not isinstance(args[0], FakeTensor):
+            # Without a wait, only pinned memory can be written to.
+            kwargs = kwargs | {
+                "non_blocking": kwargs.get("non_blocking") and self.is_pinned(args[0])
+            }
+            return args[0].copy_(self.read(args[1], kwargs))
+        if name in READS:
+            self.wait()
+            return self.host_value(args[0].dtype)
+        if name in ("aten::_to_copy", "aten::copy_") and not isinstance(tensors[-1], FakeTensor):
+            self.upload(tensors[-1], kwargs)
+        if name in INDEXING:
+            for index in tensors_in(args[1]):
+                if not isinstance(index, FakeTensor):
+                    self.upload(index, {})
+
+        if name.startswith(PRODUCTS) and any(x.dtype == torch.float32 for x in tensors):
+            self.record_fp32_product()
+        return func(*args, **kwargs)
+
+    def compute_on_cpu(self, func, args, kwargs):
+        """Compute what does not touch the device. Pinned memory is memory that is noted."""
+        with unset_fake_temporarily():
+            if func.name() in ("aten::pin_memory", "aten::_pin_memory"):
+                x = args[0].clone()
+                self.pinned[x.untyped_storage().data_ptr()] = x
+                return x
+            if func is torch.ops.aten.is_pinned.default:
+                return self.is_pinned(args[0])
+            return func(*args, **kwargs)
+
+    def is_pinned(self, x: Tensor) -> bool:
+        return x.untyped_storage().data_ptr() in self.pinned
+
+    def upload(self, x: Tensor, kwargs: dict) -> None:
+        """Note that x is copied to the device: only from pinned memory the host need not wait."""
+        if not (self.is_pinned(x) and kwargs.get("non_blocking")):
+            self.wait()
+
+    def read(self, x: Tensor, kwargs: dict) -> Tensor:
+        """Return a tensor on the CPU for the values of x."""
+        if not kwargs.get("non_blocking"):
+            self.wait()
+        dtype = kwargs.get("dtype") or x.dtype
+        with unset_fake_temporarily():
+            return torch.full(x.shape, self.host_value(x.dtype), dtype=dtype)
+
+    def host_value(self, dtype: torch.dtype) -> float:
+        default = True if dtype == torch.bool else 0
+        return self.values.get(calling_function(), default)
+
+    def wait(self) -> None:
+        """Count an operation for which the host waits."""
+        self.waits[calling_function()] += 1
+
+    def record_fp32_product(self) -> None:
+        # Autograd numbers its nodes. That of a product is made just before the product is computed.
+        node = torch._C._current_autograd_node()
+        function = calling_function()
+        if node is None:
+            self.product_functions[_get_sequence_nr() - 1] = function
+        elif function is None:
+            function = self.product_functions.get(node._sequence_nr(), node.name())
+        self.fp32_products[function] += 1
+
+
+def tensors_in(values: Iterable) -> list[Tensor]:
+    """The tensors among values, and in lists of them."""
+    tensors = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += tensors_in(value)
+    return tensors
+
+
+def calling_function() -> str | None:
+    """The innermost function of this repository on the stack, such as "Trainer.save".
+
+    None in the backward, which runs in a thread of its own, unless it runs a function again.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        path = code.co_filename.removeprefix(f"{ROOT}/")
+        if path != code.co_filename and not path.startswith((".", "tests/")):
+            return code.co_qualname.partition(".<locals>")[0]
+        frame = frame.f_back
+    return None
+
+
+@contextmanager
+def fake_cuda(values: dict[str, float] | None = None) -> Iterator[FakeGPU]:
+    """Inside, torch has one GPU; its name and its memory are those of an H100."""
+    load_guard()
+    gpu = FakeGPU(values or {})
+    matmul_precision = torch.get_float32_matmul_precision()
+    cudnn_sdp = torch.backends.cuda.cudnn_sdp_enabled()
+    reduces_in_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    with ExitStack() as stack:
+        for name, value in cuda_answers(gpu).items():
+            stack.enter_context(patch(f"torch.{name}", always(value)))
+        # FakeTensorMode must not ask the device for anything, although there seems to be one.
+        patched = patch.object(FakeTensorMode, "avoid_device_init", True)
+        stack.enter_context(patched)
+        # FakeTensor.tolist reads number by number; a tensor is copied as a whole.
+        stack.enter_context(patch.object(FakeTensor, "tolist", lambda x: x.cpu().tolist()))
+        # The fused kernels of SDPA need a build with CUDA. What takes their place here must multiply
+        # in the dtype of its inputs, as they do.
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(gpu)
+        try:
+            yield gpu
+        finally:
+            torch.set_float32_matmul_precision(matmul_precision)
+            torch.backends.cuda.enable_cudnn_sdp(cudnn_sdp)
+            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(reduces_in_half)
+
+
+def cuda_answers(gpu: FakeGPU) -> dict[str, object]:
+    """What the functions of torch.cuda return. Waiting for an event of a stream is a wait."""
+
+    class Event:
+        def synchronize(self) -> None:
+            gpu.wait()
+
+    class Stream:
+        def record_event(self) -> Event:
+            return Event()
+
+    return {
+        "cuda.is_available": True,
+        "cuda.is_bf16_supported": True,
+        "cuda.device_count": 1,
+        "cuda.current_device": 0,
+        "cuda.get_device_name": "NVIDIA H100 80GB HBM3",
+        "cuda.mem_get_info": (79 * 2**30, 80 * 2**30),  # bytes that are free, and in all
+        "cuda.max_memory_allocated": 0,
+        "cuda.current_stream": Stream(),
+        "cuda.manual_seed_all": None,
+        "cuda.get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "cuda.set_rng_state": None,
+        "cuda.amp.common.amp_definitely_not_available": False,
+        "accelerator.is_available": False,  # torch.compile would ask it for a stream
+    }
+
+
+def always(value: object):
+    """A function that returns `value`."""
+    return lambda *args, **kwargs: value
+
+
+@cache
+def load_guard() -> None:
+    """Load noop_cuda_guard.cpp, compiled once for a version of torch.
+
+    Raises RuntimeError without a C++ compiler: a test that is left out would go unnoticed.
+    """
+    compiler = cpp_compiler()
+    if compiler is None:
+        raise RuntimeError("a fake GPU needs a C++ compiler. fix: install g++, or set $CXX")
+    identity = f"{torch.__version__} {FLAGS}".encode() + SOURCE.read_bytes()
+    key = hashlib.sha256(identity).hexdigest()[:16]
+    library = ROOT / ".cache" / f"noop-cuda-guard-{key}.so"
+    library.parent.mkdir(exist_ok=True)
+    # Several processes may want it at once.
+    with open(library.with_suffix(".lock"), "w") as lock:
+        flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            compile_guard(compiler, library)
+    torch.ops.load_library(library)
+
+
+def compile_guard(compiler: str, library: Path) -> None:
+    folder = Path(torch.__file__).parent
+    temporary = library.with_suffix(f".{os.getpid()}")
+    command = [compiler, *FLAGS, f"-I{folder}/include", SOURCE, "-o", temporary]
+    command += [f"-L{folder}/lib", "-lc10", "-ltorch_cpu"]
+    subprocess.run(command, check=True)
+    temporary.replace(library)

@@ -1,0 +1,326 @@
+"""Training on many GPUs without one: the memory of a rank, and what it sends in a step.
+
+    python -m tests.gpu.fake_ranks                                  the table in docs/scale.md
+    python -m tests.gpu.fake_ranks model=350m sharded=true gpus=8   of another run
+
+A rank is a process whose tensors have no values (tests/gpu/fake_cuda.py), in a process group that sends
+nothing (torch's backend "fake"). It runs the Trainer, so that tensors and collectives, their sizes
+and their order are those of a real run without torch.compile. It does not show the buffers of NCCL
+and cuBLAS, nor what the allocator loses between blocks; and RMSNorm is computed by operations that
+keep an fp32 tensor more than the fused kernel of a GPU.
+"""
+
+import sys
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from time import monotonic
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._guards import active_fake_mode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from data.loader import Loader
+from run.distributed import DistEnv
+from run.signals import Signals
+from tests.conftest import settings_of
+from tests.gpu.fake_cuda import fake_cuda
+from tools.cost import values_of
+from training.memory import TrainingMemory
+from training.trainer import Trainer
+
+MICRO_BATCHES = 2  # of a rank in a step: when the last forward begins, gradients are there
+# Bytes/s in one direction, of NVLink 4 (900 GB/s in both) and of InfiniBand NDR (400 Gb/s), by
+# NVIDIA's data sheets of H100 and ConnectX-7.
+LINKS = {"NVLink": 450e9, "InfiniBand": 50e9}
+ONE_B = (
+    "model=1b",
+    "attention=gqa",
+    "optimizer=adamw",
+    "data.vocab_size=32000",
+    "context=2048",
+    "micro_batch=8",
+)
+EIGHT_B = (
+    "model=1b",
+    "model.dim=4096",
+    "model.depth=32",
+    "model.heads=32",
+    "model.hidden=14336",
+    "attention=gqa",
+    "attention.kv_heads=8",
+    "optimizer=adamw",
+    "data.vocab_size=128256",
+    "context=4096",
+    "micro_batch=1",
+)
+MODELS = {"1b": ONE_B, "8b": EIGHT_B}
+GPUS = (8, 64, 512)
+COLUMNS = ("run", "GPUs", "GB", "formula", "collectives", "GB sent", *(f"s by {x}" for x in LINKS))
+
+
+@dataclass
+class Step:
+    """What a training step takes on one rank."""
+
+    peak_bytes: int  # of tensors on the device
+    calls: Counter[str]  # collectives of each kind, of tensors on the device
+    sent_bytes: float  # of these, around a ring
+
+
+class RankMonitor(TorchDispatchMode):
+    """Counts the bytes of storages on the device, at present and at most, and the collectives."""
+
+    def __init__(self, world_size: int, device: torch.device):
+        super().__init__()
+        self.world_size = world_size
+        self.device = device
+        self.sizes: dict[int, int] = {}  # bytes of each storage, by its address
+        self.live_bytes = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.peak_bytes = self.live_bytes
+        self.calls: Counter[str] = Counter()
+        self.sent_bytes = 0.0
+
+    def __enter__(self):
+        self.mode = active_fake_mode()
+        # FSDP frees the memory of a tensor that it keeps, which is no operation.
+        self.resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> None:
+            self.resize(storage, size)
+            if storage._cdata in self.sizes:
+                self.count(storage)
+
+        torch.UntypedStorage.resize_ = resize
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self.resize
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # A DTensor computes with its local tensors, which arrive here one by one.
+        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        # DTensor tries operations on tensors of another mode, to find the layout of the result.
+        if active_fake_mode() is not self.mode:
+            return result
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.device == self.device:
+                self.count(x.untyped_storage())
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.record_collective(func.name(), tree_leaves((args, kwargs)))
+        return result
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Note the present size of a storage."""
+        address = storage._cdata
+        if address not in self.sizes:
+            self.sizes[address] = 0
+            weakref.finalize(storage, self.forget, address)
+        self.live_bytes += storage.nbytes() - self.sizes[address]
+        self.sizes[address] = storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def forget(self, address: int) -> None:
+        self.live_bytes -= self.sizes.pop(address)
+
+    def record_collective(self, name: str, arguments: list) -> None:
+        """Count a collective and what a rank sends of it: all but one part, around a ring."""
+        sizes = [x.nbytes for x in arguments if isinstance(x, Tensor) and x.device == self.device]
+        name = name.partition(".")[0].replace("_", "")
+        kinds = {"allgather": 1, "reducescatter": 1, "allreduce": 2, "broadcast": 1}
+        for kind, rounds in kinds.items():
+            if kind in name and sizes:
+                # A gathered or scattered tensor has a part for each rank; the others are whole.
+                part = min(sizes)
+                if kind in ("allreduce", "broadcast"):
+                    part = sum(sizes) / self.world_size
+                self.calls[kind] += 1
+                self.sent_bytes += rounds * part * (self.world_size - 1)
+
+
+@contextmanager
+def process_group(world_size: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of `world_size`, of which there are no others."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Stream:
+    """A stream, or an event, that waits for nothing."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait(self, *args) -> None:
+        pass
+
+    def record_event(self, *args) -> "Stream":
+        return Stream()
+
+    wait_event = wait_stream = record = synchronize = wait
+
+
+def flash_attention(q, k, v, mask, dropout, is_causal, scale, enable_gqa):
+    """What F.scaled_dot_product_attention takes on a GPU; it asks the device for its choice."""
+    assert mask is None
+    operation = torch.ops.aten._scaled_dot_product_flash_attention
+    return operation(q, k, v, dropout, is_causal, scale=scale)[0]
+
+
+def all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What DDP does by itself; the fake process group has no result that it could wait for."""
+    dist.all_reduce(bucket.buffer())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@cache
+def register_silu_backward() -> torch.library.Library:
+    """Give silu_backward a kernel on the device, which is never called.
+
+    A build of torch without CUDA has none, and would compute it by operations that have.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
+    return library
+
+
+@contextmanager
+def gpu_of_a_rank() -> Iterator[None]:
+    """A fake GPU that has streams, and the kernel for attention that a real one takes."""
+    answers = {
+        "torch.cuda.Stream": Stream,
+        "torch.cuda.Event": Stream,
+        "torch.cuda.current_stream": Stream,
+        "torch.cuda.stream": lambda stream: nullcontext(),
+        "torch.nn.functional.scaled_dot_product_attention": flash_attention,
+    }
+    register_silu_backward()
+    with ExitStack() as stack:
+        stack.enter_context(fake_cuda())
+        for name, answer in answers.items():
+            stack.enter_context(patch(name, answer))
+        yield
+
+
+def simulate(*overrides: str, gpus: int) -> Step:
+    """A training step in bf16 of a run with these overrides of train.py, on one of `gpus` GPUs.
+
+    DDP asks its device for timers, which a fake GPU does not have: without sharded=true, more than
+    one GPU are CPUs, whose numbers are computed.
+    """
+    settings = settings_of(*overrides)
+    context = settings["context"]
+    batch_size = MICRO_BATCHES * settings["micro_batch"] * gpus
+    settings["batch_tokens"] = context * batch_size
+    settings["model"]["vocab_size"] = settings["data"]["vocab_size"]
+    text = [np.zeros(context * (batch_size + 2), np.uint16)]
+    loader = Loader(text, context=context, batch_size=batch_size, seed=0)
+    corpus = SimpleNamespace(train=text, tokenizer=SimpleNamespace(bos=1))
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        device = torch.device("cpu")
+        if gpus > 1:
+            stack.enter_context(process_group(gpus))
+        if gpus == 1 or settings["sharded"]:
+            device = torch.device("cuda", 0)
+            stack.enter_context(gpu_of_a_rank())
+            # Initial values are drawn on the CPU, for minutes.
+            stack.enter_context(patch("training.parallel.initialize", lambda *args: None))
+        monitor = stack.enter_context(RankMonitor(gpus, device))
+        trainer = Trainer(
+            settings,
+            corpus,
+            loader,
+            Path(folder),
+            DistEnv(0, gpus, device),
+            torch.bfloat16,
+            Signals(),
+            monotonic(),
+        )
+        if trainer.parallel is not trainer.loss_module:
+            trainer.parallel.register_comm_hook(None, all_reduce)
+        # The first step makes the optimizer's state, the second DDP's final buckets.
+        trainer.train_step()
+        trainer.train_step()
+        monitor.reset()
+        trainer.train_step()
+    return Step(monitor.peak_bytes, monitor.calls, monitor.sent_bytes)
+
+
+def predicted_bytes(*overrides: str, gpus: int) -> float:
+    """What training/memory.py says of such a step."""
+    settings = settings_of(*overrides)
+    settings["model"]["vocab_size"] = settings["data"]["vocab_size"]
+    return TrainingMemory(settings).peak(
+        settings["micro_batch"],
+        shards=gpus if settings["sharded"] else 1,
+        is_checkpointed=settings["activation_checkpointing"],
+    )
+
+
+def table_row(name: str, *overrides: str, gpus: int) -> tuple[str, ...]:
+    """The cells of COLUMNS."""
+    step = simulate(*overrides, gpus=gpus)
+    seconds = [f"{step.sent_bytes / speed:.2f}" for speed in LINKS.values()]
+    return (
+        name,
+        str(gpus),
+        f"{step.peak_bytes / 1e9:.1f}",
+        f"{predicted_bytes(*overrides, gpus=gpus) / 1e9:.1f}",
+        f"{step.calls.total()}",
+        f"{step.sent_bytes / 1e9:.1f}",
+        *seconds,
+    )
+
+
+def print_row(cells: Iterable[str]) -> None:
+    print("|", " | ".join(cells), "|", flush=True)
+
+
+def main(overrides: list[str]) -> None:
+    print_row(COLUMNS)
+    print_row("---" for _ in COLUMNS)
+    if overrides:
+        (gpus,) = values_of(overrides, "gpus")
+        overrides = [text for text in overrides if not text.startswith("gpus=")]
+        print_row(table_row("this", *overrides, gpus=int(gpus)))
+        return
+    for name, model in MODELS.items():
+        for is_checkpointed in (False, True):
+            run = (
+                *model,
+                "sharded=true",
+                f"activation_checkpointing={str(is_checkpointed).lower()}",
+            )
+            title = f"{name} checkpointed" if is_checkpointed else name
+            for gpus in GPUS:
+                print_row(table_row(title, *run, gpus=gpus))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

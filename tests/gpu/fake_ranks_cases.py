@@ -1,0 +1,99 @@
+"""Many GPUs without one: what a rank holds and sends, beside what the formulas say."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from model.build import build_model
+from tests.conftest import settings_of
+from tests.gpu.fake_ranks import (
+    GPUS,
+    MICRO_BATCHES,
+    MODELS,
+    RankMonitor,
+    predicted_bytes,
+    process_group,
+    simulate,
+)
+
+DEPTH = 3
+SMALL = (
+    "model=15m",
+    f"model.depth={DEPTH}",
+    "attention=gqa",
+    "optimizer=adamw",
+    "data.vocab_size=2048",
+    "context=128",
+    "micro_batch=4",
+)
+PARAMETERS = list(build_model(settings_of(*SMALL)["model"]).named_parameters())
+BLOCKS = sum(p.numel() for name, p in PARAMETERS if "blocks" in name)
+OUTER = sum(p.numel() for name, p in PARAMETERS if "blocks" not in name)
+CHECKPOINTED = "activation_checkpointing=true"
+
+
+@pytest.mark.parametrize("run", [(), (CHECKPOINTED, "model.tied=false")])
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_the_peak_of_a_step_is_that_of_the_formula(gpus, run):
+    overrides = (*SMALL, f"sharded={str(gpus > 1).lower()}", *run)
+    peak = simulate(*overrides, gpus=gpus).peak_bytes
+    assert predicted_bytes(*overrides, gpus=gpus) == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("run", [(), (CHECKPOINTED,)])
+@pytest.mark.parametrize("gpus", GPUS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_of_a_large_model_is_that_of_the_formula(name, gpus, run):
+    overrides = (*MODELS[name], "sharded=true", *run)
+    peak = simulate(*overrides, gpus=gpus).peak_bytes
+    assert predicted_bytes(*overrides, gpus=gpus) == pytest.approx(peak, rel=0.1)
+
+
+def test_a_sharded_step_sends_blocks_twice_and_gradients_once_a_micro_batch():
+    gpus = 8
+    step = simulate(*SMALL, "sharded=true", CHECKPOINTED, gpus=gpus)
+    # Embedding, head and norm stay whole from forward to backward. All ranks reduce the norms of
+    # the gradients, and the number of the first step that is not finite.
+    assert step.calls == {
+        "allgather": MICRO_BATCHES * (2 * DEPTH + 1),
+        "reducescatter": MICRO_BATCHES * (DEPTH + 1),
+        "allreduce": 2,
+    }
+    gathered = 2 * 2 * BLOCKS + 4 * OUTER  # blocks in bf16
+    reduced = 4 * (BLOCKS + OUTER)
+    numbers = 4 * len(PARAMETERS) + 8
+    sent = MICRO_BATCHES * (gathered + reduced) + 2 * numbers
+    assert step.sent_bytes == pytest.approx(sent * (gpus - 1) / gpus)
+
+
+def test_copies_send_their_gradients_once_a_step():
+    gpus = 8
+    step = simulate(*SMALL, gpus=gpus)
+    gradients = 4 * (BLOCKS + OUTER)
+    numbers = 8 + 8  # the first step that is not finite, and a signal's code
+    assert step.sent_bytes == pytest.approx(2 * (gradients + numbers) * (gpus - 1) / gpus)
+    assert step.calls.keys() == {"allreduce"}
+
+
+def test_memory_is_counted_until_it_is_freed():
+    with FakeTensorMode(), RankMonitor(1, torch.device("cpu")) as monitor:
+        x = torch.zeros(1000)
+        y = x.view(10, 100)  # of the same memory
+        assert monitor.live_bytes == 4000
+        del x
+        z = y + 1
+        assert monitor.live_bytes == 8000
+        z.untyped_storage().resize_(0)
+        assert (monitor.live_bytes, monitor.peak_bytes) == (4000, 8000)
+        del y
+        assert monitor.live_bytes == 0
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("all_reduce", 2), ("broadcast", 1)])
+def test_a_collective_sends_all_but_one_part_around_the_ring(name, rounds):
+    with process_group(4), RankMonitor(4, torch.device("cpu")) as monitor:
+        x = torch.zeros(100)
+        arguments = (0,) if name == "broadcast" else ()
+        getattr(torch.distributed, name)(x, *arguments)
+    assert monitor.sent_bytes == rounds * 400 * 3 / 4

@@ -1,0 +1,500 @@
+"""Lower the training and the decode step for a GPU that is not there; count and build their kernels.
+
+Tensors are fake, so that neither memory nor a driver is needed. Inductor writes the code that it
+would write on a machine with the GPU, and Triton and ptxas translate the kernels; none is launched.
+Needs a CUDA build of torch, with its Triton: docs/gpu.md.
+
+    python -m tests.gpu.lowering attention=gqa model=124m model.depth=2 context=1024 --build
+"""
+
+import argparse
+import ast
+import copy
+import json
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from time import monotonic
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from inference.batch import Sampler, new_sampler_state
+from inference.engine import compile_decode_step
+from inference.quantize import optimize_for_decoding
+from inference.sampling import sample
+from model.build import build_model, materialize
+from run import hardware
+from tests.conftest import settings_of
+from tests.gpu.fake_cuda import fake_cuda
+from training.loss import LanguageModelLoss
+from training.parallel import checkpoint_activations
+
+
+@dataclass(frozen=True)
+class GPU:
+    """The limits of a GPU: NVIDIA's CUDA C++ Programming Guide, technical specifications."""
+
+    name: str
+    capability: int  # 90 is sm_90
+    multiprocessors: int
+    threads: int  # of a multiprocessor
+    shared_memory: int  # bytes of a block
+
+    @property
+    def properties(self) -> SimpleNamespace:
+        """What torch.cuda.get_device_properties returns."""
+        return SimpleNamespace(
+            name=self.name,
+            major=self.capability // 10,
+            minor=self.capability % 10,
+            total_memory=80 * 2**30,
+            multi_processor_count=self.multiprocessors,
+            regs_per_multiprocessor=65536,
+            max_threads_per_multi_processor=self.threads,
+            max_threads_per_block=1024,
+            warp_size=32,
+            shared_memory_per_block=48 * 1024,
+            shared_memory_per_block_optin=self.shared_memory,
+            shared_memory_per_multiprocessor=self.shared_memory + 1024,
+            L2_cache_size=50 * 2**20,
+            is_integrated=0,
+            gcnArchName="",
+        )
+
+
+GPUS = {
+    "sm_80": GPU("NVIDIA A100-SXM4-80GB", 80, 108, 2048, 163 * 1024),
+    "sm_90": GPU("NVIDIA H100 80GB HBM3", 90, 132, 2048, 227 * 1024),
+    "sm_120": GPU("NVIDIA GeForce RTX 5090", 120, 170, 1536, 99 * 1024),
+}
+
+
+PRECISIONS = {
+    "auto": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+
+@dataclass
+class Graph:
+    """A graph that Inductor has lowered."""
+
+    is_backward: bool
+    code: str
+    compiled: object  # torch._inductor.output_code.CompiledFxGraph
+    static_inputs: set[int]  # that stay at their addresses
+    input_names: list[str]
+    output_names: list[str | None]  # None: not a tensor
+    inputs: list = field(default_factory=list)  # of its last call
+
+    def launches(self) -> Counter:
+        """The number of kernels that a call launches, by kind."""
+        return launches_in(ast.parse(self.code))
+
+    def reasons_against_capture(self) -> list[str]:
+        """Why the graph cannot be one CUDA graph; empty if it can."""
+        reasons = list(self.compiled.cudagraph_info.cudagraph_fail_reasons)
+        moving = set(self.compiled.mutated_input_idxs) - self.static_inputs
+        if moving:
+            reasons.append(f"mutated inputs that are not static: {sorted(moving)}")
+        functions = ast.walk(ast.parse(self.code))
+        partitions = [
+            node
+            for node in functions
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("partition_")
+        ]
+        captured = sum((launches_in(node) for node in partitions), Counter())
+        if len(partitions) != 1 or captured != self.launches():
+            counts = f"{captured.total()} of {self.launches().total()} launches"
+            reasons.append(f"{len(partitions)} partitions with {counts}")
+        return reasons
+
+
+def launches_in(tree: ast.AST) -> Counter:
+    """Count the launches in generated code, by kind."""
+    kinds = Counter()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            kind = kind_of_launch(ast.unparse(node.func))
+            if kind is not None:
+                kinds[kind] += 1
+    return kinds
+
+
+def kind_of_launch(function: str) -> str | None:
+    """The kind of kernel that a function of generated code launches; None if it launches none."""
+    triton_kinds = {"tem": "template", "poi": "pointwise", "red": "reduction", "per": "reduction"}
+    if match := re.fullmatch(r"triton_(\w+?)_\w+\.run", function):
+        return triton_kinds.get(match[1], match[1])
+    if match := re.fullmatch(r"extern_kernels\.(\w+)", function):
+        return match[1]
+    if match := re.match(r"torch\.ops\.(?:aten|prims)\._?(\w+)\.", function):
+        return match[1]
+    return "copy" if function.endswith(".copy_") else None
+
+
+@dataclass
+class Lowering:
+    """The graphs of a step, and its Triton kernels."""
+
+    graphs: list[Graph] = field(default_factory=list)
+    kernels: dict[str, str] = field(default_factory=dict)  # source -> name
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # what the step is computed from
+
+    def launches(self) -> Counter:
+        """The number of kernels that a step launches, by kind."""
+        return sum((graph.launches() for graph in self.graphs), Counter())
+
+
+@contextmanager
+def lowering_for(gpu: GPU) -> Iterator[Lowering]:
+    """Inside, torch.compile lowers for `gpu`, and tensors on cuda are fake."""
+    from torch._inductor import compile_fx as inductor
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.graph import GraphLowering
+
+    lowering = Lowering()
+
+    def keep_kernel(self, kernel_name: str, source_code: str, device_str: str = "cuda") -> None:
+        lowering.kernels[source_code] = kernel_name
+
+    def lower(module: torch.fx.GraphModule, inputs: list, **options) -> Callable:
+        traced = copy.deepcopy(module)  # lowering changes the other one
+        codes = []
+        with patch.object(GraphLowering, "save_output_code", staticmethod(codes.append)):
+            compiled = inductor.compile_fx_inner(module, inputs, **options)
+        graph = Graph(
+            is_backward=options.get("is_backward", False),
+            code=codes[-1],
+            compiled=compiled,
+            static_inputs=set(options.get("static_input_idxs") or ()),
+            input_names=[node.name for node in traced.graph.find_nodes(op="placeholder")],
+            output_names=[node and node.name for node in traced.graph.output_node().args[0]],
+        )
+        lowering.graphs.append(graph)
+
+        def run(inputs: list) -> object:
+            graph.inputs = list(inputs)
+            inputs.clear()
+            with torch.no_grad(), detect_fake_mode(graph.inputs):
+                return torch.fx.Interpreter(traced).run(*graph.inputs)
+
+        run._boxed_call = True
+        return run
+
+    torch._dynamo.reset()
+    with ExitStack() as stack:
+        # The math kernel of attention computes as on a GPU, whatever a fake one needs.
+        reduces_in_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+        stack.enter_context(fake_cuda())
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(reduces_in_half)
+        stack.enter_context(gpu_present(gpu))
+        compile_fx = partial(inductor.compile_fx, inner_compile=lower)
+        stack.enter_context(patch.object(inductor, "compile_fx", compile_fx))
+        stack.enter_context(patch.object(AsyncCompile, "triton", keep_kernel))
+        # Folding constants and timing padded products would run kernels.
+        settings = {
+            "fx_graph_cache": False,
+            "compile_threads": 1,
+            "joint_graph_constant_folding": False,
+            "shape_padding": False,
+            # Kernels that differ in their names alone are built once, by Triton's cache on disk.
+            "triton.unique_kernel_names": False,
+        }
+        stack.enter_context(torch._inductor.config.patch(settings))
+        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
+        yield lowering
+
+
+@contextmanager
+def gpu_present(gpu: GPU) -> Iterator[None]:
+    """Inside, torch and Triton find such a GPU and its driver. One kind of GPU a process."""
+    from torch._dynamo.device_interface import CudaInterface
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+    from triton.runtime.driver import driver
+
+    class Driver(CudaDriver):
+        def __init__(self):
+            limits = {"max_shared_mem": gpu.shared_memory}
+            self.utils = SimpleNamespace(get_device_properties=constant(limits))
+            self.get_current_device = constant(0)
+            self.get_current_stream = constant(0)
+            self.get_device_capability = constant(divmod(gpu.capability, 10))
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", gpu.capability, 32)
+
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_properties": gpu.properties,
+        "get_device_capability": divmod(gpu.capability, 10),
+        "get_device_name": gpu.name,
+        "mem_get_info": (79 * 2**30, 80 * 2**30),
+        "memory_allocated": 0,
+        "synchronize": None,
+        "set_device": None,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+        "is_current_stream_capturing": False,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": None,
+    }
+    # Inductor's interface to a device refers to these functions itself.
+    interface = (
+        "device_count",
+        "current_device",
+        "get_device_properties",
+        "memory_allocated",
+        "synchronize",
+        "set_device",
+    )
+    with ExitStack() as stack:
+        for name, value in answers.items():
+            stack.enter_context(patch.object(torch.cuda, name, constant(value)))
+        for name in interface:
+            answer = staticmethod(constant(answers[name]))
+            stack.enter_context(patch.object(CudaInterface, name, answer))
+        stack.enter_context(patch.object(torch.cuda, "default_generators", (GeneratorOfGPU(),)))
+        stack.enter_context(patch.object(CudaInterface, "get_raw_stream", constant(0)))
+        stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", constant(0)))
+        stack.enter_context(patch.object(driver, "_active", Driver()))
+
+        # torch asks the GPU itself which kernel of scaled_dot_product_attention to take.
+        attention = torch.ops.aten.scaled_dot_product_attention.default
+        kernels = {torch._C.DispatchKey.CompositeImplicitAutograd: fused_attention}
+        stack.enter_context(patch.dict(attention.py_kernels, kernels))
+        attention._dispatch_cache.clear()
+        stack.callback(attention._dispatch_cache.clear)
+        yield
+
+
+class GeneratorOfGPU(torch.Generator):
+    """Stands for the GPU's generator, whose state a recomputed forward shares with the first."""
+
+    device = torch.device("cuda", 0)
+
+    def clone_state(self) -> "GeneratorOfGPU":
+        return self
+
+
+def constant(value: object) -> Callable:
+    """A function of anything that returns `value`."""
+    return lambda *args, **kwargs: value
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute scaled_dot_product_attention by the kernel that torch has for the arguments.
+
+    FlashAttention has neither masks nor fp32, and the memory-efficient kernel no grouped queries;
+    what neither has, or what is disabled, is products and a softmax. As in aten/src/ATen/native/
+    transformers/cuda/sdp_utils.cpp, without cuDNN, which torch may prefer on sm_90 and later.
+    """
+    aten = torch.ops.aten
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    can_flash = is_half and attn_mask is None and q.shape[-1] % 8 == 0
+    if can_flash and torch.backends.cuda.flash_sdp_enabled():
+        return aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if enable_gqa or not torch.backends.cuda.mem_efficient_sdp_enabled():
+        return aten._scaled_dot_product_attention_math(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    bias = None
+    if attn_mask is not None:
+        bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
+        bias = bias.expand(*q.shape[:-1], k.shape[-2])
+    needs_gradient = any(x.requires_grad for x in (q, k, v))
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, needs_gradient, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def lower_training(settings: dict, gpu: GPU, precision: torch.dtype) -> Lowering:
+    """Lower forward and backward of a micro-batch, as `Trainer.compile` compiles them.
+
+    Raises an error of Dynamo where the graph would break.
+    """
+    model = build_model(settings["model"])
+    if settings["activation_checkpointing"]:
+        checkpoint_activations(model)
+    bos = 1 if settings["document_mask"] else None
+    loss_module = LanguageModelLoss(model, z_loss=settings["z_loss"], bos=bos)
+    with lowering_for(gpu) as lowering:
+        materialize(model, "cuda")
+        loss_module.compile(dynamic=False, fullgraph=True)
+        shape = (settings["micro_batch"], settings["context"])
+        inputs = torch.zeros(shape, dtype=torch.int64, device="cuda")
+        targets = torch.zeros_like(inputs)
+        with _disable_current_modes():
+            # The compiled graph serves training and evaluation.
+            for is_training in (False, True):
+                loss_module.train(is_training)
+                with hardware.autocast(inputs.device, precision):
+                    nats, _ = loss_module(inputs, targets)
+            nats.backward()
+        lowering.tensors = dict(loss_module.named_parameters()) | dict(loss_module.named_buffers())
+        lowering.tensors |= {"inputs": inputs, "targets": targets}
+    return lowering
+
+
+def lower_decoding(
+    settings: dict, gpu: GPU, rows: int, length: int, sampler: Sampler | None = None
+) -> Lowering:
+    """Lower a decode step of `length` tokens in each of `rows` rows, as generate.py compiles it.
+
+    With a sampler, the step draws the next tokens too.
+    """
+    model = build_model(settings["model"]).requires_grad_(False).eval()
+    with lowering_for(gpu) as lowering:
+        materialize(model, "cuda", torch.bfloat16)
+        optimize_for_decoding(model, int8=False)
+        cache = model.new_cache(rows, settings["context"], torch.bfloat16, "cuda")
+        tokens = torch.zeros(rows, length, dtype=torch.int64, device="cuda")
+        valid = None
+        if length > 1:
+            valid = torch.ones(rows, length, dtype=torch.bool, device="cuda")
+        state = None if sampler is None else new_sampler_state(model, rows)
+        with _disable_current_modes(), torch.inference_mode():
+            compile_decode_step(tokens.device)(model, tokens, cache, valid, sampler, state)
+    return lowering
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that was built, in one of the configurations that Inductor would choose from."""
+
+    name: str
+    registers: int  # of a thread
+    stack: int  # bytes of a thread in local memory
+    shared_memory: int  # bytes of a block
+
+
+def build_kernels(sources: dict[str, str], gpu: GPU) -> list[Kernel]:
+    """Build kernels to machine code, in all configurations. Raises what Triton raises."""
+    from torch._inductor.codecache import PyCodeCache
+
+    kernels = []
+    # Inductor's own launcher would keep a pointer instead of the machine code.
+    with gpu_present(gpu), torch._inductor.config.patch(use_static_cuda_launcher=False):
+        for source, name in sources.items():
+            tuner = vars(PyCodeCache.load(source))[name]
+            for config in tuner.configs:
+                built = tuner._precompile_config(config).kernel
+                kernels.append(inspect(tuner.inductor_meta["kernel_name"], built))
+    return kernels
+
+
+def inspect(name: str, built: object) -> Kernel:
+    """Read what a kernel that Triton has built takes from its machine code."""
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [cuobjdump, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return Kernel(name, int(registers), int(stack), built.metadata.shared)
+
+
+def whole_pattern(settings: dict) -> int:
+    """The fewest layers that have one of each kind, at least two."""
+    return max(2, len(settings["model"]["attention"].get("pattern", [])))
+
+
+def main() -> None:
+    """Print a JSON object for each step, or what it says in words."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("overrides", nargs="*", help="of the config, as for train.py")
+    parser.add_argument("--gpu", choices=GPUS, default="sm_90")
+    parser.add_argument("--step", choices=["training", "decoding"], action="append")
+    parser.add_argument("--per-layer", action="store_true", help="lower twice the layers too")
+    parser.add_argument("--build", action="store_true", help="build the kernels")
+    parser.add_argument("--rows", type=int, default=1, help="sequences that are decoded")
+    parser.add_argument("--tokens", type=int, default=1, help="tokens of each in a decode step")
+    parser.add_argument("--draw", action="store_true", help="draw the next token in the step")
+    parser.add_argument("--save", type=Path, help="folder for the generated code")
+    parser.add_argument("--json", action="store_true", help="print JSON, one step a line")
+    args = parser.parse_args()
+    settings = settings_of("device=cpu", *args.overrides)
+    gpu = GPUS[args.gpu]
+
+    def lower(step: str, depth: int) -> Lowering:
+        deep = settings | {"model": settings["model"] | {"depth": depth}}
+        if step == "training":
+            return lower_training(deep, gpu, PRECISIONS[settings["precision"]])
+        sampler = partial(sample, temperature=0.8, top_k=50, top_p=0.95) if args.draw else None
+        return lower_decoding(deep, gpu, args.rows, args.tokens, sampler)
+
+    for step in args.step or ["training", "decoding"]:
+        start = monotonic()
+        depth = settings["model"]["depth"]
+        lowering = lower(step, depth)
+        report = {"step": step, "gpu": args.gpu, "overrides": args.overrides, "depth": depth}
+        report["launches"] = lowering.launches()
+        report["graphs"] = len(lowering.graphs)
+        if step == "decoding":
+            report["reasons_against_capture"] = lowering.graphs[0].reasons_against_capture()
+        if args.per_layer:
+            twice = lower(step, 2 * depth).launches()
+            kinds = report["launches"]
+            report["each_layer"] = {kind: (twice[kind] - kinds[kind]) / depth for kind in twice}
+            report["other"] = {kind: 2 * kinds[kind] - twice[kind] for kind in twice}
+        if args.build:
+            kernels = build_kernels(lowering.kernels, gpu)
+            report["kernels"] = len(lowering.kernels)
+            report["configurations"] = len(kernels)
+            for limit in ("registers", "stack", "shared_memory"):
+                largest = max(kernels, key=lambda kernel: vars(kernel)[limit])
+                report[limit] = vars(largest)[limit]
+                report[f"{limit}_of"] = largest.name
+        report["seconds"] = round(monotonic() - start)
+        print(json.dumps(report) if args.json else describe(report), flush=True)
+        if args.save is not None:
+            for number, graph in enumerate(lowering.graphs):
+                (args.save / f"{step}-{number}.py").write_text(graph.code)
+
+
+def describe(report: dict) -> str:
+    """Lines for a terminal; of launches, the most frequent kind first."""
+    lines = []
+    for key, value in report.items():
+        if isinstance(value, dict):
+            kinds = sorted(value.items(), key=lambda item: -item[1])
+            text = ", ".join(f"{count:g} {kind}" for kind, count in kinds if count)
+            value = f"{sum(value.values()):g} ({text})"
+        lines.append(f"{key:24}{value}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

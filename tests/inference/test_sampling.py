@@ -1,0 +1,241 @@
+"""Sampling draws from the distribution that its knobs describe; nothing else can come out."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from inference.batch import Sequence, new_sampler_state
+from inference.engine import compile_decode_step, decode_step, generate, warm_up
+from inference.sampling import exponential_noise, sample
+from run.instantiate import instantiate
+from tests.conftest import continued, redraw, tree_of
+
+LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -8.0]])
+
+
+def draws(logits: torch.Tensor, seed: int = 0, **knobs) -> torch.Tensor:
+    """The first of as many texts as there are rows."""
+    return sample(
+        logits,
+        seed + torch.arange(len(logits)),
+        torch.zeros(len(logits), dtype=torch.int64),
+        **knobs,
+    )
+
+
+def frequencies(**knobs) -> torch.Tensor:
+    drawn = draws(LOGITS.expand(40_000, -1), **knobs)
+    return drawn.bincount(minlength=6) / 40_000
+
+
+def expected(kept: int, temperature: float = 1.0) -> torch.Tensor:
+    """By the definition: a softmax over the `kept` likeliest."""
+    weights = [(LOGITS[0, i] / temperature).exp().item() if i < kept else 0.0 for i in range(6)]
+    return torch.tensor(weights) / sum(weights)
+
+
+@pytest.mark.parametrize(
+    "knobs, kept",
+    [
+        ({}, 6),
+        ({"temperature": 0.5}, 6),
+        ({"top_k": 3}, 3),
+        ({"top_k": 100}, 6),
+        ({"top_p": 0.5}, 1),  # the likeliest alone has 0.55
+        ({"top_p": 0.6}, 2),
+        ({"top_p": 1e-9}, 1),
+        ({"min_p": 0.2}, 3),  # e^0 1, e^-1 0.37, e^-1.5 0.22, e^-2 0.14
+        ({"min_p": 1.0}, 1),
+        ({"top_k": 4, "top_p": 0.99, "min_p": 0.3}, 2),
+    ],
+)
+def test_draws_follow_the_distribution(knobs, kept):
+    wanted = expected(kept, knobs.get("temperature", 1.0))
+    got = frequencies(**knobs)
+    assert (got - wanted).abs().max() < 0.01
+    assert got[wanted == 0].sum() == 0
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-45])
+def test_no_temperature_is_greedy(temperature):
+    assert draws(LOGITS, temperature=temperature).tolist() == [0]
+
+
+def test_the_noise_is_exponential_and_unrelated_between_keys_places_and_tokens():
+    grid = exponential_noise(
+        torch.arange(60), torch.zeros(60, dtype=torch.int64), torch.arange(1000).expand(60, -1)
+    )
+    later = exponential_noise(
+        torch.arange(60), torch.ones(60, dtype=torch.int64), torch.arange(1000).expand(60, -1)
+    )
+    uniform = (-torch.stack((grid, later))).exp()
+    assert abs(uniform.mean() - 1 / 2) < 5e-3 and abs(uniform.var() - 1 / 12) < 2e-3
+    assert 0 < uniform.min() < 1e-4 and 1 - 1e-4 < uniform.max() < 1
+    for one, other in (
+        (uniform[0], uniform[1]),
+        (uniform[0, 1:], uniform[0, :-1]),
+        (grid[:, 1:], grid[:, :-1]),
+    ):
+        assert abs(torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("logits", [[2.0, 1.5], [-1.0, -1.5]])
+def test_a_penalty_makes_what_was_seen_less_likely_whatever_its_sign(logits):
+    seen = torch.tensor([[True, False]])
+    assert draws(
+        torch.tensor([logits]), seen_tokens=seen, temperature=0, repetition_penalty=1.2
+    ).tolist() == [0]
+    assert draws(
+        torch.tensor([logits]), seen_tokens=seen, temperature=0, repetition_penalty=2.0
+    ).tolist() == [1]
+
+
+def test_a_seed_repeats_and_another_does_not():
+    one, same, other = (draws(LOGITS.expand(50, -1), 1000 * seed).tolist() for seed in (3, 3, 4))
+    assert one == same != other
+
+
+@pytest.mark.parametrize("prompts", [[[]], [[1], []], [[1] * 65]])
+def test_prompts_that_cannot_be_read_are_refused(prompts):
+    model = instantiate(tree_of("gqa"))
+    with pytest.raises(ValueError, match="1 to 64 tokens"):
+        continued(model, prompts, 1, rows=2)
+
+
+def test_a_full_context_loses_its_older_half():
+    model = redraw(instantiate(tree_of("gqa"))).double()
+    prompt = list(range(64))
+    read = []
+
+    def draw(logits, *_):
+        read.append(logits[:, -1])
+        return torch.full(logits.shape[:2], 7)
+
+    continued(model, [prompt], 3, draw)
+    for got, text in zip(read, (prompt, [*prompt[32:], 7], [*prompt[32:], 7, 7]), strict=True):
+        torch.testing.assert_close(got, model(torch.tensor([text]))[:, -1])
+
+
+def test_right_drafts_save_steps_and_change_no_logits():
+    """A text that repeats itself: what follows is drafted, and decoded four tokens at a time."""
+    model, prompt = redraw(instantiate(tree_of("delta"))).double(), [5, 6, 7] * 4
+    found = {}
+
+    def draw(logits, keys, places, seen):
+        for place, row in zip(places.flatten().tolist(), logits.flatten(0, -2), strict=True):
+            found.setdefault(place, []).append(row.clone())
+        return 5 + places % 3
+
+    steps = []
+    plain = continued(model, [prompt], 12, draw, rows=1)
+    read = {place: logits.pop() for place, logits in found.items()}
+    assert len(read) == 12
+
+    def step(*about):
+        steps.append(about[1].shape[1])
+        return decode_step(*about)
+
+    assert (
+        continued(model, [prompt], 12, draw, rows=1, step=step, num_draft_tokens=3)
+        == plain
+        == [[5, 6, 7] * 4]
+    )
+    assert steps == [4, 4, 4]
+    for place, logits in read.items():
+        for again in found[place]:
+            torch.testing.assert_close(again, logits)
+
+
+def test_a_wrong_draft_is_decoded_but_never_kept():
+    model, read = redraw(instantiate(tree_of("gqa"))).double(), {}
+    tokens = torch.tensor([5, 6, 9, 5, 6, 4, 5, 6, 8, 0, 0, 0])
+
+    def draw(logits, keys, places, seen):
+        """Of several draws at once, the last that is the first of its place is the one that counts."""
+        for place, row in zip(places.flatten().tolist(), logits.flatten(0, -2), strict=True):
+            read.setdefault(place, []).append(row.clone())
+        return tokens[places]
+
+    (drawn,) = continued(model, [[5, 6, 7]], 9, draw, rows=1, num_draft_tokens=3)
+    assert drawn == [5, 6, 9, 5, 6, 4, 5, 6, 8]
+    for place in range(9):
+        expected = model(torch.tensor([[5, 6, 7, *drawn[:place]]]))[0, -1]
+        torch.testing.assert_close(read[place][-1], expected)
+
+
+def test_a_sequence_says_why_it_is_over():
+    for tokens, reasons in (
+        ([3, 4, 6, 6], [None, None, None, "length"]),
+        ([3, 5], [None, "eos"]),
+        ([3, 4, 6, 5], [None, None, None, "eos"]),
+    ):
+        sequence = Sequence([1], 4, eos={5})
+        for token, reason in zip(tokens, reasons, strict=True):
+            sequence.append(token)
+            assert sequence.finish_reason == reason
+    assert Sequence([1], 0).finish_reason == "length"
+
+
+def test_the_cache_holds_nothing_after_an_end_within_right_drafts():
+    model = redraw(instantiate(tree_of("gqa"))).double()
+    cache = model.new_cache(1, 64, torch.float64, "cpu")
+    sequence = Sequence([5, 6, 7] * 4, 12, eos={6})
+
+    def draw(logits, seeds, draw_indices, seen):
+        return 5 + draw_indices % 3
+
+    for _ in generate(model, [sequence], draw, cache=cache, num_draft_tokens=3):
+        pass
+    assert sequence.tokens[12:] == [5, 6] and sequence.finish_reason == "eos"
+    assert int(cache.lengths[0]) == 13  # all but the end
+
+
+OPTIONS = [
+    {"temperature": 0},
+    {"temperature": 1.5},
+    {"top_k": 3},
+    {"top_p": 0.7},
+    {"min_p": 0.05},
+    {"repetition_penalty": 9.0, "temperature": 3.0},
+    {"temperature": 2.0, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+]
+
+
+def sample_few(logits, seeds, draw_indices, seen_tokens, **options):
+    """Draw one of eight tokens, so that drafts are right now and then."""
+    return sample(logits[..., :8], seeds, draw_indices, seen_tokens[..., :8], **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_compiled_draws_and_drafts_give_the_tokens_of_an_uncached_loop(options, monkeypatch):
+    """Calls share what is compiled; fewer rows than texts, one of which outgrows the context."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = partial(torch.compile, backend="aot_eager", dynamic=False, fullgraph=True)
+    monkeypatch.setattr(torch, "compile", lambda step, **_: compiled(step))
+    model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).double().eval()
+    sampler = partial(sample_few, **options)
+    prompts = [[1, 2, 3] * n for n in (1, 9, 16)]
+    expected = continued(model, prompts, 20, sampler)
+
+    step = compile_decode_step(torch.device("cpu"))
+    state = new_sampler_state(model, 2)
+    cache = model.new_cache(2, 64, torch.float64, "cpu")
+    warm_up(step, model, cache, sampler, state, 3)
+    cache.reset()
+    widths = set()
+
+    def counted(model, tokens, *about):
+        widths.add(tokens.shape[1])
+        return step(model, tokens, *about)
+
+    for num_draft_tokens in (0, 3, 0):
+        sequences = [Sequence(prompt, 20, seed=n) for n, prompt in enumerate(prompts)]
+        how = {"step": counted, "num_draft_tokens": num_draft_tokens}
+        drawn = {sequence: [] for sequence in sequences}
+        for sequence in generate(model, sequences, sampler, cache=cache, state=state, **how):
+            drawn[sequence].append(sequence.tokens[-1])
+        assert [*drawn.values()] == expected
+    assert widths == {1, 4} and counters["stats"]["unique_graphs"] == 2

@@ -1,0 +1,113 @@
+"""The laws, for random combinations of the knobs: what no yaml names has to hold too."""
+
+import random
+
+import pytest
+
+from run.instantiate import instantiate
+from tests.conftest import redraw, settings_of
+from tests.laws import test_laws as laws
+
+SCALINGS = (
+    {"_target_": "model.rope.Linear", "factor": 3.0},
+    {"_target_": "model.rope.Llama3", "factor": 4.0, "low": 1.0, "high": 4.0, "context": 16},
+    {"_target_": "model.rope.YaRN", "factor": 4.0, "fast": 8, "slow": 1, "context": 16},
+)
+
+
+def softmax(draw: random.Random, heads: int) -> dict:
+    kinds = ("softmax.SoftmaxAttention", "differential.DifferentialAttention")
+    kind = draw.choice((*kinds, kinds[0], "cross_layer.ValueResidualAttention"))
+    rotates, kv_heads = draw.random() < 0.8, [n for n in (1, 2, 3, 4, 6) if heads % n == 0]
+    window, chunk = draw.choice(
+        ((None, None), (draw.randint(1, 14), None), (None, draw.randint(1, 14)))
+    )
+    return {
+        "_target_": f"model.attention.{kind}",
+        "kv_heads": draw.choice(
+            [n for n in kv_heads if n % 2 == 0] if kind == kinds[1] else kv_heads
+        ),
+        "rope_base": draw.choice((100.0, 10000.0)) if rotates else None,
+        "rope_fraction": draw.choice((1.0, 0.5)),
+        "rope_scaling": draw.choice((None, *SCALINGS)) if rotates else None,
+        "qk_norm": draw.choice((None, "before_rope", "after_rope")),
+        "window": window,
+        "chunk": chunk,
+        "softcap": draw.choice((None, None, 5.0)),
+        "sink": draw.random() < 0.3,
+        "gated": draw.random() < 0.3,
+        "dropout": 0.0 if kind == kinds[1] else draw.choice((0.0, 0.5)),
+        "bias": draw.random() < 0.3,
+    }
+
+
+def latent(draw: random.Random, heads: int) -> dict:
+    return {
+        "_target_": "model.attention.mla.LatentAttention",
+        "rank": draw.choice((8, 24)),
+        "head_dim": draw.choice((4, 16)),
+        "rope_dim": draw.choice((2, 8)),
+        "rope_base": 10000.0,
+        "query_rank": draw.choice((None, 12)),
+        "rope_scaling": draw.choice((None, *SCALINGS)),
+    }
+
+
+def delta(draw: random.Random, heads: int) -> dict:
+    sizes = {
+        "head_dim": draw.choice((4, 16)),
+        "kernel": draw.choice((1, 2, 4, 7)),
+        "chunk": draw.choice((1, 3, 5, 64)),
+    }
+    return {"_target_": "model.attention.gated_delta.GatedDelta"} | sizes
+
+
+def drawn(seed: int) -> dict:
+    """A model of two layers, each an attention of its own half of the time."""
+    draw = random.Random(seed)
+    heads = draw.choice((4, 6))
+    kinds = [
+        {"_partial_": True} | draw.choice((softmax, softmax, softmax, latent, delta))(draw, heads)
+        for _ in "ab"
+    ]
+    mixed = {"_target_": "model.attention.hybrid.hybrid", "_partial_": True, "pattern": ["a", "b"]}
+    kinds.sort(
+        key=lambda kind: "cross_layer" not in kind["_target_"]
+    )  # one that takes from its own kind is alone
+    attention = (
+        kinds[0]
+        if "cross_layer" in kinds[0]["_target_"] or draw.random() < 0.5
+        else mixed | {"kinds": dict(zip("ab", kinds, strict=True))}
+    )
+    shape = {
+        "vocab_size": 128,
+        "depth": 2,
+        "heads": heads,
+        "dim": 16 * heads,
+        "tied": draw.random() < 0.3,
+    }
+    return settings_of("model=tiny", "context=64")["model"] | shape | {"attention": attention}
+
+
+def keeps_the_laws(seed: int) -> None:
+    model = redraw(instantiate(drawn(seed))).double().eval()
+    chunks = random.Random(seed).choice(((13,), (1,) * 13, (5, 1, 1, 6), (2, 11)))
+    laws.test_cached_decoding_matches_the_full_forward(model, chunks)
+    laws.test_a_row_of_a_ragged_batch_equals_the_row_alone(model, chunks)
+    laws.test_padding_changes_nothing_in_the_cache(model)
+    laws.test_the_future_is_invisible(model)
+    laws.test_packed_documents_equal_each_alone(model)
+    laws.test_rows_can_be_reset_and_copied(model)
+    laws.test_the_cache_costs_what_cache_bytes_says(model, 9)
+    laws.test_every_parameter_learns(model)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_knobs_combine(seed):
+    keeps_the_laws(seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(40, 240))
+def test_more_knobs_combine(seed):
+    keeps_the_laws(seed)

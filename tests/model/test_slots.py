@@ -1,0 +1,69 @@
+"""Attention, feed-forward and norm are chosen apart: any three of them make a model that keeps its laws."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from run.config import find_problems
+from run.instantiate import instantiate
+from tests.conftest import CONFIGS, VARIANTS, close, continued, drawn, settings_of, tree_of, weights
+
+FFNS = sorted(path.stem for path in (CONFIGS / "ffn").glob("*.yaml"))
+NORMS = sorted(path.stem for path in (CONFIGS / "norm").glob("*.yaml"))
+TRIPLES = [*product(VARIANTS, FFNS, NORMS)]
+# Every attention with every feed-forward and every norm, and every feed-forward with every norm.
+PAIRS = [
+    (variant, ffn, NORMS[(i + j) % len(NORMS)])
+    for i, variant in enumerate(VARIANTS)
+    for j, ffn in enumerate(FFNS)
+]
+marked = [
+    case if case in PAIRS else pytest.param(*case, marks=pytest.mark.long) for case in TRIPLES
+]
+
+
+@pytest.mark.parametrize("variant, ffn, norm", marked)
+def test_any_three_decode_as_they_read(variant, ffn, norm):
+    model = drawn(tree_of(variant, f"ffn={ffn}", f"norm={norm}"), torch.float64)
+    tokens = torch.randint(128, (2, 13), generator=torch.Generator().manual_seed(1))
+    cache = model.new_cache(2, 16, torch.float64, "cpu")
+    steps = [model(part, cache) for part in tokens.split((5, 1, 1, 6), dim=1)]
+    close(torch.cat(steps, dim=1), model(tokens))
+    prompts = [[1, 2, 3], [4]]
+    assert continued(model, prompts, 5, rows=2) == continued(model, prompts, 5)
+
+
+@pytest.mark.parametrize("variant, ffn, norm", marked)
+def test_any_three_train_and_resume_to_the_bit(trainer_of, variant, ffn, norm):
+    options = (f"attention={variant}", f"ffn={ffn}", f"norm={norm}", "steps=5", "batch_tokens=128")
+    options += ("model.dim=32", "model.hidden=48", "micro_batch=2", "optimizer=adamw")
+    whole = trainer_of(*options, run="whole")
+    for _ in range(5):
+        whole.train_step()
+    first = trainer_of(*options, run="parts")
+    for _ in range(2):
+        first.train_step()
+    first.log_state = first.log.state()
+    first.save()
+    second = trainer_of(*options, "resume=true", run="parts")
+    second.restore_or_start(None)
+    assert second.step == 2
+    for _ in range(3):
+        second.train_step()
+    assert all(value.isfinite().all() for value in weights(whole).values())
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(second)[name]), name
+
+
+def test_the_pairs_are_all_pairs():
+    for one, other, first, second in ((VARIANTS, FFNS, 0, 1), (VARIANTS, NORMS, 0, 2)):
+        assert {(case[first], case[second]) for case in PAIRS} == {*product(one, other)}
+    assert {case[1:] for case in PAIRS} == {*product(FFNS, NORMS)}
+
+
+def test_an_unknown_activation_is_refused():
+    settings = settings_of("ffn.activation=gleu")
+    assert not find_problems(settings, 1)
+    with pytest.raises(ValueError, match="one of silu, gelu, relu2"):
+        instantiate(settings["model"])

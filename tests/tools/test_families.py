@@ -1,0 +1,207 @@
+"""Published models with a tokenizer.json: read, continued, trained and taken away as transformers has them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.prepare import prepare
+from data.tokenizer import Tokenizer
+from run import checkpoint
+from tests.conftest import TINY, close, continued, tell
+from tests.inference.test_text import text_source
+from tests.tools.families import CONFIGS, make_folder
+from tests.tools.test_export import NASTY
+
+LAYERS = dict.fromkeys(CONFIGS, 1) | {"SmolLM2-135M": 2, "SmolLM3-3B": 4}
+# Families whose template puts nothing in front of a text.
+WITHOUT_BOS = ("SmolLM2-135M", "Qwen3-0.6B", "SmolLM3-3B")
+PROMPT = "Ann had a red ball."
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A function: family -> its folder, which is made once."""
+    root = tmp_path_factory.mktemp("published")
+
+    def made(family: str) -> Path:
+        if not (root / family).exists():
+            # The smallest is in several files.
+            save = {"max_shard_size": "4MB"} if family == "SmolLM2-135M" else {}
+            texts = tell(root).read_text().split("\n")
+            make_folder(root / family, family, LAYERS[family], texts, **save)
+        return root / family
+
+    yield made
+    shutil.rmtree(root)
+
+
+def loaded(folder: Path):
+    """Model and tokenizer as transformers loads them, in fp32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def assert_same(folder: Path, ours: torch.nn.Module) -> None:
+    """Logits, and ids of texts that tokenizers trip over, are those of transformers."""
+    theirs, their_tokenizer = loaded(folder)
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    for text in NASTY:
+        ids = their_tokenizer(text)["input_ids"]
+        assert tokenizer.encode_prompt(text) == (ids or [tokenizer.bos]), text
+        assert tokenizer.decode(ids) == their_tokenizer.decode(ids, skip_special_tokens=True)
+    tokens = torch.randint(600, (2, 33), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_logits_ids_and_text_are_those_of_transformers(family, published, command):
+    folder = published(family)
+    ours = checkpoint.load_model(folder, "cpu")
+    assert_same(folder, ours)
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    assert tokenizer.starts_with_bos == (family not in WITHOUT_BOS)
+
+    # 40 tokens, or up to an EOS.
+    theirs, their_tokenizer = loaded(folder)
+    prompt = their_tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    made = theirs.generate(**prompt, max_new_tokens=40, do_sample=False)
+    tokens = tokenizer.encode_prompt(PROMPT)
+    (drawn,) = continued(ours, [tokens], 40, eos=tokenizer.eos_ids)
+    assert [*tokens, *drawn] == made[0].tolist()
+    expected = their_tokenizer.decode(made[0], skip_special_tokens=True).removeprefix(PROMPT)
+    words = ("--temperature", "0", "--max-new-tokens", "40", "--device", "cpu", "--dtype", "fp32")
+    result = command("generate.py", "--run", str(folder), PROMPT, *words)
+    assert result.code == 0
+    # In a run of bytes that is not UTF-8 as a whole, ByteFallback replaces characters, too. Where
+    # text is printed token by token, they have been printed.
+    if family not in ("TinyLlama-1.1B", "Mistral-7B-v0.3") or "\ufffd" not in expected:
+        assert result.out.removesuffix("\n") == expected.removesuffix("\n")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "SmolLM2-135M",
+        "Qwen3-0.6B",
+        *[
+            pytest.param(name, marks=pytest.mark.long)
+            for name in list(CONFIGS)[1:]
+            if "Qwen" not in name
+        ],
+    ],
+)
+def test_a_trained_and_exported_family_is_read_by_transformers(family, published, command, story):
+    folder = published(family)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    words = [word for word in TINY if not word.startswith(("model=", "batch_tokens", "context"))]
+    words += [f"init_from={folder}", "data=text", f"data.path={story}", "context=32"]
+    words += ["batch_tokens=64", "steps=20", "optimizer=adamw", "optimizer.lr=0.0001"]
+    trained = command("train.py", *words, "run_dir=runs/t", "precision=fp32")
+    assert trained.code == 0, trained.err
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    lines = [json.loads(line) for line in Path("runs/t/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["val_bpb"] < lines[0].get("val_bpb", 99)
+    newest = checkpoint.find_model(Path("runs/t"))
+    assert checkpoint.load_config(newest)["model"]["vocab_size"] == 640  # rows without a token stay
+    result = command("tools/export_hf.py", "--run", "runs/t", "--format", "hf", "--out", "there")
+    assert result.code == 0, result.err
+    assert_same(Path("there"), checkpoint.load_model(newest, "cpu"))
+    again = command("tools/evaluate.py", "--run", "there", "--text", str(story), "--device", "cpu")
+    assert again.code == 0, again.err
+    refused = command("tools/export_hf.py", "--run", "runs/t", "--format", "gguf", "--out", "no")
+    assert refused.code == 2 and "fix: --format hf" in refused.err and not Path("no").exists()
+
+
+@pytest.mark.parametrize("family", ["SmolLM2-135M", "Llama-3.2-1B", "SmolLM3-3B"])
+def test_documents_are_text_between_bos_and_eos(family, published, tmp_path, story):
+    path = published(family) / "tokenizer.json"
+    tokenizer = Tokenizer.load(path)
+    token = tokenizer.id_to_piece([tokenizer.eos])[0]
+    # What looks like a special token is one in a prompt, and text in a document.
+    assert tokenizer.eos in tokenizer.encode_prompt(f"a {token} b")
+    (document,) = tokenizer.encode_documents([f"a {token} b"])
+    text = document[1:] if tokenizer.bos in tokenizer.eos_ids else document[1:-1]
+    assert not {tokenizer.bos, *tokenizer.eos_ids} & set(text)
+    assert tokenizer.decode(document) == f"a {token} b"
+
+    # A corpus, which is found again, and whose bytes are those of its text.
+    corpus = prepare(text_source(story, tokenizer=str(path)), tmp_path / "cache")
+    again = prepare(text_source(story, tokenizer=str(path)), tmp_path / "cache")
+    assert corpus.sha256 == again.sha256 and corpus.tokenizer.files == tokenizer.files
+    held_out = corpus.validation[0]
+    assert held_out[0] == tokenizer.bos
+    assert tokenizer.nbytes(held_out) == corpus.validation_bytes
+
+
+def spoiled(folder: Path, name: str, **entries: object) -> None:
+    file = folder / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+DAMAGES = {
+    "not a tokenizer": (
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        2,
+        "not a tokenizer.json",
+    ),
+    "no EOS": (
+        lambda folder: [
+            (folder / "generation_config.json").unlink(),
+            spoiled(folder, "config.json", eos_token_id=None),
+            spoiled(folder, "tokenizer_config.json", eos_token=None),
+        ],
+        2,
+        "a tokenizer needs EOS",
+    ),
+    "outside": (
+        lambda folder: spoiled(folder, "generation_config.json", eos_token_id=[2, 128001]),
+        2,
+        "a special token outside the vocabulary",
+    ),
+    "no number": (
+        lambda folder: spoiled(folder, "generation_config.json", eos_token_id="two"),
+        2,
+        "a special token outside the vocabulary",
+    ),
+    "a config that is none": (
+        lambda folder: (folder / "tokenizer_config.json").write_text("[]"),
+        2,
+        "not a config (tokenizer_config.json",
+    ),
+    "more tokens than rows": (
+        lambda folder: spoiled(folder, "config.json", vocab_size=200),
+        2,
+        "a tokenizer of another vocabulary",
+    ),
+    "code": (
+        lambda folder: spoiled(folder, "config.json", auto_map={"AutoModelForCausalLM": "m.M"}),
+        2,
+        "auto_map",
+    ),
+    "another family": (
+        lambda folder: spoiled(folder, "config.json", architectures=["GemmaForCausalLM"]),
+        2,
+        "GemmaForCausalLM",
+    ),
+    "a missing shard": (
+        lambda folder: sorted(folder.glob("*.safetensors"))[-1].unlink(),
+        3,
+        "not the model's weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_refused_in_a_line(damage, published, command, tmp_path):
+    spoil, code, said = DAMAGES[damage]
+    folder = tmp_path / "model"
+    shutil.copytree(published("SmolLM2-135M"), folder)
+    spoil(folder)
+    result = command("generate.py", "--run", str(folder), "a", "--device", "cpu")
+    assert result.code == code and said in result.err and result.err.count("\n") == 1, result.err
