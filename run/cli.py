@@ -17,11 +17,7 @@ class Parser(argparse.ArgumentParser):
 def add_model_options(parser: Parser) -> None:
     """Add which model to load, and how to compute: the options of commands that use a model."""
     add = parser.add_argument
-    add(
-        "--run",
-        type=Path,
-        help="a run, a Hugging Face folder or llama2.c's .bin (default: the run that saved last)",
-    )
+    add("--run", type=Path, help="a run or a checkpoint (default: the run that saved last)")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add(
         "--dtype",
@@ -41,10 +37,7 @@ def bounded_number(
         number = number_type(text)
         if minimum <= number <= maximum:
             return number
-        bounds = f"at least {minimum:g}"
-        if maximum < sys.maxsize:
-            bounds = f"from {minimum:g} to {maximum:g}"
-        raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
+        raise argparse.ArgumentTypeError(f"must be from {minimum:g} to {maximum:g}, got {text}")
 
     parse.__name__ = number_type.__name__  # argparse names it in its own errors
     return parse

@@ -24,26 +24,6 @@ INTERRUPTED = 130
 # Errors of a disk that is full, read-only or broken.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 
-# Names that other tools use -> the last part of our key or choice, or of several.
-SYNONYMS = {
-    "batch_size": "batch_tokens micro_batch",
-    "block_size": "context",
-    "epochs": "max_epochs steps",
-    "num_epochs": "max_epochs steps",
-    "gpu": "cuda",
-    "hidden_size": "dim",
-    "learning_rate": "lr",
-    "max_iters": "steps",
-    "max_steps": "steps",
-    "n_embd": "dim",
-    "n_layer": "depth",
-    "no": "false",
-    "path": "text tokens",
-    "seq_len": "context",
-    "wd": "weight_decay",
-    "yes": "true",
-}
-
 
 class IntegrityError(Exception):
     """A file on disk is not what was written."""
@@ -70,17 +50,16 @@ def without_fix(problem: object) -> str:
     return str(problem).partition(". fix: ")[0]
 
 
-def suggest(word: str, known: list[str]) -> list[str]:
-    """The known words, three at most, that a mistyped one may stand for: the likeliest first.
+def suggest(word: str, known: list[str]) -> str | None:
+    """The known word that a mistyped one most likely stands for, if any.
 
     They are compared by their last part: lr is optimizer.lr, and gqq is attention=gqa.
     """
-    names = [*map(last_part, known), *SYNONYMS]
-    for name in get_close_matches(last_part(word).lower(), names, n=1, cutoff=0.65):
-        meant = SYNONYMS.get(name, name).split()
-        candidates = [key for key in known if last_part(key) in meant and key != word]
-        return get_close_matches(word, candidates, n=3, cutoff=0)
-    return []
+    names = {last_part(name): name for name in reversed(known)}
+    near = get_close_matches(last_part(word).lower(), names, n=1, cutoff=0.65)
+    if near:
+        return names[near[0]]
+    return None
 
 
 def last_part(word: str) -> str:
@@ -108,7 +87,7 @@ def user_input() -> Iterator[None]:
         problem = f"{error.strerror or error} ({source}). fix: check {source}"
         exit_with(INPUT, problem, rank0_only=True)
     except ValueError as error:
-        exit_with(INPUT, error, rank0_only=True)
+        exit_with(INPUT, *str(error).splitlines(), rank0_only=True)
 
 
 @contextmanager

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import UnionType
-from typing import get_args, get_origin
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from run.errors import suggest
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = {"bool": "true or false", "int": "1", "float": "1.0", "str": "TEXT", "list": "[...]"}
+CHECKS = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
 def instantiate(tree, package: str = "model", path: str = ""):
@@ -64,36 +64,30 @@ def resolve_target(path: str, package: str) -> Callable:
 
 
 def check_arguments(target: Callable, arguments: dict, path: str) -> None:
-    """Raise TypeError for an unknown argument, ValueError for another type than its annotation.
+    """Raise TypeError for an unknown argument, ValueError for a value that it cannot have.
 
-    Otherwise the text "no" would pass for true. The call itself refuses arguments that are missing.
+    That is one of another type than the annotation, NaN, infinity, and a negative number.
+    The call itself refuses arguments that are missing.
     """
     annotations = {known.name: known.annotation for known in parameters_of(target)}
     prefix = f"{path}.".replace("model.attention.", "attention.")  # as it is typed
     for name, value in arguments.items():
         key = prefix + name
         if name not in annotations:
-            known_keys = [prefix + known for known in annotations]
-            near = suggest(key, known_keys)
-            fix = " or ".join(near) or f"leave {key} out"
+            fix = suggest(key, [prefix + known for known in annotations]) or f"leave {key} out"
             raise TypeError(f"{target.__name__} takes no such argument ({key}). fix: {fix}")
-        if not matches_annotation(value, annotations[name]):
-            wanted = inspect.formatannotation(annotations[name]).partition("[")[0]
-            first = wanted.partition(" ")[0]
-            example = EXAMPLES.get(first, "null")
-            raise ValueError(f"{key} must be {wanted} (got {value!r}). fix: {key}={example}")
 
-
-def matches_annotation(value: object, annotation: object) -> bool:
-    """Whether a value is of the annotated type."""
-    if isinstance(annotation, UnionType):
-        return any(matches_annotation(value, option) for option in get_args(annotation))
-    origin = get_origin(annotation) or annotation
-    if origin is list and isinstance(value, list):
-        return all(matches_annotation(item, *get_args(annotation)) for item in value)
-    if type(value) is bool:  # which Python takes for an int
-        return origin is bool
-    return isinstance(value, origin) or (origin is float and type(value) is int)
+        wanted = inspect.formatannotation(annotations[name])
+        try:
+            TypeAdapter(annotations[name], config=CHECKS).validate_python(value)
+        except ValidationError:
+            raise ValueError(
+                f"{key} must be {wanted} (got {value!r}). fix: {key}=VALUE of this type"
+            ) from None
+        items = value if isinstance(value, list) else [value]
+        for item in items:
+            if isinstance(item, int | float) and item < 0:
+                raise ValueError(f"{key} must be at least 0 (got {value!r}). fix: {key}=1")
 
 
 def parameters_of(target: Callable) -> list[inspect.Parameter]:
