@@ -4,7 +4,7 @@ The number of tokens in each row is one tensor for all layers. So a step changes
 and a decode step compiled once serves every length.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 
 import torch
@@ -14,33 +14,10 @@ from model.context import ForwardContext, Visibility
 
 
 class LayerCache:
-    """The buffers (B, ...) of one layer; a layer that remembers nothing has none.
+    """The buffers (B, ...) of one layer; a layer that remembers nothing has none."""
 
-    `initial` holds the value of each buffer before the first token of a row: a tensor that
-    broadcasts to it, such as a buffer of the module. Without `initial`, they are zeros.
-    """
-
-    def __init__(self, *buffers: Tensor, initial: Sequence[Tensor] = ()):
+    def __init__(self, *buffers: Tensor):
         self.buffers = buffers
-        self.initial = initial
-        if len(initial) > 0 and not buffers[0].is_meta:  # without memory, only sizes count
-            self.reset()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers)
-
-    @property
-    def can_rewind(self) -> bool:
-        """Whether reducing the length is enough to remove the newest tokens of a row.
-
-        Not for a recurrent state, which mixes all past tokens; a subclass may say otherwise.
-        """
-        return len(self.buffers) == 0
-
-    def used(self) -> list[Tensor]:
-        """The buffers, without slots that are written to but never read."""
-        return list(self.buffers)
 
     def first(self, count: int) -> "LayerCache":
         """A view for rows of up to `count` tokens: it shares the memory, and less of it is read."""
@@ -52,29 +29,14 @@ class LayerCache:
         other.buffers = tuple(map(change, self.buffers))
         return other
 
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Reset all rows to their state before the first token."""
-        if len(self.initial) == 0:
-            for buffer in self.buffers:
-                buffer.zero_()
-            return
-        for buffer, initial in zip(self.buffers, self.initial, strict=True):
-            buffer.copy_(initial)
-
-    def copy_(self, other: "LayerCache") -> None:
-        """Copy the values of a cache of the same shape into this one."""
-        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
-            mine.copy_(theirs)
-
 
 class KVCache(LayerCache):
     """Keys and values of the newest tokens: position p is in slot p % size (see ForwardContext).
 
     `size` is the smallest of capacity, window and chunk. Below the capacity, the cache is a ring;
     otherwise every position has its own slot. A feature of shape (K, D), such as the keys, has a
-    buffer (B, size + 1, K, D). Its last slot is never read: writes that must be discarded go there.
-    In int8, a second buffer (B, size + 1, K, 1) holds an fp16 scale for each vector of D values.
+    buffer (B, size, K, D). In int8, a second buffer (B, size, K, 1) holds an fp16 scale for each
+    vector of D values.
     """
 
     def __init__(
@@ -96,16 +58,12 @@ class KVCache(LayerCache):
         # A buffer for each feature, and in int8 one for its scales.
         buffers = []
         for feature in features:
-            shape = (batch, self.size + 1, *feature)
+            shape = (batch, self.size, *feature)
             buffers.append(torch.zeros(shape, dtype=dtype, device=device))
         if self.is_quantized:
-            shapes = [(*x.shape[:-1], 1) for x in buffers]
-            buffers += [torch.zeros(s, dtype=torch.float16, device=device) for s in shapes]
+            scales = [torch.zeros_like(x[..., :1], dtype=torch.float16) for x in buffers]
+            buffers += scales
         super().__init__(*buffers)
-
-    @property
-    def can_rewind(self) -> bool:
-        return not self.is_ring
 
     def update(self, ctx: ForwardContext, *new: Tensor) -> tuple[list[Tensor], Visibility]:
         """Store new features (B, T, ...), and return what the new tokens attend to.
@@ -121,31 +79,25 @@ class KVCache(LayerCache):
             return features, ctx.visible_in_ring(self.size, self.window, self.chunk)
 
         self._write(ctx, new)
-        if num_new == self.size and ctx.valid is None:
-            # The new tokens fill the cache: nothing needs to be read back.
-            if self.window is None and self.chunk is None:
-                return list(new), Visibility(None, ctx.positions, ctx.positions)
+        if num_new == self.size and not ctx.has_padding:
+            # As many new tokens as slots: the cache was empty, and they are all there is to see.
             return list(new), ctx.visible(self.window, self.chunk)
         return self._read(new), ctx.visible_in_cache(self.size, self.window, self.chunk)
-
-    def used(self) -> list[Tensor]:
-        return [buffer[:, : self.size] for buffer in self.buffers]
 
     def first(self, count: int) -> "KVCache":
         if count >= self.size:
             return self
-        # Slot `count` is still empty, so the view can use it for discarded writes.
-        view = self.map(lambda buffer: buffer[:, : count + 1])
+        view = self.map(lambda buffer: buffer[:, :count])
         view.size = count
         view.is_ring = False
         return view
 
     def _read(self, new: tuple[Tensor, ...]) -> list[Tensor]:
         """The stored features, in the dtypes of new ones."""
-        stored = self.used()
+        stored = self.buffers
         if self.is_quantized:
-            count = len(new)
-            stored = map(dequantize, stored[:count], stored[count:])
+            pairs = zip(stored[: len(new)], stored[len(new) :], strict=True)
+            stored = [values * scale for values, scale in pairs]
         return [x.type_as(like) for x, like in zip(stored, new, strict=True)]
 
     def _write(self, ctx: ForwardContext, new: tuple[Tensor, ...]) -> None:
@@ -153,11 +105,10 @@ class KVCache(LayerCache):
         if self.is_quantized:
             values, scales = zip(*map(quantize, new), strict=True)
             new = (*values, *scales)
-        # Rows write to different slots, since their lengths differ.
-        slots = ctx.cache_slots(self.size)  # (B, T)
+        slots = ctx.cache_slots(self.size)  # (B, T), or fewer where not all tokens fit
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
         for buffer, x in zip(self.buffers, new, strict=True):
-            buffer[rows, slots] = x.to(buffer.dtype)
+            buffer[rows, slots] = x[:, -self.size :].to(buffer.dtype)
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,11 +116,6 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax(dim=-1, keepdim=True) / 127
     scale = scale.clamp(min=1e-7).half()
     return (x / scale).round().clamp(-127, 127).to(torch.int8), scale
-
-
-def dequantize(values: Tensor, scale: Tensor) -> Tensor:
-    """int8 values (..., D) and their scales (..., 1) -> (..., D) in fp16."""
-    return values * scale
 
 
 class Cache:
@@ -182,17 +128,21 @@ class Cache:
         self.lengths = lengths
         self.layers = layers
 
+    def buffers(self) -> list[Tensor]:
+        """The buffers of all layers."""
+        return [buffer for layer in self.layers for buffer in layer.buffers]
+
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Cache":
-        """A cache of changed tensors."""
-        return Cache(change(self.lengths), [layer.map(change) for layer in self.layers])
+        return sum(buffer.nbytes for buffer in self.buffers())
 
     def row(self, number: int) -> "Cache":
-        """A view of one row: what is written to it is written here."""
-        return self.map(lambda tensor: tensor[number : number + 1])
+        return self.rows(slice(number, number + 1))
+
+    def rows(self, rows: slice) -> "Cache":
+        """A view of some rows: what is written to it is written here."""
+        layers = [layer.map(lambda buffer: buffer[rows]) for layer in self.layers]
+        return Cache(self.lengths[rows], layers)
 
     def first(self, count: int) -> "Cache":
         """A view for rows of up to `count` tokens: it shares the memory, and less of it is read."""
@@ -201,17 +151,9 @@ class Cache:
     def copy_(self, other: "Cache") -> None:
         """Copy the values of a cache of the same shape into this one."""
         self.lengths.copy_(other.lengths)
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
+        for mine, theirs in zip(self.buffers(), other.buffers(), strict=True):
             mine.copy_(theirs)
 
     def reset(self) -> None:
-        """Empty all rows for new sequences."""
+        """Empty all rows: no token sees a slot without a position, and position 0 no state."""
         self.lengths.zero_()
-        for layer in self.layers:
-            layer.reset()
-
-    def rewind(self, lengths: Tensor) -> None:
-        """Forget all but the first `lengths` (B,) tokens of each row."""
-        if not all(layer.can_rewind for layer in self.layers):
-            raise ValueError("a ring or a recurrent state cannot be rewound. fix: keep a copy")
-        self.lengths.copy_(torch.minimum(self.lengths, lengths))

@@ -1,7 +1,7 @@
 """The parts that decoder layers are made of: rotary positions, norms, feed-forwards."""
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,10 @@ def no_autocast(device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, enabled=False)
 
 
-def on_gpu(x: Tensor) -> bool:
-    """Whether x is on a CUDA device, where few large kernels are faster than many small ones."""
-    return x.is_cuda
+def check_softcap(softcap: float | None) -> None:
+    """Raise ValueError for a cap that leaves nothing."""
+    if softcap == 0:
+        raise ValueError("softcap must be above 0 (got softcap=0). fix: softcap=null")
 
 
 def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
@@ -39,12 +40,6 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x (B, T, H, D), cos and sin (B, T, 1, R/2) -> (B, T, H, D). The features after R stay.
     """
     rotary_dim = 2 * cos.shape[-1]
-    if on_gpu(x) and rotary_dim == x.shape[-1]:
-        # The same sums without a concatenation, which would compile to two more kernels.
-        pairs = fp32(x).unflatten(-1, (2, -1))  # (B, T, H, 2, R/2)
-        signed_sin = torch.stack((-sin, sin), dim=-2)
-        rotated = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * signed_sin
-        return rotated.flatten(-2).type_as(x)
     a, b = fp32(x[..., :rotary_dim]).chunk(2, dim=-1)
     rotated_a = (a * cos - b * sin).type_as(x)
     rotated_b = (b * cos + a * sin).type_as(x)
@@ -58,31 +53,14 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
-        # Skip the initialization of meta tensors, whose first call imports torch._dynamo.
-        if not self.weight.is_meta:
-            super().reset_parameters()
-
-
-def project(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
-    """Apply linear layers to the same x (..., D); under autocast on a GPU, in one product.
-
-    Autocast copies the weights anyway, so concatenating them costs nothing more.
-    """
-    is_fused = on_gpu(x) and torch.is_autocast_enabled(x.device.type)
-    if not is_fused or layers[0].bias is not None:
-        return [layer(x) for layer in layers]
-    weight = torch.cat([layer.weight for layer in layers])
-    sizes = [layer.out_features for layer in layers]
-    return F.linear(x, weight).split(sizes, dim=-1)
+        """Leave the values to model/init.py or to a checkpoint."""
 
 
 class Embedding(nn.Embedding):
     """A table of vectors (V, D)."""
 
     def reset_parameters(self) -> None:
-        # As in Linear.
-        if not self.weight.is_meta:
-            super().reset_parameters()
+        """Leave the values to model/init.py or to a checkpoint."""
 
 
 def rms(x: Tensor, eps: float) -> Tensor:
@@ -122,26 +100,19 @@ def relu2(x: Tensor) -> Tensor:
 
 # By their names in `transformers`.
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu2": relu2}
-
-
-def activation_named(name: str) -> Callable[[Tensor], Tensor]:
-    """Return an activation by its name. Raises ValueError for an unknown one."""
-    if name not in ACTIVATIONS:
-        names = ", ".join(ACTIVATIONS)
-        raise ValueError(f"ffn.activation is unknown (got {name!r}). fix: one of {names}")
-    return ACTIVATIONS[name]
+Activation = Literal["silu", "gelu", "relu2"]
 
 
 class FeedForward(nn.Module):
     """activation(up(x)), projected back; (B, T, D) -> (B, T, D). Vaswani, 1706.03762.
 
     `hidden` is its inner width. A feed-forward calls its last projection `down_proj`, which starts
-    at zero. Raises ValueError for an unknown activation.
+    at zero.
     """
 
-    def __init__(self, dim: int, hidden: int, *, activation: str):
+    def __init__(self, dim: int, hidden: int, *, activation: Activation):
         super().__init__()
-        self.activation = activation_named(activation)
+        self.activation = ACTIVATIONS[activation]
         self.up_proj = Linear(dim, hidden)
         self.down_proj = Linear(hidden, dim)
 
@@ -152,16 +123,15 @@ class FeedForward(nn.Module):
 class GatedFeedForward(nn.Module):
     """activation(gate(x)) * up(x), projected back; (B, T, D) -> (B, T, D). Shazeer, 2002.05202.
 
-    With silu it is SwiGLU, with gelu GEGLU. Raises ValueError for an unknown activation.
+    With silu it is SwiGLU, with gelu GEGLU.
     """
 
-    def __init__(self, dim: int, hidden: int, *, activation: str):
+    def __init__(self, dim: int, hidden: int, *, activation: Activation):
         super().__init__()
-        self.activation = activation_named(activation)
+        self.activation = ACTIVATIONS[activation]
         self.gate_proj = Linear(dim, hidden)
         self.up_proj = Linear(dim, hidden)
         self.down_proj = Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = project(x, self.gate_proj, self.up_proj)
-        return self.down_proj(self.activation(gate) * up)
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

@@ -18,16 +18,6 @@ class Scaling:
 
     factor: float
 
-    def __post_init__(self):
-        self.require(self.factor >= 1, "factor >= 1")
-
-    def require(self, is_met: bool, rule: str) -> None:
-        """Raise ValueError unless the rule is met."""
-        if not is_met:
-            raise ValueError(
-                f"rope_scaling needs {rule} (got {self}). fix: attention.rope_scaling=null"
-            )
-
     def interpolate(self, frequency: Tensor, unscaled: Tensor) -> Tensor:
         """Divide by the factor where `unscaled` (R/2,) is 0, not where it is 1; blend between."""
         return frequency * (unscaled + (1 - unscaled) / self.factor)
@@ -52,11 +42,6 @@ class Llama3(Scaling):
     high: float
     context: int
 
-    def __post_init__(self):
-        super().__post_init__()
-        is_ordered = 0 < self.low < self.high
-        self.require(is_ordered and self.context > 0, "0 < low < high, context > 0")
-
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
         rotations = self.context * frequency / (2 * math.pi)
         width = self.high - self.low
@@ -74,11 +59,6 @@ class YaRN(Scaling):
     fast: float
     slow: float
     context: int
-
-    def __post_init__(self):
-        super().__post_init__()
-        is_ordered = 0 < self.slow < self.fast
-        self.require(is_ordered and self.context > 0, "0 < slow < fast, context > 0")
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
         # The ramp begins at the pair that rotates `fast` times and ends at `slow` times.

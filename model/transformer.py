@@ -3,7 +3,6 @@
 Touvron et al., 2302.13971.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from model.attention.base import Attention, CrossLayer, LayerSpec
 from model.cache import Cache, LayerCache
 from model.context import ForwardContext
-from model.layers import Embedding, Linear, apply_softcap
+from model.layers import Embedding, Linear, apply_softcap, check_softcap
 
 
 class Block(nn.Module):
@@ -66,15 +65,13 @@ class Transformer(nn.Module):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        if softcap is not None and not 0 < softcap < math.inf:
-            raise ValueError(
-                f"model.softcap must be a number above 0 (got {softcap!r}). fix: model.softcap=null"
-            )
-        if not 0 <= norm_eps < 1:
-            raise ValueError(
-                f"model.norm_eps must be from 0 to below 1 (got {norm_eps!r}). "
-                "fix: model.norm_eps=1e-6"
-            )
+        sizes = {"vocab_size": vocab_size, "dim": dim, "depth": depth, "heads": heads}
+        for name, size in (sizes | {"hidden": hidden, "context": context}).items():
+            if size < 1:
+                raise ValueError(
+                    f"model.{name} must be at least 1 (got {size}). fix: model.{name}=1"
+                )
+        check_softcap(softcap)
         self.context = context
         self.softcap = softcap
         self.embed = Embedding(vocab_size, dim)
@@ -91,27 +88,27 @@ class Transformer(nn.Module):
         self,
         tokens: Tensor,
         cache: Cache | None = None,
-        valid: Tensor | None = None,
+        padding: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V). With a cache, the tokens follow those it holds.
 
-        `valid` (B, T) is false on padding, which may be anywhere; `documents` (B, T) numbers the
-        documents that are packed in a row.
+        `padding` (B,) is how many tokens come before the first of each row; `documents` (B, T)
+        numbers the documents that are packed in a row.
         """
-        return self.logits(self.hidden(tokens, cache, valid, documents))
+        return self.logits(self.hidden(tokens, cache, padding, documents))
 
     def hidden(
         self,
         tokens: Tensor,
         cache: Cache | None = None,
-        valid: Tensor | None = None,
+        padding: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) -> the input of the head (B, T, D)."""
         cached_lengths = None if cache is None else cache.lengths
         layer_caches = [None] * len(self.blocks) if cache is None else cache.layers
-        ctx = ForwardContext(tokens, cached_lengths, valid, documents)
+        ctx = ForwardContext(tokens, cached_lengths, padding, documents)
         x = self.embed(tokens)
         carry: CrossLayer = {}
         for block, layer_cache in zip(self.blocks, layer_caches, strict=True):

@@ -51,7 +51,7 @@ class Attention(nn.Module, ABC):
     ) -> LayerCache:
         """Allocate an empty cache for `capacity` tokens in each of `batch` rows.
 
-        Rows start at zero, or at the `initial` values of the LayerCache.
+        Buffers start at zero; what starts otherwise is set at position 0, as in recurrent.py.
         """
 
     @abstractmethod

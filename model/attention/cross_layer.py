@@ -1,5 +1,7 @@
 """Softmax attention that uses keys or values of an earlier layer."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -14,16 +16,11 @@ class SharedAttention(SoftmaxAttention):
 
     `share` is "pairs": every second layer reuses those of the layer before (Brandon et al.,
     2405.12981); or "half": the last half of the layers reuses those of its first layer (Sun et al.,
-    2405.05254). Takes the knobs of SoftmaxAttention too. Raises ValueError for another `share`.
+    2405.05254). Takes the knobs of SoftmaxAttention too.
     """
 
-    def __init__(self, spec: LayerSpec, *, share: str, **knobs):
+    def __init__(self, spec: LayerSpec, *, share: Literal["pairs", "half"], **knobs):
         super().__init__(spec, **knobs)
-        if share not in ("pairs", "half"):
-            raise ValueError(
-                f"attention.share is unknown (got {share!r}). "
-                "fix: attention.share=pairs or attention.share=half"
-            )
         self.layer = spec.layer
         if share == "pairs":
             self.reuses_kv = spec.layer % 2 == 1

@@ -17,8 +17,8 @@ from model.layers import fp32, rms
 class DifferentialAttention(SoftmaxAttention):
     """Heads h and h + H/2 are a pair: (softmax of the first - lambda x softmax of the second) x v.
 
-    Takes the knobs of SoftmaxAttention. Raises ValueError for an odd number of kv_heads, and for
-    dropout: the paper does not say to which softmax it would apply.
+    Takes the knobs of SoftmaxAttention; dropout applies to both softmaxes. Raises ValueError for an
+    odd number of kv_heads.
     """
 
     def __init__(self, spec: LayerSpec, **knobs):
@@ -27,11 +27,6 @@ class DifferentialAttention(SoftmaxAttention):
             raise ValueError(
                 "heads come in pairs: kv_heads must be even "
                 f"(heads={spec.heads} kv_heads={self.kv_heads}). fix: attention.kv_heads=2"
-            )
-        if self.kernel.dropout:
-            raise ValueError(
-                f"differential attention has no dropout (dropout={self.kernel.dropout}, "
-                "DifferentialAttention). fix: attention.dropout=0"
             )
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * spec.layer)
         head_dim = self.head_dim

@@ -10,12 +10,8 @@ def hybrid(
 ) -> Attention:
     """Build the attention of a layer; `pattern` repeats over depth and ends with the last layer.
 
-    Raises ValueError for an empty pattern and for a kind that is not in `kinds`.
+    Raises ValueError for a kind that is not in `kinds`.
     """
-    if not pattern:
-        raise ValueError(
-            f"attention.pattern is empty (got []). fix: attention.pattern=[{','.join(kinds)}]"
-        )
     kind = pattern[(spec.layer - spec.depth) % len(pattern)]
     if kind not in kinds:
         raise ValueError(

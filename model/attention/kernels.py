@@ -2,13 +2,11 @@
 
 Functions take q (B, H, T, D), k (B, K, S, D), v (B, K, S, E) and mask (B, 1, T, S), and return
 (B, H, T, E). H is a multiple of K. True in the mask means visible; mask=None means plain causal
-attention with T = S, which needs no mask in memory. Options that all of them have: `softcap`
-bounds the scores, `bias` (B, H, T, S) is added to them, sink (H,) is a logit that adds no value,
-and `scale` is 1 / sqrt(D) unless given.
+attention with T = S, which needs no mask in memory.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from model.context import Visibility
-from model.layers import apply_softcap, fp32
+from model.layers import apply_softcap, check_softcap, fp32
 
 # (head, query position, key position) -> what to add to the score; integer tensors that broadcast.
 ScoreBias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -25,108 +23,93 @@ BLOCK_SIZE = 128  # queries in a block of `blockwise_attention`
 MAX_COMPILED_TOKENS = 1024
 
 
+class ScoreOptions(NamedTuple):
+    """How scores come from q . k, and weights from scores; in this order."""
+
+    scale: float
+    softcap: float | None = None  # bounds the scores
+    bias: Tensor | None = None  # (B, H, T, S), added
+    sink: Tensor | None = None  # (H,), the score of one more key, which adds no value
+    dropout: float = 0.0  # of weights
+
+
 def eager_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    dropout: float = 0.0,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: ScoreOptions
 ) -> Tensor:
-    """Compute attention by its definition, which every other kernel must equal."""
-    batch, heads, length, head_dim = q.shape
+    """Compute attention by its definition, which every other kernel must equal.
+
+    It is never chosen: tests alone call it.
+    """
+    length = q.shape[2]
     if mask is None:
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    if scale is None:
-        scale = head_dim**-0.5
-    k = k.repeat_interleave(heads // k.shape[1], dim=1)  # (B, H, S, D)
-    v = v.repeat_interleave(heads // v.shape[1], dim=1)  # (B, H, S, E)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, S, D)
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, E)
 
-    scores = fp32(q @ k.mT) * scale  # (B, H, T, S)
-    scores = apply_softcap(scores, softcap)
-    if bias is not None:
-        scores = scores + bias
+    scores = fp32(q @ k.mT) * options.scale  # (B, H, T, S)
+    scores = apply_softcap(scores, options.softcap)
+    if options.bias is not None:
+        scores = scores + options.bias
     scores = scores.masked_fill(~mask, -torch.inf)
-    if sink is not None:
-        column = fp32(sink).view(-1, 1, 1).expand(batch, -1, length, 1)
+    if options.sink is not None:
+        column = fp32(options.sink).view(-1, 1, 1).expand(len(q), -1, length, 1)
         scores = torch.cat((scores, column), dim=-1)  # (B, H, T, S + 1)
     weights = scores.softmax(dim=-1)[..., : k.shape[2]]
-    weights = F.dropout(weights, dropout)
+    weights = F.dropout(weights, options.dropout)
     return weights.type_as(v) @ v
 
 
 def blockwise_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *,
-    bias: Tensor | None = None,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: ScoreOptions
 ) -> Tensor:
     """Compute causal attention by blocks of queries, each without the keys that come after it.
 
-    With a mask, all queries are one block. `options` are those of `attend_block`.
+    With a mask, all queries are one block.
     """
     if mask is not None:
-        return attend_block(q, k, v, mask, bias=bias, **options)
+        return attend_block(q, k, v, mask, options)
     positions = torch.arange(q.shape[2], device=q.device)
     blocks = []
     for start in range(0, q.shape[2], BLOCK_SIZE):
         end = min(start + BLOCK_SIZE, q.shape[2])
-        queries = q[:, :, start:end]
-        keys = k[:, :, :end]
-        values = v[:, :, :end]
-        mask = (positions[:end] <= positions[start:end, None])[None, None]
-        block_bias = None if bias is None else bias[:, :, start:end, :end]
-        blocks.append(attend_block(queries, keys, values, mask, bias=block_bias, **options))
+        mask = positions[:end] <= positions[start:end, None]
+        block_options = options
+        if options.bias is not None:
+            block_options = options._replace(bias=options.bias[:, :, start:end, :end])
+        block = attend_block(
+            q[:, :, start:end], k[:, :, :end], v[:, :, :end], mask[None, None], block_options
+        )
+        blocks.append(block)
     return torch.cat(blocks, dim=2)
 
 
-def attend_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    *,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    dropout: float = 0.0,
-    scale: float | None = None,
-) -> Tensor:
+def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: ScoreOptions) -> Tensor:
     """Compute attention with an explicit softmax that divides by its sum after the product with v.
 
     For the backward it saves the exponentials, in the dtype of v, instead of fp32 scores.
     """
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
     matmul = torch.matmul
     if q.shape[2] == 1 and torch.compiler.is_compiling():
         matmul = vector_matmul
 
-    scores = fp32(matmul(q * scale, k.mT))
-    scores = apply_softcap(scores, softcap)
-    if bias is not None:
-        scores = scores + bias
+    scores = fp32(matmul(q * options.scale, k.mT))
+    scores = apply_softcap(scores, options.softcap)
+    if options.bias is not None:
+        scores = scores + options.bias
     scores = scores.masked_fill(~mask, -torch.inf)
 
     # Subtract the largest score, so that no exponential overflows.
     highest = scores.detach().amax(dim=-1, keepdim=True)
     total = 0.0
-    if sink is not None:
-        sink = fp32(sink).view(-1, 1, 1)
+    if options.sink is not None:
+        sink = fp32(options.sink).view(-1, 1, 1)
         highest = highest.maximum(sink.detach())
         total = (sink - highest).exp()
     weights = Exponential.apply(scores - highest, v.dtype)
     total = total + fp32(weights).sum(dim=-1, keepdim=True)
-    y = matmul(F.dropout(weights, dropout), v)
+    y = matmul(F.dropout(weights, options.dropout), v)
     return (y / total).type_as(v)
 
 
@@ -155,14 +138,14 @@ def flex_attention_kernel(
     k: Tensor,
     v: Tensor,
     visible: Visibility,
-    *,
-    softcap: float | None,
+    options: ScoreOptions,
     score_bias: ScoreBias | None,
-    sink: Tensor | None,
-    scale: float | None,
 ) -> Tensor:
-    """Compute attention by FlexAttention, which skips blocks without a visible key. 2412.05496."""
-    batch = q.shape[0]
+    """Compute attention by FlexAttention, which skips blocks without a visible key. 2412.05496.
+
+    It takes a `score_bias` instead of the bias among the options, and no dropout.
+    """
+    batch = len(q)
     mask = visible.mask
     mask_batch = None
     if mask is not None:
@@ -176,29 +159,28 @@ def flex_attention_kernel(
         return j <= i if mask is None else mask[b, i, j]
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        score = apply_softcap(score, softcap)
+        score = apply_softcap(score, options.softcap)
         if score_bias is not None:
             score = score + score_bias(h, query_positions[b, i], key_positions[b, j])
         return score
 
-    changes_scores = softcap is not None or score_bias is not None
-    options = {
-        "score_mod": score_mod if changes_scores else None,
-        "block_mask": create_block_mask(
-            mask_mod, mask_batch, None, q.shape[2], k.shape[2], device=q.device
-        ),
-        "scale": scale,
-        "enable_gqa": q.shape[1] != k.shape[1],
-        # Below 128 queries Inductor would choose its decoding kernel. That has no block size above
-        # 128 rows, where a row is one query of one of the query heads that share a key head.
-        "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True},
-    }
-    if sink is None:
-        return flex_attention(q, k, v, **options)
-
+    # Below 128 queries Inductor would choose its decoding kernel. That has no block size above 128
+    # rows, where a row is one query of one of the query heads that share a key head.
+    y, aux = flex_attention(
+        q,
+        k,
+        v,
+        score_mod,
+        create_block_mask(mask_mod, mask_batch, None, q.shape[2], k.shape[2], device=q.device),
+        options.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+        return_aux=AuxRequest(lse=True),
+    )
+    if options.sink is None:
+        return y
     # The sink adds an exponential to the sum: y * sum / (sum + exp(sink)).
-    y, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    fraction = (aux.lse - fp32(sink)[:, None]).sigmoid()  # (B, H, T)
+    fraction = (aux.lse - fp32(options.sink)[:, None]).sigmoid()  # (B, H, T)
     return y * fraction[..., None].type_as(y)
 
 
@@ -220,6 +202,7 @@ class AttentionKernel(nn.Module):
 
     def __init__(self, softcap: float | None = None, dropout: float = 0.0):
         super().__init__()
+        check_softcap(softcap)
         self.softcap = softcap
         self.dropout = dropout
 
@@ -234,43 +217,42 @@ class AttentionKernel(nn.Module):
         score_bias: ScoreBias | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """q (B, T, H, D), k (B, S, K, D), v (B, S, K, E) -> (B, T, H, E)."""
+        """q (B, T, H, D), k (B, S, K, D), v (B, S, K, E) -> (B, T, H, E).
+
+        `scale` is 1 / sqrt(D) unless given.
+        """
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
         mask = visible.mask
         length = q.shape[2]
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
+        # `training` is read only where there is dropout: else evaluation would be compiled anew.
         dropout = self.dropout if self.dropout > 0 and self.training else 0.0
-        options = {"softcap": self.softcap, "sink": sink, "scale": scale}
+        options = ScoreOptions(scale, self.softcap, None, sink, dropout)
         is_compiling = torch.compiler.is_compiling()
         is_fusable = self.softcap is None and sink is None and score_bias is None
-        is_plain = is_fusable and mask is None
 
         # FlexAttention must be compiled, and has no dropout. It takes what is not plain causal.
+        is_plain = is_fusable and mask is None
         can_flex = is_compiling and q.is_cuda and length == k.shape[2] and dropout == 0
         if can_flex and not is_plain:
-            y = flex_attention_kernel(q, k, v, visible, score_bias=score_bias, **options)
+            y = flex_attention_kernel(q, k, v, visible, options, score_bias)
             return y.transpose(1, 2)
 
         # The fused kernel takes no soft-cap, bias or sink. Blockwise attention, if compiled, is
         # also faster in two cases: short causal sequences on a CPU, and a single query, which needs
         # no matrix product. On a GPU a single query then reads the cache in place; given a mask and
         # grouped heads, the fused kernel may copy the cache for every query head.
-        is_single = length == 1
         is_short_on_cpu = q.device.type == "cpu" and mask is None and length <= MAX_COMPILED_TOKENS
-        prefers_blocks = is_compiling and (is_single or is_short_on_cpu)
+        prefers_blocks = is_compiling and (length == 1 or is_short_on_cpu)
         if is_fusable and not prefers_blocks:
+            is_grouped = q.shape[1] != k.shape[1]
             y = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                mask,
-                dropout,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=q.shape[1] != k.shape[1],
+                q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=is_grouped
             )
         else:
             bias = bias_tensor(score_bias, q.shape[1], visible)
-            y = blockwise_attention(q, k, v, mask, bias=bias, dropout=dropout, **options)
+            y = blockwise_attention(q, k, v, mask, options._replace(bias=bias))
         return y.transpose(1, 2)

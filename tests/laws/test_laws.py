@@ -10,15 +10,24 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from inference import batch, quantize
-from inference.batch import Sequence, prefill
-from inference.engine import compile_decode_step, decode_step, generate
+from inference import quantize
+from inference.batch import Sequence
+from inference.engine import Engine
+from inference.load import load_model
 from inference.sampling import sample
 from model.context import ForwardContext
 from model.init import initialize
 from run import checkpoint
 from run.compilation import cpp_compiler
-from tests.conftest import ROOT, VARIANTS, assert_greedy, close, continued, poisoned_memory
+from tests.conftest import (
+    ROOT,
+    VARIANTS,
+    assert_greedy,
+    close,
+    compile_without_inductor,
+    continued,
+    poisoned_memory,
+)
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 TOKENS = torch.randint(128, (3, 13), generator=torch.Generator().manual_seed(1))
@@ -28,16 +37,14 @@ def new_cache(model, batch=3, capacity=16):
     return model.new_cache(batch, capacity, torch.float64, "cpu")
 
 
-def feed(model, cache, tokens, chunks, valid=None):
-    """Logits of tokens (B, T) read in chunks of these lengths."""
-    valids = [None] * len(chunks) if valid is None else valid.split(chunks, dim=1)
-    return torch.cat(
-        [
-            model(t, cache, valid=v)
-            for t, v in zip(tokens.split(chunks, dim=1), valids, strict=True)
-        ],
-        dim=1,
-    )
+def feed(model, cache, tokens, chunks, padding=None):
+    """Logits of tokens (B, T) read in chunks of these lengths, after `padding` (B,) columns."""
+    logits = []
+    for part in tokens.split(chunks, dim=1):
+        pad = None if padding is None else padding.clamp(max=part.shape[1])
+        logits.append(model(part, cache, padding=pad))
+        padding = None if padding is None else padding - pad
+    return torch.cat(logits, dim=1)
 
 
 def test_the_mixer_matters_in_every_layer(model):
@@ -63,44 +70,31 @@ def test_cached_decoding_matches_the_full_forward(model, chunks):
 
 @pytest.mark.parametrize("chunks", [(13,), (1,) * 13, (4, 1, 8)])
 def test_a_row_of_a_ragged_batch_equals_the_row_alone(model, chunks):
-    valid = torch.ones(3, 13, dtype=torch.bool)
-    valid[0, :6] = valid[1, 9:] = valid[2, 3:5] = valid[2, 11] = False  # left, right, and within
+    padding = torch.tensor([6, 0, 10])
     cache = new_cache(model)
-    together, uncached = feed(model, cache, TOKENS, chunks, valid), model(TOKENS, valid=valid)
-    assert cache.lengths.tolist() == valid.sum(1).tolist()
-    for row in range(3):
-        alone = model(TOKENS[row, valid[row]][None])[0]
-        close(together[row, valid[row]], alone)
-        close(uncached[row, valid[row]], alone)
-
-
-def test_padding_changes_nothing_in_the_cache(model):
-    cache = new_cache(model)
-    model(TOKENS[:, :7], cache)
-    before = [[b.clone() for b in layer.buffers] for layer in cache.layers]
-    model(TOKENS[:, 7:10], cache, valid=torch.zeros(3, 3, dtype=torch.bool))
-    assert cache.lengths.tolist() == [7, 7, 7]
-    for layer, kept in zip(cache.layers, before, strict=True):
-        for new, old in zip(layer.used(), kept, strict=True):
-            assert torch.equal(new, old[:, : new.shape[1]])
+    model(TOKENS, cache)
+    cache.reset()  # what the rows held before is seen no more
+    together = feed(model, cache, TOKENS, chunks, padding)
+    uncached = model(TOKENS, padding=padding)
+    assert cache.lengths.tolist() == [7, 13, 3]
+    for row, pad in enumerate(padding):
+        alone = model(TOKENS[row : row + 1, pad:])[0]
+        close(together[row, pad:], alone)
+        close(uncached[row, pad:], alone)
 
 
 def test_a_cache_stays_where_it_was_allocated(model):
     cache = new_cache(model)
-    where = [
-        t.data_ptr() for t in (cache.lengths, *(b for layer in cache.layers for b in layer.buffers))
-    ]
+    addresses = [tensor.data_ptr() for tensor in (cache.lengths, *cache.buffers())]
     feed(model, cache, TOKENS, (6, 1, 6))
-    assert where == [
-        t.data_ptr() for t in (cache.lengths, *(b for layer in cache.layers for b in layer.buffers))
-    ]
+    assert addresses == [tensor.data_ptr() for tensor in (cache.lengths, *cache.buffers())]
 
 
 def test_no_two_tokens_of_a_chunk_take_one_slot():
-    valid = torch.arange(13) != torch.tensor([[2], [12], [20]])
-    slots = ForwardContext(TOKENS, torch.tensor([0, 3, 50]), valid, None).cache_slots(5)
+    padding = torch.tensor([2, 12, 0])
+    slots = ForwardContext(TOKENS, torch.tensor([0, 0, 50]), padding).cache_slots(5)
     for row in slots:  # two writes to one slot come in any order on a GPU
-        assert row[row < 5].sort().values.tolist() == [0, 1, 2, 3, 4]
+        assert row.sort().values.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_packed_documents_equal_each_alone(model):
@@ -129,34 +123,6 @@ def test_rows_can_be_reset_and_copied(model):
     close(logits[2], model(torch.cat((TOKENS[:1, :7], TOKENS[2:, 7:9]), dim=1))[0, 7:])
 
 
-def test_a_cache_that_is_reset_equals_a_new_one(model):
-    cache, empty = new_cache(model), new_cache(model)
-    model(TOKENS[:, :7], cache)
-    cache.row(1).reset()
-    for layer, new in zip(cache.layers, empty.layers, strict=True):
-        for buffer, expected in zip(layer.buffers, new.buffers, strict=True):
-            assert torch.equal(buffer[1], expected[1])
-    cache.reset()
-    assert cache.lengths.tolist() == [0, 0, 0]
-    for layer, new in zip(cache.layers, empty.layers, strict=True):
-        for buffer, expected in zip(layer.buffers, new.buffers, strict=True):
-            assert torch.equal(buffer, expected)
-
-
-def test_a_rewound_cache_goes_on_or_refuses(model):
-    cache = new_cache(model)
-    model(TOKENS[:, :9], cache)
-    if not all(layer.can_rewind for layer in cache.layers):
-        with pytest.raises(ValueError, match="cannot be rewound"):
-            cache.rewind(torch.tensor([4, 6, 9]))
-        return
-    cache.rewind(torch.tensor([4, 6, 9]))
-    logits = model(TOKENS[:, 9:12], cache)
-    for row, length in enumerate((4, 6, 9)):
-        alone = model(torch.cat((TOKENS[row, :length], TOKENS[row, 9:12]))[None])[0, length:]
-        close(logits[row], alone)
-
-
 def test_a_block_begins_as_the_identity(model):
     initialize(model, 0)
     close(model.hidden(TOKENS), model.norm(model.embed(TOKENS)))
@@ -174,17 +140,12 @@ def test_the_cache_costs_what_cache_bytes_says(model, capacity):
         assert model.new_cache(5, capacity, dtype, "cpu").nbytes == 5 * stated
 
 
-def test_a_decode_step_compiles_once(model):
+def test_a_decode_step_compiles_once(model, monkeypatch):
     torch._dynamo.reset()
-    graphs = []
-    step = torch.compile(
-        decode_step,
-        fullgraph=True,
-        dynamic=False,
-        backend=lambda graph, _: graphs.append(graph) or graph,
-    )
-    compiled = continued(model, PROMPTS, 101, rows=3, step=step)
-    assert len(graphs) == 1
+    counters.clear()
+    compile_without_inductor(monkeypatch)
+    compiled = continued(model, PROMPTS, 101, rows=3, compiled=True)
+    assert counters["stats"]["unique_graphs"] == 1
     assert compiled == continued(model, PROMPTS, 101)  # past the context
 
 
@@ -204,9 +165,7 @@ def test_a_thousand_tokens_are_never_compiled_again(model):
     counters.clear()
     model = model.float()
     quantize.optimize_for_decoding(model, int8=False)
-    compiled = continued(
-        model, PROMPTS[:3], 1000, rows=3, step=compile_decode_step(torch.device("cpu"))
-    )
+    compiled = continued(model, PROMPTS, 1000, rows=3, compiled=True)
     assert (
         counters["stats"]["unique_graphs"] == 1
         and not counters["graph_break"]
@@ -216,35 +175,15 @@ def test_a_thousand_tokens_are_never_compiled_again(model):
         assert_greedy(model, prompt, text[:40], continued(model, [prompt], 40, rows=1)[0])
 
 
-def few(logits, *about, temperature):
-    """Draws of six tokens, so that a text repeats itself and guesses are right now and then."""
-    return sample(
-        logits[..., :6],
-        *about[:2],
-        about[2][..., :6],
-        temperature=temperature,
-        repetition_penalty=1.2,
-    )
-
-
-@pytest.mark.parametrize("temperature, eos", [(0, ()), (2.0, ()), (2.0, (5,))])
-def test_a_text_is_the_same_alone_in_a_batch_with_guesses_and_without_a_cache(
-    model, temperature, eos
-):
-    """Past the context, with fewer rows than texts, ends within what was guessed right."""
-    draw, widths = partial(few, temperature=temperature), []
-
-    def step(*about):
-        widths.append(about[1].shape[1])
-        return decode_step(*about)
-
+@pytest.mark.parametrize("temperature, eos", [(0, ()), (2.0, ()), (2.0, range(20))])
+def test_a_text_is_the_same_alone_in_a_batch_and_without_a_cache(model, temperature, eos):
+    """Past the context, with fewer rows than texts."""
+    draw = partial(sample, temperature=temperature, repetition_penalty=1.2)
     random = Random(0)
-    prompts = [random.choices(range(6), k=length) for length in (1, 40, 63, 7, 61)]
+    prompts = [random.choices(range(128), k=length) for length in (1, 40, 63, 7, 61)]
     expected = continued(model, prompts, 14, draw, eos=eos)
-    for rows, guesses in ((2, 0), (1, 5), (5, 3)):
-        how = {"step": step, "num_draft_tokens": guesses, "prefill_chunk": 9}
-        assert continued(model, prompts, 14, draw, rows, eos=eos, **how) == expected
-    assert eos or set(widths) >= {1, 4, 6}
+    for rows in (2, 1, 5):
+        assert continued(model, prompts, 14, draw, rows, eos=eos, prefill_chunk=9) == expected
 
 
 def test_training_has_no_graph_break(model):
@@ -263,7 +202,7 @@ def test_a_trained_variant_decodes_from_its_checkpoint(trainer_of, variant):
         trainer.train_step()
     trainer.save()
     with poisoned_memory():
-        loaded = checkpoint.load_model(checkpoint.newest_checkpoint(trainer.run_dir), "cpu")
+        loaded = load_model(checkpoint.newest_checkpoint(trainer.run_dir), "cpu")
     tokens, _ = trainer.loader(3)
     trainer.model.eval()
     with torch.no_grad():
@@ -274,31 +213,37 @@ def test_a_trained_variant_decodes_from_its_checkpoint(trainer_of, variant):
     close(torch.cat(cached, dim=1), trained, rtol=1e-4, atol=1e-4)  # sums in another order
 
 
-@pytest.mark.parametrize("guesses", [0, 3])
-def test_a_text_goes_on_from_what_the_cache_holds(model, guesses):
-    cache, draw = new_cache(model, batch=1, capacity=64), partial(few, temperature=2.0)
-    said, read = Sequence(PROMPTS[2], 7, eos={5}), 0
+def test_a_text_goes_on_from_what_the_cache_holds(model):
+    cache = new_cache(model, batch=1, capacity=64)
+    draw = partial(sample, temperature=2.0)
+    tokens = PROMPTS[2]
+    num_cached = 0
     for turn in range(4):
-        for _ in generate(model, [said], draw, cache=cache, num_draft_tokens=guesses):
-            pass
-        assert read < cache.lengths[0] <= len(said.tokens)
-        read = int(cache.lengths[0])
-        said = Sequence([*said.tokens, 4, 3, turn], 7, eos={5}, num_cached=read)
-        expected = Sequence(said.tokens, 7, eos={5})
-        for _ in generate(model, [expected], draw):
-            pass
-        again, copy = Sequence(said.tokens, 7, eos={5}, num_cached=read), cache.map(torch.clone)
-        for _ in generate(model, [again], draw, cache=copy, num_draft_tokens=guesses):
-            pass
-        assert again.tokens == expected.tokens
+        said = Sequence([*tokens], 7, eos=range(20), num_cached=num_cached)
+        expected = Sequence([*tokens], 7, eos=range(20))
+        for sequence, memory in ((said, cache), (expected, None)):
+            for _ in Engine(model, draw, memory).generate([sequence]):
+                pass
+        assert said.tokens == expected.tokens
+        assert num_cached < cache.lengths[0] <= len(said.tokens)
+        num_cached = int(cache.lengths[0])
+        tokens = [*said.tokens, 4, 3, turn]
 
 
 def test_several_samples_share_one_prefill(model, monkeypatch):
-    prompts, read = [PROMPTS[0]] * 3 + [PROMPTS[2]], []
-    monkeypatch.setattr(batch, "prefill", lambda *about: read.extend(about[1]) or prefill(*about))
+    prompts = [PROMPTS[0]] * 3 + [PROMPTS[2]]
+    expected = continued(model, prompts, 9, sample)
+    hidden = type(model).hidden
+    shapes = []
+
+    def counted(self, tokens, *about):
+        shapes.append(tuple(tokens.shape))
+        return hidden(self, tokens, *about)
+
+    monkeypatch.setattr(type(model), "hidden", counted)
     drawn = continued(model, prompts, 9, sample, rows=4)
-    assert read == [PROMPTS[0], PROMPTS[2]] and len(set(map(tuple, drawn))) == 4
-    assert drawn == continued(model, prompts, 9, sample)
+    assert shapes == [(2, len(PROMPTS[2])), *[(4, 1)] * 8]
+    assert drawn == expected and len(set(map(tuple, drawn))) == 4
 
 
 def test_bf16_runs(model):

@@ -3,11 +3,15 @@
 import pytest
 import torch
 
+from inference.load import load_model
+from inference.quantize import optimize_for_decoding
 from model.attention.base import Attention, LayerSpec
-from model.build import build_model, materialize
-from model.init import initialize
+from model.attention.softmax import SoftmaxAttention
+from model.build import build_model
+from run import checkpoint
+from run import instantiate as instantiation
 from run.instantiate import instantiate
-from tests.conftest import VARIANTS, tree_of
+from tests.conftest import VARIANTS, close, drawn, poisoned_memory, tree_of
 
 SPEC = LayerSpec(dim=64, heads=4, context=64, layer=0, depth=2, norm_eps=1e-6)
 
@@ -28,6 +32,9 @@ HOSTILE = [
     "",
 ]
 
+# Parameters whose first value is zero.
+ZEROS = ("o_proj.weight", "down_proj.weight", "head.weight", "sink", "decay_rate")
+
 
 @pytest.mark.parametrize("target", HOSTILE)
 def test_hostile_targets_are_refused(target):
@@ -44,35 +51,41 @@ def test_a_knob_too_many_or_too_few_is_refused(change):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_first_weights_do_not_depend_on_how_a_model_is_built(variant):
-    plain = instantiate(tree_of(variant))
-    initialize(plain, seed=3)
-    late = materialize(build_model(tree_of(variant)), "cpu")
+def test_first_weights_depend_on_the_seed_and_their_names_alone(variant):
+    first = build_model(tree_of(variant), seed=3)
     torch.manual_seed(99)
-    initialize(late, seed=3)
-    for (name, a), b in zip(plain.named_parameters(), late.parameters(), strict=True):
+    with poisoned_memory():
+        second = build_model(tree_of(variant), seed=3)
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b), name
-        assert a.any() != name.endswith(
-            ("o_proj.weight", "down_proj.weight", "head.weight", "sink", "decay_rate")
-        ), name
+        assert a.any() != name.endswith(ZEROS), name
 
 
 def test_variants_share_the_weights_they_share():
-    first, second = instantiate(tree_of("gqa")), instantiate(tree_of("llama"))
-    initialize(first, seed=3), initialize(second, seed=3)
+    first = build_model(tree_of("gqa"), seed=3)
+    second = build_model(tree_of("llama"), seed=3)
     assert torch.equal(first.embed.weight, second.embed.weight)
     assert not torch.equal(first.blocks[0].ffn.up_proj.weight, first.blocks[1].ffn.up_proj.weight)
-    initialize(second, seed=4)
-    assert not torch.equal(first.embed.weight, second.embed.weight)
+    other_seed = build_model(tree_of("llama"), seed=4)
+    assert not torch.equal(first.embed.weight, other_seed.embed.weight)
 
 
 def test_layers_and_seeds_begin_apart():
-    values = []
+    values = set()
     for seed in (0, 7):
-        model = instantiate(tree_of("differential"))
-        initialize(model, seed)
-        values += [tuple(block.attention.q1.tolist()) for block in model.blocks]
-    assert len(set(values)) == 4
+        model = build_model(tree_of("differential"), seed=seed)
+        values |= {tuple(block.attention.q1.tolist()) for block in model.blocks}
+    assert len(values) == 4
+
+
+def test_a_model_on_the_meta_device_has_the_same_shapes():
+    tree = tree_of("alibi", "model.tied=true")
+    shapes = []
+    for device in ("cpu", "meta"):
+        model = build_model(tree, device)
+        assert {tensor.device.type for tensor in model.state_dict().values()} == {device}
+        shapes.append({name: tensor.shape for name, tensor in model.state_dict().items()})
+    assert shapes[0] == shapes[1]
 
 
 def test_an_attention_says_what_it_lacks():
@@ -82,3 +95,72 @@ def test_an_attention_says_what_it_lacks():
 
     with pytest.raises(TypeError, match=r"Half.*attention_flops.*new_cache"):
         Half()
+
+
+class Buffered(SoftmaxAttention):
+    """Each head's output has a factor, from buffers of two types that checkpoints hold."""
+
+    def __init__(self, spec: LayerSpec, **knobs):
+        super().__init__(spec, **knobs)
+        self.register_buffer("gain", torch.linspace(0.5, 2.0, spec.heads))
+        self.register_buffer("is_even", torch.arange(spec.heads) % 2 == 0)
+
+    def attend(self, q, k, v, visible):
+        y = super().attend(q, k, v, visible)  # (B, T, H, D)
+        factor = torch.where(self.is_even, self.gain, 1.0)
+        return y * factor[:, None].type_as(y)
+
+
+@pytest.fixture
+def buffered_tree(monkeypatch) -> dict:
+    """The tree of a model with buffers; a config may name the class above."""
+    target = f"{__name__}.Buffered"
+    resolve = instantiation.resolve_target
+
+    def resolve_ours(path: str, package: str):
+        return Buffered if path == target else resolve(path, package)
+
+    monkeypatch.setattr(instantiation, "resolve_target", resolve_ours)
+    return tree_of("gqa", f"attention._target_={target}")
+
+
+def test_buffers_train_and_resume_with_their_values(buffered_tree, trainer_of):
+    target = buffered_tree["attention"]["_target_"]
+    overrides = (f"attention._target_={target}", "batch_tokens=256", "save_every=3")
+    with poisoned_memory():
+        trainer = trainer_of(*overrides, run="run")
+    attention = trainer.model.blocks[1].attention
+    close(attention.gain, torch.linspace(0.5, 2.0, 4))
+
+    # As by what is counted or averaged in training.
+    for _ in range(3):
+        trainer.train_step()
+    attention.gain.mul_(1.5)
+    attention.is_even.logical_not_()
+    trainer.save()
+    with poisoned_memory():
+        loaded = load_model(checkpoint.newest_checkpoint(trainer.run_dir), "cpu")
+        resumed = trainer_of(*overrides, "resume=true", run="run")
+    resumed.restore_or_start(None)
+    expected = dict(trainer.model.named_buffers())
+    for model in (loaded, resumed.model):
+        close(dict(model.named_buffers()), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_buffers_keep_their_dtype_in_a_model_of_less_precision(
+    int8, buffered_tree, tokenizer, tmp_path
+):
+    tree = buffered_tree | {"vocab_size": tokenizer.vocab_size}
+    exact = drawn(tree)
+    exact.blocks[0].attention.gain[0] = 1.001  # which bf16 does not have
+    weights = exact.state_dict()
+    folder = checkpoint.save(tmp_path, 1, weights, {"model": tree}, tokenizer.files, {})
+    model = load_model(folder, "cpu", torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    close(dict(model.named_buffers()), dict(exact.named_buffers()), rtol=0, atol=0)
+    optimize_for_decoding(model, int8)
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+    cache = model.new_cache(1, 16, torch.bfloat16, "cpu")
+    with torch.no_grad():
+        close(model(tokens, cache).float(), exact(tokens), rtol=0, atol=0.2)

@@ -30,21 +30,14 @@ class RunningAverage(Attention):
         """x (B, T, D) -> (B, T, D)"""
         v = fp32(self.v_proj(x))
         forget = fp32(self.forget_proj(x)).sigmoid()
-        padding = (ctx.positions < 0)[:, :, None]
-        forget = forget.masked_fill(padding, 1.0)
-
-        # Without a cache each document starts anew; a cache starts where it was reset.
         initial = self.initial_state.type_as(v)
-        if cache is None:
-            begins = (ctx.positions == 0)[:, :, None]
-            state = initial.expand(len(x), -1)
-        else:
-            begins = torch.zeros_like(padding)
-            state = cache.buffers[0].type_as(v)
+        state = initial if cache is None else cache.buffers[0].type_as(v)
 
+        # The first token of a row or a document starts anew, whatever came before.
+        is_first = (ctx.positions == 0)[:, :, None]
         states = []
         for t in range(x.shape[1]):
-            state = torch.where(begins[:, t], initial, state)
+            state = torch.where(is_first[:, t], initial, state)
             state = forget[:, t] * state + (1 - forget[:, t]) * v[:, t]
             states.append(state)
         if cache is not None:
@@ -55,8 +48,7 @@ class RunningAverage(Attention):
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> LayerCache:
         dtype = torch.promote_types(torch.float32, dtype)
-        state = torch.empty(batch, self.dim, dtype=dtype, device=device)
-        return LayerCache(state, initial=(self.initial_state,))
+        return LayerCache(torch.zeros(batch, self.dim, dtype=dtype, device=device))
 
     def attention_flops(self, context: int) -> float:
         return 5 * self.dim

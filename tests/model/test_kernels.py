@@ -1,0 +1,219 @@
+"""Attention on matrices: its definition against a loop, and the faster kernels against it."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model.attention import kernels
+from model.attention.kernels import AttentionKernel, ScoreOptions, eager_attention
+from model.context import ForwardContext, Visibility
+from tests.conftest import close
+from tests.model.test_layers import random
+
+SCALE = 8**-0.5
+# What the faster kernels support: (window, softcap, has_sink).
+BLOCKWISE = [(None, None, False), (None, 2.0, True), (3, None, False), (3, 2.0, True)]
+FLEX = [(None, 2.0, False), (3, None, False), (3, None, True), (None, 2.0, True)]
+flex_test = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of the operations that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def kernel_inputs(window: int | None, has_sink: bool) -> tuple:
+    """q, k, v with grouped heads and values of another width, what is visible, and a sink."""
+    q = random(2, 4, 9, 8).requires_grad_()
+    k = random(2, 2, 9, 8).requires_grad_()
+    v = random(2, 2, 9, 6).requires_grad_()
+    sink = random(4).requires_grad_() if has_sink else None
+    return q, k, v, ForwardContext(torch.zeros(2, 9)).visible(window, None), sink
+
+
+def by_tokens(*tensors: Tensor) -> list[Tensor]:
+    """(B, H, T, D) -> (B, T, H, D), as layers have them."""
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def assert_same_with_gradients(y: Tensor, expected: Tensor, inputs: tuple) -> None:
+    inputs = [x for x in inputs if x is not None]
+    close(y, expected)
+    grads = torch.autograd.grad(y.pow(3).sum(), inputs, retain_graph=True)
+    close(grads, torch.autograd.grad(expected.pow(3).sum(), inputs, retain_graph=True))
+
+
+@pytest.mark.parametrize("kv_heads", [6, 3, 1])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_is_a_softmax_over_what_is_visible(kv_heads, window):
+    q, k, v = random(2, 6, 7, 8), random(2, kv_heads, 7, 8), random(2, kv_heads, 7, 4)
+    mask = ForwardContext(torch.zeros(2, 7)).visible(window, None).mask
+    y = eager_attention(q, k, v, mask, ScoreOptions(SCALE))
+    expected = torch.empty_like(y)
+    for b, h, t in product(range(2), range(6), range(7)):
+        first = 0 if window is None else max(0, t - window + 1)
+        keys = k[b, h * kv_heads // 6, first : t + 1]
+        values = v[b, h * kv_heads // 6, first : t + 1]
+        weights = (keys @ q[b, h, t] / 8**0.5).exp()
+        expected[b, h, t] = weights @ values / weights.sum()
+    close(y, expected)
+
+
+@pytest.mark.parametrize("scale", [SCALE, 0.3])
+@pytest.mark.parametrize("window, softcap, has_sink", BLOCKWISE)
+def test_the_other_kernels_equal_the_definition(window, softcap, has_sink, scale, monkeypatch):
+    monkeypatch.setattr(kernels, "BLOCK_SIZE", 4)
+    q, k, v, visible, sink = kernel_inputs(window, has_sink)
+    options = ScoreOptions(scale, softcap, sink=sink)
+    expected = eager_attention(q, k, v, visible.mask, options)
+    y = kernels.blockwise_attention(q, k, v, visible.mask, options)
+    assert_same_with_gradients(y, expected, (q, k, v, sink))
+    chosen = AttentionKernel(softcap)(*by_tokens(q, k, v), visible, sink=sink, scale=scale)
+    assert_same_with_gradients(chosen.transpose(1, 2), expected, (q, k, v, sink))
+
+
+def test_the_scale_is_that_of_the_width_unless_given():
+    q, k, v, visible, _ = kernel_inputs(None, has_sink=False)
+    y = AttentionKernel()(*by_tokens(q, k, v), visible)
+    close(y, AttentionKernel()(*by_tokens(q, k, v), visible, scale=SCALE))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_compiled_step_of_one_token_is_sums(device, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    q = torch.ones(2, 1, 4, 8, device=device)
+    k = torch.ones(2, 9, 2, 8, device=device)
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool, device=device)
+    with Operations() as operations:
+        AttentionKernel()(q, k, k, Visibility(mask, None, None))
+    assert not {name for name in operations.names if "bmm" in name or "attention" in name}
+
+
+@pytest.mark.parametrize("kernel", [eager_attention, kernels.blockwise_attention])
+def test_dropout_zeroes_weights_and_enlarges_the_others(kernel):
+    q = torch.zeros(1, 4, 200, 8).double()
+    v = torch.eye(200).double().expand(1, 4, -1, -1)
+    mask = torch.ones(1, 1, 200, 200, dtype=torch.bool)
+    weights = kernel(q, q, v, mask, ScoreOptions(SCALE, dropout=0.25)) * 200  # 1 without dropout
+    close(weights[weights != 0].unique(), torch.tensor([4 / 3]).double(), rtol=0, atol=1e-6)
+    assert (weights == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
+
+
+@flex_test
+@pytest.mark.parametrize("window, softcap, has_sink", FLEX)
+def test_flex_attention_equals_the_definition(window, softcap, has_sink):
+    """Its output alone: without a GPU it has no backward."""
+    *_, visible, sink = kernel_inputs(window, has_sink)
+    q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
+    options = ScoreOptions(0.25, softcap, sink=None if sink is None else sink.detach().float())
+    y = kernels.flex_attention_kernel(q, k, v, visible, options, None)
+    close(y, eager_attention(q, k, v, visible.mask, options), rtol=0, atol=1e-5)
+
+
+class LearnedBias(torch.nn.Module):
+    """A bias for each head and distance, whose values have gradients."""
+
+    def __init__(self, heads: int, length: int):
+        super().__init__()
+        self.table = torch.nn.Parameter(random(heads, length))
+
+    def forward(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.table[head, (query - key).clamp(min=0)]
+
+
+def visible_case(case: str) -> Visibility:
+    """All tokens before, a window, and slots of a cache for the newest 3 tokens."""
+    if case == "ring":
+        ctx = ForwardContext(torch.zeros(2, 3), torch.tensor([13, 4]))
+        return ctx.visible_in_ring(6, 4, None)
+    if case == "ragged cache":
+        ctx = ForwardContext(torch.zeros(2, 3), torch.tensor([0, 5]), torch.tensor([1, 0]))
+        return ctx.visible_in_cache(9, None, None)
+    return ForwardContext(torch.zeros(2, 9)).visible(3 if case == "window" else None, None)
+
+
+def biased_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visibility, bias) -> Tensor:
+    """The definition of attention with a score bias, as a loop over queries."""
+    queries = visible.query_positions.expand(2, -1)
+    keys = visible.key_positions.expand(2, -1)
+    outputs = []
+    for b, h, i in product(range(2), range(4), range(q.shape[2])):
+        seen = (keys[b] >= 0) & (keys[b] <= queries[b, i])
+        if visible.mask is not None:
+            seen &= visible.mask.expand(2, -1, -1, -1)[b, 0, i]
+        seen = seen.nonzero()[:, 0]
+        scores = k[b, h // 2, seen] @ q[b, h, i] / 4
+        distance = (queries[b, i] - keys[b, seen]).clamp(min=0)
+        weights = (scores + bias.table[h, distance]).softmax(0)
+        outputs.append(weights @ v[b, h // 2, seen])
+    return torch.stack(outputs).view(2, 4, -1, 16)
+
+
+@flex_test
+@pytest.mark.parametrize("case", ["plain", "window", "ring", "ragged cache"])
+def test_every_kernel_adds_a_score_bias(case, monkeypatch):
+    monkeypatch.setattr(kernels, "BLOCK_SIZE", 4)
+    visible = visible_case(case)
+    length = visible.query_positions.shape[1]
+    q = random(2, 4, length, 16)
+    k = random(2, 2, 9, 16)
+    v = random(2, 2, 9, 16) + 1
+    bias = LearnedBias(4, 20)
+    is_token = (visible.query_positions.expand(2, -1) >= 0)[:, None, :, None]
+    expected = biased_attention(q, k, v, visible, bias).where(is_token, 0)
+
+    options = ScoreOptions(0.25, bias=kernels.bias_tensor(bias, 4, visible))
+    chosen = AttentionKernel()(*by_tokens(q, k, v), visible, score_bias=bias)
+    for y in (
+        eager_attention(q, k, v, visible.mask, options),
+        kernels.blockwise_attention(q, k, v, visible.mask, options),
+        chosen.transpose(1, 2),
+    ):
+        assert_same_with_gradients(y.where(is_token, 0), expected, (bias.table,))
+    with torch.no_grad():
+        y = kernels.flex_attention_kernel(q, k, v, visible, ScoreOptions(0.25), bias)
+    close(y.where(is_token, 0), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window, softcap, has_sink", BLOCKWISE[1:])
+def test_compiled_flex_attention_has_the_gradients_of_the_definition(window, softcap, has_sink):
+    *_, visible, sink = kernel_inputs(window, has_sink)
+    inputs = [random(2, heads, 9, 16).float().cuda().requires_grad_() for heads in (4, 2, 2)]
+    visible = Visibility(*(x if x is None else x.cuda() for x in visible))
+    options = ScoreOptions(0.25, softcap)
+    if sink is not None:
+        options = options._replace(sink=sink.detach().float().cuda().requires_grad_())
+    compiled = torch.compile(kernels.flex_attention_kernel, fullgraph=True)
+    y = compiled(*inputs, visible, options, None)
+    expected = eager_attention(*inputs, visible.mask, options)
+    if sink is not None:
+        inputs.append(options.sink)
+    grads = [torch.autograd.grad(x.pow(3).sum(), inputs) for x in (y, expected)]
+    close(y, expected, rtol=0, atol=1e-2)  # products in TF32
+    close(*grads, rtol=0, atol=1e-1)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+@pytest.mark.parametrize("window, softcap", [(16, None), (16, 2.0), (None, 2.0)])
+def test_flex_attention_compiles(window, softcap):
+    torch._dynamo.reset()
+    q, k, v = (random(2, heads, 128, 16).float() for heads in (4, 2, 2))
+    visible = ForwardContext(torch.zeros(2, 128)).visible(window, None)
+    options = ScoreOptions(0.25, softcap)
+    compiled = torch.compile(kernels.flex_attention_kernel, fullgraph=True, dynamic=False)
+    with torch.no_grad():  # without a GPU there is no backward
+        y = compiled(q, k, v, visible, options, None)
+    close(y, eager_attention(q, k, v, visible.mask, options), rtol=0, atol=1e-5)

@@ -1,0 +1,237 @@
+"""Attention layers against plain references: loops from their formulas, in fp64."""
+
+import cmath
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.attention.alibi import alibi_slopes
+from model.attention.base import Attention, LayerSpec
+from model.attention.mla import LatentAttention
+from model.attention.softmax import SoftmaxAttention
+from model.context import ForwardContext
+from run.instantiate import instantiate
+from tests.conftest import close, drawn, redraw, settings_of, tree_of
+from tests.model.test_layers import random
+
+
+def spec_of(dim: int, heads: int, context: int) -> LayerSpec:
+    return LayerSpec(dim=dim, heads=heads, context=context, layer=0, depth=1, norm_eps=1e-6)
+
+
+def layers_of(*overrides: str) -> list[Attention]:
+    """The attentions of a model in fp64, with every parameter drawn."""
+    model = drawn(tree_of(*overrides), torch.float64)
+    return [block.attention for block in model.blocks]
+
+
+def output(layer: Attention, x: Tensor) -> Tensor:
+    """What a layer that takes nothing from others computes of plain rows."""
+    return layer(x, ForwardContext(x[..., 0]), None, {})[0]
+
+
+@pytest.mark.parametrize("variant", ["gqa", "mla", "softcap"])
+def test_dropout_acts_in_training_alone(variant):
+    layer = layers_of(variant, "attention.dropout=0.5")[0].train()
+    x = random(2, 9, 64)
+    assert (output(layer, x) - output(layer, x)).abs().max() > 1e-3
+    layer.eval()
+    close(output(layer, x), output(layer, x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "mla", "sliding_window", "chunked"])
+def test_operations_on_scores_are_counted_where_they_are_visible(variant):
+    for layer in layers_of(variant):
+        window, chunk = getattr(layer, "window", None), getattr(layer, "chunk", None)
+        visible = ForwardContext(torch.zeros(1, 13)).visible(window or 99, chunk)
+        # A product with a key and one with a value.
+        flops = 4 * layer.heads * getattr(layer, "value_dim", layer.head_dim)
+        pairs = visible.mask.sum().item()
+        assert layer.attention_flops(13) * 13 == pytest.approx(flops * pairs)
+
+
+@pytest.mark.parametrize("dim, heads, kv_heads", [(10, 4, 2), (8, 4, 3), (12, 4, 2)])
+def test_heads_that_do_not_fit_are_refused(dim, heads, kv_heads):
+    sizes = (f"model.dim={dim}", f"model.heads={heads}", f"attention.kv_heads={kv_heads}")
+    with pytest.raises(ValueError, match="fix: "):
+        instantiate(tree_of("gqa", *sizes))
+
+
+def test_a_window_holds_its_positions_whatever_the_prompt():
+    tree = settings_of("model=tiny", "model.vocab_size=128", "model.depth=1", "context=2048").model
+
+    tree["attention"]["window"] = 256
+    model = drawn(tree)
+    tokens = torch.randint(128, (1, 1027), generator=torch.Generator().manual_seed(1))
+    cache = model.new_cache(1, 2048, torch.float32, "cpu")
+    with torch.no_grad():
+        logits = [model(part, cache) for part in tokens.split([512, 512, 1, 1, 1], dim=1)]
+        close(torch.cat(logits, dim=1)[:, -300:], model(tokens)[:, -300:], rtol=0, atol=1e-4)
+    kv_heads = tree["attention"]["kv_heads"]
+    head_dim = tree["dim"] // tree["heads"]
+    assert cache.nbytes == 256 * 2 * kv_heads * head_dim * 4  # k and v in fp32
+
+
+def test_the_block_of_the_classic_walkthrough():
+    """Hidden 128, 16 heads of 8, 4 key-value heads, RoPE, then QK-norm without weight: by number."""
+    knobs = {"kv_heads": 4, "rope_base": 10000.0, "qk_norm": "after_rope"}
+    layer = redraw(SoftmaxAttention(spec_of(128, 16, 10), **knobs).double())
+    x = random(2, 10, 128)
+    q, k, v = (x @ w.weight.detach().T for w in (layer.q_proj, layer.k_proj, layer.v_proj))
+
+    def rotate(row: Tensor, t: int) -> Tensor:
+        """Turn eight numbers to position t and normalize them."""
+        turned = [0.0] * 8
+        for i in range(4):
+            pair = complex(row[i], row[i + 4]) * cmath.exp(1j * t * 10000 ** (-i / 4))
+            turned[i] = pair.real
+            turned[i + 4] = pair.imag
+        size = math.sqrt(sum(value * value for value in turned) / 8 + 1e-6)
+        return torch.tensor(turned, dtype=torch.float64) / size
+
+    y = torch.zeros(2, 10, 128, dtype=torch.float64)
+    for b, h in product(range(2), range(16)):
+        own = slice(8 * h, 8 * h + 8)
+        shared = slice(h // 4 * 8, h // 4 * 8 + 8)
+        keys = torch.stack([rotate(k[b, s, shared], s) for s in range(10)])
+        for t in range(10):
+            scores = keys[: t + 1] @ rotate(q[b, t, own], t) / math.sqrt(8)
+            y[b, t, own] = (scores.exp() / scores.exp().sum()) @ v[b, : t + 1, shared]
+    close(output(layer, x), y @ layer.o_proj.weight.T, rtol=0, atol=1e-6)
+
+
+def test_absorption_halves_the_work_of_a_step():
+    knobs = {"rank": 64, "head_dim": 32, "rope_dim": 16, "rope_base": 10000.0}
+    layer = redraw(LatentAttention(spec_of(256, 8, 4096), **knobs))
+    cache = layer.new_cache(1, 2049, torch.float32, "cpu")
+    x = random(1, 1, 256).float()
+    results = []
+    flops = []
+    for attend in (layer.attend_absorbed, layer.attend_expanded):
+        layer.attend_absorbed = attend
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            y, _ = layer(x, ForwardContext(x[..., 0], torch.tensor([2048])), cache, {})
+        results.append(y)
+        flops.append(counter.get_total_flops())
+    close(results[0], results[1], rtol=0, atol=1e-4)
+    assert flops[0] < flops[1] / 2
+
+
+def test_shared_keys_and_values_are_those_of_the_layer_before():
+    first, second = layers_of("shared_kv")
+    x = random(2, 9, 64)
+    later = x.flip(1)
+    ctx = ForwardContext(x[..., 0])
+    _, carry = first(x, ctx, None, {})
+    y, _ = second(later, ctx, None, carry)
+
+    k, v, _ = first.project_kv(x, ctx, {})
+    expected = second.attend(second.project_q(later, ctx), k, v, ctx.visible(None, None))
+    close(y, second.o_proj(expected.flatten(-2)))
+    with pytest.raises(ValueError, match="layer=1"):
+        second(later, ctx, None, {})
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_values_mix_with_the_first_layers_by_their_share(share):
+    first, second = layers_of("value_residual")
+    x = random(2, 9, 64)
+    ctx = ForwardContext(x[..., 0])
+    _, carry = first(x, ctx, None, {})
+    second.share.data.fill_(share)
+    y, _ = second(x, ctx, None, carry)
+
+    plain = layers_of("gqa")[1]
+    weights = second.state_dict()
+    del weights["share"]
+    plain.load_state_dict(weights)
+    if share == 1.0:
+        plain.v_proj = first.v_proj
+    close(y, output(plain, x))
+
+
+# Numbers in the cache of a layer for one token, of models with dim D and H heads.
+TOKEN_NUMBERS = {
+    "gqa": lambda d, h: 2 * 2 * (d // h),  # k and v of 2 heads
+    "mha": lambda d, h: 2 * d,
+    "mla": lambda d, h: 2 * (d // h) + d // h // 2,  # latent and rotary key
+    "sliding_window": lambda d, h: 2 * 2 * (d // h),
+}
+
+
+@pytest.mark.parametrize("variant", TOKEN_NUMBERS)
+def test_a_cache_takes_the_bytes_of_its_formula(variant):
+    settings = settings_of("model=15m", "context=4096", f"attention={variant}")
+    tree = settings.model | {"vocab_size": 128}
+    model = instantiate(tree)
+    length = tree["attention"].get("window") or 4096
+    numbers = tree["depth"] * length * TOKEN_NUMBERS[variant](tree["dim"], tree["heads"])
+    assert model.cache_bytes(4096, torch.bfloat16) == 2 * numbers
+
+
+def test_a_recurrent_layer_has_a_cache_of_one_size():
+    delta, *_ = layers_of("delta")
+    for capacity in (1, 4096):
+        cache = delta.new_cache(1, capacity, torch.bfloat16, "cpu")
+        state = 4 * 16 * 16 * 4  # in fp32
+        conv_state = 3 * 64 * (4 - 1) * 2  # the inputs of the newest 3 tokens
+        assert sum(buffer.nbytes for buffer in cache.buffers) == state + conv_state
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 6, 8, 12, 20])
+def test_alibi_slopes_are_those_of_bloom_and_mpt(heads):
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    slopes = alibi_slopes(heads)
+    # BLOOM adds slope x key position, MPT slope x (key - last key), either to all rows alike.
+    bloom = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)[:, 0]
+    close(slopes[:, None] * torch.arange(5), bloom, rtol=0, atol=1e-5)
+    mpt = build_mpt_alibi_tensor(heads, 5)[:, 0]
+    close(slopes[:, None] * (torch.arange(5) - 4), mpt, rtol=0, atol=1e-5)
+
+
+def test_alibi_is_a_softmax_of_scores_less_distances():
+    layer = layers_of("alibi")[0]
+    x = random(2, 9, 64)
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
+    q, k, v = (proj(x).unflatten(-1, (-1, 16)) for proj in projections)
+    y = torch.zeros(2, 9, 4, 16, dtype=torch.float64)
+    for b, t, h in product(range(2), range(9), range(4)):
+        slope = 2 ** (-2 * (h + 1))  # of 4 heads
+        distances = t - torch.arange(t + 1)
+        scores = k[b, : t + 1, h // 2] @ q[b, t, h] / 4 - slope * distances
+        y[b, t, h] = scores.softmax(0) @ v[b, : t + 1, h // 2]
+    close(output(layer, x), layer.o_proj(y.flatten(-2)), rtol=0, atol=1e-5)
+
+
+def test_retention_equals_its_recurrence():
+    layer = layers_of("retention")[0]
+    x = random(2, 11, 64)
+    q, k = (proj(x).unflatten(-1, (4, 16)) for proj in (layer.q_proj, layer.k_proj))
+    v = layer.v_proj(x).unflatten(-1, (4, 32))
+
+    # Rotate the pairs (i, i + 8), as complex numbers.
+    angles = torch.arange(11.0).double()[:, None] * 10000.0 ** (-torch.arange(8).double() / 8)
+    turns = torch.polar(torch.ones_like(angles), angles)[None, :, None]
+    rotated = []
+    for z in (q, k):
+        z = torch.complex(z[..., :8], z[..., 8:]) * turns
+        rotated.append(torch.cat((z.real, z.imag), dim=-1))
+    q, k = rotated
+
+    y = torch.zeros(2, 11, 4, 32, dtype=torch.float64)
+    for b, h in product(range(2), range(4)):
+        decay = 1 - 2.0 ** (-5 - h)
+        state = torch.zeros(16, 32, dtype=torch.float64)
+        for t in range(11):
+            state = decay * state + k[b, t, h, :, None] / 4 * v[b, t, h]
+            read = q[b, t, h] @ state
+            y[b, t, h] = read / (read.square().mean() + 1e-6).sqrt()
+    gate = layer.gate_proj(x)
+    expected = layer.o_proj(gate * gate.sigmoid() * y.flatten(-2))
+    close(output(layer, x), expected, rtol=0, atol=1e-5)
