@@ -1,129 +1,91 @@
 """A directory that is complete or absent after a crash: written aside, sealed, renamed.
 
-Its seal, manifest.json, has the size and SHA-256 of every file, and ends with the SHA-256 of its
-own lines. See docs/reliability.md.
+Its seal, manifest.json, has the SHA-256 of every file, and ends with the SHA-256 of its own lines.
+See docs/reliability.md.
 """
 
-import errno
-import fcntl
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import IO
 
 from run.errors import IntegrityError
 
-FORMAT = 2  # of the manifest
-SMALL = 2**20  # bytes: smaller writes may be of buffers that are used again, so a copy is hashed
-SEAL = 65  # bytes: the last line of a manifest
-
-
-class HashedFile:
-    """A new file, hashed by a thread while it is written.
-
-    Reading the file again to hash it would make saving a checkpoint a fifth longer, and much longer
-    on processors without SHA instructions.
-    """
-
-    def __init__(self, path: Path):
-        self.file = path.open("xb")
-        self.size = 0
-        self.hash = sha256()
-        self.thread = ThreadPoolExecutor(1)
-
-    def write(self, raw: bytes | memoryview) -> int:
-        """Write bytes. More than SMALL of them must not change until the directory is sealed."""
-        raw = memoryview(raw).cast("B")
-        stable = raw if len(raw) > SMALL else bytes(raw)
-        self.thread.submit(self.hash.update, stable)
-        self.size += len(raw)
-        return self.file.write(raw)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-    def close(self) -> dict:
-        """Force the file to the disk, and return its entry in the manifest."""
-        with self.file, self.thread:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-        return {"size": self.size, "sha256": self.hash.hexdigest()}
-
-
-class StagingDirectory:
-    """A directory while it is written: its files, and metadata to store in its manifest."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.files: dict[str, HashedFile] = {}
-        self.metadata: dict = {}
-
-    def create(self, name: str) -> HashedFile:
-        self.files[name] = HashedFile(self.folder / name)
-        return self.files[name]
+SEAL_LENGTH = 65  # bytes of the last line of a manifest
 
 
 @contextmanager
-def atomic_directory(folder: Path) -> Iterator[StagingDirectory]:
-    """Collect the files that are created inside in `folder`, which must not exist yet.
+def atomic_directory(folder: Path) -> Iterator[Path]:
+    """Yield an empty directory, which becomes `folder` with the files that are written inside.
 
-    If anything fails, no folder is left.
+    `folder` must not exist yet. If anything fails, nothing is left.
     """
-    staging = StagingDirectory(folder.with_name(f".tmp-{folder.name}"))
-    shutil.rmtree(staging.folder, ignore_errors=True)
-    staging.folder.mkdir(parents=True)
+    staging = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
     try:
         yield staging
 
         # The manifest lists files that are on the disk already, ...
-        files = {name: file.close() for name, file in staging.files.items()}
-        metadata = {"format": FORMAT, "name": folder.name, "files": files, **staging.metadata}
-        body = f"{json.dumps(metadata, indent=1)}\n".encode()
-        seal = f"{sha256(body).hexdigest()}\n".encode()
-        manifest = HashedFile(staging.folder / "manifest.json")
-        manifest.write(body + seal)
-        manifest.close()
+        hashes = {}
+        for path in sorted(staging.iterdir()):
+            sync(path)
+            hashes[path.name] = sha256_of(path)
+        body = json.dumps({"name": folder.name, "files": hashes}, indent=1).encode() + b"\n"
+        manifest = staging / "manifest.json"
+        manifest.write_bytes(body + seal(body))
+        sync(manifest)
 
         # ... and the directory gets its name when their names are on the disk, too.
-        fsync_directory(staging.folder)
-        staging.folder.rename(folder)
-        fsync_directory(folder.parent)
+        sync(staging)
+        staging.rename(folder)
+        sync(folder.parent)
     except BaseException:
-        for file in staging.files.values():
-            with suppress(OSError, ValueError):  # it may be closed already
-                file.close()
-        shutil.rmtree(staging.folder, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
-def verify(folder: Path, fix: str) -> dict:
-    """Return the manifest of a directory.
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
 
-    Raises IntegrityError, with this fix, if it or a file that it lists is not what was written.
+
+def seal(body: bytes) -> bytes:
+    """The last line of a manifest."""
+    return f"{sha256(body).hexdigest()}\n".encode()
+
+
+def sync(path: Path) -> None:
+    """Force a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def verify(folder: Path, fix: str) -> dict[str, str]:
+    """Return the SHA-256 of each file of a sealed directory.
+
+    Raises IntegrityError, with this fix, if one of them or the manifest is not what was written.
     """
     try:
         raw = safe_child(folder, "manifest.json").read_bytes()
-        # A manifest that is intact and of this very folder tells what its files must be.
-        body = raw[:-SEAL]
-        if raw[-SEAL:] != f"{sha256(body).hexdigest()}\n".encode():
+        body = raw[:-SEAL_LENGTH]
+        if raw[-SEAL_LENGTH:] != seal(body):
             raise ValueError("damaged manifest")
         manifest = json.loads(body)
-        if (manifest["format"], manifest["name"]) != (FORMAT, folder.name):
-            raise ValueError(f"of another version, or renamed from {manifest['name']}")
-        for name, entry in manifest["files"].items():
-            with safe_child(folder, name).open("rb") as file:
-                is_whole = file_digest(file, "sha256").hexdigest() == entry["sha256"]
-            if not is_whole:
+        if manifest["name"] != folder.name:
+            raise ValueError(f"renamed from {manifest['name']}")
+        for name, digest in manifest["files"].items():
+            if sha256_of(safe_child(folder, name)) != digest:
                 raise ValueError(f"damaged file {name}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise IntegrityError(f"{error} (in {folder}). fix: {fix}") from None
-    return manifest
+    return manifest["files"]
 
 
 def safe_child(folder: Path, name: str) -> Path:
@@ -152,28 +114,3 @@ def remove_leftovers(parent: Path) -> None:
     for pattern in (".tmp-*", ".trash-*"):
         for leftover in parent.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def flock(lock: IO, operation: int) -> None:
-    """Lock a file until it is closed or the process ends, as fcntl.flock.
-
-    Prints a warning on a file system without locks.
-    """
-    try:
-        fcntl.flock(lock, operation)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-            raise
-        print(
-            f"warning: no locks on this file system ({lock.name}): run nothing twice in it",
-            file=sys.stderr,
-        )
-
-
-def fsync_directory(folder: Path) -> None:
-    """Force the names in a directory to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,5 +1,7 @@
 """Tensors that FSDP may have divided among processes (DTensor), and plain ones alike."""
 
+from collections.abc import Iterable
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,12 +17,19 @@ def is_sharded(x: Tensor) -> bool:
 
 def full_tensor(x: Tensor) -> Tensor:
     """x gathered from all ranks, which must all call this; x itself where it is not sharded."""
-    return x.full_tensor() if is_sharded(x) else x
+    if is_sharded(x):
+        return x.full_tensor()
+    return x
 
 
-def local_shard(x: Tensor) -> Tensor:
-    """This rank's part of x, a view of the same memory; x itself where it is not sharded."""
-    return x.to_local() if is_sharded(x) else x
+def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's parts of tensors, views of the same memory; one that is not sharded as it is."""
+    parts = []
+    for x in tensors:
+        if is_sharded(x):
+            x = x.to_local()
+        parts.append(x)
+    return parts
 
 
 def shard_like(x: Tensor, target: Tensor) -> Tensor:

@@ -1,24 +1,21 @@
 """Give a model another attention, without training:
 
-python -m tools.convert --model MODEL attention=gqa attention.kv_heads=2 --out FOLDER
+python -m tools.convert MODEL attention=gqa attention.kv_heads=2 --out FOLDER
 """
 
 import argparse
-from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from data.files import TEXT_SUFFIXES, find_files, read_documents
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, tokenizer_file
+from inference.load import load_model
 from model.attention.base import Attention
-from model.build import build_model, materialize
-from model.init import initialize
-from model.transformer import Transformer
-from run import checkpoint, config, errors
-from run.cli import Parser, bounded_number
-from tools.evaluate import evaluate_text
+from model.build import build_model
+from run import checkpoint, errors, settings
+from run.cli import Parser
 from tools.export_hf import check_is_new
 from tools.formats import converted_model
 
@@ -29,23 +26,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python -m tools.convert",
         description=__doc__.partition(",")[0],
-        epilog="attention=PRESET attention.KEY=VALUE, as in training",
+        epilog="MODEL attention=PRESET attention.KEY=VALUE --out FOLDER",
     )
     add = parser.add_argument
+    add("model", type=Path, help="a run or a checkpoint")
     add("overrides", nargs="+", help="of attention, as train.py takes them")
-    add("--model", type=Path, help="a run, a Hugging Face folder or llama2.c's .bin")
     add("--out", type=Path, required=True, help="a new folder")
-    add(
-        "--text",
-        help="evaluate before and after on its first documents, and fit to those after them",
-    )
-    add(
-        "--documents",
-        type=bounded_number(int, 1),
-        default=50,
-        help="of the text that are evaluated",
-    )
-    parser.set_defaults(separator="<|endoftext|>", truncate=True, batch_size=8)
+    add("--text", help="a file or folder whose beginning a latent is fitted to")
     return parser.parse_args()
 
 
@@ -55,55 +42,32 @@ def main(args: argparse.Namespace) -> None:
         path = checkpoint.find_model(args.model)
         check_is_new(args.out)
         tree = checkpoint.load_config(path)["model"]
-        refused = [word for word in args.overrides if not converted_model.ATTENTION_KEY.match(word)]
-        if refused:
-            raise ValueError(
-                f"only attention is converted ({' '.join(refused)}). "
-                "fix: attention=PRESET or attention.KEY=VALUE"
-            )
         new_tree = converted_model.convert_config(tree, args.overrides)
+        tokenizer = Tokenizer.load(tokenizer_file(path))
+        moments = None
+        if args.text is not None:
+            moments = measure_moments(load_model(path, "cpu"), tokenizer, args.text)
         model = build_model(new_tree)
-        converted_model.load_converted(model, new_tree, path)
-        tokenizer = Tokenizer.load(checkpoint.tokenizer_path(path))
-
-    # One of the models is in memory at a time.
-    moments = None
-    if args.text is not None:
-        with errors.user_input():
-            old = checkpoint.load_model(path, "cpu")
-            print_loss("before", old, tokenizer, args)
-            moments = measure_moments(old, tokenizer, args)
-            del old
-    model = materialize(model, "cpu", torch.float32)
-    initialize(model, seed=0)
-    changes = converted_model.load_converted(model, new_tree, path, moments)
+        changes = converted_model.load_converted(model, new_tree, path, moments)
     for line in converted_model.describe(changes):
         print(line)
-    before = build_model(tree).cache_bytes(tree["context"], torch.bfloat16)
+    before = build_model(tree, "meta").cache_bytes(tree["context"], torch.bfloat16)
     after = model.cache_bytes(tree["context"], torch.bfloat16)
     print(f"cache of a full context in bf16: {before:,} -> {after:,} bytes")
-    if args.text is not None:
-        print_loss("after", model.eval(), tokenizer, args)
-    checkpoint.check_finite(model, path)
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        errors.exit_with(
+            errors.DIVERGED, f"weights contain NaN or infinity ({path}). fix: an older checkpoint"
+        )
     checkpoint.save(args.out, 0, model.state_dict(), {"model": new_tree}, tokenizer.files, {})
     print(
         f"written: {args.out}. To heal it: "
-        f"python train.py init_from={args.out} distill={path} data=text data.path=TEXT"
+        f"python train.py init_from={args.out} distill={args.model} data=text data.path=TEXT"
     )
 
 
-def print_loss(
-    when: str, model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace
-) -> None:
-    result = evaluate_text(model, tokenizer, args)
-    print(f"{when}: {result['nats_per_token']:.4f} nats per token")
-
-
 @torch.inference_mode()
-def measure_moments(
-    model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace
-) -> list[Tensor]:
-    """The mean (D, D) of x x^T over the inputs x of each attention, on a part of the text."""
+def measure_moments(model: torch.nn.Module, tokenizer: Tokenizer, path: str) -> list[Tensor]:
+    """The mean (D, D) of x x^T over the inputs x of each attention, on the beginning of a text."""
     # Sum up over all tokens, whenever an attention is called.
     sums = {block.attention: 0.0 for block in model.blocks}
 
@@ -116,22 +80,17 @@ def measure_moments(
 
     # Read the text up to MOMENT_TOKENS, a document at a time.
     num_tokens = 0
-    documents = read_documents(find_files(args.text, TEXT_SUFFIXES), "text", args.separator)
-    # What the loss is measured on is held out.
-    for text in islice(documents, args.documents, None):
+    for text in read_documents(find_files(path, TEXT_SUFFIXES), "text", "<|endoftext|>"):
         tokens = tokenizer.encode_prompt(text)[: min(model.context, MOMENT_TOKENS - num_tokens)]
         model.hidden(torch.tensor([tokens]))
         num_tokens += len(tokens)
         if num_tokens >= MOMENT_TOKENS:
             break
     if num_tokens == 0:
-        raise ValueError(
-            f"no text after the documents to evaluate (--documents {args.documents}). "
-            "fix: fewer, or more text"
-        )
+        raise ValueError(f"no text (--text {path}). fix: --text PATH of another")
     return [moment / num_tokens for moment in sums.values()]
 
 
 if __name__ == "__main__":
-    with config.report_errors():
+    with settings.report_errors():
         main(parse_arguments())

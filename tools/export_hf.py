@@ -1,70 +1,36 @@
-"""Convert a trained model for transformers, vLLM or llama.cpp:
+"""Write a trained model as transformers and vLLM read it:
 
-python -m tools.export_hf --run runs/NAME --format hf --out FOLDER
-python -m tools.export_hf --run runs/NAME --format gguf --dtype q8_0 --out FOLDER
+python -m tools.export_hf --run runs/NAME --out FOLDER
 """
 
 import argparse
 import json
-import shutil
 from pathlib import Path
 
 import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer
+from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer, tokenizer_file
+from inference.load import load_model
 from run import checkpoint, errors
 from run.cli import Parser
-from tools.formats import gguf, hf_config, hf_folder
-from tools.formats.weights import Weights, is_own_checkpoint, weight_map
+from tools.formats.hf_config import to_hf_config
+from tools.formats.weights import hf_weights
 
-MODEL_CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# {name}
-
-A {architecture} of {millions:.1f} million parameters, trained with attend.
-
-{figures}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{folder}")
-tokenizer = AutoTokenizer.from_pretrained("{folder}")
-prompt = tokenizer("The", return_tensors="pt")
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=100)[0]))
-```
-"""
-FIGURES = ("step", "tokens", "seconds", "train_loss", "val_loss", "val_bpb")
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python -m tools.export_hf",
         description=__doc__.partition(":")[0],
-        epilog="such as --run runs/NAME --format hf --out FOLDER",
+        epilog="such as --run runs/NAME --out FOLDER",
     )
     add = parser.add_argument
-    add(
-        "--run",
-        type=Path,
-        help="a run, or a folder in Hugging Face layout (default: the newest run)",
-    )
-    add("--format", choices=("hf", "gguf"), required=True)
+    add("--run", type=Path, help="a run or a checkpoint (default: the newest run)")
     add("--out", type=Path, required=True, help="a new folder")
-    add(
-        "--dtype",
-        choices=(*hf_folder.DTYPES, "q8_0"),
-        default="f32",
-        help="of weights; q8_0 is for gguf alone",
-    )
-    args = parser.parse_args()
-    if args.format == "hf" and args.dtype not in hf_folder.DTYPES:
-        parser.error(f"--dtype {args.dtype} is for --format gguf")
-    return args
+    add("--dtype", choices=(*DTYPES,), default="f32", help="of weights")
+    return parser.parse_args()
 
 
 def main(args: argparse.Namespace) -> None:
@@ -72,36 +38,26 @@ def main(args: argparse.Namespace) -> None:
     with errors.user_input():
         path = checkpoint.find_model(args.run)
         check_is_new(args.out)
-        tree = checkpoint.load_config(path)["model"]
-        tokenizer = Tokenizer.load(checkpoint.tokenizer_path(path))
-        config = hf_config.to_hf_config(tree)
-        config |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-        files = tokenizer.files
-        if isinstance(tokenizer, JsonTokenizer):
-            if args.format == "gguf":
-                raise ValueError(
-                    f"a tokenizer.json is not written as GGUF ({path}). fix: --format hf"
-                )
-            config["eos_token_id"] = list(tokenizer.eos_ids)
-        else:
-            vocabulary = load_vocabulary(tokenizer, path)
-            files = hf_folder.sentencepiece_files(tokenizer.proto, vocabulary, config)
-        if args.format == "gguf":
-            gguf.check_exportable(config)
-        model = checkpoint.load_model(path, "cpu")
-        staging = args.out.with_name(f".tmp-{args.out.name}")
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+        config = to_hf_config(checkpoint.load_config(path)["model"])
+        tokenizer = Tokenizer.load(tokenizer_file(path))
+        files = tokenizer_files(tokenizer, path)
+        model = load_model(path, "cpu")
+        args.out.mkdir(parents=True, exist_ok=True)
 
-    # The folder gets its name once it is complete.
-    architecture = config["architectures"][0]
-    weights = hf_weights(model, architecture)
-    if args.format == "gguf":
-        gguf.write(staging, config, weights, vocabulary, args.dtype)
-    else:
-        hf_folder.write(staging, config, weights, files, args.dtype)
-        (staging / "README.md").write_text(model_card(args.out, path, architecture, model))
-    staging.replace(args.out)
+    dtype = DTYPES[args.dtype]
+    config |= {
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": tokenizer.bos,
+        "eos_token_id": list(tokenizer.eos_ids),
+        "pad_token_id": None,
+    }
+    (architecture,) = config["architectures"]
+    weights = {name: weight.to(dtype) for name, weight in hf_weights(model, architecture).items()}
+    checkpoint.write_weights(args.out / "model.safetensors", weights)
+    for name, content in files.items():
+        (args.out / name).write_bytes(content)
+    # The last file: no library takes a folder without it for a model.
+    (args.out / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{architecture}, {args.dtype}: {args.out}")
 
 
@@ -112,55 +68,45 @@ def check_is_new(out: Path) -> None:
         raise ValueError(f"there is something already (--out {out}). fix: --out FOLDER, a new one")
 
 
-def load_vocabulary(tokenizer: Tokenizer, path: Path) -> ModelProto:
-    """The SentencePiece model of a tokenizer.
+def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
+    """The files of a tokenizer as `transformers` reads them.
 
-    Raises ValueError for one that other formats cannot express.
+    Raises ValueError for one that it cannot express.
     """
+    if isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.files
     if isinstance(tokenizer, IdTokenizer):
         raise ValueError(f"its tokens have no text ({path}). fix: train with data.tokenizer=FILE")
-    vocabulary = ModelProto.FromString(tokenizer.proto)
-    spec = vocabulary.trainer_spec
-    kinds = {piece.type for piece in vocabulary.pieces}
-    has_symbols = ModelProto.SentencePiece.USER_DEFINED in kinds
-    if spec.model_type != spec.BPE or not spec.byte_fallback or has_symbols:
-        raise ValueError(
-            f"only byte pairs, and bytes, are exported ({path}). fix: a tokenizer without symbols"
-        )
-    return vocabulary
-
-
-def hf_weights(model: torch.nn.Module, architecture: str) -> Weights:
-    """The weights of a model under the names and in the layouts of a class of `transformers`."""
-    parameters = model.state_dict()
-    stored = weight_map(model, architecture)
-    return {name: tensor.to_file(parameters) for name, tensor in stored.items()}
-
-
-def model_card(out: Path, path: Path, architecture: str, model: torch.nn.Module) -> str:
-    """What the model is, the figures of its training, and how to use it."""
-    source = path.resolve()
-    if is_own_checkpoint(path):
-        source = source.parents[1]
-    return MODEL_CARD.format(
-        name=source.name,
-        architecture=architecture,
-        millions=model.num_parameters() / 1e6,
-        figures=training_figures(source),
-        folder=out.name,
+    vocabulary = ModelProto.FromString(tokenizer.files["tokenizer.model"])
+    trainer = vocabulary.trainer_spec
+    normalizer = vocabulary.normalizer_spec
+    is_changing = (
+        normalizer.precompiled_charsmap
+        or normalizer.remove_extra_whitespaces
+        or normalizer.add_dummy_prefix
+        or any(piece.type == piece.USER_DEFINED for piece in vocabulary.pieces)
     )
-
-
-def training_figures(run: Path) -> str:
-    """A table with the last value of each figure in metrics.jsonl."""
-    file = run / "metrics.jsonl"
-    if not file.exists():
-        return "Its training is not known."
-    metrics = {}
-    for line in file.read_text().splitlines():
-        metrics |= json.loads(line)
-    rows = [f"| {key} | {metrics[key]:,.6g} |" for key in FIGURES if metrics.get(key) is not None]
-    return "\n".join(["| | |", "|---|---|", *rows])
+    if trainer.model_type != trainer.BPE or not trainer.byte_fallback or is_changing:
+        raise ValueError(
+            f"only byte pairs, and bytes, of the text as it is are exported ({path}). "
+            "fix: tools.import_hf of a folder with a tokenizer.json"
+        )
+    pieces = vocabulary.pieces
+    tokenizer_config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": pieces[tokenizer.bos].piece,
+        "eos_token": pieces[tokenizer.eos].piece,
+        "unk_token": pieces[trainer.unk_id].piece,
+        "add_bos_token": True,
+        "add_prefix_space": False,
+        "legacy": False,
+        "split_special_tokens": True,  # </s> in a text is text
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        **tokenizer.files,
+        "tokenizer_config.json": json.dumps(tokenizer_config, indent=1).encode(),
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Folders of published models, as `transformers` saves them, small and with random weights.
 
-A config.json has the entries that were published, with fewer layers and tokens; a tokenizer.json is
+A config.json has the published entries, with fewer layers, heads and tokens; a tokenizer.json is
 trained with the pre-tokenizer and the special tokens of its family.
 """
 
@@ -186,6 +186,7 @@ SPECIAL = {
         ["<|im_end|>", "<|end_of_text|>"],
     ),
 }
+WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 # Families whose template puts BOS in front of a text.
 TEMPLATES = ("Llama-3.2-1B", "TinyLlama-1.1B", "Mistral-7B-v0.3")
 
@@ -204,6 +205,10 @@ def make_folder(folder: Path, family: str, layers: int, texts: list[str], **save
         "num_hidden_layers": layers,
         "vocab_size": 640,  # more than the tokenizer has
     }
+    # Fewer heads of the published size, and the other widths by as much.
+    shrink = 3 if config["num_key_value_heads"] == 3 else 4
+    for width in WIDTHS:
+        config[width] //= shrink
     if family == "SmolLM3-3B":
         config["layer_types"] = ["full_attention"] * layers
         config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(layers)]

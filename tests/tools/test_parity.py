@@ -6,8 +6,9 @@ import torch
 from model.context import ForwardContext
 from run.instantiate import instantiate
 from tests.conftest import YARN, close, redraw, tree_of
-from tools import attention_map, export_hf
+from tools import attention_map
 from tools.formats.hf_config import to_hf_config
+from tools.formats.weights import hf_weights
 
 FULL = "full_attention"
 SCALED = "attention.rope_scaling={_target_:model.rope."
@@ -71,9 +72,7 @@ def both_of(variant: str) -> tuple[torch.nn.Module, torch.nn.Module]:
         **config, attn_implementation="eager", pad_token_id=None
     )
     theirs = getattr(transformers, config["architectures"][0])(how).eval()
-    theirs.load_state_dict(
-        export_hf.hf_weights(ours, config["architectures"][0]), strict=not tree["tied"]
-    )
+    theirs.load_state_dict(hf_weights(ours, config["architectures"][0]), strict=not tree["tied"])
     return ours, theirs
 
 

@@ -1,52 +1,35 @@
-"""The decoder classes of `transformers` that we export to and import from, an adapter each.
+"""The decoder classes of `transformers` that we export to and import from.
 
-An adapter says what its class can express, which entries only its config.json has, how it describes
-a layer there, and how its weights are named and laid out. A layer is the dict of the knobs of its
-attention.
+Each says what its class can express, which entries only its config.json has, and how its weights
+are named and laid out. A layer is the dict of the knobs of its attention.
 """
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from model.attention.gated_delta import GatedDelta
-from tools.formats.hf_rope import rope_from_hf, rope_parameters
+from model.transformer import Transformer
 
 Layers = list[dict]
-SOFTMAX = "model.attention.softmax.SoftmaxAttention"
-DIFFERENTIAL = "model.attention.differential.DifferentialAttention"
-LATENT = "model.attention.mla.LatentAttention"
+TRANSFORMER = "model.transformer.Transformer"
 DELTA = "model.attention.gated_delta.GatedDelta"
 # The optional knobs of SoftmaxAttention, all off.
 PLAIN_SOFTMAX = {
-    "_target_": SOFTMAX,
+    "_target_": "model.attention.softmax.SoftmaxAttention",
     "_partial_": True,
-    "head_dim": None,
     "rope_fraction": 1.0,
-    "rope_scaling": None,
     "qk_norm": None,
     "window": None,
     "chunk": None,
     "softcap": None,
     "sink": False,
     "gated": False,
-    "dropout": 0.0,
     "bias": False,
 }
-# Presets of feed-forwards and norms -> their classes. An activation may be any that we have.
-PARTS = {
-    "swiglu": "model.layers.GatedFeedForward",
-    "relu2": "model.layers.FeedForward",
-    "rmsnorm": "model.layers.RMSNorm",
-    "layernorm": "model.layers.LayerNorm",
-}
-MOST_LAYERS = 2**12  # accepted from a config.json, which is not trusted
-# Entries that `transformers` requires even if no layer has experts.
-EXPERT_SIZES = {
-    "n_routed_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 1,
-}
+GATED_FFN = "model.layers.GatedFeedForward"
+PLAIN_FFN = "model.layers.FeedForward"
+RMS_NORM = "model.layers.RMSNorm"
+LAYER_NORM = "model.layers.LayerNorm"
 # Parts of our parameter names -> those of Llama.
 LLAMA_NAMES = {
     "embed": "model.embed_tokens",
@@ -64,47 +47,40 @@ class Architecture:
     """What most classes have in common; a subclass says where its class differs."""
 
     model_type: str
-    layer_types = ("full_attention",)
     # Knobs that must have these values, and knobs that may have any value. All others must have
     # the values of PLAIN_SOFTMAX.
     fixed_knobs = {}
     free_knobs = ("bias",)
-    # Its feed-forward and norm, as keys of PARTS.
-    ffn = "swiglu"
-    norm = "rmsnorm"
+    # Its feed-forward, of any activation, and its norm.
+    ffn = GATED_FFN
+    norm = RMS_NORM
     norm_eps_entry = "rms_norm_eps"
-    # Entries that config.json must have: without them, `transformers` assumes other values than
-    # our `defaults`.
-    needed_entries = ("num_key_value_heads", "rope_theta")
-    # How its weights are stored.
+    # Entries of config.json that only this class has, and entries that are knobs of ours.
+    constants = {}
+    knob_entries = {}
     names = LLAMA_NAMES
-    has_interleaved_rope = False
 
-    def required_knobs(self, has_rope: bool) -> dict:
+    # For a class that is imported: entries that may be missing or null, and their values, where
+    # None is derived from others. All other entries must be there.
+    defaults = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": None}
+
+    def misfits(self, tree: dict, layers: Layers) -> set[str]:
+        """What this class cannot express of a model, as KEY=VALUE."""
+        actual = tree | {part: tree[part]["_target_"] for part in ("ffn", "norm")}
+        needed = {"_target_": TRANSFORMER, "softcap": None, "ffn": self.ffn, "norm": self.norm}
+        found = {f"{key}={actual[key]}" for key in needed if actual[key] != needed[key]}
+        for layer in layers:
+            needed = self.required_knobs(layer)
+            if "rope_base" not in self.free_knobs and layer.get("rope_base", 1) is None:
+                needed["rope_base"] = 10000.0
+            for knob in needed.keys() & layer.keys() - {*self.free_knobs}:
+                if layer[knob] != needed[knob]:
+                    found.add(f"attention.{knob}={layer[knob]}")
+        return found
+
+    def required_knobs(self, layer: dict) -> dict:
         """What the knobs of a layer must be, free ones aside."""
         return PLAIN_SOFTMAX | self.fixed_knobs
-
-    def part_misfits(self, tree: dict) -> dict:
-        """The ffn or norm of a model that this class lacks -> its class, and the preset needed."""
-        needed = {}
-        for part, preset in (("ffn", self.ffn), ("norm", self.norm)):
-            target = tree[part]["_target_"]
-            if target != PARTS[preset]:
-                needed[part] = target, preset
-        return needed
-
-    def misfits(self, layers: Layers) -> dict:
-        """The knobs that this class cannot express -> a value in `layers`, and the one needed."""
-        free = {"head_dim", "rope_scaling", "dropout", *self.free_knobs}
-        needed = {}
-        for layer in layers:
-            required = self.required_knobs(layer.get("rope_base") is not None)
-            for knob, value in required.items():
-                if knob not in free and layer.get(knob, value) != value:
-                    needed[knob] = layer[knob], value
-            if "rope_base" not in free and layer.get("rope_base", 10000.0) is None:
-                needed["rope_base"] = None, 10000.0
-        return needed
 
     def own_config(self, tree: dict, layers: Layers) -> dict:
         """The entries of config.json that only this class has.
@@ -112,94 +88,60 @@ class Architecture:
         Where a knob is null, `layers` has the value that its attention derived.
         Raises ValueError for what the class cannot express.
         """
-        return {}
-
-    def defaults(self, config: dict) -> dict:
-        """The values of entries that are missing or null in config.json."""
-        heads = config["num_attention_heads"]
-        return {
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "use_sliding_window": False,
-            "rope_theta": 10000.0,
-            "num_key_value_heads": heads,
-            "head_dim": config["hidden_size"] // heads,
-            "layer_types": ["full_attention"] * config["num_hidden_layers"],
-        }
-
-    def layer_from_config(self, config: dict, layer_type: str, has_rope: bool) -> dict:
-        """The knobs of a layer's attention."""
-        # What all layers of a model share.
-        knobs = self.required_knobs(has_rope)
-        knobs["kv_heads"] = config["num_key_value_heads"]
-        if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
-            knobs["head_dim"] = config["head_dim"]
-        knobs["bias"] = config["attention_bias"]
-        knobs |= rope_from_hf(config)
-        if "rope_fraction" in self.free_knobs:
-            knobs["rope_fraction"] = rope_parameters(config)["partial_rotary_factor"]
-        # What makes this layer differ from others.
-        if not has_rope:
-            knobs |= {"rope_base": None, "rope_scaling": None}
-        if layer_type == "sliding_attention":
-            knobs["window"] = config["sliding_window"]
-        if layer_type == "chunked_attention":
-            knobs["chunk"] = config["attention_chunk_size"]
-        return knobs
+        entries = dict(self.constants)
+        for entry, knob in self.knob_entries.items():
+            entries[entry] = common_value(layers, knob)
+        return entries
 
     def attention_names(self, attention: nn.Module) -> dict:
         """Parts of parameter names inside of this attention, where they are not as in `names`."""
         return {}
 
-    def layout(self, name: str, attention: nn.Module) -> dict:
-        """The fields of StoredTensor for a tensor in a file, where it is not stored as ours."""
-        if self.has_interleaved_rope and ("q_proj" in name or "k_proj" in name):
-            return {"interleaved_head_dim": attention.head_dim}
-        return {}
+    def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
+        """The tensor `name` of the class, made of those parameters of ours that it holds."""
+        if len(parts) > 1:
+            return torch.cat(parts)
+        return parts[0]
 
 
 class Llama(Architecture):
     """Llama 2 and 3, 2307.09288 and 2407.21783."""
 
     model_type = "llama"
-    needed_entries = ()
+    defaults = Architecture.defaults | {"num_key_value_heads": None, "rope_theta": 10000.0}
 
 
-class Arcee(Llama):
+class Arcee(Architecture):
     """Llama with a feed-forward without a gate."""
 
     model_type = "arcee"
-    ffn = "relu2"
-    needed_entries = ("hidden_act",)
+    ffn = PLAIN_FFN
+    defaults = {"attention_bias": False, "mlp_bias": False, "head_dim": None}
 
 
 class StableLm(Architecture):
     """Llama with LayerNorm."""
 
     model_type = "stablelm"
+    fixed_knobs = {"head_dim": None}
     free_knobs = ("rope_fraction",)
-    norm = "layernorm"
+    norm = LAYER_NORM
     norm_eps_entry = "layer_norm_eps"
-
-    def own_config(self, tree: dict, layers: Layers) -> dict:
-        head_dim = common_value(layers, "head_dim")
-        if head_dim * tree["heads"] != tree["dim"]:
-            raise ValueError(
-                f"StableLm needs a head_dim of dim / heads ({head_dim=}). "
-                "fix: train again with attention.head_dim=null"
-            )
-        return {"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False}
+    constants = {"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False}
 
 
 class Qwen3(Architecture):
     """Qwen3, 2505.09388: QK-norm, and windows in some layers."""
 
     model_type = "qwen3"
-    layer_types = ("full_attention", "sliding_attention")
     fixed_knobs = {"qk_norm": "before_rope"}
     free_knobs = ("bias", "window")
-    needed_entries = ("num_key_value_heads", "rope_theta", "head_dim")
+    defaults = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+    }
 
     def own_config(self, tree: dict, layers: Layers) -> dict:
         window = common_value(layers, "window")
@@ -214,39 +156,26 @@ class Mistral(Architecture):
     """Mistral 7B, 2310.06825: one window for all layers, or none."""
 
     model_type = "mistral"
-    layer_types = ("full_attention", "sliding_attention")
     free_knobs = ("window",)
+    knob_entries = {"sliding_window": "window"}
 
-    def misfits(self, layers: Layers) -> dict:
-        needed = super().misfits(layers)
+    def misfits(self, tree: dict, layers: Layers) -> set[str]:
+        found = super().misfits(tree, layers)
         windows = {layer.get("window") for layer in layers}
         if len(windows) > 1:
-            needed["window"] = windows, None
-        return needed
-
-    def own_config(self, tree: dict, layers: Layers) -> dict:
-        return {"sliding_window": common_value(layers, "window")}
-
-    def defaults(self, config: dict) -> dict:
-        defaults = super().defaults(config)
-        # The window is in all layers, unless `layer_types` says otherwise.
-        if config["sliding_window"] is not None:
-            defaults["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
-        return defaults
+            found.add(f"attention.window={windows}")
+        return found
 
 
 class Starcoder2(Mistral):
     """LayerNorm and a feed-forward without a gate, 2402.19173."""
 
     model_type = "starcoder2"
-    ffn = "relu2"
-    norm = "layernorm"
+    ffn = PLAIN_FFN
+    norm = LAYER_NORM
     norm_eps_entry = "norm_epsilon"
-    needed_entries = ("num_key_value_heads", "rope_theta", "hidden_act")
     names = LLAMA_NAMES | {"up_proj": "c_fc", "down_proj": "c_proj"}
-
-    def own_config(self, tree: dict, layers: Layers) -> dict:
-        return super().own_config(tree, layers) | {"use_bias": False}
+    constants = {"use_bias": False}
 
 
 class SmolLM3(Qwen3):
@@ -255,7 +184,7 @@ class SmolLM3(Qwen3):
     model_type = "smollm3"
     fixed_knobs = {}
     free_knobs = ("bias", "window", "rope_base")
-    needed_entries = ("num_key_value_heads", "rope_theta")
+    defaults = Qwen3.defaults | {"head_dim": None}
 
 
 class Llama4(Architecture):
@@ -265,42 +194,44 @@ class Llama4(Architecture):
     """
 
     model_type = "llama4_text"
-    layer_types = ("full_attention", "chunked_attention")
     free_knobs = ("bias", "chunk", "rope_base")
-    needed_entries = ("num_key_value_heads", "rope_theta", "head_dim", "layer_types")
+    constants = {"moe_layers": [], "use_qk_norm": True, "attn_temperature_tuning": False}
     names = LLAMA_NAMES | {"ffn": "feed_forward"}
-    has_interleaved_rope = True
 
-    def required_knobs(self, has_rope: bool) -> dict:
-        return PLAIN_SOFTMAX | {"qk_norm": "after_rope" if has_rope else None}
+    def required_knobs(self, layer: dict) -> dict:
+        if layer.get("rope_base") is None:
+            return PLAIN_SOFTMAX
+        return PLAIN_SOFTMAX | {"qk_norm": "after_rope"}
 
     def own_config(self, tree: dict, layers: Layers) -> dict:
-        return {
-            "moe_layers": [],
+        return self.constants | {
             "intermediate_size_mlp": tree["hidden"],
-            "use_qk_norm": True,
-            "attn_temperature_tuning": False,
             # There must be a size, even where no layer has chunks.
             "attention_chunk_size": common_value(layers, "chunk", tree["context"]),
             "layer_types": layer_types(layers),
         }
+
+    def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
+        (weight,) = parts
+        if "q_proj" not in name and "k_proj" not in name:
+            return weight
+        # RoPE rotates row d of a head with row d + D/2 in ours, and row 2 d with row 2 d + 1 there.
+        head_dim = model.blocks[0].attention.head_dim
+        halves = weight.unflatten(0, (-1, 2, head_dim // 2))
+        return halves.transpose(1, 2).flatten(0, 2)
 
 
 class GraniteSWA(Architecture):
     """Granite with a sink in each head, and windows in some layers."""
 
     model_type = "granite_swa"
-    layer_types = ("full_attention", "sliding_attention")
     fixed_knobs = {"sink": True}
     free_knobs = ("bias", "window")
-    needed_entries = ("num_key_value_heads", "rope_theta", "layer_types")
+    constants = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0}
     names = LLAMA_NAMES | {"sink": "sinks"}
 
     def own_config(self, tree: dict, layers: Layers) -> dict:
-        return {
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
+        return self.constants | {
             "attention_multiplier": common_value(layers, "head_dim") ** -0.5,
             "layer_types": layer_types(layers),
             # There must be a size, even where no layer has a window.
@@ -312,8 +243,7 @@ class DiffLlama(Architecture):
     """Differential attention, 2410.05258."""
 
     model_type = "diffllama"
-    fixed_knobs = {"_target_": DIFFERENTIAL}
-    needed_entries = ("rope_theta",)
+    fixed_knobs = {"_target_": "model.attention.differential.DifferentialAttention"}
     names = LLAMA_NAMES | {
         "q1": "lambda_q1",
         "k1": "lambda_k1",
@@ -326,7 +256,7 @@ class DeepseekV3(Architecture):
     """Multi-head latent attention without experts, 2412.19437."""
 
     model_type = "deepseek_v3"
-    fixed_knobs = {"_target_": LATENT}
+    fixed_knobs = {"_target_": "model.attention.mla.LatentAttention"}
     names = LLAMA_NAMES | {
         "q_down_proj": "q_a_proj",
         "q_down_norm": "q_a_layernorm",
@@ -334,6 +264,24 @@ class DeepseekV3(Architecture):
         "rope_proj": "kv_a_proj_with_mqa",
         "latent_norm": "kv_a_layernorm",
         "kv_proj": "kv_b_proj",
+    }
+    constants = {
+        "rope_interleave": False,
+        "num_mtp_layers": 0,
+        # Required even if no layer has experts.
+        "n_routed_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 1,
+    }
+    knob_entries = {
+        "kv_lora_rank": "rank",
+        "q_lora_rank": "query_rank",
+        "qk_nope_head_dim": "head_dim",
+        "v_head_dim": "value_dim",
+        "qk_rope_head_dim": "rope_dim",
+        "head_dim": "rope_dim",
     }
 
     def own_config(self, tree: dict, layers: Layers) -> dict:
@@ -343,110 +291,72 @@ class DeepseekV3(Architecture):
                 f"DeepseekV3 needs an epsilon of 1e-6 in its norms (got {tree['norm_eps']}). "
                 "fix: train again with model.norm_eps=1e-6"
             )
-        return {
-            "kv_lora_rank": common_value(layers, "rank"),
-            "q_lora_rank": common_value(layers, "query_rank"),
-            "qk_nope_head_dim": common_value(layers, "head_dim"),
-            "v_head_dim": common_value(layers, "value_dim"),
-            "qk_rope_head_dim": common_value(layers, "rope_dim"),
-            "head_dim": common_value(layers, "rope_dim"),
-            "rope_interleave": False,
-            **EXPERT_SIZES,
-            "first_k_dense_replace": tree["depth"],
-            "num_mtp_layers": 0,
-        }
-
-    def defaults(self, config: dict) -> dict:
-        return super().defaults(config) | {"head_dim": config["qk_rope_head_dim"]}
-
-    def layer_from_config(self, config: dict, layer_type: str, has_rope: bool) -> dict:
-        return {
-            "_target_": LATENT,
-            "_partial_": True,
-            "rank": config["kv_lora_rank"],
-            "query_rank": config["q_lora_rank"],
-            "head_dim": config["qk_nope_head_dim"],
-            "rope_dim": config["qk_rope_head_dim"],
-            "bias": config["attention_bias"],
-            "dropout": 0.0,
-            **rope_from_hf(config),
-        }
+        return super().own_config(tree, layers) | {"first_k_dense_replace": tree["depth"]}
 
     def attention_names(self, attention: nn.Module) -> dict:
-        return {} if attention.q_down_proj is None else {"q_proj": "q_b_proj"}
+        if attention.q_down_proj is None:
+            return {}
+        return {"q_proj": "q_b_proj"}
 
 
 class Qwen3_5(Architecture):
     """Qwen3.5 without experts: gated softmax attention, and the gated delta rule, 2412.06464."""
 
     model_type = "qwen3_5_text"
-    layer_types = ("full_attention", "linear_attention")
     fixed_knobs = {"qk_norm": "before_rope", "gated": True}
     free_knobs = ("bias", "rope_fraction")
-    needed_entries = ("num_key_value_heads", "rope_theta", "head_dim", "layer_types")
+    delta_names = {
+        "attention": "linear_attn",
+        "q_proj": "in_proj_qkv",  # one tensor holds these three
+        "k_proj": "in_proj_qkv",
+        "v_proj": "in_proj_qkv",
+        "taps": "conv1d.weight",
+        "decay_rate": "A_log",
+        "decay_bias": "dt_bias",
+        "decay_proj": "in_proj_a",
+        "write_proj": "in_proj_b",
+        "gate_proj": "in_proj_z",
+        "out_norm": "norm",
+        "o_proj": "out_proj",
+    }
 
-    def misfits(self, layers: Layers) -> dict:
-        return super().misfits([layer for layer in layers if layer["_target_"] != DELTA])
+    def misfits(self, tree: dict, layers: Layers) -> set[str]:
+        softmax_layers = [layer for layer in layers if layer["_target_"] != DELTA]
+        found = super().misfits(tree, softmax_layers)
+        if not softmax_layers:
+            found.add("no layer of softmax attention")
+        return found
 
     def own_config(self, tree: dict, layers: Layers) -> dict:
-        types = layer_types(layers)
-        if "full_attention" not in types:
-            raise ValueError(
-                "Qwen3_5ForCausalLM needs a layer of softmax attention (all are delta). "
-                "fix: train again with one in attention.pattern"
-            )
+        entries = {"layer_types": layer_types(layers)}
         # Queries and keys have as many heads as values.
         delta_layers = [layer for layer in layers if layer["_target_"] == DELTA]
-        if not delta_layers:
-            return {"layer_types": types}
-        heads = common_value(delta_layers, "heads")
-        head_dim = common_value(delta_layers, "head_dim")
-        return {
-            "linear_num_key_heads": heads,
-            "linear_num_value_heads": heads,
-            "linear_key_head_dim": head_dim,
-            "linear_value_head_dim": head_dim,
-            "linear_conv_kernel_dim": common_value(delta_layers, "kernel"),
-            "layer_types": types,
-        }
-
-    def layer_from_config(self, config: dict, layer_type: str, has_rope: bool) -> dict:
-        if layer_type == "linear_attention":
-            return {
-                "_target_": DELTA,
-                "_partial_": True,
-                "head_dim": config["linear_key_head_dim"],
-                "kernel": config["linear_conv_kernel_dim"],
-                "chunk": 64,
+        if delta_layers:
+            head_dim = common_value(delta_layers, "head_dim")
+            entries |= {
+                "linear_num_key_heads": tree["heads"],
+                "linear_num_value_heads": tree["heads"],
+                "linear_key_head_dim": head_dim,
+                "linear_value_head_dim": head_dim,
+                "linear_conv_kernel_dim": common_value(delta_layers, "kernel"),
             }
-        return super().layer_from_config(config, layer_type, has_rope)
+        return entries
 
     def attention_names(self, attention: nn.Module) -> dict:
-        if not isinstance(attention, GatedDelta):
-            return {"gate_proj": "q_proj"}
-        return {
-            "attention": "linear_attn",
-            "q_proj": "in_proj_qkv",  # one tensor holds these three
-            "k_proj": "in_proj_qkv",
-            "v_proj": "in_proj_qkv",
-            "taps": "conv1d.weight",
-            "decay_rate": "A_log",
-            "decay_bias": "dt_bias",
-            "decay_proj": "in_proj_a",
-            "write_proj": "in_proj_b",
-            "gate_proj": "in_proj_z",
-            "out_norm": "norm",
-            "o_proj": "out_proj",
-        }
+        if isinstance(attention, GatedDelta):
+            return self.delta_names
+        return {"gate_proj": "q_proj"}
 
-    def layout(self, name: str, attention: nn.Module) -> dict:
+    def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
         # In each head, the query precedes the gate.
         if "self_attn.q_proj" in name:
-            return {"groups": attention.heads}
+            heads = model.blocks[-1].attention.heads
+            return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 1)
+        tensor = super().pack(name, parts, model)
         # Norms are stored less 1, but for those of the delta rule.
         if "norm" in name and "linear_attn" not in name:
-            return {"offset": 1.0}
-        return {}
+            tensor = tensor - 1
+        return tensor
 
 
 # In the order of preference: a model becomes the first that can express it.

@@ -1,20 +1,19 @@
 """Our models as classes of `transformers` and back: which class, and its config.json."""
 
 from model.build import build_model
-from run.config import LARGEST
 from tools.formats.architectures import (
     ARCHITECTURES,
-    EXPERT_SIZES,
-    MOST_LAYERS,
-    PARTS,
     PLAIN_SOFTMAX,
+    TRANSFORMER,
     Architecture,
     common_value,
 )
-from tools.formats.hf_rope import rope_to_hf
+from tools.formats.hf_rope import rope_from_hf, rope_to_hf
+from tools.formats.layer_knobs import HYBRID, attention_knobs
 
-TRANSFORMER = "model.transformer.Transformer"
-HYBRID = "model.attention.hybrid.hybrid"
+# Classes of published models that our layers express, and whose tensors are stored as ours.
+IMPORTED = [f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen3", "SmolLM3", "Arcee")]
+MOST_LAYERS = 2**12  # accepted from a config.json, which is not trusted
 SHAPE = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
@@ -24,9 +23,8 @@ SHAPE = {
     "context": "max_position_embeddings",
     "tied": "tie_word_embeddings",
 }
-# Entries that are not compared with what we would write: they may be written in several ways, and
-# are read as they are, or they have no meaning for dense layers.
-IGNORED_ENTRIES = {
+# Entries that may be written in several ways, and are read as they are.
+READ_ENTRIES = {
     "architectures",
     "model_type",
     "rope_theta",
@@ -35,9 +33,6 @@ IGNORED_ENTRIES = {
     "layer_types",
     "no_rope_layers",
     "sliding_window",
-    "attention_chunk_size",
-    "num_mtp_layers",
-    *EXPERT_SIZES,
 }
 
 
@@ -46,16 +41,13 @@ def to_hf_config(tree: dict) -> dict:
 
     Raises ValueError for a model that no class can express.
     """
-    name = choose_architecture(tree)
+    layers = attention_knobs(tree)
+    name = choose_architecture(tree, layers)
     architecture = ARCHITECTURES[name]
-    layers = layer_knobs(tree)
-
     # Where a knob is null, the attention derives its value and has it in an attribute of the same
-    # name. So build the layers, without memory, and read their attributes.
-    blocks = build_model(tree).blocks
-    for layer, block in zip(layers, blocks, strict=True):
+    # name.
+    for layer, block in zip(layers, build_model(tree, "meta").blocks, strict=True):
         layer |= vars(block.attention)
-    softmax_layers = [layer for layer in layers if "kv_heads" in layer]
 
     # Positions.
     rope_layers = [layer for layer in layers if layer.get("rope_base") is not None]
@@ -65,10 +57,11 @@ def to_hf_config(tree: dict) -> dict:
         rope["partial_rotary_factor"] = common_value(layers, "rope_fraction", 1.0)
 
     # What all classes have.
-    tree = {"norm_eps": 1e-6} | tree
-    config = {"architectures": [name], "model_type": architecture.model_type}
-    config |= {theirs: tree[ours] for ours, theirs in SHAPE.items()}
+    softmax_layers = [layer for layer in layers if "kv_heads" in layer]
+    config = {theirs: tree[ours] for ours, theirs in SHAPE.items()}
     config |= {
+        "architectures": [name],
+        "model_type": architecture.model_type,
         architecture.norm_eps_entry: tree["norm_eps"],
         "num_key_value_heads": common_value(layers, "kv_heads", tree["heads"]),
         "head_dim": common_value(softmax_layers, "head_dim", tree["dim"] // tree["heads"]),
@@ -86,73 +79,22 @@ def to_hf_config(tree: dict) -> dict:
     return config | architecture.own_config(tree, layers)
 
 
-def choose_architecture(tree: dict) -> str:
-    """The first class that can express a model.
-
-    Raises ValueError, with the nearest class and what to change for it, where none can.
-    """
-    layers = layer_knobs(tree)
-    misfits = {}
-    for name, architecture in ARCHITECTURES.items():
-        misfits[name] = architecture.misfits(layers) | architecture.part_misfits(tree)
-    # The nearest has the right mechanism, and the fewest knobs to change.
-    nearest = min(misfits, key=lambda name: ("_target_" in misfits[name], len(misfits[name])))
-    needed = misfits[nearest]
-    if not needed:
-        return nearest
-
-    # Say what the model has, and what it would need.
-    values = []
-    changes = []
-    for knob, (ours, theirs) in needed.items():
-        values.append(f"{knob}={ours}")
-        key = knob if knob in ("ffn", "norm") else f"attention.{knob}"
-        changes.append(f"{key}={'null' if theirs is None else theirs}")
-    if "_target_" in needed:
-        nearest = "Qwen3ForCausalLM"
-        changes = ["attention=gqa ffn=swiglu norm=rmsnorm"]
-    raise ValueError(
-        f"no class of transformers has these layers ({', '.join(values)}; "
-        f"the nearest class is {nearest}). "
-        f"fix: train anew with {' '.join(changes)}"
-    )
-
-
-def layer_knobs(tree: dict) -> list[dict]:
-    """As attention_knobs(). Raises ValueError for what no class has around attention."""
-    decoder = tree["_target_"]
-    softcap = tree.get("softcap")
-    if decoder != TRANSFORMER or softcap is not None:
+def choose_architecture(tree: dict, layers: list[dict]) -> str:
+    """The first class that can express a model. Raises ValueError where none can."""
+    misfits = {name: ARCHITECTURES[name].misfits(tree, layers) for name in ARCHITECTURES}
+    # The nearest has the right mechanism, and the fewest misfits.
+    nearest = min(misfits, key=lambda name: ("_target_" in str(misfits[name]), len(misfits[name])))
+    if misfits[nearest]:
         raise ValueError(
-            f"no class of transformers has this decoder ({decoder}, {softcap=}). "
-            f"fix: train {TRANSFORMER} with softcap=null"
+            f"no class of transformers has this model ({nearest} is the nearest, and lacks "
+            f"{', '.join(sorted(misfits[nearest]))}). "
+            "fix: train anew with attention=gqa ffn=swiglu norm=rmsnorm model.softcap=null"
         )
-    return attention_knobs(tree)
+    return nearest
 
 
-def attention_knobs(tree: dict) -> list[dict]:
-    """The knobs of each layer's attention."""
-    kinds, kind_of_layer = attention_kinds(tree["attention"], tree["depth"])
-    return [with_defaults(kinds[kind]) for kind in kind_of_layer]
-
-
-def attention_kinds(attention: dict, depth: int) -> tuple[dict[str, dict], list[str]]:
-    """The knobs of each kind of layers, and the kind of each layer; of a single kind, ""."""
-    if attention["_target_"] != HYBRID:
-        return {"": attention}, [""] * depth
-    # The pattern is repeated so that it ends with the last layer.
-    pattern = attention["pattern"]
-    kind_of_layer = [pattern[(layer - depth) % len(pattern)] for layer in range(depth)]
-    return attention["kinds"], kind_of_layer
-
-
-def with_defaults(knobs: dict) -> dict:
-    """The knobs of an attention, with those of softmax attention that an older run lacks."""
-    return PLAIN_SOFTMAX | knobs if "kv_heads" in knobs else dict(knobs)
-
-
-def from_hf_config(config: dict) -> dict:
-    """The model that a config.json of `transformers` describes.
+def from_hf_config(config: dict) -> tuple[str, dict]:
+    """A config.json of `transformers` -> the name of its class, and the model that it describes.
 
     The model is built from the entries that we read, then exported again: every entry that we would
     write must have the same value in the config. For example, we do not read `mlp_bias` and would
@@ -161,33 +103,15 @@ def from_hf_config(config: dict) -> dict:
     Raises ValueError for a model that our layers cannot express.
     """
     names = config.get("architectures")
-    if names not in [[name] for name in ARCHITECTURES]:
+    if names not in [[name] for name in IMPORTED] or config.get("auto_map"):
         raise ValueError(
-            f"unknown architecture (config.json has {names}). "
-            f"fix: one of {', '.join(ARCHITECTURES)}"
-        )
-    if config.get("auto_map"):
-        raise ValueError(
-            f"a model with code of its own (config.json: auto_map={config['auto_map']}). "
-            "fix: another model; nothing in a folder is run"
+            f"an unknown architecture, or a model with code of its own (config.json: {names}, "
+            f"auto_map={config.get('auto_map')}). fix: one of {', '.join(IMPORTED)}"
         )
     (name,) = names
-    architecture = ARCHITECTURES[name]
     try:
-        # Build the model that the config seems to describe.
-        shape = read_shape(config) | {"norm_eps": config[architecture.norm_eps_entry]}
-        config = dict(config)
-        for entry, default in architecture.defaults(config).items():
-            if config.get(entry) is None and entry not in architecture.needed_entries:
-                config[entry] = default
-        attention = read_attention(config, architecture)
-        tree = {"_target_": TRANSFORMER, **shape, "softcap": None, "attention": attention}
-        tree["ffn"] = {
-            "_target_": PARTS[architecture.ffn],
-            "_partial_": True,
-            "activation": config["hidden_act"],
-        }
-        tree["norm"] = {"_target_": PARTS[architecture.norm], "_partial_": True}
+        config = with_defaults(config, ARCHITECTURES[name])
+        tree = read_model(config, ARCHITECTURES[name])
         written = to_hf_config(tree)
     except (LookupError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
         raise ValueError(
@@ -196,44 +120,37 @@ def from_hf_config(config: dict) -> dict:
     # Compare it with what we would write.
     different = []
     for entry, value in written.items():
-        if entry not in IGNORED_ENTRIES and config.get(entry) != value:
+        if entry not in READ_ENTRIES and config.get(entry) != value:
             different.append(f"{entry}={config.get(entry)}")
     if different:
         raise ValueError(
             f"this {name} has what our layers lack (config.json: {', '.join(different)}). "
             "fix: another model"
         )
-    return tree
+    return name, tree
 
 
-def read_shape(config: dict) -> dict:
-    """The sizes of a model. Raises ValueError for one that is not in the range of models."""
-    shape = {ours: config[theirs] for ours, theirs in SHAPE.items()}
-    sizes = [size for name, size in shape.items() if name != "tied"]
-    if not all(0 < size <= LARGEST for size in sizes) or shape["depth"] > MOST_LAYERS:
-        raise ValueError(
-            f"not the sizes of a model (config.json: {shape}). fix: as transformers saves it"
-        )
-    return shape
+def with_defaults(config: dict, architecture: Architecture) -> dict:
+    """The config, with the values of entries that are missing or null."""
+    if config["num_hidden_layers"] > MOST_LAYERS:
+        raise RuntimeError(f"more than {MOST_LAYERS} layers")
+    heads = config["num_attention_heads"]
+    derived = {"head_dim": config["hidden_size"] // heads, "num_key_value_heads": heads}
+    defaults = {key: derived.get(key, value) for key, value in architecture.defaults.items()}
+    # A window of Mistral is in all layers, unless `layer_types` says otherwise.
+    layer_type = "full_attention"
+    if architecture.model_type == "mistral" and config["sliding_window"] is not None:
+        layer_type = "sliding_attention"
+    defaults["layer_types"] = [layer_type] * config["num_hidden_layers"]
+    return defaults | {key: value for key, value in config.items() if value is not None}
 
 
-def read_attention(config: dict, architecture: Architecture) -> dict:
-    """The attention of a model, as far as our layers can express it.
-
-    Raises ValueError for types of layers that the class lacks.
-    """
+def read_model(config: dict, architecture: Architecture) -> dict:
+    """The model that the entries seem to describe."""
     types = config["layer_types"]
-    unknown = {*types} - {*architecture.layer_types}
-    if unknown:
-        model_type = architecture.model_type
-        known = ", ".join(architecture.layer_types)
-        raise ValueError(
-            f"{model_type} has no such layers (config.json: {unknown}). fix: one of {known}"
-        )
-    has_rope = [1] * config["num_hidden_layers"]
+    has_rope = [1] * len(types)
     if "rope_base" in architecture.free_knobs:
         has_rope = config["no_rope_layers"]
-
     # Layers of one type that all have, or all lack, RoPE are one kind.
     kinds = {}
     pattern = []
@@ -241,8 +158,34 @@ def read_attention(config: dict, architecture: Architecture) -> dict:
         kind = layer_type.removesuffix("_attention")
         if not has_rope_here:
             kind += "_nope"
-        kinds[kind] = architecture.layer_from_config(config, layer_type, bool(has_rope_here))
+        kinds[kind] = read_layer(config, architecture, layer_type, has_rope_here)
         pattern.append(kind)
-    if len(kinds) == 1:
-        return kinds[pattern[0]]
-    return {"_target_": HYBRID, "_partial_": True, "kinds": kinds, "pattern": pattern}
+    attention = kinds[pattern[0]]
+    if len(kinds) > 1:
+        attention = {"_target_": HYBRID, "_partial_": True, "kinds": kinds, "pattern": pattern}
+    ffn = {"_target_": architecture.ffn, "activation": config["hidden_act"]}
+    return {
+        "_target_": TRANSFORMER,
+        **{ours: config[theirs] for ours, theirs in SHAPE.items()},
+        "norm_eps": config[architecture.norm_eps_entry],
+        "softcap": None,
+        "attention": attention,
+        "ffn": {"_partial_": True, **ffn},
+        "norm": {"_target_": architecture.norm, "_partial_": True},
+    }
+
+
+def read_layer(config: dict, architecture: Architecture, layer_type: str, has_rope: int) -> dict:
+    """The knobs of a layer's attention."""
+    knobs = PLAIN_SOFTMAX | architecture.fixed_knobs | rope_from_hf(config)
+    windows = {"full_attention": None, "sliding_attention": config.get("sliding_window")}
+    knobs |= {
+        "kv_heads": config["num_key_value_heads"],
+        "head_dim": config["head_dim"],
+        "bias": config["attention_bias"],
+        "dropout": 0.0,
+        "window": windows[layer_type],  # KeyError for a type that the class lacks
+    }
+    if not has_rope:
+        knobs |= {"rope_base": None, "rope_scaling": None}
+    return knobs

@@ -2,7 +2,6 @@
 
 # rope_type: our class, and our knobs by the key that `transformers` has for them
 SCALINGS = {
-    "default": (None, {}),
     "linear": ("model.rope.Linear", {"factor": "factor"}),
     "llama3": (
         "model.rope.Llama3",
@@ -23,25 +22,20 @@ SCALINGS = {
         },
     ),
 }
-OTHER_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+OTHER_KEYS = {"rope_type", "type", "rope_theta"}
 
 
 def rope_to_hf(base: float, scaling: dict | None) -> dict:
     """Our base and scaling -> `rope_parameters`. Raises ValueError for an unknown scaling."""
-    ours = scaling or {"_target_": None}
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": base}
     for rope_type, (target, knobs) in SCALINGS.items():
-        if target == ours["_target_"]:
-            parameters = {key: ours[knob] for key, knob in knobs.items()}
+        if target == scaling["_target_"]:
+            parameters = {key: scaling[knob] for key, knob in knobs.items()}
             return {"rope_type": rope_type, "rope_theta": base, **parameters}
     raise ValueError(
         f"no class of transformers has this scaling ({scaling}). fix: attention.rope_scaling=null"
     )
-
-
-def rope_parameters(config: dict) -> dict:
-    """`rope_parameters` of a config.json, without nulls; in transformers 4, `rope_scaling`."""
-    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return {key: value for key, value in parameters.items() if value is not None}
 
 
 def rope_from_hf(config: dict) -> dict:
@@ -49,17 +43,20 @@ def rope_from_hf(config: dict) -> dict:
 
     Raises ValueError for a scaling that we lack.
     """
-    parameters = rope_parameters(config)
+    # transformers 4 has `rope_scaling`, and the base beside it.
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    parameters = {key: value for key, value in parameters.items() if value is not None}
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    base = float(parameters.get("rope_theta") or config["rope_theta"])
     target, knobs = SCALINGS.get(rope_type, (None, {}))
-    if rope_type not in SCALINGS or parameters.keys() - OTHER_KEYS - knobs.keys():
+    is_known = target is not None or rope_type == "default"
+    if not is_known or parameters.keys() - OTHER_KEYS - knobs.keys():
         raise ValueError(
             f"positions of another kind (config.json: {parameters}). "
-            f"fix: one of {', '.join(SCALINGS)}"
+            f"fix: default or one of {', '.join(SCALINGS)}"
         )
-    base = parameters.get("rope_theta") or config["rope_theta"]
     if target is None:
-        return {"rope_base": float(base), "rope_scaling": None}
+        return {"rope_base": base, "rope_scaling": None}
     parameters = {
         "original_max_position_embeddings": config["max_position_embeddings"],
         "beta_fast": 32.0,
@@ -67,4 +64,4 @@ def rope_from_hf(config: dict) -> dict:
         **parameters,
     }
     scaling = {knob: parameters[key] for key, knob in knobs.items()}
-    return {"rope_base": float(base), "rope_scaling": {"_target_": target, **scaling}}
+    return {"rope_base": base, "rope_scaling": {"_target_": target, **scaling}}
