@@ -11,20 +11,16 @@ from data.loader import Loader, eval_windows
 from data.slices import slice_means, text_cells
 from data.tokenizer import Tokenizer
 
-Shards = list[np.ndarray]  # token ids, in order
-
 
 @dataclass
 class Corpus:
-    """Token shards of both splits of a text, and their tokenizer.
+    """Token ids of both splits of a text, of training in shards, and their tokenizer.
 
-    `validation_bytes` is the UTF-8 size of the validation text, None if it is unknown.
     `sha256` identifies the tokens: a run resumes on a corpus of the same hash only.
     """
 
-    train: Shards
-    validation: Shards
-    validation_bytes: int | None
+    train: list[np.ndarray]
+    validation: np.ndarray
     tokenizer: Tokenizer
     sha256: str
     num_classes = 2  # of targets in an evaluation (data/slices.py)
@@ -36,11 +32,11 @@ class Corpus:
 
     def loader(self, context: int, batch_size: int, seed: int) -> Loader:
         """Return the batches of training. Raises ValueError for too little text."""
-        return Loader(self.train, context=context, batch_size=batch_size, seed=seed)
+        return Loader(self.train, context, batch_size, seed)
 
     def validation_tokens(self, context: int) -> int:
         """The tokens of an evaluation that reads all there is."""
-        return sum(map(len, self.validation))
+        return len(self.validation)
 
     def evaluation(
         self, num_tokens: int, context: int, batch_size: int
@@ -49,7 +45,7 @@ class Corpus:
 
         Its first `num_tokens` tokens are cut into windows that do not overlap.
         """
-        tokens = np.concatenate(self.validation)[:num_tokens]
+        tokens = self.validation[:num_tokens]
         for inputs, targets in eval_windows(tokens, context, batch_size):
             yield inputs, targets, text_cells(inputs, targets)
 
@@ -59,11 +55,9 @@ class Corpus:
         The totals (3, num_classes, NUM_BINS) are nats, correct predictions and targets.
         """
         nats, _, targets = totals
-        num_bytes = self.validation_bytes
-        if num_tokens < self.validation_tokens(0):
-            num_bytes = self.tokenizer.nbytes(np.concatenate(self.validation)[:num_tokens])
+        num_bytes = self.tokenizer.nbytes(self.validation[:num_tokens])
         bits_per_byte = None
-        if num_bytes:
+        if num_bytes is not None:
             bits_per_byte = nats.sum() / math.log(2) / num_bytes
         return {
             "val_loss": nats.sum() / targets.sum(),

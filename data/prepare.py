@@ -5,106 +5,102 @@ A corpus is built under a lock, in an atomic directory: a folder that has its na
 
 import fcntl
 import json
-import math
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from data.corpus import Corpus
-from data.files import text_hash
-from data.loader import check_enough_tokens
-from data.sources import Source
 from data.tokenizer import Tokenizer, tokenizer_file
+from data.utf8 import text_hash
 from run.progress import waiting
-from run.sealed import StagingDirectory, atomic_directory, flock, remove_leftovers, verify
+from run.sealed import atomic_directory, remove_leftovers, verify
 
 # Part of the cache key: increase it if a change in data/ gives other tokens for the same text.
-FORMAT_VERSION = 1
-SPLITS = ("train", "validation")
+VERSION = 2
+TRAIN_SHARD = "train-00000.bin"
+VALIDATION_SHARD = "validation-00000.bin"
 DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
 MAX_TOKENIZER_CHARS = 50_000_000  # characters of training text that a tokenizer is trained on
 MAX_VALIDATION_BYTES = 2_000_000  # UTF-8 bytes held out at most, in whole documents
 
 
-def prepare(source: Source, cache_dir: Path, min_tokens: int = 0, quiet: bool = False) -> Corpus:
+@dataclass(kw_only=True)
+class Source:
+    """Documents and their tokenizer: the file `tokenizer`, or else one of `vocab_size` pieces.
+
+    A tokenizer that is not a file is trained on the training documents.
+    """
+
+    tokens = None  # training tokens to stop at; None: take all
+    vocab_size: int
+    tokenizer: str | None
+
+    def corpus(self) -> Corpus | None:
+        """Return the corpus of a source without documents; None if prepare() has to build it."""
+        return None
+
+    def identity(self) -> str:
+        """Return a text that is equal for equal documents and differs for others."""
+        return json.dumps(vars(self))
+
+    def documents(self) -> Iterator[tuple[str, bool]]:
+        """Yield each document and whether it is held out, in an order that never changes."""
+        return iter(())
+
+
+def prepare(source: Source, cache_dir: Path) -> Corpus:
     """Open the corpus of a source, after building it in `cache_dir` if it is not there.
 
     Of processes that call this at once, one builds and the others wait. Raises ValueError for text
-    that cannot be used or has fewer than `min_tokens` training tokens, and leaves no files then.
-    Raises IntegrityError for a corpus that was changed on disk.
+    that cannot be used, and IntegrityError for a corpus that was changed on disk.
     """
     corpus = source.corpus()
     if corpus is not None:
         return corpus
 
     # The cache key is the content and the tokenizer, or the vocabulary size of one to be trained.
-    tokenizer = source.pretrained_tokenizer()
-    vocabulary = source.vocab_size if tokenizer is None else tokenizer.sha256
-    cache_key = text_hash(json.dumps([FORMAT_VERSION, source.fingerprint(), vocabulary]))
-    folder = cache_dir / f"{source.name}-{cache_key[:16]}"
+    tokenizer = None
+    vocabulary = source.vocab_size
+    if source.tokenizer:
+        tokenizer = Tokenizer.load(source.tokenizer)
+        vocabulary = tokenizer.sha256
+    key = text_hash(json.dumps([VERSION, source.identity(), vocabulary]))
+    folder = cache_dir / f"{type(source).__name__.lower()}-{key[:16]}"
     if not folder.exists():
-        with exclusive(cache_dir):
-            # Another process may have built it while this one was waiting for the lock.
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        # The lock ends with the process, however that ends.
+        with (cache_dir / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # What is unfinished under the lock was left by a process that was killed.
+            remove_leftovers(cache_dir)
+            # Another process may have built it while this one was waiting.
             if not folder.exists():
-                build_corpus(source, tokenizer, folder, min_tokens, quiet)
+                build_corpus(source, tokenizer, folder)
     return open_corpus(folder)
 
 
 def open_corpus(folder: Path) -> Corpus:
     """Verify a folder that build_corpus() wrote and map its shards."""
-    manifest = verify(folder, f"delete {folder}, it is made again")
-    shards = {}
-    hashes = []
-    for split in SPLITS:
-        name = shard_name(split)
-        shards[split] = [np.memmap(folder / name, manifest["dtype"], mode="r")]
-        hashes.append(manifest["files"][name]["sha256"])
-    return Corpus(
-        **shards,
-        validation_bytes=manifest["validation_bytes"],
-        tokenizer=Tokenizer.load(tokenizer_file(folder)),
-        sha256=text_hash(json.dumps(hashes)),
-    )
+    files = verify(folder, f"delete {folder}, it is made again")
+    tokenizer = Tokenizer.load(tokenizer_file(folder))
+    train = np.memmap(folder / TRAIN_SHARD, dtype_of(tokenizer), "r")
+    validation = np.memmap(folder / VALIDATION_SHARD, dtype_of(tokenizer), "r")
+    sha256 = text_hash(files[TRAIN_SHARD] + files[VALIDATION_SHARD])
+    return Corpus([train], validation, tokenizer, sha256)
 
 
-@contextmanager
-def exclusive(cache_dir: Path) -> Iterator[None]:
-    """Let one process at a time build in the cache; the lock ends with it, however it ends.
-
-    Removes a cache that is still empty after a failure.
-    """
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with (cache_dir / ".lock").open("w") as lock:
-        flock(lock, fcntl.LOCK_EX)
-        # Whatever is unfinished under the lock was left by a process that was killed.
-        remove_leftovers(cache_dir)
-        try:
-            yield
-        except BaseException:
-            if [path.name for path in cache_dir.iterdir()] == [".lock"]:
-                shutil.rmtree(cache_dir)
-            raise
-
-
-def build_corpus(
-    source: Source, tokenizer: Tokenizer | None, folder: Path, min_tokens: int, quiet: bool
-) -> None:
-    """Write shards, tokenizer and manifest to `folder`; train a tokenizer if there is none."""
-    with atomic_directory(folder) as staging:
+def build_corpus(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
+    """Write shards and tokenizer to `folder`; train a tokenizer if there is none."""
+    message = f"preparing the text of {type(source).__name__}, once"
+    with atomic_directory(folder) as staging, waiting(message):
         if tokenizer is None:
-            message = f"training a tokenizer of {source.vocab_size} pieces, once"
-            with waiting(message, is_shown=not quiet):
-                tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)
-        staging.metadata = write_shards(source, tokenizer, staging, quiet)
+            tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)
         for name, content in tokenizer.files.items():
-            staging.create(name).write(content)
-        # Raised in here, the error removes the folder too.
-        check_enough_tokens(staging.metadata["train_tokens"], min_tokens)
+            (staging / name).write_bytes(content)
+        write_shards(source, tokenizer, staging)
 
 
 def tokenizer_corpus(source: Source) -> Iterator[str]:
@@ -118,54 +114,47 @@ def tokenizer_corpus(source: Source) -> Iterator[str]:
             yield text
 
 
-def write_shards(
-    source: Source, tokenizer: Tokenizer, folder: StagingDirectory, quiet: bool
-) -> dict:
-    """Tokenize the documents into a file for each split -> what the manifest says about them.
+def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+    """Tokenize the documents into a file for each split.
 
-    Raises ValueError if a split has no document.
+    Raises ValueError if a split has no document, OverflowError for a token that is no token's id.
     """
-    dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
-    files = {split: folder.create(shard_name(split)) for split in SPLITS}
     train_tokens = 0
-    max_train_tokens = source.tokens or math.inf
-    validation_bytes = 0
-    is_validation_full = False
-
-    # Batches use all cores without the whole text in memory. Without a terminal, there is no bar.
-    documents = source.documents()
-    with tqdm(unit=" tokens", unit_scale=True, desc="tokenize", disable=quiet or None) as bar:
-        while train_tokens < max_train_tokens:
-            batch = list(islice(documents, DOCUMENTS_PER_BATCH))
-            if not batch:
-                break
-            encoded = tokenizer.encode_documents([text for text, _ in batch])
-            shards = {split: [] for split in SPLITS}
-            for tokens, (text, is_held_out) in zip(encoded, batch, strict=True):
-                if train_tokens >= max_train_tokens:
-                    break
-                if not is_held_out:
-                    shards["train"] += tokens
-                    train_tokens += len(tokens)
-                    continue
+    held_out_bytes = 0
+    with (
+        (folder / TRAIN_SHARD).open("wb") as train,
+        (folder / VALIDATION_SHARD).open("wb") as validation,
+    ):
+        for text, is_held_out, tokens in tokenized(source, tokenizer):
+            raw = np.array(tokens, dtype_of(tokenizer)).tobytes()
+            if is_held_out:
                 # The first held-out document is taken whatever its size. The first that does not
                 # fit ends the split.
-                nbytes = len(text.encode())
-                if validation_bytes > 0 and validation_bytes + nbytes > MAX_VALIDATION_BYTES:
-                    is_validation_full = True
-                if not is_validation_full:
-                    shards["validation"] += tokens
-                    validation_bytes += nbytes
-            # A token that does not fit into the dtype raises OverflowError.
-            for split, tokens in shards.items():
-                files[split].write(np.array(tokens, dtype).tobytes())
-            bar.update(len(shards["train"]))
+                is_first = held_out_bytes == 0
+                held_out_bytes += len(text.encode())
+                if is_first or held_out_bytes <= MAX_VALIDATION_BYTES:
+                    validation.write(raw)
+                continue
+            train.write(raw)
+            train_tokens += len(tokens)
+            if source.tokens is not None and train_tokens >= source.tokens:
+                break
+    if train_tokens == 0 or held_out_bytes == 0:
+        raise ValueError(
+            f"no text to train on, or none held out ({train_tokens} tokens, {held_out_bytes} "
+            "bytes). fix: more documents"
+        )
 
-    for split, file in files.items():
-        if file.size == 0:
-            raise ValueError(f"no {split} text (of {type(source).__name__}). fix: data.path=PATH")
-    return {"validation_bytes": validation_bytes, "train_tokens": train_tokens, "dtype": dtype.name}
+
+def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[str, bool, list[int]]]:
+    """Yield each document, whether it is held out, and its tokens."""
+    # Batches use all cores without the whole text in memory.
+    documents = source.documents()
+    while batch := list(islice(documents, DOCUMENTS_PER_BATCH)):
+        encoded = tokenizer.encode_documents([text for text, _ in batch])
+        for (text, is_held_out), tokens in zip(batch, encoded, strict=True):
+            yield text, is_held_out, tokens
 
 
-def shard_name(split: str) -> str:
-    return f"{split}-00000.bin"
+def dtype_of(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")

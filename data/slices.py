@@ -21,9 +21,9 @@ def cells(classes: Tensor, lengths: Tensor) -> Tensor:
 
 def bin_name(index: int) -> str:
     """Name a bin by the lengths that belong to it."""
-    last = 2**index
-    first = last // 2 + 1
-    return str(last) if first >= last else f"{first}-{last}"
+    if index < 2:
+        return str(index + 1)
+    return f"{2 ** (index - 1) + 1}-{2**index}"
 
 
 def text_cells(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def text_cells(inputs: Tensor, targets: Tensor) -> Tensor:
     follows_equal[:, 1:] = ordered.diff(dim=1) == 0
     is_repeated = torch.zeros_like(ordered).scatter(1, order, follows_equal)
 
-    positions = torch.arange(1, inputs.shape[1] + 1).expand_as(inputs)
+    positions = torch.arange(1, inputs.shape[1] + 1)
     return cells(is_repeated, positions)
 
 
@@ -49,12 +49,14 @@ def slice_means(
     sums: np.ndarray, counts: np.ndarray, classes: tuple[str, ...], length: str, value: str
 ) -> dict[str, dict[str, float]]:
     """Name the slices of sums and counts (classes, NUM_BINS), with the mean of each as `value`."""
-    # The rows of the table, then its columns.
     bins = [f"{length} {bin_name(index)}" for index in range(NUM_BINS)]
-    totals = [*sums.sum(axis=1), *sums.sum(axis=0)]
-    numbers = [*counts.sum(axis=1), *counts.sum(axis=0)]
     slices = {}
-    for name, total, number in zip((*classes, *bins), totals, numbers, strict=True):
-        if number > 0:  # there are no targets at positions beyond the context, for example
-            slices[name] = {value: float(total / number), "tokens": int(number)}
+    # The rows of the table, then its columns.
+    for axis, names in ((1, classes), (0, bins)):
+        totals = sums.sum(axis)
+        tokens = counts.sum(axis)
+        for index, name in enumerate(names):
+            if tokens[index] > 0:  # there are no targets beyond the context, for example
+                mean = float(totals[index] / tokens[index])
+                slices[name] = {value: mean, "tokens": int(tokens[index])}
     return slices

@@ -5,11 +5,10 @@ configured sizes alternate from row to row. An evaluation reports the accuracy f
 for each distance from an answer to its source.
 """
 
-import json
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +17,11 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from data.corpus import Corpus
-from data.files import text_hash
-from data.loader import IGNORE_INDEX, Batches
+from data.loader import IGNORE_INDEX
+from data.prepare import Source
 from data.slices import cells, slice_means
-from data.sources import Source
 from data.tokenizer import IdTokenizer
+from data.utf8 import text_hash
 
 BOS = 0  # begins each row
 VALIDATION_ROWS = 512  # of all sizes together
@@ -40,37 +39,26 @@ class Row(NamedTuple):
 class Task(Source):
     """Rows of ids below `vocab_size`, with questions that the row itself answers.
 
-    Raises ValueError for rows that do not fit into `context` tokens, and for a tokenizer.
+    Raises ValueError for rows that do not fit into `context` tokens.
     """
 
     context: int
+    tokenizer: None = field(init=False, default=None)
 
     def __post_init__(self):
-        if self.tokenizer is not None:
+        # The largest rows say whether all fit.
+        try:
+            self.row(np.random.default_rng(0), self.context, max(self.sizes))
+        except (ValueError, IndexError):
             raise ValueError(
-                f"a task is made of ids and has no tokenizer (data.tokenizer={self.tokenizer}). "
-                "fix: leave out data.tokenizer and init_from"
-            )
-        if not self.sizes or min(self.sizes) < 1 or len(set(self.sizes)) < len(self.sizes):
-            raise ValueError(
-                f"numbers of answers must differ, and be 1 or more (got {self.sizes}). "
-                "fix: such a list, as in [4,8,16]"
-            )
-        needed = self.min_context(max(self.sizes))
-        if needed > self.context:
-            raise ValueError(
-                f"rows with {max(self.sizes)} answers do not fit (context={self.context}). "
-                f"fix: context={needed}, or fewer"
-            )
+                f"rows with answers {self.sizes} do not fit (context={self.context}, "
+                f"data.vocab_size={self.vocab_size}). fix: more of these, or fewer answers"
+            ) from None
 
     @property
     @abstractmethod
     def sizes(self) -> list[int]:
         """The numbers of answers in a row: row n has sizes[n % len(sizes)]."""
-
-    @abstractmethod
-    def min_context(self, size: int) -> int:
-        """Return the tokens that a row with so many answers needs."""
 
     @abstractmethod
     def row(self, generator: np.random.Generator, context: int, size: int) -> Row:
@@ -95,10 +83,11 @@ class Task(Source):
 
     def corpus(self) -> "TaskCorpus":
         tokenizer = IdTokenizer(self.vocab_size, BOS)
-        return TaskCorpus([], [], None, tokenizer, text_hash(self.fingerprint()), self)
+        return TaskCorpus([], np.empty(0), tokenizer, text_hash(self.identity()), self)
 
-    def fingerprint(self) -> str:
-        return json.dumps([self.name, vars(self)])
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
 
 
 @dataclass(kw_only=True)
@@ -107,34 +96,23 @@ class Recall(Task):
 
     A row begins with keys, each followed by its value. Later each key comes once more, as a query,
     and its value is the target. Slots for queries are drawn without replacement, the i-th with a
-    probability proportional to i^(power - 1). All other tokens are random values.
+    probability proportional to i^(power - 1). All other tokens are random values. Keys are the ids
+    from 1 on, and values the upper half of the vocabulary.
     """
 
     pairs: list[int]
     power: float
 
-    def __post_init__(self):
-        super().__post_init__()
-        # Keys are the ids from 1 on, and values the upper half of the vocabulary.
-        self.num_keys = self.vocab_size // 2 - 1
-        if self.num_keys < max(self.pairs):
-            raise ValueError(
-                f"{max(self.pairs)} pairs need as many keys (data.vocab_size={self.vocab_size} has "
-                f"{self.num_keys}). fix: data.vocab_size={2 * max(self.pairs) + 2}"
-            )
-
     @property
     def sizes(self) -> list[int]:
         return self.pairs
 
-    def min_context(self, size: int) -> int:
-        return 1 + 4 * size
-
     def row(self, generator: np.random.Generator, context: int, size: int) -> Row:
-        row = empty_row(generator.integers(self.num_keys + 1, self.vocab_size, context))
+        num_keys = self.vocab_size // 2 - 1
+        row = empty_row(generator.integers(num_keys + 1, self.vocab_size, context))
 
         # BOS, then the pairs; their values have been drawn.
-        keys = 1 + generator.choice(self.num_keys, size, replace=False)
+        keys = 1 + generator.choice(num_keys, size, replace=False)
         key_positions = 1 + 2 * np.arange(size)
         row.inputs[key_positions] = keys
 
@@ -160,20 +138,9 @@ class Copy(Task):
 
     copied: list[int]
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.vocab_size < 5:
-            raise ValueError(
-                "copying needs two tokens beside BOS, the blank and the mark "
-                f"(data.vocab_size={self.vocab_size}). fix: data.vocab_size=64"
-            )
-
     @property
     def sizes(self) -> list[int]:
         return self.copied
-
-    def min_context(self, size: int) -> int:
-        return 1 + 2 * size
 
     def row(self, generator: np.random.Generator, context: int, size: int) -> Row:
         # Ids: 0 is BOS, then come the blank, the mark and the tokens to copy.
@@ -198,26 +165,27 @@ def empty_row(inputs: np.ndarray) -> Row:
 
 
 @dataclass
-class TaskLoader(Batches):
+class TaskLoader:
     """Batches of a task as a function of (seed, step), like those of data.loader.Loader."""
 
     task: Task
+    context: int
+    batch_size: int
+    seed: int
     rows_per_epoch = math.inf  # no row comes twice
 
     def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return inputs (B, T) and targets (B, T), int64, of these rows of a batch."""
-        numbers = self._row_numbers(step)[rows]
-        inputs, targets, _ = self.task.rows(self.seed, numbers, self.context)
+        inputs, targets, _ = self.task.rows(self.seed, self.row_numbers(step)[rows], self.context)
         return inputs, targets
 
     def num_targets(self, step: int) -> int:
         """The answers of a batch."""
-        return sum(map(self.task.size_of, self._row_numbers(step)))
+        return sum(map(self.task.size_of, self.row_numbers(step)))
 
-    def describe(self, step: int) -> str:
-        """Name, for a message, the rows of a batch."""
-        numbers = self._row_numbers(step)
-        return f"rows {numbers.start} to {numbers.stop - 1} of {self.task.name}"
+    def row_numbers(self, step: int) -> range:
+        first = step * self.batch_size
+        return range(first, first + self.batch_size)
 
 
 @dataclass
@@ -235,7 +203,7 @@ class TaskCorpus(Corpus):
         return f"{self.task.name} of {self.task.sizes}"
 
     def loader(self, context: int, batch_size: int, seed: int) -> TaskLoader:
-        return TaskLoader(self.task, context=context, batch_size=batch_size, seed=seed)
+        return TaskLoader(self.task, context, batch_size, seed)
 
     def validation_tokens(self, context: int) -> int:
         return VALIDATION_ROWS * context
@@ -259,12 +227,12 @@ class TaskCorpus(Corpus):
         nats, correct, targets = totals
         sizes = tuple(map(str, self.task.sizes))
         slices = slice_means(correct, targets, sizes, "distance", "accuracy")
-        accuracies = {size: slices.pop(size)["accuracy"] for size in sizes}
+        accuracies = [slices.pop(size)["accuracy"] for size in sizes]
         key = f"{self.task.name}_accuracy"
         return {
             "val_loss": nats.sum() / targets.sum(),
             "val_bpb": None,
-            key: sum(accuracies.values()) / len(accuracies),
-            **{f"{key}_{size}": value for size, value in accuracies.items()},
+            key: sum(accuracies) / len(accuracies),
+            **{f"{key}_{size}": value for size, value in zip(sizes, accuracies, strict=True)},
             "slices": slices,
         }

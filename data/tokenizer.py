@@ -1,13 +1,14 @@
 """Text to token ids and back.
 
 Our own are byte pairs of SentencePiece, lossless for UTF-8 text: Kudo and Richardson, 1808.06226.
-Those of others may be a tokenizer.json, as huggingface.co/docs/tokenizers has it.
+Those of imported models may be a tokenizer.json, as huggingface.co/docs/tokenizers has it.
 """
 
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,11 +16,14 @@ import numpy as np
 import sentencepiece as spm
 import tokenizers
 
-MAX_PIECE_CHARS = 4000  # of one sentence for the trainer, whose time grows with its length
+# Pieces of up to 4000 characters, which end at a line end if there is one: the time that the
+# trainer takes grows with their length.
+MAX_PIECE_CHARS = 4000
+PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\n|.{1,4000}", re.DOTALL)
 SPACE = "\u2581"  # SentencePiece's sign for a space: in a text, it would be decoded to a space
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
-# Where BOS and EOS of a tokenizer.json are found: an entry of a later file replaces an earlier one.
-SPECIAL_TOKEN_FILES = ("tokenizer_config.json", "config.json", "generation_config.json")
+# The files that belong to a tokenizer.json. The last one has the ids of BOS and EOS.
+JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 class Tokenizer:
@@ -27,7 +31,7 @@ class Tokenizer:
 
     A document begins with `bos` and ends with `eos`; where `bos` is among `eos_ids`, which end a
     generation, it stands between documents. `files` are what load() reads, by their names.
-    Raises ValueError for bytes that are no such model, or one without BOS and EOS.
+    Raises ValueError for bytes that are no such model.
     """
 
     # Whether a prompt begins with BOS, too.
@@ -40,41 +44,31 @@ class Tokenizer:
             raise ValueError(
                 f"not a SentencePiece model ({error}). fix: data.tokenizer=PATH of another"
             ) from None
-        self.proto = proto
         self.files = {"tokenizer.model": proto}
         self.vocab_size = self.processor.vocab_size()
         self.bos = self.processor.bos_id()
         self.eos = self.processor.eos_id()
         self.eos_ids = (self.eos,)
-        if self.bos < 0 or self.eos < 0:
-            raise ValueError(
-                f"a tokenizer needs BOS and EOS (ids {self.bos}, {self.eos}). "
-                "fix: data.tokenizer=null, which trains one"
-            )
         # A SPACE in a text is encoded as its bytes, so that it comes back.
         self.space_tokens = self.processor.piece_to_id(SPACE_BYTES)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a tokenizer.model, which may be that of an IdTokenizer, or a tokenizer.json."""
+        """Read a tokenizer.model, which may be that of an IdTokenizer, or a tokenizer.json.
+
+        Raises OSError where there is none.
+        """
         path = Path(path).expanduser()
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ValueError(
-                f"no tokenizer ({path}: {error.strerror}). fix: data.tokenizer=null to train one"
-            ) from None
+        content = path.read_bytes()
         if path.suffix == ".json":
-            # The configs beside it say what BOS and EOS are.
-            files = {"tokenizer.json": content}
-            for name in SPECIAL_TOKEN_FILES:
-                file = path.with_name(name)
+            files = {}
+            for file in map(path.with_name, JSON_FILES):
                 if file.exists():
-                    files[name] = file.read_bytes()
+                    files[file.name] = file.read_bytes()
             return JsonTokenizer(files)
         if content.startswith(IdTokenizer.MAGIC):
-            vocab_size, bos = map(int, content.removeprefix(IdTokenizer.MAGIC).split())
-            return IdTokenizer(vocab_size, bos)
+            vocab_size, bos = content.removeprefix(IdTokenizer.MAGIC).split()
+            return IdTokenizer(int(vocab_size), int(bos))
         return cls(content)
 
     @classmethod
@@ -84,22 +78,15 @@ class Tokenizer:
         Among them are the control tokens, all 256 bytes, newlines and runs of spaces. Raises
         ValueError for text that no such tokenizer can be trained on.
         """
+        # Read them first: SentencePiece turns an exception of its iterator, a signal's too, into a
+        # RuntimeError.
+        pieces = []
+        for text in texts:
+            pieces += PIECES.findall(text)
         model = io.BytesIO()
-        failure = None
-
-        # SentencePiece turns an exception of its iterator, a signal's too, into a RuntimeError.
-        def sentences() -> Iterator[str]:
-            nonlocal failure
-            try:
-                for text in texts:
-                    yield from split(text)
-            except (Exception, SystemExit, KeyboardInterrupt) as error:
-                failure = error
-                raise
-
         try:
             spm.SentencePieceTrainer.train(
-                sentence_iterator=sentences(),
+                sentence_iterator=iter(pieces),
                 model_writer=model,
                 model_type="bpe",
                 vocab_size=vocab_size,
@@ -120,9 +107,6 @@ class Tokenizer:
                 minloglevel=2,
             )
         except RuntimeError as error:
-            # An error of the texts is raised as it was, not as one of SentencePiece.
-            if failure is not None:
-                raise failure from None
             reason = str(error).rpartition("] ")[2].partition("\n")[0]
             raise ValueError(
                 f"no tokenizer from this text ({vocab_size=}: {reason}). "
@@ -148,13 +132,11 @@ class Tokenizer:
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
         """Encode each text as BOS + text + EOS, on all cores."""
-        encoded = self.processor.encode(texts, num_threads=os.cpu_count())
-        documents = []
-        for text, tokens in zip(texts, encoded, strict=True):
+        documents = self.processor.encode(texts, num_threads=os.cpu_count())
+        for index, text in enumerate(texts):
             if SPACE in text:
-                tokens = self.encode(text)
-            documents.append([self.bos, *tokens, self.eos])
-        return documents
+                documents[index] = self.encode(text)
+        return [[self.bos, *tokens, self.eos] for tokens in documents]
 
     def decode(self, tokens: list[int]) -> str:
         """Decode; bytes that are not UTF-8 become U+FFFD, BOS and EOS nothing."""
@@ -164,38 +146,28 @@ class Tokenizer:
         """Count the UTF-8 bytes of the documents in `tokens`; None if there is no text of them."""
         # Cut at BOS and EOS, so that each text is decoded by itself, as it was encoded.
         starts = np.flatnonzero(np.isin(tokens, (self.bos, *self.eos_ids)))
-        documents = [document.tolist() for document in np.split(tokens, starts)]
-        return sum(len(self.decode(document).encode()) for document in documents)
+        num_bytes = 0
+        for document in np.split(tokens, starts):
+            text = self.decode(document.tolist())
+            num_bytes += len(text.encode())
+        return num_bytes
 
     @property
     def sha256(self) -> str:
-        """Identifies the tokenizer and its special tokens."""
-        return sha256(b"".join(self.files.values())).hexdigest()
-
-    def identity(self) -> tuple:
-        """What must be equal for two tokenizers to be the same: the first file, BOS and EOS."""
-        return next(iter(self.files.values())), self.bos, self.eos_ids
-
-    def id_to_piece(self, tokens: list[int]) -> list[str]:
-        """Name each token, for people."""
-        return self.processor.id_to_piece(tokens)
+        """Identifies the tokenizer, and its BOS and EOS."""
+        name = next(iter(self.files))
+        return sha256(self.files[name] + f"{self.bos} {self.eos_ids}".encode()).hexdigest()
 
 
 class IdTokenizer(Tokenizer):
     """Stands in for an unknown tokenizer: the text of tokens is their ids, as in 464 3290.
 
-    Its file is one line: MAGIC, the size of the vocabulary, BOS, which is EOS too. Raises
-    ValueError for a BOS outside the vocabulary.
+    Its file is one line: MAGIC, the size of the vocabulary, BOS, which is EOS too.
     """
 
     MAGIC = b"ids "  # no SentencePiece model begins with it
 
     def __init__(self, vocab_size: int, bos: int):
-        if bos >= vocab_size:
-            raise ValueError(
-                f"BOS is outside the vocabulary (data.bos={bos}, {vocab_size}). "
-                f"fix: data.bos={vocab_size - 1}"
-            )
         self.files = {"tokenizer.model": self.MAGIC + f"{vocab_size} {bos}\n".encode()}
         self.vocab_size = vocab_size
         self.bos = bos
@@ -213,73 +185,41 @@ class IdTokenizer(Tokenizer):
             tokens.append(int(word))
         return tokens
 
-    def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        return [[self.bos, *self.encode(text)] for text in texts]
-
     def decode(self, tokens: list[int]) -> str:
         return " ".join(str(token) for token in tokens if token != self.bos)
-
-    def id_to_piece(self, tokens: list[int]) -> list[str]:
-        return [str(token) for token in tokens]
 
     def nbytes(self, tokens: np.ndarray) -> None:
         return None
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json, and what other files of its folder say of BOS and EOS.
+    """A tokenizer.json, with the BOS and EOS ids of the generation_config.json beside it.
 
-    Raises ValueError where it is none, has no EOS, or puts more than BOS in front of a text.
+    tools/formats/special_tokens.py writes such files for a folder of Hugging Face that says it in
+    another way. Raises ValueError where there are none.
     """
 
     def __init__(self, files: dict[str, bytes]):
         # The library raises Exception itself.
         try:
             self.processor = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+            special = json.loads(files["generation_config.json"])
+            eos_ids = special["eos_token_id"]
         except Exception as error:
             raise ValueError(
-                f"not a tokenizer.json ({error}). fix: data.tokenizer=PATH of another"
+                f"not a tokenizer.json with EOS in generation_config.json ({error!r}). "
+                "fix: python -m tools.import_hf FOLDER --out MODEL"
             ) from None
         self.processor.no_padding()
         self.processor.no_truncation()
-        self.vocab_size = 1 + max(self.processor.get_vocab(with_added_tokens=True).values())
-
-        # Its post-processor says what it adds to a prompt: BOS in front, or nothing.
-        prefix = self.processor.encode("").ids
-        self.starts_with_bos = len(prefix) == 1
-        is_in_front = self.processor.encode("a").ids[: len(prefix)] == prefix
-        settings = read_special_tokens(files)
-        self.eos_ids = self.find_ids(settings, "eos")
-        if not self.eos_ids or len(prefix) > 1 or not is_in_front:
-            raise ValueError(
-                f"a tokenizer needs EOS, and may add only BOS, in front (EOS {self.eos_ids}, "
-                f"adds {prefix}). fix: eos_token in tokenizer_config.json"
-            )
+        self.files = files
+        self.vocab_size = 1 + max(self.processor.get_vocab().values())
+        self.eos_ids = tuple(eos_ids) if isinstance(eos_ids, list) else (eos_ids,)
         self.eos = self.eos_ids[0]
-        # Without a BOS, an EOS stands between documents: the one that a model calls BOS, if any.
-        separators = [token for token in self.find_ids(settings, "bos") if token in self.eos_ids]
-        self.bos = [*prefix, *separators, self.eos][0]
-        special = {"bos_token_id": self.bos, "eos_token_id": list(self.eos_ids)}
-        if not all(token in range(self.vocab_size) for token in (self.bos, *self.eos_ids)):
-            raise ValueError(
-                f"a special token outside the vocabulary of {self.vocab_size} ({special}). "
-                "fix: the configs that belong to this tokenizer.json"
-            )
-        # A model's config.json is not the tokenizer's.
-        self.files = files | {"generation_config.json": json.dumps(special).encode()}
-        self.files.pop("config.json", None)
+        self.bos = special.get("bos_token_id", self.eos)
 
-    def find_ids(self, settings: dict, kind: str) -> tuple[int, ...]:
-        """The ids of BOS or EOS: `eos_token_id`, which may be a list, or those of `eos_token`."""
-        ids = settings.get(f"{kind}_token_id", [])
-        if ids == []:
-            token = settings.get(f"{kind}_token")
-            # A token may be a dict of its content and options.
-            content = token.get("content") if isinstance(token, dict) else token
-            ids = self.processor.token_to_id(content) if content else None
-        if ids is None:
-            return ()
-        return tuple(ids) if isinstance(ids, list) else (ids,)
+        # Its template may put BOS in front of a text.
+        self.starts_with_bos = self.processor.encode("").ids == [self.bos]
 
     def encode(self, text: str) -> list[int]:
         """Encode without BOS and EOS; a text that looks like a special token is that token."""
@@ -290,40 +230,21 @@ class JsonTokenizer(Tokenizer):
         """Encode each text between BOS and EOS; what looks like a special token is text."""
         self.processor.encode_special_tokens = True
         encodings = self.processor.encode_batch(texts, add_special_tokens=False)
-        end = [] if self.bos in self.eos_ids else [self.eos]
-        return [[self.bos, *encoding.ids, *end] for encoding in encodings]
+        documents = []
+        for encoding in encodings:
+            tokens = [self.bos, *encoding.ids]
+            if self.bos not in self.eos_ids:
+                tokens.append(self.eos)
+            documents.append(tokens)
+        return documents
 
     def decode(self, tokens: list[int]) -> str:
         return self.processor.decode(tokens)
-
-    def id_to_piece(self, tokens: list[int]) -> list[str]:
-        return [self.processor.id_to_token(token) or str(token) for token in tokens]
 
 
 def tokenizer_file(folder: Path) -> Path:
     """The tokenizer of a folder: tokenizer.model, or where there is none, tokenizer.json."""
     file = folder / "tokenizer.model"
-    return file if file.exists() else folder / "tokenizer.json"
-
-
-def read_special_tokens(files: dict[str, bytes]) -> dict:
-    """What the configs say; a later file replaces an entry of an earlier one."""
-    settings = {}
-    for name in SPECIAL_TOKEN_FILES:
-        try:
-            content = json.loads(files.get(name, b"{}"))
-            settings |= {key: value for key, value in content.items() if value is not None}
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"not a config ({name}: {error}). fix: fetch it again") from None
-    return settings
-
-
-def split(text: str) -> Iterator[str]:
-    """Cut a text into pieces of up to MAX_PIECE_CHARS, at line ends if there are any."""
-    start = 0
-    while start < len(text):
-        end = start + MAX_PIECE_CHARS
-        if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end
-        yield text[start:end]
-        start = end
+    if file.exists():
+        return file
+    return folder / "tokenizer.json"

@@ -58,7 +58,7 @@ def test_slices_without_targets_are_left_out():
 
 def test_slices_of_a_run_add_up_to_its_loss_and_are_those_of_the_logits(trainer_of):
     trainer = trainer_of()
-    tokens = trainer.corpus.validation[0]
+    tokens = trainer.corpus.validation
     trainer.train_step()
     trainer.evaluate()
     line = json.loads(Path(trainer.run_dir, "metrics.jsonl").read_text().splitlines()[-1])

@@ -1,0 +1,114 @@
+"""No byte of a text is lost by a tokenizer, whoever trained it."""
+
+import random
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from data.prepare import prepare
+from data.sources import Stdlib
+from data.tokenizer import PIECES, IdTokenizer, Tokenizer
+from tests.data.test_sources import text_source
+
+NASTY = [
+    "",
+    " ",
+    "  two  spaces  ",
+    "\ttab\n\n\nlines\r\nand\rmore",
+    "</s><s><unk><0x0A><|endoftext|>",
+    "NUL \0 and \x7f",
+    "\ufeffmark \u2028 \u00a0 \ufffd \U0010ffff",
+    "Жили-были 🐈‍⬛ 12345 e\u0301",
+    "▁lower▁▁block▁ ▁",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    source = Stdlib(vocab_size=512, tokenizer=None)
+    return Tokenizer.train(source.root.joinpath("ast.py").read_text().split("\n\n"), 512)
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_any_text_comes_back(tokenizer, text):
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert not {tokenizer.bos, tokenizer.eos} & set(tokens)
+    assert tokenizer.encode_documents([text, "b"])[0] == [tokenizer.bos, *tokens, tokenizer.eos]
+
+
+def test_any_random_text_comes_back(tokenizer):
+    draw = random.Random(0)
+    ranges = ((0, 0x7F), (0x80, 0xD7FF), (0xE000, 0x10FFFF), (0x2570, 0x2590), (0x20, 0x20))
+    for _ in range(300):
+        text = "".join(chr(draw.randint(*draw.choice(ranges))) for _ in range(draw.randint(1, 40)))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_newlines_and_indents_are_pieces_and_digits_are_alone(tokenizer):
+    assert len(tokenizer.encode("\n        ")) <= 3
+    assert len(tokenizer.encode("2026")) == 4
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "a\n" * 5000, "b" * 9000, "c" * 3999 + "\n" + "d" * 4001]
+)
+def test_long_texts_are_cut_at_line_ends_where_there_are_any(text):
+    pieces = PIECES.findall(text)
+    assert "".join(pieces) == text
+    assert all(len(piece) <= 4000 for piece in pieces)
+    if "\n" in text:
+        assert all(piece.endswith("\n") for piece in pieces[: text.count("\n") // 2000])
+
+
+def test_a_text_that_fails_fails_training_as_itself():
+    def texts():
+        yield "one two three"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Tokenizer.train(texts(), 300)
+
+
+def test_a_given_tokenizer_is_used(tmp_path, story, tokenizer):
+    path = tmp_path / "given.model"
+    path.write_bytes(tokenizer.files["tokenizer.model"])
+    corpus = prepare(text_source(story, tokenizer=str(path)), tmp_path / "cache")
+    assert corpus.tokenizer.sha256 == tokenizer.sha256
+    path.write_bytes(b"not a model")
+    with pytest.raises(ValueError, match="fix: "):
+        Tokenizer.load(path)
+    with pytest.raises(FileNotFoundError):
+        Tokenizer.load(tmp_path / "absent.model")
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_the_bytes_of_tokens_are_those_of_their_text(tmp_path, story, prefix):
+    texts = story.read_text().replace("\n", " ").split("<|endoftext|> ")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_prefix=str(tmp_path / "a"),
+        model_type="bpe",
+        vocab_size=80,
+        minloglevel=2,
+        add_dummy_prefix=prefix,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+    )
+    tokenizer = Tokenizer.load(tmp_path / "a.model")
+    rows = [[tokenizer.bos, *tokenizer.encode(text), tokenizer.eos] for text in texts]
+    tokens = np.array([token for row in rows for token in row])
+    assert tokenizer.nbytes(tokens) == sum(len(text.encode()) for text in texts)
+
+
+def test_without_a_tokenizer_ids_are_their_own_text(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"ids 50257 50256\n")
+    ids = Tokenizer.load(tmp_path / "tokenizer.model")
+    assert (ids.vocab_size, ids.bos, ids.eos) == (50257, 50256, 50256)
+    assert ids.sha256 == IdTokenizer(50257, 50256).sha256
+    assert ids.encode(" 464 3290\n") == [464, 3290]
+    assert ids.decode([50256, 464, 3290, 50256]) == "464 3290"
+    for text in ("464 dog", "50257", "-1", "1.5"):
+        with pytest.raises(ValueError, match=text.split()[-1]):
+            ids.encode(text)
