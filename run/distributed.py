@@ -4,10 +4,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,21 +34,13 @@ class DistEnv:
     def all_reduce_sum(self, number: float) -> float:
         """The sum over all ranks, in fp64, on the CPU, so that no GPU is synchronized."""
         x = torch.tensor(number, dtype=torch.float64)
-        return self._all_reduce(x, dist.ReduceOp.SUM).item()
-
-    def all_reduce_sum_of_array(self, array: np.ndarray) -> np.ndarray:
-        """The elementwise sum over all ranks; `array` may be overwritten."""
-        return self._all_reduce(torch.from_numpy(array), dist.ReduceOp.SUM).numpy()
+        return self.all_reduce(x).item()
 
     def all_reduce_max(self, number: int) -> int:
         """The maximum over all ranks, on the CPU too."""
-        return self._all_reduce(torch.tensor(number), dist.ReduceOp.MAX).item()
+        return self.all_reduce(torch.tensor(number), dist.ReduceOp.MAX).item()
 
-    def all_reduce_min_(self, x: Tensor) -> None:
-        """Replace x, a tensor on the device, by its minimum over all ranks, without a host sync."""
-        self._all_reduce(x, dist.ReduceOp.MIN)
-
-    def _all_reduce(self, x: Tensor, op: dist.ReduceOp) -> Tensor:
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
         """Reduce x over all ranks, in place, and return it."""
         if self.world_size > 1:
             dist.all_reduce(x, op)
@@ -81,23 +72,13 @@ class DistEnv:
 
 
 def init_distributed(device: torch.device) -> DistEnv:
-    """Join the process group that torchrun describes in the environment; without one, run alone.
-
-    Raises ValueError where this machine has fewer GPUs than processes.
-    """
+    """Join the process group that torchrun describes in the environment; without one, run alone."""
     if "RANK" not in os.environ:
         return DistEnv(0, 1, device)
     backend = "gloo"
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
-        local_rank = int(os.environ["LOCAL_RANK"])
-        num_gpus = torch.cuda.device_count()
-        if local_rank >= num_gpus:
-            raise ValueError(
-                f"more processes than GPUs (process {local_rank + 1} of {num_gpus} GPUs). "
-                f"fix: --nproc_per_node={num_gpus}"
-            )
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
     return DistEnv(dist.get_rank(), dist.get_world_size(), device)
@@ -106,9 +87,13 @@ def init_distributed(device: torch.device) -> DistEnv:
 @contextmanager
 def hard_exit_on_error() -> Iterator[None]:
     """Around a command: under torchrun, end by os._exit, because gloo's destructor can hang."""
-    if "RANK" not in os.environ:
+    with hard_exit() if "RANK" in os.environ else nullcontext():
         yield
-        return
+
+
+@contextmanager
+def hard_exit() -> Iterator[None]:
+    """End the process by os._exit, with the exit code that it would end with."""
     exit_code = errors.BUG
     try:
         yield

@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 
 from data.corpus import Corpus
-from data.tokenizer import Tokenizer
-from model.build import build_model
+from data.tokenizer import Tokenizer, tokenizer_file
+from inference.load import load_model
 from model.transformer import Transformer
 from run import checkpoint
+from run.settings import Settings
 
 
 class Distillation(NamedTuple):
@@ -24,18 +25,18 @@ class Distillation(NamedTuple):
 
 
 def load_distillation(
-    settings: dict, device: torch.device, precision: torch.dtype
+    settings: Settings, device: torch.device, precision: torch.dtype
 ) -> Distillation | None:
     """The teacher that `distill` names, if any; each device has all of it."""
-    if settings["distill"] is None:
+    if settings.distill is None:
         return None
     dtype = weight_dtype(precision)
-    teacher = checkpoint.load_model(find_teacher(settings), device, dtype, settings["context"])
-    return Distillation(teacher.requires_grad_(False), settings["distill_weight"])
+    teacher = load_model(find_teacher(settings), device, dtype, settings.context)
+    return Distillation(teacher.requires_grad_(False), settings.distill_weight)
 
 
-def find_teacher(settings: dict) -> Path:
-    return checkpoint.find_model(Path(settings["distill"]).expanduser())
+def find_teacher(settings: Settings) -> Path:
+    return checkpoint.find_model(settings.distill)
 
 
 def weight_dtype(precision: torch.dtype) -> torch.dtype:
@@ -43,29 +44,21 @@ def weight_dtype(precision: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if precision == torch.bfloat16 else torch.float32
 
 
-def teacher_bytes(settings: dict, precision: torch.dtype) -> int:
-    """Bytes of the teacher's weights on each device."""
-    if settings["distill"] is None:
-        return 0
-    teacher = build_model(checkpoint.load_config(find_teacher(settings))["model"])
-    return teacher.num_parameters() * weight_dtype(precision).itemsize
-
-
-def check_teacher(settings: dict, corpus: Corpus) -> None:
+def check_teacher(settings: Settings, corpus: Corpus) -> None:
     """Raise ValueError for a teacher whose tokens are not those of the model."""
-    if settings["distill"] is None:
+    if settings.distill is None:
         return
     path = find_teacher(settings)
-    model = settings["model"]
+    model = settings.model
     teacher = checkpoint.load_config(path)["model"]
-    named = f"distill={settings['distill']}"
+    named = f"distill={settings.distill}"
     if teacher["context"] < model["context"]:
         raise ValueError(
             f"the teacher's context is too short ({named}: {teacher['context']} tokens, "
             f"context={model['context']}). fix: context={teacher['context']}"
         )
-    tokenizer = Tokenizer.load(checkpoint.tokenizer_path(path))
-    is_same = tokenizer.identity() == corpus.tokenizer.identity()
+    tokenizer = Tokenizer.load(tokenizer_file(path))
+    is_same = tokenizer.sha256 == corpus.tokenizer.sha256
     if not is_same or teacher["vocab_size"] != model["vocab_size"]:
         raise ValueError(
             f"the teacher has another vocabulary ({named}: {teacher['vocab_size']} tokens, the "

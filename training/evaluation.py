@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -12,7 +11,8 @@ from data.loader import IGNORE_INDEX
 from data.slices import NUM_BINS
 from data.tokenizer import Tokenizer
 from inference import sampling
-from inference.engine import Sequence, generate
+from inference.batch import Sequence
+from inference.engine import Engine
 from model.transformer import Transformer
 from run.distributed import DistEnv
 from run.hardware import autocast, to_device
@@ -38,35 +38,33 @@ def evaluate(
     one without gradients; the head's gradients are discarded.
     """
     loss_module.eval()
-    # The scores stay on the device: the host waits once, at the end, and not for each batch.
-    scores = [torch.zeros(2, 0, device=ranks.device)]
-    cells = [torch.zeros(0, dtype=torch.int64)]
-    num_cells = corpus.num_classes * NUM_BINS
     batches = list(corpus.evaluation(num_tokens, context, batch_size))
+    scores = []
+    is_counted = []
+    cells = []
     for start in range(0, len(batches), ranks.world_size):
-        # Sharded ranks compute together: one without a batch of its own repeats the last, unscored.
+        # Ranks compute together: one without a batch of its own repeats the last, without targets.
         number = start + ranks.rank
         inputs, targets, batch_cells = batches[min(number, len(batches) - 1)]
+        if number >= len(batches):
+            targets = torch.full_like(targets, IGNORE_INDEX)
         with autocast(ranks.device, precision), torch.set_grad_enabled(with_gradients):
             _, batch_scores = loss_module(*to_device(ranks.device, inputs, targets))
-        if number < len(batches):
-            scores.append(batch_scores)
-            # What does not count goes to one more cell, behind the others.
-            batch_cells = batch_cells.masked_fill(targets == IGNORE_INDEX, num_cells)
-            cells.append(batch_cells.flatten())
+        scores.append(batch_scores)
+        is_counted.append(targets.flatten() != IGNORE_INDEX)
+        cells.append(batch_cells.flatten())
         if stop():
             loss_module.train()
             return None
     loss_module.train()
 
-    # Sum nats, correct predictions and targets by cell, in fp64.
-    nats, is_correct = torch.cat(scores, dim=1).cpu().double().numpy()
-    cells = torch.cat(cells).numpy()
-    totals = []
-    for values in (nats, is_correct, np.ones_like(nats)):
-        totals.append(np.bincount(cells, values, num_cells + 1)[:num_cells])
-    totals = ranks.all_reduce_sum_of_array(np.stack(totals))
-    return corpus.metrics(totals.reshape(3, -1, NUM_BINS), num_tokens)
+    # Sum nats, correct predictions and targets by cell, in fp64. The host waits for the device once,
+    # here, and not for each batch.
+    values = torch.cat([torch.cat(scores, dim=1).cpu(), torch.cat(is_counted)[None]]).double()
+    totals = torch.zeros(3, corpus.num_classes * NUM_BINS, dtype=torch.float64)
+    totals.index_add_(1, torch.cat(cells), values)
+    totals = ranks.all_reduce(totals).view(3, -1, NUM_BINS)
+    return corpus.metrics(totals.numpy(), num_tokens)
 
 
 def sample_text(
@@ -78,7 +76,7 @@ def sample_text(
     sequence = Sequence([tokenizer.bos], capacity - 1, seed=seed, eos=tokenizer.eos_ids)
     sampler = partial(sampling.sample, temperature=0.8, top_k=50)
     model.eval()
-    for _ in generate(model, [sequence], sampler, cache=cache):
+    for _ in Engine(model, sampler, cache).generate([sequence]):
         if stop():
             break
     model.train()

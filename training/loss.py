@@ -18,29 +18,43 @@ VOCAB_MULTIPLE = {"cpu": 1, "cuda": 128, "mps": 1}
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, *, softcap: float | None = None, z_loss: float = 0.0
-) -> Tensor:
-    """logits (N, V), targets (N,) -> summed nats, as a definition. Training runs the chunked form.
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    z_loss: float = 0.0,
+    teacher_logits: Tensor | None = None,
+    distill_weight: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """logits (N, V) after the soft-cap, targets (N,) -> what training minimizes, scores (2, N).
 
-    The penalty z_loss * log(Z)^2, Z the sum of exponentials (PaLM, 2204.02311), has a gradient but
-    is left out of the value, so that runs with and without it report comparable losses.
+    The first is summed over targets. Each has its nats or, at `distill_weight`, the cross-entropy
+    with the probabilities of a teacher's logits (Hinton et al., 1503.02531); beside that the
+    penalty z_loss * log(Z)^2, Z the sum of exponentials (PaLM, 2204.02311).
+
+    The scores have no gradient: the nats of each target, and 1 where no token is more likely, which
+    may be true of several in bf16, else 0. Both are 0 where the target is IGNORE_INDEX.
     """
-    logits = apply_softcap(fp32(logits), softcap)
-    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    log_z = logits.logsumexp(dim=-1)[targets != IGNORE_INDEX]
-    penalty = z_loss * log_z.square().sum()
-    return loss + penalty - penalty.detach()
+    is_counted = targets != IGNORE_INDEX
+    nats = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    objective = nats
+    if teacher_logits is not None:
+        probabilities = teacher_logits.softmax(dim=-1)
+        distilled = F.cross_entropy(logits, probabilities, reduction="none") * is_counted
+        objective = (1 - distill_weight) * nats + distill_weight * distilled
+    if z_loss > 0:
+        log_z = logits.logsumexp(dim=-1) * is_counted
+        objective = objective + z_loss * log_z.square()
+
+    target_logits = logits.gather(-1, targets.clamp(min=0)[:, None])
+    is_correct = (target_logits[:, 0] == logits.amax(dim=-1)) & is_counted
+    return objective.sum(), torch.stack([nats, is_correct.type_as(nats)]).detach()
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """hidden (N, D), weight (V, D), targets (N,) -> `cross_entropy` of hidden @ weight.mT.
+    """hidden (N, D), weight (V, D), targets (N,) -> the summed nats and scores of `cross_entropy`.
 
-    With a teacher's hidden (N, C), weight (V, C) and softcap, the gradient is that of Distillation
-    at `distill_weight`. The teacher's logits are computed chunk by chunk, too.
-
-    The second result (2, N) is for evaluation and has no gradient: the nats of each target, and 1
-    where no token is more likely, which may be true of several in bf16, else 0. Both are 0 where
-    the target is IGNORE_INDEX.
+    The gradient is that of what training minimizes. The value has neither penalty nor teacher in
+    it, so that runs with and without these report comparable losses.
 
     At most MAX_LOGITS logits are in memory: the forward takes a chunk of rows at a time and
     computes their gradient at once, so that nothing of size (N, V) is kept for the backward.
@@ -48,9 +62,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     # F.linear_cross_entropy(..., options=...) of torch 2.13 has neither softcap nor z_loss, and its
-    # loss in bf16 is rounded. Forward and backward of N=4096, D=512, V=8192 on one CPU thread take
-    # 1.22 to 1.34 s there and 1.68 s here in fp32, 1.28 to 1.62 s and 0.95 s in bf16; 0.16 to 0.29
-    # GB there and 0.45 to 0.51 GB here.
+    # loss in bf16 is rounded.
 
     @staticmethod
     def forward(
@@ -65,81 +77,58 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         teacher_softcap: float | None = None,
         distill_weight: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
+        # The weight in the dtype of matrix products, with rows of zeros below it on a GPU.
+        needs_grad = ctx.needs_input_grad[0]
         device_type = weight.device.type
         vocab_size = len(weight)
-        token_ids = torch.arange(vocab_size, device=weight.device).int()
+        grad_weight = torch.zeros_like(weight)
+        if torch.is_autocast_enabled(device_type):
+            weight = weight.to(torch.get_autocast_dtype(device_type))
+        padding = -vocab_size % VOCAB_MULTIPLE[device_type]
+        if padding > 0:
+            weight = F.pad(weight, (0, 0, 0, padding))
+        weight = weight.detach().requires_grad_(needs_grad)
+
         # Products whose sizes are not multiples of 128 take a tenth longer.
         chunk_size = MAX_LOGITS[device_type] // vocab_size
         chunk_size = chunk_size // 128 * 128 or max(chunk_size, 1)
-        padding = -vocab_size % VOCAB_MULTIPLE[device_type]
-        grad_weight = weight.new_zeros(vocab_size + padding, weight.shape[1])
-        if torch.is_autocast_enabled(device_type):
-            weight = weight.to(torch.get_autocast_dtype(device_type))
-        if teacher_hidden is not None:
-            teacher_hidden = teacher_hidden.type_as(weight).split(chunk_size)
-            teacher_weight = teacher_weight.type_as(weight)
-        if padding:
-            weight = F.pad(weight, (0, 0, 0, padding))
-        hidden_chunks = hidden.split(chunk_size)
-        target_chunks = targets[:, None].split(chunk_size)
-
-        loss = 0.0
+        grads = []
         scores = []
-        grad_hidden = []
-        for index, (chunk, target) in enumerate(zip(hidden_chunks, target_chunks, strict=True)):
-            # log Z. The largest logit is subtracted, so that no exponential overflows.
-            raw_logits = F.linear(chunk, weight)[:, :vocab_size]
-            logits = apply_softcap(fp32(raw_logits), softcap)
-            max_logit = logits.amax(dim=-1, keepdim=True)
-            exponentials = (logits - max_logit).exp()
-            sum_exp = exponentials.sum(dim=-1, keepdim=True)
-            log_z = sum_exp.log() + max_logit
-
-            # The loss of a row is log Z minus the target's logit.
-            is_counted = target != IGNORE_INDEX
-            target_logit = logits.gather(-1, target.clamp(min=0))
-            nats = (log_z - target_logit) * is_counted
-            loss = loss + nats.sum()
-            is_correct = (target_logit == max_logit) & is_counted
-            scores.append(torch.cat([nats, is_correct.type_as(nats)], dim=1))
-            if not ctx.needs_input_grad[0]:
-                continue
-
-            # d loss / d logits = probabilities * (1 + 2 * z_loss * log Z) - one_hot(target).
-            # The target IGNORE_INDEX equals no token id.
-            scale = is_counted * (1 + 2 * z_loss * log_z) / sum_exp
-            probabilities = exponentials.type_as(raw_logits) * scale
-            is_target = token_ids == target.int()
-            grad_logits = torch.where(
-                is_target, probabilities - (1 - distill_weight), probabilities
-            )
+        for start in range(0, len(hidden), chunk_size):
+            rows = slice(start, start + chunk_size)
+            teacher_logits = None
             if teacher_hidden is not None:
-                # d KL / d logits = probabilities - the teacher's.
-                teacher_logits = F.linear(teacher_hidden[index], teacher_weight)
-                teacher_logits = apply_softcap(fp32(teacher_logits), teacher_softcap)
-                teacher_probabilities = teacher_logits.softmax(dim=-1) * is_counted
-                grad_logits = grad_logits - distill_weight * teacher_probabilities
-            if softcap is not None:
-                grad_logits = grad_logits * (1 - (logits / softcap) ** 2)
-
-            # Back through the linear layer.
-            grad_logits = grad_logits.type_as(raw_logits)
-            if padding:
-                grad_logits = F.pad(grad_logits, (0, padding))
-            grad_hidden.append(grad_logits @ weight)
-            grad_weight += grad_logits.mT @ chunk
-        if grad_hidden:
-            grad_weight = grad_weight[:vocab_size]
-            ctx.save_for_backward(torch.cat(grad_hidden).type_as(hidden), grad_weight)
-        scores = torch.cat(scores).mT
+                teacher_logits = head(teacher_hidden[rows], teacher_weight, teacher_softcap)
+            chunk = hidden[rows].detach().requires_grad_(needs_grad)
+            with torch.enable_grad():
+                objective, chunk_scores = cross_entropy(
+                    head(chunk, weight, softcap)[:, :vocab_size],
+                    targets[rows],
+                    z_loss=z_loss,
+                    teacher_logits=teacher_logits,
+                    distill_weight=distill_weight,
+                )
+            scores.append(chunk_scores)
+            if needs_grad:
+                grad_chunk, grad_chunk_weight = torch.autograd.grad(objective, (chunk, weight))
+                grads.append(grad_chunk)
+                grad_weight += grad_chunk_weight[:vocab_size]
+        if grads:
+            ctx.save_for_backward(torch.cat(grads), grad_weight)
+        scores = torch.cat(scores, dim=1)
         ctx.mark_non_differentiable(scores)
-        return loss, scores
+        return scores[0].sum(), scores
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         no_gradients = [None] * (len(ctx.needs_input_grad) - 2)
         return grad * grad_hidden, grad * grad_weight, *no_gradients
+
+
+def head(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+    """hidden (N, D), weight (V, D) -> logits (N, V) in fp32"""
+    return apply_softcap(fp32(F.linear(hidden, weight)), softcap)
 
 
 class LanguageModelLoss(nn.Module):
@@ -163,6 +152,11 @@ class LanguageModelLoss(nn.Module):
         self.distillation = distillation  # in a tuple, so that no parameter of it is trained
         self.z_loss = z_loss
         self.bos = bos
+
+    def compile(self, *args, **options) -> None:
+        """Have torch.compile compile the forward, with the gradients that it computes."""
+        torch._dynamo.config.trace_autograd_ops = True
+        super().compile(*args, **options)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         documents = None

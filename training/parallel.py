@@ -7,36 +7,40 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from model.build import build_model, materialize
+from model.build import build_model
 from model.init import initialize
 from run.distributed import DistEnv
+from run.settings import Settings
 from run.sharding import shard_like
 from training.distillation import load_distillation
 from training.loss import LanguageModelLoss
 
 
 def build_parallel(
-    settings: dict, bos: int | None, ranks: DistEnv, precision: torch.dtype
+    settings: Settings, bos: int | None, ranks: DistEnv, precision: torch.dtype
 ) -> tuple[LanguageModelLoss, nn.Module]:
     """The loss module of a model with its initial weights, and what a training step calls.
 
     The two are the same module, unless DDP wraps the first. `bos` begins each document, where
     tokens must not attend to other documents.
     """
-    model = build_model(settings["model"])
-    if settings["activation_checkpointing"]:
+    # A model to be sharded is built without memory: no device holds all of it.
+    device = "meta" if settings.sharded else ranks.device
+    model = build_model(settings.model, device, seed=None)
+    if settings.activation_checkpointing:
         checkpoint_activations(model)
-    if settings["sharded"]:
+    if settings.sharded:
         shard(model, ranks, precision)
-    initialize(materialize(model, ranks.device), settings["seed"], shard_like)
+        allocate(model, settings.model, ranks.device)
+    initialize(model, settings.seed, shard_like)
     loss_module = LanguageModelLoss(
         model,
-        z_loss=settings["z_loss"],
+        z_loss=settings.z_loss,
         bos=bos,
         distillation=load_distillation(settings, ranks.device, precision),
     )
     parallel = loss_module
-    if ranks.world_size > 1 and not settings["sharded"]:
+    if ranks.world_size > 1 and not settings.sharded:
         parallel = DistributedDataParallel(loss_module, gradient_as_bucket_view=True)
     return loss_module, parallel
 
@@ -80,3 +84,15 @@ def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
     # Embedding, head and final norm stay in fp32. The loss calls `hidden` instead of `forward`.
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "hidden")
+
+
+def allocate(model: nn.Module, tree: dict, device: torch.device) -> None:
+    """Give a sharded meta model memory on `device`, and its buffers the values of their modules.
+
+    Parameters have no values yet.
+    """
+    model.to_empty(device=device)
+    # Another model, of whose parameters nothing touches the memory, has the values.
+    buffers = dict(build_model(tree, seed=None).named_buffers())
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])

@@ -4,12 +4,13 @@ import os
 import runpy
 import signal
 import sys
-import traceback
 from pathlib import Path
 from typing import IO
 
 import torch
 from torch.distributed import TCPStore
+
+from run.distributed import hard_exit
 
 
 class Forked:
@@ -21,8 +22,7 @@ class Forked:
         if self.pid > 0:
             return
         # From here on, this is the child: it must end by os._exit and never return to the tests.
-        exit_code = 1
-        try:
+        with hard_exit():
             torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
             os.dup2(stdout.fileno(), 1)
             os.dup2(stderr.fileno(), 2)
@@ -31,15 +31,6 @@ class Forked:
             os.environ.update(env)
             sys.argv = [str(argument) for argument in command[1:]]
             runpy.run_path(sys.argv[0], run_name="__main__")
-            exit_code = 0
-        except SystemExit as exit_request:
-            exit_code = exit_request.code or 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(exit_code)
 
     def poll(self) -> int | None:
         return self.wait(os.WNOHANG)

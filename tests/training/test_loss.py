@@ -9,14 +9,23 @@ from data.loader import IGNORE_INDEX
 from tests.conftest import VARIANTS, close, learn_by_heart, weights
 from training import loss
 from training.evaluation import evaluate
-from training.loss import ChunkedCrossEntropy, cross_entropy
-from training.memory import saved_bytes
-from training.trainer import Trainer
+from training.loss import ChunkedCrossEntropy
 
 
-def chunked_cross_entropy(*args) -> torch.Tensor:
-    """The loss that training minimizes, without the scores of evaluations."""
-    return ChunkedCrossEntropy.apply(*args)[0]
+def saved_bytes(model: torch.nn.Module, tokens: torch.Tensor) -> int:
+    """Bytes that a forward keeps for its backward, without the weights themselves."""
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    saved = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        # The tensor stays alive in `saved`, so that no storage is used twice.
+        saved[x.untyped_storage()._cdata] = x
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        model.hidden(tokens)
+    return sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in weights)
 
 
 def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -29,64 +38,40 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return hidden, weight, targets
 
 
-@pytest.mark.parametrize("softcap", [None, 2.5])
-@pytest.mark.parametrize("z_loss", [0.0, 0.3])
-@pytest.mark.parametrize("max_logits", [1, 31 * 5, 2**20])  # one row, five, all
-def test_loss_and_gradient_are_those_of_all_logits(monkeypatch, softcap, z_loss, max_logits):
-    monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
-    hidden, weight, targets = example(torch.float64)
-    ours = chunked_cross_entropy(hidden, weight, targets, softcap, z_loss)
-    grads = torch.autograd.grad(3 * ours, (hidden, weight))
-    logits = hidden @ weight.T
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    nats = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    squares = logits.logsumexp(-1)[targets != IGNORE_INDEX].square().sum()
-    close(ours, nats)  # what is reported has no z-loss in it
-    close(grads, torch.autograd.grad(3 * (nats + z_loss * squares), (hidden, weight)))
-
-
-@pytest.mark.parametrize("softcap", [None, 2.5])
-@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("vocab_multiple", [1, 16])
+@pytest.mark.parametrize("softcap, z_loss", [(None, 0.0), (2.5, 0.3)])
+@pytest.mark.parametrize("share", [None, 0.0, 0.3, 1.0])
 @pytest.mark.parametrize("max_logits", [1, 31 * 5, 2**20])  # one row at a time, five, all
-def test_chunked_cross_entropy_matches_the_definition(monkeypatch, softcap, z_loss, max_logits):
-    monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
-    hidden, weight, targets = example(torch.float64)
-    chunked = chunked_cross_entropy(hidden, weight, targets, softcap, z_loss)
-    whole = cross_entropy(hidden @ weight.mT, targets, softcap=softcap, z_loss=z_loss)
-    close(chunked, whole)
-    inputs = (hidden, weight)
-    close(torch.autograd.grad(3 * chunked, inputs), torch.autograd.grad(3 * whole, inputs))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("max_logits", [1, 31 * 5, 2**20])  # one row at a time, five, all
-def test_a_teachers_predictions_are_in_the_gradient_and_not_in_the_value(
-    monkeypatch, share, max_logits
+def test_loss_and_gradient_are_those_of_all_logits(
+    monkeypatch, vocab_multiple, softcap, z_loss, share, max_logits
 ):
+    """The value is the cross-entropy; the gradient has the penalty and the teacher in it, too."""
     monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
+    monkeypatch.setitem(loss.VOCAB_MULTIPLE, "cpu", vocab_multiple)
     hidden, weight, targets = example(torch.float64)
     generator = torch.Generator().manual_seed(1)
     theirs, their_weight = (
         torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (23, 31)
     )
-    ours = chunked_cross_entropy(
-        hidden, weight, targets, 2.5, 0.3, theirs, their_weight, 1.5, share
-    )
+    teacher = () if share is None else (theirs, their_weight, 1.5, share)
+    ours, _ = ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, z_loss, *teacher)
     grads = torch.autograd.grad(3 * ours, (hidden, weight))
 
-    logits = 2.5 * torch.tanh(hidden @ weight.T / 2.5)
-    expected = 1.5 * torch.tanh(theirs @ their_weight.T / 1.5)
+    logits = hidden @ weight.T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     is_counted = targets != IGNORE_INDEX
+    nats = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    squares = logits.logsumexp(-1)[is_counted].square().sum()
+    expected = 1.5 * torch.tanh(theirs @ their_weight.T / 1.5)
     divergence = F.kl_div(
         logits.log_softmax(-1)[is_counted],
         expected.log_softmax(-1)[is_counted],
         log_target=True,
         reduction="sum",
     )
-    nats = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    squares = logits.logsumexp(-1)[is_counted].square().sum()
+    share = share or 0.0
+    total = (1 - share) * nats + share * divergence + z_loss * squares
     close(ours, nats)
-    total = (1 - share) * nats + share * divergence + 0.3 * squares
     close(grads, torch.autograd.grad(3 * total, (hidden, weight)))
 
 
@@ -118,22 +103,11 @@ def test_a_step_averages_over_the_targets_of_its_batch(trainer_of):
     assert norms[0] == pytest.approx(4 * norms[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.5])
-@pytest.mark.parametrize("z_loss", [0.0, 0.3])
-@pytest.mark.parametrize("max_logits", [31 * 5, 2**20])
-def test_a_padded_vocabulary_changes_no_loss_and_no_gradient(
-    monkeypatch, softcap, z_loss, max_logits
-):
-    monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
+def test_products_of_a_padded_vocabulary_are_of_its_multiple(monkeypatch):
     monkeypatch.setitem(loss.VOCAB_MULTIPLE, "cpu", 16)
-    hidden, weight, targets = example(torch.float64)
     with Operations("aten::mm") as products:
-        padded = chunked_cross_entropy(hidden, weight, targets, softcap, z_loss)
-    assert all(31 not in shape for shape in products.shapes)
-    whole = cross_entropy(hidden @ weight.mT, targets, softcap=softcap, z_loss=z_loss)
-    close(padded, whole)
-    inputs = (hidden, weight)
-    close(torch.autograd.grad(3 * padded, inputs), torch.autograd.grad(3 * whole, inputs))
+        ChunkedCrossEntropy.apply(*example(torch.float64), None, 0.0)
+    assert len(products.shapes) == 3 and all(31 not in shape for shape in products.shapes)
 
 
 @pytest.mark.parametrize("max_logits", [31 * 5, 2**20])
@@ -145,7 +119,7 @@ def test_without_gradients_the_loss_takes_a_third_of_the_products(monkeypatch, m
     for needs_gradient in (True, False):
         hidden.requires_grad_(needs_gradient)
         with Operations("aten::mm") as products:
-            losses.append(chunked_cross_entropy(hidden, weight, targets, 2.5, 0.3))
+            losses.append(ChunkedCrossEntropy.apply(hidden, weight, targets, 2.5, 0.3)[0])
         num_products.append(len(products.shapes))
     assert torch.equal(*losses)
     assert num_products[0] == 3 * num_products[1]
@@ -175,30 +149,6 @@ def test_only_what_was_compiled_with_gradients_is_evaluated_with_them(trainer_of
     assert results and all(result.requires_grad == is_compiled for result in results)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("with_gradients", [False, True])
-def test_all_graphs_are_compiled_before_the_first_step(
-    trainer_of, monkeypatch, dropout, with_gradients
-):
-    trainer = trainer_of(f"attention.dropout={dropout}", "optimizer=adamw")
-    graphs = []
-
-    def compile() -> None:
-        torch._dynamo.reset()
-        trainer.loss_module.compile(
-            dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph
-        )
-
-    monkeypatch.setattr(trainer, "compile", compile)
-    monkeypatch.setattr(Trainer, "evaluates_with_gradients", with_gradients)
-    trainer.compile_first_step()
-    num_graphs = len(graphs)
-    trainer.train_step()
-    trainer.evaluate()
-    trainer.train_step()
-    assert len(graphs) == num_graphs == (1 if with_gradients and not dropout else 2)
-
-
 def test_an_evaluation_waits_as_often_for_many_batches_as_for_few(trainer_of):
     trainer = trainer_of()
     num_waits = []
@@ -220,30 +170,16 @@ def test_an_evaluation_waits_as_often_for_many_batches_as_for_few(trainer_of):
     assert num_waits[0] == num_waits[1] <= 2
 
 
-@pytest.mark.skipif(
-    not hasattr(F, "linear_cross_entropy"), reason="torch 2.13's own, not in this one"
-)
-def test_loss_is_that_of_torch():
-    hidden, weight, targets = example(torch.float32)
-    ours = chunked_cross_entropy(hidden, weight, targets, None, 0.0)
-    theirs = F.linear_cross_entropy(
-        hidden, weight, targets, ignore_index=IGNORE_INDEX, reduction="sum"
-    )
-    close(ours, theirs)
-    close(
-        torch.autograd.grad(ours, (hidden, weight)), torch.autograd.grad(theirs, (hidden, weight))
-    )
-
-
 def test_rows_without_a_target_have_no_gradient():
     hidden, weight, targets = example(torch.float64)
-    (grad,) = torch.autograd.grad(chunked_cross_entropy(hidden, weight, targets, None, 0.1), hidden)
+    nats, _ = ChunkedCrossEntropy.apply(hidden, weight, targets, None, 0.1)
+    (grad,) = torch.autograd.grad(nats, hidden)
     assert grad[[0, 7, 22]].eq(0).all() and grad[1:7].ne(0).all()
 
 
 def test_a_loss_of_huge_logits_stays_finite():
     hidden, weight, targets = example(torch.float32)
-    nats = chunked_cross_entropy(hidden * 1e4, weight, targets, None, 0.0)
+    nats, _ = ChunkedCrossEntropy.apply(hidden * 1e4, weight, targets, None, 0.0)
     assert nats.isfinite() and all(
         g.isfinite().all() for g in torch.autograd.grad(nats, (hidden, weight))
     )
@@ -270,7 +206,7 @@ def test_recomputed_blocks_learn_the_same_and_keep_less(trainer_of, variant):
         trainer_of(*overrides, f"activation_checkpointing={flag}") for flag in ("false", "true")
     )
     tokens = torch.zeros(2, 64, dtype=torch.int64)
-    assert saved_bytes(lean.loss_module, tokens) < saved_bytes(plain.loss_module, tokens) / 4
+    assert saved_bytes(lean.model, tokens) < saved_bytes(plain.model, tokens) / 4
     for trainer in (plain, lean):
         for _ in range(3):
             trainer.train_step()

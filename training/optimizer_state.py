@@ -1,0 +1,46 @@
+"""What training needs of any optimizers: their learning rates, and their state by parameter name."""
+
+from torch import nn
+from torch.optim import Optimizer
+
+StateByName = dict[str, dict[str, object]]  # of each parameter, by the parameter's name
+
+
+def set_learning_rates(optimizers: list[Optimizer], factor: float) -> None:
+    """Set the rate of every group to its own peak rate times `factor`."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            peak = group.setdefault("peak", group["lr"])
+            group["lr"] = peak * factor
+
+
+def optimizer_state(model: nn.Module, optimizers: list[Optimizer]) -> StateByName:
+    """The state of each parameter, with whole tensors on the CPU of rank 0; empty on other ranks.
+
+    All ranks call this together.
+    """
+    # Imported here, because it takes half a second. It would step an optimizer without a state.
+    from torch.distributed.checkpoint import state_dict
+
+    if not any(optimizer.state for optimizer in optimizers):
+        return {}
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return state_dict.get_optimizer_state_dict(model, optimizers, options=options).get("state", {})
+
+
+def load_optimizer_state(model: nn.Module, optimizers: list[Optimizer], state: StateByName) -> None:
+    """Give each optimizer what `optimizer_state` returned, sharded as its parameters are.
+
+    All ranks pass the whole of it. Options such as the learning rate stay those of the optimizers.
+    """
+    from torch.distributed.checkpoint import state_dict
+
+    if not state:
+        return
+    groups = state_dict.get_optimizer_state_dict(model, optimizers)["param_groups"]
+    state_dict.set_optimizer_state_dict(
+        model,
+        optimizers,
+        {"state": state, "param_groups": groups},
+        options=state_dict.StateDictOptions(full_state_dict=True),
+    )
