@@ -1,66 +1,47 @@
-"""torch.compile on this machine: what it needs, and a cache whose files are always complete."""
+"""torch.compile on this machine: when it pays, what it needs, its cache, and its failures."""
 
-import math
 import os
-import re
-import shlex
 import shutil
 import sys
-import sysconfig
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import NoReturn
 
 import torch
+from torch import nn
 
 from run import errors
 from run.hardware import processor_features
 from run.instantiate import ROOT
 
-USER_CACHE = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # read before torch puts its default there
-SCRIPTS = "compiler-scripts"  # a folder in the cache
-STALE_SECONDS = 3600  # age at which no compiler is writing a temporary file any more
-
-# torch lets the compiler write to the path that it later trusts, so a compiler that is killed
-# leaves a library of 0 bytes for good. This script renames an output file when it is complete. It
-# ignores the signals of the terminal, which are meant for the training process alone.
-COMPILER_SCRIPT = """#!/bin/sh
-trap '' INT QUIT HUP
-output= previous=
-for argument do
-    shift
-    if [ "$previous" = -o ]; then
-        output=$argument
-        argument=$argument.$$.tmp
-    fi
-    previous=$argument
-    set -- "$@" "$argument"
-done
-{compiler} "$@" || exit
-[ -z "$output" ] || mv -f "$output.$$.tmp" "$output"
-"""
+CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
+# Shorter runs take longer with compilation: a minute, for the default model on two cores.
+LONG_STEPS = 200
+LONG_MINUTES = 3
+LINKING_SECONDS = 5  # an age at which no linker is writing a library any more
 
 
-def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> tuple[bool, str]:
-    """Whether to compile for `compile=wanted`, and the reason.
+def is_long_run(steps: float, minutes: float | None) -> bool:
+    """Whether compiling pays in a run of so many steps and minutes at most."""
+    return steps >= LONG_STEPS and (minutes is None or minutes >= LONG_MINUTES)
+
+
+def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> bool:
+    """Whether to compile for `compile=wanted`; auto does so where it can and the run `is_long`.
 
     Raises ValueError if compilation is asked for and the machine lacks something for it.
     """
     missing = missing_for_compilation(device)
-    if wanted is True and missing:
+    if wanted == "auto":
+        return is_long and missing is None
+    if wanted and missing is not None:
         raise ValueError(
             f"torch.compile needs {missing} (compile=true, {device.type}). "
             "fix: install it, or compile=false"
         )
-    if wanted != "auto":
-        return wanted, "as asked"
-    if missing:
-        return False, f"no {missing}"
-    return is_long, "where it pays"
+    return wanted
 
 
 def missing_for_compilation(device: torch.device) -> str | None:
@@ -72,11 +53,7 @@ def missing_for_compilation(device: torch.device) -> str | None:
             return "Triton"
     elif device.type != "cpu":
         return "a CPU or a CUDA device"
-    if cpp_compiler() is None:
-        return "a C++ compiler"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        return "Python's headers"
-    return None
+    return "a C++ compiler" if cpp_compiler() is None else None
 
 
 def cpp_compiler() -> str | None:
@@ -85,111 +62,83 @@ def cpp_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", default))
 
 
-def use_cache(folder: Path = ROOT / ".cache") -> None:
-    """Keep the files of torch.compile in `folder`, where a file gets its name once it is complete.
+def use_cache() -> None:
+    """Keep what torch.compile makes in .cache/, unless $TORCHINDUCTOR_CACHE_DIR is set.
 
-    Each processor, compiler and version of torch has a cache of its own. If
-    $TORCHINDUCTOR_CACHE_DIR is set, torch's files stay there.
+    Each processor and version of torch has a cache of its own, since torch's keys leave out some of
+    what determines the machine code.
     """
-    folder = folder.absolute()
-    compiler = cpp_compiler()
-    if compiler is None or Path(compiler).parent.name == SCRIPTS:  # none, or set up already
-        return
+    key = sha256(str(processor_features()).encode()).hexdigest()[:16]
+    default = ROOT / ".cache" / f"compiled-{torch.__version__}-{key}"
+    cache = Path(os.environ.setdefault(CACHE_KEY, str(default)))
 
-    # torch's own cache keys leave out some of what determines the machine code.
-    capability = os.environ.get("ATEN_CPU_CAPABILITY", "")
-    identity = [torch.__version__, compiler, capability, *processor_features()]
-    key = sha256("\n".join(identity).encode()).hexdigest()[:16]
-    cache = folder / f"compiled-{key}"
-    if not is_writable(cache):  # it may be another user's
-        cache = Path(tempfile.gettempdir(), f"attend-{os.getuid()}-{key}")
-    scripts = cache / SCRIPTS
-    scripts.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(cache)
-
-    # The script has the name of the compiler, by which torch recognizes it.
-    script = scripts / Path(compiler).name
-    temporary = script.with_name(f"{script.name}.{os.getpid()}.tmp")
-    temporary.write_text(COMPILER_SCRIPT.format(compiler=shlex.quote(compiler)))
-    temporary.chmod(0o755)
-    temporary.replace(script)
-
-    # Put the script in front of the compiler, for torch and for its subprocesses.
-    os.environ["PATH"] = f"{scripts}{os.pathsep}{os.environ['PATH']}"
-    os.environ["CXX"] = script.name
-    if USER_CACHE is None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    from torch._inductor import config  # imported here, since it reads the environment
-
-    config.cpp.cxx = (None, script.name)
+    # Delete the libraries of linkers that were killed, which write the first bytes of a file last.
+    # Where it is one of torch's probes, torch would conclude that there are no vector instructions.
+    for path in cache.rglob("*.so"):
+        with suppress(OSError):  # another process may do it, too
+            is_old = time.time() - path.stat().st_mtime > LINKING_SECONDS
+            if is_old and not any(path.read_bytes()[:4]):
+                path.unlink()
 
 
-def is_writable(folder: Path) -> bool:
-    """Whether files can be created in a folder. Creates the folder if it does not exist."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
+def compile_modules(modules: Iterable[nn.Module], *, disable: bool) -> None:
+    """Have torch.compile compile modules when they run for the first time, or not at all."""
+    use_cache()
+    # Blocks share their code but not their constants, and count as recompilations.
+    torch._dynamo.config.recompile_limit = 64
+    # The backward runs outside of autocast: what a layer computes in fp32 has fp32 gradients.
+    torch._functorch.config.backward_pass_autocast = "off"
+    for module in modules:
+        module.compile(dynamic=False, disable=disable)
 
 
-def remove_leftovers(cache: Path) -> None:
-    """Delete old temporary files of killed compilers, and libraries that are empty."""
-    for folder, _, names in os.walk(cache):  # it skips what other processes remove meanwhile
-        for name in names:
-            path = Path(folder, name)
-            with suppress(FileNotFoundError):  # another process may be removing it too
-                status = path.stat()
-                is_old = time.time() - status.st_mtime > STALE_SECONDS
-                is_empty = status.st_size == 0
-                if (path.suffix == ".tmp" and is_old) or (path.suffix == ".so" and is_empty):
-                    path.unlink()
+def compile_and_run(run: Callable[[], object], *, is_required: bool, option: str) -> object:
+    """Run what torch.compile compiles as it runs -> its result, or None where that fails twice.
 
-
-@contextmanager
-def exit_without_waiting() -> Iterator[None]:
-    """On a SystemExit raised inside, end the process without waiting for threads that compile."""
-    try:
-        yield
-    except SystemExit as end:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(end.code)
-
-
-def expected_seconds(depth: int, device: torch.device) -> float:
-    """About how long forward and backward of `depth` layers take to compile with an empty cache.
-
-    It is infinite where they cannot be compiled.
+    A failure may be due to a broken file in the cache, so the second attempt has an empty one. If
+    it `is_required`, the last failure ends the process with exit code 2, and names the `option` to
+    go on without it. A signal ends the process without waiting for threads that compile.
     """
-    if missing_for_compilation(device) is not None:
-        return math.inf
-    if device.type == "cuda":
-        return 40.0
-    return 10.0 + 10.0 * depth
+    # The other processes of a run would wait for one that begins anew.
+    attempts = 1 if "RANK" in os.environ else 2
+    for _ in range(attempts):
+        try:
+            with errors.report_errors():
+                return run()
+        except SystemExit as end:
+            sys.stderr.flush()
+            os._exit(end.code)
+        except RuntimeError as error:
+            problem = compile_problem(error)
+            if problem is None:
+                raise
+            print(f"warning: {problem}: its cache is moved aside", file=sys.stderr)
+            move_cache_aside()
+    if is_required:
+        errors.exit_with(errors.INPUT, f"{problem}. fix: {option}")
+    return None
 
 
-def is_compile_error(error: RuntimeError) -> bool:
-    """Whether an error is one of torch.compile itself, not of the compiled code."""
+def move_cache_aside() -> None:
+    """Begin with an empty cache, on the disk and in memory."""
+    from torch._inductor.utils import clear_caches
+
+    cache = Path(os.environ[CACHE_KEY])
+    aside = cache.with_name(f"{cache.name}-broken")
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):  # another process may have done it
+        cache.rename(aside)
+    torch.compiler.reset()
+    clear_caches()
+
+
+def compile_problem(error: RuntimeError) -> str | None:
+    """What went wrong in torch.compile; None for an error that is not one of torch.compile."""
     from torch._dynamo.exc import TorchDynamoException
 
-    return isinstance(error, TorchDynamoException)
-
-
-def first_error_line(error: Exception) -> str:
-    """The line of a compilation error that says what went wrong, at most 200 characters of it."""
-    text = str(error).strip() or type(error).__name__
+    if not isinstance(error, TorchDynamoException):
+        return None
     # A C++ compiler says it in a line of its own.
-    match = re.search(".*error: .*", text)
-    line = match[0] if match else text.partition("\n")[0]
-    return line.strip()[:200]
-
-
-def exit_failed(problem: str, option: str) -> NoReturn:
-    """End with exit code 2 after a compilation that failed, where `option` asked for it."""
-    errors.exit_with(
-        errors.INPUT,
-        f"compilation failed ({problem}). fix: {option}, or another C++ compiler in $CXX",
-        rank0_only=True,
-    )
+    lines = str(error).splitlines()
+    reported = next((line for line in lines if "error: " in line), lines[0])
+    return f"compilation failed ({reported.strip()[:200]})"

@@ -27,10 +27,8 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         for number in EXIT_CODES:
-            # nohup ignores SIGHUP, and so do we
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            self.previous_handlers[number] = signal.signal(number, self._handle)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has SIGHUP ignored
+                self.previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -43,28 +41,14 @@ class Signals:
         """From now on a signal lets the run save: there is something to save."""
         self.is_armed = True
 
-    def disarm(self) -> None:
-        """From now on a signal ends the process at once, as while compiling.
-
-        Compiling takes longer than the few steps before it, which are lost.
-        """
-        self.is_armed = False
-
     def _handle(self, number: int, _: FrameType | None) -> None:
-        name = signal.Signals(number).name
         is_repeated = self.code != 0 and number == signal.SIGINT and "RANK" not in os.environ
-        if not self.is_armed or is_repeated:
-            loss = "there was nothing new to save"
-            if is_repeated:
-                loss = "what came after the last save is lost"
+        if is_repeated or not self.is_armed:
+            loss = "what came after the last save is lost" if is_repeated else "nothing is lost"
             errors.exit_with(
-                EXIT_CODES[number],
-                f"ended at once, {loss} ({name}). fix: call it again, with resume=true to go on",
+                EXIT_CODES[number], f"ended at once, {loss}. fix: call it again, with resume=true"
             )
+        # The handler may have interrupted a print, so it uses none.
         if self.code == 0:
             self.code = EXIT_CODES[number]
-            # Over a progress bar. The handler may have interrupted a print, so it uses none.
-            start = "\r\033[K" if os.isatty(2) else ""
-            again = " again" if number == signal.SIGINT else ""
-            text = f"{start}{name}: saving after this step; Ctrl-C{again} ends at once, unsaved\n"
-            os.write(2, text.encode())
+            os.write(2, b"\nsaving after this step; Ctrl-C again ends at once, unsaved\n")

@@ -1,16 +1,16 @@
-"""How many optimizer steps fit into max_minutes and max_epochs."""
+"""The clock of a run, and how many optimizer steps fit into max_minutes and max_epochs."""
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
 
 from data.loader import Loader
 
-WARMUP_STEPS = 3  # steps that fill caches, and are not timed
-TIMED_FRACTION = 0.1  # of the time left, during which steps are timed
+WARMUP_STEPS = 3  # steps that compile and fill caches, and are not timed
+TIMED_FRACTION = 0.1  # of the limit, during which steps are timed
 RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot
 SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
-MOST_STEPS = 10**9
 
 
 def count_epoch_steps(loader: Loader, epochs: int) -> float:
@@ -23,39 +23,51 @@ def count_epoch_steps(loader: Loader, epochs: int) -> float:
     return max(1, epochs * loader.rows_per_epoch // loader.batch_size)
 
 
+class Clock:
+    """Seconds since `started`, a monotonic time: of the run, and of training alone."""
+
+    def __init__(self, started: float):
+        self.started = started  # earlier by the time of the processes that this one resumes
+        self.paused = 0.0
+
+    def total(self) -> float:
+        return monotonic() - self.started
+
+    def training(self) -> float:
+        return self.total() - self.paused
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, something other than training goes on."""
+        start = monotonic()
+        yield
+        self.paused += monotonic() - start
+
+
 class TimeBudget:
-    """Times the first steps of a process, then says how many more there is time for.
+    """Times the first steps of a process, then says how many more there is time for."""
 
-    `evaluation_steps(n)` is how many training steps take as long as all evaluations among n steps.
-    """
+    def __init__(self, minutes: float, clock: Clock):
+        self.limit = 60 * minutes  # seconds
+        self.clock = clock
+        self.timed_steps = -WARMUP_STEPS
+        self.timed_from = 0.0
 
-    def __init__(self, max_minutes: float, evaluation_steps: Callable[[int], float]):
-        self.limit = 60 * max_minutes  # seconds
-        self.evaluation_steps = evaluation_steps
-        self.warmup_end = 0.0  # seconds of training at the end of the warm-up
+    def seconds_left(self) -> float:
+        """Seconds that are left for steps, and for what goes on between them."""
+        left = self.limit - self.clock.total()
+        return max(0.0, (1 - SAFETY_MARGIN) * left - RESERVED_SECONDS)
 
-    def fit(self, steps: int, training_seconds: float, total_seconds: float) -> int | None:
-        """The number of further steps that fit, or None while more steps have to be timed.
+    def count_steps(self) -> float | None:
+        """Called after each step: how many more fit, or None while more have to be timed.
 
-        Steps are timed for a tenth of the time left, or until half of the limit has passed.
-
-        `steps` were done by this process in `training_seconds`, counted from any instant on.
-        `total_seconds` are those of the run so far, evaluation, saving and imports included.
+        Steps are timed for a tenth of the limit, or until half of the limit has passed.
         """
-        if steps == WARMUP_STEPS:
-            self.warmup_end = training_seconds
-        if steps <= WARMUP_STEPS:
+        self.timed_steps += 1
+        if self.timed_steps <= 0:
+            self.timed_from = self.clock.training()
             return None
-        timed = training_seconds - self.warmup_end
-        left = self.limit - total_seconds
-        is_early = left > 0.5 * self.limit
-        if is_early and timed < TIMED_FRACTION * left:
+        timed_seconds = self.clock.training() - self.timed_from
+        if timed_seconds < TIMED_FRACTION * self.limit and self.clock.total() < 0.5 * self.limit:
             return None
-
-        # The largest number of steps that fit, with their evaluations, into what is left.
-        left = (1 - SAFETY_MARGIN) * left - RESERVED_SECONDS
-        steps_left = left * (steps - WARMUP_STEPS) / timed
-        fitting = bisect_right(
-            range(1, MOST_STEPS), steps_left, key=lambda n: n + self.evaluation_steps(n)
-        )
-        return max(1, fitting)
+        return self.seconds_left() * self.timed_steps / timed_seconds

@@ -3,12 +3,13 @@
 import platform
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from run.config import flatten
+from run import checkpoint, errors
 from run.distributed import DistEnv
 from run.hardware import processor
+from run.settings import flatten
+from training.optimizer_state import load_optimizer_state
 
 # With another value of these it would be another run. All else may change, and is reported.
 FIXED_ON_RESUME = (
@@ -20,41 +21,66 @@ FIXED_ON_RESUME = (
     "batch_tokens",
     "document_mask",
 )
-IGNORED_ON_RESUME = (
-    "name",
-    "run_dir",
-    "resume",
-    "attention.",  # which the model repeats, as it does the next two
-    "ffn.",
-    "norm.",
-    "wandb",
-)
+# What the model repeats, and what does not change a result.
+IGNORED_ON_RESUME = ("name", "run_dir", "resume", "attention.", "ffn.", "norm.", "wandb")
 
 
-def changed_settings(then: dict, now: dict) -> dict[str, str]:
-    """Keys whose values differ between two configs -> 'key (then value, now value)'."""
-    then = dict(flatten(then))
-    now = dict(flatten(now))
-    changed = {}
-    for key in then | now:
-        if then.get(key) != now.get(key) and not key.startswith(IGNORED_ON_RESUME):
-            changed[key] = f"{key} (then {then.get(key)}, now {now.get(key)})"
-    return changed
+def restore(trainer, path: Path) -> None:
+    """Load a checkpoint into a trainer. Ends with exit code 2 where it is another run's."""
+    saved = checkpoint.load_config(path)
+    if trainer.settings.compile == "auto":
+        trainer.is_compiled = saved["machine"]["compiled"]
+    # The micro-batch affects rounding.
+    micro_batch = saved["machine"]["micro_batch"]
+    rows = trainer.loader.batch_size // trainer.ranks.world_size
+    if trainer.settings.micro_batch is None and rows % micro_batch == 0:
+        trainer.micro_batch_size = micro_batch
+    with errors.user_input():
+        changes = check_resumed(saved, trainer.saved_config(), path)
+    state = checkpoint.load_state(path, trainer.state())
+
+    load_optimizer_state(trainer.model, trainer.optimizers, state["optimizer"])
+    checkpoint.load_weights(trainer.model, path)
+    if state["scaler"]:
+        trainer.scaler.load_state_dict(state["scaler"])
+
+    # Keep the fitted number of steps, unless another is asked for.
+    asked_steps = trainer.settings.steps
+    is_same = (asked_steps, trainer.settings.max_epochs) == (saved["steps"], saved["max_epochs"])
+    if is_same:
+        trainer.steps = state["steps"]
+    if state["is_fitted"] and (is_same or asked_steps is not None):
+        trainer.budget = None
+    trainer.step = state["step"]
+    trainer.first_step = trainer.step
+    trainer.saved_step = trainer.step
+    trainer.timed_step = trainer.step
+    trainer.reported_step = state["reported_step"]
+    trainer.clock.started -= state["seconds"]
+    trainer.timed_from = trainer.clock.training()
+    trainer.log_state = state["log"]
+    trainer.loss_sum.copy_(state["loss_sum"] / trainer.ranks.world_size)
+    trainer.log.info(f"resuming step {trainer.step}\n{changes}".rstrip())
 
 
 def check_resumed(then: dict, now: dict, path: Path) -> str:
     """What has changed, and may, as a line. Raises ValueError for what may not."""
-    changed = changed_settings(then, now)
-    refused = [text for key, text in changed.items() if key.startswith(FIXED_ON_RESUME)]
+    then = dict(flatten(then))
+    now = dict(flatten(now))
+    changed = []
+    refused = []
+    for key in then | now:
+        if then.get(key) != now.get(key) and not key.startswith(IGNORED_ON_RESUME):
+            change = f"{key} (then {then.get(key)}, now {now.get(key)})"
+            changed.append(change)
+            if key.startswith(FIXED_ON_RESUME):
+                refused.append(change)
     if refused:
         raise ValueError(
             f"{path} was made with another {', '.join(refused)}. fix: the overrides used then to "
             "resume it, or another run_dir, with init_from= to begin with its weights"
         )
-    # All else is the user's to decide, and is reported.
-    if not changed:
-        return ""
-    return f"changed since {path.name}: {', '.join(changed.values())}"
+    return f"changed since {path.name}: {', '.join(changed)}" if changed else ""
 
 
 def fingerprint(
@@ -67,7 +93,6 @@ def fingerprint(
         chip = f"{processor()} {torch.backends.cpu.get_cpu_capability()}"
     return {
         "torch": torch.__version__,
-        "numpy": np.__version__,
         "device": f"{ranks.device.type} {platform.machine()} {chip}",
         "threads": torch.get_num_threads(),
         "processes": ranks.world_size,

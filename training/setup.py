@@ -1,235 +1,128 @@
-"""From a config to what a run needs: valid settings, device, precision and corpus."""
+"""From a config to what a run needs: a model that can be built, a corpus, and batches."""
 
-import math
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from data.corpus import Corpus
-from data.loader import Loader, min_corpus_tokens
+from data.loader import Loader
 from data.prepare import prepare
-from data.sources import Source
+from data.tokenizer import tokenizer_file
 from model.build import build_model
-from run import checkpoint, compilation, config, errors, hardware
+from run import checkpoint, compilation, errors, hardware
 from run.instantiate import instantiate
-from tools.formats import converted_model
-from tools.formats.weights import dtype_name
+from run.settings import Settings
 from training.distillation import check_teacher
 from training.trainer import Trainer
 
-MODEL_OVERRIDE = re.compile(r"[+~]*(model|ffn|norm|data\.tokenizer)\b|[+~]+attention\b")
-BLOCKING_KEYS = (*config.GROUPS, "device", "precision", "compile", "init_from")
+MODEL_OVERRIDE = re.compile(r"[+~]*(model|attention|ffn|norm|data\.tokenizer)\b")
 
 
-@dataclass
-class RunSetup:
-    """What a valid config comes to on this machine, before any data is read."""
+def set_up_run(settings: Settings, overrides: list[str]) -> tuple[Path | None, torch.device]:
+    """Validate a config on this machine -> the checkpoint to start from, and the device.
 
-    settings: dict
-    pretrained: Path | None  # the model to start from
-    device: torch.device
-    precision: torch.dtype  # of matrix products
-    compile_reason: str
-    source: Source
+    Takes model and tokenizer from `init_from`. Raises ValueError for what cannot be trained here.
+    """
+    pretrained = adopt_pretrained(settings, overrides)
+    device = hardware.pick_device(settings.device)
+    hardware.pick_precision(settings.precision, device)
+    compilation.pick_compile(settings.compile, device, is_long=True)
+    check_buildable(settings)
+    return pretrained, device
 
 
-@contextmanager
-def collect(problems: list[str]) -> Iterator[None]:
-    """Add the error of the block, if it raises one, so that all are reported at once."""
+def check_buildable(settings: Settings) -> Settings:
+    """Build all parts without memory, and run two tokens through the model.
+
+    Raises ValueError for what does not go together, and what cannot be built.
+    """
+    settings.check_combinations(int(os.environ.get("WORLD_SIZE", "1")))
     try:
-        yield
-    except (ValueError, TypeError, RuntimeError) as error:
-        problems.append(str(error))
-
-
-def report(problems: list[str]) -> None:
-    """End the process with exit code 2 where there are problems."""
-    if problems:
-        errors.exit_with(errors.INPUT, *dict.fromkeys(problems), rank0_only=True)
-
-
-def set_up_run(settings: dict, overrides: list[str]) -> RunSetup:
-    """Validate a config and resolve what depends on this machine. Ends with exit code 2."""
-    # Adopt a pretrained model first, so that it is what is validated.
-    problems = []
-    with collect(problems):
-        pretrained = adopt_pretrained(settings, overrides)
-    check_settings(settings, problems)
-    # What this machine has, and the source of the text.
-    with collect(problems):
-        device = hardware.pick_device(settings["device"])
-        precision = hardware.pick_precision(settings["precision"], device)
-        _, reason = compilation.pick_compile(settings["compile"], device, is_long=True)
-    with collect(problems):
-        source = instantiate(settings["data"], "data")
-    report(problems)
-    return RunSetup(settings, pretrained, device, precision, reason, source)
-
-
-def load_settings(settings: dict) -> dict:
-    """Validate a config for commands that do not train. Ends with exit code 2."""
-    problems = []
-    check_settings(settings, problems)
-    report(problems)
+        model = build_model(settings.model, "meta")
+        with torch.device("meta"):
+            instantiate(settings.optimizer, "training", "optimizer")(model)
+            tokens = torch.zeros(1, 2, dtype=torch.int64)
+            model(tokens, model.new_cache(1, 2, torch.float32, "meta"))
+        instantiate(settings.schedule, "training", "schedule")(0, 1)
+        instantiate(settings.data, "data")
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(str(error)) from None
     return settings
 
 
-def check_settings(settings: dict, problems: list[str]) -> None:
-    """Collect what is out of range, and model, optimizer and schedule if they cannot be built."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    messages = config.find_problems(settings, world_size)
-
-    # A problem of these keys would only show again, less clearly, where they are used.
-    problems += messages
-    if any(message.startswith(BLOCKING_KEYS) for message in messages):
-        report(problems)
-    with collect(problems):
-        dry_build(settings)
-    with collect(problems):
-        schedule = instantiate(settings["schedule"], "training", "schedule")
-        schedule(0, 1)
-
-
-def dry_build(settings: dict) -> None:
-    """Build the model and its optimizer as shapes without memory, and run two tokens through it.
-
-    Raises ValueError for what cannot be built, trained or saved.
-    """
-    # A tensor of a type that has no name in a checkpoint could not be saved.
-    model = build_model(settings["model"]).to("meta")
-    for name, tensor in model.state_dict().items():
-        dtype_name(name, tensor)
-    with torch.device("meta"):
-        instantiate(settings["optimizer"], "training", "optimizer")(model)
-        tokens = torch.zeros(1, 2, dtype=torch.int64)
-        model(tokens, model.new_cache(1, 2, torch.float32, "meta"))
-
-
-def adopt_pretrained(settings: dict, overrides: list[str]) -> Path | None:
+def adopt_pretrained(settings: Settings, overrides: list[str]) -> Path | None:
     """Take model and tokenizer from `init_from`, and context and name unless they are overridden.
 
-    Overrides of `attention` convert it. Returns the checkpoint to load. Raises ValueError for other
-    overrides of the model, and for a conversion without a formula.
+    Returns the checkpoint to load. Raises ValueError for overrides of the model.
     """
-    if settings.get("init_from") is None:
+    source = settings.init_from
+    if source is None:
         return None
-    keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
     refused = [word for word in overrides if MODEL_OVERRIDE.match(word)]
     if refused:
         raise ValueError(
-            f"init_from has a model of its own ({' '.join(refused)}). "
-            "fix: leave these out; its attention can be converted"
+            f"init_from has a model of its own ({' '.join(refused)}). fix: leave these out; for "
+            f"another attention: python -m tools.convert {source} attention=NAME --out Y, then "
+            "init_from=Y"
         )
+    pretrained = checkpoint.find_model(source)
+    model = checkpoint.load_config(pretrained)["model"]
 
     # The model keeps its shape, but may be trained on shorter or longer sequences.
-    folder = Path(settings["init_from"]).expanduser()
-    pretrained = checkpoint.find_model(folder)
-    model = checkpoint.load_config(pretrained)["model"]
-    model = converted_model.convert_config(model, overrides)
+    keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
     if "context" not in keys:
-        settings["context"] = model["context"]
-    settings["model"] = model | {"context": settings.get("context")}
-    settings["attention"] = model["attention"]
-    settings["data"]["tokenizer"] = str(checkpoint.tokenizer_path(pretrained))
-    converted_model.load_converted(build_model(settings["model"]), settings["model"], pretrained)
-
+        settings.context = model["context"]
+    settings.model = model | {"context": settings.context}
+    settings.attention = model["attention"]
+    settings.ffn = model["ffn"]
+    settings.norm = model["norm"]
+    settings.data["tokenizer"] = str(tokenizer_file(pretrained))
     # The run is named after its data and the pretrained model.
     if "name" not in keys:
-        data = settings["name"].partition("-")[0]
-        stem = folder.resolve().name.removesuffix(".bin")
-        settings["name"] = re.sub(r"[^\w.-]+", "-", f"{data}-{stem}", flags=re.ASCII)
+        data = settings.name.partition("-")[0]
+        settings.name = f"{data}-{Path(source).resolve().name}"
     return pretrained
 
 
-def load_corpus(settings: dict, source: Source) -> tuple[Corpus, Loader]:
+def load_corpus(settings: Settings) -> tuple[Corpus, Loader]:
     """Prepare the text. The vocabulary of a new model becomes that of the tokenizer."""
-    context = settings["context"]
-    batch_size = settings["batch_tokens"] // context
-    min_tokens = min_corpus_tokens(context, batch_size)
-    is_quiet = os.environ.get("RANK", "0") != "0"
-    corpus = prepare(source, Path(".cache"), min_tokens, is_quiet)
+    source = instantiate(settings.data, "data")
+    batch_size = settings.batch_tokens // settings.context
+    corpus = prepare(source, Path(".cache"))
     # A pretrained model may have more rows than its tokenizer has tokens.
-    if settings.get("init_from") is None:
-        settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
+    if settings.init_from is None:
+        settings.model["vocab_size"] = corpus.tokenizer.vocab_size
     check_teacher(settings, corpus)
-    loader = corpus.loader(context, batch_size, settings["seed"])
-    is_bounded = settings["steps"] is not None or settings["max_minutes"] is not None
-    if loader.rows_per_epoch == math.inf and not is_bounded:
-        raise ValueError(
-            "the run has no end (steps=null, max_minutes=null, and no row comes twice). "
-            "fix: max_minutes=5"
-        )
-    return corpus, loader
+    return corpus, corpus.loader(settings.context, batch_size, settings.seed)
 
 
 @contextmanager
-def report_machine_errors(trainer: Trainer | None) -> Iterator[None]:
-    """End with exit code 2 and a line where compilation fails or memory runs out.
-
-    While there is no trainer yet, no micro-batch is in memory, but the model alone.
-    """
+def report_machine_errors() -> Iterator[None]:
+    """End with exit code 2 and a line where compilation fails or memory runs out."""
     try:
         yield
     except RuntimeError as error:
-        if compilation.is_compile_error(error):
-            problem = f"compilation failed ({compilation.first_error_line(error)})"
-            fix = "compile=false resume=true"
-        elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        problem = compilation.compile_problem(error)
+        fix = "compile=false resume=true"
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             problem = str(error).partition(". ")[0]
-            fix = "a smaller model"
-            micro_batch = 0 if trainer is None else trainer.micro_batch_size
-            if micro_batch > 0:
-                problem += f" ({micro_batch=})"
-                fix += " or context"
-            if micro_batch > 1:
-                smaller = max(size for size in range(1, micro_batch) if micro_batch % size == 0)
-                fix = f"micro_batch={smaller}, which changes nothing else"
-        else:
+            fix = "a smaller micro_batch, which changes nothing else, or a smaller model or context"
+        if problem is None:
             raise
         errors.exit_with(errors.INPUT, f"{problem}. fix: {fix}")
 
 
-def summary(trainer: Trainer, setup: RunSetup) -> str:
+def summary(trainer: Trainer) -> str:
     """Lines about a run before it starts: sizes, what it is computed with, and what ends it."""
-    peak = "peak FLOP/s unknown, so no MFU"
-    if trainer.peak_flops is not None:
-        peak = f"peak {trainer.peak_flops / 1e12:.0f} TFLOP/s"
-    teacher = ""
-    if trainer.settings["distill"] is not None:
-        weight = trainer.settings["distill_weight"]
-        teacher = f"\nlearning from {trainer.settings['distill']} (distill_weight={weight})"
+    settings = trainer.settings
     return (
         f"{trainer.run_dir}: {trainer.model.num_parameters() / 1e6:.1f} M parameters, "
-        f"{trainer.flops_per_token / 1e6:.0f} MFLOP per token, "
-        f"{trainer.corpus.description}\n"
+        f"{trainer.flops_per_token / 1e6:.0f} MFLOP per token, {trainer.corpus.description}\n"
         f"{trainer.ranks.world_size} x {trainer.ranks.device}, {trainer.precision}, "
-        f"compile={trainer.settings['compile']} ({setup.compile_reason}), {peak}\n"
-        f"micro_batch={trainer.micro_batch_size} ({micro_batch_reason(trainer)}), "
-        f"{describe_length(trainer)}{teacher}"
+        f"compile={trainer.is_compiled}, micro_batch={trainer.micro_batch_size}\n"
+        f"ends after steps={trainer.steps} or max_minutes={settings.max_minutes}"
     )
-
-
-def micro_batch_reason(trainer: Trainer) -> str:
-    """Why a forward on one device has so many sequences."""
-    if trainer.settings["micro_batch"] is not None:
-        return "as asked"
-    if trainer.ranks.device.type == "cuda":
-        return "what the free memory holds, or the whole batch"
-    return f"at most {config.CPU_MICRO_BATCH} without CUDA"
-
-
-def describe_length(trainer: Trainer) -> str:
-    """What bounds the number of steps, before it is fitted."""
-    bounds = []
-    if trainer.steps < math.inf:
-        key = "max_epochs" if trainer.settings["steps"] is None else "steps"
-        bounds.append(f"at most {trainer.steps:,} steps ({key}={trainer.settings[key]})")
-    if trainer.settings["max_minutes"] is not None:
-        minutes = trainer.settings["max_minutes"]
-        bounds.append(f"as many steps as max_minutes={minutes} has room for")
-    return ", or ".join(bounds)

@@ -12,7 +12,7 @@ from tests.faults.harness import Job, forked
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     settings = settings_of("data=text", f"data.path={tell(folder)}", "data.vocab_size=400")
-    return prepare(instantiate(settings["data"], "data"), folder / "cache")
+    return prepare(instantiate(settings.data, "data"), folder / "cache")
 
 
 @pytest.fixture(scope="session")

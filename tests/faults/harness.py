@@ -24,12 +24,13 @@ from tqdm import tqdm
 from data.corpus import Corpus
 from data.loader import Loader
 from data.sources import Text
-from run import checkpoint, errors, folder, sealed
+from run import errors, folder, sealed
 from run.distributed import DistEnv
 from run.signals import Signals
 from tests.conftest import LONG, TINY, settings_of
 from train import train
 from training import logger
+from training.budget import Clock
 from training.trainer import Trainer
 
 tqdm.set_lock(
@@ -52,12 +53,12 @@ class Job:
         """As `python train.py`, with resume=true once there is a folder -> the exit code."""
         resume = f"resume={str((self.root / 'run').exists()).lower()}"
         settings = settings_of(*TINY, *WORDS, *STEPS, f"run_dir={self.root}/run", resume, *words)
-        settings["model"]["vocab_size"] = self.corpus.tokenizer.vocab_size
+        settings.model["vocab_size"] = self.corpus.tokenizer.vocab_size
         loader = Loader(
             self.corpus.train,
             context=16,
-            batch_size=settings["batch_tokens"] // 16,
-            seed=settings["seed"],
+            batch_size=settings.batch_tokens // 16,
+            seed=settings.seed,
         )
         ranks = DistEnv(0, 1, torch.device("cpu"))
         # matplotlib takes as long as the four steps and their saves together
@@ -68,9 +69,8 @@ class Job:
             errors.report_errors(),
             folder.open_run_dir(settings, ranks) as run,
         ):
-            trainer = Trainer(
-                settings, self.corpus, loader, run, ranks, torch.float32, signals, monotonic()
-            )
+            clock = Clock(monotonic())
+            trainer = Trainer(settings, self.corpus, loader, run, ranks, signals, clock)
             return train(trainer)
 
     def fresh(self) -> None:
@@ -87,7 +87,7 @@ class Job:
             json.loads(line)
             for line in (self.root / "run" / "metrics.jsonl").read_text().splitlines()
         ]
-        timed = {"seconds", "tokens_per_second", "flops_per_second", "mfu", "peak_memory_bytes"}
+        timed = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
         curve = [{key: value for key, value in line.items() if key not in timed} for line in lines]
         last = self.checkpoints[-1]
         samples = (self.root / "run" / "samples.txt").read_text()
@@ -182,10 +182,7 @@ def lose_power(record: Path, checkpoints: list[Path]) -> None:
 
 def trusting() -> None:
     """A loader as most are: what has the right name is good."""
-    sealed.verify = lambda folder, fix: json.loads(
-        (folder / "manifest.json").read_bytes()[: -sealed.SEAL]
-    )
-    checkpoint.verify = lambda folder: None
+    sealed.verify = lambda folder, fix: {}
 
 
 def in_place() -> None:
@@ -194,10 +191,7 @@ def in_place() -> None:
     @contextmanager
     def written(folder: Path):
         folder.mkdir(parents=True)
-        unsealed = sealed.StagingDirectory(folder)
-        yield unsealed
-        for file in unsealed.files.values():
-            file.close()
+        yield folder
 
     sealed.atomic_directory = written
     trusting()

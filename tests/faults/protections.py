@@ -14,32 +14,32 @@ from tests.conftest import ROOT
 PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see it)
     "sync to the disk": (
         "run/sealed.py",
-        "os.fsync(self.file.fileno())",
+        "os.fsync(descriptor)",
         "pass",
         "crashes.py -k power_cut",
     ),
     "hashes of files": (
         "run/sealed.py",
-        'hexdigest() == entry["sha256"]',
-        "hexdigest() is not None",
+        "sha256_of(safe_child(folder, name)) != digest",
+        "not safe_child(folder, name).exists()",
         "damage.py",
     ),
     "hash of the manifest": (
         "run/sealed.py",
-        "if raw[-SEAL:] != ",
+        "if raw[-SEAL_LENGTH:] != ",
         "if None == ",
         "damage.py -k flipped",
     ),
     "a folder aside": (
         "run/sealed.py",
-        'StagingDirectory(folder.with_name(f".tmp-{folder.name}"))',
-        "StagingDirectory(folder)",
+        'staging = folder.with_name(f".tmp-{folder.name}")',
+        "staging = folder",
         "",
     ),
     "no links": ("run/sealed.py", "path.is_symlink() or folder.is_symlink()", "False", "damage.py"),
     "the lock": (
-        "run/sealed.py",
-        "        fcntl.flock(lock, operation)",
+        "run/folder.py",
+        "        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "        pass",
         "storage.py -k one_run",
     ),
@@ -51,9 +51,9 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
     ),
     "the older checkpoint": ("run/checkpoint.py", "NUM_KEPT = 2", "NUM_KEPT = 1", "signals.py"),
     "the optimizer": (
-        "training/trainer.py",
-        "load_state_by_name(self.optimizers",
-        "(lambda *_: 0)(self",
+        "training/resume.py",
+        "load_optimizer_state(trainer.model",
+        "(lambda *_: 0)(trainer",
         "resume.py",
     ),
     "the place in the data": (
@@ -69,10 +69,10 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
         "resume.py",
     ),
     "what is finite": (
-        "training/divergence.py",
-        "self.found_inf.copy_(self.first_bad_step < NEVER)",
-        "pass",
-        "../test_checkpoint.py",
+        "training/trainer.py",
+        "is_finite = self.is_finite & self.loss_sum.isfinite()",
+        "is_finite = True",
+        "resume.py -k diverged",
     ),
     "signals": (
         "training/trainer.py",
@@ -82,7 +82,7 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
     ),
     "the log's length": (
         "training/logger.py",
-        "file.truncate(size)",
+        "file.truncate(self.sizes[name])",
         "pass",
         "crashes.py -k every_crash",
     ),

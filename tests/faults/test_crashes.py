@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from run import checkpoint, sealed
+from run import sealed
 from tests.faults import harness
 from tests.faults.harness import Job, finish, forked, killed_at, start
 
@@ -62,39 +62,6 @@ def random_kills(job: Job, whole: Job, kills: int, seed: int) -> list[str]:
     return found
 
 
-def kills_in_saves(job: Job, whole: Job, kills: int, *broken) -> list[str]:
-    """Killed at a random instant of a save, between any two instructions."""
-    draw, found, usual = random.Random(0), [], 0.02
-    for number in range(kills):
-        job.fresh()
-        reading, writing = os.pipe()
-        pid = start(job, *broken, lambda writing=writing: telling(writing))
-        os.close(writing)
-        for _ in range(1 + number % 4):
-            os.read(reading, 1)
-        time.sleep(draw.uniform(0, usual))
-        os.kill(pid, signal.SIGKILL)
-        finish(pid)
-        os.close(reading)
-        found += [
-            f"kill {number}: {problem}" for problem in judged(job, forked(job, *broken), whole)
-        ]
-        if broken and found:
-            return found
-    return found
-
-
-def telling(writing: int) -> None:
-    """Says through a pipe when a save begins."""
-    save = checkpoint.save
-
-    def told(*arguments):
-        os.write(writing, b"s")
-        return save(*arguments)
-
-    checkpoint.save = told
-
-
 def power_cuts(job: Job, whole: Job, events: range, *broken) -> list[str]:
     """Killed, and what was not yet on the disk is gone: what was saved before is not."""
     found, record = [], job.root.parent / "record"
@@ -106,7 +73,7 @@ def power_cuts(job: Job, whole: Job, events: range, *broken) -> list[str]:
         harness.lose_power(record, there)
         for path in there:
             try:
-                checkpoint.verify(path)
+                sealed.verify(path, "")
             except Exception:
                 found.append(f"operation {event}: {path.name} was lost")
         found += [f"operation {event}: {problem}" for problem in judged(job, forked(job), whole)]
@@ -133,14 +100,6 @@ def test_a_hundred_random_kills(job, whole, seed):
     assert random_kills(job, whole, 102, seed) == []
 
 
-def test_kills_in_saves(job, whole):
-    assert kills_in_saves(job, whole, 12) == []
-
-
-def test_kills_in_saves_see_a_saver_that_writes_in_place(job, whole):
-    assert kills_in_saves(job, whole, 300, harness.in_place)  # to the first that was seen
-
-
 def test_a_power_cut_takes_nothing_that_was_saved(job, whole):
     assert power_cuts(job, whole, range(20, 120, 9)) == []
 
@@ -160,7 +119,7 @@ def test_files_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch
     monkeypatch.setattr(Path, "rename", named)
     with sealed.atomic_directory(tmp_path / "folder") as unsealed:
         for name in ("a", "b"):
-            unsealed.create(name).write(b"x")
+            (unsealed / name).write_bytes(b"x")
     assert trace == ["a", "b", "manifest.json", ".tmp-folder", "rename to folder", tmp_path.name]
 
 
@@ -180,7 +139,7 @@ def test_a_disk_that_fails_at_any_file_leaves_nothing_half_made(tmp_path, monkey
         sealed.atomic_directory(tmp_path / "folder") as unsealed,
     ):
         for name in ("a", "b"):
-            unsealed.create(name).write(b"x")
+            (unsealed / name).write_bytes(b"x")
     assert not list(tmp_path.iterdir())
 
 

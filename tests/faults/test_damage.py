@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from data.prepare import prepare
+from inference.load import load_model
 from run import checkpoint, sealed
 from run.errors import IntegrityError
-from run.instantiate import instantiate
-from tests.conftest import redraw, tree_of
+from tests.conftest import tree_of
 from tests.faults import harness
 from tests.faults.harness import Job, forked, source
 
@@ -98,11 +98,7 @@ def test_other_damage_is_seen(spoiled):
 
 @pytest.mark.parametrize("ways", [[flip], [swap]])
 def test_the_damage_is_loaded_where_nothing_is_verified(spoiled, ways, monkeypatch):
-    for module, name in (
-        (sealed, "verify"),
-        (checkpoint, "verify"),
-    ):  # as harness.trusting, and taken back
-        monkeypatch.setattr(module, name, vars(module)[name])
+    monkeypatch.setattr(sealed, "verify", sealed.verify)  # as harness.trusting, and taken back
     harness.trusting()
     assert len(damage(spoiled, ways, 20)) > 5
 
@@ -120,13 +116,12 @@ def test_a_damaged_checkpoint_is_skipped_and_kept(spoiled, whole, capfd):
 
 def forge(folder: Path, name: str, raw: bytes) -> None:
     """Puts a file into a checkpoint under a manifest that agrees: what an attacker would do."""
-    about = json.loads((folder / "manifest.json").read_bytes()[: -sealed.SEAL])
-    rest = {other: (folder / other).read_bytes() for other in about["files"]} | {name: raw}
+    about = sealed.verify(folder, "")
+    rest = {other: (folder / other).read_bytes() for other in about} | {name: raw}
     shutil.rmtree(folder)
-    with sealed.atomic_directory(folder) as unsealed:
+    with sealed.atomic_directory(folder) as staging:
         for other, content in rest.items():
-            unsealed.create(other).write(content)
-        unsealed.metadata = {"step": about["step"]}
+            (staging / other).write_bytes(content)
 
 
 class Canary:
@@ -137,9 +132,6 @@ class Canary:
 
     def __reduce__(self):
         return Path.touch, (self.path,)
-
-
-KEYS = ("step", "steps", "fitted", "seconds", "optimizer", "scaler", "nats", "reported", "log")
 
 
 def forged_config(tree_change: dict) -> bytes:
@@ -155,7 +147,7 @@ def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
     targets = (
         "os.system",
         "model.layers.torch.hub.load",
-        "run.config.Path.touch",
+        "run.settings.Path.touch",
         "pathlib.Path.touch",
     )
     forgeries += [
@@ -167,9 +159,8 @@ def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
         ("model.safetensors", b"x" * 99),
     ]
     forgeries += [("config.json", b"[]"), ("config.json", forged_config({"dim": 2**20}))]
-    for change in ({"optimizer": {}}, {"optimizer": {"embed.weight": {"other": torch.zeros(1)}}}):
-        torch.save(dict.fromkeys(KEYS, 0) | {"scaler": {}} | change, states)
-        forgeries.append(("state.pt", states.read_bytes()))
+    torch.save({"optimizer": {}}, states)
+    forgeries.append(("state.pt", states.read_bytes()))
     for name, raw in forgeries:
         job = spoiled()
         for folder in job.checkpoints:
@@ -187,7 +178,7 @@ def loaded(run: Path) -> None:
     from run import errors
 
     with errors.report_errors():
-        checkpoint.load_model(checkpoint.newest_checkpoint(run), "cpu")
+        load_model(checkpoint.newest_checkpoint(run), "cpu")
 
 
 def test_a_name_in_a_manifest_leads_nowhere_else(tmp_path):
@@ -197,15 +188,8 @@ def test_a_name_in_a_manifest_leads_nowhere_else(tmp_path):
         with sealed.atomic_directory(folder):
             pass
         (folder / "link").symlink_to(tmp_path / "secret")
-        about = {
-            "format": sealed.FORMAT,
-            "name": "folder",
-            "files": {name: {"size": 1, "sha256": "?"}},
-        }
-        body = f"{json.dumps(about)}\n".encode()
-        (folder / "manifest.json").write_bytes(
-            body + f"{sealed.sha256(body).hexdigest()}\n".encode()
-        )
+        body = json.dumps({"name": "folder", "files": {name: "?"}}).encode()
+        (folder / "manifest.json").write_bytes(body + sealed.seal(body))
         with pytest.raises(IntegrityError, match="leads elsewhere"):
             sealed.verify(folder, "")
         sealed.remove(folder)
@@ -217,17 +201,6 @@ def test_what_a_link_leads_to_is_not_removed(tmp_path):
     (tmp_path / "step-00000001").symlink_to(tmp_path / "mine")
     sealed.remove(tmp_path / "step-00000001")
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "file"]
-
-
-def test_the_weights_are_readable_by_their_own_library(tmp_path):
-    from safetensors.torch import load_file
-
-    model = redraw(instantiate(tree_of("gqa")))
-    with sealed.atomic_directory(tmp_path / "x") as unsealed:
-        checkpoint.write_weights(unsealed.create("model.safetensors"), model.state_dict())
-    read = load_file(tmp_path / "x" / "model.safetensors")
-    assert read.keys() == model.state_dict().keys()
-    assert all(torch.equal(value, read[name]) for name, value in model.state_dict().items())
 
 
 def test_a_damaged_corpus_is_refused(tmp_path, story):

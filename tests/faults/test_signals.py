@@ -1,6 +1,5 @@
 """A signal ends a run within a step, saved, with the exit code that says so; it goes on as if nothing had been."""
 
-import itertools
 import json
 import os
 import re
@@ -12,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from data import tokenizer
+from data import prepare as preparation
 from data.prepare import prepare
+from data.tokenizer import Tokenizer
 from run import checkpoint
 from run.signals import Signals
 from tests.conftest import LONG, ROOT, TINY
@@ -42,7 +42,7 @@ def sending(number: int, where: tuple[object, str], call: int, again: bool = Fal
 
 
 PLACES = {
-    "step": ((trainer.Trainer, "_accumulate"), 3, "step-00000003"),
+    "step": ((trainer.Trainer, "accumulate"), 3, "step-00000003"),
     "evaluation": ((trainer, "evaluate"), 1, "step-00000002"),
     "last evaluation": ((trainer, "evaluate"), 2, "step-00000004"),
     "sample": ((trainer, "sample_text"), 1, "step-00000002"),
@@ -67,15 +67,15 @@ def test_a_signal_saves_and_ends(job, whole, number, place, capfd):
 @pytest.mark.parametrize("number", CODES)
 def test_a_signal_in_the_first_step_ends_at_once(job, whole, number, capfd):
     job.fresh()
-    assert forked(job, sending(number, (trainer.Trainer, "_accumulate"), 1)) == CODES[number]
+    assert forked(job, sending(number, (trainer.Trainer, "accumulate"), 1)) == CODES[number]
     assert "ended at once" in capfd.readouterr().err and job.checkpoints == []
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
 def test_a_second_ctrl_c_ends_at_once(job, whole):
     job.fresh()
-    noisy = sending(signal.SIGINT, (trainer.Trainer, "_accumulate"), 3)
-    assert forked(job, noisy, sending(signal.SIGINT, (checkpoint, "write_weights"), 3)) == 130
+    noisy = sending(signal.SIGINT, (trainer.Trainer, "accumulate"), 3)
+    assert forked(job, noisy, sending(signal.SIGINT, (checkpoint, "save_file"), 3)) == 130
     assert job.checkpoints[-1].name == "step-00000002" and job.leftovers() == [
         "step-00000001",
         "step-00000002",
@@ -86,14 +86,14 @@ def test_a_second_ctrl_c_ends_at_once(job, whole):
 def test_a_signal_that_comes_again_and_again_saves_once(job, whole):
     job.fresh()
     assert (
-        forked(job, sending(signal.SIGTERM, (trainer.Trainer, "_accumulate"), 3, again=True)) == 75
+        forked(job, sending(signal.SIGTERM, (trainer.Trainer, "accumulate"), 3, again=True)) == 75
     )
     assert job.checkpoints[-1].name == "step-00000003"
 
 
 WAITING = {
-    "tokenizer": (tokenizer, "split"),
-    "documents": (tokenizer.Tokenizer, "encode_documents"),
+    "tokenizer": (preparation, "tokenizer_corpus"),
+    "documents": (Tokenizer, "encode_documents"),
 }
 
 
@@ -102,17 +102,12 @@ WAITING = {
 def test_a_signal_in_a_preparation_ends_it(tmp_path, story, monkeypatch, place, number, capfd):
     began, there = os.pipe()
     owner, name = WAITING[place]
-    usual, calls = getattr(owner, name), itertools.count(1)
+    usual = getattr(owner, name)
 
     def waiting(*arguments) -> object:
-        if (
-            name == "encode_documents" or next(calls) == 3
-        ):  # SentencePiece asks for a first text before it trains
-            os.write(there, b"x")
-            for _ in range(
-                100 * LONG
-            ):  # one long sleep goes on where another thread gets the signal
-                time.sleep(0.01)
+        os.write(there, b"x")
+        for _ in range(100 * LONG):  # one long sleep goes on where another thread gets the signal
+            time.sleep(0.01)
         return usual(*arguments)
 
     def preparing() -> None:
@@ -124,7 +119,8 @@ def test_a_signal_in_a_preparation_ends_it(tmp_path, story, monkeypatch, place, 
     os.read(began, 1)
     os.kill(pid, number)
     assert finish(pid) == CODES[number]
-    assert capfd.readouterr().err.count("ended at once") == 1 and not (tmp_path / "cache").exists()
+    assert capfd.readouterr().err.count("ended at once") == 1
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def torchrun(folder: Path, story: Path, *words: str) -> subprocess.Popen:

@@ -1,20 +1,18 @@
 """A full disk costs no checkpoint, a second run no folder, a killed preparation no lock."""
 
-import errno
 import fcntl
 import json
 import os
 import shutil
 import signal
 import time
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
 
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from run import checkpoint
+from run import checkpoint, folder
 from tests.conftest import LONG, TINY
 from tests.faults.harness import at_most, finish, forked, source, start, wait_for
 
@@ -27,10 +25,8 @@ def test_a_full_disk_costs_no_checkpoint(job, whole, room, capfd):
     assert forked(lambda: job("steps=2", "save_every=2")) == 0
     assert forked(job, at_most(room)) == 74
     told = capfd.readouterr().err
-    assert (
-        "error: step 3 cannot be saved, step 2 is there" in told
-        and "File too large). fix: make room" in told
-    )
+    assert told.count("\nerror: ") == 1 and "fix: make room" in told
+    assert "File too large" in told and "fix: make room" in told
     assert [path.name for path in (job.root / "run" / "checkpoints").iterdir()] == ["step-00000002"]
     assert forked(job) == 0 and job.checkpoints[-1].name == "step-00000004"
 
@@ -64,17 +60,6 @@ def test_metrics_are_written_whole_or_not(job):
     assert lines == sorted(set(lines)) and 5 < len(lines) < 40
 
 
-def test_too_little_room_is_said_before_the_first_step(job, monkeypatch, capfd):
-    job.fresh()
-    room = namedtuple("Room", "total used free")(10**6, 10**6, 1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
-    with pytest.raises(SystemExit) as end:
-        job()
-    told = capfd.readouterr().err
-    assert end.value.code == 74 and "3 checkpoints need" in told and "fix: make room" in told
-    assert not job.checkpoints and not (job.root / "run" / "metrics.jsonl").exists()
-
-
 def test_one_run_in_a_folder(job, capfd):
     job.fresh()
     assert forked(lambda: job("steps=2")) == 0
@@ -83,7 +68,7 @@ def test_one_run_in_a_folder(job, capfd):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert forked(job) == 2
         told = capfd.readouterr().err
-        assert f"the folder is in use (run_dir={job.root}/run: process " in told
+        assert f"another process trains in the folder (run_dir={job.root}/run). fix: " in told
     assert before == {
         path: path.read_bytes() for path in (job.root / "run").rglob("*") if path.is_file()
     }
@@ -91,7 +76,7 @@ def test_one_run_in_a_folder(job, capfd):
 
 
 def test_the_test_of_the_lock_sees_that_there_is_none(job, monkeypatch, capfd):
-    monkeypatch.setattr(run_dir, "flock", lambda *_: None)
+    monkeypatch.setattr(folder.fcntl, "flock", lambda *_: None)
     with pytest.raises(AssertionError, match="assert 0 == 2"):
         test_one_run_in_a_folder(job, capfd)
 
@@ -103,16 +88,6 @@ def test_a_lock_does_not_outlive_its_process(job):
     os.kill(pid, signal.SIGKILL)
     finish(pid)
     assert forked(lambda: job("steps=3")) == 0
-
-
-def test_a_file_system_without_locks_is_a_warning(job, monkeypatch, capfd):
-    def none(lock, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    job.fresh()
-    monkeypatch.setattr(fcntl, "flock", none)
-    assert job() == 0
-    assert "no locks on this file system" in capfd.readouterr().err
 
 
 def test_a_killed_preparation_leaves_no_lock(tmp_path, story, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -11,10 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from run.instantiate import instantiate
-from tests.conftest import VARIANTS, close, learn_by_heart, settings_of, weights
-from training import optimizers
-from training.optimizers import Muon, adamw, lion, muon
+from run import compilation
+from tests.conftest import VARIANTS, close, learn_by_heart, weights
 from training.schedules import cosine, wsd
 
 
@@ -44,63 +43,6 @@ def test_clipping_bounds_the_gradient(trainer_of):
     assert moved[1] < moved[0] / 5
 
 
-def test_muon_steps_as_torch_does(monkeypatch):
-    monkeypatch.setattr(
-        optimizers, "multiplies_bf16", lambda device: True
-    )  # torch knows nothing else
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(24, 16), (16, 16), (16, 24), (24, 16), (16, 40)]
-    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2}
-    steppers = (
-        Muon(ours, **settings),
-        torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **settings),
-    )
-    for _ in range(4):
-        for a, b in zip(ours, theirs, strict=True):
-            a.grad = torch.randn(a.shape, generator=generator)
-            b.grad = a.grad.clone()
-        for stepper in steppers:
-            stepper.step()
-    for a, b in zip(ours, theirs, strict=True):
-        # Weights moved by 0.23. Products that round bf16 elsewhere differ by at most 0.0015 over 8 seeds, those in
-        # fp32 by 0.0027; one step less of Newton-Schulz differs by 0.046.
-        close(a, b, rtol=0, atol=5e-3)
-
-
-@pytest.mark.parametrize("is_fast, error", [(False, 1e-5), (True, 0.03)])
-def test_newton_schulz_steps_are_those_of_float64(monkeypatch, is_fast, error):
-    """Jordan's polynomial of singular values, by a singular value decomposition; 0.014 in bf16 over 9 seeds."""
-    monkeypatch.setattr(optimizers, "multiplies_bf16", lambda device: is_fast)
-    x = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(0))
-    u, s, v = torch.linalg.svd(
-        x.double() / x.double().norm(dim=(1, 2), keepdim=True), full_matrices=False
-    )
-    for _ in range(5):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    close(optimizers.newton_schulz(x).double(), u * s[:, None] @ v, rtol=0, atol=error)
-
-
-@pytest.mark.parametrize("kind", [adamw, lion, muon])
-def test_only_matrices_decay(kind):
-    model = instantiate(settings_of("model=tiny", "data.vocab_size=400")["model"])
-    more = {"momentum": 0.9, "embedding_lr": 0.1} if kind is muon else {}
-    optimizers = kind(model, lr=0.1, betas=[0.9, 0.95], weight_decay=0.5, **more)
-    for p in model.parameters():
-        p.data.fill_(1.0)
-        p.grad = torch.zeros_like(p)
-    for optimizer in optimizers:
-        optimizer.step()
-    decayed = {name for name, p in model.named_parameters() if not p.eq(1).all()}
-    matrices = {name for name, p in model.named_parameters() if p.ndim == 2}
-    assert decayed == (
-        matrices if kind is not muon else {name for name in matrices if name.startswith("blocks.")}
-    )
-    assert sum(len(group["params"]) for o in optimizers for group in o.param_groups) == len(
-        [*model.parameters()]
-    )
-
-
 def test_schedules_are_what_they_say():
     assert [
         wsd(step, 100, warmup=10, cooldown=0.5, floor=0.1) for step in (0, 9, 10, 50, 75, 100)
@@ -119,7 +61,7 @@ def test_the_schedule_reaches_every_group(trainer_of):
     trainer = trainer_of("schedule.warmup=4")
     trainer.train_step()
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    peaks = trainer.settings["optimizer"]
+    peaks = trainer.settings.optimizer
     assert rates == pytest.approx([peaks["lr"] / 4, peaks["embedding_lr"] / 4, peaks["lr"] / 4])
 
 
@@ -129,13 +71,10 @@ def test_evaluation_counts_all_nats_and_bytes(trainer_of):
         p.data.zero_()  # then every token is as likely as any other
     trainer.evaluate()
     (line,) = map(json.loads, (trainer.run_dir / "metrics.jsonl").read_text().splitlines())
-    tokens, pieces = (
-        sum(map(len, trainer.corpus.validation)) - 1,
-        trainer.corpus.tokenizer.vocab_size,
-    )
+    tokens, pieces = (len(trainer.corpus.validation) - 1, trainer.corpus.tokenizer.vocab_size)
     assert line["val_loss"] == pytest.approx(math.log(pieces))
     assert line["val_bpb"] == pytest.approx(
-        tokens * math.log2(pieces) / trainer.corpus.validation_bytes
+        tokens * math.log2(pieces) / trainer.corpus.tokenizer.nbytes(trainer.corpus.validation)
     )
 
 
@@ -145,7 +84,7 @@ def test_evaluation_equals_a_loop_over_windows(trainer_of):
         trainer.train_step()
     trainer.evaluate()
     line = json.loads((trainer.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    text = torch.from_numpy(trainer.corpus.validation[0].astype("int64"))
+    text = torch.from_numpy(trainer.corpus.validation.astype("int64"))
     nats = 0.0
     for start in range(0, len(text) - 1, 64):
         window = text[start : start + 65]
@@ -162,7 +101,7 @@ def test_an_evaluation_reads_as_many_tokens_as_it_is_given(trainer_of):
     trainer.train_step()
     trainer.evaluate()
     line = json.loads((trainer.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    text = torch.from_numpy(trainer.corpus.validation[0][:50].astype("int64"))
+    text = torch.from_numpy(trainer.corpus.validation[:50].astype("int64"))
     nats = 0.0
     for start in range(0, 49, 64):
         window = text[start : start + 65]
@@ -187,40 +126,10 @@ def test_evaluations_read_a_tenth_of_what_is_trained(
 ):
     monkeypatch.setattr("training.trainer.MIN_EVAL_TOKENS", 640)
     trainer = trainer_of("max_minutes=5", f"steps={steps}", f"eval_every={eval_every}")
-    trainer.corpus.validation = [np.zeros(1_000_000, dtype=np.uint16)]
+    trainer.corpus.validation = np.zeros(1_000_000, dtype=np.uint16)
     assert trainer.eval_tokens(trainer.steps) == expected
-    trainer.settings["eval_tokens"] = 2_000_000
+    trainer.settings.eval_tokens = 2_000_000
     assert trainer.eval_tokens(trainer.steps) == 1_000_000
-
-
-@pytest.mark.parametrize("eval_every", [5, 60, 1000])
-@pytest.mark.parametrize("eval_tokens", ["null", "100000"])
-def test_steps_are_fitted_beside_their_evaluations(trainer_of, eval_every, eval_tokens):
-    trainer = trainer_of(
-        "max_minutes=10", "steps=null", f"eval_every={eval_every}", f"eval_tokens={eval_tokens}"
-    )
-    trainer.corpus.validation = [np.zeros(1_000_000, dtype=np.uint16)]
-    trainer.budget.fit(3, 0.0, 0.0)
-    steps = trainer.budget.fit(103, 100.0, 100.0)  # a second each; 500 are left
-    seconds = {
-        n: n + math.ceil(n / eval_every) * trainer.evaluation_cost * trainer.eval_tokens(n) / 512
-        for n in (steps, steps + 1)
-    }
-    left = 0.97 * 500 - 5  # without margin and reserve
-    assert (seconds[steps] <= left or steps == 1) and seconds[steps + 1] > left
-
-
-def test_evaluation_runs_what_training_compiled(trainer_of):
-    trainer, graphs = trainer_of("micro_batch=4"), []
-    torch._dynamo.reset()
-    trainer.loss_module.compile(
-        dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph
-    )
-    trainer.is_compiled = True
-    trainer.train_step()
-    trainer.evaluate()
-    trainer.train_step()
-    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -265,17 +174,13 @@ def test_a_cache_in_int8_costs_less_than_a_hundredth_of_a_nat(trainer_of, varian
     assert exact < 1 and 0 < abs(small - exact) < 0.01
 
 
-def test_any_seed_can_be_drawn_from(trainer_of):
-    trainer_of(f"seed={2**60}").train_step()
-
-
 def test_a_reported_loss_is_the_mean_since_the_last_report(trainer_of):
     each, together = trainer_of(), trainer_of()
     losses = []
     for _ in range(3):
         each.train_step(), together.train_step()
-        each.log_metrics()
-    together.log_metrics()
+        each.report()
+    together.report()
     losses = [
         json.loads(line)["train_loss"]
         for line in (each.run_dir / "metrics.jsonl").read_text().splitlines()
@@ -325,74 +230,11 @@ def test_passes_over_the_text_end_a_run(trainer_of, epochs):
     read = Counter()
     for step in range(trainer.steps + 1):
         at_most = max(read.values(), default=0)
-        for number in trainer.loader._row_numbers(step):
+        first = step * trainer.loader.batch_size
+        for number in range(first, first + trainer.loader.batch_size):
             read[number % trainer.loader.rows_per_epoch] += 1
     # Without the last step, which is one too many.
     assert at_most == epochs < max(read.values())
-
-
-@pytest.mark.parametrize("epochs, bound", [(2, "max_epochs"), (1000, "max_minutes")])
-def test_the_tighter_bound_ends_a_run_and_is_named(trainer_of, capsys, epochs, bound):
-    trainer = trainer_of("max_minutes=1", "steps=null", f"max_epochs={epochs}")
-    passes = trainer.steps
-    trainer.budget.fit = lambda *_: 100  # further steps
-    trainer.fit_steps_to_budget()
-    assert trainer.steps == min(passes, 100) and trainer.budget is None
-    said = f"max_minutes=1 has room for 100 steps, max_epochs={epochs} for {passes}: {bound} ends"
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("minutes", [0.5, 2])
-def test_steps_are_fitted_to_the_minutes(trainer_of, monkeypatch, minutes):
-    trainer = trainer_of(
-        f"max_minutes={minutes}", "steps=null", "max_epochs=null", "eval_every=100000"
-    )
-    clock = [trainer.started]
-    monkeypatch.setattr("training.trainer.monotonic", lambda: clock[0])
-    trainer.last_report_time = trainer._clock()
-    fitted = []
-    while trainer.step < trainer.steps:
-        trainer.step += 1
-        clock[0] += 1.0 if trainer.step == 1 else 0.05  # the first compiles
-        trainer.fit_steps_to_budget()
-        fitted.append(trainer.steps)
-    assert len({steps for steps in fitted if steps < math.inf}) == 1
-    assert 0.8 * 60 * minutes < clock[0] - trainer.started + 5 < 60 * minutes
-
-
-def test_an_overflow_in_fp16_skips_the_step_of_all(trainer_of):
-    trainer = trainer_of()
-    trainer.scaler = FakeScaler()
-    before = weights(trainer)
-    trainer.train_step()
-    assert all(
-        torch.equal(a, b) for a, b in zip(before.values(), weights(trainer).values(), strict=True)
-    )
-    assert trainer.scaler.updated
-
-
-class FakeScaler:
-    """As if one gradient had overflowed."""
-
-    updated = False
-
-    def is_enabled(self):
-        return True
-
-    def get_scale(self):
-        return 2.0**16
-
-    def scale(self, loss):
-        return loss * torch.tensor(math.inf)
-
-    def unscale_(self, optimizer):
-        pass
-
-    def step(self, optimizer):
-        optimizer.step()
-
-    def update(self):
-        self.updated = True
 
 
 def test_wandb_gets_what_metrics_get_and_may_fail(trainer_of, monkeypatch, capsys):
@@ -404,7 +246,7 @@ def test_wandb_gets_what_metrics_get_and_may_fail(trainer_of, monkeypatch, capsy
     monkeypatch.setitem(sys.modules, "wandb", fake)
     trainer = trainer_of("wandb=online")
     trainer.train_step()
-    trainer.log_metrics()
+    trainer.report()
     line = json.loads((trainer.run_dir / "metrics.jsonl").read_text())
     assert logged == [(1, {key: value for key, value in line.items() if key != "step"})]
 
@@ -416,29 +258,121 @@ def test_wandb_gets_what_metrics_get_and_may_fail(trainer_of, monkeypatch, capsy
     assert "warning: no wandb: no account" in capsys.readouterr().err
 
 
-def test_wandb_offline_writes_into_the_run(trainer_of, monkeypatch):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    trainer = trainer_of("wandb=offline")
+@pytest.mark.parametrize("epochs", [1, 1000, "null"])
+@pytest.mark.parametrize("minutes, eval_every", [(0.5, 1000), (2, 1000), (2, 100)])
+def test_steps_are_fitted_to_the_minutes_beside_their_evaluations(
+    trainer_of, monkeypatch, minutes, eval_every, epochs
+):
+    words = (f"max_minutes={minutes}", "steps=null", f"max_epochs={epochs}")
+    trainer = trainer_of(*words, f"eval_every={eval_every}", "eval_tokens=20480")
+    trainer.corpus.validation = np.zeros(1_000_000, dtype=np.uint16)
+    passes = trainer.steps
+    clock = [trainer.clock.started]
+    monkeypatch.setattr("training.budget.monotonic", lambda: clock[0])
+    fitted = set()
+    while trainer.step < trainer.steps:
+        trainer.step += 1
+        clock[0] += 1.0 if trainer.step == 1 else 0.05  # the first compiles
+        trainer.fit_steps()
+        if trainer.budget is None:
+            fitted.add(trainer.steps)
+        if trainer.is_due(eval_every):
+            with trainer.clock.pause():  # 20480 tokens are 40 steps, at half of their time
+                clock[0] += 40 * 0.05 / 2
+    assert len(fitted) == (epochs != 1)
+    seconds = clock[0] - trainer.clock.started
+    assert trainer.steps == passes or 0.75 * 60 * minutes < seconds + 5 < 60 * minutes
+
+
+def test_an_overflow_in_fp16_skips_the_step_of_all_and_is_no_divergence(trainer_of):
+    trainer = trainer_of()
+    trainer.scaler = OverflowingScaler()
+    before = weights(trainer)
     trainer.train_step()
-    trainer.log_metrics()
-    trainer.finish()
-    assert [*(trainer.run_dir / "wandb").glob("offline-run-*/*.wandb")]
+    close(weights(trainer), before, rtol=0, atol=0)
+    trainer.check_finite()
+    trainer.scaler.scale_factor = 0.5  # no smaller one to try
+    trainer.train_step()
+    with pytest.raises(SystemExit):
+        trainer.check_finite()
 
 
-def test_a_bar_and_lines_tell_the_same(trainer_of, monkeypatch, capsys):
+class OverflowingScaler:
+    """As if one gradient had overflowed."""
+
+    scale_factor = 2.0**16
+
+    def is_enabled(self):
+        return True
+
+    def get_scale(self):
+        return self.scale_factor
+
+    def scale(self, loss):
+        return loss * torch.tensor(math.inf)
+
+    def unscale_(self, optimizer):
+        pass
+
+    def step(self, optimizer):
+        optimizer.step()
+
+    def update(self):
+        pass
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_a_bar_and_lines_tell_the_same(trainer_of, monkeypatch, capsys, is_watched):
     clock = [0.0]
-    monkeypatch.setattr("training.trainer.monotonic", lambda: clock[0])
-    for watched in (False, True):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda watched=watched: watched)
-        trainer = trainer_of()
+    monkeypatch.setattr("training.budget.monotonic", lambda: clock[0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_watched)
+    trainer = trainer_of("steps=6")
+    trainer.clock.started = trainer.timed_from = 0.0
+    trainer.train_step()
+    clock[0] += 2.0
+    trainer.report()
+    trainer.log.close()
+    line = capsys.readouterr().err
+    assert re.search(r"1/6.* loss [0-9.]+  256 tokens/s  .* GiB  0:00:10 left", line)
+
+
+@pytest.mark.skipif(compilation.cpp_compiler() is None, reason="needs a compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_first_step_compiles_what_evaluations_run_and_is_not_timed(
+    trainer_of, monkeypatch, dropout
+):
+    graphs = []
+    compile_with = torch.nn.Module.compile
+    options = {"dynamic": False, "backend": lambda graph, _: graphs.append(graph) or graph}
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compile_with(self, **options))
+    torch._dynamo.reset()
+    words = (f"attention.dropout={dropout}", "micro_batch=4")
+    eager, trainer = trainer_of(*words), trainer_of(*words, "compile=true")
+    assert trainer.is_compiled and not eager.is_compiled
+    for _ in range(3):
+        for each in (eager, trainer):
+            each.train_step()
+        assert len(graphs) == 1 and trainer.timed_step == 1
+    close(trainer.loss_sum, eager.loss_sum, rtol=1e-3, atol=0)
+    for _ in range(2):
+        trainer.evaluate()
         trainer.train_step()
-        clock[0] += 2.0
-        trainer.log_metrics()
-        trainer.finish()
-        told = capsys.readouterr().err
-        assert (
-            "256 tokens/s" in told
-            and "GFLOP/s" in told
-            and "GiB" in told
-            and "0:00:10 left" in told
-        )
+    assert len(graphs) == (2 if dropout else 1)
+
+
+@pytest.mark.parametrize(
+    "words, compiles",
+    [
+        (("steps=40",), False),
+        (("steps=4000",), True),
+        (("steps=4000", "max_minutes=1"), False),
+        (("steps=null", "max_epochs=null", "max_minutes=10"), True),
+        (("steps=4000", "compile=false"), False),
+    ],
+)
+def test_long_runs_are_compiled(trainer_of, monkeypatch, words, compiles):
+    monkeypatch.setattr(compilation, "missing_for_compilation", lambda device: None)
+    assert trainer_of("compile=auto", *words).is_compiled == compiles
+    monkeypatch.setattr(compilation, "missing_for_compilation", lambda device: "a compiler")
+    assert not trainer_of("compile=auto", *words).is_compiled

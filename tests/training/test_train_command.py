@@ -1,0 +1,220 @@
+"""`train.py` as a user runs it: what it prints, what it leaves behind, how it ends."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from data.tokenizer import Tokenizer
+from inference.load import load_model
+from run import checkpoint
+from tests.conftest import LONG, ROOT, SHORT, TINY
+from tests.run.forks import ranks
+from tools.compare.runs import Run
+from training.evaluation import sample_text
+
+TEXT = ("data=text", "data.path=story.txt", "data.vocab_size=400")
+TRAIN = ("train.py", *TINY, *SHORT, *TEXT)
+
+
+def metrics(run: Path | str) -> list[dict]:
+    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+
+
+def values(run: Path | str, *keys: str) -> list[float]:
+    return [line[key] for line in metrics(run) for key in keys if key in line]
+
+
+def losses(run: Path | str) -> list[float]:
+    return values(run, "train_loss", "val_loss")
+
+
+def test_a_run_leaves_everything_in_its_folder(trained):
+    files = {path.relative_to(trained).as_posix() for path in trained.rglob("*") if path.is_file()}
+    inside = ("model.safetensors", "state.pt", "config.json", "tokenizer.model", "manifest.json")
+    saved = {f"checkpoints/step-{step:08d}/{name}" for step in (2, 4) for name in inside}
+    assert files == {".lock", "config.yaml", "metrics.jsonl", "samples.txt", "loss.png", *saved}
+    # Hydra leaves nothing.
+    assert {path.name for path in Path().iterdir()} == {"runs", ".cache", "story.txt"}
+    assert values(trained, "step") == [1, 2, 2, 3, 4, 4]
+    assert [line["step"] for line in metrics(trained) if "val_bpb" in line] == [2, 4]
+    assert yaml.safe_load((trained / "config.yaml").read_text())["attention"]["kv_heads"] == 2
+    assert "--- step 4\n" in (trained / "samples.txt").read_text()
+
+
+def test_commands_can_be_repeated(command, trained):
+    checkpoints = Path("runs/text-tiny-gqa-2/checkpoints")
+    assert command(*TRAIN).code == 0 and (checkpoints / "step-00000004").is_dir()
+    finished = command(*TRAIN, "resume=true")
+    assert finished.code == 0 and "already at step 4 of 4" in finished.err
+    assert command(*TRAIN, "resume=true", "steps=6").code == 0
+    assert (checkpoints / "step-00000006").is_dir()
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        ("", 2, "fix: resume=true, or another run_dir"),
+        ("resume=true model.depth=3", 2, "model.depth (then 2, now 3)"),
+        ("resume=true optimizer=adamw", 2, "optimizer._target_ (then training.optimizers.muon"),
+        ("run_dir=story.txt/x", 74, "fix: another run_dir"),
+    ],
+)
+def test_what_cannot_go_on_in_a_folder_changes_nothing_there(command, trained, words, code, said):
+    files = [path for path in trained.rglob("*") if path.name != ".lock"]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    words = words.split() if "run_dir" in words else [f"run_dir={trained}", *words.split()]
+    refused = command(*TRAIN, *words)
+    assert refused.code == code and said in refused.err
+    assert before == {path: path.stat().st_mtime_ns for path in files}
+
+
+@pytest.mark.parametrize("words, told", [((), ""), (("run_dir=begun",), " in begun")])
+def test_nothing_to_resume_starts_fresh_and_says_so(command, story, words, told):
+    Path("begun").mkdir()  # by a run that was killed before its first save
+    result = command(*TRAIN, "resume=true", *words)
+    assert result.code == 0 and f"nothing to resume{told}" in result.err
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_folder_that_does_not_exist_is_not_resumed(tmp_path, story, monkeypatch, processes):
+    monkeypatch.chdir(tmp_path)
+    words = (*TRAIN[1:], "resume=true", "run_dir=runs/mispelt")
+    codes, told = ranks([sys.executable, ROOT / "train.py", *words], processes, tmp_path)
+    assert [line for line in told.splitlines() if line.startswith("error: ")] == [
+        "error: there is nothing to resume (run_dir=runs/mispelt does not exist). "
+        "fix: the folder of a run, or leave resume out to begin one there"
+    ]
+    assert codes == [2] * processes
+    assert not Path("runs").exists()
+
+
+def test_a_run_can_begin_with_the_weights_of_another(command, trained):
+    words = (*TINY[1:], *SHORT, *TEXT[:2], f"init_from={trained}", "name=more")
+    result = command("train.py", *words)
+    assert result.code == 0, result.err
+    before, (look, after, *_) = metrics(trained), metrics("runs/more")
+    assert look["step"] == 0 and look["val_loss"] == before[-1]["val_loss"]
+    # Over 5 seeds, in fp32 and in bf16, four steps take 0.75 off the loss of a batch.
+    assert after["train_loss"] < before[0]["train_loss"] - 0.1
+
+
+def test_a_sweep_gives_each_job_a_run_folder(command, story):
+    assert command("train.py", "-m", *TRAIN[1:], "attention=gqa,mqa").code == 0
+    runs = {"multirun.yaml", "text-tiny-gqa", "text-tiny-mqa"}
+    assert {path.name for path in Path("runs").iterdir()} == runs
+    assert {path.name for path in Path().iterdir()} == {"runs", ".cache", "story.txt"}
+
+
+@pytest.mark.parametrize("place", ["Trainer.train_step", "build_parallel"])
+def test_running_out_of_memory_ends_in_a_line(command, story, monkeypatch, place):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Much more text")
+
+    monkeypatch.setattr(f"training.trainer.{place}", full)
+    result = command(*TRAIN)
+    line = result.err.splitlines()[-1]
+    assert result.code == 2 and "error: CUDA out of memory. fix: a smaller micro_batch" in line
+
+
+def test_a_run_says_what_bounds_it_and_goes_on_for_more_passes(command, story):
+    words = (*TINY, *TEXT, "batch_tokens=256", "steps=null", "run_dir=run")
+    ends = []
+    for epochs, resume in ((1, "false"), (1, "true"), (2, "true")):
+        result = command("train.py", *words, f"max_epochs={epochs}", f"resume={resume}")
+        ends.append(int(checkpoint.newest_checkpoint(Path("run")).name.removeprefix("step-")))
+        bounds = f"micro_batch=4\nends after steps={ends[-1]} or max_minutes=None\n"
+        assert result.code == 0 and bounds in result.err
+    assert ends[0] == ends[1] and ends[2] in (2 * ends[0], 2 * ends[0] + 1)
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["micro_batch"] is None
+
+
+@pytest.mark.parametrize("data", [TEXT, ("data=recall", "data.pairs=[2,4]")])
+def test_two_processes_learn_what_one_does(command, tmp_path, story, data):
+    words = (*TINY, "steps=8", *data, "micro_batch=4")
+    assert command("train.py", *words, "run_dir=alone").code == 0
+    codes, told = ranks([sys.executable, ROOT / "train.py", *words, "run_dir=both"], 2, tmp_path)
+    assert codes == [0, 0], told
+    # Equal, over 5 seeds in fp32 and in bf16.
+    assert len(losses("alone")) == 9 and losses("alone") == pytest.approx(losses("both"), abs=1e-3)
+    # What is evaluated is summed over processes.
+    last = [Run.read(tmp_path / name).last for name in ("alone", "both")]
+    counts = [{name: part["tokens"] for name, part in run["slices"].items()} for run in last]
+    assert counts[0] == counts[1] and sum(counts[0].values()) > 0
+    assert last[0].get("recall_accuracy") == last[1].get("recall_accuracy")
+
+
+# In bf16, over 5 seeds: losses differ by at most 0.00002, norms by 0.00007 of theirs.
+# With lion, a sign hides what rounding does.
+SHARDED = [
+    ("optimizer=adamw precision=fp32 micro_batch=2", 1e-5, (0, 4)),
+    ("clip=null precision=fp32 micro_batch=4", 1e-5, (2,)),
+    ("optimizer=adamw precision=bf16 micro_batch=2 activation_checkpointing=true", 1e-3, (2,)),
+    ("optimizer=lion precision=fp32 micro_batch=2", 1e-6, (2,)),
+]
+
+
+@pytest.mark.parametrize("more, close, numbers", SHARDED)
+def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(
+    command, tmp_path, story, more, close, numbers
+):
+    words = (*TINY, *SHORT, *TEXT, "sample_every=2", *more.split())
+    assert command("train.py", *words, "run_dir=alone").code == 0
+    train = [sys.executable, ROOT / "train.py", *words]
+    codes, told = ranks([*train, "run_dir=spread", "sharded=true"], 2, tmp_path)
+    assert codes == [0, 0], told
+    spread = losses("spread")
+    assert losses("alone") == pytest.approx(spread, abs=close)
+    norms = [values(name, "grad_norm") for name in ("alone", "spread")]
+    assert norms[0] == pytest.approx(norms[1], rel=10 * close)
+    second = Path("spread/checkpoints/step-00000002")
+    if "precision=fp32" in more:  # the text of two processes is that of one with their weights
+        tokenizer = Tokenizer.load(second / "tokenizer.model")
+        text = sample_text(load_model(second, "cpu"), tokenizer, 2, stop=lambda: 0)
+        samples = Path("spread/samples.txt").read_text()
+        assert samples.startswith(f"--- step 2\n{text}\n--- step 4\n")
+    shutil.rmtree(second.with_name("step-00000004"))
+    for processes in numbers:
+        again = f"on{processes}"
+        shutil.copytree("spread", again)
+        resume = (f"run_dir={again}", "resume=true", f"sharded={str(processes > 1).lower()}")
+        if processes == 0:
+            alone = command("train.py", *words, *resume)
+            codes, told = [alone.code], alone.err
+        else:
+            codes, told = ranks([*train, *resume], processes, tmp_path)
+        assert set(codes) == {0} and "resuming step 2" in told, told
+        expected = spread if processes == 2 else pytest.approx(spread, abs=close)
+        assert losses(again) == expected
+
+
+SPOILED = f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from training.trainer import Trainer
+save = Trainer.save
+@torch.no_grad()
+def spoiled(self):
+    if self.ranks.rank == 1:
+        next(self.model.parameters()).to_local().fill_(float("inf"))
+    save(self)
+Trainer.save = spoiled
+import runpy
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+
+
+def test_infinite_weights_of_one_process_end_all(tmp_path, story):
+    (tmp_path / "train.py").write_text(SPOILED)
+    start = [sys.executable, *["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]]
+    words = (*TRAIN, "save_every=1", "sharded=true", "micro_batch=4")
+    how = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": LONG}
+    done = subprocess.run([*start, *words], **how)
+    assert "error: training diverged (step 1 made weights or optimizer infinite)" in done.stderr
+    assert done.stderr.count("exitcode  : 4") == 2
+    assert not [*tmp_path.glob("runs/*/checkpoints/step-*")]
