@@ -1,6 +1,4 @@
 """Prompt to text: sampling, batched decoding, streaming output."""
 
-from inference.load import load
-from inference.text import generate_text
-
-__all__ = ["generate_text", "load"]
+from inference.load import load as load
+from inference.text import generate_text as generate_text

@@ -1,146 +1,178 @@
 """The decoding engine: sequences share a batch, and each finishes and is replaced on its own."""
 
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from inference.batch import Batch, DecodeStep, Sampler, SamplerState, Sequence, new_sampler_state
-from inference.speculative import speculate
+from inference.batch import Sampler, Sequence, new_sampler_state
 from model.cache import Cache
 from model.transformer import Transformer
+from run import hardware
 
 CACHE_MULTIPLE = 256  # tokens; few capacities, so that what was compiled for one is used again
 
 
-def decode_step(
-    model: Transformer,
-    tokens: Tensor,
-    cache: Cache,
-    valid: Tensor | None = None,
-    sampler: Sampler | None = None,
-    state: SamplerState | None = None,
-) -> Tensor:
-    """Decode tokens (B, T), and draw what comes next. One graph serves every length of the cache.
+class Engine:
+    """Extends sequences token by token, several at a time.
 
-    The tokens are `state.tokens`, followed by drafts (B, T - 1), with -1 for no draft. `valid`
-    (B, T) is false for tokens to skip; None means that all are valid. Returns the drawn tokens
-    (B, T), with -1 after the first wrong draft, and updates `state` and the cache. Without `state`,
-    nothing is drawn, and the logits (B, T, V) are returned.
+    Each row of the cache decodes a sequence at a time; the cache has room for min(context, all
+    tokens of the longest sequence). Without a cache, there is one row, and all of its tokens are
+    computed anew at each step. The tokens are the same in both ways. A prompt is prefilled
+    `prefill_chunk` tokens at a time.
     """
-    logits = model(tokens.clamp(min=0), cache, valid)
-    if state is None:
-        return logits
-    return state.draw(sampler, logits, tokens[:, 1:])
 
-
-def compile_decode_step(device: torch.device) -> DecodeStep:
-    """Return a compiled `decode_step` for one model, one cache and one sampler.
-
-    It compiles at the first call with each shape of tokens and each state, and never again. On CUDA
-    each of these is one CUDA graph, from the embedding to the drawn tokens.
-    """
-    is_cuda = device.type == "cuda"
-    # With this tuning, Inductor compiles products of a single token together with what surrounds
-    # them; they reach peak bandwidth only then (`mm` in torch/_inductor/decomposition.py).
-    options = {"triton.cudagraphs": is_cuda, "coordinate_descent_tuning": is_cuda}
-    compiled = torch.compile(decode_step, dynamic=False, fullgraph=True, options=options)
-    compiled_cases = set()
-
-    def step(
+    def __init__(
+        self,
         model: Transformer,
-        tokens: Tensor,
-        cache: Cache,
-        valid: Tensor | None,
-        sampler: Sampler | None = None,
-        state: SamplerState | None = None,
-    ) -> Tensor:
-        # A CUDA graph reads and writes cache and state at the addresses that it was recorded with.
-        # Prefill writes there between two steps, in the order of the stream. What a step returns is
-        # overwritten by the next one: only `speculate` reads it, before that.
-        case = (tokens.shape, state)
-        if case not in compiled_cases:
-            static = [cache.lengths, *(state or ())]
-            for layer in cache.layers:
-                static += layer.buffers
-            for tensor in static:
-                torch._dynamo.mark_static_address(tensor)
-        if is_cuda:
-            torch.compiler.cudagraph_mark_step_begin()
+        sampler: Sampler,
+        cache: Cache | None = None,
+        prefill_chunk: int = 2048,
+    ):
+        self.model = model
+        self.sampler = sampler
+        self.cache = cache
+        self.prefill_chunk = prefill_chunk
+        weight = model.embed.weight
+        self.num_rows = 1 if cache is None else len(cache.lengths)
+        self.state = new_sampler_state(self.num_rows, len(weight), weight.device)
+        self.step = self.decode_step
 
-        # For a case that is compiled nothing can have changed: skip the guards, which take time.
-        with torch.compiler.set_stance(skip_guard_eval_unsafe=case in compiled_cases):
-            compiled_cases.add(case)
+    @torch.inference_mode()
+    def generate(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Yield a sequence each time that it has a new token; the caller may then finish it."""
+        context = self.model.context
+        waiting = deque(sequence for sequence in sequences if sequence.num_left > 0)
+        active: dict[int, Sequence] = {}  # by row
+        while waiting or active:
+            # Prefill sequences that are new, have outgrown the context, or have no cache.
+            changed = []
+            for row in range(self.num_rows):
+                if row not in active and waiting:
+                    active[row] = waiting.popleft()
+                    changed.append(row)
+                elif row in active and (self.cache is None or len(active[row].tokens) > context):
+                    changed.append(row)
+            if len(changed) == self.num_rows:
+                self.prefill(0, [active[row] for row in changed])
+            else:
+                for row in changed:
+                    self.prefill(row, [active[row]])
+
+            # Give a GPU its next step before the host waits for the tokens of this one: the event
+            # comes before that step. It may run one token past a full cache, and draw for a
+            # sequence that the host then finds finished: such rows are prefilled and drawn anew.
+            host_tokens = self.state.tokens.to("cpu", non_blocking=True, copy=True)
+            copied = None
+            if self.state.tokens.is_cuda:
+                copied = torch.cuda.current_stream().record_event()
+            if self.cache is not None and any(s.num_left > 1 for s in active.values()):
+                self.step()
+            if copied is not None:
+                copied.synchronize()
+
+            for row, sequence in [*active.items()]:
+                sequence.append(int(host_tokens[row]))
+                yield sequence
+                if sequence.finish_reason is not None:
+                    del active[row]
+
+    def prefill(self, first_row: int, sequences: list[Sequence]) -> None:
+        """Run sequences through the model, and draw the next token of each, from `first_row` on.
+
+        A sequence that has outgrown the context loses its oldest half. Each distinct prompt is
+        computed once, in a batch padded on the left, and then copied.
+        """
+        for sequence in sequences:
+            if len(sequence.tokens) > self.model.context:
+                del sequence.tokens[: self.model.context // 2]
+                sequence.num_cached = 0
+        num_cached = sequences[0].num_cached
+        prompts = [tuple(sequence.tokens[num_cached:]) for sequence in sequences]
+        distinct = list(dict.fromkeys(prompts))
+        sources = [distinct.index(prompt) for prompt in prompts]
+        tokens = pad_sequence(
+            [torch.tensor(prompt) for prompt in distinct],
+            batch_first=True,
+            padding_value=-1,
+            padding_side="left",
+        )
+        is_ragged = bool((tokens < 0).any())
+        (tokens,) = hardware.to_device(self.state.tokens.device, tokens)
+
+        rows = slice(first_row, first_row + len(sequences))
+        if self.cache is None:
+            hidden = self.model.hidden(tokens)
+        else:
+            cache = self.cache.rows(rows)
+            if num_cached == 0:
+                cache.reset()
+            # Attend to no more slots of the cache than are filled after each part.
+            distinct_rows = cache.rows(slice(len(distinct)))
+            end = num_cached
+            for part in tokens.split(self.prefill_chunk, dim=1):
+                end += part.shape[1]
+                padding = (part < 0).sum(dim=1) if is_ragged else None
+                hidden = self.model.hidden(part.clamp(min=0), distinct_rows.first(end), padding)
+            # From the last row to the first, so that none is overwritten before it is copied.
+            for row, source in reversed([*enumerate(sources)]):
+                if row != source:
+                    cache.row(row).copy_(cache.row(source))
+
+        state = self.state.rows(rows)
+        for row, sequence in enumerate(sequences):
+            state.start(row, sequence)
+        logits = self.model.logits(hidden[:, -1])
+        state.draw(self.sampler, torch.stack([logits[source] for source in sources]))
+
+    def decode_step(self) -> Tensor:
+        """Decode the newest token of each row and draw the next one; return its logits (B, V)."""
+        logits = self.next_logits()
+        self.state.draw(self.sampler, logits)
+        return logits
+
+    def next_logits(self) -> Tensor:
+        """Decode the newest token of each row; return the logits (B, V) of the one after it."""
+        return self.model(self.state.tokens, self.cache)[:, -1]
+
+    @torch.inference_mode()
+    def compile(self) -> None:
+        """Compile the decode step, and empty the cache. One graph serves every length of the cache.
+
+        On CUDA it is one CUDA graph, from the embedding to the drawn tokens. It reads and writes
+        cache and state at the addresses that it was recorded with: prefill writes there between two
+        steps, in the order of the stream.
+        """
+        is_cuda = self.state.tokens.is_cuda
+        # With this tuning, Inductor compiles products of a single token together with what
+        # surrounds them; they reach peak bandwidth only then (`mm` in
+        # torch/_inductor/decomposition.py).
+        options = {"triton.cudagraphs": is_cuda, "coordinate_descent_tuning": is_cuda}
+        # Compiled for a CPU, the search for the largest logit would take half of a step's time.
+        function = self.decode_step if is_cuda else self.next_logits
+        compiled = torch.compile(function, dynamic=False, fullgraph=True, options=options)
+
+        def step() -> Tensor:
             if is_cuda:
-                return compiled(model, tokens, cache, valid, sampler, state)
-            logits = compiled(model, tokens, cache, valid)
-        # Compiled for a CPU, the search for the largest logit would take as long as half of a step.
-        return logits if state is None else state.draw(sampler, logits, tokens[:, 1:])
+                torch.compiler.cudagraph_mark_step_begin()
+                return compiled()
+            logits = compiled()
+            self.state.draw(self.sampler, logits)
+            return logits
 
-    return step
+        def step_without_guards() -> Tensor:
+            # Nothing can have changed since the first step, and guards take time.
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                return step()
 
-
-@torch.inference_mode()
-def warm_up(
-    step: DecodeStep,
-    model: Transformer,
-    cache: Cache,
-    sampler: Sampler,
-    state: SamplerState,
-    num_draft_tokens: int,
-) -> None:
-    """Call a decode step with the shapes that `generate` will call it with."""
-    step(model, state.tokens, cache, None, sampler, state)
-    if num_draft_tokens > 0:
-        tokens = state.tokens.repeat(1, 1 + num_draft_tokens)
-        valid = torch.ones_like(tokens, dtype=torch.bool)
-        step(model, tokens, cache, valid, sampler, state)
-        if not all(layer.can_rewind for layer in cache.layers):
-            step(model, tokens, cache, valid)
-
-
-@torch.inference_mode()
-def generate(
-    model: Transformer,
-    sequences: list[Sequence],
-    sampler: Sampler,
-    *,
-    cache: Cache | None = None,
-    state: SamplerState | None = None,
-    step: DecodeStep = decode_step,
-    prefill_chunk: int = 2048,
-    num_draft_tokens: int = 0,
-) -> Iterator[Sequence]:
-    """Extend the sequences token by token; yield a sequence each time it has a new token.
-
-    The cache has a row for each sequence decoded at the same time, and room for min(context, all
-    tokens of the longest). Without a cache, all tokens are computed anew at each step. With
-    `num_draft_tokens`, what follows is drafted from the sequence itself and verified in one step.
-    The tokens are the same in all of these ways. A compiled step takes the same `state` each time,
-    with a row for each of the cache; by default there is a new one.
-    Raises ValueError for a prompt that is empty or longer than the context.
-    """
-    if state is None:
-        state = new_sampler_state(model, 1 if cache is None else len(cache.lengths))
-    batch = Batch(model, sequences, sampler, cache, state, prefill_chunk)
-    while batch.schedule():
-        if cache is not None and num_draft_tokens > 0:
-            yield from speculate(batch, step, num_draft_tokens)
-            continue
-
-        # Give a GPU its next step before the host waits for the tokens of this one: the event comes
-        # before that step. It may run one token past a full cache, and draw for a sequence that the
-        # host then finds finished: `schedule` prefills such rows anew, and draws for them again.
-        host_tokens = state.tokens.to("cpu", non_blocking=True, copy=True)
-        copied = None
-        if state.tokens.is_cuda:
-            copied = torch.cuda.current_stream().record_event()
-        if cache is not None and batch.needs_more():
-            step(model, state.tokens, cache, None, sampler, state)
-        if copied is not None:
-            copied.synchronize()
-        yield from batch.append(host_tokens.tolist())
+        for tensor in (self.cache.lengths, *self.cache.buffers(), *self.state):
+            torch._dynamo.mark_static_address(tensor)
+        step()
+        self.step = step_without_guards
+        self.cache.reset()
 
 
 def new_cache(

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterable, Iterator
 
-from data.files import decode_utf8
 from data.tokenizer import Tokenizer
 from inference.batch import Sequence
 from model.cache import Cache
@@ -25,7 +24,7 @@ def new_sequences(
         tokens = truncate_left(tokenizer.encode_prompt(prompt), context)
         for sample in range(num_samples):
             sequence = Sequence(
-                tokens,
+                [*tokens],
                 max_new_tokens,
                 seed=sample_seed(seed, sample),
                 eos=tokenizer.eos_ids,
@@ -43,22 +42,17 @@ def read_turns(
     It must be finished when the next one is asked for. What the cache holds of the text before is
     not prefilled again.
     """
-    tokens = tokenizer.encode_prompt("")
+    beginning = tokenizer.encode_prompt("")
+    tokens = beginning
     turn = 0
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        with user_input():
-            line = decode_utf8(sys.stdin.buffer.readline(), "the line")
-            new_tokens = tokenizer.encode(line.rstrip("\r\n"))
-        if not line:
-            return
+    while (line := read_line()) != "":
+        new_tokens = tokenizer.encode(line.rstrip("\r\n"))
         if not new_tokens:
             continue
 
         # The cache holds the tokens of the text before, unless their beginning has to go.
-        tokens = tokens + new_tokens
         num_cached = int(cache.lengths[0])
+        tokens = tokens + new_tokens
         if len(tokens) > context:
             tokens = truncate_left(tokens, context)
             num_cached = 0
@@ -70,11 +64,18 @@ def read_turns(
             num_cached=num_cached,
         )
         yield [sequence]
-
         tokens = sequence.tokens
-        if tokens[-1] in tokenizer.eos_ids:  # the next line begins a document
-            tokens = [*tokens, *tokenizer.encode_prompt("")]
+        if sequence.finish_reason == "eos":  # the next line begins a document
+            tokens = tokens + beginning
         turn += 1
+
+
+def read_line() -> str:
+    """Read a line of standard input, behind "> " on a terminal. It is empty at the end of input."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    with user_input():
+        return sys.stdin.buffer.readline().decode()
 
 
 def sample_seed(seed: int, sample: int) -> int:
@@ -89,9 +90,6 @@ def truncate_left(tokens: list[int], context: int) -> list[int]:
     """
     if len(tokens) <= context:
         return tokens
-    print(
-        f"warning: a text of {len(tokens)} tokens, the model's context is {context}: "
-        "its end is used",
-        file=sys.stderr,
-    )
+    problem = f"a text of {len(tokens)} tokens, the model's context is {context}"
+    print(f"warning: {problem}: its end is used", file=sys.stderr)
     return tokens[1 - context :]

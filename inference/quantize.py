@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from model.layers import Linear
 from model.transformer import Transformer
 from run.hardware import processor_features
+from run.sealed import sync
 
 MAX_FEW_TOKENS = 16  # up to this, reading the weights takes longer than multiplying
 SOURCE = Path(__file__).with_name("matvec.cpp")
-FLAGS = (
+FLAGS = [
     "-O3",
     "-march=native",
     "-std=c++20",
@@ -28,7 +29,7 @@ FLAGS = (
     "-fPIC",
     "-w",
     "-DAT_PARALLEL_OPENMP=1",
-)
+]
 
 
 def load_matvec(folder: Path, compiler: str | None) -> bool:
@@ -75,55 +76,68 @@ def compile_matvec(library: Path, compiler: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         raise OSError(f"{compiler}: {' '.join(result.stderr.split())[:200]}")
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(temporary)
     temporary.replace(library)
 
 
-class DecodingLinear(nn.Module):
-    """x (..., N) -> (..., M), for inference only; in int8, each output has a scale.
-
-    `stored_weight` (M, N) holds `weight` in its own dtype, or quantized to int8.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, int8: bool):
-        super().__init__()
-        self.bias = bias
-        self.has_matvec = hasattr(torch.ops.attend, "matvec")
-        scale = None
-        if int8:
-            # Round each row to 255 levels of its largest weight.
-            scale = (weight.abs().amax(dim=1) / 127).clamp(min=1e-7)  # (M,)
-            rounded = (weight.float() / scale[:, None].float()).round()
-            weight = rounded.clamp(-127, 127).to(torch.int8)
-        self.register_buffer("scale", scale)
-        self.stored_weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-
-    @property
-    def weight(self) -> Tensor:
-        if self.scale is None:
-            return self.stored_weight
-        return self.stored_weight.to(self.scale.dtype) * self.scale[:, None]
-
-    def forward(self, x: Tensor) -> Tensor:
-        is_few = x.numel() <= MAX_FEW_TOKENS * x.shape[-1]
-        is_fast = is_few and x.device.type == "cpu" and x.dtype != torch.float64
-        if self.scale is None and not (is_fast and self.has_matvec):
-            return F.linear(x, self.stored_weight, self.bias)
-        if self.scale is None:
-            y = torch.ops.attend.matvec(x.contiguous(), self.stored_weight)
-        elif is_fast and x.shape[-1] % 16 == 0:  # torch's kernel is wrong for other sizes
-            y = torch._weight_int8pack_mm(x.flatten(0, -2), self.stored_weight, self.scale)
-            y = y.view(*x.shape[:-1], -1)
-        else:
-            y = F.linear(x, self.stored_weight.to(x.dtype)) * self.scale
-        return y if self.bias is None else y + self.bias
-
-
 def optimize_for_decoding(model: Transformer, int8: bool) -> None:
-    """Replace the linear layers and the head of a model, in place; it cannot be trained then."""
-    model.head = DecodingLinear(model.unembedding.detach(), None, int8)
+    """Replace the linear layers and the head of a model, in place; it cannot be trained then.
+
+    In their own dtype they stay as they are where the kernel is not loaded.
+    """
+    if not int8 and not hasattr(torch.ops.attend, "matvec"):
+        return
+    decoding = Int8Linear if int8 else MatvecLinear
+    model.head = decoding(model.unembedding.detach(), None)
     for parent in [*model.modules()]:
         for name, child in parent.named_children():
             if isinstance(child, Linear):
-                setattr(parent, name, DecodingLinear(child.weight.detach(), child.bias, int8))
+                setattr(parent, name, decoding(child.weight.detach(), child.bias))
+
+
+class MatvecLinear(nn.Module):
+    """x (..., N) -> (..., M), for inference only: a few tokens by the kernel in matvec.cpp."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)  # (M, N)
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_few_on_cpu(x):
+            return F.linear(x, self.weight, self.bias)
+        y = torch.ops.attend.matvec(x.contiguous(), self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+class Int8Linear(nn.Module):
+    """x (..., N) -> (..., M), for inference only: the weights of each output in int8, and a scale.
+
+    Each row of weights is rounded to 255 levels of its largest.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        scale = (weight.abs().amax(dim=1) / 127).clamp(min=1e-7)
+        levels = (weight.float() / scale[:, None].float()).round().clamp(-127, 127)
+        self.register_buffer("scale", scale)  # (M,)
+        self.levels = nn.Parameter(levels.to(torch.int8), requires_grad=False)  # (M, N)
+        self.bias = bias
+
+    @property
+    def weight(self) -> Tensor:
+        return self.levels.to(self.scale.dtype) * self.scale[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_few_on_cpu(x) and x.shape[-1] % 16 == 0:  # torch's kernel is wrong for other sizes
+            y = torch._weight_int8pack_mm(x.flatten(0, -2), self.levels, self.scale)
+            y = y.view(*x.shape[:-1], -1)
+        else:
+            y = F.linear(x, self.levels.to(x.dtype)) * self.scale
+        return y if self.bias is None else y + self.bias
+
+
+def is_few_on_cpu(x: Tensor) -> bool:
+    """Whether x (..., N) has so few vectors that reading the weights takes the time, on a CPU."""
+    is_few = x.numel() <= MAX_FEW_TOKENS * x.shape[-1]
+    return is_few and x.device.type == "cpu" and x.dtype != torch.float64

@@ -42,9 +42,9 @@ def sample(
 
     probability = (logits / temperature).softmax(dim=-1)
     if top_p < 1:
-        # A token is outside if those before it reach top_p, so the first is always inside.
+        # A token is outside if those before it exceed top_p, so the first is always inside.
         probability_before = probability.cumsum(dim=-1) - probability
-        probability = probability.masked_fill(probability_before >= top_p, 0.0)
+        probability = probability.masked_fill(probability_before > top_p, 0.0)
     if min_p > 0:
         threshold = min_p * probability.amax(dim=-1, keepdim=True)
         probability = probability.masked_fill(probability < threshold, 0.0)

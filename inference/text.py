@@ -1,15 +1,13 @@
 """Text out: sequences to texts that grow with them, up to a stop text; returned or printed."""
 
 import json
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from time import perf_counter
 
 from data.tokenizer import Tokenizer
 from inference.batch import Sequence
-from inference.engine import generate, new_cache
+from inference.engine import Engine, new_cache
 from inference.prompts import new_sequences
 from inference.sampling import sample
 from model.transformer import Transformer
@@ -38,7 +36,7 @@ def generate_text(
         tokenizer, prompts, model.context, max_new_tokens=max_new_tokens, seed=seed
     )
     cache = new_cache(model, sequences, batch_size)
-    generated = generate(model, sequences, partial(sample, **options), cache=cache)
+    generated = Engine(model, partial(sample, **options), cache).generate(sequences)
     texts = dict.fromkeys(sequences, "")
     for text in stream_texts(generated, tokenizer, stop_texts):
         texts[text.sequence] = text.text
@@ -58,89 +56,60 @@ def stream_texts(
 
 
 class StreamingText:
-    """What a sequence says after its prompt: `text` grows and ends before the first stop text."""
+    """What a sequence says after its prompt: `text` grows and ends before the first stop text.
+
+    It is made when the sequence has its first new token.
+    """
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer, stop_texts: Iterable[str]):
         self.sequence = sequence
-        self.detokenizer = StreamingDetokenizer(tokenizer, sequence.tokens[-2:-1])
+        self.tokenizer = tokenizer
         self.stop_texts = stop_texts
         self.text = ""
         self.unprinted = ""  # what is new in `text`
-        self.pending = ""  # text that may be the beginning of a stop text
+        self.decoded = ""  # `text`, and what may be the beginning of a stop text
+        # New tokens are decoded behind the one before them: so a word keeps the space in front of
+        # it, which the tokenizer may drop at the beginning of a text.
+        self.previous = sequence.tokens[-2:-1]
+        self.pending: list[int] = []
 
     def update(self) -> None:
         """Add the newest token of the sequence."""
         sequence = self.sequence
         if sequence.finish_reason != "eos":
-            self.pending += self.detokenizer.push(sequence.tokens[-1])
-        if sequence.is_finished:
-            self.pending += self.detokenizer.pending_text()
+            self.pending.append(sequence.tokens[-1])
+        num_before = len(self.tokenizer.decode(self.previous))
+        new_text = self.tokenizer.decode(self.previous + self.pending)[num_before:]
+        # A character whose bytes are not complete waits for the next token.
+        if sequence.finish_reason is not None or not new_text.endswith("\ufffd"):
+            self.decoded += new_text
+            self.previous = self.pending[-1:]
+            self.pending = []
 
-        # Pass on what is pending, but for a stop text and what may become one.
-        starts = [self.pending.find(stop) for stop in self.stop_texts if stop in self.pending]
-        end = len(self.pending)
+        # Pass on all but a stop text, and what may become one.
+        end = len(self.decoded)
+        starts = [self.decoded.find(stop) for stop in self.stop_texts if stop in self.decoded]
         if starts:
-            sequence.stop()
+            sequence.finish_reason = "stop"
             end = min(starts)
-        elif not sequence.is_finished:
-            end -= self.partial_stop_length()
-        self.text += self.pending[:end]
-        self.unprinted += self.pending[:end]
-        self.pending = self.pending[end:]
-
-    def partial_stop_length(self) -> int:
-        """Return how many characters at the end of the pending text may begin a stop text."""
-        for length in range(len(self.pending), 0, -1):
-            end = self.pending[-length:]
-            if any(stop.startswith(end) for stop in self.stop_texts):
-                return length
-        return 0
+        elif sequence.finish_reason is None:
+            longest = max(map(len, self.stop_texts), default=1)
+            end = max(0, end - longest + 1)
+        self.unprinted += self.decoded[len(self.text) : end]
+        self.text = self.decoded[:end]
 
 
-class StreamingDetokenizer:
-    """Turns tokens into text as soon as it is certain: a character's bytes wait for the last one.
-
-    `prefix` holds the token before the first one, if any: decoded behind it, a word keeps the
-    space in front of it, which the tokenizer may drop at the beginning of a text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prefix: list[int]):
-        self.tokenizer = tokenizer
-        self.prefix = prefix
-        self.pending: list[int] = []
-
-    def push(self, token: int) -> str:
-        """Add a token; return the text that is certain now."""
-        self.pending.append(token)
-        text = self.pending_text()
-        if text.endswith("\ufffd"):  # bytes of a character that is not complete
-            return ""
-        self.prefix = self.pending[-1:]
-        self.pending = []
-        return text
-
-    def pending_text(self) -> str:
-        """Decode the tokens whose text was not returned yet."""
-        before = self.tokenizer.decode(self.prefix)
-        return self.tokenizer.decode(self.prefix + self.pending)[len(before) :]
-
-
-def print_texts(
-    texts: Iterator[StreamingText], *, is_json: bool, has_headings: bool
-) -> tuple[int, float]:
+def print_texts(texts: Iterator[StreamingText], *, is_json: bool, has_headings: bool) -> int:
     """Print texts in the order in which they begin, each as it grows, or in JSON once finished.
 
     `texts` yields a text each time it has a new token. A heading has the text's number and prompt.
-    Returns the number of tokens, and the time of the first by `perf_counter` (NaN without a token).
+    Returns the number of tokens.
     """
     num_texts = 0
     num_tokens = 0
-    first_token_time = math.nan
     unfinished = deque()  # texts that have begun; all but the first wait
     for text in texts:
         num_tokens += 1
-        if num_tokens == 1:
-            first_token_time = perf_counter()
         if text.sequence.num_generated == 1:
             num_texts += 1
             if has_headings:
@@ -151,7 +120,7 @@ def print_texts(
         # Print the first text, and, where it is finished, what those behind it have so far.
         while unfinished:
             current = unfinished[0]
-            is_finished = current.sequence.is_finished
+            is_finished = current.sequence.finish_reason is not None
             if not is_json:
                 print(current.unprinted, end="\n" if is_finished else "", flush=True)
                 current.unprinted = ""
@@ -161,4 +130,4 @@ def print_texts(
             if not is_finished:
                 break
             unfinished.popleft()
-    return num_tokens, first_token_time
+    return num_tokens

@@ -1,4 +1,7 @@
-"""The attention weights of a prompt as a picture: a row for each layer, a column for each head."""
+"""Draw the attention weights of a prompt:  python -m tools.attention_map PROMPT --out map.png
+
+The picture has a row for each softmax layer and a column for each of its heads.
+"""
 
 from contextlib import ExitStack
 from functools import partial
@@ -7,10 +10,34 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.attention.kernels import AttentionKernel, bias_tensor, eager_attention
+from inference.load import load
+from model.attention.kernels import AttentionKernel
 from model.transformer import Transformer
+from run import errors
+from run.cli import Parser, add_model_options
 
-MAX_LABELED = 48  # tokens up to which the axes are labeled with them
+MAX_LABELED = 32  # tokens up to which the axes are labeled with them
+SQUARE = 3.0  # inches
+
+
+def main() -> None:
+    parser = Parser(
+        "python -m tools.attention_map",
+        description=__doc__.partition("\n")[0],
+        epilog="quote the prompt",
+    )
+    parser.add_argument("prompt", help="text whose tokens attend to each other")
+    parser.add_argument("--out", type=Path, required=True, help="a .png or .svg")
+    add_model_options(parser)
+    args = parser.parse_args()
+    with errors.report_errors(), errors.user_input():
+        model, tokenizer, _ = load(args.run, args.device, args.dtype)
+        tokens = tokenizer.encode_prompt(args.prompt)[: model.context]
+        maps = attention_weights(model, tokens)
+        if not maps:
+            raise ValueError("no layer of this model is a softmax. fix: --run of another")
+        labels = [tokenizer.decode([token]) or str(token) for token in tokens]
+        draw(maps, labels, args.out)
 
 
 @torch.no_grad()
@@ -40,40 +67,36 @@ def record_weights(
     output: Tensor,
 ) -> None:
     """Store the weights of the first row in `maps`; a forward hook of the layer's kernel."""
-    q, k, _, visible = args
-    q = q.transpose(1, 2)
-    k = k.transpose(1, 2)
     # The weights are the output for values that are the identity.
-    v = torch.eye(k.shape[2]).to(k).expand(*k.shape[:2], -1, -1)
-    bias = bias_tensor(kwargs.pop("score_bias", None), q.shape[1], visible)
-    y = eager_attention(q, k, v, visible.mask, softcap=kernel.softcap, bias=bias, **kwargs)
-    maps[layer] = y[0].float().cpu()
+    q, k, _, visible = args
+    identity = torch.eye(k.shape[1]).to(k)
+    v = identity[:, None].expand(*k.shape[:3], -1)  # (B, S, K, S)
+    weights = kernel.forward(q, k, v, visible, **kwargs)  # (B, T, H, S)
+    maps[layer] = weights[0].transpose(0, 1).float().cpu()
 
 
-def draw(model: Transformer, tokens: list[int], labels: list[str], path: Path) -> None:
-    """Draw the weights of all softmax layers to a file. Raises ValueError where there are none."""
+def draw(maps: dict[int, Tensor], labels: list[str], path: Path) -> None:
+    """Draw the weights of layers to a file; `labels` are the tokens."""
     from matplotlib.figure import Figure
 
-    maps = attention_weights(model, tokens)
-    if not maps:
-        raise ValueError(
-            "no layer of this model is a softmax (--attention-map). fix: --run of another"
-        )
-
-    # A square for each head; only those of a short prompt have room for its tokens.
-    is_labeled = len(tokens) <= MAX_LABELED
-    inches = max(2.0, 0.14 * len(tokens)) if is_labeled else 3.0
+    # A square for each head. $ would begin a formula.
     heads = max(map(len, maps.values()))
-    size = (heads * inches + 1, len(maps) * inches + 1)
+    size = (heads * SQUARE + 1, len(maps) * SQUARE + 1)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(maps), heads, squeeze=False, sharex=True, sharey=True)
-    labels = [label.replace("$", r"\$") for label in labels]  # $ would begin a formula
+    ticks = range(len(labels))
+    labels = [label.replace("$", r"\$") for label in labels]
     for row, (layer, layer_weights) in zip(grid, maps.items(), strict=True):
         for head, weights in enumerate(layer_weights.numpy()):
             axes = row[head]
             axes.imshow(weights, cmap="magma", vmin=0, vmax=1, interpolation="nearest")
             axes.set_title(f"layer {layer} head {head}", fontsize=7)
-            if is_labeled:
-                axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=5)
-                axes.set_yticks(range(len(tokens)), labels, fontsize=5)
+            # Only a short prompt has room for its tokens.
+            if len(labels) <= MAX_LABELED:
+                axes.set_xticks(ticks, labels, rotation=90, fontsize=5)
+                axes.set_yticks(ticks, labels, fontsize=5)
     figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

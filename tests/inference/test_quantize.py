@@ -29,11 +29,10 @@ def test_products_are_those_of_float64(
     for p in linear.parameters():
         torch.nn.init.normal_(p, generator=generator)
     x = torch.randn(tokens, 1, inputs, generator=generator).to(dtype)
-    few = quantize.DecodingLinear(
-        linear.weight.detach().to(dtype), linear.bias.detach().to(dtype), int8
-    )
+    decoding = quantize.Int8Linear if int8 else quantize.MatvecLinear
+    few = decoding(linear.weight.detach().to(dtype), linear.bias.detach().to(dtype))
     if int8:
-        assert few.stored_weight.dtype == torch.int8
+        assert few.levels.dtype == torch.int8
         scale = (
             linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127
         )  # half a step, and a rounded scale
@@ -66,8 +65,9 @@ def test_a_model_for_decoding_is_the_model(compiled, variant, tied):
 def test_without_a_compiler_torch_multiplies(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.ops, "attend", object())
     assert not quantize.load_matvec(tmp_path, None) and not quantize.load_matvec(tmp_path, "false")
-    few, x = quantize.DecodingLinear(torch.randn(4, 8), None, int8=False), torch.randn(1, 8)
-    close(few(x), x @ few.weight.T)
+    model = instantiate(tree_of("gqa"))
+    quantize.optimize_for_decoding(model, int8=False)
+    assert not any(isinstance(module, quantize.MatvecLinear) for module in model.modules())
 
 
 def test_weights_in_int8_cost_less_than_a_hundredth_of_a_nat(trainer_of):

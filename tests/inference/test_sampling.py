@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from inference.batch import Sequence, new_sampler_state
-from inference.engine import compile_decode_step, decode_step, generate, warm_up
+from inference.batch import Sequence
+from inference.engine import Engine
 from inference.sampling import exponential_noise, sample
 from run.instantiate import instantiate
-from tests.conftest import continued, redraw, tree_of
+from tests.conftest import compile_without_inductor, continued, redraw, tree_of
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -8.0]])
 
@@ -97,99 +97,29 @@ def test_a_seed_repeats_and_another_does_not():
     assert one == same != other
 
 
-@pytest.mark.parametrize("prompts", [[[]], [[1], []], [[1] * 65]])
-def test_prompts_that_cannot_be_read_are_refused(prompts):
-    model = instantiate(tree_of("gqa"))
-    with pytest.raises(ValueError, match="1 to 64 tokens"):
-        continued(model, prompts, 1, rows=2)
-
-
 def test_a_full_context_loses_its_older_half():
     model = redraw(instantiate(tree_of("gqa"))).double()
     prompt = list(range(64))
     read = []
 
     def draw(logits, *_):
-        read.append(logits[:, -1])
-        return torch.full(logits.shape[:2], 7)
+        read.append(logits)
+        return torch.full(logits.shape[:1], 7)
 
     continued(model, [prompt], 3, draw)
     for got, text in zip(read, (prompt, [*prompt[32:], 7], [*prompt[32:], 7, 7]), strict=True):
         torch.testing.assert_close(got, model(torch.tensor([text]))[:, -1])
 
 
-def test_right_drafts_save_steps_and_change_no_logits():
-    """A text that repeats itself: what follows is drafted, and decoded four tokens at a time."""
-    model, prompt = redraw(instantiate(tree_of("delta"))).double(), [5, 6, 7] * 4
-    found = {}
-
-    def draw(logits, keys, places, seen):
-        for place, row in zip(places.flatten().tolist(), logits.flatten(0, -2), strict=True):
-            found.setdefault(place, []).append(row.clone())
-        return 5 + places % 3
-
-    steps = []
-    plain = continued(model, [prompt], 12, draw, rows=1)
-    read = {place: logits.pop() for place, logits in found.items()}
-    assert len(read) == 12
-
-    def step(*about):
-        steps.append(about[1].shape[1])
-        return decode_step(*about)
-
-    assert (
-        continued(model, [prompt], 12, draw, rows=1, step=step, num_draft_tokens=3)
-        == plain
-        == [[5, 6, 7] * 4]
-    )
-    assert steps == [4, 4, 4]
-    for place, logits in read.items():
-        for again in found[place]:
-            torch.testing.assert_close(again, logits)
-
-
-def test_a_wrong_draft_is_decoded_but_never_kept():
-    model, read = redraw(instantiate(tree_of("gqa"))).double(), {}
-    tokens = torch.tensor([5, 6, 9, 5, 6, 4, 5, 6, 8, 0, 0, 0])
-
-    def draw(logits, keys, places, seen):
-        """Of several draws at once, the last that is the first of its place is the one that counts."""
-        for place, row in zip(places.flatten().tolist(), logits.flatten(0, -2), strict=True):
-            read.setdefault(place, []).append(row.clone())
-        return tokens[places]
-
-    (drawn,) = continued(model, [[5, 6, 7]], 9, draw, rows=1, num_draft_tokens=3)
-    assert drawn == [5, 6, 9, 5, 6, 4, 5, 6, 8]
-    for place in range(9):
-        expected = model(torch.tensor([[5, 6, 7, *drawn[:place]]]))[0, -1]
-        torch.testing.assert_close(read[place][-1], expected)
-
-
-def test_a_sequence_says_why_it_is_over():
-    for tokens, reasons in (
-        ([3, 4, 6, 6], [None, None, None, "length"]),
-        ([3, 5], [None, "eos"]),
-        ([3, 4, 6, 5], [None, None, None, "eos"]),
-    ):
-        sequence = Sequence([1], 4, eos={5})
-        for token, reason in zip(tokens, reasons, strict=True):
-            sequence.append(token)
-            assert sequence.finish_reason == reason
-    assert Sequence([1], 0).finish_reason == "length"
-
-
-def test_the_cache_holds_nothing_after_an_end_within_right_drafts():
-    model = redraw(instantiate(tree_of("gqa"))).double()
-    cache = model.new_cache(1, 64, torch.float64, "cpu")
-    sequence = Sequence([5, 6, 7] * 4, 12, eos={6})
-
-    def draw(logits, seeds, draw_indices, seen):
-        return 5 + draw_indices % 3
-
-    for _ in generate(model, [sequence], draw, cache=cache, num_draft_tokens=3):
-        pass
-    assert sequence.tokens[12:] == [5, 6] and sequence.finish_reason == "eos"
-    assert int(cache.lengths[0]) == 13  # all but the end
+@pytest.mark.parametrize(
+    "tokens, reason", [([3, 4, 6, 6], "length"), ([3, 5], "eos"), ([3, 4, 6, 5], "eos")]
+)
+def test_a_sequence_says_why_it_is_over(tokens, reason):
+    sequence = Sequence([1], 4, eos={5})
+    for token in tokens:
+        assert sequence.finish_reason is None
+        sequence.append(token)
+    assert sequence.finish_reason == reason
 
 
 OPTIONS = [
@@ -203,39 +133,23 @@ OPTIONS = [
 ]
 
 
-def sample_few(logits, seeds, draw_indices, seen_tokens, **options):
-    """Draw one of eight tokens, so that drafts are right now and then."""
-    return sample(logits[..., :8], seeds, draw_indices, seen_tokens[..., :8], **options)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_compiled_draws_and_drafts_give_the_tokens_of_an_uncached_loop(options, monkeypatch):
+def test_compiled_draws_give_the_tokens_of_an_uncached_loop(options, monkeypatch):
     """Calls share what is compiled; fewer rows than texts, one of which outgrows the context."""
     torch._dynamo.reset()
     counters.clear()
-    compiled = partial(torch.compile, backend="aot_eager", dynamic=False, fullgraph=True)
-    monkeypatch.setattr(torch, "compile", lambda step, **_: compiled(step))
+    compile_without_inductor(monkeypatch)
     model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).double().eval()
-    sampler = partial(sample_few, **options)
+    sampler = partial(sample, **options)
     prompts = [[1, 2, 3] * n for n in (1, 9, 16)]
     expected = continued(model, prompts, 20, sampler)
 
-    step = compile_decode_step(torch.device("cpu"))
-    state = new_sampler_state(model, 2)
-    cache = model.new_cache(2, 64, torch.float64, "cpu")
-    warm_up(step, model, cache, sampler, state, 3)
-    cache.reset()
-    widths = set()
-
-    def counted(model, tokens, *about):
-        widths.add(tokens.shape[1])
-        return step(model, tokens, *about)
-
-    for num_draft_tokens in (0, 3, 0):
-        sequences = [Sequence(prompt, 20, seed=n) for n, prompt in enumerate(prompts)]
-        how = {"step": counted, "num_draft_tokens": num_draft_tokens}
+    engine = Engine(model, sampler, model.new_cache(2, 64, torch.float64, "cpu"))
+    engine.compile()
+    for _ in range(2):
+        sequences = [Sequence([*prompt], 20, seed=n) for n, prompt in enumerate(prompts)]
         drawn = {sequence: [] for sequence in sequences}
-        for sequence in generate(model, sequences, sampler, cache=cache, state=state, **how):
+        for sequence in engine.generate(sequences):
             drawn[sequence].append(sequence.tokens[-1])
         assert [*drawn.values()] == expected
-    assert widths == {1, 4} and counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 1

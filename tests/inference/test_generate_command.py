@@ -1,0 +1,188 @@
+"""`generate.py` as a user runs it: what it prints, and how it ends."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference import generate_text, load
+from inference.batch import Sequence
+from inference.text import stream_texts
+from tests.conftest import LONG, ROOT, Result, continued, drawn, saved, tree_of
+
+GREEDY = " --temperature 0 --max-new-tokens "
+
+
+@pytest.fixture
+def generate(command, drawn_run):
+    """Runs generate.py with a prompt and options, where a batch and a row alone are summed alike."""
+    return lambda prompt, words="", *more: command(
+        "generate.py", "--device=cpu", *words.split(), *more, prompt
+    )
+
+
+def filed(prompts: list[str]) -> str:
+    Path("prompts.txt").write_text("\n".join(prompts))
+    return "--prompt-file=prompts.txt"
+
+
+def bodies(result: Result) -> list[str]:
+    """What is below each heading."""
+    _, *texts = re.split(r"^--- .*\n", result.out, flags=re.MULTILINE)
+    return texts
+
+
+def test_greedy_text_is_the_same_without_a_cache_past_the_context(generate):
+    cached = generate("Ann had", GREEDY + "100")
+    assert cached.code == 0 and len(cached.out) > 50
+    assert generate("Ann had", GREEDY + "100 --no-cache").out == cached.out
+    assert "bytes of cache" in cached.err and "tokens/s" in cached.err
+
+
+def test_a_cache_in_int8_is_smaller_and_says_so(generate):
+    exact, small = (
+        re.search(r"([\d,]+) bytes of cache", generate("Ann had", f"--cache-dtype {dtype}").err)[1]
+        for dtype in ("auto", "int8")
+    )
+    # Of head dimension 16, with a scale each.
+    assert int(small.replace(",", "")) == int(exact.replace(",", "")) * (16 + 2) / (4 * 16)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "delta"])
+def test_attention_can_be_drawn(command, tokenizer, variant):
+    saved(Path("runs/drawn"), tree_of(variant), tokenizer)
+    words = ("tools/attention_map.py", "--device=cpu", "Ann had $3 and $4", "--out")
+    result = command(*words, "map.png")
+    assert result.code == 0, result.err
+    assert Path("map.png").read_bytes().startswith(b"\x89PNG")
+    assert command(*words, "map.wav").code == 2
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_ragged_batch_is_each_prompt_alone(generate, temperature):
+    prompts = ["Ann", "Bob had an old map. Cleo", "Dan saw a small dog and said: may I"]
+    words = f"--temperature {temperature} --max-new-tokens 12 --num-samples 2"
+    alone = [text for prompt in prompts for text in bodies(generate(prompt, words))]
+    assert bodies(generate(filed(prompts), words)) == alone
+
+
+def test_several_texts_are_headed_by_their_prompts(generate):
+    prompts = ["Ann had", "  a\ttab  " + "and more " * 20, "<s>"]
+    texts = [generate(prompt, GREEDY + "5").out for prompt in prompts]
+    assert not any("---" in text for text in texts)  # one text on a pipe is alone
+    names = ["Ann had", "a tab " + "and more " * 7 + "a", "<s>"]
+    expected = ""
+    for number in range(6):
+        expected += f"--- {number + 1}: {names[number // 2]}\n{texts[number // 2]}"
+    assert generate(filed(prompts), GREEDY + "5 --num-samples 2 --batch-size 4").out == expected
+
+
+def test_a_call_generates_what_the_command_prints(generate, drawn_run):
+    prompts = ["Ann had", "Bob"]
+    words = "--seed 3 --stop e --top-k 9 --top-p 0.9 --max-new-tokens 30"
+    printed = generate(filed(prompts), words)
+    model, tokenizer, _ = load(str(drawn_run), "cpu")
+    options = {"stop_texts": ["e"], "top_k": 9, "top_p": 0.9, "temperature": 0.8}
+    texts, other = (
+        generate_text(model, tokenizer, prompts, max_new_tokens=30, **options | {"seed": seed})
+        for seed in (3, 4)
+    )
+    assert [text + "\n" for text in texts] == bodies(printed) and texts != other
+    assert generate_text(model, tokenizer, [], max_new_tokens=1) == []
+    assert generate_text(model, tokenizer, "Ann", max_new_tokens=0) == [""]
+
+
+def test_json_lines_are_answered_by_json_lines(generate):
+    prompts = ["Ann", 'Bob\nsaid: "may I', "Жили"]
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
+    Path("prompts.jsonl").write_text("".join(lines))
+    result = generate("--prompt-file=prompts.jsonl", GREEDY + "12 --batch-size 2")
+    expected = [{"prompt": p, "text": generate(p, GREEDY + "12").out[:-1]} for p in prompts]
+    assert [json.loads(line) for line in result.out.split("\n")[:-1]] == expected
+
+
+def type_in(monkeypatch, text: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+
+
+def test_a_conversation_goes_on_from_the_text_before(generate, tokenizer, monkeypatch):
+    """Token by token as one text that grows; its text could be read as other tokens."""
+    model = drawn(tree_of("gqa", f"model.vocab_size={tokenizer.vocab_size}"))
+    tokens, expected = [tokenizer.bos], ""
+    for prompt in ("Ann had", "Bob saw"):
+        tokens += tokenizer.encode(prompt)
+        (new,) = continued(model, [tokens], 9)
+        tokens += new
+        expected += tokenizer.decode(new) + "\n"
+    type_in(monkeypatch, b"Ann had\n\nBob saw\n")
+    result = generate("--interactive", GREEDY + "9")
+    assert result.code == 0 and result.out == expected and "18 tokens" in result.err
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_weights_in_fewer_bits_generate(generate, dtype):
+    result = generate("Ann had", f"--dtype {dtype}")
+    assert result.code == 0 and "drawn step-00000001" in result.err
+
+
+@pytest.mark.parametrize(
+    "is_ended, stops, expected, reason",
+    [
+        (True, ["old map"], "Ann had an old", "eos"),  # what may have become a stop, too
+        (False, ["map", "n old", "@"], "Ann had a", "stop"),  # begins in a token, ends in another
+    ],
+)
+def test_a_text_ends_before_its_first_stop_or_where_its_model_ends_it(
+    tokenizer, is_ended, stops, expected, reason
+):
+    sequence = Sequence([tokenizer.bos], 99, eos=tokenizer.eos_ids)
+    tokens = tokenizer.encode("Ann had an old" if is_ended else "Ann had an old map")
+    tokens += [tokenizer.eos] * is_ended
+
+    def engine():
+        for token in tokens:
+            if sequence.finish_reason is None:
+                sequence.append(token)
+                yield sequence
+
+    for text in stream_texts(engine(), tokenizer, stops):
+        assert expected.startswith(text.text)
+    assert text.text == expected and sequence.finish_reason == reason
+    assert (sequence.tokens[1:] == tokens) == is_ended
+
+
+def test_text_ends_before_the_stop_text(generate):
+    free = generate("Ann had", GREEDY + "100").out
+    stop = free[20:26]
+    cut = generate("Ann had", GREEDY + "100 --stop @@@", "--stop", stop).out
+    assert cut == free[: free.index(stop)] + "\n"
+
+
+@pytest.mark.parametrize("prompt", ["", "a=b, ${oc.env:HOME} 'x' {y}", "-", "\n", "Жили 🐈"])
+def test_any_prompt_is_a_prompt(generate, monkeypatch, prompt):
+    type_in(monkeypatch, b"Ann had")
+    result = generate(prompt, GREEDY + "3 --")
+    assert result.code == 0, result.err
+    if prompt == "-":
+        assert result.out == generate("Ann had", GREEDY + "3").out
+
+
+def test_a_long_prompt_loses_its_beginning_with_a_warning(generate):
+    result = generate("Ann had a red ball. " * 40, "--max-new-tokens 2")
+    assert result.code == 0 and "context is 64" in result.err
+
+
+def test_generation_without_any_run_says_how_to_get_one(command):
+    result = command("generate.py", "a")
+    assert result.code == 2 and "fix: python train.py" in result.err
+
+
+def test_a_reader_that_has_enough_is_no_error(drawn_run):
+    words = f"{sys.executable} {ROOT / 'generate.py'} Ann --max-new-tokens 100 | head -c 10"
+    how = {"capture_output": True, "timeout": LONG}
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", words], **how)
+    assert done.returncode == 0 and len(done.stdout) == 10 and b"Traceback" not in done.stderr
