@@ -44,7 +44,7 @@ def measure_lengths(run_dir: Path | None) -> dict:
             if name == YARN:
                 scale_positions(model, settings["context"])
             corpus = open_corpus(settings)
-            if corpus.validation:
+            if len(corpus.validation) > 0:
                 lengths[name] = last_loss(model, corpus, settings)
             else:
                 metrics = evaluate_corpus(model, corpus, settings)
@@ -62,7 +62,7 @@ def last_loss(model: Transformer, corpus: Corpus, settings: dict) -> float:
     At all contexts of the model these are the same targets, with more or less in front of them.
     Windows have the longest context. They overlap, but not in their targets.
     """
-    tokens = torch.from_numpy(np.concatenate(corpus.validation).astype(np.int64))
+    tokens = torch.from_numpy(corpus.validation.astype(np.int64))
     length = LONGEST * settings["context"] + 1
     if len(tokens) < length:
         raise ValueError(
@@ -108,7 +108,7 @@ def open_run(path: Path | None) -> tuple[Path, dict]:
 
 def open_corpus(settings: dict) -> Corpus:
     """What a run is trained on and judged by. Raises ValueError for text that is not there."""
-    return prepare(instantiate(settings["data"], "data"), Path(".cache"), quiet=True)
+    return prepare(instantiate(settings["data"], "data"), Path(".cache"))
 
 
 def loss_of(model: Transformer, corpus: Corpus, settings: dict) -> LanguageModelLoss:

@@ -1,6 +1,5 @@
 """The loss at 2 and 4 times the training context is that of the same targets."""
 
-import functools
 import json
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.attention.softmax import SoftmaxAttention
+from inference.load import load_model
 from run import checkpoint
 from run.instantiate import instantiate
 from tests.conftest import drawn, settings_of, tree_of
@@ -36,7 +35,7 @@ def run_of(tmp_path, monkeypatch, story):
     text = (f"context={CONTEXT}", "data=text", f"data.path={story}", "data.vocab_size=400")
 
     def make(*overrides: str) -> Path:
-        saved_run(Path("runs/drawn"), settings_of(*text, *overrides))
+        saved_run(Path("runs/drawn"), settings_of(*text, *overrides).model_dump())
         return Path("runs/drawn")
 
     return make
@@ -56,7 +55,7 @@ def test_losses_are_those_of_a_plain_loop(run_of, variant):
     for multiple in (1, 2, 4):
         context = multiple * CONTEXT
         newest = checkpoint.newest_checkpoint(run)
-        model = checkpoint.load_model(newest, "cpu", context=context).double()
+        model = load_model(newest, "cpu", context=context).double()
         nats = []
         # Blocks of half a context are scored, the first after three and a half contexts.
         for first in range(4 * CONTEXT - CONTEXT // 2, len(tokens) - CONTEXT // 2, CONTEXT // 2):
@@ -67,18 +66,6 @@ def test_losses_are_those_of_a_plain_loop(run_of, variant):
                 nats.append(-scores[context - CONTEXT // 2 + at, target].item())
         assert len(nats) > 30
         assert measured[str(multiple)] == pytest.approx(sum(nats) / len(nats), rel=1e-5)
-
-
-def test_a_window_that_reaches_no_further_has_the_same_loss(run_of):
-    measured = measure_lengths(run_of("attention=sliding_window", "attention.window=2"))
-    assert measured["2"] == pytest.approx(measured["1"], rel=1e-5)
-    assert measured["4"] == pytest.approx(measured["1"], rel=1e-5)
-
-
-def test_full_attention_has_another_loss(run_of):
-    measured = measure_lengths(run_of("attention=gqa"))
-    assert measured["2"] != pytest.approx(measured["1"], rel=1e-3)
-    assert measured["4"] != pytest.approx(measured["2"], rel=1e-3)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "nope"])
@@ -99,28 +86,13 @@ def test_yarn_is_that_of_a_model_with_scaled_positions(run_of, variant):
     newest = checkpoint.newest_checkpoint(run)
     settings = checkpoint.load_config(newest)
     settings["model"]["attention"] = scaled(settings["model"]["attention"])
-    weights = checkpoint.load_model(newest, "cpu").state_dict()
+    weights = load_model(newest, "cpu").state_dict()
     proto = (newest / "tokenizer.model").read_bytes()
     checkpoint.save(Path("runs/scaled"), 1, weights, settings, {"tokenizer.model": proto}, {})
     expected = measure_lengths(Path("runs/scaled"))
     assert measured["4 YaRN"] == pytest.approx(expected["4"], rel=1e-5)
     assert measured["4"] != pytest.approx(expected["4"], rel=1e-4)
     assert expected["4 YaRN"] == expected["4"]  # what was trained with a scaling keeps that
-
-
-def test_positions_that_were_learned_are_the_reason(run_of, monkeypatch):
-    construct = SoftmaxAttention.__init__
-
-    @functools.wraps(construct)
-    def with_positions(self, spec, **knobs):
-        construct(self, spec, **knobs)
-        self.positions = torch.nn.Parameter(torch.zeros(spec.context, spec.dim))
-
-    monkeypatch.setattr(SoftmaxAttention, "__init__", with_positions)
-    measured = measure_lengths(run_of("attention=gqa"))
-    assert isinstance(measured["1"], float)
-    reason = "blocks.0.attention.positions was trained for 8 tokens (--context 16)"
-    assert measured["2"] == reason
 
 
 def test_too_little_text_is_the_reason(run_of, monkeypatch):
@@ -152,9 +124,9 @@ def test_accuracies_of_a_task_are_those_of_rows_of_this_length(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     settings = settings_of("data=recall", "context=24", "data.pairs=[2,4]", "data.vocab_size=16")
     run = Path("runs/recall")
-    model = saved_run(run, settings)
+    model = saved_run(run, settings.model_dump())
     measured = measure_lengths(run)
-    task = instantiate(settings["data"], "data")
+    task = instantiate(settings.data, "data")
     for multiple in (1, 2, 4):
         context = multiple * 24
         accuracies = {2: [], 4: []}

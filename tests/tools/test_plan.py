@@ -1,25 +1,82 @@
-"""Jobs are planned from settings that are composed once for all seeds of a variant."""
+"""A sweep becomes variants of equal size, and those become jobs."""
 
 from pathlib import Path
 
+import pytest
+
+from run.settings import compose, flatten
+from tests.conftest import TINY, VARIANTS, settings_of
 from tools.compare import plan
+from tools.compare.plan import match_hidden, plan_jobs
 
 
-def test_settings_of_a_job_are_those_that_its_overrides_compose_to():
-    words = ["attention=gqa,mqa", "seed=0,3", "model=tiny", "optimizer.lr=0.01", "steps=9"]
-    words += ["tasks=text,recall", "recall.data.pairs=[2,4]", "recall.eval_tokens=500"]
-    tasks = plan.plan_jobs(words, "params", Path("out, of é"))
-    jobs = [*tasks["text"], *tasks["recall"]]
-    assert [job.settings["seed"] for job in jobs] == [0, 0, 3, 3] * 2
-    for job in jobs:
-        assert plan.compose_settings(job.overrides) == job.settings
-    hidden = [job.settings["model"]["hidden"] for job in jobs]
-    assert hidden[0] != hidden[1]
+def num_parameters(overrides: list[str]) -> int:
+    model = plan.build_model(compose(overrides).model, "meta")
+    return sum(p.numel() for p in model.parameters())
 
 
 def test_a_variant_is_composed_once(monkeypatch):
     composed = []
-    compose = plan.compose
     monkeypatch.setattr(plan, "compose", lambda words: composed.append(words) or compose(words))
-    jobs = plan.plan_jobs(["attention=gqa,mqa", "seed=range(0,5)"], "params", Path("out"))["text"]
+    jobs = plan_jobs(["attention=gqa,mqa", "seed=range(0,5)"], "params", Path("out"))
     assert len(jobs) == 10 and len(composed) == 2
+
+
+def test_jobs_compose_to_what_was_asked():
+    words = ["attention=gqa,mqa", "seed=0,3", "model=tiny", "optimizer.lr=0.01"]
+    jobs = plan_jobs(words, "params", Path("out, of é"))
+    assert [job.run_dir.name for job in jobs] == ["gqa-0", "mqa-0", "gqa-3", "mqa-3"]
+    assert [job.baseline for job in jobs] == [None, *[jobs[0]] * 3]
+    settings = [compose(job.overrides) for job in jobs]
+    for job, each in zip(jobs, settings, strict=True):
+        assert each.run_dir == str(job.run_dir) and each.resume
+        assert each.name == job.variant and each.optimizer["lr"] == 0.01
+    assert [each.seed for each in settings] == [0, 0, 3, 3]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", ["params", "flops"])
+def test_every_preset_is_made_as_large_as_the_baseline(kind, variant):
+    for name in ("tiny", "350m"):
+        target = plan.SIZES[kind](plan.build_model(settings_of(f"model={name}").model, "meta"))
+        tree = settings_of(f"model={name}", f"attention={variant}").model
+        hidden = match_hidden(tree, plan.SIZES[kind], target)
+        model = plan.build_model(tree | {"hidden": hidden}, "meta")
+        size = model.training_flops()
+        if kind == "params":
+            size = sum(p.numel() for p in model.parameters())
+        assert abs(size / target - 1) <= 0.01, name
+
+
+def test_matching_changes_the_feed_forward_alone():
+    jobs = plan_jobs(["attention=gqa,mha", "model=tiny", "seed=3"], "params", Path("out"))
+    one, other = (dict(flatten(compose(job.overrides).model_dump())) for job in jobs)
+    swept = ("name", "run_dir", "attention.kv_heads", "model.attention.kv_heads")
+    assert {key for key in one if one[key] != other[key]} == {"model.hidden", *swept}
+    assert one["model.hidden"] == settings_of("model=tiny").model["hidden"]
+
+
+def test_sizes_are_matched_within_each_model_size():
+    jobs = plan_jobs(["attention=gqa,mla", "model=tiny,small"], "params", Path("out"))
+    sizes = {job.variant: num_parameters(job.overrides) for job in jobs}
+    assert list(sizes) == ["gqa-tiny", "gqa-small", "mla-tiny", "mla-small"]
+    for size in ("tiny", "small"):
+        assert sizes[f"mla-{size}"] == pytest.approx(sizes[f"gqa-{size}"], rel=0.01)
+    assert sizes["gqa-small"] > 2 * sizes["gqa-tiny"]
+
+
+def test_each_task_has_jobs_of_its_own():
+    words = ["tasks=text,recall", "attention=gqa,mha", "seed=0,1", "recall.seed=5", *TINY]
+    words += ["data=stdlib", "data.vocab_size=999", "recall.data.pairs=[2,3]"]
+    words += ["recall.model=small", "model.depth=1", "steps=9"]
+    jobs = plan_jobs(words, "params", Path("out"))
+    names = [job.run_dir.name for job in jobs]
+    assert names == ["gqa-0", "mha-0", "gqa-1", "mha-1", "recall-gqa-5", "recall-mha-5"]
+    assert [job.baseline for job in jobs[4:]] == [None, jobs[4]]
+    text, recall = compose(jobs[0].overrides), compose(jobs[4].overrides)
+    assert text.data["vocab_size"] == 999 and text.model["dim"] == 64
+    assert recall.data["_target_"] == "data.tasks.Recall" and recall.data["pairs"] == [2, 3]
+    assert recall.data["vocab_size"] == 128  # of data/recall.yaml
+    assert text.name == recall.name == "gqa" and text.steps == recall.steps == 9
+    sizes = [num_parameters(job.overrides) for job in jobs]
+    assert sizes[4] == pytest.approx(sizes[5], rel=0.01) and sizes[4] > sizes[0]

@@ -11,69 +11,38 @@ It ends with a report, which  python -m tools.compare --report RUN...  writes of
 import argparse
 import shlex
 import sys
-from itertools import chain
 from pathlib import Path
 
-from run import config, errors
+from run import errors
 from run.cli import Parser
 from run.errors import IntegrityError
-from tools.compare.forecast import forecast
-from tools.compare.jobs import Job, train_all
-from tools.compare.plan import SIZES, digest, match_baseline, plan_jobs
+from run.settings import report_errors
+from tools.compare.jobs import train_all
+from tools.compare.plan import SIZES, plan_jobs
 from tools.compare.report import write_report
 from tools.compare.runs import Run
 
 
 def main(args: argparse.Namespace) -> None:
+    # Why runs are not in the report, by the name of their folder.
+    problems = {}
     if args.report:
         # A pattern such as runs/* also matches logs, which are left out.
         run_dirs = [path for path in args.report if path.is_dir() or not path.exists()]
-        folder = args.dir or Path("runs", f"report-{digest(['--report', *map(str, run_dirs)])}")
-        baseline = None
-        problems = {}
+        folder = args.dir or Path("runs/report")
     else:
-        # Train what is missing. A run that fails is listed in the report.
         with errors.user_input():
-            tasks = plan_jobs(args.overrides, args.match, args.dir)
-        jobs = list(chain.from_iterable(tasks.values()))
+            jobs = plan_jobs(args.overrides, args.match, args.dir)
         folder = jobs[0].run_dir.parent
-        baseline = jobs[0].settings["name"]
-
-        # Say what it will take, before anything trains.
         print(f"{len(jobs)} runs in {folder}/", file=sys.stderr)
-        for task, task_jobs in tasks.items():
-            print(forecast(task, task_jobs), file=sys.stderr)
-        for task, task_jobs in tasks.items():
-            train(task, task_jobs)
-        run_dirs = [job.run_dir for job in jobs if job.problem is None]
-        problems = {job.run_dir.name: job.problem for job in jobs if job.problem is not None}
+        train_all(jobs)
+        # The first variant is the baseline, also where its first run failed.
+        baseline = jobs[0].variant
+        jobs.sort(key=lambda job: job.variant != baseline)
+        run_dirs = [job.run_dir for job in jobs if not job.has_failed]
+        problems = {job.run_dir.name: job.outcome for job in jobs if job.has_failed}
 
-    runs = read_finished(run_dirs, problems)
-    command = f"python -m tools.compare {shlex.join(sys.argv[1:])}"
-    with errors.user_input():
-        print(write_report(folder, runs, problems, baseline, command))
-
-
-def train(task: str, jobs: list[Job]) -> None:
-    """Trains all jobs of a task, the first one first: the others are compiled if it was.
-
-    A common max_minutes limits the first; the others get as many tokens.
-    """
-    lengths = {(job.settings["steps"], job.settings["max_minutes"]) for job in jobs}
-    baseline = jobs[0]
-    has_limit = len(lengths) == 1 and baseline.settings["max_minutes"] is not None
-    train_all([baseline])
-    if baseline.problem is None:
-        match_baseline(baseline, jobs[1:], same_tokens=has_limit)
-    elif has_limit:
-        errors.exit_with(errors.INPUT, f"the baseline did not finish: {baseline.problem}")
-    if len(jobs) > 1:
-        print(forecast(task, jobs), file=sys.stderr)  # now by the time that the baseline took
-        train_all(jobs[1:])
-
-
-def read_finished(run_dirs: list[Path], problems: dict[str, str]) -> list[Run]:
-    """Reads the runs that finished, and adds why others did not to `problems`."""
+    # Read what finished.
     runs = []
     for run_dir in run_dirs:
         try:
@@ -84,7 +53,9 @@ def read_finished(run_dirs: list[Path], problems: dict[str, str]) -> list[Run]:
                 problems[run_dir.name] = f"at {run.last['tokens']:,} tokens"
         except IntegrityError as error:
             problems[run_dir.name] = str(error)
-    return runs
+    command = f"python -m tools.compare {shlex.join(sys.argv[1:])}"
+    with errors.user_input():
+        print(write_report(folder, runs, problems, command))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -102,7 +73,9 @@ def parse_arguments() -> argparse.Namespace:
         default="params",
         help="what model.hidden makes equal (default: params)",
     )
-    add("--dir", type=Path, help="where runs and report go (default: runs/compare-...)")
+    add(
+        "--dir", type=Path, help="where runs and report go (default: runs/compare-..., runs/report)"
+    )
     add(
         "--report",
         type=Path,
@@ -118,5 +91,5 @@ def parse_arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_arguments()
-    with config.report_errors():
+    with report_errors():
         main(args)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import IO
 
 import torch
@@ -16,24 +16,28 @@ from tqdm import tqdm
 from run import errors
 from run.errors import IntegrityError
 from run.instantiate import ROOT
-from run.progress import duration, say
-from run.sealed import flock
+from run.progress import say
+from run.settings import compose
 from run.signals import Signals
 from tools.compare.runs import Run
-from training import resume
 
-SET_BY_RUN = ("model.vocab_size", "data.tokenizer")  # settings that training itself may change
+COMMAND = "$ python train.py"  # the first line of a log, followed by the overrides
 
 
 @dataclass
 class Job:
-    """A run to train: the overrides for train.py, and the settings that they compose to."""
+    """A run to train: its folder, and the overrides for train.py, which say all about it.
 
+    Its baseline is trained before it, and decides how long it trains and whether it is compiled.
+    """
+
+    variant: str
     run_dir: Path
     overrides: list[str]
-    settings: dict
-    problem: str | None = None  # why the run did not finish
-    # Of a run that trains: its process, and the environment that gives it a GPU.
+    baseline: "Job | None" = None
+    outcome: str | None = None  # once it has ended
+    has_failed: bool = False
+    # While it trains: its process, and the environment that gives it a GPU.
     process: subprocess.Popen | None = None
     gpu: dict[str, str] | None = None
 
@@ -41,151 +45,122 @@ class Job:
     def log_path(self) -> Path:
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
-    def try_lock(self) -> IO | None:
-        """Opens and locks the log, or returns None where another call has locked it.
+    def end(self, outcome: str, has_failed: bool = False) -> None:
+        self.outcome = outcome
+        self.has_failed = has_failed
+        say(f"{self.run_dir.name}: {outcome}")
 
-        The lock lasts until this process and the training process, which inherits it, close it.
-        """
-        self.run_dir.parent.mkdir(parents=True, exist_ok=True)
-        log = self.log_path.open("a")
-        try:
-            flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.close()
-            return None
-        return log
+    def update(self, free_gpus: list[dict[str, str]]) -> None:
+        """Start the job on a free GPU once its baseline has ended; end it once its process has."""
+        is_ready = self.baseline is None or self.baseline.outcome is not None
+        if self.process is None and is_ready and free_gpus:
+            self.try_start(free_gpus)
+        elif self.process is not None and self.process.poll() is not None:
+            free_gpus.append(self.gpu)
+            self.finish()
 
-    def is_finished(self) -> bool:
-        """Whether nothing is left to train; sets `problem` if the run there has other settings."""
+    def try_start(self, free_gpus: list[dict[str, str]]) -> None:
+        """Start train.py, unless another call trains the run, or nothing is left to train."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)  # resume=true needs a folder
+        # The lock lasts until this process and the training process, which inherits it, have closed
+        # the log.
+        with self.log_path.open("a+") as log:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            self.match_baseline()
+            self.check_previous(log)
+            if self.outcome is not None:
+                return
+            self.gpu = free_gpus.pop()
+            log.truncate(0)
+            print(COMMAND, shlex.join(self.overrides), file=log, flush=True)
+            self.process = subprocess.Popen(
+                [sys.executable, ROOT / "train.py", *self.overrides],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | self.gpu,
+                start_new_session=True,  # Ctrl-C is for this process, which then ends the runs
+            )
+
+    def match_baseline(self) -> None:
+        """Compile if the baseline did; with the same limit of time, train on as many tokens."""
+        if self.baseline is None:
+            return
+        settings = compose(self.overrides)
+        others = compose(self.baseline.overrides)
+        length = (settings.max_minutes, settings.steps)
+        is_timed = length[0] is not None and length == (others.max_minutes, others.steps)
+        if self.baseline.has_failed:
+            if is_timed:
+                self.end(
+                    "the baseline did not finish, which decides how long it trains", has_failed=True
+                )
+            return
+        run = Run.read(self.baseline.run_dir)
+        self.overrides.append(f"compile={run.settings['machine']['compiled']}".lower())
+        if is_timed:
+            steps = run.last["tokens"] // settings.batch_tokens
+            self.overrides += ["max_minutes=null", f"steps={steps}"]
+
+    def check_previous(self, log: IO) -> None:
+        """End the job if the run is finished, or was trained with other overrides."""
         try:
             run = Run.read(self.run_dir)
         except IntegrityError:  # train.py decides whether it can resume from this
-            return False
-        # What training adds to the settings of a run is not compared.
-        changes = []
-        for key, text in resume.changed_settings(run.settings, self.settings).items():
-            if key.partition(".")[0] in self.settings and key not in SET_BY_RUN:
-                changes.append(text)
-        if changes:
-            self.problem = (
-                f"the run there has other settings: {', '.join(changes)}. fix: another --dir"
+            return
+        log.seek(0)
+        previous = shlex.split(log.readline().removeprefix(COMMAND))
+        changed = set(previous) ^ set(self.overrides)
+        if previous and changed:
+            words = " ".join(sorted(changed))
+            self.end(
+                f"the run there has other overrides ({words}). fix: another --dir", has_failed=True
             )
-        return run.done or self.problem is not None
+        elif run.done:
+            self.end("finished before")
 
-    def start(self, log: IO, gpu: dict[str, str]) -> None:
-        """Starts train.py, which writes into the log; on one GPU if there are several."""
-        log.truncate(0)
-        print("$ python train.py", shlex.join(self.overrides), file=log, flush=True)
-        self.run_dir.mkdir(exist_ok=True)  # resume=true needs a folder
-        self.gpu = gpu
-        self.process = subprocess.Popen(
-            [sys.executable, ROOT / "train.py", *self.overrides],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=os.environ | gpu,
-            start_new_session=True,  # Ctrl-C is for this process, which then ends the runs
-        )
-
-    def finish(self) -> str:
-        """Sets `problem` where training failed, and describes the outcome in a line."""
-        if self.process.returncode != 0:
-            lines = self.log_path.read_text(errors="replace").strip().splitlines()
-            problems = [line for line in lines if line.startswith("error: ")]
-            message = (problems or lines)[-1].removeprefix("error: ")
-            self.problem = f"exit {self.process.returncode}: {message}"
-            return self.problem
-        try:
+    def finish(self) -> None:
+        """End the job by how its process has ended."""
+        if self.process.returncode == 0:
             run = Run.read(self.run_dir)
-            return f"{run.loss:.4f} {run.metric_name}"
-        except (IntegrityError, LookupError):
-            return "cannot be read"
-
-
-class JobRunner:
-    """Trains as many jobs at a time as there are GPUs, and waits for those of another call."""
-
-    def __init__(self, jobs: list[Job]):
-        self.waiting = list(jobs)
-        self.running: list[Job] = []
-        self.free_gpus = visible_gpus(jobs[0].settings["device"])
-
-        # What is shown; runs that had finished before this call are not among the trained.
-        self.total = len(jobs)
-        self.num_finished = 0
-        self.num_trained = 0
-        self.start_time = monotonic()
-
-    def start_ready(self) -> None:
-        """Starts waiting jobs while a GPU is free, and skips those that are finished."""
-        # Iterate over copies, because jobs leave the list.
-        for job in list(self.waiting):
-            if not self.free_gpus:
-                return
-            log = job.try_lock()
-            if log is None:  # another call trains it
-                continue
-            self.waiting.remove(job)
-            # Closing our copy leaves the lock to the training process, or frees it.
-            with log:
-                if job.is_finished():
-                    self.report(job, job.problem or "finished before")
-                else:
-                    job.start(log, self.free_gpus.pop())
-                    self.running.append(job)
-
-    def collect_finished(self) -> None:
-        """Reports jobs whose process has ended, and frees their GPUs."""
-        for job in list(self.running):
-            if job.process.poll() is not None:
-                self.running.remove(job)
-                self.free_gpus.append(job.gpu)
-                self.num_trained += 1
-                self.report(job, job.finish())
-
-    def report(self, job: Job, outcome: str) -> None:
-        """Counts a job that has finished, and says how it ended."""
-        self.num_finished += 1
-        counts = f"{self.num_finished}/{self.total}, {self.time_left()}"
-        say(f"{counts}. {job.run_dir.name}: {outcome}")
-
-    def time_left(self) -> str:
-        """Estimates the time for the rest from the average of the runs trained in this call."""
-        if self.num_trained == 0:
-            return "? left"
-        seconds_per_run = (monotonic() - self.start_time) / self.num_trained
-        return f"{duration(seconds_per_run * (self.total - self.num_finished))} left"
-
-    def stop(self) -> None:
-        """Ends the runs that still train; each saves first."""
-        # Signal all before waiting for any, so that they save at the same time.
-        for job in self.running:
-            job.process.terminate()
-        for job in self.running:
-            job.process.wait()
+            self.end(f"{run.loss:.4f} {run.metric_name}")
+            return
+        lines = self.log_path.read_text(errors="replace").strip().splitlines()
+        problem = lines[-1].removeprefix("error: ")
+        self.end(f"exit {self.process.returncode}: {problem}", has_failed=True)
 
 
 def train_all(jobs: list[Job]) -> None:
-    """Trains the jobs that are not finished. On a signal, all runs save, and the process exits."""
-    runner = JobRunner(jobs)
+    """Train the jobs that are not finished, as many at a time as there are GPUs.
+
+    Runs that another call trains are waited for. On a signal, all runs save, and the process exits.
+    """
+    free_gpus = visible_gpus(compose(jobs[0].overrides).device)
     # `disable=None` shows the bar on a terminal only.
-    bar = tqdm(total=runner.total, bar_format="{desc} |{bar}| {elapsed}", disable=None)
+    bar = tqdm(total=len(jobs), unit="run", disable=None)
     with Signals() as signals, bar:
         signals.arm()
         try:
-            while (runner.waiting or runner.running) and not signals.code:
-                runner.start_ready()
-                runner.collect_finished()
-                bar.n = runner.num_finished
-                bar.set_description_str(f"{bar.n} of {bar.total} runs, {runner.time_left()}")
+            while bar.n < len(jobs) and not signals.code:
+                for job in jobs:
+                    if job.outcome is None:
+                        job.update(free_gpus)
+                bar.n = sum(job.outcome is not None for job in jobs)
+                bar.refresh()
                 sleep(0.5)
         finally:
-            runner.stop()
+            # Signal all before waiting for any, so that they save at the same time.
+            running = [job.process for job in jobs if job.process and job.outcome is None]
+            for process in running:
+                process.terminate()
+            for process in running:
+                process.wait()
     if signals.code:
-        finished = f"{runner.num_finished} of {runner.total} runs are finished"
         errors.exit_with(
-            signals.code,
-            f"stopped, what was trained is saved ({finished}). fix: the same call goes on",
+            signals.code, "stopped, what was trained is saved. fix: the same call goes on"
         )
 
 

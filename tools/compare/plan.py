@@ -7,9 +7,9 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from hashlib import sha256
 from itertools import product
 from pathlib import Path
+from zlib import crc32
 
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -17,14 +17,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from model.build import build_model
 from model.transformer import Transformer
-from run import config
-from run.config import compose
+from run.settings import CONFIGS, GROUPS, compose
 from tools.compare.jobs import Job
-from tools.compare.runs import Run
 from training.setup import set_up_run
 
 TASKS = ("text", "recall", "copy")  # what `tasks` may list
-SIZE_KEYS = ("model", "model.dim")  # a sweep over these compares at several sizes
 SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes count as equal
 # The sizes of a model that --match makes equal.
 SIZES = {"params": Transformer.num_parameters, "flops": Transformer.training_flops}
@@ -32,58 +29,57 @@ Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) that each key takes in
 Variants = dict[str, list[str]]  # the overrides of each variant, by its name; the baseline first
 
 
-def plan_jobs(overrides: list[str], match: str, folder: Path | None) -> dict[str, list[Job]]:
-    """Plans the jobs of each task: one for each combination of its sweep, seed by seed.
+def plan_jobs(overrides: list[str], match: str, folder: Path | None) -> list[Job]:
+    """Plan a job for each combination of the sweep of each task, seed by seed, baselines first.
 
     Runs go to `folder`, or to one that all comparisons with the same baseline share.
-    Raises ValueError for what cannot be compared.
+    Raises ValueError for what cannot be compared, and ends with exit code 2 for what cannot be
+    trained here.
     """
-    jobs = {}
+    jobs = []
     for task, sweep in split_tasks(expand_sweep(overrides)).items():
-        check_sweep(sweep, match)
+        if match != "none" and len(sweep.get("model.hidden", [])) > 1:
+            raise ValueError(
+                f"model.hidden is what makes sizes equal (--match {match}). fix: --match none"
+            )
         # Seeds are repetitions of a variant, and all other keys make variants.
         seeds = sweep.pop("seed", ["seed=0"])
         variants = name_variants(sweep)
         if folder is None:
-            baseline = next(iter(variants.values()))
-            folder = Path("runs", f"compare-{digest([match, *baseline])}")
-        # Settings are composed once for all seeds of a variant.
-        templates = [make_template(task, *variant, folder) for variant in variants.items()]
-        if match != "none":
-            match_sizes(templates, match)
-        runs = product(seeds, templates)
-        jobs[task] = [make_job(template, seed.partition("=")[2]) for seed, template in runs]
+            identity = " ".join([match, *next(iter(variants.values()))])
+            folder = Path("runs", f"compare-{crc32(identity.encode()):08x}")
+        match_sizes(variants, match)
+
+        prefix = "" if task == "text" else f"{task}-"
+        baseline = None
+        for seed, name in product(seeds, variants):
+            number = seed.partition("=")[2]
+            run_dir = folder / f"{prefix}{name}-{number}"
+            path = json.dumps(str(run_dir), ensure_ascii=False)
+            words = [*variants[name], seed, f"run_dir={path}", "resume=true"]
+            jobs.append(Job(name, run_dir, words, baseline))
+            baseline = baseline or jobs[-1]
     return jobs
 
 
 def expand_sweep(overrides: list[str]) -> Sweep:
-    """Expands Hydra's sweeps (A,B or range or glob).
-
-    Raises ValueError for one without an end, and for one of sizes or tasks with a single value.
-    """
+    """Expand Hydra's sweeps (A,B or range or glob)."""
     sweep = {}
-    with initialize_config_dir(str(config.CONFIGS), version_base="1.3"):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         for override in parser.parse_overrides(overrides):
             key = override.get_key_element()
-            line = override.input_line
-            values = []
+            sweep[key] = [override.input_line]
             if override.is_discrete_sweep():
-                values = list(dict.fromkeys(override.sweep_string_iterator()))
-            elif override.is_sweep_override():
-                raise ValueError(f"an interval has no values ({line}). fix: {key}=A,B,C")
-            if key in (*SIZE_KEYS, "tasks") and len(values) == 1:
-                raise ValueError(f"a sweep of one value ({line}). fix: {key}={values[0]}")
-            # A sweep that matches nothing stays as it is, for Hydra to refuse.
-            sweep[key] = [f"{key}={value}" for value in values] or [line]
+                sweep[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
     return sweep
 
 
 def split_tasks(sweep: Sweep) -> dict[str, Sweep]:
-    """Returns the sweep of each task that tasks=A,B lists; without it, text is the only one.
+    """Return the sweep of each task that tasks=A,B lists; without it, text is the only one.
 
-    TASK.KEY=VALUE is for this task alone, where it replaces KEY=VALUE; data and its keys are for
-    text. Raises ValueError for a task that is unknown or not listed.
+    TASK.KEY=VALUE is for this task alone, where it replaces KEY=VALUE; beside text, data and its
+    keys are for text. Raises ValueError for a task that is unknown.
     """
     tasks = {}
     for override in sweep.pop("tasks", ["tasks=text"]):
@@ -94,39 +90,17 @@ def split_tasks(sweep: Sweep) -> dict[str, Sweep]:
 
     for key, values in sweep.items():
         prefix, _, own_key = key.lstrip("+~").partition(".")
-        owners = tasks
-        if prefix in TASKS:
-            owners = [prefix]
-        elif prefix == "data":
-            owners = ["text"]
-            if set(values) & {"data=recall", "data=copy"}:
-                raise ValueError(
-                    f"a task is not text ({values[0]}). fix: tasks=text,recall in place of it"
-                )
+        if prefix in tasks:
+            tasks[prefix][own_key] = [text.replace(f"{prefix}.", "", 1) for text in values]
+            continue
+        owners = ["text"] if prefix == "data" and "text" in tasks else tasks
         for task in owners:
-            if task not in tasks:
-                fix = f"tasks={','.join([*tasks, task])}"
-                raise ValueError(f"{task} is not among the tasks ({values[0]}). fix: {fix}")
-            if prefix in TASKS:
-                tasks[task][own_key] = [text.replace(f"{task}.", "", 1) for text in values]
-            else:
-                tasks[task].setdefault(key, values)
+            tasks[task].setdefault(key, values)
     return tasks
 
 
-def check_sweep(sweep: Sweep, match: str) -> None:
-    """Raises ValueError for keys that the comparison itself sets."""
-    for key in ("resume", "run_dir"):
-        if key in sweep:
-            raise ValueError(f"a comparison sets {key} itself. fix: --dir for its folder, no {key}")
-    if match != "none" and len(sweep.get("model.hidden", [])) > 1:
-        raise ValueError(
-            f"model.hidden is what makes sizes equal (--match {match}). fix: --match none"
-        )
-
-
 def name_variants(sweep: Sweep) -> Variants:
-    """Names each combination by the values of the keys that are swept, such as mla-lr-0.01.
+    """Name each combination by the values of the keys that are swept, such as mla-lr-0.01.
 
     Raises ValueError where two combinations have one name.
     """
@@ -140,106 +114,58 @@ def name_variants(sweep: Sweep) -> Variants:
         for override in combination:
             key, _, value = override.partition("=")
             if key in named_keys:
-                prefix = "" if key in (*config.GROUPS, "name") else key.rpartition(".")[2]
-                parts += [prefix, value]
+                if key not in (*GROUPS, "name"):
+                    parts.append(key.rpartition(".")[2])
+                parts.append(value)
 
         # A name is a folder too: letters, digits, dots and dashes.
-        name = "-".join(filter(None, parts)).replace("e+", "e")
-        name = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.") or "run"
+        name = re.sub(r"[^\w.-]+", "-", "-".join(parts), flags=re.ASCII).strip("-.") or "run"
         if name in variants:
             raise ValueError(f"two variants of one name ({name}). fix: leave one out")
-        variants[name] = [text for text in combination if not text.startswith("name=")]
+        # All runs are judged by the same text, or the same rows of a task: all that is held out.
+        variants[name] = ["eval_tokens=99999999", *combination, f"name={name}"]
     return variants
 
 
-def make_template(task: str, name: str, overrides: list[str], folder: Path) -> Job:
-    """Plans the runs of a variant but for their seeds."""
-    prefix = "" if task == "text" else f"{task}-"
-    # All runs are judged by the same text, or the same rows of a task: all that is held out.
-    overrides = [f"eval_tokens={config.LARGEST}", *overrides, f"name={name}"]
-    return Job(folder / f"{prefix}{name}", overrides, compose_settings(overrides))
+def match_sizes(variants: Variants, match: str) -> None:
+    """Give each variant the model.hidden with which it is as large as the baseline.
 
-
-def match_sizes(variants: list[Job], match: str) -> None:
-    """Gives each variant the model.hidden with which it is as large as the baseline.
-
-    Of several model sizes, each has its first variant as the baseline.
+    Of several model.dim, each has its first variant as the baseline. With `match` none, sizes stay
+    as they are. Ends with exit code 2 for overrides that cannot be trained.
     """
-    size = SIZES[match]
-    targets = {}  # by the overrides that set the model size
-    for variant in variants:
-        keys = tuple(text for text in variant.overrides if text.partition("=")[0] in SIZE_KEYS)
-        target = targets.setdefault(keys, size(meta_model(variant.settings)))
-        own = variant.settings["model"]["hidden"]
-        hidden = match_hidden(variant.settings, size, target)
-        if hidden != own:
-            name = variant.settings["name"]
-            print(f"{name}: model.hidden={hidden}, not {own}, for equal {match}", file=sys.stderr)
-            variant.overrides.append(f"model.hidden={hidden}")
-            variant.settings["model"]["hidden"] = hidden
+    targets = {}  # by model.dim
+    for name, overrides in variants.items():
+        settings = compose(overrides)
+        set_up_run(settings, overrides)
+        model = settings.model
+        if match == "none":
+            continue
+        size = SIZES[match]
+        target = targets.setdefault(model["dim"], size(build_model(model, "meta")))
+        hidden = match_hidden(model, size, target)
+        if hidden is None:
+            raise ValueError(f"{name} cannot have the baseline's size. fix: --match none")
+        if hidden != model["hidden"]:
+            change = f"model.hidden={hidden}, not {model['hidden']}"
+            print(f"{name}: {change}, for equal {match}", file=sys.stderr)
+            overrides.append(f"model.hidden={hidden}")
 
 
-def match_hidden(settings: dict, size: Callable[[Transformer], float], target: float) -> int:
-    """Finds the feed-forward width that gives the model this size; its own if that is near enough.
+def match_hidden(model: dict, size: Callable[[Transformer], float], target: float) -> int | None:
+    """Find the feed-forward width that gives a model this size; its own if that is near enough.
 
-    Raises ValueError where there is none.
+    Returns None where there is no such width.
     """
+
+    def size_with(hidden: int) -> float:
+        return size(build_model(model | {"hidden": hidden}, "meta"))
+
     # Size is linear in the width. Of the widths near enough, the multiple of the largest power of
     # two makes the fastest matrix products.
-    low = size(meta_model(settings, hidden=64))
-    high = size(meta_model(settings, hidden=128))
-    exact = 64 + 64 * (target - low) / (high - low)
+    low = size_with(64)
+    exact = 64 + 64 * (target - low) / (size_with(128) - low)
     multiples = [round(exact / unit) * unit for unit in (64, 32, 16, 8, 4, 2, 1)]
-    for hidden in (settings["model"]["hidden"], *multiples):
-        if hidden > 0:
-            relative = size(meta_model(settings, hidden=hidden)) / target
-            if abs(relative - 1) <= SIZE_TOLERANCE:
-                return hidden
-    raise ValueError(
-        f"{settings['name']} cannot have the baseline's size (model.hidden={exact:.0f}). "
-        "fix: --match none"
-    )
-
-
-def make_job(template: Job, seed: str) -> Job:
-    """Plans the run of a variant with this seed."""
-    run_dir = template.run_dir.with_name(f"{template.run_dir.name}-{seed}")
-    job = Job(run_dir, [*template.overrides], {**template.settings})
-    override(job, {"seed": int(seed), "run_dir": str(run_dir), "resume": True})
-    return job
-
-
-def match_baseline(baseline: Job, others: list[Job], same_tokens: bool) -> None:
-    """Makes all others compile if the trained baseline did.
-
-    With `same_tokens`, they train on as many tokens as it did in max_minutes, too.
-    """
-    run = Run.read(baseline.run_dir)
-    for job in others:
-        override(job, {"compile": run.settings["machine"]["compiled"]})
-        if same_tokens:
-            steps = run.last["tokens"] // job.settings["batch_tokens"]
-            override(job, {"max_minutes": None, "steps": steps})
-
-
-def override(job: Job, values: dict) -> None:
-    """Changes settings of a job by their keys."""
-    job.settings |= values
-    job.overrides += [
-        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()
-    ]
-
-
-def compose_settings(overrides: list[str]) -> dict:
-    """Composes the settings of a run. Ends with exit code 2 for what cannot be trained here."""
-    return set_up_run(compose(overrides), overrides).settings
-
-
-def meta_model(settings: dict, **sizes: int) -> Transformer:
-    """Builds the model without memory for its parameters, with these of its arguments changed."""
-    return build_model(settings["model"] | sizes)
-
-
-def digest(arguments: list[str]) -> str:
-    """A short name for a list of arguments."""
-    return sha256(" ".join(arguments).encode()).hexdigest()[:8]
+    for hidden in (model["hidden"], *multiples):
+        if hidden > 0 and abs(size_with(hidden) / target - 1) <= SIZE_TOLERANCE:
+            return hidden
+    return None

@@ -5,7 +5,6 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -13,16 +12,19 @@ import torch
 
 from model.build import build_model
 from model.transformer import Transformer
-from run import checkpoint, config
+from run import checkpoint
 from run.errors import IntegrityError
+from run.settings import flatten
 
 # Settings that are not compared: they name a run, or repeat what another setting says. Its length
-# is in `tokens`, its machine in `machine.`, its attention in `model.`.
+# is in `tokens`, its machine in `machine.`, its layers in `model.`.
 NOT_COMPARED = (
     "name",
     "run_dir",
     "seed",
     "attention.",
+    "ffn.",
+    "norm.",
     "steps",
     "max_minutes",
     "resume",
@@ -41,7 +43,6 @@ NOT_IDENTITY = (
     "log_every",
 )
 
-SIZES = ("model.dim", "model.depth", "model.heads", "model.hidden")
 Groups = dict[str, list["Run"]]  # the runs of each variant, by its name; the baseline first
 Curve = dict[int, float]  # tokens -> a metric
 
@@ -94,8 +95,8 @@ class Run:
     @property
     def tokens_per_second(self) -> float:
         """The median over the lines of the log."""
-        rates = [line["tokens_per_second"] for line in self.lines if "train_loss" in line]
-        # The first line includes compilation; a short run has no other.
+        rates = [line["tokens_per_second"] for line in self.lines if line.get("tokens_per_second")]
+        # The first line includes the first steps, which are slower; a short run has no other.
         return median(rates[1:] or rates)
 
     @property
@@ -127,19 +128,10 @@ class Run:
                 curve[int(re.findall(r"\d+", name)[-1])] = values["loss"]
         return curve
 
-    @property
-    def command(self) -> str:
-        """The command that trained the run: the first line of the log that a comparison keeps."""
-        log = self.folder.with_name(f"{self.folder.name}.log")
-        if not log.exists():
-            return f"# {self.folder / 'config.yaml'} has its settings"
-        first_line = log.read_text(errors="replace").partition("\n")[0]
-        return first_line.removeprefix("$ ")
-
     @cached_property
     def model(self) -> Transformer:
         """The model without memory for its parameters."""
-        return build_model(self.settings["model"])
+        return build_model(self.settings["model"], "meta")
 
     @property
     def cache_bytes(self) -> int:
@@ -154,7 +146,7 @@ class Run:
 
     def settings_except(self, ignored: tuple[str, ...]) -> dict[str, str]:
         """The settings by their dotted keys, and the number of tokens, without these prefixes."""
-        pairs = config.flatten(self.settings | {"tokens": self.last["tokens"]})
+        pairs = flatten(self.settings | {"tokens": self.last["tokens"]})
         return {key: str(value) for key, value in pairs if not key.startswith(ignored)}
 
     @cached_property
@@ -164,77 +156,52 @@ class Run:
 
 
 def group_by_variant(runs: list[Run]) -> Groups:
-    """Groups runs that differ by their seed alone, and names each group.
+    """Group runs that differ by their seed alone, and name each group.
 
     A group has the name of its runs; where several have the same name, the settings that set them
     apart follow it. Raises ValueError where two runs of a group have one seed.
     """
-    # The key of a group is what its runs have in common.
-    groups = {}
+    groups = defaultdict(dict)  # runs by seed, by what they have in common
     for run in runs:
-        group = groups.setdefault((run.settings["name"], *run.identity.items()), [])
-        for other in group:
-            if other.seed == run.seed:
-                raise ValueError(
-                    f"two runs are of one variant and seed ({other.folder}, {run.folder}). "
-                    "fix: leave out one"
-                )
-        group.append(run)
+        by_seed = groups[run.settings["name"], *run.identity.items()]
+        if run.seed in by_seed:
+            raise ValueError(
+                f"two runs are of one variant and seed ({by_seed[run.seed].folder}, {run.folder}). "
+                "fix: leave out one"
+            )
+        by_seed[run.seed] = run
 
-    # Name each group. The other runs of its name say what must be told apart.
+    # The settings that set a group apart from others of its name follow the name.
     named = {}
-    for group in groups.values():
-        name = group[0].settings["name"]
-        namesakes = [run.identity for run in runs if run.settings["name"] == name]
-        for key, value in group[0].identity.items():
-            if any(identity.get(key) != value for identity in namesakes):
-                name += f" {key.rpartition('.')[2]}={value}"
-        named[name] = group
-    return named
-
-
-def group_by_shape(groups: Groups) -> Groups:
-    """Joins the groups that differ by the size of their model alone, named by what names share.
-
-    As many KV heads as heads are one shape at all sizes.
-    """
-    joined = defaultdict(dict)
-    for name, runs in groups.items():
-        heads = str(runs[0].settings["model"]["heads"])
-        shape = []
-        for key, value in runs[0].identity.items():
-            is_size = key in SIZES or (key.endswith(".kv_heads") and value == heads)
-            if not is_size:
-                shape.append((key, value))
-        joined[tuple(shape)][name] = runs
-
-    named = {}
-    for members in joined.values():
-        parts = [name.split("-") for name in members]
-        shared = set.intersection(*map(set, parts)) - {"dim"}  # of names such as gqa-dim-64
-        name = "-".join(part for part in parts[0] if part in shared)
-        if not name or name in named:
-            name = next(iter(members))
-        named[name] = [*chain(*members.values())]
+    for name, *identity in groups:
+        namesakes = [set(other) for own, *other in groups if own == name]
+        shared = set.intersection(*namesakes)
+        words = [name]
+        for key, value in identity:
+            if (key, value) not in shared:
+                words.append(f"{key.rpartition('.')[2]}={value}")
+        named[" ".join(words)] = list(groups[name, *identity].values())
     return named
 
 
 def differences(groups: Groups) -> dict[str, str]:
-    """Maps each setting in which variants differ to its values and who has them.
+    """Map each setting in which variants differ to its values and who has them.
 
     An option of several kinds of layers in one attention is one setting of several values.
     """
-    settings = defaultdict(lambda: defaultdict(dict))  # by key and variant: values, in order
+    settings = defaultdict(dict)  # by key and variant: its values in order, each once
     for name, runs in groups.items():
         for run in runs:
             for key, value in run.settings_except(NOT_COMPARED).items():
-                settings[re.sub(r"\.kinds\.\w+", "", key)][name][value] = None
+                option = re.sub(r"\.kinds\.\w+", "", key)
+                settings[option].setdefault(name, {})[value] = None
 
     texts = {}
-    for key, values in settings.items():
+    for key, by_variant in settings.items():
         names = defaultdict(list)
         for name in groups:
-            names[", ".join(values[name]) or "not an option"].append(name)
+            values = by_variant.get(name, ["not an option"])
+            names[", ".join(values)].append(name)
         if len(names) > 1:
             texts[key] = "; ".join(f"{value} ({', '.join(each)})" for value, each in names.items())
     return texts
