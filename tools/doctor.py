@@ -4,9 +4,8 @@ Each finding is a line with a fix. The exit code is 2 if one of them stops train
 """
 
 import os
+import re
 import shutil
-from contextlib import redirect_stderr
-from io import StringIO
 from pathlib import Path
 
 import torch
@@ -15,28 +14,20 @@ from run import compilation, errors, hardware
 
 MIN_DISK_BYTES = 5e9  # a checkpoint of model=350m
 MIN_FREE_SHARE = 0.8  # of a GPU's memory
+# Where Linux shows the NVIDIA driver and its GPUs.
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+DEVICES = Path("/dev")
 
 
 def main() -> None:
-    describe_machine()
-
-    # What train.py itself says about the device.
-    findings = []
-    notes = StringIO()
-    try:
-        with redirect_stderr(notes):
-            device = hardware.pick_device("auto")
-        describe_choices(device)
-        findings += [f"slow: {line}" for line in notes.getvalue().splitlines() + slow(device)]
-    except ValueError as error:
-        findings.append(f"stops: {error}")
-    # Errors and notes of train.py name this tool.
-    findings = [finding.removesuffix(f" {hardware.DOCTOR}") for finding in findings]
+    device = hardware.pick_device("auto")
+    describe_machine(device)
+    findings = [f"slow: {finding}" for finding in slow(device)]
 
     # Folders that are not there yet will be made in this one.
     for name in (".cache", "runs"):
         folder = Path(name) if Path(name).exists() else Path.cwd()
-        if not compilation.is_writable(folder):
+        if not os.access(folder, os.W_OK):
             findings.append(f"stops: {folder} cannot be written to. fix: run in another folder")
     if shutil.disk_usage(".").free < MIN_DISK_BYTES:
         findings.append("risk: less than 5 GB are free for checkpoints. fix: delete old runs")
@@ -46,21 +37,30 @@ def main() -> None:
         raise SystemExit(errors.INPUT)
 
 
-def describe_machine() -> None:
-    """Print the processor, torch and the driver, whether or not train.py can start."""
-    flags = processor_flags().intersection(("avx2", "avx512f", "avx512_bf16", "amx_bf16"))
-    print("processor:", hardware.processor(), f"{os.cpu_count()} threads", *sorted(flags))
-    print("torch:", torch.__version__, "NVIDIA driver:", hardware.nvidia_driver())
+def nvidia_driver() -> str | None:
+    """The version of the NVIDIA driver, such as 535.161.08; None without a GPU, or if it is hidden.
+
+    A container without GPUs shows the driver of its host, but none of its devices.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    if re.match(r"\d|GPU-|MIG-", visible) is None:  # "", -1 and NoDevFiles hide all
+        return None
+    if not NVIDIA_DRIVER.exists() or not list(DEVICES.glob("nvidia[0-9]*")):
+        return None
+    match = re.search(r"Module.*?\s(\d+\.[\d.]+)", NVIDIA_DRIVER.read_text())
+    return match[1] if match else None
 
 
-def describe_choices(device: torch.device) -> None:
-    """Print the GPU, and what train.py chooses on this machine."""
+def describe_machine(device: torch.device) -> None:
+    """Print what there is, and what train.py chooses on this machine."""
+    print("processor:", hardware.processor(), f"{os.cpu_count()} threads")
+    print("torch:", torch.__version__, "NVIDIA driver:", nvidia_driver())
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         print(f"GPU: {torch.cuda.get_device_name()}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free")
-    _, reason = compilation.pick_compile("auto", device, is_long=True)
+    is_compiled = compilation.pick_compile("auto", device, is_long=True)
     precision = hardware.pick_precision("auto", device)
-    print(f"training: {device}, {precision} products, compile=auto: {reason}")
+    print(f"training: {device}, {precision} products, compile={is_compiled}")
 
 
 def slow(device: torch.device) -> list[str]:
@@ -69,12 +69,15 @@ def slow(device: torch.device) -> list[str]:
     missing = compilation.missing_for_compilation(device)
     if missing is not None:
         findings.append(f"steps are not compiled without {missing}. fix: install it")
+    driver = nvidia_driver()
+    if driver is not None and device.type != "cuda":
+        findings.append(
+            f"torch cannot use the NVIDIA GPU here (driver {driver}, torch for CUDA "
+            f"{torch.version.cuda}). fix: a newer driver, or a torch build for an older CUDA"
+        )
     if device.type == "cpu":
-        flags = processor_flags()
         if not hardware.multiplies_bf16(device):
             findings.append("bf16 would be emulated, so auto takes fp32. fix: no precision=bf16")
-        if "avx2" in flags and "avx512f" not in flags:
-            findings.append("no AVX-512: half the speed. fix: a processor that has it")
         # Half of the processors may be threads of the others.
         if torch.get_num_threads() < os.cpu_count() // 2:
             findings.append("torch leaves processors idle. fix: a larger OMP_NUM_THREADS, or none")
@@ -91,10 +94,6 @@ def slow(device: torch.device) -> list[str]:
         if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
             findings.append("TF32 is off: slow fp32. fix: unset NVIDIA_TF32_OVERRIDE")
     return findings
-
-
-def processor_flags() -> set[str]:
-    return set(" ".join(hardware.processor_features()).split())
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ python -m tools.evaluate --run runs/NAME --tasks mine --task-folder FOLDER
 import argparse
 import json
 import math
+from collections.abc import Iterable
 from itertools import chain, islice
 from pathlib import Path
 
@@ -42,7 +43,7 @@ Score = tuple[float, bool]
 
 def main(args: argparse.Namespace) -> None:
     with errors.user_input():
-        result = measure_lengths(args.run) if args.lengths else evaluate_model(args)
+        result = evaluate_model(args)
     print(json.dumps(result, default=str))
 
 
@@ -53,81 +54,58 @@ def parse_arguments() -> argparse.Namespace:
         epilog="--text, --slices, --lengths or --tasks",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
     positive = bounded_number(int, 1)
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--text", help="a file, a glob, or a folder of .txt, .jsonl and .parquet")
-    wanted.add_argument(
-        "--slices",
-        action="store_true",
-        help="what training logs, of all held-out data, by position and by what repeats",
-    )
-    wanted.add_argument(
-        "--lengths",
-        action="store_true",
-        help="the held-out loss at 1, 2 and 4 times the training context",
-    )
-    wanted.add_argument("--tasks", help="names of lm-evaluation-harness, with commas between them")
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add("--text", help="score a file, a glob, or a folder of .txt, .jsonl and .parquet")
+    add("--slices", action="store_true", help="what training logs, of all held-out data")
+    add("--lengths", action="store_true", help="the held-out loss beyond the training context")
+    add("--tasks", help="names of lm-evaluation-harness, with commas between them")
     add_model_options(parser)
+    add = parser.add_argument
     add("--context", type=positive, help="tokens of a window, if not as many as in training")
 
-    # Options of --text.
+    add = parser.add_argument_group("with --text").add_argument
     add("--separator", default="<|endoftext|>", help="a line between the documents of a .txt")
     add("--documents", type=positive, help="evaluate only the first N documents")
-    add("--truncate", action="store_true", help="leave out what lies beyond the model's context")
 
-    # Options of --tasks.
+    add = parser.add_argument_group("with --tasks").add_argument
     add("--task-folder", type=Path, help="your tasks, as .yaml")
     add("--num-fewshot", type=bounded_number(int, 0), help="examples before each question")
     add("--limit", type=positive, help="questions of each task")
-
-    # Options that would be ignored are refused.
-    args = parser.parse_args()
-    if args.tasks is None and (args.task_folder or args.limit or args.num_fewshot is not None):
-        parser.error("--task-folder, --limit and --num-fewshot are for --tasks")
-    if args.text is None and (args.documents or args.truncate):
-        parser.error("--documents and --truncate are for --text")
-    if args.text is None and args.tasks is None and args.context is not None:
-        parser.error("--context is for --text and --tasks")
-    if args.lengths and (args.device != "auto" or args.dtype != "auto"):
-        parser.error("--device and --dtype are not for --lengths, whose results a run keeps")
-    if args.task_folder is not None and not args.task_folder.is_dir():
-        parser.error(f"there is no folder {args.task_folder}")
-    return args
+    return parser.parse_args()
 
 
 def evaluate_model(args: argparse.Namespace) -> dict:
+    if args.lengths:
+        return measure_lengths(args.run)
     model, tokenizer, name = load(args.run, args.device, args.dtype, args.context)
     result = {"name": name, "context": model.context}
     if args.slices:
         _, settings = open_run(args.run)
         return result | evaluate_corpus(model, open_corpus(settings), settings)
     if args.text is not None:
-        return result | evaluate_text(model, tokenizer, args)
+        files = find_files(args.text, TEXT_SUFFIXES)
+        documents = islice(read_documents(files, "text", args.separator), args.documents)
+        return result | evaluate_text(model, tokenizer, documents, args.batch_size)
     return result | {"tasks": evaluate_tasks(model, tokenizer, args)}
 
 
-def evaluate_text(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> dict:
+def evaluate_text(
+    model: Transformer, tokenizer: Tokenizer, documents: Iterable[str], batch_size: int
+) -> dict:
     """Scores the tokens of each document, after BOS and without EOS, in windows of the context."""
-    files = find_files(args.text, TEXT_SUFFIXES)
-
     # Tokenize and cut all documents before scoring, because rows are sorted by length.
     rows = []
     num_documents = 0
     num_bytes = 0
-    documents = read_documents(files, "text", args.separator)
-    for text in islice(documents, args.documents):
-        tokens = tokenizer.encode_prompt(text)
-        if args.truncate and len(tokens) > model.context:
-            tokens = tokens[: model.context]
-            text = tokenizer.decode(tokens)
-        rows += windows(tokens, model.context)
+    for text in documents:
+        rows += windows(tokenizer.encode_prompt(text), model.context)
         num_documents += 1
         num_bytes += len(text.encode())
     if not rows:
-        raise ValueError(f"no text (--text {args.text}). fix: --text PATH of another")
+        raise ValueError("there is no text. fix: --text PATH of another")
 
-    nats = -sum(score for score, _ in score_rows(model, rows, args.batch_size))
+    nats = -sum(score for score, _ in score_rows(model, rows, batch_size))
     num_tokens = sum(len(tokens) - 1 for tokens, _ in rows)
     bits_per_byte = nats / math.log(2) / num_bytes
     if isinstance(tokenizer, IdTokenizer):  # the bytes of its tokens are unknown
@@ -187,14 +165,16 @@ def evaluate_tasks(model: Transformer, tokenizer: Tokenizer, args: argparse.Name
             f"lm-evaluation-harness is not installed ({error}). fix: pip install lm_eval"
         ) from None
 
-    # The harness refuses an unknown task with a traceback, so look it up first.
-    manager = TaskManager(include_path=args.task_folder and str(args.task_folder))
+    # The tasks of a folder are found without reading the thousands of the harness. It refuses an
+    # unknown task with a traceback, so look it up first.
+    folder = args.task_folder and str(args.task_folder)
+    manager = TaskManager(include_path=folder, include_defaults=folder is None)
     names = args.tasks.split(",")
     unknown = set(names) - set(manager.all_tasks)
     if unknown:
         raise ValueError(
             f"unknown tasks ({', '.join(sorted(unknown))}). "
-            "fix: --task-folder, or one of lm_eval ls tasks"
+            "fix: a file in --task-folder, or without that, one of lm_eval ls tasks"
         )
     evaluation = simple_evaluate(
         lm_eval_model(model, tokenizer, args.batch_size),

@@ -9,15 +9,38 @@ import pytest
 import torch
 
 from run import compilation, hardware
-from tests.run.test_hardware import machine  # noqa: F401
+from tools import doctor
 
 GB = 10**9
+PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Feb 17 22:55:48 UTC 2024\n"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder)\n"
+GCC = "GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n"
+NODES = ("nvidia0", "nvidiactl")
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Makes this machine one with an NVIDIA driver that torch sees no GPU of."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def make(driver: str, cuda: str | None = "13.0", line=PROPRIETARY, nodes=NODES) -> None:
+        (tmp_path / "version").write_text(line.format(driver) + GCC)
+        (tmp_path / "dev").mkdir()
+        for node in nodes:
+            (tmp_path / "dev" / node).touch()
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(doctor, "NVIDIA_DRIVER", tmp_path / "version")
+        monkeypatch.setattr(doctor, "DEVICES", tmp_path / "dev")
+
+    return make
 
 
 @pytest.fixture
 def diagnose(command, monkeypatch):
-    """Runs the command; this machine has room, a compiler and AVX-512 unless a test says else."""
-    monkeypatch.setattr(hardware, "processor_features", lambda: ["x86_64", "flags: avx2 avx512f"])
+    """Runs the command; this machine has room and a compiler unless a test says else."""
     monkeypatch.setattr(hardware, "multiplies_bf16", lambda device: True)
     monkeypatch.setattr(compilation, "missing_for_compilation", lambda device: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -28,19 +51,19 @@ def diagnose(command, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Makes this machine one with a GPU that torch can use."""
-
-    def make(name="NVIDIA H100 80GB HBM3", capability=(9, 0), free=79):
-        for key, value in {
-            "is_available": True,
-            "get_device_name": name,
-            "get_device_capability": capability,
-            "mem_get_info": (free * GB, 80 * GB),
-            "is_bf16_supported": capability >= (8, 0),
-        }.items():
-            monkeypatch.setattr(torch.cuda, key, lambda *_, value=value, **__: value)
-
-    return make
+    """This machine has a GPU that torch can use."""
+    for key, value in {
+        "is_available": True,
+        "get_device_name": "NVIDIA H100 80GB HBM3",
+        "get_device_capability": (9, 0),
+        "mem_get_info": (79 * GB, 80 * GB),
+    }.items():
+        monkeypatch.setattr(torch.cuda, key, lambda *_, value=value: value)
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda *_, **__: torch.cuda.get_device_capability() >= (8, 0),
+    )
 
 
 def test_a_machine_without_findings(diagnose):
@@ -48,76 +71,60 @@ def test_a_machine_without_findings(diagnose):
     assert (result.code, result.err) == (0, "")
     assert result.out.splitlines()[-1] == "nothing found that stops or slows training"
     assert "training: cpu" in result.out
+    assert not Path("runs").exists() and not Path(".cache").exists()
 
 
-def test_a_driver_that_is_too_old_stops_training(diagnose, machine):  # noqa: F811
-    machine("535.161.08")
-    result = diagnose()
-    assert result.code == 2
-    assert "stops: the NVIDIA driver is too old for torch (driver 535.161.08" in result.out
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_a_gpu_that_torch_does_not_see_is_found(machine, capsys, cuda):
+    machine("535.161.08", cuda=cuda)
+    doctor.main()
+    assert f"(driver 535.161.08, torch for CUDA {cuda}). fix: " in capsys.readouterr().out
 
 
-def test_a_torch_without_cuda_leaves_the_gpu_idle(diagnose, machine):  # noqa: F811
-    machine("580.65.06", cuda=None)
-    result = diagnose()
-    assert (result.code, result.err) == (0, "")
-    assert "slow: note: an NVIDIA GPU is here, but this torch has no CUDA" in result.out
+@pytest.mark.parametrize("visible", ["0", "GPU-8932f937", "MIG-4a1b", "", "-1", "NoDevFiles"])
+@pytest.mark.parametrize("line, nodes", [(PROPRIETARY, NODES), (OPEN, NODES), (OPEN, ())])
+def test_the_driver_of_either_module_is_read_unless_gpus_are_hidden_or_absent(
+    machine, monkeypatch, line, nodes, visible
+):
+    machine("535.161.08", line=line, nodes=nodes)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    is_there = nodes and visible not in ("", "-1", "NoDevFiles")
+    assert doctor.nvidia_driver() == ("535.161.08" if is_there else None)
 
 
 def test_a_folder_that_cannot_be_written_stops_training(diagnose, monkeypatch):
     Path("runs").mkdir()
-    monkeypatch.setattr(compilation, "is_writable", lambda folder: folder.name != "runs")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != Path("runs"))
     result = diagnose()
     assert result.code == 2 and result.out.count("stops: ") == 1 and "runs" in result.out
 
 
-def test_nothing_is_left_behind(diagnose):
-    diagnose()
-    assert not Path("runs").exists() and not Path(".cache").exists()
-
-
-CPU_CASES = {
-    "no AVX-512": (hardware, "processor_features", ["x86_64", "flags: avx2"]),
+CASES = {
     "less than 5 GB": (shutil, "disk_usage", SimpleNamespace(free=GB)),
     "bf16 would be emulated": (hardware, "multiplies_bf16", False),
     "processors idle": (torch, "get_num_threads", 0),
     "without a C++ compiler": (compilation, "missing_for_compilation", "a C++ compiler"),
+    "others use this GPU's memory": (torch.cuda, "mem_get_info", (40 * GB, 80 * GB)),
+    "MIG": (torch.cuda, "get_device_name", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"),
+    "no bf16 and TF32": (torch.cuda, "get_device_capability", (7, 5)),
 }
 
 
-@pytest.mark.parametrize("finding", CPU_CASES)
-def test_what_slows_a_cpu(diagnose, monkeypatch, finding):
-    owner, name, value = CPU_CASES[finding]
+@pytest.mark.parametrize("finding", CASES)
+def test_what_slows_training(diagnose, monkeypatch, request, finding):
+    owner, name, value = CASES[finding]
+    if owner is torch.cuda:
+        request.getfixturevalue("gpu")
     monkeypatch.setattr(owner, name, lambda *_: value)
     result = diagnose()
     (line,) = [line for line in result.out.splitlines() if line.startswith(("slow: ", "risk: "))]
     assert result.code == 0 and finding in line and "fix: " in line
 
 
-GPU_CASES = {
-    "others use this GPU's memory": {"free": 40},
-    "MIG": {"name": "NVIDIA A100-SXM4-40GB MIG 3g.20gb"},
-    "no bf16 and TF32": {"capability": (7, 5)},
-}
-
-
-@pytest.mark.parametrize("finding", GPU_CASES)
-def test_what_slows_a_gpu(diagnose, gpu, finding):
-    gpu(**GPU_CASES[finding])
-    result = diagnose()
-    (line,) = [line for line in result.out.splitlines() if line.startswith("slow: ")]
-    assert result.code == 0 and finding in line and "fix: " in line
-
-
-def test_tf32_that_the_environment_switches_off(diagnose, gpu, monkeypatch):
-    gpu()
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    assert "slow: TF32 is off" in diagnose().out
-
-
-def test_a_gpu_and_what_it_would_train_with(diagnose, gpu):
-    gpu()
+def test_a_gpu_and_what_it_would_train_with(diagnose, gpu, monkeypatch):
     result = diagnose()
     assert "GPU: NVIDIA H100 80GB HBM3, 79 of 80 GB free" in result.out
     assert "training: cuda, torch.bfloat16 products" in result.out
     assert result.out.splitlines()[-1] == "nothing found that stops or slows training"
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert "slow: TF32 is off" in diagnose().out
