@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from run.compilation import cpp_compiler
-from run.sealed import flock
 from tests.conftest import ROOT
 
 SOURCE = Path(__file__).with_name("noop_cuda_guard.cpp")
@@ -51,15 +50,13 @@ class FakeGPU(TorchDispatchMode):
     products in fp32, both by the function of this repository that asks for them. The backward of a
     product counts for the function of the product.
 
-    What the host reads from the device is the number that `values` has for the function that reads
-    it. Without one, it is True for booleans and 0 for numbers.
+    What the host reads from the device is True for booleans and 0 for numbers.
     """
 
     supports_higher_order_operators = True  # such as FlexAttention, which passes through
 
-    def __init__(self, values: dict[str, float]):
+    def __init__(self):
         super().__init__()
-        self.values = values
         self.waits: Counter[str] = Counter()
         self.fp32_products: Counter[str] = Counter()
         self.product_functions: dict[int, str] = {}  # by the number of the autograd node
@@ -145,8 +142,7 @@ class FakeGPU(TorchDispatchMode):
             return torch.full(x.shape, self.host_value(x.dtype), dtype=dtype)
 
     def host_value(self, dtype: torch.dtype) -> float:
-        default = True if dtype == torch.bool else 0
-        return self.values.get(calling_function(), default)
+        return True if dtype == torch.bool else 0
 
     def wait(self) -> None:
         """Count an operation for which the host waits."""
@@ -190,10 +186,10 @@ def calling_function() -> str | None:
 
 
 @contextmanager
-def fake_cuda(values: dict[str, float] | None = None) -> Iterator[FakeGPU]:
+def fake_cuda() -> Iterator[FakeGPU]:
     """Inside, torch has one GPU; its name and its memory are those of an H100."""
     load_guard()
-    gpu = FakeGPU(values or {})
+    gpu = FakeGPU()
     matmul_precision = torch.get_float32_matmul_precision()
     cudnn_sdp = torch.backends.cuda.cudnn_sdp_enabled()
     reduces_in_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
@@ -205,6 +201,8 @@ def fake_cuda(values: dict[str, float] | None = None) -> Iterator[FakeGPU]:
         stack.enter_context(patched)
         # FakeTensor.tolist reads number by number; a tensor is copied as a whole.
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda x: x.cpu().tolist()))
+        # Inside a FakeTensorMode, torch.load would read files to the meta device.
+        stack.enter_context(patch("torch.load", unset_fake_temporarily()(torch.load)))
         # The fused kernels of SDPA need a build with CUDA. What takes their place here must multiply
         # in the dtype of its inputs, as they do.
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
@@ -266,7 +264,7 @@ def load_guard() -> None:
     library.parent.mkdir(exist_ok=True)
     # Several processes may want it at once.
     with open(library.with_suffix(".lock"), "w") as lock:
-        flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             compile_guard(compiler, library)
     torch.ops.load_library(library)

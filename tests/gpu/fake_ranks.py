@@ -1,7 +1,8 @@
 """Training on many GPUs without one: the memory of a rank, and what it sends in a step.
 
-    python -m tests.gpu.fake_ranks                                  the table in docs/scale.md
-    python -m tests.gpu.fake_ranks model=350m sharded=true gpus=8   of another run
+    python -m tests.gpu.fake_ranks 8 model=350m sharded=true micro_batch=4
+
+prints both for one of eight GPUs; the overrides are those of train.py.
 
 A rank is a process whose tensors have no values (tests/gpu/fake_cuda.py), in a process group that sends
 nothing (torch's backend "fake"). It runs the Trainer, so that tensors and collectives, their sizes
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -37,45 +38,18 @@ from run.distributed import DistEnv
 from run.signals import Signals
 from tests.conftest import settings_of
 from tests.gpu.fake_cuda import fake_cuda
-from tools.cost import values_of
-from training.memory import TrainingMemory
+from training.budget import Clock
 from training.trainer import Trainer
 
 MICRO_BATCHES = 2  # of a rank in a step: when the last forward begins, gradients are there
-# Bytes/s in one direction, of NVLink 4 (900 GB/s in both) and of InfiniBand NDR (400 Gb/s), by
-# NVIDIA's data sheets of H100 and ConnectX-7.
-LINKS = {"NVLink": 450e9, "InfiniBand": 50e9}
-ONE_B = (
-    "model=1b",
-    "attention=gqa",
-    "optimizer=adamw",
-    "data.vocab_size=32000",
-    "context=2048",
-    "micro_batch=8",
-)
-EIGHT_B = (
-    "model=1b",
-    "model.dim=4096",
-    "model.depth=32",
-    "model.heads=32",
-    "model.hidden=14336",
-    "attention=gqa",
-    "attention.kv_heads=8",
-    "optimizer=adamw",
-    "data.vocab_size=128256",
-    "context=4096",
-    "micro_batch=1",
-)
-MODELS = {"1b": ONE_B, "8b": EIGHT_B}
-GPUS = (8, 64, 512)
-COLUMNS = ("run", "GPUs", "GB", "formula", "collectives", "GB sent", *(f"s by {x}" for x in LINKS))
 
 
 @dataclass
 class Step:
     """What a training step takes on one rank."""
 
-    peak_bytes: int  # of tensors on the device
+    held_bytes: int  # of tensors on the device, between two steps
+    peak_bytes: int
     calls: Counter[str]  # collectives of each kind, of tensors on the device
     sent_bytes: float  # of these, around a ring
 
@@ -232,11 +206,11 @@ def simulate(*overrides: str, gpus: int) -> Step:
     DDP asks its device for timers, which a fake GPU does not have: without sharded=true, more than
     one GPU are CPUs, whose numbers are computed.
     """
-    settings = settings_of(*overrides)
-    context = settings["context"]
-    batch_size = MICRO_BATCHES * settings["micro_batch"] * gpus
-    settings["batch_tokens"] = context * batch_size
-    settings["model"]["vocab_size"] = settings["data"]["vocab_size"]
+    settings = settings_of(*overrides, "precision=bf16")
+    context = settings.context
+    batch_size = MICRO_BATCHES * settings.micro_batch * gpus
+    settings.batch_tokens = context * batch_size
+    settings.model["vocab_size"] = settings.data["vocab_size"]
     text = [np.zeros(context * (batch_size + 2), np.uint16)]
     loader = Loader(text, context=context, batch_size=batch_size, seed=0)
     corpus = SimpleNamespace(train=text, tokenizer=SimpleNamespace(bos=1))
@@ -246,7 +220,7 @@ def simulate(*overrides: str, gpus: int) -> Step:
         device = torch.device("cpu")
         if gpus > 1:
             stack.enter_context(process_group(gpus))
-        if gpus == 1 or settings["sharded"]:
+        if gpus == 1 or settings.sharded:
             device = torch.device("cuda", 0)
             stack.enter_context(gpu_of_a_rank())
             # Initial values are drawn on the CPU, for minutes.
@@ -258,9 +232,8 @@ def simulate(*overrides: str, gpus: int) -> Step:
             loader,
             Path(folder),
             DistEnv(0, gpus, device),
-            torch.bfloat16,
             Signals(),
-            monotonic(),
+            Clock(monotonic()),
         )
         if trainer.parallel is not trainer.loss_module:
             trainer.parallel.register_comm_hook(None, all_reduce)
@@ -268,59 +241,11 @@ def simulate(*overrides: str, gpus: int) -> Step:
         trainer.train_step()
         trainer.train_step()
         monitor.reset()
+        held_bytes = monitor.live_bytes
         trainer.train_step()
-    return Step(monitor.peak_bytes, monitor.calls, monitor.sent_bytes)
-
-
-def predicted_bytes(*overrides: str, gpus: int) -> float:
-    """What training/memory.py says of such a step."""
-    settings = settings_of(*overrides)
-    settings["model"]["vocab_size"] = settings["data"]["vocab_size"]
-    return TrainingMemory(settings).peak(
-        settings["micro_batch"],
-        shards=gpus if settings["sharded"] else 1,
-        is_checkpointed=settings["activation_checkpointing"],
-    )
-
-
-def table_row(name: str, *overrides: str, gpus: int) -> tuple[str, ...]:
-    """The cells of COLUMNS."""
-    step = simulate(*overrides, gpus=gpus)
-    seconds = [f"{step.sent_bytes / speed:.2f}" for speed in LINKS.values()]
-    return (
-        name,
-        str(gpus),
-        f"{step.peak_bytes / 1e9:.1f}",
-        f"{predicted_bytes(*overrides, gpus=gpus) / 1e9:.1f}",
-        f"{step.calls.total()}",
-        f"{step.sent_bytes / 1e9:.1f}",
-        *seconds,
-    )
-
-
-def print_row(cells: Iterable[str]) -> None:
-    print("|", " | ".join(cells), "|", flush=True)
-
-
-def main(overrides: list[str]) -> None:
-    print_row(COLUMNS)
-    print_row("---" for _ in COLUMNS)
-    if overrides:
-        (gpus,) = values_of(overrides, "gpus")
-        overrides = [text for text in overrides if not text.startswith("gpus=")]
-        print_row(table_row("this", *overrides, gpus=int(gpus)))
-        return
-    for name, model in MODELS.items():
-        for is_checkpointed in (False, True):
-            run = (
-                *model,
-                "sharded=true",
-                f"activation_checkpointing={str(is_checkpointed).lower()}",
-            )
-            title = f"{name} checkpointed" if is_checkpointed else name
-            for gpus in GPUS:
-                print_row(table_row(title, *run, gpus=gpus))
+    return Step(held_bytes, monitor.peak_bytes, monitor.calls, monitor.sent_bytes)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    num_gpus, *words = sys.argv[1:]
+    print(simulate(*words, gpus=int(num_gpus)))

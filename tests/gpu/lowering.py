@@ -1,26 +1,23 @@
-"""Lower the training and the decode step for a GPU that is not there; count and build their kernels.
+"""Lower the training and the decode step for an H100 that is not there, and build their kernels.
 
 Tensors are fake, so that neither memory nor a driver is needed. Inductor writes the code that it
 would write on a machine with the GPU, and Triton and ptxas translate the kernels; none is launched.
 Needs a CUDA build of torch, with its Triton: docs/gpu.md.
 
-    python -m tests.gpu.lowering attention=gqa model=124m model.depth=2 context=1024 --build
+    python -m tests.gpu.lowering training attention=gqa model=124m model.depth=2 context=1024
 """
 
 import argparse
-import ast
 import copy
 import json
 import re
 import subprocess
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from time import monotonic
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -29,12 +26,12 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from inference.batch import Sampler, new_sampler_state
-from inference.engine import compile_decode_step
+from inference.engine import Engine
 from inference.quantize import optimize_for_decoding
 from inference.sampling import sample
-from model.build import build_model, materialize
+from model.build import build_model
 from run import hardware
+from run.settings import Settings
 from tests.conftest import settings_of
 from tests.gpu.fake_cuda import fake_cuda
 from training.loss import LanguageModelLoss
@@ -73,13 +70,7 @@ class GPU:
         )
 
 
-GPUS = {
-    "sm_80": GPU("NVIDIA A100-SXM4-80GB", 80, 108, 2048, 163 * 1024),
-    "sm_90": GPU("NVIDIA H100 80GB HBM3", 90, 132, 2048, 227 * 1024),
-    "sm_120": GPU("NVIDIA GeForce RTX 5090", 120, 170, 1536, 99 * 1024),
-}
-
-
+H100 = GPU("NVIDIA H100 80GB HBM3", 90, 132, 2048, 227 * 1024)
 PRECISIONS = {
     "auto": torch.bfloat16,
     "bf16": torch.bfloat16,
@@ -88,11 +79,15 @@ PRECISIONS = {
 }
 
 
+FLASH_ATTENTION = r"ops\.aten\._scaled_dot_product_flash_attention\w*\.default\("
+# Kernels that generated code launches: its own, those of libraries, and those of torch.
+LAUNCH = re.compile(r"\w+\.run\(|extern_kernels\.|torch\.ops\.aten\.")
+
+
 @dataclass
 class Graph:
     """A graph that Inductor has lowered."""
 
-    is_backward: bool
     code: str
     compiled: object  # torch._inductor.output_code.CompiledFxGraph
     static_inputs: set[int]  # that stay at their addresses
@@ -100,50 +95,18 @@ class Graph:
     output_names: list[str | None]  # None: not a tensor
     inputs: list = field(default_factory=list)  # of its last call
 
-    def launches(self) -> Counter:
-        """The number of kernels that a call launches, by kind."""
-        return launches_in(ast.parse(self.code))
-
     def reasons_against_capture(self) -> list[str]:
         """Why the graph cannot be one CUDA graph; empty if it can."""
         reasons = list(self.compiled.cudagraph_info.cudagraph_fail_reasons)
         moving = set(self.compiled.mutated_input_idxs) - self.static_inputs
         if moving:
             reasons.append(f"mutated inputs that are not static: {sorted(moving)}")
-        functions = ast.walk(ast.parse(self.code))
-        partitions = [
-            node
-            for node in functions
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("partition_")
-        ]
-        captured = sum((launches_in(node) for node in partitions), Counter())
-        if len(partitions) != 1 or captured != self.launches():
-            counts = f"{captured.total()} of {self.launches().total()} launches"
-            reasons.append(f"{len(partitions)} partitions with {counts}")
+        # What is captured is in functions of its own.
+        num_partitions = len(re.findall(r"def partition_\d+\(", self.code))
+        rest = self.code.partition("\n    def call(")[2]
+        if num_partitions != 1 or LAUNCH.search(rest):
+            reasons.append(f"{num_partitions} partitions, or launches outside of them")
         return reasons
-
-
-def launches_in(tree: ast.AST) -> Counter:
-    """Count the launches in generated code, by kind."""
-    kinds = Counter()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            kind = kind_of_launch(ast.unparse(node.func))
-            if kind is not None:
-                kinds[kind] += 1
-    return kinds
-
-
-def kind_of_launch(function: str) -> str | None:
-    """The kind of kernel that a function of generated code launches; None if it launches none."""
-    triton_kinds = {"tem": "template", "poi": "pointwise", "red": "reduction", "per": "reduction"}
-    if match := re.fullmatch(r"triton_(\w+?)_\w+\.run", function):
-        return triton_kinds.get(match[1], match[1])
-    if match := re.fullmatch(r"extern_kernels\.(\w+)", function):
-        return match[1]
-    if match := re.match(r"torch\.ops\.(?:aten|prims)\._?(\w+)\.", function):
-        return match[1]
-    return "copy" if function.endswith(".copy_") else None
 
 
 @dataclass
@@ -154,9 +117,9 @@ class Lowering:
     kernels: dict[str, str] = field(default_factory=dict)  # source -> name
     tensors: dict[str, Tensor] = field(default_factory=dict)  # what the step is computed from
 
-    def launches(self) -> Counter:
-        """The number of kernels that a step launches, by kind."""
-        return sum((graph.launches() for graph in self.graphs), Counter())
+    def count(self, call: str) -> int:
+        """How often a pattern of a call occurs in the code."""
+        return sum(len(re.findall(call, graph.code)) for graph in self.graphs)
 
 
 @contextmanager
@@ -177,7 +140,6 @@ def lowering_for(gpu: GPU) -> Iterator[Lowering]:
         with patch.object(GraphLowering, "save_output_code", staticmethod(codes.append)):
             compiled = inductor.compile_fx_inner(module, inputs, **options)
         graph = Graph(
-            is_backward=options.get("is_backward", False),
             code=codes[-1],
             compiled=compiled,
             static_inputs=set(options.get("static_input_idxs") or ()),
@@ -337,20 +299,19 @@ def fused_attention(
     )[0]
 
 
-def lower_training(settings: dict, gpu: GPU, precision: torch.dtype) -> Lowering:
+def lower_training(settings: Settings, gpu: GPU, precision: torch.dtype) -> Lowering:
     """Lower forward and backward of a micro-batch, as `Trainer.compile` compiles them.
 
     Raises an error of Dynamo where the graph would break.
     """
-    model = build_model(settings["model"])
-    if settings["activation_checkpointing"]:
-        checkpoint_activations(model)
-    bos = 1 if settings["document_mask"] else None
-    loss_module = LanguageModelLoss(model, z_loss=settings["z_loss"], bos=bos)
+    bos = 1 if settings.document_mask else None
     with lowering_for(gpu) as lowering:
-        materialize(model, "cuda")
+        model = build_model(settings.model, "cuda", seed=None)
+        if settings.activation_checkpointing:
+            checkpoint_activations(model)
+        loss_module = LanguageModelLoss(model, z_loss=settings.z_loss, bos=bos)
         loss_module.compile(dynamic=False, fullgraph=True)
-        shape = (settings["micro_batch"], settings["context"])
+        shape = (settings.micro_batch, settings.context)
         inputs = torch.zeros(shape, dtype=torch.int64, device="cuda")
         targets = torch.zeros_like(inputs)
         with _disable_current_modes():
@@ -365,25 +326,17 @@ def lower_training(settings: dict, gpu: GPU, precision: torch.dtype) -> Lowering
     return lowering
 
 
-def lower_decoding(
-    settings: dict, gpu: GPU, rows: int, length: int, sampler: Sampler | None = None
-) -> Lowering:
-    """Lower a decode step of `length` tokens in each of `rows` rows, as generate.py compiles it.
-
-    With a sampler, the step draws the next tokens too.
-    """
-    model = build_model(settings["model"]).requires_grad_(False).eval()
+def lower_decoding(settings: Settings, gpu: GPU) -> Lowering:
+    """Lower a decode step of one row, with its sampling, as generate.py compiles it."""
+    sampler = partial(sample, temperature=0.8, top_k=50, top_p=0.95)
     with lowering_for(gpu) as lowering:
-        materialize(model, "cuda", torch.bfloat16)
+        model = build_model(settings.model, "cuda", dtype=torch.bfloat16, seed=None)
+        model.requires_grad_(False).eval()
         optimize_for_decoding(model, int8=False)
-        cache = model.new_cache(rows, settings["context"], torch.bfloat16, "cuda")
-        tokens = torch.zeros(rows, length, dtype=torch.int64, device="cuda")
-        valid = None
-        if length > 1:
-            valid = torch.ones(rows, length, dtype=torch.bool, device="cuda")
-        state = None if sampler is None else new_sampler_state(model, rows)
-        with _disable_current_modes(), torch.inference_mode():
-            compile_decode_step(tokens.device)(model, tokens, cache, valid, sampler, state)
+        cache = model.new_cache(1, settings.context, torch.bfloat16, "cuda")
+        engine = Engine(model, sampler, cache)
+        with _disable_current_modes():
+            engine.compile()
     return lowering
 
 
@@ -426,74 +379,37 @@ def inspect(name: str, built: object) -> Kernel:
     return Kernel(name, int(registers), int(stack), built.metadata.shared)
 
 
-def whole_pattern(settings: dict) -> int:
+def whole_pattern(settings: Settings) -> int:
     """The fewest layers that have one of each kind, at least two."""
-    return max(2, len(settings["model"]["attention"].get("pattern", [])))
+    return max(2, len(settings.model["attention"].get("pattern", [])))
 
 
 def main() -> None:
-    """Print a JSON object for each step, or what it says in words."""
+    """Lower a step, build its kernels, and print a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("step", choices=["training", "decoding"])
     parser.add_argument("overrides", nargs="*", help="of the config, as for train.py")
-    parser.add_argument("--gpu", choices=GPUS, default="sm_90")
-    parser.add_argument("--step", choices=["training", "decoding"], action="append")
-    parser.add_argument("--per-layer", action="store_true", help="lower twice the layers too")
-    parser.add_argument("--build", action="store_true", help="build the kernels")
-    parser.add_argument("--rows", type=int, default=1, help="sequences that are decoded")
-    parser.add_argument("--tokens", type=int, default=1, help="tokens of each in a decode step")
-    parser.add_argument("--draw", action="store_true", help="draw the next token in the step")
-    parser.add_argument("--save", type=Path, help="folder for the generated code")
-    parser.add_argument("--json", action="store_true", help="print JSON, one step a line")
     args = parser.parse_args()
     settings = settings_of("device=cpu", *args.overrides)
-    gpu = GPUS[args.gpu]
-
-    def lower(step: str, depth: int) -> Lowering:
-        deep = settings | {"model": settings["model"] | {"depth": depth}}
-        if step == "training":
-            return lower_training(deep, gpu, PRECISIONS[settings["precision"]])
-        sampler = partial(sample, temperature=0.8, top_k=50, top_p=0.95) if args.draw else None
-        return lower_decoding(deep, gpu, args.rows, args.tokens, sampler)
-
-    for step in args.step or ["training", "decoding"]:
-        start = monotonic()
-        depth = settings["model"]["depth"]
-        lowering = lower(step, depth)
-        report = {"step": step, "gpu": args.gpu, "overrides": args.overrides, "depth": depth}
-        report["launches"] = lowering.launches()
-        report["graphs"] = len(lowering.graphs)
-        if step == "decoding":
-            report["reasons_against_capture"] = lowering.graphs[0].reasons_against_capture()
-        if args.per_layer:
-            twice = lower(step, 2 * depth).launches()
-            kinds = report["launches"]
-            report["each_layer"] = {kind: (twice[kind] - kinds[kind]) / depth for kind in twice}
-            report["other"] = {kind: 2 * kinds[kind] - twice[kind] for kind in twice}
-        if args.build:
-            kernels = build_kernels(lowering.kernels, gpu)
-            report["kernels"] = len(lowering.kernels)
-            report["configurations"] = len(kernels)
-            for limit in ("registers", "stack", "shared_memory"):
-                largest = max(kernels, key=lambda kernel: vars(kernel)[limit])
-                report[limit] = vars(largest)[limit]
-                report[f"{limit}_of"] = largest.name
-        report["seconds"] = round(monotonic() - start)
-        print(json.dumps(report) if args.json else describe(report), flush=True)
-        if args.save is not None:
-            for number, graph in enumerate(lowering.graphs):
-                (args.save / f"{step}-{number}.py").write_text(graph.code)
-
-
-def describe(report: dict) -> str:
-    """Lines for a terminal; of launches, the most frequent kind first."""
-    lines = []
-    for key, value in report.items():
-        if isinstance(value, dict):
-            kinds = sorted(value.items(), key=lambda item: -item[1])
-            text = ", ".join(f"{count:g} {kind}" for kind, count in kinds if count)
-            value = f"{sum(value.values()):g} ({text})"
-        lines.append(f"{key:24}{value}")
-    return "\n".join(lines) + "\n"
+    if args.step == "training":
+        lowering = lower_training(settings, H100, PRECISIONS[settings.precision])
+        reasons = []
+    else:
+        lowering = lower_decoding(settings, H100)
+        reasons = lowering.graphs[0].reasons_against_capture()
+    kernels = build_kernels(lowering.kernels, H100)
+    report = {
+        "overrides": args.overrides,
+        "graphs": len(lowering.graphs),
+        "kernels": len(lowering.kernels),
+        "flash_attention": lowering.count(FLASH_ATTENTION),
+        "reasons_against_capture": reasons,
+    }
+    for limit in ("registers", "stack", "shared_memory"):
+        largest = max(kernels, key=lambda kernel: vars(kernel)[limit])
+        report[limit] = vars(largest)[limit]
+        report[f"{limit}_of"] = largest.name
+    print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,4 @@ def run(*arguments: str) -> None:
 
 @pytest.mark.parametrize("cases", ["fake_cuda_cases.py", "fake_ranks_cases.py"])
 def test_training_and_generation_on_a_gpu_that_is_not_there(cases):
-    run(f"tests/{cases}")
-
-
-@pytest.mark.long
-def test_large_models_on_many_gpus_that_are_not_there():
-    run("-m", "long", "tests/gpu/fake_ranks_cases.py")
+    run(f"tests/gpu/{cases}")
