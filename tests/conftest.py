@@ -21,22 +21,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from data.loader import Loader
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
 from inference.batch import Sequence
-from inference.engine import generate
+from inference.engine import Engine
 from inference.sampling import sample
-from model.build import build_model, materialize
+from model.build import build_model
 from run import checkpoint
 from run.distributed import DistEnv
 from run.instantiate import instantiate
+from run.settings import Settings, compose
 from run.signals import Signals
 from tests.run.forks import Forked
 from tools.compare import jobs
+from training.budget import Clock
 from training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -74,23 +74,20 @@ greedy = partial(sample, temperature=0)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def settings_of(*overrides: str) -> dict:
-    """The resolved config of `python train.py ...`."""
-    return deepcopy(composed(*overrides))
+def settings_of(*overrides: str) -> Settings:
+    """The settings of `python train.py ...`."""
+    return composed(*overrides).model_copy(deep=True)
 
 
 @cache
-def composed(*overrides: str) -> dict:
-    with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-        return OmegaConf.to_container(
-            compose("train", overrides=["name=test", *overrides]), resolve=True
-        )
+def composed(*overrides: str) -> Settings:
+    return compose(["name=test", *overrides])
 
 
 def tree_of(variant: str, *overrides: str) -> dict:
     """The model of a variant, tiny."""
     tiny = ("model=tiny", "model.depth=2", "model.vocab_size=128", "context=64")
-    tree = shrink(settings_of(f"attention={variant}", *tiny, *overrides)["model"])
+    tree = shrink(settings_of(f"attention={variant}", *tiny, *overrides).model)
     pattern = tree["attention"].get("pattern", [])
     every = next(
         (n for n in range(len(pattern)) if set(pattern[-n:]) == set(pattern) and n > 0),
@@ -110,16 +107,35 @@ def shrink(tree):
 
 
 def continued(
-    model, prompts: list[list[int]], most: int, draw=greedy, rows: int = 0, eos=(), **more
+    model,
+    prompts: list[list[int]],
+    most: int,
+    draw=greedy,
+    rows: int = 0,
+    eos=(),
+    compiled=False,
+    **more,
 ):
     """What is drawn after each prompt, up to `eos`, `rows` of them at a time; without rows, without a cache."""
     weight = model.embed.weight
     cache = model.new_cache(rows, model.context, weight.dtype, weight.device) if rows else None
-    sequences = [Sequence(prompt, most, seed=seed, eos=eos) for seed, prompt in enumerate(prompts)]
+    sequences = [
+        Sequence([*prompt], most, seed=seed, eos=eos) for seed, prompt in enumerate(prompts)
+    ]
     drawn = {id(sequence): [] for sequence in sequences}
-    for sequence in generate(model, sequences, draw, cache=cache, **more):
+    engine = Engine(model, draw, cache, **more)
+    if compiled:
+        engine.compile()
+    for sequence in engine.generate(sequences):
         drawn[id(sequence)].append(sequence.tokens[-1])
     return [*drawn.values()]
+
+
+def compile_without_inductor(monkeypatch) -> None:
+    """Let torch.compile make whole graphs, and run them as they are."""
+    compile_with = torch.compile
+    options = {"backend": "aot_eager", "dynamic": False, "fullgraph": True}
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, **options))
 
 
 @torch.no_grad()
@@ -163,7 +179,7 @@ def poisoned_memory() -> Iterator[None]:
 def drawn(tree: dict, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """A model, built as for training and for generation, whose every parameter matters."""
     with poisoned_memory():
-        model = materialize(build_model(tree), "cpu", dtype)
+        model = build_model(tree, dtype=dtype, seed=None)
     return redraw(model).eval()
 
 
@@ -281,23 +297,24 @@ def trainer_of(tmp_path, story):
     def make(*overrides: str, run: str | None = None) -> Trainer:
         nonlocal corpus
         settings = settings_of(
-            *TINY, "data=text", f"data.path={story}", "data.vocab_size=400", "steps=6", *overrides
+            *TINY,
+            "data=text",
+            f"data.path={story}",
+            "data.vocab_size=400",
+            "steps=6",
+            "precision=fp32",
+            *overrides,
         )
         if corpus is None:
-            corpus = prepare(instantiate(settings["data"], "data"), tmp_path / "cache")
-        settings["model"]["vocab_size"] = corpus.tokenizer.vocab_size
+            corpus = prepare(instantiate(settings.data, "data"), tmp_path / "cache")
+        settings.model["vocab_size"] = corpus.tokenizer.vocab_size
         loader = Loader(
-            corpus.train,
-            context=64,
-            batch_size=settings["batch_tokens"] // 64,
-            seed=settings["seed"],
+            corpus.train, context=64, batch_size=settings.batch_tokens // 64, seed=settings.seed
         )
         folder = tmp_path / (run or f"run{len(list(tmp_path.iterdir()))}")
         folder.mkdir(exist_ok=True)
-        ranks = DistEnv(0, 1, torch.device(settings["device"]))
-        trainer = Trainer(
-            settings, corpus, loader, folder, ranks, torch.float32, Signals(), monotonic()
-        )
+        ranks = DistEnv(0, 1, torch.device(settings.device))
+        trainer = Trainer(settings, corpus, loader, folder, ranks, Signals(), Clock(monotonic()))
         if not [*folder.glob("checkpoints/*")]:
             trainer.log.open({})
         return trainer
@@ -319,7 +336,7 @@ class FirstBatch(Loader):
 def learn_by_heart(trainer: Trainer, steps: int) -> list[float]:
     """Nats per token at each step on one batch. They fall at every seed, in fp32 and in bf16."""
     sizes = {
-        "context": trainer.settings["context"],
+        "context": trainer.settings.context,
         "batch_size": trainer.loader.batch_size,
         "seed": trainer.loader.seed,
     }
@@ -328,23 +345,5 @@ def learn_by_heart(trainer: Trainer, steps: int) -> list[float]:
     for _ in range(steps):
         trainer.loss_sum.zero_()
         trainer.train_step()
-        losses.append(trainer.loss_sum.item() / trainer.settings["batch_tokens"])
+        losses.append(trainer.loss_sum.item() / trainer.settings.batch_tokens)
     return losses
-
-
-def pytest_terminal_summary(terminalreporter, config) -> None:
-    """After pytest -m gpu, a table: for each preset and check, the largest difference, or FAILED."""
-    if config.option.markexpr != "gpu":
-        return
-    cells = {}
-    for outcome in ("passed", "failed"):
-        for test in terminalreporter.getreports(outcome):
-            for _, (preset, check, difference) in test.user_properties:
-                failed, largest = cells.get((preset, check), (False, 0.0))
-                largest = max(largest, difference or 0.0)
-                cells[preset, check] = (failed or outcome == "failed", largest)
-    terminalreporter.section("presets and checks (largest relative difference)")
-    for (preset, check), (failed, largest) in sorted(cells.items()):
-        result = "FAILED" if failed else "passed"
-        size = f"{largest:.1e}" if largest > 0 else ""
-        terminalreporter.write_line(f"{preset:40} {check:20} {result} {size}".rstrip())

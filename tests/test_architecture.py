@@ -1,73 +1,101 @@
-"""Which package may import which: arrows point one way, and nothing imports a command."""
+"""Which file may import which: arrows point one way, and the commands import no foreign formats."""
 
 import ast
 import subprocess
 import sys
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 
-# Each package may import itself and those before it, except that model and data know nothing of
-# each other, and that model and data know only these libraries.
+# Each room may import itself and those before it, but model and data know nothing of each other.
+# These two know only the libraries that are listed.
 ORDER = ("run", "model", "data", "inference", "training", "tools")
 STRANGERS = {"model": {"data"}, "data": {"model"}}
 LIBRARIES = {
-    "model": {"torch", "fla"},  # fla is optional: one file needs it, which is imported at use
-    "data": {
-        "torch",
-        "numpy",
-        "sentencepiece",
-        "tokenizers",
-        "datasets",
-        "huggingface_hub",
-        "pyarrow",
-        "tqdm",
-    },
+    "model": {"torch"},
+    "data": {"torch", "numpy", "sentencepiece", "tokenizers", "datasets", "huggingface_hub"}
+    | {"pyarrow", "tqdm"},
 }
-# A prompt goes through these files in this order, and none imports one that comes after it.
-INFERENCE = ("batch", "prompts", "sampling", "speculative", "engine", "text")
 WITHOUT_HYDRA = ("model", "data", "inference")
 SLOW = {"datasets", "wandb", "transformers", "matplotlib", "pyarrow", "huggingface_hub"}
+COMMANDS = ("train", "generate")
+FILES = [path for room in ORDER for path in (ROOT / room).rglob("*.py")]
+FILES += [ROOT / f"{name}.py" for name in COMMANDS]
 
 
-def imported_packages(source: str) -> set[str]:
+@cache
+def imports(path: Path) -> set[str]:
+    """The modules that a file imports anywhere, and what it takes from them: a.b, a.b.c."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add(node.module)
-    return {name.partition(".")[0] for name in names}
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
-@pytest.mark.parametrize("package", ORDER)
-def test_packages_import_only_those_below_them(package):
-    allowed = set(ORDER[: ORDER.index(package) + 1]) - STRANGERS.get(package, set())
-    for path in (ROOT / package).rglob("*.py"):
-        imported = imported_packages(path.read_text())
-        ours = imported & {*ORDER, "train", "generate", "tests"}
+def imported_files(path: Path) -> set[Path]:
+    """The files of the project that a file imports, not counting packages."""
+    names = imports(path)
+    return {file for file in FILES if module_of(file) in names and file.stem != "__init__"}
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+@pytest.mark.parametrize("room", ORDER)
+def test_rooms_import_only_those_below_them(room):
+    allowed = set(ORDER[: ORDER.index(room) + 1]) - STRANGERS.get(room, set())
+    for path in (ROOT / room).rglob("*.py"):
+        imported = {name.partition(".")[0] for name in imports(path)}
+        ours = imported & {*ORDER, *COMMANDS, "tests"}
         assert ours <= allowed, f"{path} imports {ours - allowed}"
-        if package in LIBRARIES:
-            libraries = imported - ours - sys.stdlib_module_names
-            assert libraries <= LIBRARIES[package], (
-                f"{path} imports {libraries - LIBRARIES[package]}"
-            )
-        if package in WITHOUT_HYDRA:
+        libraries = imported - ours - sys.stdlib_module_names
+        assert libraries <= LIBRARIES.get(room, libraries), f"{path} imports {libraries}"
+        if room in WITHOUT_HYDRA:
             assert not imported & {"hydra", "omegaconf", "wandb"}, path
 
 
-def test_a_prompt_never_climbs_back():
-    for position, name in enumerate(INFERENCE):
-        tree = ast.parse((ROOT / "inference" / f"{name}.py").read_text())
-        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert not imported & {f"inference.{later}" for later in INFERENCE[position:]}, name
+def test_no_file_imports_itself_by_way_of_others():
+    graph = {path: imported_files(path) for path in FILES}
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("command", ["train", "generate"])
+def test_two_files_never_share_a_name():
+    names = [path.name for path in FILES if path.name not in ("__init__.py", "__main__.py")]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_imports_neither_tools_nor_one_attention_of_many(command):
+    reached = set()
+    waiting = [ROOT / f"{command}.py"]
+    while waiting:
+        path = waiting.pop()
+        if path not in reached:
+            reached.add(path)
+            waiting += imported_files(path)
+    modules = {module_of(path) for path in reached}
+    assert not {name for name in modules if name.startswith("tools.")}
+    core = {f"model.attention.{name}" for name in ("base", "kernels", "softmax")}
+    assert {name for name in modules if name.startswith("model.attention.")} <= core
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_slow_libraries_are_imported_only_where_they_are_used(command):
     code = f"import {command}, sys; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert not SLOW & set(loaded.stdout.split())
+
+
+def test_files_are_short():
+    for path in FILES:
+        assert len(path.read_text().splitlines()) <= 450, path

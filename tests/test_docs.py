@@ -9,7 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import ROOT, SHORT, TINY, close, saved, tree_of
+from tests.conftest import (
+    ROOT,
+    SHORT,
+    TINY,
+    close,
+    compile_without_inductor,
+    poisoned_memory,
+    saved,
+    tree_of,
+)
+from tools.compare import report
 
 PAGES = (
     "README",
@@ -25,27 +35,52 @@ BLOCKS = [block for text in TEXTS for block in re.findall(r"```bash\n(.*?)```", 
 # each command once, without its comment
 COMMANDS = [shlex.join(shlex.split(line, comments=True)) for line in "".join(BLOCKS).splitlines()]
 LINES = [*dict.fromkeys(filter(None, COMMANDS))]
-TAKEN = [
-    line
-    for line in LINES
-    if any(word in line for word in ("tools.export_hf", "my-model", "tools.evaluate"))
-]
-TRAINING = [line for line in LINES if line.startswith("python train.py") and line not in TAKEN]
-GENERATION = [line for line in LINES if line.startswith("python generate.py") and line not in TAKEN]
+
+# What a fresh clone, a network or minutes are needed for, and other programs.
+UNTESTED = (".venv", "--tasks", "tools.bench", "llama")
+# Those that use a model, in the order of the documents: some use what others made.
+WITH_A_MODEL = ("runs/NAME", "models/NAME", "tools.attention_map")
+TESTED = [line for line in LINES if not any(word in line for word in UNTESTED)]
+MODEL = [line for line in TESTED if any(word in line for word in WITH_A_MODEL)]
+COMPARISON = [line for line in TESTED if "tools.compare" in line]
+OTHERS = [line for line in TESTED if line not in MODEL + COMPARISON]
+TRAINING = [line for line in OTHERS if line.startswith("python train.py")]
+GENERATION = [line for line in OTHERS if line.startswith("python generate.py")]
+COSTS = [line for line in OTHERS if line.startswith("python -m tools.cost")]
 
 
-def test_there_are_commands_to_test():
-    assert len(TRAINING) >= 4 and len(GENERATION) >= 2
+def file_and_words(line: str) -> list[str]:
+    """The arguments of python: a file, and what follows it."""
+    _, *words = shlex.split(line)
+    if words[0] != "-m":
+        return words
+    file = words[1].replace(".", "/")
+    return [f"{file}.py", *words[2:]]
+
+
+def run(command, line: str, *more: str):
+    result = command(*file_and_words(line), *more)
+    assert result.code == 0, result.err
+    return result
+
+
+@pytest.fixture
+def stories(story) -> Path:
+    """The text that the documents train on."""
+    (story.parent / "my").mkdir()
+    return story.rename(story.parent / "my" / "stories.txt")
+
+
+def test_every_command_is_tested():
+    assert sorted(OTHERS) == sorted(TRAINING + GENERATION + COSTS)
+    assert len(TRAINING) > 8 and len(GENERATION) > 5 and len(MODEL) > 8 and len(COMPARISON) == 2
 
 
 @pytest.mark.parametrize("line", TRAINING)
-def test_training_commands(command, story, line):
-    (story.parent / "my").mkdir()
-    story.rename(story.parent / "my" / "stories.txt")
+def test_training_commands(command, stories, line):
     text = ("data=text", "data.path=my/stories.txt", "data.vocab_size=400")
-    words = [word for word in shlex.split(line)[2:] if not word.startswith("max_minutes")]
-    result = command("train.py", *words, *TINY, *text, "steps=2", "batch_tokens=512")
-    assert result.code == 0, result.err
+    line = re.sub(" max_minutes=[0-9]+", "", line)
+    run(command, line, *TINY, *text, "steps=2", "batch_tokens=512")
 
 
 @pytest.mark.parametrize("line", GENERATION)
@@ -53,54 +88,49 @@ def test_generation_commands(command, tokenizer, line, monkeypatch):
     monkeypatch.setattr(
         sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"import\n"), isatty=lambda: False)
     )
-    saved(
-        Path("runs/stdlib-small-gqa"), tree_of("gqa", "model.depth=1"), tokenizer
-    )  # the compiler is slow
+    compile_without_inductor(monkeypatch)
+    saved(Path("runs/stdlib-small-gqa"), tree_of("gqa", "model.depth=1"), tokenizer)
     Path("prompts.txt").write_text("one\nand another")
-    result = command("generate.py", *shlex.split(line)[2:], "--max-new-tokens", "3")
-    assert result.code == 0, result.err
-    assert " tokens; loaded in " in result.err or "map.png" in line
+    assert " tokens/s, " in run(command, line, "--max-new-tokens", "3").err
 
 
-def test_the_comparison_and_its_report(command, story, forked_jobs):
-    train, report = (shlex.split(line)[3:] for line in LINES if "tools.compare" in line)
+@pytest.mark.parametrize("line", COSTS)
+def test_cost_cards(command, stories, line):
+    small = ("attention=gqa", "model=tiny", "data=text", f"data.path={stories}")
+    table = run(command, line, *small).out
+    assert table.startswith("attention") and "gqa" in table
+
+
+def test_the_comparison_and_its_report(command, story, forked_jobs, monkeypatch):
+    monkeypatch.setattr(report, "latencies", lambda runs: {name: {} for name in runs})
+    train, page = (file_and_words(line)[1:] for line in COMPARISON)
     text = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=2")
     few = (*TINY, *text, "attention=gqa,mla", "seed=0", "--dir", "runs/stdlib-small-x")
     assert command("tools/compare/__main__.py", *train, *few).code == 0
     runs = sorted(map(str, Path("runs/stdlib-small-x").glob("*-0")))
-    assert (
-        command("tools/compare/__main__.py", report[0], *runs).code == 0
-        and report[1] == "runs/stdlib-small-*"
-    )
+    assert page == ["--report", "runs/stdlib-small-*"]
+    assert command("tools/compare/__main__.py", "--report", *runs).code == 0
 
 
-def test_a_model_is_taken_away_and_back(command, trained, story):
-    """Export, generate, fine-tune and evaluate in the order of the documents, without a network."""
-    (story.parent / "my").mkdir()
-    story.rename(story.parent / "my" / "stories.txt")
-    lines = [line for line in TAKEN if "--tasks" not in line]
-    assert len(lines) == 9 and len(TAKEN) == 11
-    for line in lines:
-        module, *words = shlex.split(line.replace("-m ", "").replace("runs/NAME", str(trained)))[1:]
-        file = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
-        result = command(file, *words, *((*TINY[1:], *SHORT) if file == "train.py" else ()))
-        assert result.code == 0, result.err
+def test_a_model_is_taken_away_and_back(command, trained, stories):
+    """Import, export, convert, train on and evaluate, in the order of the documents."""
+    # A folder to import: the run, exported.
+    assert command("tools/export_hf.py", "--out", "FOLDER").code == 0
+    for line in MODEL:
+        more = (*TINY[1:], *SHORT) if line.startswith("python train.py") else ()
+        run(command, line.replace("runs/NAME", str(trained)), *more)
 
 
 def test_the_commands_of_conversion_run(command, tokenizer, story):
     saved(Path("old"), tree_of("mha"), tokenizer)
-    (block,) = re.findall(
-        r"```bash\n(.*?)```", (ROOT / "docs" / "convert.md").read_text(), re.DOTALL
-    )
-    words = {"MODEL": "old", "TEXT": str(story), "-m ": ""}
+    page = (ROOT / "docs" / "convert.md").read_text()
+    (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     for number, line in enumerate(block.splitlines()):
-        for word, value in (words | {"FOLDER": f"new{number}"}).items():
-            line = line.replace(word, value)
-        module, *arguments = shlex.split(line, comments=True)[1:]
-        file = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
-        more = [*TINY[1:], *SHORT] if file == "train.py" else []
-        result = command(file, *arguments, *more)
-        assert result.code == 0, result.err
+        line = line.partition("#")[0].replace("MODEL", "old").replace("TEXT", str(story))
+        # Each conversion makes a model, and training begins with the last of them.
+        line = line.replace("NEW", f"new{min(number, 1)}")
+        more = (*TINY[1:], *SHORT) if line.startswith("python train.py") else ()
+        run(command, line, *more)
 
 
 def test_the_test_command_of_ci_is_the_readmes():
@@ -132,10 +162,10 @@ def test_the_examples_of_extensions_are_the_code_that_ships():
 
 
 def test_the_attention_tutorial_runs(capsys):
-    snippets = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "attention.md").read_text(), re.DOTALL
-    )
+    page = (ROOT / "docs" / "attention.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(snippets) > 15
     session: dict = {}
-    for snippet in snippets:
-        exec(compile(snippet, "docs/attention.md", "exec"), session)
+    with poisoned_memory():
+        for snippet in snippets:
+            exec(compile(snippet, "docs/attention.md", "exec"), session)
