@@ -1,5 +1,6 @@
 """From a config to what a run needs: a model that can be built, a corpus, and batches."""
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -97,7 +98,14 @@ def load_corpus(settings: Settings) -> tuple[Corpus, Loader]:
     if settings.init_from is None:
         settings.model["vocab_size"] = corpus.tokenizer.vocab_size
     check_teacher(settings, corpus)
-    return corpus, corpus.loader(settings.context, batch_size, settings.seed)
+    loader = corpus.loader(settings.context, batch_size, settings.seed)
+    has_end = settings.steps is not None or settings.max_minutes is not None
+    if not has_end and loader.rows_per_epoch == math.inf:
+        raise ValueError(
+            "the run has no end (steps=null, max_minutes=null, and no row comes twice). "
+            "fix: max_minutes=5"
+        )
+    return corpus, loader
 
 
 @contextmanager
