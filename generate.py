@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 
 from run import errors
-from run.cli import Parser, add_model_options, bounded_number
+from run.cli import HelpFormatter, Parser, add_model_options, bounded_number
 from run.progress import waiting
 
 MIN_STEPS_TO_COMPILE = 4000  # decode steps that take as long as compiling
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
     if is_compiled and cache is not None:
         compilation.use_cache()
         option = "--compile false"
-        with waiting("compiling the decode step", 30, f"to begin at once: {option}"):
+        with waiting(f"compiling the decode step (to begin at once: {option})"):
             compilation.compile_and_run(engine.compile, is_required=wanted is True, option=option)
 
     # Generate and print: all sequences, or a turn of the conversation at a time.
@@ -90,9 +90,9 @@ def main(args: argparse.Namespace) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python generate.py",
-        description=__doc__.partition("\n")[0],
+        description=__doc__,
         epilog="quote the prompt, and put -- in front of one that begins with a dash",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     positive = bounded_number(int, 1)

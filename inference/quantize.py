@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from model.layers import Linear
 from model.transformer import Transformer
 from run.hardware import processor_features
+from run.progress import waiting
 from run.sealed import sync
 
 MAX_FEW_TOKENS = 16  # up to this, reading the weights takes longer than multiplying
@@ -44,7 +45,8 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
         if not library.exists():
             if compiler is None:
                 return False
-            compile_matvec(library, compiler)
+            with waiting(f"compiling {SOURCE.name}, once"):
+                compile_matvec(library, compiler)
         torch.ops.load_library(library)
     except OSError as error:
         print(f"note: without {SOURCE.name} ({error}), torch multiplies", file=sys.stderr)
@@ -57,7 +59,6 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
 
 def compile_matvec(library: Path, compiler: str) -> None:
     """Compile the kernel to a library that is complete once it has its name. Raises OSError."""
-    print(f"compiling {SOURCE.name}, about 8 s, once", file=sys.stderr)
     torch_folder = Path(torch.__file__).parent
     temporary = library.with_suffix(f".{os.getpid()}")
     command = [

@@ -7,6 +7,15 @@ from pathlib import Path
 from typing import NoReturn
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of a description, and adds the default of each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        if action.default:
+            return super()._get_help_string(action)
+        return action.help
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line with a fix. Its epilog must be a hint of what to type."""
 
@@ -17,8 +26,17 @@ class Parser(argparse.ArgumentParser):
 def add_model_options(parser: Parser) -> None:
     """Add which model to load, and how to compute: the options of commands that use a model."""
     add = parser.add_argument
-    add("--run", type=Path, help="a run or a checkpoint (default: the run that saved last)")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    add(
+        "--run",
+        type=Path,
+        help="a run or a checkpoint (default: the run that saved last, in runs/)",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda", "mps"),
+        default="auto",
+        help="auto: a GPU if there is one",
+    )
     add(
         "--dtype",
         choices=("auto", "fp32", "bf16", "int8"),

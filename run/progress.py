@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from threading import Timer
+from threading import Event, Thread
 
 from tqdm import tqdm
 
@@ -18,37 +18,38 @@ def say(text: str) -> None:
         tqdm.write(text, file=sys.stderr)
 
 
-def is_watched() -> bool:
-    """Whether standard error is a terminal, on which a progress bar can be drawn."""
-    return sys.stderr.isatty()
-
-
 def duration(seconds: float) -> str:
     """Seconds as hours, minutes and seconds, such as 0:04:10."""
     return "?" if seconds == math.inf else str(timedelta(seconds=round(seconds)))
 
 
 @contextmanager
-def waiting(
-    what: str, seconds: float = 0.0, advice: str = "", is_shown: bool = True
-) -> Iterator[None]:
-    """Announce what happens inside if it takes longer than PATIENCE.
+def waiting(what: str, total: int = 1) -> Iterator[tqdm]:
+    """Announce what happens inside if it takes longer than PATIENCE; a terminal shows a clock, too.
 
-    `seconds` is about how long it will take; a wait that will be long is announced at its start.
-    `advice` is how to avoid it.
+    The code inside may call `update` of the bar that it gets after each of `total` parts, from which
+    the time left follows.
     """
-    message = what
-    delay = PATIENCE
-    if seconds > PATIENCE:
-        delay = 0.0
-        message += f", about {duration(seconds)}"
-    if advice:
-        message += f" ({advice})"
-    announcer = Timer(delay, say, [message])
-    announcer.daemon = True
-    if is_shown:
-        announcer.start()
+    # `disable=None` shows the bar on a terminal only.
+    bar = tqdm(
+        total=total,
+        delay=PATIENCE,
+        leave=False,
+        disable=None,
+        bar_format="{n_fmt} of {total_fmt}, {elapsed} gone, {remaining} left",
+    )
+    is_done = Event()
+
+    def announce() -> None:
+        if not is_done.wait(PATIENCE):
+            say(what)
+        while not is_done.wait(1.0):
+            bar.refresh()
+
+    Thread(target=announce, daemon=True).start()
     try:
-        yield
+        yield bar
     finally:
-        announcer.cancel()
+        is_done.set()
+        bar.delay = 0  # or tqdm would not clear what was never updated
+        bar.close()

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -40,7 +40,7 @@ class Logger:
                 file.truncate(self.sizes[name])
         self.bar = tqdm(
             bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}",
-            disable=not progress.is_watched(),
+            disable=None,  # shown on a terminal only
             dynamic_ncols=True,
             mininterval=1.0,  # seconds
             miniters=1,
@@ -70,9 +70,11 @@ class Logger:
         if self.is_enabled:
             progress.say(text)
 
-    def waiting(self, what: str, seconds: float = 0.0, advice: str = "") -> AbstractContextManager:
+    def waiting(self, what: str) -> AbstractContextManager:
         """Announce what may take long; see progress.waiting."""
-        return progress.waiting(what, seconds, advice, is_shown=self.is_enabled)
+        if not self.is_enabled:
+            return nullcontext()
+        return progress.waiting(what)
 
     def advance(self, step: int, steps: float) -> None:
         """Move the bar of a terminal, at most once a second. `steps` may be infinite."""

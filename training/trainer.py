@@ -203,7 +203,7 @@ class Trainer:
         """
         self.compile()
         advice = "less where .cache/ has it from before; to begin at once: compile=false"
-        with self.log.waiting("compiling the training step", 60, advice):
+        with self.log.waiting(f"compiling the training step ({advice})"):
             loss_sum = compilation.compile_and_run(
                 self.compute_gradients,
                 is_required=self.settings.compile is True or self.ranks.world_size > 1,
@@ -300,7 +300,7 @@ class Trainer:
     @contextmanager
     def _pause(self, what: str, advice: str) -> Iterator[None]:
         """Stop the clock while something other than training goes on, and announce it."""
-        with self.clock.pause(), self.log.waiting(what, advice=advice):
+        with self.clock.pause(), self.log.waiting(f"{what} ({advice})"):
             yield
 
     # Evaluation and samples
