@@ -1,6 +1,7 @@
 """Give a model another attention, without training:
 
-python -m tools.convert MODEL attention=gqa attention.kv_heads=2 --out FOLDER
+python -m tools.convert runs/NAME attention=gqa attention.kv_heads=2 --out FOLDER
+python -m tools.convert runs/NAME attention=mla --text my/stories.txt --out FOLDER
 """
 
 import argparse
@@ -15,7 +16,7 @@ from inference.load import load_model
 from model.attention.base import Attention
 from model.build import build_model
 from run import checkpoint, errors, settings
-from run.cli import Parser
+from run.cli import HelpFormatter, Parser
 from tools.export_hf import check_is_new
 from tools.formats import converted_model
 
@@ -25,12 +26,13 @@ MOMENT_TOKENS = 32_768  # of a text, for the inputs of each layer
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python -m tools.convert",
-        description=__doc__.partition(",")[0],
+        description=__doc__,
         epilog="MODEL attention=PRESET attention.KEY=VALUE --out FOLDER",
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("model", type=Path, help="a run or a checkpoint")
-    add("overrides", nargs="+", help="of attention, as train.py takes them")
+    add("overrides", nargs="+", metavar="KEY=VALUE", help="of attention, as for train.py")
     add("--out", type=Path, required=True, help="a new folder")
     add("--text", help="a file or folder whose beginning a latent is fitted to")
     return parser.parse_args()

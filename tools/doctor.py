@@ -1,6 +1,9 @@
-"""What this machine is, and what stops, slows or endangers training on it: python -m tools.doctor
+"""What this machine is, and what stops, slows or endangers training on it:
 
-Each finding is a line with a fix. The exit code is 2 if one of them stops train.py, else 0.
+    python -m tools.doctor
+
+It takes no arguments. Each finding is a line with a fix. The exit code is 2 if one of them stops
+train.py, else 0.
 """
 
 import os
@@ -11,6 +14,7 @@ from pathlib import Path
 import torch
 
 from run import compilation, errors, hardware
+from run.cli import HelpFormatter, Parser
 
 MIN_DISK_BYTES = 5e9  # a checkpoint of model=350m
 MIN_FREE_SHARE = 0.8  # of a GPU's memory
@@ -35,6 +39,7 @@ def main() -> None:
     print(*findings or ["nothing found that stops or slows training"], sep="\n")
     if any(finding.startswith("stops") for finding in findings):
         raise SystemExit(errors.INPUT)
+    print("next: python train.py")
 
 
 def nvidia_driver() -> str | None:
@@ -77,7 +82,9 @@ def slow(device: torch.device) -> list[str]:
         )
     if device.type == "cpu":
         if not hardware.multiplies_bf16(device):
-            findings.append("bf16 would be emulated, so auto takes fp32. fix: no precision=bf16")
+            findings.append(
+                "bf16 would be emulated, so precision=auto takes fp32. fix: leave precision out"
+            )
         # Half of the processors may be threads of the others.
         if torch.get_num_threads() < os.cpu_count() // 2:
             findings.append("torch leaves processors idle. fix: a larger OMP_NUM_THREADS, or none")
@@ -97,4 +104,10 @@ def slow(device: torch.device) -> list[str]:
 
 
 if __name__ == "__main__":
+    Parser(
+        "python -m tools.doctor",
+        description=__doc__,
+        epilog="no arguments",
+        formatter_class=HelpFormatter,
+    ).parse_args()
     main()

@@ -1,6 +1,7 @@
 """Write a trained model as transformers and vLLM read it:
 
 python -m tools.export_hf --run runs/NAME --out FOLDER
+python -m tools.export_hf --out FOLDER --dtype bf16
 """
 
 import argparse
@@ -13,7 +14,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer, tokenizer_file
 from inference.load import load_model
 from run import checkpoint, errors
-from run.cli import Parser
+from run.cli import HelpFormatter, Parser
 from tools.formats.hf_config import to_hf_config
 from tools.formats.weights import hf_weights
 
@@ -23,11 +24,16 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python -m tools.export_hf",
-        description=__doc__.partition(":")[0],
+        description=__doc__,
         epilog="such as --run runs/NAME --out FOLDER",
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
-    add("--run", type=Path, help="a run or a checkpoint (default: the newest run)")
+    add(
+        "--run",
+        type=Path,
+        help="a run or a checkpoint (default: the run that saved last, in runs/)",
+    )
     add("--out", type=Path, required=True, help="a new folder")
     add("--dtype", choices=(*DTYPES,), default="f32", help="of weights")
     return parser.parse_args()
@@ -58,7 +64,10 @@ def main(args: argparse.Namespace) -> None:
         (args.out / name).write_bytes(content)
     # The last file: no library takes a folder without it for a model.
     (args.out / "config.json").write_text(json.dumps(config, indent=1))
-    print(f"{architecture}, {args.dtype}: {args.out}")
+    print(
+        f"written: {architecture}, {args.dtype}: {args.out}. To use it: "
+        f'transformers.AutoModelForCausalLM.from_pretrained("{args.out}")'
+    )
 
 
 def check_is_new(out: Path) -> None:

@@ -1,4 +1,7 @@
-"""Make a checkpoint of a Hugging Face folder:  python -m tools.import_hf FOLDER --out MODEL"""
+"""Make a checkpoint of a Hugging Face folder:
+
+python -m tools.import_hf my/SmolLM2-135M --out models/smollm2
+"""
 
 import argparse
 import json
@@ -7,7 +10,7 @@ from pathlib import Path
 from data.tokenizer import Tokenizer
 from model.build import build_model
 from run import checkpoint, errors
-from run.cli import Parser
+from run.cli import HelpFormatter, Parser
 from tools.export_hf import check_is_new
 from tools.formats.hf_config import from_hf_config
 from tools.formats.special_tokens import import_json_tokenizer
@@ -17,8 +20,9 @@ from tools.formats.weights import FETCH_AGAIN, read_weights
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python -m tools.import_hf",
-        description=__doc__.partition(":")[0],
+        description=__doc__,
         epilog="such as my/SmolLM2-135M --out models/smollm2",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="with config.json, safetensors and a tokenizer")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")

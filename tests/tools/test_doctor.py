@@ -12,6 +12,7 @@ from run import compilation, hardware
 from tools import doctor
 
 GB = 10**9
+NOTHING = "nothing found that stops or slows training"
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Feb 17 22:55:48 UTC 2024\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder)\n"
 GCC = "GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n"
@@ -69,7 +70,7 @@ def gpu(monkeypatch):
 def test_a_machine_without_findings(diagnose):
     result = diagnose()
     assert (result.code, result.err) == (0, "")
-    assert result.out.splitlines()[-1] == "nothing found that stops or slows training"
+    assert result.out.splitlines()[-2:] == [NOTHING, "next: python train.py"]
     assert "training: cpu" in result.out
     assert not Path("runs").exists() and not Path(".cache").exists()
 
@@ -125,6 +126,6 @@ def test_a_gpu_and_what_it_would_train_with(diagnose, gpu, monkeypatch):
     result = diagnose()
     assert "GPU: NVIDIA H100 80GB HBM3, 79 of 80 GB free" in result.out
     assert "training: cuda, torch.bfloat16 products" in result.out
-    assert result.out.splitlines()[-1] == "nothing found that stops or slows training"
+    assert NOTHING in result.out
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     assert "slow: TF32 is off" in diagnose().out
