@@ -1,4 +1,4 @@
-"""Measures how fast training and decoding are beside `transformers`, on this machine.
+"""Measure how fast training and decoding are beside `transformers`, on this machine.
 
     python -m tools.bench train model=15m attention=llama optimizer=adamw
         an optimizer step, and one of `transformers`' Llama
@@ -7,14 +7,17 @@
 
 Overrides are those of train.py. Competitors are processes that live side by side and take turns, so
 that a slow moment of the machine meets all of them. Each prints a JSON line, and so does the ratio.
+The first turns compile, which may take minutes: compile=false leaves that out.
 """
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import timeit
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,8 +33,10 @@ from inference import quantize
 from inference.engine import Engine
 from model.build import build_model
 from run import compilation, errors, hardware
+from run.cli import HelpFormatter, Parser
 from run.distributed import DistEnv
 from run.instantiate import ROOT
+from run.progress import say, waiting
 from run.settings import Settings, compose, report_errors
 from run.signals import Signals
 from tools.formats import hf_config
@@ -49,23 +54,30 @@ NEW_TOKENS = 255  # generated in each row, after a random prompt
 Step = Callable[[], dict[str, float]]
 
 
-def main(args: list[str]) -> None:
-    match args:
-        case ["train", *overrides]:
-            compare("train", overrides, {})
-        case ["decode", *overrides]:
-            for rows, length in DECODE_CASES:
-                context = length + 1
-                sizes = [f"context={context}", f"batch_tokens={rows * context}"]
-                compare("decode", [*sizes, *overrides], {"rows": rows, "length": length})
-        case ["worker", kind, name, *overrides] if name in COMPETITORS.get(kind, {}):
-            take_turns(kind, name, overrides)
-        case _:
-            errors.exit_with(
-                errors.INPUT,
-                f"nothing to measure (got {' '.join(args) or 'no arguments'}). "
-                "fix: python -m tools.bench train or decode",
-            )
+def parse_arguments() -> argparse.Namespace:
+    parser = Parser(
+        "python -m tools.bench",
+        description=__doc__,
+        epilog="train or decode, and then KEY=VALUE",
+        formatter_class=HelpFormatter,
+    )
+    add = parser.add_argument
+    add("kind", choices=COMPETITORS, help="what is measured")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
+    add("--worker", help=argparse.SUPPRESS)  # the name of a competitor
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.worker is not None:
+        take_turns(args.kind, args.worker, args.overrides)
+    elif args.kind == "train":
+        compare("train", args.overrides, {})
+    else:
+        for rows, length in DECODE_CASES:
+            context = length + 1
+            sizes = [f"context={context}", f"batch_tokens={rows * context}"]
+            compare("decode", [*sizes, *args.overrides], {"rows": rows, "length": length})
 
 
 # The parent: starts the competitors, gives them turns, and prints what they measured.
@@ -77,19 +89,34 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     # Let all build their models at the same time, and then work one at a time, for a fair share.
     processes = {name: start_worker(kind, name, overrides) for name in COMPETITORS[kind]}
     turns = {name: [] for name in processes}
-    ceiling = 0.0
-    for number in range(NUM_TURNS + 1):
-        for name, process in processes.items():
-            turn = request_turn(name, process)
-            turns[name].append(turn)
-            print(f"turn {number} of {NUM_TURNS}: {name} {turn['seconds']:.3f} s", file=sys.stderr)
-        ceiling = max(ceiling, measure_ceiling(kind, device, precision))
-    for process in processes.values():
-        process.communicate()
+    ceiling = 0.0  # FLOP/s
+    num_turns = (NUM_TURNS + 1) * len(processes)
+    say(f"{kind}: {num_turns} turns of {', '.join(processes)}")
+    advice = "the first turn of each compiles; to leave that out: compile=false"
+    with ExitStack() as stack, waiting(advice, num_turns) as bar:
+        # However this ends, the workers end with it.
+        for process in processes.values():
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        for number in range(NUM_TURNS + 1):
+            for name, process in processes.items():
+                say(f"turn {number} of {NUM_TURNS}: {name}")
+                turn = request_turn(name, process)
+                say(f"    {turn['seconds']:.3f} s")
+                turns[name].append(turn)
+                bar.update()
+            if kind == "train":
+                ceiling = max(ceiling, measure_ceiling(device, precision))
 
-    tokens, work = work_of_step(kind, settings, precision)
-    lines = [summarize(name, turns[name], tokens, work / ceiling) for name in turns]
+    # Decoding makes all tokens but the first.
+    tokens = settings.sequences_per_process(1) * (NEW_TOKENS - 1)
+    if kind == "train":
+        tokens = settings.batch_tokens
+    lines = [summarize(name, turns[name], tokens) for name in turns]
     for line in lines:
+        if kind == "train":
+            flops = line["tokens_per_second"] * build_model(settings.model, "meta").training_flops()
+            line["share_of_ceiling"] = flops / ceiling
         print(json.dumps(case | line))
     # Within a turn all meet the same machine, so the ratio of speeds is the median over turns.
     best = min(lines[1:], key=lambda line: line["seconds"])["name"]
@@ -100,11 +127,12 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
 
 def start_worker(kind: str, name: str, overrides: list[str]) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "tools.bench", "worker", kind, name, *overrides],
+        [sys.executable, "-m", "tools.bench", kind, *overrides, "--worker", name],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        start_new_session=True,  # Ctrl-C is for this process, which then ends the workers
     )
 
 
@@ -116,51 +144,22 @@ def request_turn(name: str, process: subprocess.Popen) -> dict:
     return json.loads(line)
 
 
-def summarize(name: str, turns: list[dict], tokens: int, ideal_seconds: float) -> dict:
-    """Medians of all turns but the first, which compiles, and the rates that follow from them.
-
-    `ideal_seconds` are those of the work at the machine's ceiling.
-    """
+def summarize(name: str, turns: list[dict], tokens: int) -> dict:
+    """Medians of all turns but the first, which compiles, and the rate that follows from them."""
     first, *timed = turns
     line = {"name": name} | {key: median(turn[key] for turn in timed) for key in first}
-    return line | {
-        "tokens_per_second": tokens / line["seconds"],
-        "share_of_ceiling": ideal_seconds / line["seconds"],
-        "cold_seconds": first["seconds"],
-    }
+    return line | {"tokens_per_second": tokens / line["seconds"], "cold_seconds": first["seconds"]}
 
 
-def work_of_step(kind: str, settings: Settings, precision: torch.dtype) -> tuple[int, float]:
-    """Tokens that a step learns, and its FLOPs; tokens that it decodes, and the bytes that it reads.
-
-    Decoding makes all tokens but the first, and reads weights and cache for each.
-    """
-    model = build_model(settings.model, "meta")
-    if kind == "train":
-        tokens = settings.batch_tokens
-        return tokens, tokens * model.training_flops()
-
-    # An embedding that is not the head too is not read: a token needs one of its rows.
-    weights = model.num_parameters()
-    if model.head is not None:
-        weights -= model.embed.weight.numel()
-    # The cache has the length of the middle step.
-    rows = settings.sequences_per_process(1)
-    token_bytes = model.cache_bytes(2, precision) - model.cache_bytes(1, precision)
-    cache_bytes = rows * token_bytes * (settings.context - 1 - NEW_TOKENS / 2)
-    num_steps = NEW_TOKENS - 1
-    return rows * num_steps, num_steps * (weights * precision.itemsize + cache_bytes)
+def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
+    """FLOP/s of large products: known for a GPU, measured on a CPU."""
+    # Where bf16 is emulated, such a product takes minutes, and fp32 is the faster way.
+    if not hardware.multiplies_bf16(device):
+        precision = torch.float32
+    return hardware.peak_flops(device) or matmul_flops(precision)
 
 
-def measure_ceiling(kind: str, device: torch.device, precision: torch.dtype) -> float:
-    """FLOP/s for training, known for a GPU and measured on a CPU; bytes/s for decoding."""
-    if kind == "train":
-        return hardware.peak_flops(device) or matmul_flops(precision)
-    x = torch.ones(2**28 if device.type == "cuda" else 2**26, device=device)
-    return x.nbytes / min(timeit.repeat(lambda: x.sum().item(), number=1, repeat=NUM_PROBES))
-
-
-def matmul_flops(precision: torch.dtype, size: int = 4096) -> float:
+def matmul_flops(precision: torch.dtype, size: int = 2048) -> float:
     """Measures FLOP/s of a product of square matrices in `precision`, on a CPU."""
     x = torch.randn(size, size).to(precision)
     return 2 * size**3 / min(timeit.repeat(lambda: x @ x, number=1, repeat=NUM_PROBES))
@@ -253,7 +252,7 @@ def decode_ours(settings: Settings, device: torch.device, precision: torch.dtype
         engine.compile()
 
     def run() -> dict[str, float]:
-        first, rest, _ = time_generation(engine, prompts.tolist(), NEW_TOKENS)
+        first, rest = time_generation(engine, prompts.tolist(), NEW_TOKENS)
         return {"seconds": rest, "first_token_seconds": first}
 
     return run
@@ -351,4 +350,4 @@ COMPETITORS = {
 
 if __name__ == "__main__":
     with report_errors():
-        main(sys.argv[1:])
+        main(parse_arguments())

@@ -2,24 +2,26 @@
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
 import torch
 
+from run import hardware
 from run.instantiate import instantiate
-from tests.conftest import TINY
+from tests.conftest import LONG, TINY
 from tools import bench
 
 WORDS = [*TINY, "attention=llama", "data.vocab_size=512", "optimizer=adamw", "precision=fp32"]
 
 
 def test_competitors_train_the_same_shape():
-    settings, _, precision = bench.bench_settings(WORDS)
+    settings, *_ = bench.bench_settings(WORDS)
     model = instantiate(settings.model)
-    tokens, flops = bench.work_of_step("train", settings, precision)
-    assert (tokens, flops) == (512, 512 * model.training_flops())
     theirs = bench.transformers_llama(settings)
     assert sorted(p.shape for p in model.parameters()) == sorted(
         p.shape for p in theirs.parameters()
@@ -36,14 +38,43 @@ def test_speeds_are_compared_turn_by_turn(monkeypatch, capfd):
         return subprocess.Popen([sys.executable, "-c", program], text=True, **pipes)
 
     monkeypatch.setattr(bench, "start_worker", start_worker)
-    monkeypatch.setattr(bench, "measure_ceiling", lambda *_: 1e9)
-    bench.main(["train", *WORDS])
+    flops = instantiate(bench.bench_settings(WORDS)[0].model).training_flops()
+    monkeypatch.setattr(bench, "measure_ceiling", lambda *_: 1024 * flops)
+    bench.main(Namespace(kind="train", overrides=WORDS, worker=None))
     out, err = capfd.readouterr()
     ours, theirs, ratio = map(json.loads, out.splitlines())
     assert (ours["name"], ours["tokens_per_second"]) == ("ours", 512)
     assert (theirs["name"], theirs["tokens_per_second"]) == ("transformers", 256)
+    assert (ours["share_of_ceiling"], theirs["share_of_ceiling"]) == (0.5, 0.25)
     assert ratio == {"speed": 2.0, "of": "transformers"}
-    assert err.count("turn ") == 2 * (bench.NUM_TURNS + 1)
+    first, *lines = err.splitlines()
+    assert first == "train: 18 turns of ours, transformers"
+    assert lines[:4] == [
+        "turn 0 of 8: ours",
+        "    1.000 s",
+        "turn 0 of 8: transformers",
+        "    2.000 s",
+    ]
+    assert len(lines) == 4 * (bench.NUM_TURNS + 1)
+
+
+def test_an_interrupted_benchmark_ends_its_workers_and_they_do_not_see_the_signal(monkeypatch):
+    workers = []
+    start_worker = bench.start_worker
+
+    def started(*arguments) -> subprocess.Popen:
+        workers.append(start_worker(*arguments))
+        return workers[-1]
+
+    def interrupt(*_):
+        assert all(os.getsid(worker.pid) == worker.pid for worker in workers)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "start_worker", started)
+    monkeypatch.setattr(bench, "request_turn", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(Namespace(kind="train", overrides=WORDS, worker=None))
+    assert [worker.wait(LONG) for worker in workers] == [-signal.SIGKILL] * 2
 
 
 @pytest.mark.parametrize("name", ["ours", "transformers"])
@@ -65,30 +96,21 @@ def test_decoding_is_timed_to_the_first_token_and_from_there(monkeypatch, name):
     assert all(seconds > 0 for seconds in measured.values())
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
-def test_decoding_reads_the_weights_and_the_cache(monkeypatch, tied):
-    monkeypatch.setattr(bench, "NEW_TOKENS", 6)
-    words = [*WORDS, "context=16", "batch_tokens=48", f"model.tied={tied}"]
-    settings, _, precision = bench.bench_settings(words)
-    tokens, nbytes = bench.work_of_step("decode", settings, precision)
-    # 3 rows of 5 tokens after the first, which have 12 tokens in front of them on average.
-    assert tokens == 3 * 5
-    model = instantiate(settings.model)
-    short, long = (model.new_cache(3, length, precision, "cpu").nbytes for length in (1, 13))
-    # The embedding and the head are as large as each other.
-    weights = sum(p.nbytes for name, p in model.named_parameters() if name != "head.weight")
-    assert nbytes == 5 * (weights + long - short)
-
-
-def test_shares_are_of_the_ceiling():
+def test_the_first_turn_compiles_and_does_not_count():
     turns = [{"seconds": seconds} for seconds in (9.0, 2.0, 2.0)]
-    line = bench.summarize("x", turns, 100, 0.5)
-    assert (line["tokens_per_second"], line["share_of_ceiling"]) == (50, 0.25)
-    assert (line["seconds"], line["cold_seconds"]) == (2.0, 9.0)
+    line = bench.summarize("x", turns, 100)
+    assert (line["seconds"], line["tokens_per_second"], line["cold_seconds"]) == (2.0, 50, 9.0)
 
 
 def test_a_product_is_timed():
     assert bench.matmul_flops(torch.float32, size=64) > 0
+
+
+@pytest.mark.parametrize("has_bf16, precision", [(True, torch.bfloat16), (False, torch.float32)])
+def test_the_ceiling_is_never_that_of_emulated_products(monkeypatch, has_bf16, precision):
+    monkeypatch.setattr(hardware, "multiplies_bf16", lambda _: has_bf16)
+    monkeypatch.setattr(bench, "matmul_flops", lambda chosen: chosen)
+    assert bench.measure_ceiling(torch.device("cpu"), torch.bfloat16) == precision
 
 
 @pytest.mark.parametrize(
@@ -96,10 +118,9 @@ def test_a_product_is_timed():
     [
         [],
         ["nothing"],
-        ["worker", "train", "nobody"],
         ["train", "model=none"],
         ["decode", "device=cpu", "precision=fp16"],
-        ["worker", "train", "transformers", "attention=mla"],
+        ["train", "attention=mla", "--worker", "transformers"],
     ],
 )
 def test_what_cannot_be_measured_is_a_line(command, words):
