@@ -1,6 +1,10 @@
-"""Draw the attention weights of a prompt:  python -m tools.attention_map PROMPT --out map.png
+"""Draw the attention weights of a prompt:
 
-The picture has a row for each softmax layer and a column for each of its heads.
+    python -m tools.attention_map "def main(" --out map.png
+    python -m tools.attention_map "def main(" --run runs/NAME --out map.svg
+
+The picture has a row for each softmax layer and a column for each of its heads. Other layers have
+no weights: its title says which.
 """
 
 from contextlib import ExitStack
@@ -14,7 +18,8 @@ from inference.load import load
 from model.attention.kernels import AttentionKernel
 from model.transformer import Transformer
 from run import errors
-from run.cli import Parser, add_model_options
+from run.cli import HelpFormatter, Parser, add_model_options
+from run.progress import waiting
 
 MAX_LABELED = 32  # tokens up to which the axes are labeled with them
 SQUARE = 3.0  # inches
@@ -23,21 +28,25 @@ SQUARE = 3.0  # inches
 def main() -> None:
     parser = Parser(
         "python -m tools.attention_map",
-        description=__doc__.partition("\n")[0],
+        description=__doc__,
         epilog="quote the prompt",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("prompt", help="text whose tokens attend to each other")
     parser.add_argument("--out", type=Path, required=True, help="a .png or .svg")
     add_model_options(parser)
     args = parser.parse_args()
-    with errors.report_errors(), errors.user_input():
-        model, tokenizer, _ = load(args.run, args.device, args.dtype)
+    with errors.report_errors(), errors.user_input(), waiting("drawing a square for each head"):
+        model, tokenizer, name = load(args.run, args.device, args.dtype)
         tokens = tokenizer.encode_prompt(args.prompt)[: model.context]
         maps = attention_weights(model, tokens)
         if not maps:
             raise ValueError("no layer of this model is a softmax. fix: --run of another")
         labels = [tokenizer.decode([token]) or str(token) for token in tokens]
-        draw(maps, labels, args.out)
+        others = sorted(set(range(len(model.blocks))) - maps.keys())
+        title = f"{name}: {args.prompt!r:.60}\nlayers without softmax: {others or 'none'}"
+        draw(maps, labels, title, args.out)
+    print(f"{title}\nwritten: {args.out}, which any viewer of pictures opens")
 
 
 @torch.no_grad()
@@ -75,7 +84,7 @@ def record_weights(
     maps[layer] = weights[0].transpose(0, 1).float().cpu()
 
 
-def draw(maps: dict[int, Tensor], labels: list[str], path: Path) -> None:
+def draw(maps: dict[int, Tensor], labels: list[str], title: str, path: Path) -> None:
     """Draw the weights of layers to a file; `labels` are the tokens."""
     from matplotlib.figure import Figure
 
@@ -85,16 +94,20 @@ def draw(maps: dict[int, Tensor], labels: list[str], path: Path) -> None:
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(maps), heads, squeeze=False, sharex=True, sharey=True)
     ticks = range(len(labels))
-    labels = [label.replace("$", r"\$") for label in labels]
+    title, *labels = [text.replace("$", r"\$") for text in (title, *labels)]
     for row, (layer, layer_weights) in zip(grid, maps.items(), strict=True):
         for head, weights in enumerate(layer_weights.numpy()):
             axes = row[head]
-            axes.imshow(weights, cmap="magma", vmin=0, vmax=1, interpolation="nearest")
+            image = axes.imshow(weights, cmap="magma", vmin=0, vmax=1, interpolation="nearest")
             axes.set_title(f"layer {layer} head {head}", fontsize=7)
             # Only a short prompt has room for its tokens.
             if len(labels) <= MAX_LABELED:
                 axes.set_xticks(ticks, labels, rotation=90, fontsize=5)
                 axes.set_yticks(ticks, labels, fontsize=5)
+    figure.suptitle(title, fontsize=9)
+    figure.supxlabel("key: the token that is attended to", fontsize=9)
+    figure.supylabel("query: the token that attends", fontsize=9)
+    figure.colorbar(image, ax=grid, label="weight", fraction=0.05)
     figure.savefig(path, dpi=120)
 
 

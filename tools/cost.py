@@ -1,7 +1,9 @@
-"""What every attention would cost in a run:  python -m tools.cost model=124m context=4096
+"""What every attention would cost in a run, or those of attention=A,B alone:
 
-The overrides are those of train.py; attention=gqa,mla shows these two alone. Nothing is computed:
-tensors are shapes without memory.
+    python -m tools.cost model=124m context=4096
+    python -m tools.cost model=1b attention=gqa,mla data.vocab_size=32000
+
+The overrides are those of train.py. Nothing is computed: tensors are shapes without memory.
 """
 
 import sys
@@ -10,17 +12,32 @@ import torch
 
 from model.build import build_model
 from run import cli, errors
+from run.progress import waiting
 from run.settings import CONFIGS, compose, report_errors
 from training.setup import check_buildable
 
-COLUMNS = ("attention", "parameters", "MFLOP/token", "KV bytes/token", "KV MB at context")
-NAME_WIDTH = 16  # characters
-NOTE = "MFLOP/token: in training. KV bytes: of one sequence in bf16."
+COLUMNS = (
+    "attention",
+    "vocabulary",
+    "parameters",
+    "MFLOP/token",
+    "KV bytes/token",
+    "KV MB at context",
+)
+NAME_WIDTH = 14  # characters
+WIDTH = 16
+NOTE = """
+vocabulary: with GPT-2's, data.vocab_size=50257, model=124m has about the parameters of its name.
+MFLOP/token: in training. KV bytes: of one sequence in bf16.
+next: python train.py attention=NAME, with the same overrides"""
 
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(
-        "python -m tools.cost", description=__doc__, epilog="such as model=124m context=4096"
+        "python -m tools.cost",
+        description=__doc__,
+        epilog="such as model=124m context=4096",
+        formatter_class=cli.HelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
     overrides = parser.parse_args(arguments).overrides
@@ -37,11 +54,18 @@ def main(arguments: list[str]) -> None:
     if not names:
         names = sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml"))
 
-    rows = [COLUMNS] + [row(name, others) for name in names]
-    width = max(len(column) for column in COLUMNS)
-    for name, *cells in rows:
-        print(name.ljust(NAME_WIDTH), *[cell.rjust(width) for cell in cells])
-    print(f"\n{NOTE}")
+    for name in names:
+        with waiting(f"building attention={name}"):
+            cells = row(name, others)
+        if name == names[0]:
+            print_row(COLUMNS)
+        print_row(cells)
+    print(NOTE)
+
+
+def print_row(cells: tuple[str, ...]) -> None:
+    name, *others = cells
+    print(name.ljust(NAME_WIDTH), *[cell.rjust(WIDTH) for cell in others], flush=True)
 
 
 def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
@@ -53,6 +77,7 @@ def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
     cache_bytes = [model.cache_bytes(length, torch.bfloat16) for length in (1, 2, model.context)]
     return (
         attention,
+        f"{len(model.embed.weight):,}",
         f"{model.num_parameters() / 1e6:.2f} M",
         f"{model.training_flops() / 1e6:.1f}",
         f"{cache_bytes[1] - cache_bytes[0]:,}",

@@ -52,13 +52,20 @@ def test_a_cache_in_int8_is_smaller_and_says_so(generate):
     assert int(small.replace(",", "")) == int(exact.replace(",", "")) * (16 + 2) / (4 * 16)
 
 
-@pytest.mark.parametrize("variant", ["gqa", "delta"])
-def test_attention_can_be_drawn(command, tokenizer, variant):
+@pytest.mark.parametrize("variant, others", [("gqa", "none"), ("delta", "[0]")])
+def test_attention_can_be_drawn(command, tokenizer, variant, others):
     saved(Path("runs/drawn"), tree_of(variant), tokenizer)
     words = ("tools/attention_map.py", "--device=cpu", "Ann had $3 and $4", "--out")
     result = command(*words, "map.png")
     assert result.code == 0, result.err
     assert Path("map.png").read_bytes().startswith(b"\x89PNG")
+    # The picture says what it shows, and of which layers it can show nothing.
+    assert command(*words, "map.svg").code == 0
+    texts = re.findall("<!-- (.*?) -->", Path("map.svg").read_text())
+    assert {"weight", "drawn step-00000001: 'Ann had $3 and $4'"} < set(texts)
+    assert any(text.startswith("query") for text in texts)
+    assert any(text.startswith("key") for text in texts)
+    assert f"layers without softmax: {others}" in texts
     assert command(*words, "map.wav").code == 2
 
 

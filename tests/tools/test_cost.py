@@ -27,6 +27,7 @@ def test_figures_are_those_of_the_allocated_model(attention):
     caches = [model.new_cache(1, length, torch.bfloat16, "cpu").nbytes for length in (1, 2, 64)]
     assert cost.row(attention, overrides) == (
         attention,
+        "20,000",
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M",
         f"{model.training_flops() / 1e6:.1f}",
         f"{caches[1] - caches[0]:,}",
