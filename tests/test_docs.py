@@ -19,6 +19,7 @@ from tests.conftest import (
     saved,
     tree_of,
 )
+from tools import lengths
 from tools.compare import report
 
 PAGES = (
@@ -112,8 +113,10 @@ def test_the_comparison_and_its_report(command, story, forked_jobs, monkeypatch)
     assert command("tools/compare/__main__.py", "--report", *runs).code == 0
 
 
-def test_a_model_is_taken_away_and_back(command, trained, stories):
+def test_a_model_is_taken_away_and_back(command, trained, stories, monkeypatch):
     """Import, export, convert, train on and evaluate, in the order of the documents."""
+    monkeypatch.setattr(lengths, "LONGEST", 1)  # as much text as there is
+    monkeypatch.setattr(lengths, "MULTIPLES", (1,))
     # A folder to import: the run, exported.
     assert command("tools/export_hf.py", "--out", "FOLDER").code == 0
     for line in MODEL:

@@ -1,4 +1,4 @@
-"""Measures a model in figures that others publish too, and prints them as JSON.
+"""Measure a model in figures that others publish too, and print them as JSON.
 
 python -m tools.evaluate --run runs/NAME --text FILE
     nats per token and bits per byte, of any text
@@ -18,27 +18,18 @@ import argparse
 import json
 import math
 from collections.abc import Iterable
-from itertools import chain, islice
 from pathlib import Path
-
-import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 
 from data.files import TEXT_SUFFIXES, find_files, read_documents
 from data.tokenizer import IdTokenizer, Tokenizer
 from inference.load import load
 from inference.text import generate_text
-from model.layers import fp32
 from model.transformer import Transformer
 from run import errors
-from run.cli import Parser, add_model_options, bounded_number
+from run.cli import HelpFormatter, Parser, add_model_options, bounded_number
+from run.progress import waiting
 from tools.lengths import evaluate_corpus, measure_lengths, open_corpus, open_run
-
-Row = tuple[list[int], int]  # tokens, and the index of the first that is scored
-# Of a row: the summed log-probability of its scored tokens, and whether all are the most likely.
-Score = tuple[float, bool]
+from tools.scoring import Score, score_rows, windows
 
 
 def main(args: argparse.Namespace) -> None:
@@ -50,9 +41,9 @@ def main(args: argparse.Namespace) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python -m tools.evaluate",
-        description=__doc__.partition(",")[0],
+        description=__doc__,
         epilog="--text, --slices, --lengths or --tasks",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     positive = bounded_number(int, 1)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
@@ -66,7 +57,6 @@ def parse_arguments() -> argparse.Namespace:
 
     add = parser.add_argument_group("with --text").add_argument
     add("--separator", default="<|endoftext|>", help="a line between the documents of a .txt")
-    add("--documents", type=positive, help="evaluate only the first N documents")
 
     add = parser.add_argument_group("with --tasks").add_argument
     add("--task-folder", type=Path, help="your tasks, as .yaml")
@@ -85,7 +75,7 @@ def evaluate_model(args: argparse.Namespace) -> dict:
         return result | evaluate_corpus(model, open_corpus(settings), settings)
     if args.text is not None:
         files = find_files(args.text, TEXT_SUFFIXES)
-        documents = islice(read_documents(files, "text", args.separator), args.documents)
+        documents = read_documents(files, "text", args.separator)
         return result | evaluate_text(model, tokenizer, documents, args.batch_size)
     return result | {"tasks": evaluate_tasks(model, tokenizer, args)}
 
@@ -98,10 +88,11 @@ def evaluate_text(
     rows = []
     num_documents = 0
     num_bytes = 0
-    for text in documents:
-        rows += windows(tokenizer.encode_prompt(text), model.context)
-        num_documents += 1
-        num_bytes += len(text.encode())
+    with waiting("tokenizing the text"):
+        for text in documents:
+            rows += windows(tokenizer.encode_prompt(text), model.context)
+            num_documents += 1
+            num_bytes += len(text.encode())
     if not rows:
         raise ValueError("there is no text. fix: --text PATH of another")
 
@@ -117,39 +108,6 @@ def evaluate_text(
         "nats_per_token": nats / num_tokens,
         "bits_per_byte": bits_per_byte,
     }
-
-
-def windows(tokens: list[int], context: int) -> list[Row]:
-    """Cuts tokens into rows; every token but the first is scored once."""
-    starts = range(0, len(tokens) - 1, context)
-    return [(tokens[start : start + context + 1], 1) for start in starts]
-
-
-@torch.inference_mode()
-def score_rows(model: Transformer, rows: list[Row], batch_size: int) -> list[Score]:
-    """Scores rows in batches, the longest first, so that rows of a batch have similar lengths."""
-    device = model.embed.weight.device
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
-    scores = {}
-    for start in range(0, len(rows), batch_size):
-        # Pad on the right, which earlier tokens do not attend to. The last token is only a target.
-        indices = order[start : start + batch_size]
-        inputs = [torch.tensor(rows[index][0][:-1]) for index in indices]
-        hidden = model.hidden(pad_sequence(inputs, batch_first=True).to(device))
-        for index, states in zip(indices, hidden, strict=True):
-            scores[index] = score_row(model, states, rows[index])
-    return [scores[index] for index in range(len(rows))]
-
-
-def score_row(model: Transformer, hidden: Tensor, row: Row) -> Score:
-    """Scores a row by its hidden states (T, D)."""
-    tokens, first = row
-    # The hidden state at a token predicts the next one.
-    logits = fp32(model.logits(hidden[first - 1 : len(tokens) - 1]))  # (scored tokens, V)
-    targets = torch.tensor(tokens, device=hidden.device)[first:]  # none of an empty answer
-    nats = cross_entropy(logits, targets, reduction="none")
-    is_greedy = (logits.argmax(dim=-1) == targets).all()
-    return -nats.double().sum().item(), is_greedy.item()
 
 
 def evaluate_tasks(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> dict:
@@ -218,11 +176,11 @@ def lm_eval_model(model: Transformer, tokenizer: Tokenizer, batch_size: int):
 
         def loglikelihood_rolling(self, requests: list, **_) -> list[float]:
             """Scores whole texts, of any length."""
-            # Rows of all texts are scored in common batches, and summed text by text.
-            texts = [self.tok_encode(request.args[0]) for request in requests]
-            rows = [windows(tokens, model.context) for tokens in texts]
-            scores = iter(score_rows(model, list(chain(*rows)), batch_size))
-            return [sum(score for score, _ in islice(scores, len(text))) for text in rows]
+            sums = []
+            for request in requests:
+                rows = windows(self.tok_encode(request.args[0]), model.context)
+                sums.append(sum(score for score, _ in score_rows(model, rows, batch_size)))
+            return sums
 
         def generate_until(self, requests: list, **_) -> list[str]:
             return [self.answer(*request.args) for request in requests]

@@ -3,9 +3,9 @@
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 
-import numpy as np
 import torch
 
 from inference.batch import Sequence
@@ -13,7 +13,7 @@ from inference.engine import Engine
 from inference.load import load
 from inference.sampling import sample
 from model.transformer import Transformer
-from run import compilation, hardware
+from run.progress import waiting
 
 NEW_TOKENS = 32  # that each sequence generates
 TURNS = 3  # of each model, and runs in each turn
@@ -23,62 +23,46 @@ greedy = partial(sample, temperature=0)
 def latencies(runs: dict[str, Path]) -> dict[str, dict[str, float]]:
     """Map names of runs to medians in ms of decoding at full context, by what was measured.
 
-    Models are loaded as generate.py loads them. On a CPU they take turns, so that a machine that
-    slows down does so for all of them. On a GPU the decode step is compiled.
+    Models are loaded as generate.py loads them, and not compiled. They take turns, so that a machine
+    that slows down does so for all of them.
     """
-    # Compiling takes long, so on a GPU each model has a single turn.
-    device = hardware.pick_device("auto")
-    is_compiled = device.type == "cuda" and compilation.missing_for_compilation(device) is None
-    num_turns = TURNS
-    if is_compiled:
-        compilation.use_cache()
-        num_turns = 1
-
-    measured = defaultdict(list)  # by model and number of rows: (first, next) in s
-    for _ in range(num_turns):
-        for name, run in runs.items():
-            model, *_ = load(run)
-            for num_rows in (1, 8):
-                measured[name, num_rows] += times(model, num_rows, is_compiled)
+    measured = defaultdict(list)  # s, by model and number of rows
+    total = TURNS * len(runs) * 2
+    with waiting(f"measuring how fast {len(runs)} models decode", total) as bar:
+        for _ in range(TURNS):
+            for name, run in runs.items():
+                model, *_ = load(run)
+                for num_rows in (1, 8):
+                    measured[name, num_rows] += times(model, num_rows)
+                    bar.update()
 
     medians = {}
     for name in runs:
-        first, following = 1e3 * np.median(measured[name, 1], axis=0)
-        _, following_of_8 = 1e3 * np.median(measured[name, 8], axis=0)
         medians[name] = {
-            "decoding, ms/token": following,
-            "8 rows, ms/token": following_of_8,
-            "first token, ms": first,
+            "decoding, ms/token": 1e3 * median(measured[name, 1]),
+            "8 rows, ms/token": 1e3 * median(measured[name, 8]),
         }
     return medians
 
 
-def times(model: Transformer, num_rows: int, is_compiled: bool) -> list[tuple[float, float]]:
-    """Measure several runs in s: to the first token, and from one to the next; after a warm-up."""
+def times(model: Transformer, num_rows: int) -> list[float]:
+    """Measure the s from one token to the next in several runs, after a warm-up."""
     weight = model.embed.weight
     num_new = min(NEW_TOKENS, model.context // 2)
     prompts = torch.randint(len(weight), (num_rows, model.context - num_new)).tolist()
     cache = model.new_cache(num_rows, model.context, weight.dtype, weight.device)
     engine = Engine(model, greedy, cache)
-    if is_compiled:
-        torch.compiler.reset()
-        engine.compile()
 
     # The first run warms up and does not count.
     measured = []
     for _ in range(1 + TURNS):
-        first, rest, _ = time_generation(engine, prompts, num_new)
-        measured.append((first, rest / (num_new - 1)))
+        _, rest = time_generation(engine, prompts, num_new)
+        measured.append(rest / (num_new - 1))
     return measured[1:]
 
 
-def time_generation(
-    engine: Engine, prompts: list[list[int]], num_new: int
-) -> tuple[float, float, list[list[int]]]:
-    """Continue all prompts together.
-
-    Returns the seconds to the first token of all, those of the other tokens, and all tokens.
-    """
+def time_generation(engine: Engine, prompts: list[list[int]], num_new: int) -> tuple[float, float]:
+    """Continue all prompts together -> seconds to the first token of all, and of the others."""
     sequences = [Sequence([*prompt], num_new) for prompt in prompts]
     start = perf_counter()
     generated = engine.generate(sequences)
@@ -88,4 +72,4 @@ def time_generation(
     first = perf_counter()
     for _ in generated:
         pass
-    return first - start, perf_counter() - first, [sequence.tokens for sequence in sequences]
+    return first - start, perf_counter() - first

@@ -59,7 +59,11 @@ def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
     asked = ("attention=gqa,mqa", "seed=0,1", *words, "--dir", "out")
     first = command(COMPARE, *asked)
     assert first.code == 0 and "mqa: model.hidden=" in first.err, first.err
-    assert first.out.startswith("Beside gqa (seeds: 2); ")
+    too_little, verdicts, *_ = first.out.splitlines()
+    assert re.fullmatch(
+        r"Too little to choose: 2 of 3 seeds, 0.0\d+ of 10 tokens a parameter.", too_little
+    )
+    assert verdicts.startswith("Beside gqa (seeds: 2); ")
     assert "attention=gqa,mqa" in Path("out/report.html").read_text()
     losses = result()
     assert list(losses) == ["gqa", "mqa"]
@@ -234,12 +238,16 @@ def test_variants_are_told_apart_by_what_they_are():
 
 
 def test_both_tasks_are_trained(command, words, quick):
-    asked = ("tasks=text,recall", "attention=gqa,mqa", *words, "--dir", "out")
+    asked = ("tasks=text,recall", "attention=gqa,mqa", *words, "--dir", "out", "--quick")
     result = command(COMPARE, *asked, "recall.data.pairs=[2,3]", "recall.steps=3")
     assert result.code == 0, result.err
     steps = {path.name: Run.read(path).last["step"] for path in Path("out").glob("*-0")}
     assert steps == {"gqa-0": 4, "mqa-0": 4, "recall-gqa-0": 3, "recall-mqa-0": 3}
     assert "recall_accuracy_3" in Run.read(Path("out/recall-mqa-0")).last
+    assert result.out.splitlines()[0].endswith(" tokens a parameter, recall at chance.")
+    rows = table(Path("out/report.html").read_text(), 0)
+    assert rows["gqa"]["recall accuracy (chance 0.016)"].startswith("0.0")  # and is not bold
+    assert not [title for title in rows["gqa"] if "4 x" in title or "decoding" in title]
 
 
 MEETING = f"""

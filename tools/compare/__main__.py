@@ -1,11 +1,16 @@
-"""Which attention should I use?
+"""Which attention should I use? Train them side by side, and read the report.
 
     python -m tools.compare attention=gqa,mha,mla seed=0,1,2 model=small max_minutes=10
+    python -m tools.compare attention=gqa,delta tasks=text,recall recall.seed=0,1 recall.steps=900
+    python -m tools.compare --report runs/NAME-*
 
-Overrides are those of train.py, with Hydra's sweeps. Each combination is trained by a process of
-its own, on a machine with several GPUs one on each; the first is the baseline. The same call again
-skips what is finished, goes on where it was cut off, and shares the work with one still running.
-It ends with a report, which  python -m tools.compare --report RUN...  writes of any runs.
+Overrides are those of train.py; KEY=A,B trains with each value, and the first is the baseline. Each
+combination is a process of its own, on a machine with several GPUs one on each. max_minutes (5, of
+train.py) is the time of the first run; all others train on as many tokens as that.
+  tasks=text,recall,copy  what to train on, each by itself (default: text)
+  TASK.KEY=VALUE          an override for that task alone
+The same call again skips what is finished, goes on where it was cut off, and shares the work with
+one that is still running. It ends with a report, which --report writes of any runs.
 """
 
 import argparse
@@ -14,7 +19,7 @@ import sys
 from pathlib import Path
 
 from run import errors
-from run.cli import Parser
+from run.cli import HelpFormatter, Parser
 from run.errors import IntegrityError
 from run.settings import report_errors
 from tools.compare.jobs import train_all
@@ -55,7 +60,7 @@ def main(args: argparse.Namespace) -> None:
             problems[run_dir.name] = str(error)
     command = f"python -m tools.compare {shlex.join(sys.argv[1:])}"
     with errors.user_input():
-        print(write_report(folder, runs, problems, command))
+        print(write_report(folder, runs, problems, command, args.quick))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -63,16 +68,11 @@ def parse_arguments() -> argparse.Namespace:
         "python -m tools.compare",
         description=__doc__,
         epilog="overrides are written without dashes: attention=gqa,mha",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE,...", help="for train.py; commas sweep")
-    add(
-        "--match",
-        choices=(*SIZES, "none"),
-        default="params",
-        help="what model.hidden makes equal (default: params)",
-    )
+    add("--match", choices=(*SIZES, "none"), default="params", help="what model.hidden makes equal")
     add(
         "--dir", type=Path, help="where runs and report go (default: runs/compare-..., runs/report)"
     )
@@ -83,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="RUN",
         help="only report; the variant of the first run is the baseline",
     )
+    add("--quick", action="store_true", help="report without longer contexts and decoding speed")
     args = parser.parse_intermixed_args()
     if bool(args.overrides) == bool(args.report):
         parser.error("either overrides to train with, or --report RUN...")

@@ -11,16 +11,16 @@ from time import sleep
 from typing import IO
 
 import torch
-from tqdm import tqdm
 
 from run import errors
 from run.errors import IntegrityError
 from run.instantiate import ROOT
-from run.progress import say
+from run.progress import say, waiting
 from run.settings import compose
 from run.signals import Signals
 from tools.compare.runs import Run
 
+FINISHED = "finished before"  # the outcome of a run that an earlier call has trained
 COMMAND = "$ python train.py"  # the first line of a log, followed by the overrides
 
 
@@ -73,6 +73,7 @@ class Job:
             self.check_previous(log)
             if self.outcome is not None:
                 return
+            say(f"{self.run_dir.name}: training")
             self.gpu = free_gpus.pop()
             log.truncate(0)
             print(COMMAND, shlex.join(self.overrides), file=log, flush=True)
@@ -120,7 +121,7 @@ class Job:
                 f"the run there has other overrides ({words}). fix: another --dir", has_failed=True
             )
         elif run.done:
-            self.end("finished before")
+            self.end(FINISHED)
 
     def finish(self) -> None:
         """End the job by how its process has ended."""
@@ -139,17 +140,16 @@ def train_all(jobs: list[Job]) -> None:
     Runs that another call trains are waited for. On a signal, all runs save, and the process exits.
     """
     free_gpus = visible_gpus(compose(jobs[0].overrides).device)
-    # `disable=None` shows the bar on a terminal only.
-    bar = tqdm(total=len(jobs), unit="run", disable=None)
-    with Signals() as signals, bar:
+    with Signals() as signals, waiting("what each run reports is in its .log", len(jobs)) as bar:
         signals.arm()
         try:
             while bar.n < len(jobs) and not signals.code:
                 for job in jobs:
                     if job.outcome is None:
                         job.update(free_gpus)
+                # The time left follows from the runs that this call has trained.
+                bar.initial = sum(job.outcome == FINISHED for job in jobs)
                 bar.n = sum(job.outcome is not None for job in jobs)
-                bar.refresh()
                 sleep(0.5)
         finally:
             # Signal all before waiting for any, so that they save at the same time.

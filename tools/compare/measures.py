@@ -5,12 +5,14 @@ from functools import partial
 from typing import NamedTuple
 
 from run.errors import without_fix
+from run.progress import waiting
 from tools.compare.runs import Groups, Run
 from tools.compare.statistics import Estimate, Verdict, compare_to_baseline, estimate
 from tools.lengths import measure_lengths
 
 # Answers that are right or wrong tie by chance, so that few seeds seem to agree exactly.
 LEAST_SPREAD = 0.005  # of differences of accuracies
+NEAR_CHANCE = 0.05  # above the accuracy of guessing; in bf16, close logits tie
 
 
 class Result(NamedTuple):
@@ -33,8 +35,6 @@ def slice_loss(run: Run, name: str) -> float:
 def length_change(run: Run) -> float:
     """The loss of the same targets with 4 times the training context, less that with one."""
     lengths = measure_lengths(run.folder)
-    if isinstance(lengths["4"], str):
-        raise ValueError(lengths["4"])
     return lengths["4"] - lengths["1"]
 
 
@@ -52,19 +52,29 @@ def evaluate(
     measure: Callable[[Run], float],
     groups: Groups,
     baseline: str,
-    is_accuracy: bool = False,
+    chance: float | None = None,
 ) -> Result:
-    """Measures all runs and tests the variants against the baseline, if that has a value."""
+    """Measures all runs and tests the variants against the baseline, if that has a value.
+
+    An accuracy has a `chance`, that of guessing; none is the best where all are near it.
+    """
     values = {}
     reasons = {}
-    for name, runs in groups.items():
-        try:
-            values[name] = {run.seed: measure(run) for run in runs}
-        except ValueError as error:
-            reasons[name] = without_fix(error)
+    with waiting(f"measuring {title}", len(groups)) as bar:
+        for name, runs in groups.items():
+            try:
+                values[name] = {run.seed: measure(run) for run in runs}
+            except ValueError as error:
+                reasons[name] = without_fix(error)
+            bar.update()
     estimates = {name: estimate([*by_seed.values()]) for name, by_seed in values.items()}
+    is_accuracy = chance is not None
     pick = max if is_accuracy else min
     best = pick(estimates, key=estimates.get, default="")
+    if is_accuracy:
+        title = f"{title} (chance {chance:.3f})"
+        if estimates[best].mean < chance + NEAR_CHANCE:
+            best = ""
 
     verdicts = {}
     if baseline in values:

@@ -112,6 +112,15 @@ class Run:
         return names.get(self.metric, f"{self.task} accuracy")
 
     @property
+    def chance(self) -> float | None:
+        """The accuracy of guessing an answer of a task; None for text."""
+        if self.task == "text":
+            return None
+        # Recall asks for one of the upper half of the ids, and copy for one of all but three.
+        vocab_size = self.settings["data"]["vocab_size"]
+        return {"recall": 2 / vocab_size, "copy": 1 / (vocab_size - 3)}.get(self.task, 0.0)
+
+    @property
     def loss(self) -> float:
         """The metric of the last evaluation."""
         return self.last[self.metric]
@@ -119,14 +128,6 @@ class Run:
     def logged(self, key: str) -> Curve:
         """A metric by the number of tokens trained on."""
         return {line["tokens"]: line[key] for line in self.lines if key in line}
-
-    def losses_by_position(self) -> Curve:
-        """The loss in the last evaluation by the longest context of each bin of positions."""
-        curve = {}
-        for name, values in self.last.get("slices", {}).items():
-            if name.startswith("position"):
-                curve[int(re.findall(r"\d+", name)[-1])] = values["loss"]
-        return curve
 
     @cached_property
     def model(self) -> Transformer:
@@ -137,12 +138,6 @@ class Run:
     def cache_bytes(self) -> int:
         """The bytes of a cache in bf16 that holds one full context."""
         return self.model.cache_bytes(self.model.context, torch.bfloat16)
-
-    @property
-    def cache_is_fixed(self) -> bool:
-        """Whether a longer text needs no larger cache: a state, or a window within the context."""
-        longer = self.model.cache_bytes(2 * self.model.context, torch.bfloat16)
-        return longer == self.cache_bytes
 
     def settings_except(self, ignored: tuple[str, ...]) -> dict[str, str]:
         """The settings by their dotted keys, and the number of tokens, without these prefixes."""
