@@ -78,6 +78,8 @@ def main(args: argparse.Namespace) -> None:
             context = length + 1
             sizes = [f"context={context}", f"batch_tokens={rows * context}"]
             compare("decode", [*sizes, *args.overrides], {"rows": rows, "length": length})
+    if args.worker is None:
+        say("next: another size, attention or precision; python -m tools.bench --help")
 
 
 # The parent: starts the competitors, gives them turns, and prints what they measured.

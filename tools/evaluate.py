@@ -27,7 +27,7 @@ from inference.text import generate_text
 from model.transformer import Transformer
 from run import errors
 from run.cli import HelpFormatter, Parser, add_model_options, bounded_number
-from run.progress import waiting
+from run.progress import say, waiting
 from tools.lengths import evaluate_corpus, measure_lengths, open_corpus, open_run
 from tools.scoring import Score, score_rows, windows
 
@@ -36,6 +36,7 @@ def main(args: argparse.Namespace) -> None:
     with errors.user_input():
         result = evaluate_model(args)
     print(json.dumps(result, default=str))
+    say("next: the same command with --run of another model, to compare with")
 
 
 def parse_arguments() -> argparse.Namespace:

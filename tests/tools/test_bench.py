@@ -47,8 +47,8 @@ def test_speeds_are_compared_turn_by_turn(monkeypatch, capfd):
     assert (theirs["name"], theirs["tokens_per_second"]) == ("transformers", 256)
     assert (ours["share_of_ceiling"], theirs["share_of_ceiling"]) == (0.5, 0.25)
     assert ratio == {"speed": 2.0, "of": "transformers"}
-    first, *lines = err.splitlines()
-    assert first == "train: 18 turns of ours, transformers"
+    first, *lines, last = err.splitlines()
+    assert last.startswith("next: ") and first == "train: 18 turns of ours, transformers"
     assert lines[:4] == [
         "turn 0 of 8: ours",
         "    1.000 s",
