@@ -10,7 +10,6 @@ import os
 import sys
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
 
@@ -28,7 +27,7 @@ def main(args: argparse.Namespace) -> None:
 
     from inference.engine import Engine, new_cache
     from inference.load import load
-    from inference.prompts import new_sequences, read_turns
+    from inference.prompts import new_sequences
     from inference.sampling import sample
     from inference.text import print_texts, stream_texts
     from run import compilation, hardware
@@ -72,13 +71,9 @@ def main(args: argparse.Namespace) -> None:
         with waiting(f"compiling the decode step (to begin at once: {option})"):
             compilation.compile_and_run(engine.compile, is_required=wanted is True, option=option)
 
-    # Generate and print: all sequences, or a turn of the conversation at a time.
+    # Generate and print.
     start = perf_counter()
-    rounds = [sequences]
-    if args.interactive:
-        rounds = read_turns(tokenizer, model.context, cache, args.max_new_tokens, args.seed)
-    generated = chain.from_iterable(map(engine.generate, rounds))
-    texts = stream_texts(generated, tokenizer, args.stop)
+    texts = stream_texts(engine.generate(sequences), tokenizer, args.stop)
     num_tokens = print_texts(texts, is_json=is_json, has_headings=len(sequences) > 1)
 
     # Report speed and memory.
@@ -109,11 +104,6 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         help='one prompt a line; a .jsonl has {"prompt": ...}, and JSON lines come out',
     )
-    prompts.add_argument(
-        "--interactive",
-        action="store_true",
-        help="a prompt a line, each continues the text before it; Ctrl-D ends",
-    )
     add_model_options(parser)
 
     # How to sample.
@@ -133,15 +123,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--no-cache", action="store_true", help="compute all tokens anew at each step, slower")
 
     args = parser.parse_args()
-    if args.no_cache and (args.interactive or args.compile == "true"):
-        parser.error("--no-cache does not go with --interactive and --compile true")
+    if args.no_cache and args.compile == "true":
+        parser.error("--no-cache does not go with --compile true")
     return args
 
 
 def read_prompts(args: argparse.Namespace, *, is_json: bool) -> list[str]:
-    """Read the prompts; none with --interactive. Raises ValueError for what is not a prompt."""
-    if args.interactive:
-        return []
+    """Read the prompts. Raises ValueError for what is not a prompt."""
     if args.prompt_file is None:
         data = sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)
         return [data.decode()]

@@ -18,8 +18,7 @@ class Sequence:
     """A prompt and what is generated after it, until `finish_reason` is "eos", "stop" or "length".
 
     `tokens` starts with those of the prompt, and loses its older half when it outgrows the
-    context. `seed` determines what is drawn. The first `num_cached` tokens are in the cache
-    already, which has a single row then. `prompt` is the prompt's text, for output.
+    context. `seed` determines what is drawn. `prompt` is the prompt's text, for output.
     """
 
     tokens: list[int]
@@ -27,7 +26,6 @@ class Sequence:
     _: KW_ONLY
     seed: int = 0
     eos: Collection[int] = ()
-    num_cached: int = 0
     prompt: str = ""
     num_generated: int = 0
     finish_reason: str | None = None

@@ -89,9 +89,7 @@ class Engine:
         for sequence in sequences:
             if len(sequence.tokens) > self.model.context:
                 del sequence.tokens[: self.model.context // 2]
-                sequence.num_cached = 0
-        num_cached = sequences[0].num_cached
-        prompts = [tuple(sequence.tokens[num_cached:]) for sequence in sequences]
+        prompts = [tuple(sequence.tokens) for sequence in sequences]
         distinct = list(dict.fromkeys(prompts))
         sources = [distinct.index(prompt) for prompt in prompts]
         tokens = pad_sequence(
@@ -108,11 +106,10 @@ class Engine:
             hidden = self.model.hidden(tokens)
         else:
             cache = self.cache.rows(rows)
-            if num_cached == 0:
-                cache.reset()
+            cache.reset()
             # Attend to no more slots of the cache than are filled after each part.
             distinct_rows = cache.rows(slice(len(distinct)))
-            end = num_cached
+            end = 0
             for part in tokens.split(self.prefill_chunk, dim=1):
                 end += part.shape[1]
                 padding = (part < 0).sum(dim=1) if is_ragged else None

@@ -1,12 +1,10 @@
 """Prompts in: text to the sequences of tokens that continue it."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from data.tokenizer import Tokenizer
 from inference.batch import Sequence
-from model.cache import Cache
-from run.errors import user_input
 
 
 def new_sequences(
@@ -32,50 +30,6 @@ def new_sequences(
             )
             sequences.append(sequence)
     return sequences
-
-
-def read_turns(
-    tokenizer: Tokenizer, context: int, cache: Cache, max_new_tokens: int, seed: int
-) -> Iterator[list[Sequence]]:
-    """Yield a sequence for each line of standard input, which continues the text before it.
-
-    It must be finished when the next one is asked for. What the cache holds of the text before is
-    not prefilled again.
-    """
-    beginning = tokenizer.encode_prompt("")
-    tokens = beginning
-    turn = 0
-    while (line := read_line()) != "":
-        new_tokens = tokenizer.encode(line.rstrip("\r\n"))
-        if not new_tokens:
-            continue
-
-        # The cache holds the tokens of the text before, unless their beginning has to go.
-        num_cached = int(cache.lengths[0])
-        tokens = tokens + new_tokens
-        if len(tokens) > context:
-            tokens = truncate_left(tokens, context)
-            num_cached = 0
-        sequence = Sequence(
-            tokens,
-            max_new_tokens,
-            seed=sample_seed(seed, turn),
-            eos=tokenizer.eos_ids,
-            num_cached=num_cached,
-        )
-        yield [sequence]
-        tokens = sequence.tokens
-        if sequence.finish_reason == "eos":  # the next line begins a document
-            tokens = tokens + beginning
-        turn += 1
-
-
-def read_line() -> str:
-    """Read a line of standard input, behind "> " on a terminal. It is empty at the end of input."""
-    if sys.stdin.isatty():
-        print("> ", end="", file=sys.stderr, flush=True)
-    with user_input():
-        return sys.stdin.buffer.readline().decode()
 
 
 def sample_seed(seed: int, sample: int) -> int:

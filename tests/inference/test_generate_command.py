@@ -12,7 +12,7 @@ import pytest
 from inference import generate_text, load
 from inference.batch import Sequence
 from inference.text import stream_texts
-from tests.conftest import LONG, ROOT, Result, continued, drawn, saved, tree_of
+from tests.conftest import LONG, ROOT, Result, saved, tree_of
 
 GREEDY = " --temperature 0 --max-new-tokens "
 
@@ -114,20 +114,6 @@ def test_json_lines_are_answered_by_json_lines(generate):
 
 def type_in(monkeypatch, text: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-
-
-def test_a_conversation_goes_on_from_the_text_before(generate, tokenizer, monkeypatch):
-    """Token by token as one text that grows; its text could be read as other tokens."""
-    model = drawn(tree_of("gqa", f"model.vocab_size={tokenizer.vocab_size}"))
-    tokens, expected = [tokenizer.bos], ""
-    for prompt in ("Ann had", "Bob saw"):
-        tokens += tokenizer.encode(prompt)
-        (new,) = continued(model, [tokens], 9)
-        tokens += new
-        expected += tokenizer.decode(new) + "\n"
-    type_in(monkeypatch, b"Ann had\n\nBob saw\n")
-    result = generate("--interactive", GREEDY + "9")
-    assert result.code == 0 and result.out == expected and "18 tokens" in result.err
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])

@@ -11,8 +11,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from inference import quantize
-from inference.batch import Sequence
-from inference.engine import Engine
 from inference.load import load_model
 from inference.sampling import sample
 from model.context import ForwardContext
@@ -211,23 +209,6 @@ def test_a_trained_variant_decodes_from_its_checkpoint(trainer_of, variant):
         cache = loaded.new_cache(len(tokens), tokens.shape[1], torch.float32, "cpu")
         cached = [loaded(chunk, cache) for chunk in tokens.split([31, 1, 1, 31], dim=1)]
     close(torch.cat(cached, dim=1), trained, rtol=1e-4, atol=1e-4)  # sums in another order
-
-
-def test_a_text_goes_on_from_what_the_cache_holds(model):
-    cache = new_cache(model, batch=1, capacity=64)
-    draw = partial(sample, temperature=2.0)
-    tokens = PROMPTS[2]
-    num_cached = 0
-    for turn in range(4):
-        said = Sequence([*tokens], 7, eos=range(20), num_cached=num_cached)
-        expected = Sequence([*tokens], 7, eos=range(20))
-        for sequence, memory in ((said, cache), (expected, None)):
-            for _ in Engine(model, draw, memory).generate([sequence]):
-                pass
-        assert said.tokens == expected.tokens
-        assert num_cached < cache.lengths[0] <= len(said.tokens)
-        num_cached = int(cache.lengths[0])
-        tokens = [*said.tokens, 4, 3, turn]
 
 
 def test_several_samples_share_one_prefill(model, monkeypatch):

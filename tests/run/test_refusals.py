@@ -153,7 +153,7 @@ BAD_GENERATION = {
     "a prompt and a file": (["a", "--prompt-file", "latin.txt"], 2, "--prompt-file"),
     "half a character": (["--prompt-file", "half.jsonl"], 2, "surrogates"),
     "no tokens": (["a", "--max-new-tokens", "0"], 2, "--max-new-tokens"),
-    "a conversation without a cache": (["--interactive", "--no-cache"], 2, "cache"),
+    "compiled without a cache": (["a", "--compile", "true", "--no-cache"], 2, "--no-cache"),
 }
 
 
