@@ -5,10 +5,8 @@ there are several texts, a line with its prompt is above each.
 """
 
 import argparse
-import json
 import os
 import sys
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -33,10 +31,8 @@ def main(args: argparse.Namespace) -> None:
     from run import compilation, hardware
 
     # Read and check all input; a ValueError ends the process with exit code 2.
-    is_json = str(args.prompt_file).endswith(".jsonl")
     with errors.user_input():
-        prompts = read_prompts(args, is_json=is_json)
-        "".join(prompts).encode()  # half of a character raises
+        prompts = read_prompts(args)
         device = hardware.pick_device(args.device)
         num_steps = args.max_new_tokens * len(prompts) * args.num_samples / args.batch_size
         wanted = {"true": True, "false": False}.get(args.compile, "auto")
@@ -74,7 +70,7 @@ def main(args: argparse.Namespace) -> None:
     # Generate and print.
     start = perf_counter()
     texts = stream_texts(engine.generate(sequences), tokenizer, args.stop)
-    num_tokens = print_texts(texts, is_json=is_json, has_headings=len(sequences) > 1)
+    num_tokens = print_texts(texts, has_headings=len(sequences) > 1)
 
     # Report speed and memory.
     speed = num_tokens / (perf_counter() - start)
@@ -99,11 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     prompts.add_argument(
         "prompt", nargs="?", help="text to continue; - reads it from standard input"
     )
-    prompts.add_argument(
-        "--prompt-file",
-        type=Path,
-        help='one prompt a line; a .jsonl has {"prompt": ...}, and JSON lines come out',
-    )
+    prompts.add_argument("--prompt-file", type=Path, help="one prompt a line")
     add_model_options(parser)
 
     # How to sample.
@@ -128,7 +120,7 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def read_prompts(args: argparse.Namespace, *, is_json: bool) -> list[str]:
+def read_prompts(args: argparse.Namespace) -> list[str]:
     """Read the prompts. Raises ValueError for what is not a prompt."""
     if args.prompt_file is None:
         data = sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)
@@ -136,18 +128,7 @@ def read_prompts(args: argparse.Namespace, *, is_json: bool) -> list[str]:
 
     # A prompt file has a prompt a line; empty lines are skipped.
     lines = args.prompt_file.read_text("utf-8-sig").split("\n")
-    prompts = [line for line in lines if line.strip()]
-    if is_json:
-        prompts = [json_prompt(line) for line in prompts]
-    return prompts
-
-
-def json_prompt(line: str) -> str:
-    with suppress(json.JSONDecodeError):
-        match json.loads(line):
-            case {"prompt": str(prompt)}:
-                return prompt
-    raise ValueError(f'no prompt ({line[:60]}). fix: {{"prompt": "text"}} on each line')
+    return [line for line in lines if line.strip()]
 
 
 if __name__ == "__main__":

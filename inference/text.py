@@ -1,6 +1,5 @@
 """Text out: sequences to texts that grow with them, up to a stop text; returned or printed."""
 
-import json
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -99,8 +98,8 @@ class StreamingText:
         self.text = self.decoded[:end]
 
 
-def print_texts(texts: Iterator[StreamingText], *, is_json: bool, has_headings: bool) -> int:
-    """Print texts in the order in which they begin, each as it grows, or in JSON once finished.
+def print_texts(texts: Iterator[StreamingText], *, has_headings: bool) -> int:
+    """Print texts in the order in which they begin, each as it grows.
 
     `texts` yields a text each time it has a new token. A heading has the text's number and prompt.
     Returns the number of tokens.
@@ -121,12 +120,8 @@ def print_texts(texts: Iterator[StreamingText], *, is_json: bool, has_headings: 
         while unfinished:
             current = unfinished[0]
             is_finished = current.sequence.finish_reason is not None
-            if not is_json:
-                print(current.unprinted, end="\n" if is_finished else "", flush=True)
-                current.unprinted = ""
-            elif is_finished:
-                line = {"prompt": current.sequence.prompt, "text": current.text}
-                print(json.dumps(line, ensure_ascii=False), flush=True)
+            print(current.unprinted, end="\n" if is_finished else "", flush=True)
+            current.unprinted = ""
             if not is_finished:
                 break
             unfinished.popleft()

@@ -1,7 +1,6 @@
 """`generate.py` as a user runs it: what it prints, and how it ends."""
 
 import io
-import json
 import re
 import subprocess
 import sys
@@ -101,15 +100,6 @@ def test_a_call_generates_what_the_command_prints(generate, drawn_run):
     assert [text + "\n" for text in texts] == bodies(printed) and texts != other
     assert generate_text(model, tokenizer, [], max_new_tokens=1) == []
     assert generate_text(model, tokenizer, "Ann", max_new_tokens=0) == [""]
-
-
-def test_json_lines_are_answered_by_json_lines(generate):
-    prompts = ["Ann", 'Bob\nsaid: "may I', "Жили"]
-    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
-    Path("prompts.jsonl").write_text("".join(lines))
-    result = generate("--prompt-file=prompts.jsonl", GREEDY + "12 --batch-size 2")
-    expected = [{"prompt": p, "text": generate(p, GREEDY + "12").out[:-1]} for p in prompts]
-    assert [json.loads(line) for line in result.out.split("\n")[:-1]] == expected
 
 
 def type_in(monkeypatch, text: bytes) -> None:
