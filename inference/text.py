@@ -1,7 +1,7 @@
 """Text out: sequences to texts that grow with them, up to a stop text; returned or printed."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from data.tokenizer import Tokenizer
@@ -23,10 +23,12 @@ def generate_text(
     stop_texts: Iterable[str] = (),
     seed: int = 0,
     batch_size: int = 8,
+    stop: Callable[[], int] | None = None,
     **options: float,
 ) -> list[str]:
     """Continue a prompt, or each of several; return the new texts, each up to a stop text.
 
+    `stop()` is called after each token: other than 0, it ends all texts with what they have.
     `options` are those of `sampling.sample`: temperature, top_k, top_p and so on.
     """
     if isinstance(prompts, str):
@@ -39,6 +41,8 @@ def generate_text(
     texts = dict.fromkeys(sequences, "")
     for text in stream_texts(generated, tokenizer, stop_texts):
         texts[text.sequence] = text.text
+        if stop is not None and stop():
+            break
     return list(texts.values())
 
 

@@ -1,7 +1,6 @@
 """What a model is judged by while it trains: the loss on held-out text, and a sample of its own."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
@@ -10,9 +9,7 @@ from data.corpus import Corpus
 from data.loader import IGNORE_INDEX
 from data.slices import NUM_BINS
 from data.tokenizer import Tokenizer
-from inference import sampling
-from inference.batch import Sequence
-from inference.engine import Engine
+from inference.text import generate_text
 from model.transformer import Transformer
 from run.distributed import DistEnv
 from run.hardware import autocast, to_device
@@ -70,14 +67,17 @@ def evaluate(
 def sample_text(
     model: Transformer, tokenizer: Tokenizer, seed: int, stop: Callable[[], int]
 ) -> str:
-    """Generate up to 192 tokens from BOS; end early, with what there is, once `stop()` is not 0."""
-    capacity = min(192, model.context)
-    cache = model.new_cache(1, capacity, torch.float32, model.embed.weight.device)
-    sequence = Sequence([tokenizer.bos], capacity - 1, seed=seed, eos=tokenizer.eos_ids)
-    sampler = partial(sampling.sample, temperature=0.8, top_k=50)
+    """Generate up to 192 tokens, BOS included; end early once `stop()` is not 0."""
     model.eval()
-    for _ in Engine(model, sampler, cache).generate([sequence]):
-        if stop():
-            break
+    (text,) = generate_text(
+        model,
+        tokenizer,
+        "",
+        max_new_tokens=min(192, model.context) - 1,
+        temperature=0.8,
+        top_k=50,
+        seed=seed,
+        stop=stop,
+    )
     model.train()
-    return tokenizer.decode(sequence.tokens)
+    return text
