@@ -27,6 +27,7 @@ from run.instantiate import ROOT
 CONFIGS = ROOT / "configs"
 CPU_MICRO_BATCH = 8  # sequences, at most; more of them are not faster on a CPU
 GROUPS = ("model", "attention", "ffn", "norm", "data", "optimizer", "schedule")
+PARTS = ("attention", "ffn", "norm")  # groups that the model takes in
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -42,13 +43,7 @@ class Settings(BaseModel):
     )
 
     model: dict
-    """the network: sizes, and the three groups below"""
-    attention: dict
-    """the attention of its layers"""
-    ffn: dict
-    """the feed-forward of its layers"""
-    norm: dict
-    """its norms"""
+    """the network: its sizes, attention, ffn and norm"""
     data: dict
     """the text, its tokenizer and its split"""
     optimizer: dict
@@ -156,8 +151,11 @@ def from_config(cfg: DictConfig) -> Settings:
 
     An interpolation that leads nowhere raises OmegaConfBaseException.
     """
+    keys = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    for part in PARTS:
+        keys.pop(part, None)
     try:
-        return Settings(**OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+        return Settings(**keys)
     except ValidationError as error:
         problems = [describe(problem) for problem in error.errors()]
         raise ValueError("\n".join(problems)) from None
@@ -183,7 +181,11 @@ def describe(problem: dict) -> str:
 def unknown(word: str) -> str:
     """A line for a KEY or a GROUP=CHOICE that is not there, with the one that is nearest."""
     group, is_choice, _ = word.partition("=")
-    known = choices(group) if is_choice else [*Settings.model_fields, *group_keys(), *choices()]
+    known = (
+        choices(group)
+        if is_choice
+        else [*Settings.model_fields, *GROUPS, *group_keys(), *choices()]
+    )
     near = errors.suggest(word, known) or (is_choice and " or ".join(known))
     return f"unknown ({word}). fix: {near or 'python train.py --help, which lists all'}"
 
@@ -239,7 +241,7 @@ def check_command_line(arguments: list[str]) -> None:
     """Ends with exit code 2 for a key with dashes, to which Hydra would answer with its usage."""
     for argument in arguments:
         key, _, value = argument.lstrip("-").partition("=")
-        if argument.startswith("--") and key.partition(".")[0] in Settings.model_fields:
+        if argument.startswith("--") and key.partition(".")[0] in (*Settings.model_fields, *GROUPS):
             errors.exit_with(
                 errors.INPUT,
                 f"keys are written without dashes (got {argument}). fix: {key}={value or 'VALUE'}",

@@ -21,8 +21,8 @@ FIXED_ON_RESUME = (
     "batch_tokens",
     "document_mask",
 )
-# What the model repeats, and what does not change a result.
-IGNORED_ON_RESUME = ("name", "run_dir", "resume", "attention.", "ffn.", "norm.", "wandb")
+# What does not change a result.
+IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb")
 
 
 def restore(trainer, path: Path) -> None:

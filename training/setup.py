@@ -78,9 +78,6 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> Path | None:
     if "context" not in keys:
         settings.context = model["context"]
     settings.model = model | {"context": settings.context}
-    settings.attention = model["attention"]
-    settings.ffn = model["ffn"]
-    settings.norm = model["norm"]
     settings.data["tokenizer"] = str(tokenizer_file(pretrained))
     # The run is named after its data and the pretrained model.
     if "name" not in keys:

@@ -34,7 +34,7 @@ def test_yaml_keys_are_the_constructors(path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_attention_lists_every_knob(variant):
-    tree = settings_of(f"attention={variant}").attention
+    tree = settings_of(f"attention={variant}").model["attention"]
     for kind in tree.get("kinds", {"": tree}).values():
         knobs = {
             p.name

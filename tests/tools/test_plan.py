@@ -51,7 +51,7 @@ def test_every_preset_is_made_as_large_as_the_baseline(kind, variant):
 def test_matching_changes_the_feed_forward_alone():
     jobs = plan_jobs(["attention=gqa,mha", "model=tiny", "seed=3"], "params", Path("out"))
     one, other = (dict(flatten(compose(job.overrides).model_dump())) for job in jobs)
-    swept = ("name", "run_dir", "attention.kv_heads", "model.attention.kv_heads")
+    swept = ("name", "run_dir", "model.attention.kv_heads")
     assert {key for key in one if one[key] != other[key]} == {"model.hidden", *swept}
     assert one["model.hidden"] == settings_of("model=tiny").model["hidden"]
 

@@ -43,7 +43,9 @@ def test_a_run_leaves_everything_in_its_folder(trained):
     assert {path.name for path in Path().iterdir()} == {"runs", ".cache", "story.txt"}
     assert values(trained, "step") == [1, 2, 2, 3, 4, 4]
     assert [line["step"] for line in metrics(trained) if "val_bpb" in line] == [2, 4]
-    assert yaml.safe_load((trained / "config.yaml").read_text())["attention"]["kv_heads"] == 2
+    assert (
+        yaml.safe_load((trained / "config.yaml").read_text())["model"]["attention"]["kv_heads"] == 2
+    )
     assert "--- step 4\n" in (trained / "samples.txt").read_text()
 
 

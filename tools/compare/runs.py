@@ -16,15 +16,12 @@ from run import checkpoint
 from run.errors import IntegrityError
 from run.settings import flatten
 
-# Settings that are not compared: they name a run, or repeat what another setting says. Its length
-# is in `tokens`, its machine in `machine.`, its layers in `model.`.
+# Settings that are not compared: they name a run. Its length is in `tokens`, its machine in
+# `machine.`.
 NOT_COMPARED = (
     "name",
     "run_dir",
     "seed",
-    "attention.",
-    "ffn.",
-    "norm.",
     "steps",
     "max_minutes",
     "resume",

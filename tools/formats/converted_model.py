@@ -49,7 +49,7 @@ def convert_config(tree: dict, overrides: list[str]) -> dict:
         sizes = [f"model.{key}={tree[key]}" for key in ("dim", "depth", "heads")]
         composed = compose([*sizes, *overrides])
         explicit = options.keys() | preset_options(preset)
-        attention = inherit_options(tree, composed.attention, explicit)
+        attention = inherit_options(tree, composed.model["attention"], explicit)
     if attention == tree["attention"]:
         raise ValueError(
             f"nothing changes ({' '.join(overrides)}). fix: leave out what the model has"
