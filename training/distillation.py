@@ -27,16 +27,12 @@ class Distillation(NamedTuple):
 def load_distillation(
     settings: Settings, device: torch.device, precision: torch.dtype
 ) -> Distillation | None:
-    """The teacher that `distill` names, if any; each device has all of it."""
+    """The teacher, if any, that `check_teacher` has found; each device has all of it."""
     if settings.distill is None:
         return None
     dtype = weight_dtype(precision)
-    teacher = load_model(find_teacher(settings), device, dtype, settings.context)
+    teacher = load_model(Path(settings.distill), device, dtype, settings.context)
     return Distillation(teacher.requires_grad_(False), settings.distill_weight)
-
-
-def find_teacher(settings: Settings) -> Path:
-    return checkpoint.find_model(settings.distill)
 
 
 def weight_dtype(precision: torch.dtype) -> torch.dtype:
@@ -45,10 +41,13 @@ def weight_dtype(precision: torch.dtype) -> torch.dtype:
 
 
 def check_teacher(settings: Settings, corpus: Corpus) -> None:
-    """Raise ValueError for a teacher whose tokens are not those of the model."""
+    """Let `distill` name the teacher's checkpoint, which is verified once.
+
+    Raises ValueError for a teacher whose tokens are not those of the model.
+    """
     if settings.distill is None:
         return
-    path = find_teacher(settings)
+    path = checkpoint.find_model(settings.distill)
     model = settings.model
     teacher = checkpoint.load_config(path)["model"]
     named = f"distill={settings.distill}"
@@ -64,3 +63,4 @@ def check_teacher(settings: Settings, corpus: Corpus) -> None:
             f"the teacher has another vocabulary ({named}: {teacher['vocab_size']} tokens, the "
             f"model {model['vocab_size']}). fix: a teacher with the same tokenizer"
         )
+    settings.distill = str(path)
