@@ -15,17 +15,11 @@ def utf8_lines(file: Path) -> Iterator[str]:
         for number, raw in enumerate(opened, start=1):
             if number == 1:
                 raw = raw.removeprefix(BOM_UTF8)
-            yield decode_utf8(raw, f"{file} line {number}")
-
-
-def decode_utf8(raw: bytes, source: str) -> str:
-    """Decode bytes. Raises ValueError, with their `source`, for what is not UTF-8."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"not UTF-8 ({source} at byte {error.start}). fix: iconv -t utf8"
-        ) from None
+            try:
+                yield raw.decode()
+            except UnicodeDecodeError as error:
+                place = f"{file} line {number} at byte {error.start}"
+                raise ValueError(f"not UTF-8 ({place}). fix: iconv -t utf8") from None
 
 
 def text_hash(text: str) -> str:
