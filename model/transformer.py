@@ -65,12 +65,6 @@ class Transformer(nn.Module):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        sizes = {"vocab_size": vocab_size, "dim": dim, "depth": depth, "heads": heads}
-        for name, size in (sizes | {"hidden": hidden, "context": context}).items():
-            if size < 1:
-                raise ValueError(
-                    f"model.{name} must be at least 1 (got {size}). fix: model.{name}=1"
-                )
         check_softcap(softcap)
         self.context = context
         self.softcap = softcap

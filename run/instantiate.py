@@ -66,8 +66,8 @@ def resolve_target(path: str, package: str) -> Callable:
 def check_arguments(target: Callable, arguments: dict, path: str) -> None:
     """Raise TypeError for an unknown argument, ValueError for a value that it cannot have.
 
-    That is one of another type than the annotation, NaN, infinity, and a negative number.
-    The call itself refuses arguments that are missing.
+    That is one of another type than the annotation, NaN, infinity, a negative number, and 0 for a
+    size of a model, which is an integer. The call itself refuses arguments that are missing.
     """
     annotations = {known.name: known.annotation for known in parameters_of(target)}
     prefix = f"{path}.".replace("model.attention.", "attention.")  # as it is typed
@@ -82,12 +82,15 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
             TypeAdapter(annotations[name], config=CHECKS).validate_python(value)
         except ValidationError:
             raise ValueError(
-                f"{key} must be {wanted} (got {value!r}). fix: {key}=VALUE of this type"
+                f"{key} must be {wanted} (got {value!r}). fix: leave {key} out, or such a value"
             ) from None
+        minimum = int(wanted.startswith("int") and target.__module__.startswith("model."))
         items = value if isinstance(value, list) else [value]
         for item in items:
-            if isinstance(item, int | float) and item < 0:
-                raise ValueError(f"{key} must be at least 0 (got {value!r}). fix: {key}=1")
+            if isinstance(item, int | float) and item < minimum:
+                raise ValueError(
+                    f"{key} must be at least {minimum} (got {value!r}). fix: leave {key} out, or more"
+                )
 
 
 def parameters_of(target: Callable) -> list[inspect.Parameter]:

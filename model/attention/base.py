@@ -63,14 +63,8 @@ class Attention(nn.Module, ABC):
         return torch.zeros(getattr(self, name).shape)
 
 
-def validate_knobs(base: float | None = None, dropout: float = 0.0, **sizes: int | None) -> None:
-    """Raise ValueError for a RoPE base, a dropout rate or a size that no attention can have."""
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise ValueError(
-                f"attention.{name} must be a whole number of at least 1 (got {size!r}). "
-                f"fix: attention.{name}=1, or more"
-            )
+def validate_knobs(base: float | None, dropout: float = 0.0) -> None:
+    """Raise ValueError for a RoPE base or a dropout rate that no attention can have."""
     if base is not None and not 1 < base < math.inf:
         raise ValueError(
             f"attention.rope_base must be above 1 (got {base!r}). fix: attention.rope_base=10000"

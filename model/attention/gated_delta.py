@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention.base import CrossLayer, LayerSpec, validate_knobs
+from model.attention.base import CrossLayer, LayerSpec
 from model.attention.recurrent import RecurrentAttention, run_chunks, split_chunks, sum_decays
 from model.cache import LayerCache
 from model.context import ForwardContext
@@ -19,13 +19,9 @@ from model.layers import Linear, RMSNorm, fp32
 
 
 class GatedDelta(RecurrentAttention):
-    """`kernel` is the width of the convolution, `chunk` the chunk size of `delta_rule`, in tokens.
-
-    Raises ValueError for sizes below 1.
-    """
+    """`kernel` is the width of the convolution, `chunk` the chunk size of `delta_rule`, in tokens."""
 
     def __init__(self, spec: LayerSpec, *, head_dim: int | None, kernel: int, chunk: int):
-        validate_knobs(head_dim=head_dim, kernel=kernel, chunk=chunk)
         dim = spec.dim
         heads = spec.heads
         if head_dim is None:

@@ -38,14 +38,7 @@ class LatentAttention(Attention):
         bias: bool = False,
     ):
         super().__init__()
-        validate_knobs(
-            rope_base,
-            dropout,
-            rank=rank,
-            head_dim=head_dim,
-            rope_dim=rope_dim,
-            query_rank=query_rank,
-        )
+        validate_knobs(rope_base, dropout)
         dim = spec.dim
         heads = spec.heads
         if head_dim is None:

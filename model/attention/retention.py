@@ -17,12 +17,11 @@ from model.layers import Linear, apply_rope, fp32, rms
 class Retention(RecurrentAttention):
     """Values are `expansion` times as wide as keys. `chunk` tokens are computed at once.
 
-    Queries and keys are rotated by RoPE. Raises ValueError for sizes below 1 and for an odd head
-    width.
+    Queries and keys are rotated by RoPE. Raises ValueError for an odd head width.
     """
 
     def __init__(self, spec: LayerSpec, *, rope_base: float, expansion: int, chunk: int):
-        validate_knobs(rope_base, expansion=expansion, chunk=chunk)
+        validate_knobs(rope_base)
         dim = spec.dim
         heads = spec.heads
         head_dim = dim // heads

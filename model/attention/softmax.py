@@ -58,8 +58,7 @@ class SoftmaxAttention(Attention):
         heads = spec.heads
 
         # Refuse options that are out of range or contradict each other.
-        sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "window": window, "chunk": chunk}
-        validate_knobs(rope_base, dropout, **sizes)
+        validate_knobs(rope_base, dropout)
         is_divisible = head_dim is not None or dim % heads == 0
         if not is_divisible or heads % kv_heads:
             fix = f"model.dim={2 * heads * (dim // heads // 2 + 1)}"
