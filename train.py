@@ -1,7 +1,7 @@
 """Train a language model:  python train.py attention=mha max_minutes=10
 
 torchrun --nproc_per_node=8 train.py ...  trains the same thing on eight GPUs.
-configs/train.yaml lists the keys.
+python train.py --help  lists the keys.
 """
 
 import sys
@@ -11,16 +11,10 @@ BEFORE_IMPORTS = monotonic()
 if __name__ == "__main__" and sys.stderr.isatty():
     print("loading PyTorch", end="", file=sys.stderr, flush=True)
 
-import os
 from pathlib import Path
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig
-
 from run import distributed, errors, folder, hardware
-from run.settings import check_command_line, from_config, report_errors
+from run.settings import compose, help_text, report_errors
 from run.signals import Signals
 from training import setup
 from training.budget import Clock
@@ -29,21 +23,14 @@ from training.trainer import Trainer
 IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # which max_minutes counts too
 
 
-@hydra.main(config_path="configs", config_name="train", version_base="1.3")
-def main(cfg: DictConfig) -> None:
+def main(overrides: list[str]) -> None:
     """Set up a run from its config, train it, and exit with a code that says how it ended."""
     clock = Clock(monotonic() - IMPORT_SECONDS)
-    with Signals() as signals, errors.report_errors():
+    with Signals() as signals, report_errors():
         # Whatever is wrong with the input shows here, before anything is written.
         with errors.user_input():
-            settings = from_config(cfg)
-            is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-            if is_sweep and settings.resume and settings.run_dir is None:
-                raise ValueError(
-                    "a sweep cannot tell its runs of one name apart (resume=true). "
-                    "fix: python -m tools.compare, which resumes its runs"
-                )
-            pretrained, device = setup.set_up_run(settings, HydraConfig.get().overrides.task)
+            settings = compose(overrides)
+            pretrained, device = setup.set_up_run(settings, overrides)
             corpus, loader = setup.load_corpus(settings)
             ranks = distributed.init_distributed(device)
         hardware.prepare_for_training(device)
@@ -103,9 +90,8 @@ def train(trainer: Trainer, pretrained: Path | None = None) -> int:
 
 if __name__ == "__main__":
     errors.start_line()
-    # Have Hydra raise its errors instead of printing them; it wants --multirun in front.
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
-    check_command_line(sys.argv[1:])
-    with distributed.hard_exit_on_error(), report_errors():
-        main()
+    if {"-h", "--help"} & {*sys.argv}:
+        print(help_text())
+        sys.exit()
+    with distributed.hard_exit_on_error():
+        main(sys.argv[1:])

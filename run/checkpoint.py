@@ -128,7 +128,7 @@ def find_model(path: Path | str | None) -> Path:
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         if not path.exists():
-            raise ValueError(f"no model ({path}). fix: the folder of a run, such as runs/NAME")
+            raise ValueError(f"no model ({path}). fix: python train.py, or the folder of a run")
         kind = "a file" if path.is_file() else "another folder"
         if (path / "config.json").exists():
             kind = "a Hugging Face folder"

@@ -5,14 +5,13 @@ of the given package, and an argument must have the type of its annotation.
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-from run.errors import suggest
 
 ROOT = Path(__file__).parents[1]
 CHECKS = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
@@ -59,7 +58,7 @@ def resolve_target(path: str, package: str) -> Callable:
             return target
     raise ValueError(
         f"_target_ must be a class or function written in {package}/ (got {path!r}). "
-        f"fix: _target_={package}.FILE.NAME"
+        f"fix: leave it out, or _target_={package}.FILE.NAME"
     )
 
 
@@ -70,12 +69,13 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
     size of a model, which is an integer. The call itself refuses arguments that are missing.
     """
     annotations = {known.name: known.annotation for known in parameters_of(target)}
-    prefix = f"{path}.".replace("model.attention.", "attention.")  # as it is typed
+    prefix = re.sub(r"^model\.(?=(attention|ffn|norm)\b)", "", f"{path}.")  # as it is typed
     for name, value in arguments.items():
         key = prefix + name
         if name not in annotations:
-            fix = suggest(key, [prefix + known for known in annotations]) or f"leave {key} out"
-            raise TypeError(f"{target.__name__} takes no such argument ({key}). fix: {fix}")
+            raise TypeError(
+                f"{target.__name__} takes no such argument ({key}). fix: leave {key} out"
+            )
 
         wanted = inspect.formatannotation(annotations[name])
         try:

@@ -3,12 +3,12 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import (
     BaseModel,
@@ -28,6 +28,15 @@ CONFIGS = ROOT / "configs"
 CPU_MICRO_BATCH = 8  # sequences, at most; more of them are not faster on a CPU
 GROUPS = ("model", "attention", "ffn", "norm", "data", "optimizer", "schedule")
 PARTS = ("attention", "ffn", "norm")  # groups that the model takes in
+
+HELP = "python train.py --help, which lists all"
+EXAMPLES = """Train a language model.
+
+  python train.py attention=mha max_minutes=10
+  python train.py data=text data.path=my/stories.txt model=15m
+  python train.py name=mine optimizer=adamw optimizer.lr=1e-3 resume=true
+
+Groups and keys, with their defaults; the keys of a choice are in configs/GROUP/CHOICE.yaml:"""
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -121,6 +130,11 @@ class Settings(BaseModel):
                 "one process has nothing to shard over (sharded=true). "
                 "fix: torchrun --nproc_per_node=N train.py, or sharded=false"
             )
+        if self.distill is None and as_typed(self.distill_weight) != defaults()["distill_weight"]:
+            raise ValueError(
+                f"there is no teacher (distill_weight={self.distill_weight}, distill=null). "
+                "fix: leave distill_weight out, or distill=runs/NAME"
+            )
         # A batch smaller than one micro-batch a process is a smaller micro-batch.
         sequence_tokens = self.context * world_size  # of one sequence on every process
         sequences = self.batch_tokens // sequence_tokens
@@ -146,14 +160,33 @@ class Settings(BaseModel):
         return max(size for size in range(1, CPU_MICRO_BATCH + 1) if sequences % size == 0)
 
 
-def from_config(cfg: DictConfig) -> Settings:
-    """Validate a composed config. Raises ValueError with a line for each problem.
+def compose(overrides: list[str]) -> Settings:
+    """The settings of `python train.py OVERRIDES`, for notebooks and other commands too.
 
-    An interpolation that leads nowhere raises OmegaConfBaseException.
+    Raises ValueError with a line for each problem, HydraException for overrides that do not fit.
     """
-    keys = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    import hydra  # takes a quarter of a second, which only commands that compose should spend
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+
+    values = dict(map(parse_override, overrides))
+    words = list(map("=".join, values.items()))
+    GlobalHydra.instance().clear()  # of a notebook
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        try:
+            cfg = hydra.compose("train", words, return_hydra_config=True)
+            # The name is made of the groups' choices, which are in Hydra's own part of the config.
+            HydraConfig.instance().set_config(cfg)
+            OmegaConf.set_struct(cfg, False)
+            del cfg.hydra
+            keys = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            chosen = hydra.compose("train", list({*words}.intersection(choices())))
+            own = dict(flatten(OmegaConf.to_container(chosen)))
+            raise HydraException(composing_problem(str(error), values, own)) from None
     for part in PARTS:
-        keys.pop(part, None)
+        del keys[part]
     try:
         return Settings(**keys)
     except ValidationError as error:
@@ -161,33 +194,43 @@ def from_config(cfg: DictConfig) -> Settings:
         raise ValueError("\n".join(problems)) from None
 
 
+def parse_override(word: str) -> tuple[str, str]:
+    """Split KEY=VALUE. Raises ValueError for anything else."""
+    key, _, value = word.lstrip("+-~").partition("=")
+    if word.startswith(("-", "~")) or "=" not in word:
+        fix = HELP
+        if value or key in defaults():
+            fix = f"{key}={value or defaults()[key]}"
+        raise ValueError(f"an override is KEY=VALUE, without dashes (got {word}). fix: {fix}")
+    return key, value
+
+
 def describe(problem: dict) -> str:
     """A line for a problem that pydantic found: what is wrong with which value, and a fix."""
     key = str(problem["loc"][0])
-    if problem["type"] == "extra_forbidden":
-        return unknown(key)
-    if key in GROUPS:
-        return unknown(f"{key}={problem['input']}")
-    if problem["type"] == "missing":
-        return f"{key} is missing. fix: leave ~{key} out"
     rule = re.sub("^(Input|String) should", "must", problem["msg"])
-    defaults = yaml.safe_load((CONFIGS / "train.yaml").read_text())
-    default = json.dumps(defaults[key]).strip('"')
-    if "$" in default:  # made of the names of the groups
-        default = "NAME"
-    return f"{key} {rule} (got {problem['input']!r}). fix: {key}={default}"
+    return f"{key} {rule} (got {problem['input']!r}). fix: {key}={defaults()[key]}"
 
 
-def unknown(word: str) -> str:
-    """A line for a KEY or a GROUP=CHOICE that is not there, with the one that is nearest."""
+def unknown(word: str, value: str = "VALUE", own: Collection[str] = ()) -> str:
+    """A line for a KEY or a GROUP=CHOICE that is not there, with the one that is nearest.
+
+    `value` is what the key was to be, and `own` are the keys of the chosen presets.
+    """
     group, is_choice, _ = word.partition("=")
-    known = (
-        choices(group)
-        if is_choice
-        else [*Settings.model_fields, *GROUPS, *group_keys(), *choices()]
-    )
-    near = errors.suggest(word, known) or (is_choice and " or ".join(known))
-    return f"unknown ({word}). fix: {near or 'python train.py --help, which lists all'}"
+    if is_choice:
+        known = choices(group)
+        fix = errors.suggest(word, known) or " or ".join(known)
+    else:
+        presets = preset_keys()
+        fix = errors.suggest(word, [*GROUPS, *own, *presets, *choices()])
+        if fix is not None and fix not in choices():
+            override = shlex.quote(f"{fix}={value}")
+            # A key of another preset needs that preset, too.
+            if fix in presets and fix not in own:
+                override = f"{presets[fix]} {override}"
+            fix = override
+    return f"unknown ({word}). fix: {fix or HELP}"
 
 
 def choices(group: str = "*") -> list[str]:
@@ -195,14 +238,15 @@ def choices(group: str = "*") -> list[str]:
     return sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob(f"{group}/*.yaml"))
 
 
-def group_keys() -> list[str]:
-    """The keys of all files of the groups: attention.kv_heads."""
-    keys = {}
+def preset_keys() -> dict[str, str]:
+    """The keys of the files of all groups, each with a choice that has it, as they are typed."""
+    presets = {}
     for group in GROUPS:
-        for file in sorted((CONFIGS / group).glob("*.yaml")):
-            for key, _ in flatten(yaml.safe_load(file.read_text()), f"{group}."):
-                keys[key] = None
-    return list(keys)
+        for choice in choices(group):
+            tree = yaml.safe_load((CONFIGS / f"{choice.replace('=', '/')}.yaml").read_text())
+            for key, _ in flatten(tree, f"{group}."):
+                presets.setdefault(key, choice)
+    return presets
 
 
 def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
@@ -214,38 +258,32 @@ def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
             yield f"{path}{key}", value
 
 
-def compose(overrides: list[str]) -> Settings:
-    """The settings of `python train.py OVERRIDES`, for notebooks and other commands.
-
-    Raises ValueError with a line for each problem, HydraException for overrides that do not fit.
-    """
-    import hydra  # takes a quarter of a second, which only commands that compose should spend
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
-
-    GlobalHydra.instance().clear()  # of train.py, or of a notebook
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        try:
-            cfg = hydra.compose("train", overrides, return_hydra_config=True)
-        except HydraException as error:  # some are an OSError, too, as if a file were missing
-            raise HydraException(composing_problem(str(error))) from None
-    # The name is made of the groups' choices, which are in Hydra's own part of the config.
-    HydraConfig.instance().set_config(cfg)
-    OmegaConf.set_struct(cfg, False)
-    del cfg.hydra
-    return from_config(cfg)
+def defaults() -> dict[str, str]:
+    """The top keys and groups of configs/train.yaml, with their values as they are typed."""
+    tree = yaml.safe_load((CONFIGS / "train.yaml").read_text())
+    for choice in tree.pop("defaults"):
+        if choice != "_self_":
+            tree |= choice
+    tree["name"] = "NAME"  # made of the groups
+    return {key: as_typed(value) for key, value in tree.items()}
 
 
-def check_command_line(arguments: list[str]) -> None:
-    """Ends with exit code 2 for a key with dashes, to which Hydra would answer with its usage."""
-    for argument in arguments:
-        key, _, value = argument.lstrip("-").partition("=")
-        if argument.startswith("--") and key.partition(".")[0] in (*Settings.model_fields, *GROUPS):
-            errors.exit_with(
-                errors.INPUT,
-                f"keys are written without dashes (got {argument}). fix: {key}={value or 'VALUE'}",
-            )
+def as_typed(value: object) -> str:
+    return json.dumps(value).strip('"')
+
+
+def help_text() -> str:
+    """What `python train.py --help` prints: examples, and each group and key with its default."""
+    schemas = Settings.model_json_schema()["properties"]
+    lines = [EXAMPLES]
+    for key, value in defaults().items():
+        schema = schemas.get(key, {"description": f"a file of configs/{key}"})
+        kinds = choices(key)
+        if not kinds:
+            for kind in schema.get("anyOf", [schema]):
+                kinds += map(as_typed, kind.get("enum", [kind.get("type")]))
+        lines.append(f"  {key}={value}  ({', '.join(kinds)})  {schema['description']}")
+    return "\n".join(lines)
 
 
 @contextmanager
@@ -256,24 +294,23 @@ def report_errors() -> Iterator[None]:
     try:
         with errors.report_errors():
             yield
-    except (HydraException, OmegaConfBaseException) as error:
-        errors.exit_with(errors.BUG, composing_problem(str(error)))
+    except HydraException as error:
+        errors.exit_with(errors.BUG, composing_problem(str(error), {}, {}))
 
 
-def composing_problem(text: str) -> str:
-    """What an error of Hydra says, without its advice, and a fix of ours."""
+def composing_problem(text: str, values: dict[str, str], own: Collection[str]) -> str:
+    """What an error of Hydra says of overrides with these values, and a fix of ours."""
     if "fix: " in text:  # from compose
         return text
-    refused = r"(?:In 'train': )?Could not (?:override|find|delete from config\.) '(.+?)'"
-    if match := re.match(refused, text):
-        return unknown(match[1].replace("/", "=", 1))
+    if match := re.match(r"(?:In 'train': )?Could not (?:override|find) '(.+?)'", text):
+        word = match[1].replace("/", "=", 1)
+        return unknown(word, values.get(word, "VALUE"), own)
     if match := re.search(r"'([^']+?=.+)'(?:\n1\. | requires --multirun)", text):
         return (
             f"several values for one run ({match[1]}). "
             f"fix: python -m tools.compare {shlex.quote(match[1])} or, for a list, KEY=[A,B]"
         )
-    text = re.split(r"\nTo append|\nConfig search path|\nSee https", text)[0]
-    return (
-        f"{text.rstrip('.')}. "
-        "fix: KEY=VALUE; a value with spaces or commas is quoted twice: 'KEY=\"a b\"'"
-    )
+    if match := re.match(r"(?:Error parsing override '|\w+Exception: )(.+?)=(.*?)'?\n", text):
+        typed = f'{match[1]}="{match[2]}"'
+        return f"not a value ({match[1]}={match[2]}). fix: {shlex.quote(typed)}"
+    return f"{text.splitlines()[0].rstrip('.')}. fix: {HELP}"

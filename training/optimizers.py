@@ -122,7 +122,7 @@ def adamw(
     model: nn.Module, *, lr: float, betas: list[float], weight_decay: float
 ) -> list[Optimizer]:
     """AdamW with decay on matrices only. Loshchilov, 1711.05101."""
-    check_betas(betas)
+    check_options(lr, betas)
     groups = decay_groups(model, weight_decay)
     return [AdamW(groups, lr=lr, betas=betas, fused=True)]
 
@@ -131,7 +131,7 @@ def lion(
     model: nn.Module, *, lr: float, betas: list[float], weight_decay: float
 ) -> list[Optimizer]:
     """Lion with decay on matrices only."""
-    check_betas(betas)
+    check_options(lr, betas)
     groups = decay_groups(model, weight_decay)
     return [Lion(groups, {"lr": lr, "betas": betas})]
 
@@ -146,7 +146,7 @@ def muon(
     betas: list[float],
 ) -> list[Optimizer]:
     """Muon for matrices inside the blocks, AdamW without decay for embedding, head and vectors."""
-    check_betas(betas)
+    check_options(lr, betas)
     matrices, vectors = split_parameters(model)
     in_blocks = set(model.blocks.parameters())
     hidden = [p for p in matrices if p in in_blocks]
@@ -158,7 +158,9 @@ def muon(
     ]
 
 
-def check_betas(betas: list[float]) -> None:
+def check_options(lr: float, betas: list[float]) -> None:
+    if lr == 0:
+        raise ValueError("nothing is learned (optimizer.lr=0). fix: leave optimizer.lr out")
     if len(betas) != 2:
         raise ValueError(
             f"there are two (optimizer.betas={betas}). fix: optimizer.betas=[0.9,0.95]"

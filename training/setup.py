@@ -20,7 +20,7 @@ from run.settings import Settings
 from training.distillation import check_teacher
 from training.trainer import Trainer
 
-MODEL_OVERRIDE = re.compile(r"[+~]*(model|attention|ffn|norm|data\.tokenizer)\b")
+MODEL_OVERRIDE = re.compile(r"[+]*(model|attention|ffn|norm|data\.tokenizer)\b")
 
 
 def set_up_run(settings: Settings, overrides: list[str]) -> tuple[Path | None, torch.device]:
@@ -74,7 +74,7 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> Path | None:
     model = checkpoint.load_config(pretrained)["model"]
 
     # The model keeps its shape, but may be trained on shorter or longer sequences.
-    keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    keys = [word.lstrip("+").partition("=")[0] for word in overrides]
     if "context" not in keys:
         settings.context = model["context"]
     settings.model = model | {"context": settings.context}

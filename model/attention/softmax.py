@@ -61,9 +61,9 @@ class SoftmaxAttention(Attention):
         validate_knobs(rope_base, dropout)
         is_divisible = head_dim is not None or dim % heads == 0
         if not is_divisible or heads % kv_heads:
-            fix = f"model.dim={2 * heads * (dim // heads // 2 + 1)}"
-            if is_divisible:
-                fix = f"attention.kv_heads={math.gcd(heads, kv_heads)}"
+            fix = f"attention.kv_heads={math.gcd(heads, kv_heads)}"
+            if not is_divisible:
+                fix += f" model.dim={2 * heads * (dim // heads // 2 + 1)}"
             raise ValueError(
                 "heads must divide dim, and kv_heads must divide heads "
                 f"(got {dim=} {heads=} {kv_heads=}). fix: {fix}"

@@ -124,7 +124,7 @@ def test_the_fuzz_sees_rules_that_are_missing(capfd, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words, code", [(["new=1"], 1), (["+new=1"], 2), (["+seed.new=1"], 2), (["~seed"], 2)]
+    "words, code", [(["new=1"], 1), (["+new=1"], 1), (["+seed.new=1"], 1), (["~seed"], 2)]
 )
 def test_what_no_key_is_named_is_unknown(words, code, capfd):
     assert outcome(words) == code

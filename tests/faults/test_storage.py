@@ -131,15 +131,6 @@ def test_a_folder_of_other_files_is_not_taken(command, story):
     assert [path.read_text() for path in Path("mine").iterdir()] == ["my: config"]
 
 
-def test_runs_of_a_sweep_that_share_a_name_are_not_resumed(command, story):
-    words = ("-m", *TINY, "data=text", f"data.path={story}", "data.vocab_size=400", "steps=2")
-    assert command("train.py", *words, "optimizer.lr=0.01,0.02").code == 0
-    before = {path: path.read_bytes() for path in Path("runs").rglob("step-*/*")}
-    refused = command("train.py", *words, "optimizer.lr=0.01,0.02", "resume=true")
-    assert refused.code == 2 and "fix: python -m tools.compare" in refused.err
-    assert before == {path: path.read_bytes() for path in Path("runs").rglob("step-*/*")}
-
-
 def test_a_copy_in_the_folder_of_checkpoints_is_left_alone(job):
     job.fresh()
     assert forked(lambda: job("steps=2")) == 0

@@ -1,5 +1,7 @@
 """Bad input is a line for each problem, with a fix and an exit code, and nothing is written."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -8,27 +10,34 @@ import torch
 from run import cli, errors
 from run.settings import compose, report_errors
 from tests.conftest import ROOT, TINY
+from tools.compare.plan import plan_jobs
 from training.setup import set_up_run
 
 # What is typed: the exit code, and what the line says.
 CONFIGS = {
     # Keys that are mistyped, without their group, or of another name elsewhere.
-    "lr=0.1": (1, "fix: optimizer.lr"),
-    "~lr": (1, "fix: optimizer.lr"),
-    "batch_token=32": (1, "fix: batch_tokens"),
-    "+batch_token=32": (2, "fix: batch_tokens"),
+    "lr=0.1": (1, "fix: optimizer.lr=0.1"),
+    "optimizer.lr": (2, "without dashes (got optimizer.lr)"),
+    "max_minutes": (2, "fix: max_minutes=5"),
+    "batch_token=512": (1, "fix: batch_tokens=512"),
+    "+batch_token=512": (1, "fix: batch_tokens=512"),
     "attention.windw=5": (1, "fix: attention.window"),
     "attention.heads=2": (1, "fix: model.heads"),
-    "attention=mla attention.rnk=4": (1, "fix: attention.rank"),
+    "attention=mla attention.rnk=4": (1, "fix: attention.rank=4"),
+    "attention=mla attention.window=4": (1, "fix: attention=gqa attention.window=4"),
+    "optimizer=adamw optimizer.momentum=0.9": (1, "fix: optimizer=muon optimizer.momentum=0.9"),
+    "data.pth=my/texts": (1, "fix: data=text data.path=my/texts"),
     "model.dept=3": (1, "fix: model.depth"),
     "eval_evry=5": (1, "fix: eval_every"),
     "stepss=5": (1, "fix: steps"),
     "zyzzyva=5": (1, "fix: python train.py --help, which lists all"),
-    "+colour=blue": (2, "unknown (colour)"),
-    "~wandb": (2, "fix: leave ~wandb out"),
-    "+attention.windw=5": (2, "fix: attention.window"),
+    "+colour=blue": (1, "unknown (colour)"),
+    "~wandb": (2, "fix: wandb=disabled"),
+    "--attention=mha": (2, "fix: attention=mha"),
+    "-m": (2, "(got -m)"),
+    "+attention.windw=5": (1, "fix: attention.window=5"),
     # Groups and choices.
-    "attnetion=mqa": (1, "fix: attention"),
+    "attnetion=mqa": (1, "fix: attention=mqa"),
     "attention=gqq": (1, "fix: attention=gqa"),
     "optimizer=zyzzyva": (1, "fix: optimizer=adamw or optimizer=lion or optimizer=muon"),
     "model=15M": (1, "fix: model=15m"),
@@ -52,9 +61,14 @@ CONFIGS = {
     "max_minutes=null max_epochs=null": (2, "the run has no end"),
     "sharded=true": (2, "nothing to shard over"),
     "attention=null": (2, "must be a string or a list"),
+    "run_dir=it's": (1, """fix: 'run_dir="it'"'"'s"'"""),
+    "steps=${stepps}": (1, "stepps"),
+    "distill_weight=0.9": (2, "fix: leave distill_weight out"),
     # Values in groups: types, and what the constructors refuse.
     "optimizer.lr=nan": (2, "optimizer.lr must be float (got nan)"),
-    "optimizer.lr=fast": (2, "fix: optimizer.lr=VALUE"),
+    "optimizer.lr=fast": (2, "fix: leave optimizer.lr out"),
+    "optimizer.lr=0": (2, "nothing is learned"),
+    "optimizer.betas=0.9": (2, "must be list[float] (got 0.9)"),
     "optimizer.betas=[0.9,-1]": (2, "optimizer.betas"),
     "optimizer=adamw optimizer.betas=[0.9]": (2, "betas"),
     "attention.sink=no": (2, "attention.sink must be bool (got 'no')"),
@@ -67,7 +81,7 @@ CONFIGS = {
     "attention.rope_scaling=YaRN": (2, "rope_scaling"),
     "attention.dropout=1.5": (2, "1.5"),
     "attention._target_=os.system": (2, "os.system"),
-    "attention=delta +attention.kinds.delta.window=8": (2, "window"),
+    "attention=delta +attention.kinds.delta.window=8": (1, "window"),
     "attention=mla attention.rope_dim=3": (2, "3"),
     "attention=mla attention.rank=0": (2, "attention.rank"),
     "attention=differential attention.kv_heads=1": (2, "kv_heads=1"),
@@ -75,9 +89,9 @@ CONFIGS = {
     "attention=shared_kv attention.share=all": (2, "'all'"),
     "model.heads=0": (2, "model.heads"),
     "model.heads=3": (2, "heads=3"),
-    "model.dim=wide": (2, "model.dim must be int (got 'wide'). fix: model.dim=VALUE"),
+    "model.dim=wide": (2, "model.dim must be int (got 'wide'). fix: leave model.dim out"),
     "ffn.activation=gleu": (2, "Literal['silu', 'gelu', 'relu2']"),
-    "schedule.warmup=0.5": (2, "fix: schedule.warmup=VALUE"),
+    "schedule.warmup=0.5": (2, "fix: leave schedule.warmup out"),
     "schedule.cooldown=2": (2, "cooldown"),
     "precision=fp16": (2, "fp16"),
     "device=cuda": (2, "device=cuda"),
@@ -87,7 +101,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("typed", CONFIGS)
-def test_a_bad_config_is_answered_in_one_line(typed, capfd, monkeypatch, tmp_path):
+def test_a_bad_config_is_answered_in_one_line_whose_fix_works(typed, capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -98,6 +112,34 @@ def test_a_bad_config_is_answered_in_one_line(typed, capfd, monkeypatch, tmp_pat
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: ") and ". fix: " in line and said in line
     assert end.value.code == code and not list(tmp_path.iterdir())
+
+    Path("my/texts").mkdir(parents=True)
+    Path("my/texts/a.txt").write_text("text")
+    what, _, fix = line.partition(". fix: ")
+    words = fixed(overrides, what, fix)
+    set_up_run(compose(["name=test", *words]), words)
+
+
+def fixed(overrides: list[str], what: str, fix: str) -> list[str]:
+    """The overrides after the first fix that a line tells."""
+    if fix.startswith("python -m tools.compare"):
+        return plan_jobs(shlex.split(fix)[3:4], "none", None)[0].overrides
+    if fix.startswith(("python train.py", "--help")):
+        return []
+    told = {}
+    for word in shlex.split(fix) if not fix.startswith("leave ") else []:
+        key, is_override, value = word.partition("=")
+        if is_override and not word.startswith("-"):
+            told.setdefault(key, value.strip(",;"))
+    # What is wrong is named first in parentheses; other words stay.
+    wrong = {*re.findall(r"[(](?:got )?'?([^ )']+)", what)[:1], *fix.split()[1:2], *told}
+    assert told or fix.startswith("leave ")
+    kept = []
+    for word in overrides:
+        key, _, value = word.lstrip("+~-").partition("=")
+        if not wrong & {word, key, value}:
+            kept.append(word)
+    return [*kept, *map("=".join, told.items())]
 
 
 def test_all_keys_out_of_range_are_reported_at_once(capfd):
@@ -110,7 +152,7 @@ TEXT = ("data=text", "data.path=story.txt")
 TRAINING = {
     "a mistyped choice": (["attention=magic"], 1, "magic"),
     "keys with dashes": (["--attention=mha"], 2, "fix: attention=mha"),
-    "an option of Hydra's kind": (["--model", "small"], 2, "fix: model=VALUE"),
+    "an option of Hydra's kind": (["--model", "small"], 2, "fix: model=small"),
     "a range of values": (["seed=range(3)"], 1, "python -m tools.compare"),
     "a missing file": (["data=text", "data.path=absent.txt"], 2, "absent.txt"),
     "an empty file": (["data=text", "data.path=empty.txt"], 2, "empty.txt"),

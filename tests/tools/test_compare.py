@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import train
 from tests.conftest import LONG, ROOT, TINY, settings_of
 from tests.faults.harness import wait_for
 from tests.run.forks import Forked
@@ -216,17 +215,6 @@ def test_what_cannot_be_compared_is_a_line(command, words, code, said):
     assert result.err.count("\n") == 1 and not [*Path().iterdir()]
 
 
-def test_a_sweep_of_hydras_is_reported_too(command, words, quick):
-    swept = ("attention=gqa", "attention.kv_heads=2,1", "seed=0,1")
-    assert command("train.py", "-m", *words, *swept).code == 0
-    runs = sorted(str(path.parent) for path in Path("runs").glob("*/metrics.jsonl"))
-    assert command(COMPARE, "--report", *runs, "--dir", "out").code == 0
-    rows = result()
-    assert list(rows) == ["text-tiny-gqa kv_heads=2", "text-tiny-gqa kv_heads=1"]
-    assert "n 2)" in rows["text-tiny-gqa kv_heads=1"][0]
-    assert command(COMPARE, "--report", *runs, runs[0]).code == 2  # the same twice
-
-
 def test_variants_are_told_apart_by_what_they_are():
     settings = [settings_of(*TINY, f"seed={seed}", f"steps={5 + seed}") for seed in (0, 1)]
     settings.append(settings_of(*TINY, "attention.window=5"))
@@ -273,8 +261,3 @@ def test_each_gpu_has_a_run_of_its_own(monkeypatch, tmp_path):
     jobs.train_all(both)
     assert [job.has_failed for job in both] == [False, False]
     assert {"3", "5"} <= {path.name for path in tmp_path.iterdir()}
-
-
-def test_hydras_submitit_can_send_a_run_away():
-    # cloudpickle takes along torch.A.B where torch, A and B are named.
-    assert "torch" not in train.main.__wrapped__.__code__.co_names

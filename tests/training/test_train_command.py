@@ -106,13 +106,6 @@ def test_a_run_can_begin_with_the_weights_of_another(command, trained):
     assert after["train_loss"] < before[0]["train_loss"] - 0.1
 
 
-def test_a_sweep_gives_each_job_a_run_folder(command, story):
-    assert command("train.py", "-m", *TRAIN[1:], "attention=gqa,mqa").code == 0
-    runs = {"multirun.yaml", "text-tiny-gqa", "text-tiny-mqa"}
-    assert {path.name for path in Path("runs").iterdir()} == runs
-    assert {path.name for path in Path().iterdir()} == {"runs", ".cache", "story.txt"}
-
-
 @pytest.mark.parametrize("place", ["Trainer.train_step", "build_parallel"])
 def test_running_out_of_memory_ends_in_a_line(command, story, monkeypatch, place):
     def full(*_):
