@@ -36,7 +36,10 @@ def main(overrides: list[str]) -> None:
         hardware.prepare_for_training(device)
 
         # The folder is locked until the run ends.
-        with folder.open_run_dir(settings, ranks) as run, setup.report_machine_errors():
+        with (
+            folder.open_run_dir(settings, ranks, corpus.sha256) as run,
+            setup.report_machine_errors(),
+        ):
             trainer = Trainer(settings, corpus, loader, run, ranks, signals, clock)
             exit_code = train(trainer, pretrained)
             ranks.barrier()

@@ -28,7 +28,7 @@ class Corpus:
     @property
     def description(self) -> str:
         """What there is to train on."""
-        return f"{sum(map(len, self.train)) / 1e6:.1f} M tokens of text"
+        return f"{sum(map(len, self.train)):,} tokens of text"
 
     def loader(self, context: int, batch_size: int, seed: int) -> Loader:
         """Return the batches of training. Raises ValueError for too little text."""

@@ -35,6 +35,7 @@ class Source:
     """
 
     tokens = None  # training tokens to stop at; None: take all
+    is_endless = False  # whether no row comes twice
     vocab_size: int
     tokenizer: str | None
 

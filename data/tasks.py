@@ -44,6 +44,7 @@ class Task(Source):
 
     context: int
     tokenizer: None = field(init=False, default=None)
+    is_endless = True
 
     def __post_init__(self):
         # The largest rows say whether all fit.

@@ -155,6 +155,7 @@ def report_unreadable(file: Path) -> Iterator[None]:
         LookupError,
         TypeError,
         AttributeError,
+        AssertionError,  # of torch, on a foreign optimizer state
     ) as error:
         reason = str(error).partition("\n")[0]
         raise IntegrityError(f"not what a run writes ({file}: {reason}). fix: {FIX}") from None

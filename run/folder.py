@@ -9,29 +9,45 @@ from pathlib import Path
 from typing import IO
 
 from run import errors
+from run.checkpoint import load_config
 from run.distributed import DistEnv
-from run.settings import Settings
+from run.errors import IntegrityError
+from run.settings import Settings, flatten
 
 RUNS = Path("runs")
 
+# With another value of these it would be another run. All else may change, and is reported.
+FIXED_ON_RESUME = (
+    "model.",
+    "optimizer._target_",
+    "text",
+    "seed",
+    "context",
+    "batch_tokens",
+    "document_mask",
+)
+# What does not change a result.
+IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb")
+
 
 @contextmanager
-def open_run_dir(settings: Settings, ranks: DistEnv) -> Iterator[Path]:
-    """The folder of a run, made and locked by rank 0 for all ranks.
+def open_run_dir(settings: Settings, ranks: DistEnv, text: str = "") -> Iterator[Path]:
+    """The folder of a run on a text of this hash, made and locked by rank 0 for all ranks.
 
-    It is `run_dir`, else the next free runs/name, or with resume=true the newest of these. Ends
+    It is `run_dir`, else the next free runs/name, or with resume=true the newest of these that has
+    what must not change on resume as it is now, and where none has, the newest. Ends
     with exit code 2 for a folder that is in use, holds something else, holds a run that is not to
     be resumed, or is to be resumed and does not exist; with 74 where no folder can be made.
     """
     with ExitStack() as stack:
-        yield ranks.on_rank0(lambda: acquire(settings, stack))
+        yield ranks.on_rank0(lambda: acquire(settings, text, stack))
 
 
-def acquire(settings: Settings, stack: ExitStack) -> Path:
+def acquire(settings: Settings, text: str, stack: ExitStack) -> Path:
     """The folder of a run, locked until `stack` is closed."""
     with errors.user_input():
         try:
-            run = choose_run_dir(settings)
+            run = choose_run_dir(settings, text)
             stack.enter_context(lock_folder(run))
         except OSError as error:
             errors.exit_with(
@@ -46,7 +62,7 @@ def acquire(settings: Settings, stack: ExitStack) -> Path:
     return run
 
 
-def choose_run_dir(settings: Settings) -> Path:
+def choose_run_dir(settings: Settings, text: str) -> Path:
     """The folder of a run, which exists. Raises ValueError where it cannot be this run's."""
     # A folder that the user names.
     if settings.run_dir is not None:
@@ -55,9 +71,14 @@ def choose_run_dir(settings: Settings) -> Path:
         run.mkdir(parents=True, exist_ok=True)
         return run
 
-    # One that goes by the name of the run.
-    run = newest_run(settings.name) if settings.resume else None
-    return run or create_run_dir(settings.name)
+    # One that goes by the name of the run: the newest, of those that can be resumed if there are.
+    runs = []
+    if settings.resume:
+        runs = named_runs(settings.name)
+    now = settings.model_dump() | {"text": text}
+    # Of two numbers, the longer one is greater.
+    runs.sort(key=lambda run: (is_same_run(run, now), len(run.name), run.name))
+    return runs[-1] if runs else create_run_dir(settings.name)
 
 
 def check_run_dir(run: Path, resume: bool) -> None:
@@ -72,16 +93,39 @@ def check_run_dir(run: Path, resume: bool) -> None:
         raise ValueError(f"the folder holds other files (run_dir={run}). fix: another run_dir")
 
 
-def newest_run(name: str) -> Path | None:
-    """The newest of runs/name, runs/name-2 and so on that has a checkpoint."""
+def named_runs(name: str) -> list[Path]:
+    """Those of runs/name, runs/name-2 and so on that have a checkpoint."""
     # glob would take runs/name-of-another, too.
     pattern = re.compile(rf"{re.escape(name)}(-\d+)?")
     runs = []
     for run in RUNS.glob(f"{name}*"):
         if pattern.fullmatch(run.name) and has_checkpoint(run):
             runs.append(run)
-    # Of two numbers, the longer one is greater.
-    return max(runs, key=lambda run: (len(run.name), run.name), default=None)
+    return runs
+
+
+def is_same_run(run: Path, now: dict) -> bool:
+    """Whether the newest checkpoint of a run can be resumed with the config `now`."""
+    newest = max(run.glob("checkpoints/step-*"))
+    with suppress(IntegrityError):
+        _, refused = changes_since(load_config(newest), now)
+        return not refused
+    return False
+
+
+def changes_since(then: dict, now: dict) -> tuple[list[str], list[str]]:
+    """What differs between two configs of a run, and which of it must not on resume."""
+    then = dict(flatten(then))
+    now = dict(flatten(now))
+    changed = []
+    refused = []
+    for key in then | now:
+        if then.get(key) != now.get(key) and not key.startswith(IGNORED_ON_RESUME):
+            change = f"{key} (then {then.get(key)}, now {now.get(key)})"
+            changed.append(change)
+            if key.startswith(FIXED_ON_RESUME):
+                refused.append(change)
+    return changed, refused
 
 
 def has_checkpoint(run: Path) -> bool:

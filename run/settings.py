@@ -120,11 +120,6 @@ class Settings(BaseModel):
 
     def check_combinations(self, world_size: int) -> None:
         """Raises ValueError for settings that do not go together on this number of processes."""
-        if self.steps is None and self.max_minutes is None and self.max_epochs is None:
-            raise ValueError(
-                "the run has no end (steps=null, max_minutes=null, max_epochs=null). "
-                "fix: max_minutes=5"
-            )
         if self.sharded and world_size == 1:
             raise ValueError(
                 "one process has nothing to shard over (sharded=true). "
@@ -140,12 +135,11 @@ class Settings(BaseModel):
         sequences = self.batch_tokens // sequence_tokens
         unit = sequence_tokens * min(self.micro_batch or 1, max(1, sequences))
         if self.batch_tokens % unit != 0:
-            below = self.batch_tokens // unit * unit
-            fixes = [f"batch_tokens={size}" for size in (below, below + unit) if size > 0]
+            size = max(unit, self.batch_tokens // unit * unit)
             raise ValueError(
-                "a batch must be whole micro-batches for every process "
-                f"(batch_tokens={self.batch_tokens} micro_batch={self.micro_batch} "
-                f"context={self.context} processes={world_size}). fix: {' or '.join(fixes)}"
+                f"batch_tokens must be a multiple of {unit}, whole sequences for every process (got "
+                f"{self.batch_tokens} with micro_batch={self.micro_batch} context={self.context} "
+                f"processes={world_size}). fix: batch_tokens={size}"
             )
 
     def sequences_per_process(self, world_size: int) -> int:
@@ -222,14 +216,9 @@ def unknown(word: str, value: str = "VALUE", own: Collection[str] = ()) -> str:
         known = choices(group)
         fix = errors.suggest(word, known) or " or ".join(known)
     else:
-        presets = preset_keys()
-        fix = errors.suggest(word, [*GROUPS, *own, *presets, *choices()])
+        fix = errors.suggest(word, [*GROUPS, *own, *preset_keys(), *choices()])
         if fix is not None and fix not in choices():
-            override = shlex.quote(f"{fix}={value}")
-            # A key of another preset needs that preset, too.
-            if fix in presets and fix not in own:
-                override = f"{presets[fix]} {override}"
-            fix = override
+            fix += f"={shlex.quote(value)}"
     return f"unknown ({word}). fix: {fix or HELP}"
 
 
@@ -238,15 +227,15 @@ def choices(group: str = "*") -> list[str]:
     return sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob(f"{group}/*.yaml"))
 
 
-def preset_keys() -> dict[str, str]:
-    """The keys of the files of all groups, each with a choice that has it, as they are typed."""
-    presets = {}
+def preset_keys() -> list[str]:
+    """The keys of all presets behind their choice, as they are typed: data=text data.path."""
+    keys = []
     for group in GROUPS:
         for choice in choices(group):
             tree = yaml.safe_load((CONFIGS / f"{choice.replace('=', '/')}.yaml").read_text())
-            for key, _ in flatten(tree, f"{group}."):
-                presets.setdefault(key, choice)
-    return presets
+            for key, _ in flatten(tree, f"{choice} {group}."):
+                keys.append(key)
+    return keys
 
 
 def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:

@@ -30,14 +30,11 @@ def load_distillation(
     """The teacher, if any, that `check_teacher` has found; each device has all of it."""
     if settings.distill is None:
         return None
-    dtype = weight_dtype(precision)
+    dtype = torch.float32
+    if precision == torch.bfloat16:  # fp16 has too small a range for weights that are not scaled
+        dtype = precision
     teacher = load_model(Path(settings.distill), device, dtype, settings.context)
     return Distillation(teacher.requires_grad_(False), settings.distill_weight)
-
-
-def weight_dtype(precision: torch.dtype) -> torch.dtype:
-    """fp16 has too small a range for weights that are not scaled."""
-    return torch.bfloat16 if precision == torch.bfloat16 else torch.float32
 
 
 def check_teacher(settings: Settings, corpus: Corpus) -> None:

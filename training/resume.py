@@ -7,22 +7,9 @@ import torch
 
 from run import checkpoint, errors
 from run.distributed import DistEnv
+from run.folder import changes_since
 from run.hardware import processor
-from run.settings import flatten
 from training.optimizer_state import load_optimizer_state
-
-# With another value of these it would be another run. All else may change, and is reported.
-FIXED_ON_RESUME = (
-    "model.",
-    "optimizer._target_",
-    "text",
-    "seed",
-    "context",
-    "batch_tokens",
-    "document_mask",
-)
-# What does not change a result.
-IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb")
 
 
 def restore(trainer, path: Path) -> None:
@@ -39,42 +26,37 @@ def restore(trainer, path: Path) -> None:
         changes = check_resumed(saved, trainer.saved_config(), path)
     state = checkpoint.load_state(path, trainer.state())
 
-    load_optimizer_state(trainer.model, trainer.optimizers, state["optimizer"])
-    checkpoint.load_weights(trainer.model, path)
-    if state["scaler"]:
-        trainer.scaler.load_state_dict(state["scaler"])
+    with checkpoint.report_unreadable(path / "state.pt"):
+        load_optimizer_state(trainer.model, trainer.optimizers, state["optimizer"])
+        checkpoint.load_weights(trainer.model, path)
+        if state["scaler"]:
+            trainer.scaler.load_state_dict(state["scaler"])
 
-    # Keep the fitted number of steps, unless another is asked for.
-    asked_steps = trainer.settings.steps
-    is_same = (asked_steps, trainer.settings.max_epochs) == (saved["steps"], saved["max_epochs"])
-    if is_same:
-        trainer.steps = state["steps"]
-    if state["is_fitted"] and (is_same or asked_steps is not None):
-        trainer.budget = None
-    trainer.step = state["step"]
-    trainer.first_step = trainer.step
-    trainer.saved_step = trainer.step
-    trainer.timed_step = trainer.step
-    trainer.reported_step = state["reported_step"]
-    trainer.clock.started -= state["seconds"]
-    trainer.timed_from = trainer.clock.training()
-    trainer.log_state = state["log"]
-    trainer.loss_sum.copy_(state["loss_sum"] / trainer.ranks.world_size)
+        # Keep the fitted number of steps, unless another is asked for.
+        asked_steps = trainer.settings.steps
+        is_same = (asked_steps, trainer.settings.max_epochs) == (
+            saved["steps"],
+            saved["max_epochs"],
+        )
+        if is_same:
+            trainer.steps = state["steps"]
+        if state["is_fitted"] and (is_same or asked_steps is not None):
+            trainer.budget = None
+        trainer.step = state["step"]
+        trainer.first_step = trainer.step
+        trainer.saved_step = trainer.step
+        trainer.timed_step = trainer.step
+        trainer.reported_step = state["reported_step"]
+        trainer.clock.started -= state["seconds"]
+        trainer.timed_from = trainer.clock.training()
+        trainer.log_state = state["log"]
+        trainer.loss_sum.copy_(state["loss_sum"] / trainer.ranks.world_size)
     trainer.log.info(f"resuming step {trainer.step}\n{changes}".rstrip())
 
 
 def check_resumed(then: dict, now: dict, path: Path) -> str:
     """What has changed, and may, as a line. Raises ValueError for what may not."""
-    then = dict(flatten(then))
-    now = dict(flatten(now))
-    changed = []
-    refused = []
-    for key in then | now:
-        if then.get(key) != now.get(key) and not key.startswith(IGNORED_ON_RESUME):
-            change = f"{key} (then {then.get(key)}, now {now.get(key)})"
-            changed.append(change)
-            if key.startswith(FIXED_ON_RESUME):
-                refused.append(change)
+    changed, refused = changes_since(then, now)
     if refused:
         raise ValueError(
             f"{path} was made with another {', '.join(refused)}. fix: the overrides used then to "

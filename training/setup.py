@@ -1,6 +1,5 @@
 """From a config to what a run needs: a model that can be built, a corpus, and batches."""
 
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from run.settings import Settings
 from training.distillation import check_teacher
 from training.trainer import Trainer
 
-MODEL_OVERRIDE = re.compile(r"[+]*(model|attention|ffn|norm|data\.tokenizer)\b")
+PRETRAINED = ("model", "attention", "ffn", "norm", "data.tokenizer")  # overrides that it refuses
 
 
 def set_up_run(settings: Settings, overrides: list[str]) -> tuple[Path | None, torch.device]:
@@ -49,9 +48,15 @@ def check_buildable(settings: Settings) -> Settings:
             tokens = torch.zeros(1, 2, dtype=torch.int64)
             model(tokens, model.new_cache(1, 2, torch.float32, "meta"))
         instantiate(settings.schedule, "training", "schedule")(0, 1)
-        instantiate(settings.data, "data")
+        source = instantiate(settings.data, "data")
     except (TypeError, RuntimeError) as error:
         raise ValueError(str(error)) from None
+    has_epochs = settings.max_epochs is not None and not source.is_endless
+    if settings.steps is None and settings.max_minutes is None and not has_epochs:
+        raise ValueError(
+            "the run has no end (steps=null max_minutes=null, and no epochs to count). "
+            "fix: max_minutes=5"
+        )
     return settings
 
 
@@ -63,7 +68,8 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> Path | None:
     source = settings.init_from
     if source is None:
         return None
-    refused = [word for word in overrides if MODEL_OVERRIDE.match(word)]
+    keys = [word.lstrip("+").partition("=")[0] for word in overrides]
+    refused = [key for key in keys if key.startswith(PRETRAINED)]
     if refused:
         raise ValueError(
             f"init_from has a model of its own ({' '.join(refused)}). fix: leave these out; for "
@@ -74,7 +80,6 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> Path | None:
     model = checkpoint.load_config(pretrained)["model"]
 
     # The model keeps its shape, but may be trained on shorter or longer sequences.
-    keys = [word.lstrip("+").partition("=")[0] for word in overrides]
     if "context" not in keys:
         settings.context = model["context"]
     settings.model = model | {"context": settings.context}
@@ -82,7 +87,7 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> Path | None:
     # The run is named after its data and the pretrained model.
     if "name" not in keys:
         data = settings.name.partition("-")[0]
-        settings.name = f"{data}-{Path(source).resolve().name}"
+        settings.name = re.sub(r"[^\w.-]", "-", f"{data}-{Path(source).resolve().name}")
     return pretrained
 
 
@@ -96,12 +101,6 @@ def load_corpus(settings: Settings) -> tuple[Corpus, Loader]:
         settings.model["vocab_size"] = corpus.tokenizer.vocab_size
     check_teacher(settings, corpus)
     loader = corpus.loader(settings.context, batch_size, settings.seed)
-    has_end = settings.steps is not None or settings.max_minutes is not None
-    if not has_end and loader.rows_per_epoch == math.inf:
-        raise ValueError(
-            "the run has no end (steps=null, max_minutes=null, and no row comes twice). "
-            "fix: max_minutes=5"
-        )
     return corpus, loader
 
 
@@ -124,10 +123,14 @@ def report_machine_errors() -> Iterator[None]:
 def summary(trainer: Trainer) -> str:
     """Lines about a run before it starts: sizes, what it is computed with, and what ends it."""
     settings = trainer.settings
-    return (
+    passes = trainer.steps * trainer.loader.batch_size / trainer.loader.rows_per_epoch
+    text = (
         f"{trainer.run_dir}: {trainer.model.num_parameters() / 1e6:.1f} M parameters, "
         f"{trainer.flops_per_token / 1e6:.0f} MFLOP per token, {trainer.corpus.description}\n"
         f"{trainer.ranks.world_size} x {trainer.ranks.device}, {trainer.precision}, "
         f"compile={trainer.is_compiled}, micro_batch={trainer.micro_batch_size}\n"
         f"ends after steps={trainer.steps} or max_minutes={settings.max_minutes}"
     )
+    if passes > 1:
+        text += f", in at most {passes:.1f} passes over the text"
+    return text

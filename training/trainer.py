@@ -357,7 +357,9 @@ class Trainer:
                 self.ranks,
                 self.check_signals,
                 # A graph without gradients would take a CPU up to a minute to compile.
-                with_gradients=self.is_compiled and self.ranks.device.type != "cuda",
+                with_gradients=self.step > self.first_step
+                and self.is_compiled
+                and self.ranks.device.type != "cuda",
             )
         if score is None:
             return
@@ -390,8 +392,7 @@ class Trainer:
         machine = resume.fingerprint(
             self.ranks, self.precision, self.is_compiled, self.micro_batch_size
         )
-        text = self.corpus.sha256[:16]
-        return self.settings.model_dump() | {"text": text, "machine": machine}
+        return self.settings.model_dump() | {"text": self.corpus.sha256, "machine": machine}
 
     def save(self) -> None:
         """Write a checkpoint, unless this step has one. Ends with exit code 4 if it diverged."""

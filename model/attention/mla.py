@@ -52,6 +52,11 @@ class LatentAttention(Attention):
                 "RoPE rotates pairs, so attention.rope_dim must be even "
                 f"(got {rope_dim}). fix: attention.rope_dim={rope_dim + 1}"
             )
+        if rank > heads * (2 * head_dim + rope_dim):
+            raise ValueError(
+                "the latent has more values than the keys and values that come out of it "
+                f"(attention.rank={rank}). fix: attention.rank={heads * (2 * head_dim + rope_dim)}"
+            )
         self.heads = heads
         self.rank = rank
         self.head_dim = head_dim

@@ -161,6 +161,12 @@ def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
     forgeries += [("config.json", b"[]"), ("config.json", forged_config({"dim": 2**20}))]
     torch.save({"optimizer": {}}, states)
     forgeries.append(("state.pt", states.read_bytes()))
+    # Of another model, and of a part of this one.
+    genuine = torch.load(spoiled().checkpoints[-1] / "state.pt")
+    name, state = next(iter(genuine["optimizer"].items()))
+    for foreign in ({"a": {"momentum": 1}}, {name: state}, {**genuine["optimizer"], name: 3}):
+        torch.save(genuine | {"optimizer": foreign}, states)
+        forgeries.append(("state.pt", states.read_bytes()))
     for name, raw in forgeries:
         job = spoiled()
         for folder in job.checkpoints:

@@ -123,8 +123,9 @@ def test_a_run_says_what_bounds_it_and_goes_on_for_more_passes(command, story):
     for epochs, resume in ((1, "false"), (1, "true"), (2, "true")):
         result = command("train.py", *words, f"max_epochs={epochs}", f"resume={resume}")
         ends.append(int(checkpoint.newest_checkpoint(Path("run")).name.removeprefix("step-")))
-        bounds = f"micro_batch=4\nends after steps={ends[-1]} or max_minutes=None\n"
+        bounds = f"micro_batch=4\nends after steps={ends[-1]} or max_minutes=None"
         assert result.code == 0 and bounds in result.err
+        assert (", in at most 2.0 passes" in result.err) == (epochs == 2)
     assert ends[0] == ends[1] and ends[2] in (2 * ends[0], 2 * ends[0] + 1)
     assert yaml.safe_load(Path("run/config.yaml").read_text())["micro_batch"] is None
 

@@ -112,6 +112,19 @@ def test_an_evaluation_reads_as_many_tokens_as_it_is_given(trainer_of):
     assert line["val_bpb"] == pytest.approx(nats / math.log(2) / len(decoded), rel=1e-2)
 
 
+def test_an_evaluation_before_the_first_step_computes_no_gradient(trainer_of, monkeypatch):
+    trainer = trainer_of()
+    trainer.is_compiled = True  # but not until its first step
+    asked = []
+    monkeypatch.setattr(
+        "training.trainer.evaluate", lambda *_, with_gradients: asked.append(with_gradients)
+    )
+    trainer.evaluate()
+    trainer.step += 1
+    trainer.evaluate()
+    assert asked == [False, True]
+
+
 @pytest.mark.parametrize(
     "steps, eval_every, expected",
     [
