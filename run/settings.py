@@ -78,8 +78,7 @@ class Settings(BaseModel):
     max_minutes: PositiveFloat | None
     """from the start of the process; null: no bound"""
     max_epochs: PositiveInt | None
-    """passes over the text, where steps is null; null: no bound. Up to 4 are nearly as good as new
-    text (Muennighoff et al., 2305.16264)"""
+    """passes over the text at most, where steps is null; null: no bound. 4: 2305.16264"""
     context: int = Field(ge=2)
     """tokens in a sequence"""
     batch_tokens: PositiveInt

@@ -1,6 +1,7 @@
 """A yaml lists every knob of what it builds: no default hides in code, so a saved config stays complete."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,22 @@ def test_a_batch_that_micro_batches_cannot_fill_is_refused_with_the_nearest(
     with pytest.raises(ValueError, match=f"fix: {fix}$"):
         compose(words).check_combinations(world)
     compose([*words, fix]).check_combinations(world)  # what is proposed works
+
+
+def test_the_help_of_training_lists_every_key_and_choice_and_its_examples_work(command):
+    result = command("train.py", "--help")
+    assert result.code == 0
+    for key in Settings.model_fields:
+        assert re.search(rf"^  {key}=\S+  \(.+\)  \S", result.out, re.MULTILINE), key
+    for file in CONFIGS.glob("*/*.yaml"):
+        assert file.parent.name == "tuned" or f"{file.parent.name}={file.stem}" in result.out
+    examples = re.findall("^  python train.py (.*)", result.out, re.MULTILINE)
+    assert len(examples) == 3 and all(compose(line.split()) for line in examples)
+
+
+def test_the_help_of_generation_has_no_empty_default(command):
+    result = command("generate.py", "--help")
+    assert result.code == 0 and "default: 0.8" in result.out and "None" not in result.out
 
 
 def test_a_notebook_composes_configs_from_any_folder(tmp_path):
