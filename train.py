@@ -11,9 +11,10 @@ BEFORE_IMPORTS = monotonic()
 if __name__ == "__main__" and sys.stderr.isatty():
     print("loading PyTorch", end="", file=sys.stderr, flush=True)
 
+import os
 from pathlib import Path
 
-from run import distributed, errors, folder, hardware
+from run import distributed, errors, folder, hardware, progress
 from run.settings import compose, help_text, report_errors
 from run.signals import Signals
 from training import setup
@@ -54,11 +55,11 @@ def train(trainer: Trainer, pretrained: Path | None = None) -> int:
     """
     settings = trainer.settings
     trainer.restore_or_start(pretrained)
-    trainer.log.info(setup.summary(trainer))
+    progress.say(setup.summary(trainer))
     if trainer.step == 0 and pretrained is not None:
         trainer.evaluate()
     if trainer.is_finished:
-        trainer.log.info(f"already at step {trainer.step} of {trainer.steps}. To go on: steps=N")
+        progress.say(f"already at step {trainer.step} of {trainer.steps}. To go on: steps=N")
 
     # A checkpoint is saved before the sample and the evaluation of its step: where these are cut
     # off, a resumed run does them again.
@@ -80,14 +81,14 @@ def train(trainer: Trainer, pretrained: Path | None = None) -> int:
     if trainer.exit_code:
         trainer.save()
         trainer.log.close()
-        trainer.log.info(
+        progress.say(
             f"step {trainer.step} is saved in {trainer.run_dir}. "
             "To go on: the same overrides and resume=true"
         )
         return trainer.exit_code
     trainer.log.close()
     trainer.log.plot()
-    trainer.log.info(f'done. Now try: python generate.py --run {trainer.run_dir} "PROMPT"')
+    progress.say(f'done. Now try: python generate.py --run {trainer.run_dir} "PROMPT"')
     return 0
 
 
@@ -96,5 +97,6 @@ if __name__ == "__main__":
     if {"-h", "--help"} & {*sys.argv}:
         print(help_text())
         sys.exit()
-    with distributed.hard_exit_on_error():
+    # Under torchrun, gloo's destructor can hang.
+    with distributed.hard_exit("RANK" in os.environ):
         main(sys.argv[1:])

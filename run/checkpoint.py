@@ -129,11 +129,9 @@ def find_model(path: Path | str | None) -> Path:
     if checkpoint is None:
         if not path.exists():
             raise ValueError(f"no model ({path}). fix: python train.py, or the folder of a run")
-        kind = "a file" if path.is_file() else "another folder"
-        if (path / "config.json").exists():
-            kind = "a Hugging Face folder"
         raise ValueError(
-            f"not a run, but {kind} ({path}). fix: python -m tools.import_hf FOLDER --out NAME"
+            f"not a run ({path}). fix: python -m tools.import_hf FOLDER --out NAME, for a model of "
+            "Hugging Face"
         )
     return checkpoint
 

@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -85,15 +85,11 @@ def init_distributed(device: torch.device) -> DistEnv:
 
 
 @contextmanager
-def hard_exit_on_error() -> Iterator[None]:
-    """Around a command: under torchrun, end by os._exit, because gloo's destructor can hang."""
-    with hard_exit() if "RANK" in os.environ else nullcontext():
+def hard_exit(is_needed: bool = True) -> Iterator[None]:
+    """End the process by os._exit, with the exit code that it would end with, if `is_needed`."""
+    if not is_needed:
         yield
-
-
-@contextmanager
-def hard_exit() -> Iterator[None]:
-    """End the process by os._exit, with the exit code that it would end with."""
+        return
     exit_code = errors.BUG
     try:
         yield

@@ -72,9 +72,9 @@ def choose_run_dir(settings: Settings, text: str) -> Path:
         return run
 
     # One that goes by the name of the run: the newest, of those that can be resumed if there are.
-    runs = []
-    if settings.resume:
-        runs = named_runs(settings.name)
+    if not settings.resume:
+        return create_run_dir(settings.name)
+    runs = named_runs(settings.name)
     now = settings.model_dump() | {"text": text}
     # Of two numbers, the longer one is greater.
     runs.sort(key=lambda run: (is_same_run(run, now), len(run.name), run.name))
@@ -95,11 +95,9 @@ def check_run_dir(run: Path, resume: bool) -> None:
 
 def named_runs(name: str) -> list[Path]:
     """Those of runs/name, runs/name-2 and so on that have a checkpoint."""
-    # glob would take runs/name-of-another, too.
-    pattern = re.compile(rf"{re.escape(name)}(-\d+)?")
     runs = []
-    for run in RUNS.glob(f"{name}*"):
-        if pattern.fullmatch(run.name) and has_checkpoint(run):
+    for run in RUNS.glob("*"):
+        if re.fullmatch(rf"{re.escape(name)}(-\d+)?", run.name) and has_checkpoint(run):
             runs.append(run)
     return runs
 

@@ -1,6 +1,7 @@
 """Messages for whoever waits: what is going on, about how long it takes, and how to avoid it."""
 
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,9 +14,14 @@ PATIENCE = 2.0  # seconds that a wait may take without an announcement
 
 
 def say(text: str) -> None:
-    """Write a line on standard error, above a progress bar if there is one."""
-    with suppress(OSError):  # it may be a closed pipe, or a file on a full disk
-        tqdm.write(text, file=sys.stderr)
+    """Write a line on standard error, above a progress bar if there is one; on rank 0 alone."""
+    if is_rank0():
+        with suppress(OSError):  # it may be a closed pipe, or a file on a full disk
+            tqdm.write(text, file=sys.stderr)
+
+
+def is_rank0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def duration(seconds: float) -> str:
@@ -30,12 +36,12 @@ def waiting(what: str, total: int = 1) -> Iterator[tqdm]:
     The code inside may call `update` of the bar that it gets after each of `total` parts, from which
     the time left follows.
     """
-    # `disable=None` shows the bar on a terminal only.
+    # None shows the bar on a terminal only.
     bar = tqdm(
         total=total,
         delay=PATIENCE,
         leave=False,
-        disable=None,
+        disable=not is_rank0() or None,
         bar_format="{n_fmt} of {total_fmt}, {elapsed} gone, {remaining} left",
     )
     is_done = Event()

@@ -145,12 +145,12 @@ class Settings(BaseModel):
         """The sequences of a batch that each process computes."""
         return self.batch_tokens // self.context // world_size
 
-    def micro_batch_size(self, world_size: int) -> int:
-        """Sequences per device and forward; where they are to be chosen (null), those of a CPU."""
+    def micro_batch_size(self, world_size: int, most: int = CPU_MICRO_BATCH) -> int:
+        """Sequences per device and forward; where they are to be chosen (null), `most` or fewer."""
         sequences = self.sequences_per_process(world_size)
         if self.micro_batch is not None:
             return min(self.micro_batch, sequences)
-        return max(size for size in range(1, CPU_MICRO_BATCH + 1) if sequences % size == 0)
+        return max(size for size in range(1, most + 1) if sequences % size == 0)
 
 
 def compose(overrides: list[str]) -> Settings:

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -65,17 +65,6 @@ class Logger:
         """What a checkpoint stores: the sizes of the files, and the id of the run at wandb."""
         return {**self.sizes, "wandb": self.wandb_id}
 
-    def info(self, text: str) -> None:
-        """Print a line on standard error."""
-        if self.is_enabled:
-            progress.say(text)
-
-    def waiting(self, what: str) -> AbstractContextManager:
-        """Announce what may take long; see progress.waiting."""
-        if not self.is_enabled:
-            return nullcontext()
-        return progress.waiting(what)
-
     def advance(self, step: int, steps: float) -> None:
         """Move the bar of a terminal, at most once a second. `steps` may be infinite."""
         if self.bar is not None:
@@ -89,7 +78,7 @@ class Logger:
             return
         self.bar.set_description_str(text)
         if self.bar.disable:
-            self.info(f"step {self.bar.n}/{self.bar.total or '?'}  {text}")
+            progress.say(f"step {self.bar.n}/{self.bar.total or '?'}  {text}")
 
     def write(self, step: int, **values: float | dict | None) -> None:
         """Write a line of metrics.jsonl, to wandb too."""
@@ -111,7 +100,7 @@ class Logger:
             with suppress(OSError):  # a part may have been written
                 os.truncate(path, self.sizes[name])
             if not self.is_disk_full:
-                self.info(f"warning: not written ({path}: {error.strerror}): training goes on")
+                progress.say(f"warning: not written ({path}: {error.strerror}): training goes on")
             self.is_disk_full = True
 
     def close(self) -> None:
@@ -119,7 +108,7 @@ class Logger:
         if self.bar is not None:
             self.bar.close()
         if self.wandb is not None:
-            with self._wandb_may_fail(), self.waiting("finishing wandb"):
+            with self._wandb_may_fail(), progress.waiting("finishing wandb"):
                 self.wandb.finish()
 
     def plot(self) -> None:
@@ -127,10 +116,10 @@ class Logger:
         if not self.is_enabled:
             return
         try:
-            with self.waiting("drawing loss.png"):
+            with progress.waiting("drawing loss.png"):
                 draw_loss(self.run_dir / METRICS, self.run_dir / "loss.png")
         except (OSError, ValueError, LookupError) as error:
-            self.info(f"warning: no loss.png: {error}")
+            progress.say(f"warning: no loss.png: {error}")
 
     @contextmanager
     def _wandb_may_fail(self) -> Iterator[None]:
@@ -138,7 +127,7 @@ class Logger:
         try:
             yield
         except Exception as error:
-            self.info(f"warning: no wandb: {' '.join(str(error).split())}")
+            progress.say(f"warning: no wandb: {' '.join(str(error).split())}")
             self.wandb = None
 
 

@@ -20,10 +20,8 @@ def choose_micro_batch(trainer) -> int:
         return settings.micro_batch_size(ranks.world_size)
 
     # Measured, not computed: peaks differ with the attention, the precision and the kernels.
-    size = min(rows, -ranks.all_reduce_max(-count_fitting_sequences(trainer)))
-    while rows % size != 0:
-        size -= 1
-    return size
+    most = -ranks.all_reduce_max(-count_fitting_sequences(trainer))
+    return settings.micro_batch_size(ranks.world_size, min(rows, most))
 
 
 def count_fitting_sequences(trainer) -> int:

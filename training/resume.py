@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from run import checkpoint, errors
+from run import checkpoint, errors, progress
 from run.distributed import DistEnv
 from run.folder import changes_since
 from run.hardware import processor
@@ -51,7 +51,7 @@ def restore(trainer, path: Path) -> None:
         trainer.timed_from = trainer.clock.training()
         trainer.log_state = state["log"]
         trainer.loss_sum.copy_(state["loss_sum"] / trainer.ranks.world_size)
-    trainer.log.info(f"resuming step {trainer.step}\n{changes}".rstrip())
+    progress.say(f"resuming step {trainer.step}\n{changes}".rstrip())
 
 
 def check_resumed(then: dict, now: dict, path: Path) -> str:

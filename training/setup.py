@@ -93,13 +93,12 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> Path | None:
 
 def load_corpus(settings: Settings) -> tuple[Corpus, Loader]:
     """Prepare the text. The vocabulary of a new model becomes that of the tokenizer."""
-    source = instantiate(settings.data, "data")
-    batch_size = settings.batch_tokens // settings.context
-    corpus = prepare(source, Path(".cache"))
+    corpus = prepare(instantiate(settings.data, "data"), Path(".cache"))
     # A pretrained model may have more rows than its tokenizer has tokens.
     if settings.init_from is None:
         settings.model["vocab_size"] = corpus.tokenizer.vocab_size
     check_teacher(settings, corpus)
+    batch_size = settings.batch_tokens // settings.context
     loader = corpus.loader(settings.context, batch_size, settings.seed)
     return corpus, loader
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from data.corpus import Corpus
 from data.loader import Loader
-from run import checkpoint, compilation, errors, hardware, sharding
+from run import checkpoint, compilation, errors, hardware, progress, sharding
 from run.distributed import DistEnv
 from run.hardware import to_device
 from run.instantiate import instantiate
@@ -106,9 +106,9 @@ class Trainer:
             resume.restore(self, newest)
         elif pretrained is not None:
             checkpoint.load_weights(self.model, pretrained)
-            self.log.info(f"starting with the weights of {pretrained}")
+            progress.say(f"starting with the weights of {pretrained}")
         elif resumes:
-            self.log.info(f"nothing to resume in {self.run_dir}: a fresh start")
+            progress.say(f"nothing to resume in {self.run_dir}: a fresh start")
         self.log.open(self.log_state)
 
     @property
@@ -202,8 +202,8 @@ class Trainer:
         code 2. The time that this takes is not that of a step.
         """
         self.compile()
-        advice = "less where .cache/ has it from before; to begin at once: compile=false"
-        with self.log.waiting(f"compiling the training step ({advice})"):
+        advice = "shorter where .cache/ has it from before; to begin at once: compile=false"
+        with progress.waiting(f"compiling the training step ({advice})"):
             loss_sum = compilation.compile_and_run(
                 self.compute_gradients,
                 is_required=self.settings.compile is True or self.ranks.world_size > 1,
@@ -239,7 +239,7 @@ class Trainer:
         fitted_steps = self.step + max(1, int(steps_left))
         self.steps = min(self.steps, fitted_steps)
         self.budget = None
-        self.log.info(
+        progress.say(
             f"max_minutes={self.settings.max_minutes:g} has room for {fitted_steps} steps: "
             f"the run ends at step {self.steps}"
         )
@@ -300,7 +300,7 @@ class Trainer:
     @contextmanager
     def _pause(self, what: str, advice: str) -> Iterator[None]:
         """Stop the clock while something other than training goes on, and announce it."""
-        with self.clock.pause(), self.log.waiting(f"{what} ({advice})"):
+        with self.clock.pause(), progress.waiting(f"{what} ({advice})"):
             yield
 
     # Evaluation and samples
@@ -326,7 +326,7 @@ class Trainer:
         if self.check_signals():
             return
         self.log.append("samples.txt", f"--- step {self.step}\n{text}\n")
-        self.log.info(f"--- a sample at step {self.step}\n{text}\n---")
+        progress.say(f"--- a sample at step {self.step}\n{text}\n---")
 
     def eval_tokens(self, steps: float) -> int:
         """The number of held-out tokens that an evaluation reads, in a run of `steps` steps.
@@ -369,7 +369,7 @@ class Trainer:
         numbers = [
             f"{name} {value:.4f}" for name, value in score.items() if isinstance(value, float)
         ]
-        self.log.info(f"step {self.step}  held out: {', '.join(numbers)}")
+        progress.say(f"step {self.step}  held out: {', '.join(numbers)}")
 
     # Saving
 
