@@ -25,8 +25,8 @@ def new_sequences(
         # BOS is cut off too, and one place is left for the first new token.
         tokens = tokenizer.encode_prompt(prompt)
         if len(tokens) > context:
-            problem = f"a text of {len(tokens)} tokens, the model's context is {context}"
-            print(f"warning: {problem}: its end is used", file=sys.stderr)
+            lengths = f"{len(tokens)} tokens, the model's context is {context}"
+            print(f"warning: a text of {lengths}: its end is used", file=sys.stderr)
             tokens = tokens[1 - context :]
         for sample in range(num_samples):
             sequence = Sequence(

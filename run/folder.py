@@ -74,7 +74,10 @@ def choose_run_dir(settings: Settings, text: str) -> Path:
     # One that goes by the name of the run: the newest, of those that can be resumed if there are.
     if not settings.resume:
         return create_run_dir(settings.name)
-    runs = named_runs(settings.name)
+    runs = []
+    for run in RUNS.glob("*"):
+        if re.fullmatch(rf"{re.escape(settings.name)}(-\d+)?", run.name) and has_checkpoint(run):
+            runs.append(run)
     now = settings.model_dump() | {"text": text}
     # Of two numbers, the longer one is greater.
     runs.sort(key=lambda run: (is_same_run(run, now), len(run.name), run.name))
@@ -91,15 +94,6 @@ def check_run_dir(run: Path, resume: bool) -> None:
     names = {path.name for path in run.glob("*")}
     if names and names.isdisjoint({".lock", "checkpoints"}):
         raise ValueError(f"the folder holds other files (run_dir={run}). fix: another run_dir")
-
-
-def named_runs(name: str) -> list[Path]:
-    """Those of runs/name, runs/name-2 and so on that have a checkpoint."""
-    runs = []
-    for run in RUNS.glob("*"):
-        if re.fullmatch(rf"{re.escape(name)}(-\d+)?", run.name) and has_checkpoint(run):
-            runs.append(run)
-    return runs
 
 
 def is_same_run(run: Path, now: dict) -> bool:

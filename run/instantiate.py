@@ -89,7 +89,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
         for item in items:
             if isinstance(item, int | float) and item < minimum:
                 raise ValueError(
-                    f"{key} must be at least {minimum} (got {value!r}). fix: leave {key} out, or more"
+                    f"{key} must be at least {minimum} (got {value!r}). fix: leave {key} out"
                 )
 
 

@@ -136,8 +136,8 @@ class Settings(BaseModel):
         if self.batch_tokens % unit != 0:
             size = max(unit, self.batch_tokens // unit * unit)
             raise ValueError(
-                f"batch_tokens must be a multiple of {unit}, whole sequences for every process (got "
-                f"{self.batch_tokens} with micro_batch={self.micro_batch} context={self.context} "
+                f"batch_tokens must be a multiple of {unit}, whole sequences for every process "
+                f"(got {self.batch_tokens} with micro_batch={self.micro_batch} context={self.context} "
                 f"processes={world_size}). fix: batch_tokens={size}"
             )
 
@@ -164,7 +164,7 @@ def compose(overrides: list[str]) -> Settings:
     from hydra.errors import HydraException
 
     values = dict(map(parse_override, overrides))
-    words = list(map("=".join, values.items()))
+    words = [word.lstrip("+") for word in overrides]
     GlobalHydra.instance().clear()  # of a notebook
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
@@ -188,12 +188,13 @@ def compose(overrides: list[str]) -> Settings:
 
 
 def parse_override(word: str) -> tuple[str, str]:
-    """Split KEY=VALUE. Raises ValueError for anything else."""
+    """Split KEY=VALUE, or ~GROUP.KEY, which takes a key away. Raises ValueError for other words."""
     key, _, value = word.lstrip("+-~").partition("=")
-    if word.startswith(("-", "~")) or "=" not in word:
+    if not re.match(r"~\w+\.|[^-~][^=]*=", word):
+        value = value or defaults().get(key)
         fix = HELP
-        if value or key in defaults():
-            fix = f"{key}={value or defaults()[key]}"
+        if value is not None:
+            fix = f"{key}={value}"
         raise ValueError(f"an override is KEY=VALUE, without dashes (got {word}). fix: {fix}")
     return key, value
 
@@ -290,7 +291,9 @@ def composing_problem(text: str, values: dict[str, str], own: Collection[str]) -
     """What an error of Hydra says of overrides with these values, and a fix of ours."""
     if "fix: " in text:  # from compose
         return text
-    if match := re.match(r"(?:In 'train': )?Could not (?:override|find) '(.+?)'", text):
+    if match := re.match(
+        r"(?:In 'train': )?Could not (?:override|find|delete from config\.) '(.+?)'", text
+    ):
         word = match[1].replace("/", "=", 1)
         return unknown(word, values.get(word, "VALUE"), own)
     if match := re.search(r"'([^']+?=.+)'(?:\n1\. | requires --multirun)", text):

@@ -19,7 +19,7 @@ from model.layers import Linear, RMSNorm, fp32
 
 
 class GatedDelta(RecurrentAttention):
-    """`kernel` is the width of the convolution, `chunk` the chunk size of `delta_rule`, in tokens."""
+    """`kernel` is the width of the convolution, `chunk` that of `delta_rule`, both in tokens."""
 
     def __init__(self, spec: LayerSpec, *, head_dim: int | None, kernel: int, chunk: int):
         dim = spec.dim
