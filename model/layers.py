@@ -20,12 +20,6 @@ def no_autocast(device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, enabled=False)
 
 
-def check_softcap(softcap: float | None) -> None:
-    """Raise ValueError for a cap that leaves nothing."""
-    if softcap == 0:
-        raise ValueError("softcap must be above 0 (got softcap=0). fix: softcap=null")
-
-
 def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
     """Bound x by +-softcap with a tanh, in fp32. Gemma 2, 2408.00118."""
     if softcap is None:

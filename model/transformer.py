@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from model.attention.base import Attention, CrossLayer, LayerSpec
 from model.cache import Cache, LayerCache
 from model.context import ForwardContext
-from model.layers import Embedding, Linear, apply_softcap, check_softcap
+from model.layers import Embedding, Linear, apply_softcap
 
 
 class Block(nn.Module):
@@ -65,7 +65,6 @@ class Transformer(nn.Module):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        check_softcap(softcap)
         self.context = context
         self.softcap = softcap
         self.embed = Embedding(vocab_size, dim)

@@ -65,8 +65,8 @@ def resolve_target(path: str, package: str) -> Callable:
 def check_arguments(target: Callable, arguments: dict, path: str) -> None:
     """Raise TypeError for an unknown argument, ValueError for a value that it cannot have.
 
-    That is one of another type than the annotation, NaN, infinity, a negative number, and 0 for a
-    size of a model, which is an integer. The call itself refuses arguments that are missing.
+    That is one of another type than the annotation, NaN, infinity, a negative number, and for many
+    options of a model 0. The call itself refuses arguments that are missing.
     """
     annotations = {known.name: known.annotation for known in parameters_of(target)}
     prefix = re.sub(r"^model\.(?=(attention|ffn|norm)\b)", "", f"{path}.")  # as it is typed
@@ -84,13 +84,13 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
             raise ValueError(
                 f"{key} must be {wanted} (got {value!r}). fix: leave {key} out, or such a value"
             ) from None
-        minimum = int(wanted.startswith("int") and target.__module__.startswith("model."))
+        # Sizes are integers, and what 0 might turn off is turned off by null.
+        is_size = wanted.startswith("int") or wanted.endswith("None")
+        is_positive = is_size and target.__module__.startswith("model.")
         items = value if isinstance(value, list) else [value]
         for item in items:
-            if isinstance(item, int | float) and item < minimum:
-                raise ValueError(
-                    f"{key} must be at least {minimum} (got {value!r}). fix: leave {key} out"
-                )
+            if isinstance(item, int | float) and (item < 0 or item == 0 and is_positive):
+                raise ValueError(f"{key} is too small (got {value!r}). fix: leave {key} out")
 
 
 def parameters_of(target: Callable) -> list[inspect.Parameter]:

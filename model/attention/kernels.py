@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from model.context import Visibility
-from model.layers import apply_softcap, check_softcap, fp32
+from model.layers import apply_softcap, fp32
 
 # (head, query position, key position) -> what to add to the score; integer tensors that broadcast.
 ScoreBias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -202,7 +202,6 @@ class AttentionKernel(nn.Module):
 
     def __init__(self, softcap: float | None = None, dropout: float = 0.0):
         super().__init__()
-        check_softcap(softcap)
         self.softcap = softcap
         self.dropout = dropout
 

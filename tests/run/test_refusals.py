@@ -73,6 +73,7 @@ CONFIGS = {
     "optimizer.betas=[0.9,-1]": (2, "optimizer.betas"),
     "optimizer=adamw optimizer.betas=[0.9]": (2, "betas"),
     "attention.sink=no": (2, "attention.sink must be bool (got 'no')"),
+    "attention.softcap=0": (2, "attention.softcap is too small (got 0)"),
     "attention.softcap=true": (2, "softcap must be float | None (got True)"),
     "attention.kv_heads=3": (2, "kv_heads=3"),
     "attention.kv_heads=-1": (2, "attention.kv_heads"),
