@@ -89,7 +89,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
         is_positive = is_size and target.__module__.startswith("model.")
         items = value if isinstance(value, list) else [value]
         for item in items:
-            if isinstance(item, int | float) and (item < 0 or item == 0 and is_positive):
+            if isinstance(item, int | float) and (item < 0 or (item == 0 and is_positive)):
                 raise ValueError(f"{key} is too small (got {value!r}). fix: leave {key} out")
 
 
