@@ -108,11 +108,6 @@ def test_the_help_of_training_lists_every_key_and_choice_and_its_examples_work(c
     assert len(examples) == 3 and all(compose(line.split()) for line in examples)
 
 
-def test_the_help_of_generation_has_no_empty_default(command):
-    result = command("generate.py", "--help")
-    assert result.code == 0 and "default: 0.8" in result.out and "None" not in result.out
-
-
 def test_a_notebook_composes_configs_from_any_folder(tmp_path):
     code = f"""
 import sys
