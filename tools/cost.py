@@ -27,7 +27,7 @@ COLUMNS = (
 NAME_WIDTH = 14  # characters
 WIDTH = 16
 NOTE = """
-vocabulary: with GPT-2's, data.vocab_size=50257, model=124m has about the parameters of its name.
+vocabulary: data.vocab_size=N. model=124m is named after GPT-2, which has 50,257 and model.tied=true.
 MFLOP/token: in training. KV bytes: of one sequence in bf16.
 next: python train.py attention=NAME, with the same overrides"""
 
