@@ -75,10 +75,11 @@ def use_cache() -> None:
     # Delete the libraries of linkers that were killed, which write the first bytes of a file last.
     # Where it is one of torch's probes, torch would conclude that there are no vector instructions.
     for path in cache.rglob("*.so"):
-        with suppress(OSError):  # another process may do it, too
-            is_old = time.time() - path.stat().st_mtime > LINKING_SECONDS
-            if is_old and not any(path.read_bytes()[:4]):
-                path.unlink()
+        with suppress(OSError):  # deleted, here or by another process
+            while not any(path.read_bytes()[:4]):
+                if time.time() - path.stat().st_mtime > LINKING_SECONDS:
+                    path.unlink()
+                time.sleep(0.1)
 
 
 def compile_modules(modules: Iterable[nn.Module], *, disable: bool) -> None:
