@@ -10,6 +10,7 @@ from data.utf8 import utf8_lines
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet", ".csv")
 SPLIT_WORDS = re.compile("(?<![a-z])(train|test|val|valid|validation)(?![a-z])")
+PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zip", ".pdf", ".docx", ".odt", ".epub")
 BLOCK_BYTES = 2**26  # of a .jsonl that are read at a time; no row may have more
 
 
@@ -28,12 +29,14 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
             files = [root]
         else:
             files = [Path(name) for name in glob(str(root), recursive=True)]
+    # A pipe or a device may have no end.
+    files = sorted(filter(Path.is_file, files))
     if not files:
         raise ValueError(
             f"no files ({path=}). fix: a path of a file, a glob, or a folder of "
             f"{' '.join(suffixes)}, as in data.path=my/texts"
         )
-    return sorted(files)
+    return files
 
 
 def split_files(path: str | None, suffixes: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
@@ -72,6 +75,8 @@ def read_documents(files: Iterable[Path], field: str, separator: str) -> Iterato
     for what is not text.
     """
     for file in files:
+        if file.suffix in PACKED_SUFFIXES:
+            raise ValueError(f"packed, or a document ({file}). fix: unpack it, or save it as .txt")
         if file.suffix in TEXT_SUFFIXES[1:]:
             documents = read_rows(file, field)
         else:

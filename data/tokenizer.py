@@ -22,33 +22,26 @@ MAX_PIECE_CHARS = 4000
 PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\n|.{1,4000}", re.DOTALL)
 SPACE = "\u2581"  # SentencePiece's sign for a space: in a text, it would be decoded to a space
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
-# The files that belong to a tokenizer.json. The last one has the ids of BOS and EOS.
-JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+# The files that belong to a tokenizer, beside its own. The second one may have the ids of BOS and EOS.
+CONFIGS = ("tokenizer_config.json", "generation_config.json")
 
 
 class Tokenizer:
-    """A SentencePiece model, from the bytes of its file.
+    """A SentencePiece model, with BOS and EOS of the generation_config.json beside it, if any.
 
     A document begins with `bos` and ends with `eos`; where `bos` is among `eos_ids`, which end a
     generation, it stands between documents. `files` are what load() reads, by their names.
-    Raises ValueError for bytes that are no such model.
     """
 
-    # Whether a prompt begins with BOS, too.
-    starts_with_bos = True
+    # If a run of bytes is decoded as a whole, a token whose byte is never UTF-8.
+    invalid_byte = []
 
-    def __init__(self, proto: bytes):
-        try:
-            self.processor = spm.SentencePieceProcessor(model_proto=proto)
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"not a SentencePiece model ({error}). fix: data.tokenizer=PATH of another"
-            ) from None
-        self.files = {"tokenizer.model": proto}
+    def __init__(self, files: dict[str, bytes]):
+        self.files = files
+        self.processor = spm.SentencePieceProcessor(model_proto=files["tokenizer.model"])
         self.vocab_size = self.processor.vocab_size()
-        self.bos = self.processor.bos_id()
-        self.eos = self.processor.eos_id()
-        self.eos_ids = (self.eos,)
+        own = {"bos_token_id": self.processor.bos_id(), "eos_token_id": self.processor.eos_id()}
+        self.set_special_ids(own | json.loads(files.get("generation_config.json", "{}")))
         # A SPACE in a text is encoded as its bytes, so that it comes back.
         self.space_tokens = self.processor.piece_to_id(SPACE_BYTES)
 
@@ -56,20 +49,26 @@ class Tokenizer:
     def load(cls, path: str | Path) -> "Tokenizer":
         """Read a tokenizer.model, which may be that of an IdTokenizer, or a tokenizer.json.
 
-        Raises OSError where there is none.
+        Raises OSError where there is none, and ValueError for what is none.
         """
         path = Path(path).expanduser()
         content = path.read_bytes()
-        if path.suffix == ".json":
-            files = {}
-            for file in map(path.with_name, JSON_FILES):
-                if file.exists():
-                    files[file.name] = file.read_bytes()
-            return JsonTokenizer(files)
-        if content.startswith(IdTokenizer.MAGIC):
-            vocab_size, bos = content.removeprefix(IdTokenizer.MAGIC).split()
-            return IdTokenizer(int(vocab_size), int(bos))
-        return cls(content)
+        files = {}
+        for file in map(path.with_name, CONFIGS):
+            if file.exists():
+                files[file.name] = file.read_bytes()
+        try:
+            if content.startswith(IdTokenizer.MAGIC):
+                vocab_size, bos = content.removeprefix(IdTokenizer.MAGIC).split()
+                return IdTokenizer(int(vocab_size), int(bos))
+            if path.suffix == ".json":
+                return JsonTokenizer({"tokenizer.json": content, **files})
+            return cls({"tokenizer.model": content, **files})
+        except Exception as error:  # which tokenizers raises itself
+            raise ValueError(
+                f"not a tokenizer with BOS and EOS ({path}: {error}). "
+                "fix: data.tokenizer=PATH of another, or tools.import_hf of its folder"
+            ) from None
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -98,21 +97,24 @@ class Tokenizer:
                 add_dummy_prefix=False,
                 remove_extra_whitespaces=False,
                 allow_whitespace_only_pieces=True,
-                unk_id=0,
-                bos_id=1,
-                eos_id=2,
-                pad_id=-1,
                 max_sentence_length=4 * MAX_PIECE_CHARS,  # bytes; UTF-8 has up to 4 a character
                 num_threads=os.cpu_count(),
                 minloglevel=2,
             )
-        except RuntimeError as error:
-            reason = str(error).rpartition("] ")[2].partition("\n")[0]
+        except RuntimeError:
             raise ValueError(
-                f"no tokenizer from this text ({vocab_size=}: {reason}). "
+                f"no tokenizer from this text ({vocab_size=}). "
                 "fix: more text, or another data.vocab_size"
             ) from None
-        return cls(model.getvalue())
+        return cls({"tokenizer.model": model.getvalue()})
+
+    def set_special_ids(self, special: dict) -> None:
+        """Set EOS, one or more, and BOS, as a generation_config.json has them."""
+        eos_ids = special["eos_token_id"]
+        self.eos_ids = tuple(eos_ids) if isinstance(eos_ids, list) else (eos_ids,)
+        self.eos = self.eos_ids[0]
+        self.bos = special.get("bos_token_id", self.eos)
+        self.starts_with_bos = special.get("add_bos_token", True)  # of a prompt
 
     def encode(self, text: str) -> list[int]:
         """Encode without BOS and EOS; a text that looks like one of them is ordinary text."""
@@ -131,12 +133,17 @@ class Tokenizer:
         return tokens
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text as BOS + text + EOS, on all cores."""
+        """Encode each text, as text alone, between BOS and EOS, which may be one."""
+        ends = [self.eos][self.bos in self.eos_ids :]
+        return [[self.bos, *tokens, *ends] for tokens in self.encode_batch(texts)]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Encode each text, on all cores."""
         documents = self.processor.encode(texts, num_threads=os.cpu_count())
         for index, text in enumerate(texts):
             if SPACE in text:
                 documents[index] = self.encode(text)
-        return [[self.bos, *tokens, self.eos] for tokens in documents]
+        return documents
 
     def decode(self, tokens: list[int]) -> str:
         """Decode; bytes that are not UTF-8 become U+FFFD, BOS and EOS nothing."""
@@ -170,9 +177,7 @@ class IdTokenizer(Tokenizer):
     def __init__(self, vocab_size: int, bos: int):
         self.files = {"tokenizer.model": self.MAGIC + f"{vocab_size} {bos}\n".encode()}
         self.vocab_size = vocab_size
-        self.bos = bos
-        self.eos = bos
-        self.eos_ids = (bos,)
+        self.set_special_ids({"eos_token_id": bos})
 
     def encode(self, text: str) -> list[int]:
         """Read the ids. Raises ValueError for other text and for ids outside the vocabulary."""
@@ -196,47 +201,30 @@ class JsonTokenizer(Tokenizer):
     """A tokenizer.json, with the BOS and EOS ids of the generation_config.json beside it.
 
     tools/formats/special_tokens.py writes such files for a folder of Hugging Face that says it in
-    another way. Raises ValueError where there are none.
+    another way.
     """
 
     def __init__(self, files: dict[str, bytes]):
-        # The library raises Exception itself.
-        try:
-            self.processor = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
-            special = json.loads(files["generation_config.json"])
-            eos_ids = special["eos_token_id"]
-        except Exception as error:
-            raise ValueError(
-                f"not a tokenizer.json with EOS in generation_config.json ({error!r}). "
-                "fix: python -m tools.import_hf FOLDER --out MODEL"
-            ) from None
+        self.files = files
+        self.processor = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
         self.processor.no_padding()
         self.processor.no_truncation()
-        self.files = files
-        self.vocab_size = 1 + max(self.processor.get_vocab().values())
-        self.eos_ids = tuple(eos_ids) if isinstance(eos_ids, list) else (eos_ids,)
-        self.eos = self.eos_ids[0]
-        self.bos = special.get("bos_token_id", self.eos)
-
+        self.vocab_size = 1 + max(self.processor.get_vocab().values(), default=-1)
+        self.set_special_ids(json.loads(files["generation_config.json"]))
         # Its template may put BOS in front of a text.
         self.starts_with_bos = self.processor.encode("").ids == [self.bos]
+        self.invalid_byte = [self.processor.token_to_id("<0xFF>") or 0]
 
     def encode(self, text: str) -> list[int]:
         """Encode without BOS and EOS; a text that looks like a special token is that token."""
         self.processor.encode_special_tokens = False
         return self.processor.encode(text, add_special_tokens=False).ids
 
-    def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text between BOS and EOS; what looks like a special token is text."""
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Encode each text; what looks like a special token is text."""
         self.processor.encode_special_tokens = True
         encodings = self.processor.encode_batch(texts, add_special_tokens=False)
-        documents = []
-        for encoding in encodings:
-            tokens = [self.bos, *encoding.ids]
-            if self.bos not in self.eos_ids:
-                tokens.append(self.eos)
-            documents.append(tokens)
-        return documents
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: list[int]) -> str:
         return self.processor.decode(tokens)

@@ -71,9 +71,9 @@ class StreamingText:
         self.text = ""
         self.unprinted = ""  # what is new in `text`
         self.decoded = ""  # `text`, and what may be the beginning of a stop text
-        # New tokens are decoded behind the one before them: so a word keeps the space in front of
-        # it, which the tokenizer may drop at the beginning of a text.
-        self.previous = sequence.tokens[-2:-1]
+        # New tokens are decoded behind those before them: so a word keeps the space in front of it,
+        # which the tokenizer may drop at the beginning of a text.
+        self.previous = sequence.tokens[:-1]
         self.pending: list[int] = []
 
     def update(self) -> None:
@@ -81,12 +81,19 @@ class StreamingText:
         sequence = self.sequence
         if sequence.finish_reason != "eos":
             self.pending.append(sequence.tokens[-1])
-        num_before = len(self.tokenizer.decode(self.previous))
-        new_text = self.tokenizer.decode(self.previous + self.pending)[num_before:]
-        # A character whose bytes are not complete waits for the next token.
-        if sequence.finish_reason is not None or not new_text.endswith("\ufffd"):
+        decode = self.tokenizer.decode
+        tokens = self.previous + self.pending
+        text = decode(tokens)
+        new_text = text[len(decode(self.previous)) :]
+        # What the next token may change waits for it: a character whose bytes are not complete, and
+        # with byte fallback a run of bytes, all of which become U+FFFD if one does not fit.
+        is_stable = decode(tokens + self.tokenizer.invalid_byte).startswith(text)
+        if sequence.finish_reason is not None or (is_stable and not new_text.endswith("\ufffd")):
             self.decoded += new_text
-            self.previous = self.pending[-1:]
+            # A blank may be dropped at the beginning: more than that must be in front.
+            if decode(self.pending).strip():
+                tokens = self.pending
+            self.previous = tokens
             self.pending = []
 
         # Pass on all but a stop text, and what may become one.

@@ -24,7 +24,8 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
     `folder` must not exist yet. If anything fails, nothing is left.
     """
     staging = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(staging, ignore_errors=True)
+    if staging.exists():
+        shutil.rmtree(staging)
     staging.mkdir(parents=True)
     try:
         yield staging
@@ -83,7 +84,7 @@ def verify(folder: Path, fix: str) -> dict[str, str]:
         for name, digest in manifest["files"].items():
             if sha256_of(safe_child(folder, name)) != digest:
                 raise ValueError(f"damaged file {name}")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{error} (in {folder}). fix: {fix}") from None
     return manifest["files"]
 

@@ -17,7 +17,7 @@ from model.attention.base import Attention
 from model.build import build_model
 from run import checkpoint, errors, settings
 from run.cli import HelpFormatter, Parser
-from tools.export_hf import check_is_new
+from tools.export_hf import into_new_folder
 from tools.formats import converted_model
 
 MOMENT_TOKENS = 32_768  # of a text, for the inputs of each layer
@@ -38,11 +38,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@into_new_folder
 def main(args: argparse.Namespace) -> None:
     # What can be wrong is found before anything is written.
     with errors.user_input():
         path = checkpoint.find_model(args.model)
-        check_is_new(args.out)
         tree = checkpoint.load_config(path)["model"]
         new_tree = converted_model.convert_config(tree, args.overrides)
         tokenizer = Tokenizer.load(tokenizer_file(path))

@@ -6,6 +6,8 @@ python -m tools.export_hf --out FOLDER --dtype bf16
 
 import argparse
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,16 +41,36 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def into_new_folder(command: Callable[[argparse.Namespace], None]) -> Callable:
+    """Decorate a command: it makes --out, and removes it if it fails; exit if it is not empty."""
+
+    def main(args: argparse.Namespace) -> None:
+        out = args.out
+        with errors.user_input():
+            is_empty_folder = out.is_dir() and not any(out.iterdir())
+            if out.is_symlink() or (out.exists() and not is_empty_folder):
+                raise ValueError(
+                    f"there is something already (--out {out}). fix: --out FOLDER, a new one"
+                )
+            out.mkdir(parents=True, exist_ok=True)
+        try:
+            command(args)
+        except BaseException:
+            shutil.rmtree(out, ignore_errors=True)
+            raise
+
+    return main
+
+
+@into_new_folder
 def main(args: argparse.Namespace) -> None:
     # All that can be wrong with the model or the arguments is found before anything is written.
     with errors.user_input():
         path = checkpoint.find_model(args.run)
-        check_is_new(args.out)
         config = to_hf_config(checkpoint.load_config(path)["model"])
         tokenizer = Tokenizer.load(tokenizer_file(path))
         files = tokenizer_files(tokenizer, path)
         model = load_model(path, "cpu")
-        args.out.mkdir(parents=True, exist_ok=True)
 
     dtype = DTYPES[args.dtype]
     config |= {
@@ -68,13 +90,6 @@ def main(args: argparse.Namespace) -> None:
         f"written: {architecture}, {args.dtype}: {args.out}. To use it: "
         f'transformers.AutoModelForCausalLM.from_pretrained("{args.out}")'
     )
-
-
-def check_is_new(out: Path) -> None:
-    """Raises ValueError for a path that is there; an empty folder may be."""
-    is_empty_folder = out.is_dir() and not any(out.iterdir())
-    if out.is_symlink() or (out.exists() and not is_empty_folder):
-        raise ValueError(f"there is something already (--out {out}). fix: --out FOLDER, a new one")
 
 
 def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
@@ -106,7 +121,7 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
         "bos_token": pieces[tokenizer.bos].piece,
         "eos_token": pieces[tokenizer.eos].piece,
         "unk_token": pieces[trainer.unk_id].piece,
-        "add_bos_token": True,
+        "add_bos_token": tokenizer.starts_with_bos,
         "add_prefix_space": False,
         "legacy": False,
         "split_special_tokens": True,  # </s> in a text is text

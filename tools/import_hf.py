@@ -11,9 +11,9 @@ from data.tokenizer import Tokenizer
 from model.build import build_model
 from run import checkpoint, errors
 from run.cli import HelpFormatter, Parser
-from tools.export_hf import check_is_new
+from tools.export_hf import into_new_folder
 from tools.formats.hf_config import from_hf_config
-from tools.formats.special_tokens import import_json_tokenizer
+from tools.formats.special_tokens import import_tokenizer, malformed
 from tools.formats.weights import FETCH_AGAIN, read_weights
 
 
@@ -29,10 +29,10 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@into_new_folder
 def main(args: argparse.Namespace) -> None:
     # All that can be wrong with the folder is found before anything is written.
-    with errors.user_input():
-        check_is_new(args.out)
+    with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
         architecture, tree = from_hf_config(json.loads((args.folder / "config.json").read_text()))
         tokenizer = load_tokenizer(args.folder, tree["vocab_size"])
         weights = read_weights(args.folder, build_model(tree, "meta"), architecture)
@@ -46,14 +46,9 @@ def main(args: argparse.Namespace) -> None:
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a folder. Raises ValueError where it is missing or not the model's."""
-    # Of two, the one that transformers reads, so that it can be exported again as it is.
-    is_json = (folder / "tokenizer.json").exists()
-    if is_json:
-        tokenizer = import_json_tokenizer(folder)
-    else:
-        tokenizer = Tokenizer.load(folder / "tokenizer.model")
+    tokenizer = import_tokenizer(folder)
     # An embedding may be padded beyond the vocabulary, for speed.
-    is_padded = is_json and tokenizer.vocab_size < vocab_size
+    is_padded = "tokenizer.json" in tokenizer.files and tokenizer.vocab_size < vocab_size
     if tokenizer.vocab_size != vocab_size and not is_padded:
         raise ValueError(
             f"a tokenizer of another vocabulary ({folder} has {tokenizer.vocab_size}, the model "

@@ -12,7 +12,6 @@ from data.corpus import Corpus
 from data.loader import Loader
 from data.prepare import prepare
 from data.tokenizer import tokenizer_file
-from model.build import build_model
 from run import checkpoint, compilation, errors, hardware
 from run.instantiate import instantiate
 from run.settings import Settings
@@ -42,11 +41,9 @@ def check_buildable(settings: Settings) -> Settings:
     """
     settings.check_combinations(int(os.environ.get("WORLD_SIZE", "1")))
     try:
-        model = build_model(settings.model, "meta")
+        model = checkpoint.dry_run(settings.model)
         with torch.device("meta"):
             instantiate(settings.optimizer, "training", "optimizer")(model)
-            tokens = torch.zeros(1, 2, dtype=torch.int64)
-            model(tokens, model.new_cache(1, 2, torch.float32, "meta"))
         instantiate(settings.schedule, "training", "schedule")(0, 1)
         source = instantiate(settings.data, "data")
     except (TypeError, RuntimeError) as error:

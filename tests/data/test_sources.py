@@ -271,3 +271,23 @@ def test_only_two_megabytes_are_held_out(tmp_path, monkeypatch):
     )
     corpus = prepare(text_source(tmp_path / "a.jsonl", holdout=3), tmp_path / "cache")
     assert 200 < corpus.tokenizer.nbytes(corpus.validation) <= 300
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("a.txt.gz", b"\x1f\x8b\x08\0", "packed, or a document"),
+        ("a.pdf", b"%PDF-1.4\nplain text\n", "packed, or a document"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}', "a.jsonl, at row"),
+        ("a.jsonl", b'{"text": ' + 100_000 * b"[", "a.jsonl, at row"),
+        ("pipe.txt", None, "no files"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, name, content, said):
+    path = tmp_path / name
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        prepare(text_source(path), tmp_path / "cache")

@@ -201,6 +201,13 @@ def test_a_name_in_a_manifest_leads_nowhere_else(tmp_path):
         sealed.remove(folder)
 
 
+def test_a_nested_manifest_is_damage(tmp_path):
+    body = 100_000 * b"[" + b"\n"
+    (tmp_path / "manifest.json").write_bytes(body + sealed.seal(body))
+    with pytest.raises(IntegrityError, match="recursion"):
+        sealed.verify(tmp_path, "none")
+
+
 def test_what_a_link_leads_to_is_not_removed(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()

@@ -1,18 +1,31 @@
 """Whatever is given: one line a problem, an exit code that says whose it is, and nothing written."""
 
 import ast
+import json
 import random
-from collections.abc import Iterator
+import shutil
+import signal
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from run import errors, hardware, instantiate
+from inference.load import load
+from inference.text import generate_text
+from run import checkpoint, errors, hardware, instantiate, sealed
 from run.errors import IntegrityError
 from run.settings import Settings, compose, flatten, report_errors
-from tests.conftest import ROOT, settings_of
+from tests.conftest import ROOT, saved, settings_of, tell, tree_of
 from tests.faults.harness import source
+from tests.tools.families import write_tokenizer
+from tools import export_hf, import_hf
+from tools.formats import special_tokens
+from tools.formats.converted_model import convert_config
+from tools.formats.hf_config import to_hf_config
 from training import setup
 
 VALUES = (
@@ -170,6 +183,107 @@ def test_any_tokenizer_is_taken_or_refused_in_words(tmp_path, story):
             Tokenizer.load(path).encode("one four\n")
         except (ValueError, IntegrityError) as error:
             assert "fix: " in str(error)
+
+
+HOSTILE = (
+    None,
+    True,
+    -1,
+    0,
+    2,
+    10**30,
+    0.5,
+    1e300,
+    "",
+    "x",
+    "\ud800",
+    "deep",
+    [],
+    {},
+    [[]],
+    {"a": 1},
+)
+
+
+def spoil(content, draw: random.Random):
+    """JSON with another value somewhere in it."""
+    if not isinstance(content, dict | list) or not content or draw.random() < 0.1:
+        return draw.choice(HOSTILE)
+    keys = [*content] if isinstance(content, dict) else range(len(content))
+    key = draw.choice(keys)
+    content[key] = spoil(content[key], draw)
+    return content
+
+
+def spoil_file(path: Path, draw: random.Random) -> None:
+    raw = bytearray(path.read_bytes())
+    if path.suffix == ".json" and draw.random() < 0.9:
+        raw = json.dumps(spoil(json.loads(raw), draw)).replace('"deep"', 2000 * "[").encode()
+    else:
+        raw[draw.randrange(len(raw))] = draw.randrange(256)
+        raw = raw[: draw.choice([len(raw), draw.randrange(len(raw))])]
+    path.write_bytes(raw)
+
+
+def take_folder(folder: Path) -> None:
+    import_hf.main(Namespace(folder=folder, out=folder / "out"))
+    take_checkpoint(folder / "out" / "checkpoints" / "step-00000000")
+
+
+def take_checkpoint(path: Path) -> None:
+    """Seal it as if it were whole, and do with it what commands do."""
+    (path / "manifest.json").unlink()
+    with sealed.atomic_directory(path.with_name("sealed")) as staging:
+        shutil.copytree(path, staging, dirs_exist_ok=True)
+    model, tokenizer, _ = load(path.with_name("sealed"), "cpu")
+    generate_text(model, tokenizer, "Ann é", max_new_tokens=4)
+    tree = checkpoint.load_config(path)["model"]
+    to_hf_config(tree)
+    convert_config(tree, ["attention.kv_heads=1"])
+
+
+def is_told(take: Callable, folder: Path) -> bool:
+    """Whether a folder is taken, or refused in words, within 20 seconds."""
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(20)
+    try:
+        with errors.report_errors(), errors.user_input():
+            take(folder)
+    except SystemExit as end:
+        return end.code in (2, 3, 4)
+    except Exception:
+        traceback.print_exc()
+        return False
+    finally:
+        signal.alarm(0)
+    return True
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *[pytest.param(n, marks=pytest.mark.long) for n in range(1, 5)]]
+)
+def test_any_model_is_taken_or_refused_in_words(seed, tokenizer, tmp_path, capfd):
+    """Folders of Hugging Face and checkpoints, with both kinds of tokenizers."""
+    write_tokenizer(tmp_path, "TinyLlama-1.1B", tell(tmp_path).read_text().split("\n"))
+    sources = {}
+    for number, each in enumerate((tokenizer, special_tokens.import_tokenizer(tmp_path))):
+        run = tmp_path / f"run{number}"
+        saved(run, tree_of("llama"), each)
+        export_hf.main(Namespace(run=run, out=tmp_path / f"hf{number}", dtype="f32"))
+        sources |= {
+            tmp_path / f"hf{number}": take_folder,
+            checkpoint.find_model(run): take_checkpoint,
+        }
+    draw = random.Random(seed)
+    for _ in range(500 if seed else 20):
+        source = draw.choice([*sources])
+        folder = shutil.copytree(source, tmp_path / "copies" / "x")
+        files = [
+            file for file in folder.iterdir() if file.name not in ("state.pt", "manifest.json")
+        ]
+        spoil_file(draw.choice(sorted(files)), draw)
+        assert is_told(sources[source], folder), capfd.readouterr().err
+        shutil.rmtree(tmp_path / "copies")
 
 
 FORBIDDEN = {

@@ -1,9 +1,14 @@
 """Text comes out of tokens as it went in, and prompts are text."""
 
 import io
+import random
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
+import sentencepiece
+import tokenizers
 import torch
 
 from data.tokenizer import Tokenizer
@@ -11,13 +16,66 @@ from inference.batch import Sequence
 from inference.load import load, load_model
 from inference.text import stream_texts
 from run import checkpoint, hardware
-from tests.conftest import DATASETS
+from tests.conftest import DATASETS, tell
 from tests.data.test_tokenizer import NASTY
+from tests.tools.families import write_tokenizer
+from tools.formats import special_tokens
 
 
 @pytest.mark.parametrize("text", NASTY)
 def test_any_text_comes_back_token_by_token(tokenizer, text):
     assert streamed(tokenizer, [], tokenizer.encode(text)) == text
+
+
+def byte_pairs(folder: Path, family: str) -> Tokenizer:
+    write_tokenizer(folder, family, [tell(folder).read_text()])
+    return special_tokens.import_tokenizer(folder)
+
+
+def sentence_pieces(folder: Path, **knobs: object) -> Tokenizer:
+    proto = io.BytesIO()
+    texts = iter(tell(folder).read_text().split("\n"))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=texts, model_writer=proto, hard_vocab_limit=False, **knobs
+    )
+    return Tokenizer({"tokenizer.model": proto.getvalue()})
+
+
+def word_pieces(folder: Path) -> Tokenizer:
+    pieces = ["[UNK]", "[SEP]", "a", "ball", "##s", "##ed", "walk", ".", "n't", "é"]
+    model = tokenizers.models.WordPiece(dict(zip(pieces, range(10), strict=True)))
+    processor = tokenizers.Tokenizer(model)
+    processor.add_special_tokens(["[SEP]"])
+    processor.decoder = tokenizers.decoders.WordPiece()
+    processor.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
+    return Tokenizer.load(folder / "tokenizer.json")
+
+
+KINDS = {
+    "byte level": partial(byte_pairs, family="SmolLM2-135M"),
+    "byte fallback": partial(byte_pairs, family="TinyLlama-1.1B"),
+    "metaspace": partial(byte_pairs, family="Mistral-7B-v0.3"),
+    "SentencePiece": partial(sentence_pieces, vocab_size=300, byte_fallback=True),
+    "unigram": partial(sentence_pieces, vocab_size=70),
+    "WordPiece": word_pieces,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streamed_text_is_that_of_all_tokens_decoded_at_once(kind, tmp_path):
+    tokenizer = KINDS[kind](tmp_path)
+    draw = random.Random(0)
+    sequences = [tokenizer.encode(text) for text in [*NASTY, "ab 😀👩‍👩‍👧 éü Жили-были🐈"]]
+    # Bytes that are no text, and tokens in any order.
+    for most in 300 * [min(259, tokenizer.vocab_size), tokenizer.vocab_size]:
+        sequences.append([draw.randrange(most) for _ in range(draw.randint(1, 12))])
+    for tokens in sequences:
+        for cut in (0, len(tokens) // 2):
+            before = tokenizer.decode(tokens[:cut])
+            if not before.endswith("\ufffd"):  # a prompt is text
+                after = tokenizer.decode(tokens)[len(before) :]
+                assert streamed(tokenizer, tokens[:cut], tokens[cut:]) == after, tokens
 
 
 def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:

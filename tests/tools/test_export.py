@@ -1,6 +1,7 @@
 """What is taken away is the same model elsewhere, and what comes back is what went."""
 
 import io
+import resource
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,23 @@ def test_where_it_is_written_and_in_which_dtype(command, trained):
     assert dtypes == {torch.bfloat16}
 
 
+def test_a_full_disk_leaves_no_folder(drawn_run, command):
+    run = str(drawn_run)
+    assert command("tools/export_hf.py", "--run", run, "--out", "there").code == 0
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for words in (
+        ("tools/export_hf.py", "--run", run),
+        ("tools/import_hf.py", "there"),
+        ("tools/convert.py", run, "attention.kv_heads=1"),
+    ):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+        try:
+            result = command(*words, "--out", "full")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert result.code == 74 and "fix: make room" in result.err and not Path("full").exists()
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -132,6 +150,6 @@ def test_a_tokenizer_that_would_be_another_is_refused(how, command, tmp_path):
         minloglevel=2,
         **ours | how,
     )
-    saved(tmp_path / "run", tree_of("gqa"), Tokenizer(written.getvalue()))
+    saved(tmp_path / "run", tree_of("gqa"), Tokenizer({"tokenizer.model": written.getvalue()}))
     result = command("tools/export_hf.py", "--run", "run", "--out", "there")
     assert result.code == 2 and "only byte pairs" in result.err and not Path("there").exists()

@@ -141,7 +141,7 @@ def spoiled(folder: Path, name: str, **entries: object) -> None:
 DAMAGES = {
     "not a tokenizer": (
         lambda folder: (folder / "tokenizer.json").write_text("{}"),
-        "not a tokenizer.json",
+        "no model with a tokenizer (",
     ),
     "no EOS": (
         lambda folder: [
@@ -150,6 +150,57 @@ DAMAGES = {
             spoiled(folder, "tokenizer_config.json", eos_token=None),
         ],
         "a tokenizer needs EOS",
+    ),
+    "EOS is a number": (
+        lambda folder: [
+            spoiled(folder, "generation_config.json", eos_token_id=None),
+            spoiled(folder, "config.json", eos_token_id=None),
+            spoiled(folder, "tokenizer_config.json", eos_token=5),
+        ],
+        "a tokenizer needs EOS",
+    ),
+    "EOS is a list": (
+        lambda folder: spoiled(folder, "generation_config.json", eos_token_id=[[1]]),
+        "missing or of other types",
+    ),
+    "a list": (
+        lambda folder: (folder / "generation_config.json").write_text("[1]"),
+        "missing or of other types",
+    ),
+    "nested": (
+        lambda folder: (folder / "tokenizer_config.json").write_text(100_000 * "["),
+        "missing or of other types",
+    ),
+    "no unknown": (
+        lambda folder: spoiled(
+            folder,
+            "tokenizer.json",
+            model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"},
+            added_tokens=[],
+            pre_tokenizer=None,
+        ),
+        "WordLevel error: Missing [UNK] token",
+    ),
+    "no tokens": (
+        lambda folder: spoiled(
+            folder,
+            "tokenizer.json",
+            model={"type": "BPE", "vocab": {}, "merges": []},
+            added_tokens=[],
+        ),
+        "a tokenizer needs EOS",
+    ),
+    "growing": (
+        lambda folder: spoiled(
+            folder,
+            "tokenizer.json",
+            normalizer={
+                "type": "Sequence",
+                "normalizers": 40
+                * [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}],
+            },
+        ),
+        "replacements that multiply a text",
     ),
     "outside": (
         lambda folder: spoiled(folder, "generation_config.json", eos_token_id=[2, 128001]),

@@ -45,6 +45,18 @@ def test_older_configs_are_read(scaling, kind, knobs):
     assert (theirs["rope_theta"], theirs["factor"]) == (500000.0, knobs["factor"])
 
 
+def test_the_original_context_at_the_top_is_preferred():
+    from transformers import AutoConfig
+
+    config = to_hf_config(tree_of("llama")) | {"original_max_position_embeddings": 16}
+    config["rope_parameters"] = LLAMA3 | {"rope_theta": 500.0}
+    del config["rope_scaling"]
+    theirs = AutoConfig.for_model(**config)
+    theirs.standardize_rope_params()  # as when frequencies are computed
+    assert theirs.rope_parameters["original_max_position_embeddings"] == 16
+    assert from_hf_config(config)[1]["attention"]["rope_scaling"]["context"] == 16
+
+
 @pytest.mark.filterwarnings("ignore")  # of transformers, about a config that lacks something
 @pytest.mark.parametrize("variant", BACK)
 def test_what_is_left_out_is_taken_as_transformers_takes_it(variant):
@@ -105,8 +117,9 @@ def test_a_scaling_that_transformers_lacks_is_refused():
         to_hf_config(tree)
 
 
-def test_layer_types_of_a_mistral_decide():
+def test_layer_types_of_a_mistral_are_those_of_its_window():
     config = to_hf_config(tree_of("sliding_window", "attention.qk_norm=null"))
-    full = {"layer_types": ["full_attention"] * 2}
-    found = [from_hf_config(config | more)[1]["attention"] for more in ({}, full)]
-    assert [attention["window"] for attention in found] == [5, None]
+    assert from_hf_config(config)[1]["attention"]["window"] == 5
+    # transformers would ignore them.
+    with pytest.raises(ValueError, match="sliding_window=5"):
+        from_hf_config(config | {"layer_types": ["full_attention"] * 2})

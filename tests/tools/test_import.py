@@ -10,6 +10,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
+from data.tokenizer import Tokenizer
 from inference.load import load_model
 from run import checkpoint
 from tests.conftest import DATASETS, PRECISION, STORIES, TINY, close, saved, stories, tree_of
@@ -96,6 +97,7 @@ def test_shards_half_precision_and_old_files_are_read(command, there):
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     save_torch_state_dict(weights | old, there, max_shard_size=50_000)
     assert len(list(there.glob("*.safetensors"))) > 2
+    min(there.glob("*.safetensors")).rename(there / "first.safetensors")
     # The index is not read: what the folder holds is what is loaded.
     (there / f"{WEIGHTS}.index.json").write_text('{"weight_map": {"lm_head.weight": "../absent"}}')
     assert torch.equal(imported(command, there)["head.weight"], weights["lm_head.weight"].float())
@@ -163,6 +165,27 @@ def no_tokenizer(there: Path) -> None:
         file.unlink()
 
 
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_a_sentencepiece_model_has_bos_and_eos_of_its_configs(adds_bos, command, there, tokenizer):
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    change(eos_token_id=[7, tokenizer.eos])(there)
+    file = there / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"add_bos_token": adds_bos}))
+    imported(command, there)
+    assert command("tools/export_hf.py", "--run", "new", "--out", "again").code == 0
+    for folder in (there, Path("again")):
+        theirs = AutoTokenizer.from_pretrained(folder)
+        ours = Tokenizer.load(checkpoint.find_model("new") / "tokenizer.model")
+        assert ours.encode_prompt("a ball") == theirs("a ball")["input_ids"]
+        theirs = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
+        assert [*ours.eos_ids] == theirs.eos_token_id == [7, tokenizer.eos]
+    tokens = ours.encode("a ball")
+    # Without BOS, documents are between EOS.
+    document = [tokenizer.bos, *tokens, 7] if adds_bos else [7, *tokens]
+    assert ours.encode_documents(["a ball"]) == [document]
+
+
 LONGROPE = {"rope_type": "longrope", "factor": 2.0}
 MSCALE = {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}
 # The exit code, what is wrong, and what is said of it.
@@ -193,8 +216,24 @@ DAMAGES = {
     "positions": (2, change(rope_parameters=LONGROPE), "longrope"),
     "more than a factor": (2, change(rope_parameters=MSCALE), "mscale"),
     "vocabulary": (2, change(vocab_size=300), "another vocabulary"),
+    "not causal": (2, change(is_causal=False), "is_causal=False"),
+    "quantized": (2, change(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    "another class": (2, change(model_type="qwen3"), "model_type=qwen3"),
+    "no object": (2, write("config.json", "[]"), "missing or of other types"),
+    "layers of another depth": (2, change(layer_types=["full_attention"]), "of another depth"),
     "no tokenizer": (2, no_tokenizer, "tokenizer.model"),
 }
+# Their own features are not read back.
+for name in (
+    "StableLm",
+    "Starcoder2",
+    "Llama4",
+    "GraniteSWA",
+    "DiffLlama",
+    "DeepseekV3",
+    "Qwen3_5",
+):
+    DAMAGES[name] = (2, change(architectures=[f"{name}ForCausalLM"]), "an unknown architecture")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

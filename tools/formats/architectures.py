@@ -59,6 +59,8 @@ class Architecture:
     constants = {}
     knob_entries = {}
     names = LLAMA_NAMES
+    # How the names of our parameters end that it lacks, and that are zero.
+    zeros = ()
 
     # For a class that is imported: entries that may be missing or null, and their values, where
     # None is derived from others. All other entries must be there.
@@ -185,6 +187,16 @@ class SmolLM3(Qwen3):
     fixed_knobs = {}
     free_knobs = ("bias", "window", "rope_base")
     defaults = Qwen3.defaults | {"head_dim": None}
+
+
+class Qwen2(Qwen3):
+    """Qwen2, 2407.10671: a bias of queries, keys and values alone, which is ours with one of zero."""
+
+    model_type = "qwen2"
+    fixed_knobs = {"bias": True}
+    free_knobs = ("window",)
+    zeros = ("o_proj.bias",)
+    defaults = SmolLM3.defaults | {"attention_bias": True}
 
 
 class Llama4(Architecture):
@@ -370,6 +382,7 @@ ARCHITECTURES = {
         Mistral,
         Starcoder2,
         SmolLM3,
+        Qwen2,
         Llama4,
         GraniteSWA,
         DiffLlama,

@@ -54,7 +54,12 @@ def convert_config(tree: dict, overrides: list[str]) -> dict:
         raise ValueError(
             f"nothing changes ({' '.join(overrides)}). fix: leave out what the model has"
         )
-    return tree | {"attention": attention}
+    converted = tree | {"attention": attention}
+    try:
+        checkpoint.dry_run(converted)
+    except (TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"no attention ({' '.join(overrides)}: {error})") from None
+    return converted
 
 
 def preset_options(preset: str) -> set[str]:

@@ -1,19 +1,22 @@
 """Our models as classes of `transformers` and back: which class, and its config.json."""
 
 from model.build import build_model
+from run.checkpoint import MOST_LAYERS
 from tools.formats.architectures import (
     ARCHITECTURES,
     PLAIN_SOFTMAX,
     TRANSFORMER,
     Architecture,
     common_value,
+    layer_types,
 )
 from tools.formats.hf_rope import rope_from_hf, rope_to_hf
 from tools.formats.layer_knobs import HYBRID, attention_knobs
+from tools.formats.special_tokens import malformed
 
 # Classes of published models that our layers express, and whose tensors are stored as ours.
-IMPORTED = [f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen3", "SmolLM3", "Arcee")]
-MOST_LAYERS = 2**12  # accepted from a config.json, which is not trusted
+CLASSES = ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Arcee")
+IMPORTED = [f"{name}ForCausalLM" for name in CLASSES]
 SHAPE = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
@@ -23,17 +26,18 @@ SHAPE = {
     "context": "max_position_embeddings",
     "tied": "tie_word_embeddings",
 }
-# Entries that may be written in several ways, and are read as they are.
-READ_ENTRIES = {
-    "architectures",
-    "model_type",
-    "rope_theta",
-    "rope_parameters",
-    "rope_scaling",
-    "layer_types",
-    "no_rope_layers",
-    "sliding_window",
-}
+# Entries that are not compared with those that we would write: positions, which may be written in
+# several ways, and what changes no logits. All others are: `transformers` may act on any of them.
+READ = {"rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings"}
+IGNORED = """
+    _attn_implementation_autoset _commit_hash _name_or_path attention_dropout bos_token_id
+    chunk_size_feed_forward classifier_dropout do_sample dtype eos_token_id gradient_checkpointing
+    id2label initializer_range is_encoder_decoder is_llama_config label2id max_length
+    max_sequence_length max_window_layers name_or_path no_rope_layer_interval num_labels
+    output_attentions output_hidden_states pad_token_id pretraining_tp problem_type return_dict
+    rope_interleaved sep_token_id temperature tokenizer_class top_k top_p torch_dtype
+    transformers_version unk_token_id use_cache use_mrope
+"""
 
 
 def to_hf_config(tree: dict) -> dict:
@@ -41,9 +45,13 @@ def to_hf_config(tree: dict) -> dict:
 
     Raises ValueError for a model that no class can express.
     """
-    layers = attention_knobs(tree)
-    name = choose_architecture(tree, layers)
+    return write_config(tree, choose_architecture(tree, attention_knobs(tree)))
+
+
+def write_config(tree: dict, name: str) -> dict:
+    """The same for the class `name`, which has the model."""
     architecture = ARCHITECTURES[name]
+    layers = attention_knobs(tree)
     # Where a knob is null, the attention derives its value and has it in an attribute of the same
     # name.
     for layer, block in zip(layers, build_model(tree, "meta").blocks, strict=True):
@@ -96,53 +104,54 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
 def from_hf_config(config: dict) -> tuple[str, dict]:
     """A config.json of `transformers` -> the name of its class, and the model that it describes.
 
-    The model is built from the entries that we read, then exported again: every entry that we would
-    write must have the same value in the config. For example, we do not read `mlp_bias` and would
-    write `mlp_bias: false`, so a config with `mlp_bias: true` is refused. Entries that we never
-    write are ignored.
+    The model is built from the entries that we read, then exported again: every entry, but for
+    those that change no logits, must have the value that we would write. For example, we do not
+    read `mlp_bias` and would write `mlp_bias: false`, so a config with `mlp_bias: true` is refused,
+    and so is one with a `quantization_config`.
     Raises ValueError for a model that our layers cannot express.
     """
     names = config.get("architectures")
-    if names not in [[name] for name in IMPORTED] or config.get("auto_map"):
+    if names not in [[name] for name in IMPORTED]:
         raise ValueError(
-            f"an unknown architecture, or a model with code of its own (config.json: {names}, "
-            f"auto_map={config.get('auto_map')}). fix: one of {', '.join(IMPORTED)}"
+            f"an unknown architecture (config.json: {names}). fix: one of {', '.join(IMPORTED)}"
         )
     (name,) = names
-    try:
-        config = with_defaults(config, ARCHITECTURES[name])
-        tree = read_model(config, ARCHITECTURES[name])
-        written = to_hf_config(tree)
-    except (LookupError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
-        raise ValueError(
-            f"not a config of {name} (config.json: {error!r}). fix: as transformers saves it"
-        ) from None
+    architecture = ARCHITECTURES[name]
+    with malformed(f"not a config of {name}"):
+        entries = with_defaults(config, architecture)
+        tree = read_model(entries, architecture)
+        layers = attention_knobs(tree)
+        different = sorted(architecture.misfits(tree, layers))
+        written = {"layer_types": layer_types(layers), "is_causal": True} | write_config(tree, name)
     # Compare it with what we would write.
-    different = []
-    for entry, value in written.items():
-        if entry not in READ_ENTRIES and config.get(entry) != value:
-            different.append(f"{entry}={config.get(entry)}")
+    for entry in sorted((entries.keys() | written.keys()) - READ - set(IGNORED.split())):
+        if entries.get(entry) != written.get(entry):
+            different.append(f"{entry}={entries.get(entry)}")
     if different:
         raise ValueError(
             f"this {name} has what our layers lack (config.json: {', '.join(different)}). "
-            "fix: another model"
+            "fix: another model, or delete entries that are no part of it"
         )
     return name, tree
 
 
 def with_defaults(config: dict, architecture: Architecture) -> dict:
     """The config, with the values of entries that are missing or null."""
-    if config["num_hidden_layers"] > MOST_LAYERS:
+    depth = config["num_hidden_layers"]
+    if depth > MOST_LAYERS:
         raise RuntimeError(f"more than {MOST_LAYERS} layers")
     heads = config["num_attention_heads"]
     derived = {"head_dim": config["hidden_size"] // heads, "num_key_value_heads": heads}
-    defaults = {key: derived.get(key, value) for key, value in architecture.defaults.items()}
-    # A window of Mistral is in all layers, unless `layer_types` says otherwise.
+    entries = {key: derived.get(key, value) for key, value in architecture.defaults.items()}
+    # A window of Mistral is in all layers.
     layer_type = "full_attention"
     if architecture.model_type == "mistral" and config["sliding_window"] is not None:
         layer_type = "sliding_attention"
-    defaults["layer_types"] = [layer_type] * config["num_hidden_layers"]
-    return defaults | {key: value for key, value in config.items() if value is not None}
+    entries |= {"layer_types": [layer_type] * depth, "is_causal": config.get("is_causal", True)}
+    entries |= {key: value for key, value in config.items() if value is not None}
+    if not entries.get("use_sliding_window", True):
+        entries.pop("sliding_window", None)
+    return entries
 
 
 def read_model(config: dict, architecture: Architecture) -> dict:
@@ -151,6 +160,8 @@ def read_model(config: dict, architecture: Architecture) -> dict:
     has_rope = [1] * len(types)
     if "rope_base" in architecture.free_knobs:
         has_rope = config["no_rope_layers"]
+    if {len(types), len(has_rope)} != {config["num_hidden_layers"]}:
+        raise LookupError("layer_types or no_rope_layers of another depth")
     # Layers of one type that all have, or all lack, RoPE are one kind.
     kinds = {}
     pattern = []

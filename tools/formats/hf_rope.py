@@ -47,7 +47,7 @@ def rope_from_hf(config: dict) -> dict:
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     parameters = {key: value for key, value in parameters.items() if value is not None}
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    base = float(parameters.get("rope_theta") or config["rope_theta"])
+    base = parameters.get("rope_theta") or config["rope_theta"]
     target, knobs = SCALINGS.get(rope_type, (None, {}))
     is_known = target is not None or rope_type == "default"
     if not is_known or parameters.keys() - OTHER_KEYS - knobs.keys():
@@ -63,5 +63,8 @@ def rope_from_hf(config: dict) -> dict:
         "beta_slow": 1.0,
         **parameters,
     }
+    # Where it stands outside of `rope_parameters`, transformers prefers it.
+    if "original_max_position_embeddings" in config:
+        parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     scaling = {knob: parameters[key] for key, knob in knobs.items()}
     return {"rope_base": base, "rope_scaling": {"_target_": target, **scaling}}

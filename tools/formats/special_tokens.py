@@ -1,18 +1,43 @@
 """BOS and EOS of a Hugging Face tokenizer, which the configs of a folder name in several ways."""
 
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 
-from data.tokenizer import JsonTokenizer
+from data.tokenizer import JsonTokenizer, Tokenizer
+from run.errors import IntegrityError
 
 # An entry of a later file replaces one of an earlier file.
 CONFIGS = ("tokenizer_config.json", "config.json", "generation_config.json")
+# The texts in a normalizer or decoder that replace others, as JSON writes them.
+REPLACEMENTS = re.compile(r'"content": "((?:\\.|[^"\\])+)"')
+MOST_GROWTH = 64
+UNUSUAL = "a \U0010ffff"  # which a tokenizer must encode, if only as unknown
 
 
-def import_json_tokenizer(folder: Path) -> JsonTokenizer:
-    """The tokenizer.json of a folder, with the ids of BOS and EOS as our checkpoints have them.
+@contextmanager
+def malformed(what: str) -> Iterator[None]:
+    """Raise ValueError for what reading a file that may hold anything raises."""
+    try:
+        yield
+    except (ValueError, OSError, IntegrityError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # tokenizers panic with one that is no Exception
+        raise ValueError(
+            f"{what}: entries are missing or of other types ({error}). "
+            "fix: get all files of the model again"
+        ) from None
 
-    Raises ValueError where it has no EOS, or puts more than BOS in front of a text.
+
+def import_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder, with the ids of BOS and EOS as our checkpoints have them.
+
+    Of a tokenizer.json and a tokenizer.model, it is the one that transformers reads, so that it can
+    be exported again as it is. Raises ValueError where it has no EOS, or puts more than BOS in
+    front of a text.
     """
     files = {}
     settings = {}
@@ -21,36 +46,61 @@ def import_json_tokenizer(folder: Path) -> JsonTokenizer:
             files[name] = (folder / name).read_bytes()
             content = json.loads(files[name])
             settings |= {key: value for key, value in content.items() if value is not None}
-    del files["config.json"]  # of the model
-    files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
-    settings["added_tokens"] = json.loads(files["tokenizer.json"]).get("added_tokens", [])
+    files.pop("config.json", None)  # of the model
 
-    # Its post-processor says what it adds to a prompt: BOS in front, or nothing.
-    eos_ids = special_ids(settings, "eos")
-    tokenizer = with_special_ids(files, {"eos_token_id": eos_ids or [0]})
-    prefix = tokenizer.processor.encode("").ids
-    is_in_front = tokenizer.processor.encode("a").ids[: len(prefix)] == prefix
+    # What it puts in front of a prompt: BOS or nothing.
+    if (folder / "tokenizer.json").exists():
+        files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
+        check_growth(json.loads(files["tokenizer.json"]))
+        tokenizer = with_special_ids(JsonTokenizer, files, {"eos_token_id": 0})
+        tokenizer.decode(tokenizer.encode(UNUSUAL))
+        vocabulary = tokenizer.processor.get_vocab()
+        prefix = tokenizer.processor.encode("").ids
+        is_in_front = tokenizer.processor.encode("a").ids[: len(prefix)] == prefix
+    else:
+        files = {"tokenizer.model": (folder / "tokenizer.model").read_bytes()}
+        tokenizer = Tokenizer(files)
+        piece = tokenizer.processor.id_to_piece
+        vocabulary = {piece(token): token for token in range(tokenizer.vocab_size)}
+        settings = {"bos_token": piece(tokenizer.bos), "eos_token": piece(tokenizer.eos)} | settings
+        prefix = []
+        if settings.get("add_bos_token", True):
+            prefix = special_ids({"bos_token": settings["bos_token"]}, "bos", vocabulary)
+        is_in_front = True
+
     # Without a BOS, an EOS stands between documents: the one that a model calls BOS, if any.
-    separators = [token for token in special_ids(settings, "bos") if token in eos_ids]
-    bos = [*prefix, *separators, *eos_ids]
+    eos_ids = special_ids(settings, "eos", vocabulary)
+    model_bos = special_ids(settings, "bos", vocabulary)
+    bos = [*prefix, *[token for token in model_bos if token in eos_ids], *eos_ids]
     if not eos_ids or max(bos) >= tokenizer.vocab_size or len(prefix) > 1 or not is_in_front:
         raise ValueError(
             f"a tokenizer needs EOS, and may add only BOS, in front (EOS {eos_ids}, adds {prefix}, "
             f"{tokenizer.vocab_size} tokens). fix: eos_token in tokenizer_config.json"
         )
-    return with_special_ids(files, {"bos_token_id": bos[0], "eos_token_id": eos_ids})
+    if [tokenizer.bos, tokenizer.eos] == [*prefix, *eos_ids]:
+        return tokenizer
+    special = {"bos_token_id": bos[0], "eos_token_id": eos_ids, "add_bos_token": bool(prefix)}
+    return with_special_ids(type(tokenizer), files, special)
 
 
-def with_special_ids(files: dict[str, bytes], ids: dict) -> JsonTokenizer:
-    return JsonTokenizer(files | {"generation_config.json": json.dumps(ids).encode()})
+def check_growth(content: dict) -> None:
+    """Raise ValueError for a tokenizer.json whose replacements may multiply a text."""
+    changes = json.dumps([content.get("normalizer"), content.get("decoder")], ensure_ascii=False)
+    growth = prod(map(len, REPLACEMENTS.findall(changes)))
+    if growth > MOST_GROWTH:
+        raise ValueError(f"replacements that multiply a text (tokenizer.json: {growth} times)")
 
 
-def special_ids(settings: dict, kind: str) -> list[int]:
+def with_special_ids(kind: type, files: dict[str, bytes], ids: dict) -> Tokenizer:
+    return kind(files | {"generation_config.json": json.dumps(ids).encode()})
+
+
+def special_ids(settings: dict, kind: str, vocabulary: dict[str, int]) -> list[int]:
     """The ids of BOS or EOS: `eos_token_id`, which may be a list, or that of `eos_token`."""
     ids = settings.get(f"{kind}_token_id", [])
-    token = settings.get(f"{kind}_token")
-    if ids == [] and token is not None:
+    if ids == []:
         # A token may be a dict of its content and options.
+        token = settings.get(f"{kind}_token")
         content = token["content"] if isinstance(token, dict) else token
-        ids = [each["id"] for each in settings["added_tokens"] if each["content"] == content]
+        ids = vocabulary.get(content, [])
     return ids if isinstance(ids, list) else [ids]

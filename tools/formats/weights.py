@@ -45,10 +45,10 @@ def read_weights(folder: Path, model: Transformer, architecture: str) -> dict[st
     """
     whole = folder / "model.safetensors"
     # The index of a model in several files is not read: a missing file is a missing tensor.
-    files = [whole] if whole.exists() else sorted(folder.glob("model-*-of-*.safetensors"))
+    files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise IntegrityError(
-            f"weights are missing ({folder} has no model.safetensors). "
+            f"weights are missing ({folder} has no .safetensors). "
             "fix: fetch them (a .bin is a pickle, which could run code)"
         )
     tensors = {}
@@ -75,6 +75,8 @@ def read_weights(folder: Path, model: Transformer, architecture: str) -> dict[st
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, file_name in file_names(model, architecture).items():
         weights[name] = tensors.pop(file_name, None)
+        if weights[name] is None and name.endswith(ARCHITECTURES[architecture].zeros):
+            weights[name] = torch.zeros(shapes[name])
         if weights[name] is None or weights[name].shape != shapes[name]:
             different.append(file_name)
     different += tensors  # which the model lacks

@@ -1,0 +1,126 @@
+"""Whatever a config.json becomes: a model whose logits are those of transformers, or a refusal."""
+
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.build import build_model
+from run.errors import IntegrityError
+from tests.conftest import close
+from tools.formats.hf_config import from_hf_config
+from tools.formats.weights import read_weights
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_theta": 500.0,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+}
+TYPES = ["full_attention", "sliding_attention", "full_attention"]
+CLASSES = {
+    "Llama": {"attention_bias": True, "tie_word_embeddings": True},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 5, "layer_types": TYPES},
+    "Qwen3": {"max_window_layers": 2},
+    "Mistral": {"sliding_window": 5},
+    "SmolLM3": {"no_rope_layers": [1, 0, 1]},
+    "Arcee": {"hidden_act": "relu2"},
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+ROPES = [
+    {"type": "linear", "factor": 3.0},
+    LLAMA3 | {"original_max_position_embeddings": 16},
+    YARN | {"beta_slow": 2, "rope_theta": 50.0},
+    YARN | {"truncate": False},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"full_attention": {"rope_type": "default", "rope_theta": 300.0}},
+]
+# What an entry may become besides null, a truth value, and near its number.
+VALUES = {
+    "model_type": [name.lower() for name in CLASSES],
+    "hidden_act": ["gelu", "gelu_pytorch_tanh"],
+    "layer_types": [TYPES, ["full_attention"] * 3, ["sliding_attention"] * 3, TYPES + TYPES],
+    "no_rope_layers": [[1, 1, 1], [0, 1, 0], [1, 0], [1, 1, 1, 0]],
+    "rope_scaling": ROPES,
+    "rope_parameters": ROPES,
+    "original_max_position_embeddings": [8, 1024],
+    "sliding_window": [0, 3, 9],
+    "partial_rotary_factor": [0.5],
+    "quantization_config": [{"quant_method": "fp8"}],
+    "per_layer_config": [{"1": {"rms_norm_eps": 0.5}}],
+    "max_window_layers": [0, 1],
+}
+VALUES |= dict.fromkeys(("is_causal", "attention_bias", "mlp_bias", "use_cache"), ())
+
+
+def mutate(config: dict, draw: random.Random) -> dict:
+    """One or two entries removed, or of other values."""
+    config = dict(config)
+    for _ in range(draw.randint(1, 2)):
+        entry = draw.choice([*VALUES, *config])
+        value = config.pop(entry, None)
+        values = [None, True, False, *3 * VALUES.get(entry, [])]
+        if isinstance(value, int | float):
+            values += [2 * value, value / 2, value + 1, -value]
+        if draw.random() < 0.9:
+            config[entry] = draw.choice(values)
+    return config
+
+
+def of_transformers(config: dict) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
+
+
+@torch.no_grad()
+def count_alike(name: str, count: int, folder) -> int:
+    """Mutate a config `count` times -> how often both took it."""
+    torch.manual_seed(0)
+    draw = random.Random(name)
+    config = whole = SIZES | CLASSES[name]
+    whole |= {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
+    save_file(dict(of_transformers(whole).named_parameters()), folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors")
+    tokens = torch.randint(128, (2, 33))
+    alike = 0
+    for _ in range(count):
+        try:
+            architecture, tree = from_hf_config(config)
+            ours = build_model(tree, seed=None).eval()
+            ours.load_state_dict(read_weights(folder, ours, architecture))
+        except (ValueError, IntegrityError) as error:
+            assert "fix: " in str(error) and config is not whole, (config, error)
+            ours = None
+        config, mutated = mutate(whole, draw), config
+        if ours is None:
+            continue
+        try:
+            theirs = of_transformers(mutated)
+            missing, _ = theirs.load_state_dict(weights, strict=False)
+            expected = theirs(tokens).logits
+        except Exception:  # it takes no such config
+            continue
+        if not set(missing) - {"lm_head.weight"}:
+            alike += 1
+            close(ours(tokens), expected, atol=1e-4, rtol=0, msg=str(mutated))
+    return alike
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("count", [34, pytest.param(834, marks=pytest.mark.long)])
+def test_mutated_configs_are_as_in_transformers_or_refused(name, count, tmp_path):
+    assert count_alike(name, count, tmp_path) > count / 10
