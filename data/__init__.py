@@ -1,1 +1,1 @@
-"""Text to batches: documents, tokenizer, shards, loader. Nothing of the model or of the run."""
+"""Text to batches: documents, tokenizer, shards, loader. Nothing of the model."""

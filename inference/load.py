@@ -22,7 +22,8 @@ def load(
 
     Without a path, the run that saved last is loaded. `dtype` is auto, fp32, bf16 or int8, and
     `context` that of training or another one. Returns the model, its tokenizer and its name.
-    Raises ValueError where there is no model.
+    On a GPU this process then prefers flash attention to cuDNN's. Raises ValueError where there is
+    no model.
     """
     device = hardware.pick_device(device)
     source = checkpoint.find_model(path)

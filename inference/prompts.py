@@ -18,7 +18,7 @@ def new_sequences(
 ) -> list[Sequence]:
     """Build `num_samples` sequences of each prompt.
 
-    Of a prompt that is longer than the model's context, the end is used, with a warning.
+    A prompt that is longer than the context keeps its end, with a warning.
     """
     sequences = []
     for prompt in prompts:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from model.transformer import Transformer
 
-# Layers that start at zero: blocks are then the identity, and all tokens are equally likely.
+# Layers that start at zero: blocks are then the identity, and, unless the embedding
+# is the head too, all tokens are equally likely.
 ZERO_LAYERS = ("o_proj", "down_proj", "head")
 
 

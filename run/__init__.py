@@ -1,1 +1,1 @@
-"""What all other folders use: configs, errors, hardware, files. No machine learning in here."""
+"""What all other folders use: what a run is on disk and on a machine."""

@@ -51,7 +51,8 @@ class Attention(nn.Module, ABC):
     ) -> LayerCache:
         """Allocate an empty cache for `capacity` tokens in each of `batch` rows.
 
-        Buffers start at zero; what starts otherwise is set at position 0, as in recurrent.py.
+        Buffers start at zero. State that must start at another value is set at position 0, as in
+        recurrent.py.
         """
 
     @abstractmethod

@@ -61,7 +61,7 @@ class LatentAttention(Attention):
         self.rank = rank
         self.head_dim = head_dim
         self.rope_dim = rope_dim
-        self.value_dim = head_dim + rope_dim
+        self.value_dim = head_dim + rope_dim  # as wide as a key
         self.rotary = (rope_dim, rope_base, rope_scaling)  # which tables of cos and sin
 
         # Queries, through a latent of their own where there is a `query_rank`.
