@@ -16,15 +16,10 @@ from inference.batch import Sequence
 from inference.load import load, load_model
 from inference.text import stream_texts
 from run import checkpoint, hardware
-from tests.conftest import DATASETS, tell
+from tests.conftest import tell
 from tests.data.test_tokenizer import NASTY
 from tests.tools.families import write_tokenizer
 from tools.formats import special_tokens
-
-
-@pytest.mark.parametrize("text", NASTY)
-def test_any_text_comes_back_token_by_token(tokenizer, text):
-    assert streamed(tokenizer, [], tokenizer.encode(text)) == text
 
 
 def byte_pairs(folder: Path, family: str) -> Tokenizer:
@@ -86,17 +81,6 @@ def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     for stream in stream_texts(generated, tokenizer, []):
         text = stream.text
     return text
-
-
-def test_a_stream_keeps_the_leading_space_of_a_dummy_prefix():
-    path = DATASETS / "stories260K" / "tokenizer.model"
-    if not path.exists():
-        pytest.skip("the shared datasets are not here")
-    tokenizer = Tokenizer.load(path)
-    tokens = tokenizer.encode("Once upon a time")
-    assert streamed(tokenizer, [], tokens) == "Once upon a time"
-    rest = streamed(tokenizer, tokens[:1], tokens[1:])
-    assert tokenizer.decode(tokens[:1]) + rest == "Once upon a time"
 
 
 @pytest.mark.parametrize("words", [["caf\udce9"], ["-"]])

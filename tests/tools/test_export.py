@@ -70,7 +70,8 @@ def test_transformers_and_we_again_read_what_is_exported(variant, command, token
     assert result.code == 0, result.err
     place = checkpoint.find_model("again")
     close(load_model(place, "cpu").state_dict(), ours.state_dict(), atol=0, rtol=0)
-    assert Tokenizer.load(place / "tokenizer.model").files == tokenizer.files
+    again = Tokenizer.load(place / "tokenizer.model")
+    assert again.sha256 == tokenizer.sha256 and again.starts_with_bos
 
 
 @pytest.mark.parametrize("variant", NONE)

@@ -159,10 +159,6 @@ DAMAGES = {
         ],
         "a tokenizer needs EOS",
     ),
-    "EOS is a list": (
-        lambda folder: spoiled(folder, "generation_config.json", eos_token_id=[[1]]),
-        "missing or of other types",
-    ),
     "a list": (
         lambda folder: (folder / "generation_config.json").write_text("[1]"),
         "missing or of other types",

@@ -7,7 +7,7 @@ from model.build import build_model
 from run.instantiate import instantiate
 from tests.conftest import close, redraw, tree_of
 from tests.tools.test_parity import CLASSES
-from tools.formats.hf_config import IMPORTED, SHAPE, from_hf_config, to_hf_config
+from tools.formats.hf_config import IMPORTED, from_hf_config, to_hf_config
 from tools.formats.weights import hf_weights
 
 BACK = [variant for variant, name in CLASSES.items() if f"{name}ForCausalLM" in IMPORTED]
@@ -55,28 +55,6 @@ def test_the_original_context_at_the_top_is_preferred():
     theirs.standardize_rope_params()  # as when frequencies are computed
     assert theirs.rope_parameters["original_max_position_embeddings"] == 16
     assert from_hf_config(config)[1]["attention"]["rope_scaling"]["context"] == 16
-
-
-@pytest.mark.filterwarnings("ignore")  # of transformers, about a config that lacks something
-@pytest.mark.parametrize("variant", BACK)
-def test_what_is_left_out_is_taken_as_transformers_takes_it(variant):
-    """Or else refused, key by key: a class may take for granted what our layers do not do."""
-    from transformers import AutoConfig
-
-    whole = to_hf_config(tree_of(*variant.split(), "model.depth=3"))
-    refused = set()
-    for key in whole:
-        config = {name: value for name, value in whole.items() if name != key}
-        try:
-            _, ours = from_hf_config(config)
-        except ValueError:
-            refused.add(key)
-            continue
-        theirs = AutoConfig.for_model(**{"model_type": whole["model_type"]} | config).to_dict()
-        again = from_hf_config(theirs | {"architectures": whole["architectures"]})
-        assert again[1] == ours, key
-    assert refused >= {"architectures", *SHAPE.values()}
-    assert "no_rope_layers" not in whole or "no_rope_layers" in refused
 
 
 @pytest.mark.parametrize("variant", BACK)

@@ -40,18 +40,15 @@ IGNORED = """
 """
 
 
-def to_hf_config(tree: dict) -> dict:
+def to_hf_config(tree: dict, name: str | None = None) -> dict:
     """The config.json of a model, without what only its tokenizer knows.
 
-    Raises ValueError for a model that no class can express.
+    It is that of the class `name`, or of the first that can express the model. Raises ValueError
+    for a model that no class can express.
     """
-    return write_config(tree, choose_architecture(tree, attention_knobs(tree)))
-
-
-def write_config(tree: dict, name: str) -> dict:
-    """The same for the class `name`, which has the model."""
-    architecture = ARCHITECTURES[name]
     layers = attention_knobs(tree)
+    name = name or choose_architecture(tree, layers)
+    architecture = ARCHITECTURES[name]
     # Where a knob is null, the attention derives its value and has it in an attribute of the same
     # name.
     for layer, block in zip(layers, build_model(tree, "meta").blocks, strict=True):
@@ -122,7 +119,7 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
         tree = read_model(entries, architecture)
         layers = attention_knobs(tree)
         different = sorted(architecture.misfits(tree, layers))
-        written = {"layer_types": layer_types(layers), "is_causal": True} | write_config(tree, name)
+        written = {"layer_types": layer_types(layers), "is_causal": True} | to_hf_config(tree, name)
     # Compare it with what we would write.
     for entry in sorted((entries.keys() | written.keys()) - READ - set(IGNORED.split())):
         if entries.get(entry) != written.get(entry):

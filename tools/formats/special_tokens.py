@@ -63,9 +63,10 @@ def import_tokenizer(folder: Path) -> Tokenizer:
         piece = tokenizer.processor.id_to_piece
         vocabulary = {piece(token): token for token in range(tokenizer.vocab_size)}
         settings = {"bos_token": piece(tokenizer.bos), "eos_token": piece(tokenizer.eos)} | settings
-        prefix = []
-        if settings.get("add_bos_token", True):
-            prefix = special_ids({"bos_token": settings["bos_token"]}, "bos", vocabulary)
+        settings.pop("bos_token_id", None)  # the tokenizer's is put in front, not the model's
+        prefix = special_ids(settings, "bos", vocabulary)
+        if not settings.get("add_bos_token", True):
+            prefix = []
         is_in_front = True
 
     # Without a BOS, an EOS stands between documents: the one that a model calls BOS, if any.
@@ -77,8 +78,6 @@ def import_tokenizer(folder: Path) -> Tokenizer:
             f"a tokenizer needs EOS, and may add only BOS, in front (EOS {eos_ids}, adds {prefix}, "
             f"{tokenizer.vocab_size} tokens). fix: eos_token in tokenizer_config.json"
         )
-    if [tokenizer.bos, tokenizer.eos] == [*prefix, *eos_ids]:
-        return tokenizer
     special = {"bos_token_id": bos[0], "eos_token_id": eos_ids, "add_bos_token": bool(prefix)}
     return with_special_ids(type(tokenizer), files, special)
 
