@@ -128,11 +128,9 @@ def find_model(path: Path | str | None) -> Path:
         return path
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
-        if not path.exists():
-            raise ValueError(f"no model ({path}). fix: python train.py, or the folder of a run")
         raise ValueError(
-            f"not a run ({path}). fix: python -m tools.import_hf FOLDER --out NAME, for a model of "
-            "Hugging Face"
+            f"not a run ({path}). fix: python train.py, or for a model of Hugging Face "
+            "python -m tools.import_hf FOLDER --out NAME"
         )
     return checkpoint
 

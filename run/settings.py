@@ -254,6 +254,7 @@ def defaults() -> dict[str, str]:
         if choice != "_self_":
             tree |= choice
     tree["name"] = "NAME"  # made of the groups
+    del tree["optional tuned"]
     return {key: as_typed(value) for key, value in tree.items()}
 
 
@@ -266,12 +267,12 @@ def help_text() -> str:
     schemas = Settings.model_json_schema()["properties"]
     lines = [EXAMPLES]
     for key, value in defaults().items():
-        schema = schemas.get(key, {"description": f"a file of configs/{key}"})
+        schema = schemas.get(key, {})
         kinds = choices(key)
         if not kinds:
             for kind in schema.get("anyOf", [schema]):
                 kinds += map(as_typed, kind.get("enum", [kind.get("type")]))
-        lines.append(f"  {key}={value}  ({', '.join(kinds)})  {schema['description']}")
+        lines.append(f"  {key}={value}  ({', '.join(kinds)})  {schema.get('description', '')}")
     return "\n".join(lines)
 
 

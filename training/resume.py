@@ -28,7 +28,6 @@ def restore(trainer, path: Path) -> None:
 
     with checkpoint.report_unreadable(path / "state.pt"):
         load_optimizer_state(trainer.model, trainer.optimizers, state["optimizer"])
-        checkpoint.load_weights(trainer.model, path)
         if state["scaler"]:
             trainer.scaler.load_state_dict(state["scaler"])
 
@@ -51,6 +50,7 @@ def restore(trainer, path: Path) -> None:
         trainer.timed_from = trainer.clock.training()
         trainer.log_state = state["log"]
         trainer.loss_sum.copy_(state["loss_sum"] / trainer.ranks.world_size)
+    checkpoint.load_weights(trainer.model, path)
     progress.say(f"resuming step {trainer.step}\n{changes}".rstrip())
 
 

@@ -310,4 +310,4 @@ def test_a_run_that_learns_from_a_teacher_resumes_and_keeps_it_out(heal, command
     refused = command("train.py", *TINY, *text, "distill=old", "steps=4")
     assert refused.code == 2 and "the teacher has another vocabulary" in refused.err, refused.err
     refused, _ = heal("other", "distill=nowhere")
-    assert refused.code == 2 and "no model (nowhere)" in refused.err
+    assert refused.code == 2 and "not a run (nowhere)" in refused.err

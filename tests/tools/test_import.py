@@ -86,8 +86,8 @@ def test_no_other_command_reads_what_is_not_ours(command, there, story):
         ):
             result = command(*words)
             assert result.code == 2 and result.err.count("\n") == 1, result.err
-            assert f"not a run ({foreign}). fix: python -m tools.import" in result.err
-    assert "no model (absent)" in command("train.py", *TINY[1:], "init_from=absent").err
+            assert f"not a run ({foreign}). fix: " in result.err and "tools.import_hf" in result.err
+    assert "not a run (absent)" in command("train.py", *TINY[1:], "init_from=absent").err
 
 
 def test_shards_half_precision_and_old_files_are_read(command, there):
