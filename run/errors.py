@@ -34,7 +34,7 @@ def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoRetur
 
     `rank0_only` is for problems that every rank finds: rank 0 alone prints them.
     """
-    if not rank0_only or os.environ.get("RANK", "0") == "0":
+    if not rank0_only or is_rank0():
         for problem in problems:
             line = " ".join(str(problem).split())
             if "fix: " not in line:
@@ -43,6 +43,10 @@ def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoRetur
                 start_line()
                 print("error:", line, file=sys.stderr)
     raise SystemExit(code)
+
+
+def is_rank0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def without_fix(problem: object) -> str:
@@ -57,9 +61,7 @@ def suggest(word: str, known: list[str]) -> str | None:
     """
     names = {last_part(name): name for name in reversed(known)}
     near = get_close_matches(last_part(word).lower(), names, n=1, cutoff=0.65)
-    if near:
-        return names[near[0]]
-    return None
+    return names.get("".join(near))
 
 
 def last_part(word: str) -> str:

@@ -1,7 +1,6 @@
 """Messages for whoever waits: what is going on, about how long it takes, and how to avoid it."""
 
 import math
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +8,8 @@ from datetime import timedelta
 from threading import Event, Thread
 
 from tqdm import tqdm
+
+from run.errors import is_rank0
 
 PATIENCE = 2.0  # seconds that a wait may take without an announcement
 
@@ -18,10 +19,6 @@ def say(text: str) -> None:
     if is_rank0():
         with suppress(OSError):  # it may be a closed pipe, or a file on a full disk
             tqdm.write(text, file=sys.stderr)
-
-
-def is_rank0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def duration(seconds: float) -> str:

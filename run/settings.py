@@ -206,7 +206,7 @@ def describe(problem: dict) -> str:
     return f"{key} {rule} (got {problem['input']!r}). fix: {key}={defaults()[key]}"
 
 
-def unknown(word: str, value: str = "VALUE", own: Collection[str] = ()) -> str:
+def unknown(word: str, value: str, own: Collection[str]) -> str:
     """A line for a KEY or a GROUP=CHOICE that is not there, with the one that is nearest.
 
     `value` is what the key was to be, and `own` are the keys of the chosen presets.
@@ -285,13 +285,11 @@ def report_errors() -> Iterator[None]:
         with errors.report_errors():
             yield
     except HydraException as error:
-        errors.exit_with(errors.BUG, composing_problem(str(error), {}, {}))
+        errors.exit_with(errors.BUG, error)
 
 
 def composing_problem(text: str, values: dict[str, str], own: Collection[str]) -> str:
     """What an error of Hydra says of overrides with these values, and a fix of ours."""
-    if "fix: " in text:  # from compose
-        return text
     if match := re.match(
         r"(?:In 'train': )?Could not (?:override|find|delete from config\.) '(.+?)'", text
     ):
