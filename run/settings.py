@@ -137,8 +137,8 @@ class Settings(BaseModel):
             size = max(unit, self.batch_tokens // unit * unit)
             raise ValueError(
                 f"batch_tokens must be a multiple of {unit}, whole sequences for every process "
-                f"(got {self.batch_tokens} with micro_batch={self.micro_batch} context={self.context} "
-                f"processes={world_size}). fix: batch_tokens={size}"
+                f"(got {self.batch_tokens} with context={self.context} "
+                f"micro_batch={self.micro_batch} processes={world_size}). fix: batch_tokens={size}"
             )
 
     def sequences_per_process(self, world_size: int) -> int:

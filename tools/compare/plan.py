@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from model.build import build_model
 from model.transformer import Transformer
-from run.settings import CONFIGS, GROUPS, compose
+from run.settings import CONFIGS, GROUPS, compose, parse_override
 from tools.compare.jobs import Job
 from training.setup import set_up_run
 
@@ -65,6 +65,8 @@ def plan_jobs(overrides: list[str], match: str, folder: Path | None) -> list[Job
 def expand_sweep(overrides: list[str]) -> Sweep:
     """Expand Hydra's sweeps (A,B or range or glob)."""
     sweep = {}
+    for word in overrides:
+        parse_override(word)
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         for override in parser.parse_overrides(overrides):
