@@ -99,6 +99,7 @@ CONFIGS = {
     "precision=fp16": (2, "fp16"),
     "device=cuda": (2, "device=cuda"),
     "data=text": (2, "data.path"),
+    "data=text data.path=my/*.md": (2, "my/*.md"),
     "init_from=absent": (2, "absent"),
 }
 
