@@ -10,6 +10,7 @@ from model.build import build_model
 from model.transformer import Transformer
 from run import checkpoint, compilation, hardware
 from run.instantiate import ROOT
+from run.progress import waiting
 
 
 def load(
@@ -27,7 +28,8 @@ def load(
     """
     device = hardware.pick_device(device)
     source = checkpoint.find_model(path)
-    model = load_model(source, device, weight_dtype(dtype, device), context)
+    with waiting("loading the model"):
+        model = load_model(source, device, weight_dtype(dtype, device), context)
     if device.type == "cpu":
         quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     if device.type == "cuda":

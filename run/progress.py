@@ -30,8 +30,8 @@ def duration(seconds: float) -> str:
 def waiting(what: str, total: int = 1) -> Iterator[tqdm]:
     """Announce what happens inside if it takes longer than PATIENCE; a terminal shows a clock, too.
 
-    The code inside may call `update` of the bar that it gets after each of `total` parts, from which
-    the time left follows.
+    The code inside may call `update` of the bar that it gets after each of `total` parts, from
+    which the time left follows.
     """
     # None shows the bar on a terminal only.
     bar = tqdm(

@@ -27,7 +27,7 @@ COLUMNS = (
 NAME_WIDTH = 14  # characters
 WIDTH = 16
 NOTE = """
-vocabulary: data.vocab_size=N. model=124m is named after GPT-2, which has 50,257 and model.tied=true.
+vocabulary: data.vocab_size=N. model=124m is named after GPT-2: 50,257, model.tied=true.
 MFLOP/token: in training. KV bytes: of one sequence in bf16.
 next: python train.py attention=NAME, with the same overrides"""
 

@@ -23,8 +23,8 @@ greedy = partial(sample, temperature=0)
 def latencies(runs: dict[str, Path]) -> dict[str, dict[str, float]]:
     """Map names of runs to medians in ms of decoding at full context, by what was measured.
 
-    Models are loaded as generate.py loads them, and not compiled. They take turns, so that a machine
-    that slows down does so for all of them.
+    Models are loaded as generate.py loads them, and not compiled. They take turns, so that a
+    machine that slows down does so for all of them.
     """
     measured = defaultdict(list)  # s, by model and number of rows
     total = TURNS * len(runs) * 2

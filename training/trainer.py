@@ -202,8 +202,9 @@ class Trainer:
         code 2. The time that this takes is not that of a step.
         """
         self.compile()
-        advice = "shorter where .cache/ has it from before; to begin at once: compile=false"
-        with progress.waiting(f"compiling the training step ({advice})"):
+        with progress.waiting(
+            "compiling the training step, which .cache/ keeps (to begin at once: compile=false)"
+        ):
             loss_sum = compilation.compile_and_run(
                 self.compute_gradients,
                 is_required=self.settings.compile is True or self.ranks.world_size > 1,

@@ -13,8 +13,8 @@ from tools.compare.plots import draw_curves, draw_points, in_bytes
 from tools.compare.runs import Groups, Run, differences, group_by_variant
 from tools.latency import latencies
 
-# What a choice takes at least. With fewer seeds, only large differences show. With fewer tokens, the
-# ranking may change with more training; 20 are optimal for their compute (Hoffmann et al.,
+# What a choice takes at least. With fewer seeds, only large differences show. With fewer tokens,
+# the ranking may change with more training; 20 are optimal for their compute (Hoffmann et al.,
 # 2203.15556).
 MIN_SEEDS = 3
 MIN_TOKENS = 10  # a parameter
