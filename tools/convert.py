@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 @into_new_folder
-def main(args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace) -> str:
     # What can be wrong is found before anything is written.
     with errors.user_input():
         path = checkpoint.find_model(args.model)
@@ -51,17 +51,15 @@ def main(args: argparse.Namespace) -> None:
             moments = measure_moments(load_model(path, "cpu"), tokenizer, args.text)
         model = build_model(new_tree)
         changes = converted_model.load_converted(model, new_tree, path, moments)
-    for line in converted_model.describe(changes):
-        print(line)
     before = build_model(tree, "meta").cache_bytes(tree["context"], torch.bfloat16)
     after = model.cache_bytes(tree["context"], torch.bfloat16)
-    print(f"cache of a full context in bf16: {before:,} -> {after:,} bytes")
     if not all(weight.isfinite().all() for weight in model.parameters()):
         errors.exit_with(
             errors.DIVERGED, f"weights contain NaN or infinity ({path}). fix: an older checkpoint"
         )
     checkpoint.save(args.out, 0, model.state_dict(), {"model": new_tree}, tokenizer.files, {})
-    print(
+    return "\n".join(converted_model.describe(changes)) + (
+        f"\ncache of a full context in bf16: {before:,} -> {after:,} bytes\n"
         f"written: {args.out}. To heal it: "
         f"python train.py init_from={args.out} distill={args.model} data=text data.path=TEXT"
     )

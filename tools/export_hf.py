@@ -17,6 +17,7 @@ from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer, tokenizer_file
 from inference.load import load_model
 from run import checkpoint, errors
 from run.cli import HelpFormatter, Parser
+from run.progress import waiting
 from tools.formats.hf_config import to_hf_config
 from tools.formats.weights import hf_weights
 
@@ -41,8 +42,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def into_new_folder(command: Callable[[argparse.Namespace], None]) -> Callable:
-    """Decorate a command: it makes --out, and removes it if it fails; exit if it is not empty."""
+def into_new_folder(command: Callable[[argparse.Namespace], str]) -> Callable:
+    """Decorate a command: it makes --out, and removes it if it fails; exit if it is not empty.
+
+    What the command returns is printed at its end.
+    """
 
     def main(args: argparse.Namespace) -> None:
         out = args.out
@@ -54,16 +58,18 @@ def into_new_folder(command: Callable[[argparse.Namespace], None]) -> Callable:
                 )
             out.mkdir(parents=True, exist_ok=True)
         try:
-            command(args)
+            with waiting(f"writing {out}"):
+                text = command(args)
         except BaseException:
             shutil.rmtree(out, ignore_errors=True)
             raise
+        print(text)
 
     return main
 
 
 @into_new_folder
-def main(args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace) -> str:
     # All that can be wrong with the model or the arguments is found before anything is written.
     with errors.user_input():
         path = checkpoint.find_model(args.run)
@@ -86,7 +92,7 @@ def main(args: argparse.Namespace) -> None:
         (args.out / name).write_bytes(content)
     # The last file: no library takes a folder without it for a model.
     (args.out / "config.json").write_text(json.dumps(config, indent=1))
-    print(
+    return (
         f"written: {architecture}, {args.dtype}: {args.out}. To use it: "
         f'transformers.AutoModelForCausalLM.from_pretrained("{args.out}")'
     )

@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 @into_new_folder
-def main(args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace) -> str:
     # All that can be wrong with the folder is found before anything is written.
     with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
         architecture, tree = from_hf_config(json.loads((args.folder / "config.json").read_text()))
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
             problem = f"weights contain NaN or infinity ({args.folder}: {name})"
             errors.exit_with(errors.DIVERGED, f"{problem}. fix: {FETCH_AGAIN}")
     checkpoint.save(args.out, 0, weights, {"model": tree}, tokenizer.files, {})
-    print(f"written: {args.out}. To use it: python generate.py PROMPT --run {args.out}")
+    return f"written: {args.out}. To use it: python generate.py PROMPT --run {args.out}"
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
