@@ -32,8 +32,10 @@ from model.build import build_model
 from run import checkpoint
 from run.distributed import DistEnv
 from run.instantiate import instantiate
+from run.progress import duration
 from run.settings import Settings, compose
 from run.signals import Signals
+from tests.run.forks import LONG as LONG
 from tests.run.forks import Forked
 from tools.compare import jobs
 from training.budget import Clock
@@ -67,11 +69,76 @@ TINY = (
     f"precision={PRECISION}",
 )
 SHORT = ("steps=4", "eval_every=2", "sample_every=4", "save_every=2")
-LONG = 600  # seconds until what another process does is given up: a safety net, for a loaded machine too
 close = torch.testing.assert_close
 greedy = partial(sample, temperature=0)
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+# Seconds of tests, alone on two cores; a part of their names. Those of LONGEST or more begin first.
+SECONDS = {
+    "on_gpus_that_are_not_there": 90.0,
+    "nor_broken_libraries": 40.0,
+    "test_every_crash_point": 30.0,
+    "test_a_variant_of_two_files": 18.0,
+    "test_a_sharded_run": 5.0,
+    "test_compare.py": 2.0,
+    "no_graph_break": 2.4,
+    "compiles_once": 1.8,
+    "faults/": 0.8,
+    "": 0.15,
+}
+LONGEST = 10.0
+
+
+def seconds_of(test: str) -> float:
+    return next(seconds for name, seconds in SECONDS.items() if name in test)
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    items.sort(key=lambda item: seconds_of(item.nodeid) < LONGEST)
+
+
+def pytest_configure(config) -> None:
+    if config.option.dist != "no" and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(config))
+
+
+class Progress:
+    """A line every ten seconds: how many tests are done, and about how long the others will take."""
+
+    def __init__(self, config):
+        self.config = config
+        self.num_workers = config.option.numprocesses
+        self.num_done = 0
+        self.done = 0.0  # seconds, alone on two cores
+        self.told = 0.0
+
+    def pytest_report_header(self) -> str:
+        return "all tests: about five minutes on two cores, ten where they have no AVX-512"
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.num_tests = len(ids)
+        self.total = sum(map(seconds_of, ids))
+        self.started = monotonic()
+        self.tell()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.num_done += 1
+        self.done += seconds_of(nodeid)
+        self.tell()
+
+    def tell(self) -> None:
+        now = monotonic()
+        if now - self.told < 10:
+            return
+        self.told = now
+        # How much slower this machine is, once more than a minute has shown it.
+        slowness = (60 + now - self.started) / (60 + self.done / self.num_workers)
+        left = slowness * (self.total - self.done) / self.num_workers
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.ensure_newline()
+        reporter.write_line(f"{self.num_done} of {self.num_tests} tests, {duration(left)} left")
 
 
 def settings_of(*overrides: str) -> Settings:
@@ -246,8 +313,18 @@ def tell(folder: Path) -> Path:
     return path
 
 
+@cache
+def trained_tokenizer(texts: tuple[str, ...], vocab_size: int) -> Tokenizer:
+    return TRAIN_TOKENIZER(texts, vocab_size)
+
+
+TRAIN_TOKENIZER = Tokenizer.train
+
+
 @pytest.fixture
-def story(tmp_path) -> Path:
+def story(tmp_path, monkeypatch) -> Path:
+    """The text in a folder of the test's own; its tokenizer is trained once for all tests of a process."""
+    monkeypatch.setattr(Tokenizer, "train", lambda texts, size: trained_tokenizer((*texts,), size))
     return tell(tmp_path)
 
 

@@ -1,5 +1,6 @@
 """Runs of four tiny steps in forked processes that can be killed anywhere, and what they leave behind."""
 
+import gc
 import itertools
 import json
 import os
@@ -51,8 +52,9 @@ class Job:
 
     def __call__(self, *words: str) -> int:
         """As `python train.py`, with resume=true once there is a folder -> the exit code."""
-        resume = f"resume={str((self.root / 'run').exists()).lower()}"
-        settings = settings_of(*TINY, *WORDS, *STEPS, f"run_dir={self.root}/run", resume, *words)
+        settings = settings_of(*TINY, *WORDS, *STEPS, *words)  # composed once for all runs
+        settings.run_dir = str(self.root / "run")
+        settings.resume = Path(settings.run_dir).exists()
         settings.model["vocab_size"] = self.corpus.tokenizer.vocab_size
         loader = Loader(
             self.corpus.train,
@@ -116,9 +118,10 @@ def start(action: Action, *before: Action) -> int:
     if pid > 0:
         return pid
     code = 1
-    torch.set_num_threads(
-        1
-    )  # those of OpenMP do not survive a fork: a parallel region would wait for them forever
+    # The threads of OpenMP do not survive a fork: a parallel region would wait for them forever.
+    torch.set_num_threads(1)
+    gc.freeze()  # a collection would copy all memory that is shared with the parent
+    signal.alarm(LONG // 2)  # a fork may inherit a lock that is never released
     try:
         for prepare in before:
             prepare()

@@ -12,8 +12,23 @@ import pytest
 import torch
 
 from run import compilation
-from tests.conftest import ROOT, TINY, weights
+from tests.conftest import LONG, ROOT, TINY, weights
 
+COMPILING = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from run import compilation
+
+@torch.compile(dynamic=False)
+def double(x):
+    return (2 * x).sum()
+
+compilation.use_cache()
+run = lambda: double(torch.ones(33)).item()
+print(compilation.compile_and_run(run, is_required=True, option="compile=false"), pick_vec_isa())
+"""
 ISA = "from torch._inductor.cpu_vec_isa import pick_vec_isa; print(pick_vec_isa())"
 
 compiles = pytest.mark.skipif(
@@ -22,83 +37,72 @@ compiles = pytest.mark.skipif(
 )
 
 
-def start_training(folder: Path, story: Path, cache: Path) -> subprocess.Popen:
-    """`python train.py` with compilation, in a process group and with a compile cache of its own."""
-    text = ("data=text", f"data.path={story}", "data.vocab_size=400")
-    steps = ("steps=2", "save_every=2", "eval_every=2", "sample_every=2")
+def start(cache: Path, *command: str) -> subprocess.Popen:
+    """Python, in a process group and with a compile cache of its own."""
     return subprocess.Popen(
-        [
-            sys.executable,
-            str(ROOT / "train.py"),
-            *TINY,
-            *text,
-            *steps,
-            "model.depth=1",
-            "compile=true",
-        ],
-        cwd=folder,
+        [sys.executable, *command],
+        cwd=cache.parent,
         env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
 
 
-def empty_libraries(cache: Path) -> set[Path]:
-    """The libraries that a compiler has opened and not written to."""
-    found = set()
-    for path in cache.rglob("*.so*"):
-        try:
-            if path.stat().st_size == 0:
-                found.add(path)
-        except FileNotFoundError:  # it got its name in between
-            continue
-    return found
-
-
-def vector_isa(cache: Path) -> str:
-    """What torch's probes of the instruction set find with this cache."""
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-c", ISA], env=env, capture_output=True, text=True, check=True
-    )
-    return done.stdout
+def interrupt(process: subprocess.Popen, cache: Path, victim: str, number: int) -> str:
+    """Send a signal while such a library is opened and empty -> what the process said."""
+    sizes = []
+    while 0 not in sizes:
+        assert process.poll() is None, process.communicate()[1]
+        # A compiler may rename a file, or remove a folder, while they are searched.
+        with suppress(FileNotFoundError):
+            sizes = [path.stat().st_size for path in cache.rglob(f"*.{victim}*")]
+        time.sleep(0.0005)
+    os.killpg(process.pid, number)
+    told = process.communicate(timeout=LONG)[1]
+    with suppress(ProcessLookupError):  # compilers that go on, since signals do not reach them
+        os.killpg(process.pid, signal.SIGKILL)
+    # A younger library counts as one that is still being written.
+    time.sleep(compilation.LINKING_SECONDS)
+    return told
 
 
 @compiles
-@pytest.mark.parametrize(
-    "number, victim, code",
-    [
-        # In torch's probe of the instruction set, and in a library of the training step.
-        (signal.SIGKILL, "", -signal.SIGKILL),
-        pytest.param(signal.SIGINT, "main.so", 130, marks=pytest.mark.long),
-        pytest.param(signal.SIGTERM, "main.so", 75, marks=pytest.mark.long),
-    ],
-)
-def test_a_killed_compilation_harms_no_later_one(tmp_path, story, number, victim, code):
+def test_neither_a_killed_compilation_nor_broken_libraries_harm_a_later_one(tmp_path):
+    """Empty probes of the instruction set, as a killed linker leaves them, and unusable kernels."""
     cache = tmp_path / "cache"
-    training = start_training(tmp_path, story, cache)
-    while True:
-        assert training.poll() is None, training.communicate()[1]
-        # A compiler may remove a folder while it is searched.
-        with suppress(FileNotFoundError):
-            if any(victim in path.name for path in empty_libraries(cache)):
-                break
-        time.sleep(0.0005)
-    os.killpg(training.pid, number)
-    told = training.communicate(timeout=60)[1]
-    with suppress(ProcessLookupError):  # compilers that go on, since signals do not reach them
-        os.killpg(training.pid, signal.SIGKILL)
-    assert training.returncode == code, told
-    assert "Traceback" not in told
-    assert told.count("error: ") == (number != signal.SIGKILL)
+    command = ("-c", COMPILING, str(ROOT))
+    killed = start(cache, *command)
+    interrupt(killed, cache, "so", signal.SIGKILL)  # in torch's first probe of the instruction set
+    assert killed.returncode == -signal.SIGKILL
+    isa, _ = start(tmp_path / "untouched", "-c", ISA).communicate(timeout=LONG)
+    for is_broken in (False, True):
+        said, told = start(cache, *command).communicate(timeout=LONG)
+        assert said == f"66.0 {isa}", told
+        assert ("its cache is moved aside" in told) == is_broken
+        for library in cache.rglob("*.so"):
+            library.write_bytes(b"nonsense" if ".main." in library.name else b"")
+            os.utime(library, (0, 0))
+    aside = cache.with_name("cache-broken")
+    assert all(library.stat().st_size > 0 for library in aside.rglob("*.so"))
 
-    # A younger library counts as one that is still being written.
-    time.sleep(compilation.LINKING_SECONDS)
-    training = start_training(tmp_path, story, cache)
-    told = training.communicate(timeout=600)[1]
-    assert training.returncode == 0, told
-    assert vector_isa(cache) == vector_isa(tmp_path / "untouched")
+
+@pytest.mark.long
+@compiles
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_ends_a_run_that_compiles_and_harms_no_later_one(tmp_path, story, number, code):
+    cache = tmp_path / "cache"
+    words = ("steps=2", "save_every=2", "model.depth=1", "compile=true")
+    text = ("data=text", f"data.path={story}", "data.vocab_size=400")
+    command = (str(ROOT / "train.py"), *TINY, *text, *words)
+    training = start(cache, *command)
+    told = interrupt(training, cache, "main.so", number)
+    assert training.returncode == code, told
+    assert "Traceback" not in told and told.count("error: ") == 1
+    again = start(cache, *command)
+    told = again.communicate(timeout=LONG)[1]
+    assert again.returncode == 0, told
 
 
 @pytest.fixture
@@ -140,36 +144,3 @@ def test_a_compilation_that_was_asked_for_and_fails_is_one_line(trainer_of, brok
     assert end.value.code == 2
     assert "error: compilation failed (" in told and told.count("fix: ") == 1
     assert "Traceback" not in told
-
-
-COMPILING = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from run import compilation
-
-@torch.compile(dynamic=False)
-def double(x):
-    return (2 * x).sum()
-
-compilation.use_cache()
-run = lambda: double(torch.ones(33)).item()
-print(compilation.compile_and_run(run, is_required=True, option="compile=false"))
-"""
-
-
-@compiles
-def test_a_broken_library_is_set_aside(tmp_path):
-    """What torch probes for vector instructions is empty, as a killed linker leaves it."""
-    cache = tmp_path / "cache"
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", COMPILING, str(ROOT)]
-    for is_broken in (False, True):
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-        assert done.stdout == "66.0\n"
-        assert ("its cache is moved aside" in done.stderr) == is_broken
-        for library in cache.rglob("*.so"):
-            library.write_bytes(b"nonsense" if ".main." in library.name else b"")
-            os.utime(library, (0, 0))
-    aside = cache.with_name("cache-broken")
-    assert all(library.stat().st_size > 0 for library in aside.rglob("*.so"))

@@ -23,12 +23,10 @@ def judged(job: Job, code: int, whole: Job) -> list[str]:
     return found + [f"left over: {name}" for name in job.leftovers()]
 
 
-def every_crash_point(
-    job: Job, whole: Job, *broken, first: int = 1, stride: int = 1
-) -> tuple[int, list[str]]:
+def every_crash_point(job: Job, whole: Job, *broken) -> tuple[int, list[str]]:
     """Kills before each file operation in turn, and every third time once more in the run that goes on."""
     found = []
-    for event in itertools.count(first, stride):
+    for event in itertools.count(1):
         job.fresh()
         if forked(job, *broken, killed_at(event, job.root)) != -signal.SIGKILL:
             return event - 1, found
@@ -80,9 +78,8 @@ def power_cuts(job: Job, whole: Job, events: range, *broken) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("first", [1, 2])
-def test_every_crash_point(job, whole, first):
-    points, found = every_crash_point(job, whole, first=first, stride=2)
+def test_every_crash_point(job, whole):
+    points, found = every_crash_point(job, whole)
     assert points > 60 and found == []
 
 
@@ -90,14 +87,12 @@ def test_the_crash_points_see_a_saver_that_writes_in_place(job, whole):
     assert every_crash_point(job, whole, harness.in_place)[1]
 
 
-def test_random_kills(job, whole):
-    assert random_kills(job, whole, 15, seed=0) == []
+MANY = [pytest.param(102, seed, marks=pytest.mark.long) for seed in range(1, 6)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_a_hundred_random_kills(job, whole, seed):
-    assert random_kills(job, whole, 102, seed) == []
+@pytest.mark.parametrize("kills, seed", [(15, 0), *MANY])
+def test_random_kills(job, whole, kills, seed):
+    assert random_kills(job, whole, kills, seed) == []
 
 
 def test_a_power_cut_takes_nothing_that_was_saved(job, whole):

@@ -2,9 +2,7 @@
 
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ from run import checkpoint
 from run.signals import Signals
 from tests.conftest import LONG, ROOT, TINY
 from tests.faults.harness import finish, forked, source, start, wait_for
+from tests.run.forks import ranks
 from training import trainer
 
 CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
@@ -123,58 +122,33 @@ def test_a_signal_in_a_preparation_ends_it(tmp_path, story, monkeypatch, place, 
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def torchrun(folder: Path, story: Path, *words: str) -> subprocess.Popen:
-    """Two processes that train until they are told to end."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    text = (
+def test_a_signal_to_one_of_two_processes_saves_and_ends_both(tmp_path, story, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    metrics = Path("run/metrics.jsonl")
+    words = (
         "data=text",
         f"data.path={story}",
         "data.vocab_size=400",
         "run_dir=run",
         "save_every=5",
-        "steps=100000",
     )
-    command = [
-        *start,
-        str(ROOT / "train.py"),
-        *TINY,
-        *text,
-        "model.depth=1",
-        "eval_every=100000",
-        *words,
-    ]
-    return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    words += ("steps=100000", "eval_every=100000", "model.depth=1")
+    train = [sys.executable, ROOT / "train.py", *TINY, *words]
 
+    def send(number: int, after: int):
+        def act(processes: list) -> None:
+            wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > after)
+            os.kill(processes[-1].pid, number)
 
-def ranks_of(launcher: subprocess.Popen) -> list[int]:
-    return [
-        int(pid)
-        for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    ]
+        return act
 
-
-def wait_for_steps(run: Path, steps: int) -> None:
-    metrics = run / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > steps)
-
-
-def test_a_signal_to_one_of_two_processes_saves_and_ends_both(tmp_path, story):
-    launcher = torchrun(tmp_path, story)
-    wait_for_steps(tmp_path / "run", 3)
-    os.kill(ranks_of(launcher)[-1], signal.SIGTERM)
-    told = launcher.communicate(timeout=LONG)[1]
-    assert re.findall(r"exitcode +: (-?\d+)", told) == ["75", "75"]
-    assert "resume=true" in told
-    newest = checkpoint.newest_checkpoint(tmp_path / "run")
-    steps = [
-        json.loads(line)["step"]
-        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    codes, told = ranks(train, 2, tmp_path, send(signal.SIGTERM, after=3))
+    assert codes == [75, 75] and "resume=true" in told, told
+    newest = checkpoint.newest_checkpoint(Path("run"))
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert newest.name == f"step-{steps[-1]:08d}"
 
-    launcher = torchrun(tmp_path, story, "resume=true")
-    wait_for_steps(tmp_path / "run", len(steps) + 6)
-    os.kill(ranks_of(launcher)[-1], signal.SIGKILL)  # now one dies
-    assert launcher.wait(timeout=LONG) != 0
-    launcher.stderr.close()
-    assert checkpoint.newest_checkpoint(tmp_path / "run").name > newest.name
+    resume = [*train, "resume=true"]
+    codes, _ = ranks(resume, 2, tmp_path, send(signal.SIGKILL, after=len(steps) + 6))
+    assert codes[0] > 0 and codes[1] == -signal.SIGKILL
+    assert checkpoint.newest_checkpoint(Path("run")).name > newest.name

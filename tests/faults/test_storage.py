@@ -98,7 +98,7 @@ def test_a_killed_preparation_leaves_no_lock(tmp_path, story, monkeypatch):
     os.kill(pid, signal.SIGKILL)
     finish(pid)
     monkeypatch.undo()
-    assert forked(lambda: prepare(source(story), cache) and None, lambda: signal.alarm(LONG)) == 0
+    assert forked(lambda: prepare(source(story), cache) and None) == 0
 
 
 def test_steps_that_are_no_longer_named_so_are_not_resumed(job):

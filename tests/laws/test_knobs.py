@@ -89,7 +89,11 @@ def drawn(seed: int) -> dict:
     return settings_of("model=tiny", "context=64").model | shape | {"attention": attention}
 
 
-def keeps_the_laws(seed: int) -> None:
+MORE = [pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 240)]
+
+
+@pytest.mark.parametrize("seed", [*range(20), *MORE])
+def test_knobs_combine(seed):
     model = redraw(instantiate(drawn(seed))).double().eval()
     chunks = random.Random(seed).choice(((13,), (1,) * 13, (5, 1, 1, 6), (2, 11)))
     laws.test_cached_decoding_matches_the_full_forward(model, chunks)
@@ -99,14 +103,3 @@ def keeps_the_laws(seed: int) -> None:
     laws.test_rows_can_be_reset_and_copied(model)
     laws.test_the_cache_costs_what_cache_bytes_says(model, 9)
     laws.test_every_parameter_learns(model)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_knobs_combine(seed):
-    keeps_the_laws(seed)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(40, 240))
-def test_more_knobs_combine(seed):
-    keeps_the_laws(seed)

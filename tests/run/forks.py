@@ -1,9 +1,12 @@
 """Processes that start warm, as forks: importing torch would take most of their time."""
 
+import gc
 import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import IO
 
@@ -12,18 +15,32 @@ from torch.distributed import TCPStore
 
 from run.distributed import hard_exit
 
+LONG = 600  # seconds until what another process does is given up: a safety net, for a loaded machine too
+# What train.py imports on its way.
+LATE = (
+    "hydra._internal.hydra",
+    "matplotlib.backends.backend_agg",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+)
+
 
 class Forked:
     """`subprocess.Popen` for `python FILE ARGUMENTS`, by a fork of this process."""
 
     def __init__(self, command: list, stdout: IO, stderr: IO, env: dict[str, str], **_):
         self.returncode = None
+        for module in LATE:
+            import_module(module)
         self.pid = os.fork()
         if self.pid > 0:
             return
         # From here on, this is the child: it must end by os._exit and never return to the tests.
         with hard_exit():
             torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
+            gc.freeze()  # a collection would copy all memory that is shared with the parent
+            signal.alarm(LONG // 2)  # a fork may inherit a lock that is never released
             os.dup2(stdout.fileno(), 1)
             os.dup2(stderr.fileno(), 2)
             sys.stdout = os.fdopen(1, "w", closefd=False)
@@ -45,7 +62,9 @@ class Forked:
         os.kill(self.pid, signal.SIGTERM)
 
 
-def ranks(command: list, world_size: int, folder: Path) -> tuple[list[int], str]:
+def ranks(
+    command: list, world_size: int, folder: Path, meanwhile: Callable = lambda processes: None
+) -> tuple[list[int], str]:
     """Run `python FILE ARGUMENTS` as torchrun does -> exit codes, and the stderr of all ranks."""
     # Port 0 lets the system choose one that is free.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -60,6 +79,7 @@ def ranks(command: list, world_size: int, folder: Path) -> tuple[list[int], str]
         for rank in range(world_size):
             env = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(Forked(command, stderr, stderr, env))
+        meanwhile(processes)
         exit_codes = [process.wait() for process in processes]
         stderr.seek(0)
         return exit_codes, stderr.read()

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,15 +173,12 @@ def test_minutes_are_the_baselines(command, words, quick):
     assert one.last["tokens"] == other.last["tokens"] and other.settings["max_minutes"] is None
 
 
-def test_a_signal_saves_and_ends(words, tmp_path):
-    start = [sys.executable, "-m", "tools.compare", *words, "steps=1000000", "--dir", "out"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    options = {"cwd": tmp_path, "env": environment, "stderr": subprocess.PIPE, "text": True}
-    running = subprocess.Popen(start, **options)
+def test_a_signal_saves_and_ends(command, words, quick, tmp_path):
+    running = begun(tmp_path / "said", *words, "steps=1000000", "--dir", "out")
     wait_for(lambda: [*tmp_path.glob("out/run-0/checkpoints/step-*")])
     running.terminate()
-    assert "the same call goes on" in running.communicate(timeout=LONG)[1]
-    assert running.returncode == 75
+    assert running.wait() == 75
+    assert "the same call goes on" in (tmp_path / "said").read_text()
     assert "is saved in" in (tmp_path / "out/run-0.log").read_text()
     assert not Run.read(tmp_path / "out/run-0").done
 
