@@ -34,7 +34,8 @@ def main(args: argparse.Namespace) -> None:
     with errors.user_input():
         prompts = read_prompts(args)
         device = hardware.pick_device(args.device)
-        num_steps = args.max_new_tokens * len(prompts) * args.num_samples / args.batch_size
+        num_texts = len(prompts) * args.num_samples
+        num_steps = args.max_new_tokens * num_texts / min(args.batch_size, num_texts)
         wanted = {"true": True, "false": False}.get(args.compile, "auto")
         is_compiled = compilation.pick_compile(wanted, device, num_steps >= MIN_STEPS_TO_COMPILE)
         model, tokenizer, name = load(args.run, args.device, args.dtype)
