@@ -1,15 +1,16 @@
 """The slices of an evaluation are those of the definition, and add up."""
 
-import json
-from pathlib import Path
+from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from data.loader import IGNORE_INDEX
 from data.slices import NUM_BINS, bin_name, slice_means, text_cells
+from tests.tools.test_evaluate import nats_by_token
+from tests.training.test_train_command import metrics
 
 
 def test_bins_end_at_powers_of_two():
@@ -61,35 +62,20 @@ def test_slices_of_a_run_add_up_to_its_loss_and_are_those_of_the_logits(trainer_
     tokens = trainer.corpus.validation
     trainer.train_step()
     trainer.evaluate()
-    line = json.loads(Path(trainer.run_dir, "metrics.jsonl").read_text().splitlines()[-1])
+    line = metrics(trainer.run_dir)[-1]
     slices = line["slices"]
-    for prefix in ("position", ""):
-        chosen = [v for k, v in slices.items() if k.startswith("position") == bool(prefix)]
-        total = sum(v["loss"] * v["tokens"] for v in chosen)
-        count = sum(v["tokens"] for v in chosen)
-        assert count == len(tokens) - 1
-        assert total / count == pytest.approx(line["val_loss"], abs=1e-6)
-
-    # By position, from all logits.
-    text = torch.from_numpy(tokens.astype("int64"))
-    losses = {}
-    seen = set()
-    positions = [name for name in slices if name.startswith("position")]
-    for start in range(0, len(text) - 1, 64):
-        window = text[start : start + 65]
-        logits = trainer.model(window[None, :-1])[0].double()
-        seen.clear()
-        nats = F.cross_entropy(logits, window[1:], reduction="none")
-        for index, value in enumerate(nats.tolist()):
-            name = next(name for name in positions if fits(name, index + 1))
-            losses.setdefault(name, []).append(value)
-            bigram = tuple(window[index : index + 2].tolist())
-            losses.setdefault("repeated" if bigram in seen else "new", []).append(value)
+    nats = nats_by_token(trainer.model, tokens.tolist())
+    assert line["val_loss"] == pytest.approx(np.mean(nats), abs=1e-6)
+    # From all logits.
+    losses = defaultdict(list)
+    for start in range(0, len(tokens) - 1, 64):
+        window = tokens[start : start + 65].tolist()
+        seen = set()
+        for index, bigram in enumerate(pairwise(window)):
+            losses["repeated" if bigram in seen else "new"].append(nats[start + index])
+            losses[f"position {bin_name(index.bit_length())}"].append(nats[start + index])
             seen.add(bigram)
     for name, values in losses.items():
-        assert slices[name]["loss"] == pytest.approx(np.mean(values), abs=1e-5)
-
-
-def fits(name: str, length: int) -> bool:
-    first, _, last = name.removeprefix("position ").partition("-")
-    return int(first) <= length <= int(last or first)
+        expected = {"loss": pytest.approx(np.mean(values), abs=1e-5), "tokens": len(values)}
+        assert slices.pop(name) == expected
+    assert not slices

@@ -9,7 +9,7 @@ from model.attention.gated_delta import delta_rule
 from model.attention.recurrent import FORGET_ALL
 from model.layers import no_autocast
 from tests.conftest import close, drawn, tree_of
-from tests.model.test_kernels import Operations
+from tests.training.test_optimizers import Operations
 
 DIM = 8
 

@@ -1,35 +1,22 @@
-"""Attention on matrices: its definition against a loop, and the faster kernels against it."""
-
-from itertools import product
+"""Attention on matrices: its definition against that of torch, and the faster kernels against it."""
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention import kernels
 from model.attention.kernels import AttentionKernel, ScoreOptions, eager_attention
 from model.context import ForwardContext, Visibility
 from tests.conftest import close
 from tests.model.test_layers import random
+from tests.training.test_optimizers import Operations
 
 SCALE = 8**-0.5
 # What the faster kernels support: (window, softcap, has_sink).
 BLOCKWISE = [(None, None, False), (None, 2.0, True), (3, None, False), (3, 2.0, True)]
 FLEX = [(None, 2.0, False), (3, None, False), (3, None, True), (None, 2.0, True)]
 flex_test = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-
-
-class Operations(TorchDispatchMode):
-    """Collects the names of the operations that run inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 def kernel_inputs(window: int | None, has_sink: bool) -> tuple:
@@ -59,14 +46,9 @@ def test_attention_is_a_softmax_over_what_is_visible(kv_heads, window):
     q, k, v = random(2, 6, 7, 8), random(2, kv_heads, 7, 8), random(2, kv_heads, 7, 4)
     mask = ForwardContext(torch.zeros(2, 7)).visible(window, None).mask
     y = eager_attention(q, k, v, mask, ScoreOptions(SCALE))
-    expected = torch.empty_like(y)
-    for b, h, t in product(range(2), range(6), range(7)):
-        first = 0 if window is None else max(0, t - window + 1)
-        keys = k[b, h * kv_heads // 6, first : t + 1]
-        values = v[b, h * kv_heads // 6, first : t + 1]
-        weights = (keys @ q[b, h, t] / 8**0.5).exp()
-        expected[b, h, t] = weights @ values / weights.sum()
-    close(y, expected)
+    distances = torch.arange(7)[:, None] - torch.arange(7)
+    is_visible = (distances >= 0) & (distances < (window or 7))
+    close(y, scaled_dot_product_attention(q, k, v, is_visible, enable_gqa=True))
 
 
 @pytest.mark.parametrize("scale", [SCALE, 0.3])
@@ -143,20 +125,14 @@ def visible_case(case: str) -> Visibility:
 
 
 def biased_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visibility, bias) -> Tensor:
-    """The definition of attention with a score bias, as a loop over queries."""
-    queries = visible.query_positions.expand(2, -1)
-    keys = visible.key_positions.expand(2, -1)
-    outputs = []
-    for b, h, i in product(range(2), range(4), range(q.shape[2])):
-        seen = (keys[b] >= 0) & (keys[b] <= queries[b, i])
-        if visible.mask is not None:
-            seen &= visible.mask.expand(2, -1, -1, -1)[b, 0, i]
-        seen = seen.nonzero()[:, 0]
-        scores = k[b, h // 2, seen] @ q[b, h, i] / 4
-        distance = (queries[b, i] - keys[b, seen]).clamp(min=0)
-        weights = (scores + bias.table[h, distance]).softmax(0)
-        outputs.append(weights @ v[b, h // 2, seen])
-    return torch.stack(outputs).view(2, 4, -1, 16)
+    """Attention of torch with a score bias."""
+    distances = visible.query_positions[..., None] - visible.key_positions[:, None]
+    is_visible = (distances >= 0) & (visible.key_positions >= 0)[:, None]  # (B, T, S)
+    if visible.mask is not None:
+        is_visible = is_visible & visible.mask[:, 0]
+    scores = bias.table[:, distances.clamp(min=0)].transpose(0, 1)
+    scores = scores.masked_fill(~is_visible[:, None], -torch.inf).expand(2, -1, -1, -1)
+    return scaled_dot_product_attention(q, k, v, scores, enable_gqa=True)
 
 
 @flex_test

@@ -1,12 +1,11 @@
-"""Attention layers against plain references: loops from their formulas, in fp64."""
+"""Attention layers against plain references, in fp64: loops from their formulas, and attention of torch."""
 
-import cmath
-import math
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.attention.alibi import alibi_slopes
@@ -16,7 +15,7 @@ from model.attention.softmax import SoftmaxAttention
 from model.context import ForwardContext
 from run.instantiate import instantiate
 from tests.conftest import close, drawn, redraw, settings_of, tree_of
-from tests.model.test_layers import random
+from tests.model.test_layers import random, rotated
 
 
 def spec_of(dim: int, heads: int, context: int) -> LayerSpec:
@@ -32,6 +31,19 @@ def layers_of(*overrides: str) -> list[Attention]:
 def output(layer: Attention, x: Tensor) -> Tensor:
     """What a layer that takes nothing from others computes of plain rows."""
     return layer(x, ForwardContext(x[..., 0]), None, {})[0]
+
+
+def projected(layer: Attention, x: Tensor, head_dim: int) -> list[Tensor]:
+    """q, k and v of a layer (B, T, H, D)."""
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
+    return [proj(x).unflatten(-1, (-1, head_dim)) for proj in projections]
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Causal attention (B, T, H D) by torch; `bias` (H, T, S) is that of scores, mask included."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    y = scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None, enable_gqa=True)
+    return y.transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "softcap"])
@@ -77,31 +89,18 @@ def test_a_window_holds_its_positions_whatever_the_prompt():
 
 
 def test_the_block_of_the_classic_walkthrough():
-    """Hidden 128, 16 heads of 8, 4 key-value heads, RoPE, then QK-norm without weight: by number."""
+    """Hidden 128, 16 heads of 8, 4 key-value heads, RoPE, then QK-norm without weight."""
     knobs = {"kv_heads": 4, "rope_base": 10000.0, "qk_norm": "after_rope"}
     layer = redraw(SoftmaxAttention(spec_of(128, 16, 10), **knobs).double())
     x = random(2, 10, 128)
-    q, k, v = (x @ w.weight.detach().T for w in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k, v = projected(layer, x, 8)
 
-    def rotate(row: Tensor, t: int) -> Tensor:
-        """Turn eight numbers to position t and normalize them."""
-        turned = [0.0] * 8
-        for i in range(4):
-            pair = complex(row[i], row[i + 4]) * cmath.exp(1j * t * 10000 ** (-i / 4))
-            turned[i] = pair.real
-            turned[i + 4] = pair.imag
-        size = math.sqrt(sum(value * value for value in turned) / 8 + 1e-6)
-        return torch.tensor(turned, dtype=torch.float64) / size
+    def rotate(z: Tensor) -> Tensor:
+        z = rotated(z, 10000.0)
+        return z / (z.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
-    y = torch.zeros(2, 10, 128, dtype=torch.float64)
-    for b, h in product(range(2), range(16)):
-        own = slice(8 * h, 8 * h + 8)
-        shared = slice(h // 4 * 8, h // 4 * 8 + 8)
-        keys = torch.stack([rotate(k[b, s, shared], s) for s in range(10)])
-        for t in range(10):
-            scores = keys[: t + 1] @ rotate(q[b, t, own], t) / math.sqrt(8)
-            y[b, t, own] = (scores.exp() / scores.exp().sum()) @ v[b, : t + 1, shared]
-    close(output(layer, x), y @ layer.o_proj.weight.T, rtol=0, atol=1e-6)
+    y = softmax_attention(rotate(q), rotate(k), v)
+    close(output(layer, x), layer.o_proj(y), rtol=0, atol=1e-6)
 
 
 def test_absorption_halves_the_work_of_a_step():
@@ -198,32 +197,21 @@ def test_alibi_slopes_are_those_of_bloom_and_mpt(heads):
 def test_alibi_is_a_softmax_of_scores_less_distances():
     layer = layers_of("alibi")[0]
     x = random(2, 9, 64)
-    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
-    q, k, v = (proj(x).unflatten(-1, (-1, 16)) for proj in projections)
-    y = torch.zeros(2, 9, 4, 16, dtype=torch.float64)
-    for b, t, h in product(range(2), range(9), range(4)):
-        slope = 2 ** (-2 * (h + 1))  # of 4 heads
-        distances = t - torch.arange(t + 1)
-        scores = k[b, : t + 1, h // 2] @ q[b, t, h] / 4 - slope * distances
-        y[b, t, h] = scores.softmax(0) @ v[b, : t + 1, h // 2]
-    close(output(layer, x), layer.o_proj(y.flatten(-2)), rtol=0, atol=1e-5)
+    slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])  # of 4 heads
+    positions = torch.arange(9)
+    distances = positions[:, None] - positions
+    bias = torch.where(distances < 0, -torch.inf, -slopes[:, None, None] * distances)
+    y = softmax_attention(*projected(layer, x, 16), bias.double())
+    close(output(layer, x), layer.o_proj(y), rtol=0, atol=1e-5)
 
 
 def test_retention_equals_its_recurrence():
     layer = layers_of("retention")[0]
     x = random(2, 11, 64)
-    q, k = (proj(x).unflatten(-1, (4, 16)) for proj in (layer.q_proj, layer.k_proj))
+    q, k = (
+        rotated(proj(x).unflatten(-1, (4, 16)), 10000.0) for proj in (layer.q_proj, layer.k_proj)
+    )
     v = layer.v_proj(x).unflatten(-1, (4, 32))
-
-    # Rotate the pairs (i, i + 8), as complex numbers.
-    angles = torch.arange(11.0).double()[:, None] * 10000.0 ** (-torch.arange(8).double() / 8)
-    turns = torch.polar(torch.ones_like(angles), angles)[None, :, None]
-    rotated = []
-    for z in (q, k):
-        z = torch.complex(z[..., :8], z[..., 8:]) * turns
-        rotated.append(torch.cat((z.real, z.imag), dim=-1))
-    q, k = rotated
-
     y = torch.zeros(2, 11, 4, 32, dtype=torch.float64)
     for b, h in product(range(2), range(4)):
         decay = 1 - 2.0 ** (-5 - h)

@@ -12,14 +12,30 @@ from data.tokenizer import Tokenizer
 from inference.load import load_model
 from run import checkpoint
 from tests.conftest import DATASETS, STORIES, continued, saved, settings_of, stories, tree_of
-from tests.tools.test_lengths import saved_run
-from tools import evaluate
+from tests.conftest import drawn as drawn_model
+from tools import evaluate, lengths
 
 
 def evaluated(command, *words: str) -> dict:
     result = command("tools/evaluate.py", *words)
     assert result.code == 0, result.err
     return json.loads(result.out.splitlines()[-1])
+
+
+def saved_run(folder: Path, settings: dict) -> torch.nn.Module:
+    """A run with these settings whose only checkpoint is a tiny model, every parameter drawn."""
+    corpus = lengths.open_corpus(settings)
+    sizes = {"vocab_size": corpus.tokenizer.vocab_size, "context": settings["context"]}
+    tree = tree_of("gqa") | {"attention": settings["model"]["attention"]} | sizes
+    model = drawn_model(tree)
+    settings = settings | {"model": tree, "device": "cpu"}
+    checkpoint.save(folder, 1, model.state_dict(), settings, corpus.tokenizer.files, {})
+    return model
+
+
+def held_out_tokens() -> list[int]:
+    (shard,) = Path(".cache").glob("*/validation-00000.bin")
+    return np.fromfile(shard, np.uint16).tolist()
 
 
 @stories
@@ -47,15 +63,20 @@ def drawn(drawn_run) -> tuple[torch.nn.Module, Tokenizer]:
 
 
 @torch.no_grad()
-def nats_of(model: torch.nn.Module, tokens: list[int], first: int = 1, context: int = 0) -> float:
-    """Of the tokens from the first on, in windows of `context` inputs, or as many as the model has."""
+def nats_by_token(model: torch.nn.Module, tokens: list[int], context: int = 0) -> list[float]:
+    """Of all but the first, in windows of `context` inputs, or as many as the model has."""
     context = context or model.context
     nats = []
     for start in range(0, len(tokens) - 1, context):
         window = torch.tensor(tokens[start : start + context + 1])
-        logits = model(window[None, :-1])[0]
+        logits = model(window[None, :-1])[0].double()
         nats += torch.nn.functional.cross_entropy(logits, window[1:], reduction="none").tolist()
-    return sum(nats[first - 1 :])
+    return nats
+
+
+def nats_of(model: torch.nn.Module, tokens: list[int], first: int = 1, context: int = 0) -> float:
+    """Of the tokens from the first on."""
+    return sum(nats_by_token(model, tokens, context)[first - 1 :])
 
 
 def test_bits_per_byte_are_those_of_a_plain_loop(command, drawn_run, drawn):
@@ -90,8 +111,7 @@ def test_held_out_text_is_that_of_the_run(command, trained):
     found = evaluated(command, "--run", str(trained), "--slices")
     place = checkpoint.newest_checkpoint(trained)
     model = load_model(place, "cpu").double()
-    (shard,) = Path(".cache").glob("*/validation-00000.bin")
-    tokens = np.fromfile(shard, np.uint16).tolist()
+    tokens = held_out_tokens()
     expected = nats_of(model, tokens) / (len(tokens) - 1)
     assert found["val_loss"] == pytest.approx(expected, rel=1e-5)
     # Weighted by their tokens, both kinds of slices have the loss of all.

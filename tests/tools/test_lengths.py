@@ -3,28 +3,16 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from inference.load import load_model
 from run import checkpoint
-from tests.conftest import drawn, settings_of, tree_of
+from tests.conftest import settings_of
+from tests.tools.test_evaluate import held_out_tokens, nats_by_token, saved_run
 from tools import lengths
 from tools.lengths import measure_lengths
 
 CONTEXT = 8
-
-
-def saved_run(folder: Path, settings: dict, step: int = 1) -> torch.nn.Module:
-    """A run with these settings whose only checkpoint is a tiny model, every parameter drawn."""
-    corpus = lengths.open_corpus(settings)
-    sizes = {"vocab_size": corpus.tokenizer.vocab_size, "context": settings["context"]}
-    tree = tree_of("gqa") | {"attention": settings["model"]["attention"]} | sizes
-    model = drawn(tree)
-    settings = settings | {"model": tree, "device": "cpu"}
-    checkpoint.save(folder, step, model.state_dict(), settings, corpus.tokenizer.files, {})
-    return model
 
 
 @pytest.fixture
@@ -40,11 +28,6 @@ def run_of(tmp_path, monkeypatch, story):
     return make
 
 
-def held_out_tokens() -> list[int]:
-    (shard,) = Path(".cache").glob("*/validation-00000.bin")
-    return np.fromfile(shard, np.uint16).tolist()
-
-
 @pytest.mark.parametrize("variant", ["gqa", "delta", "mla"])
 def test_losses_are_those_of_a_plain_loop(run_of, variant):
     run = run_of(f"attention={variant}")
@@ -57,12 +40,8 @@ def test_losses_are_those_of_a_plain_loop(run_of, variant):
         model = load_model(newest, "cpu", context=context).double()
         nats = []
         # Blocks of half a context are scored, the first after three and a half contexts.
-        for first in range(4 * CONTEXT - CONTEXT // 2, len(tokens) - CONTEXT // 2, CONTEXT // 2):
-            inputs = tokens[first + CONTEXT // 2 - context : first + CONTEXT // 2]
-            scores = model(torch.tensor([inputs]))[0].log_softmax(-1)
-            for at in range(CONTEXT // 2):
-                target = tokens[first + 1 + at]
-                nats.append(-scores[context - CONTEXT // 2 + at, target].item())
+        for end in range(4 * CONTEXT + 1, len(tokens) + 1, CONTEXT // 2):
+            nats += nats_by_token(model, tokens[end - context - 1 : end])[-CONTEXT // 2 :]
         assert len(nats) > 30
         assert measured[str(multiple)] == pytest.approx(sum(nats) / len(nats), rel=1e-5)
 

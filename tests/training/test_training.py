@@ -1,6 +1,5 @@
 """What a step does to the weights, and what is reported of it."""
 
-import json
 import math
 import re
 import sys
@@ -14,6 +13,8 @@ import torch.nn.functional as F
 
 from run import compilation
 from tests.conftest import VARIANTS, close, learn_by_heart, weights
+from tests.tools.test_evaluate import nats_of
+from tests.training.test_train_command import metrics
 from training.schedules import cosine, wsd
 
 
@@ -65,64 +66,36 @@ def test_the_schedule_reaches_every_group(trainer_of):
     assert rates == pytest.approx([peaks["lr"] / 4, peaks["embedding_lr"] / 4, peaks["lr"] / 4])
 
 
-def test_evaluation_counts_all_nats_and_bytes(trainer_of):
-    trainer = trainer_of("micro_batch=3")
-    for p in trainer.model.parameters():
-        p.data.zero_()  # then every token is as likely as any other
-    trainer.evaluate()
-    (line,) = map(json.loads, (trainer.run_dir / "metrics.jsonl").read_text().splitlines())
-    tokens, pieces = (len(trainer.corpus.validation) - 1, trainer.corpus.tokenizer.vocab_size)
-    assert line["val_loss"] == pytest.approx(math.log(pieces))
-    assert line["val_bpb"] == pytest.approx(
-        tokens * math.log2(pieces) / trainer.corpus.tokenizer.nbytes(trainer.corpus.validation)
-    )
-
-
-def test_evaluation_equals_a_loop_over_windows(trainer_of):
-    trainer = trainer_of()
+@pytest.mark.parametrize("eval_tokens", [50, "null"])
+def test_evaluation_equals_a_loop_over_windows(trainer_of, eval_tokens):
+    trainer = trainer_of(f"eval_tokens={eval_tokens}", "micro_batch=3")
     for _ in range(2):
         trainer.train_step()
     trainer.evaluate()
-    line = json.loads((trainer.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    text = torch.from_numpy(trainer.corpus.validation.astype("int64"))
-    nats = 0.0
-    for start in range(0, len(text) - 1, 64):
-        window = text[start : start + 65]
-        logits = trainer.model(window[None, :-1])[0].double()
-        nats -= sum(
-            row.log_softmax(-1)[target].item()
-            for row, target in zip(logits, window[1:], strict=True)
-        )
-    assert line["val_loss"] == pytest.approx(nats / (len(text) - 1), rel=1e-5)
+    (line,) = metrics(trainer.run_dir)
+    corpus = trainer.corpus
+    tokens = corpus.validation[: 50 if eval_tokens == 50 else None]
+    nats = nats_of(trainer.model, tokens.tolist())
+    assert line["val_loss"] == pytest.approx(nats / (len(tokens) - 1), rel=1e-5)
+    bits = nats / math.log(2)
+    assert line["val_bpb"] == pytest.approx(bits / corpus.tokenizer.nbytes(tokens), rel=1e-5)
+    decoded = corpus.tokenizer.decode(tokens.tolist()).encode()
+    assert line["val_bpb"] == pytest.approx(bits / len(decoded), rel=1e-2)
 
 
-def test_an_evaluation_reads_as_many_tokens_as_it_is_given(trainer_of):
-    trainer = trainer_of("eval_tokens=50", "micro_batch=2")
-    trainer.train_step()
-    trainer.evaluate()
-    line = json.loads((trainer.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    text = torch.from_numpy(trainer.corpus.validation[:50].astype("int64"))
-    nats = 0.0
-    for start in range(0, 49, 64):
-        window = text[start : start + 65]
-        logits = trainer.model(window[None, :-1])[0]
-        nats += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
-    assert line["val_loss"] == pytest.approx(nats / 49, rel=1e-5)
-    decoded = trainer.corpus.tokenizer.decode(text.tolist()).encode()
-    assert line["val_bpb"] == pytest.approx(nats / math.log(2) / len(decoded), rel=1e-2)
-
-
-def test_an_evaluation_before_the_first_step_computes_no_gradient(trainer_of, monkeypatch):
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_only_what_was_compiled_with_gradients_is_evaluated_with_them(trainer_of, is_compiled):
     trainer = trainer_of()
-    trainer.is_compiled = True  # but not until its first step
-    asked = []
-    monkeypatch.setattr(
-        "training.trainer.evaluate", lambda *_, with_gradients: asked.append(with_gradients)
-    )
-    trainer.evaluate()
-    trainer.step += 1
-    trainer.evaluate()
-    assert asked == [False, True]
+    trainer.is_compiled = is_compiled  # but not until its first step
+    for step in (0, 1):
+        trainer.step = step
+        results = []
+        hook = trainer.loss_module.register_forward_hook(
+            lambda module, args, out, results=results: results.append(out[0].requires_grad)
+        )
+        trainer.evaluate()
+        hook.remove()
+        assert {*results} == {is_compiled and step == 1}
 
 
 @pytest.mark.parametrize(
@@ -176,39 +149,24 @@ def test_a_cache_in_int8_costs_less_than_a_hundredth_of_a_nat(trainer_of, varian
     inputs, targets = trainer.loader(0)
     cache = trainer.model.new_cache(len(inputs), 64, torch.int8, "cpu")
     with torch.no_grad():
-        both = (
-            trainer.model(inputs),
-            torch.cat([trainer.model(part, cache) for part in inputs.split(8, dim=1)], dim=1),
-        )
-    exact, small = (
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() for logits in both
-    )
+        cached = [trainer.model(part, cache) for part in inputs.split(8, dim=1)]
+        both = (trainer.model(inputs), torch.cat(cached, dim=1))
+    exact, small = (F.cross_entropy(x.flatten(0, 1), targets.flatten()).item() for x in both)
     # Over 5 seeds, trained in fp32 and in bf16: 0.25 to 0.38 nats, which change by at most 0.00008.
     assert exact < 1 and 0 < abs(small - exact) < 0.01
 
 
 def test_a_reported_loss_is_the_mean_since_the_last_report(trainer_of):
     each, together = trainer_of(), trainer_of()
-    losses = []
     for _ in range(3):
         each.train_step(), together.train_step()
         each.report()
     together.report()
-    losses = [
-        json.loads(line)["train_loss"]
-        for line in (each.run_dir / "metrics.jsonl").read_text().splitlines()
-    ]
-    (whole,) = map(json.loads, (together.run_dir / "metrics.jsonl").read_text().splitlines())
+    losses = [line["train_loss"] for line in metrics(each.run_dir)]
+    (whole,) = metrics(together.run_dir)
     assert whole["train_loss"] == pytest.approx(sum(losses) / 3, rel=1e-6)
-    assert {
-        "step",
-        "tokens",
-        "seconds",
-        "lr",
-        "grad_norm",
-        "tokens_per_second",
-        "mfu",
-    } <= whole.keys()
+    keys = "step tokens seconds lr grad_norm tokens_per_second mfu"
+    assert {*keys.split()} <= whole.keys()
 
 
 def test_document_mask_changes_what_is_learned(trainer_of):
@@ -220,15 +178,10 @@ def test_document_mask_changes_what_is_learned(trainer_of):
             trainer.train_step()
         trainer.evaluate()
     assert plain.grad_norm != masked.grad_norm
-    scores = [
-        json.loads((t.run_dir / "metrics.jsonl").read_text())["val_loss"] for t in (plain, masked)
-    ]
     masked.loss_module.bos = None
     masked.evaluate()
-    without = json.loads((masked.run_dir / "metrics.jsonl").read_text().splitlines()[-1])[
-        "val_loss"
-    ]
-    assert len({*scores, without}) == 3  # what is trained with the mask is judged with it
+    scores = [line["val_loss"] for each in (plain, masked) for line in metrics(each.run_dir)]
+    assert len({*scores}) == 3  # what is trained with the mask is judged with it
 
 
 @pytest.mark.parametrize("words", [(), ("max_minutes=5",), ("steps=null", "max_epochs=null")])
@@ -260,7 +213,7 @@ def test_wandb_gets_what_metrics_get_and_may_fail(trainer_of, monkeypatch, capsy
     trainer = trainer_of("wandb=online")
     trainer.train_step()
     trainer.report()
-    line = json.loads((trainer.run_dir / "metrics.jsonl").read_text())
+    (line,) = metrics(trainer.run_dir)
     assert logged == [(1, {key: value for key, value in line.items() if key != "step"})]
 
     def refuse(**_):
