@@ -12,7 +12,7 @@ from pathlib import Path
 from time import perf_counter
 
 from run import errors
-from run.cli import HelpFormatter, Parser, add_model_options, bounded_number
+from run.cli import Parser, add_model_options, bounded_number
 from run.progress import waiting
 
 MIN_STEPS_TO_COMPILE = 4000  # decode steps that take as long as compiling
@@ -82,9 +82,8 @@ def main(args: argparse.Namespace) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python generate.py",
-        description=__doc__,
-        epilog="quote the prompt, and put -- in front of one that begins with a dash",
-        formatter_class=HelpFormatter,
+        __doc__,
+        "quote the prompt, and put -- in front of one that begins with a dash",
     )
     add = parser.add_argument
     positive = bounded_number(int, 1)

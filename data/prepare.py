@@ -80,15 +80,13 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
             # Another process may have built it while this one was waiting.
             if not folder.exists():
                 build_corpus(source, tokenizer, folder)
-    return open_corpus(folder)
 
-
-def open_corpus(folder: Path) -> Corpus:
-    """Verify a folder that build_corpus() wrote and map its shards."""
+    # Verify what was built, and map its shards.
     files = verify(folder, f"delete {folder}, it is made again")
     tokenizer = Tokenizer.load(tokenizer_file(folder))
-    train = np.memmap(folder / TRAIN_SHARD, dtype_of(tokenizer), "r")
-    validation = np.memmap(folder / VALIDATION_SHARD, dtype_of(tokenizer), "r")
+    dtype = dtype_of(tokenizer)
+    train = np.memmap(folder / TRAIN_SHARD, dtype, "r")
+    validation = np.memmap(folder / VALIDATION_SHARD, dtype, "r")
     sha256 = text_hash(files[TRAIN_SHARD] + files[VALIDATION_SHARD])
     return Corpus([train], validation, tokenizer, sha256)
 

@@ -68,10 +68,3 @@ class SamplerState(NamedTuple):
         self.tokens.copy_(drawn[:, None])
         self.draw_indices.add_(1)
         self.seen_tokens.scatter_(1, self.tokens, True)
-
-
-def new_sampler_state(num_rows: int, vocab_size: int, device: torch.device) -> SamplerState:
-    """Allocate the state of rows that have no sequence yet."""
-    zeros = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
-    seen_tokens = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)
-    return SamplerState(zeros[0, :, None], zeros[1], zeros[2], seen_tokens)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from inference.batch import Sampler, Sequence, new_sampler_state
+from inference.batch import Sampler, SamplerState, Sequence
 from model.cache import Cache
 from model.transformer import Transformer
 from run import hardware
@@ -36,9 +36,12 @@ class Engine:
         self.sampler = sampler
         self.cache = cache
         self.prefill_chunk = prefill_chunk
-        weight = model.embed.weight
         self.num_rows = 1 if cache is None else len(cache.lengths)
-        self.state = new_sampler_state(self.num_rows, len(weight), weight.device)
+        # The state of rows that have no sequence yet.
+        weight = model.embed.weight
+        zeros = torch.zeros(3, self.num_rows, dtype=torch.int64, device=weight.device)
+        seen_tokens = zeros.new_zeros(self.num_rows, len(weight), dtype=torch.bool)
+        self.state = SamplerState(zeros[0, :, None], zeros[1], zeros[2], seen_tokens)
         self.step = self.decode_step
 
     @torch.inference_mode()

@@ -28,8 +28,12 @@ def load(
     """
     device = hardware.pick_device(device)
     source = checkpoint.find_model(path)
+    is_bf16 = dtype in ("bf16", "int8")  # int8 is quantized from bf16
+    if dtype == "auto" and device.type == "cuda":
+        is_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    weight_dtype = torch.bfloat16 if is_bf16 else torch.float32
     with waiting("loading the model"):
-        model = load_model(source, device, weight_dtype(dtype, device), context)
+        model = load_model(source, device, weight_dtype, context)
     if device.type == "cpu":
         quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     if device.type == "cuda":
@@ -61,11 +65,3 @@ def load_model(
         model = build_model(tree, device, dtype=dtype, seed=None)
     checkpoint.load_weights(model, source)
     return model.eval()
-
-
-def weight_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Choose the dtype to load weights in; int8 is quantized from bf16."""
-    is_bf16 = dtype in ("bf16", "int8")
-    if dtype == "auto" and device.type == "cuda":
-        is_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if is_bf16 else torch.float32

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.cache import quantize
 from model.layers import Linear
 from model.transformer import Transformer
 from run.hardware import processor_features
@@ -112,17 +113,13 @@ class MatvecLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """x (..., N) -> (..., M), for inference only: the weights of each output in int8, and a scale.
-
-    Each row of weights is rounded to 255 levels of its largest.
-    """
+    """x (..., N) -> (..., M), for inference only: the weights of each output in int8, and a scale."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
-        scale = (weight.abs().amax(dim=1) / 127).clamp(min=1e-7)
-        levels = (weight.float() / scale[:, None].float()).round().clamp(-127, 127)
-        self.register_buffer("scale", scale)  # (M,)
-        self.levels = nn.Parameter(levels.to(torch.int8), requires_grad=False)  # (M, N)
+        levels, scale = quantize(weight, weight.dtype)
+        self.register_buffer("scale", scale[:, 0])  # (M,)
+        self.levels = nn.Parameter(levels, requires_grad=False)  # (M, N)
         self.bias = bias
 
     @property

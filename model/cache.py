@@ -111,11 +111,11 @@ class KVCache(LayerCache):
             buffer[rows, slots] = x[:, -self.size :].to(buffer.dtype)
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (..., D) -> its int8 values (..., D), and the scale (..., 1) of each vector in fp16."""
+def quantize(x: Tensor, scale_dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
+    """x (..., D) -> its values (..., D) rounded to 255 levels in int8, and their scale (..., 1)."""
     scale = x.abs().amax(dim=-1, keepdim=True) / 127
-    scale = scale.clamp(min=1e-7).half()
-    return (x / scale).round().clamp(-127, 127).to(torch.int8), scale
+    scale = scale.clamp(min=1e-7).to(scale_dtype)
+    return (x.float() / scale.float()).round().clamp(-127, 127).to(torch.int8), scale
 
 
 class Cache:

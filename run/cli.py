@@ -17,7 +17,11 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line with a fix. Its epilog must be a hint of what to type."""
+    """A parser whose errors are one line with a fix, and a `hint` of what to type."""
+
+    def __init__(self, command: str, description: str, hint: str):
+        options = {"description": description, "formatter_class": HelpFormatter}
+        super().__init__(command, epilog=hint, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}. fix: {self.prog} --help; {self.epilog}\n")

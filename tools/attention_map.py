@@ -18,7 +18,7 @@ from inference.load import load
 from model.attention.kernels import AttentionKernel
 from model.transformer import Transformer
 from run import errors
-from run.cli import HelpFormatter, Parser, add_model_options
+from run.cli import Parser, add_model_options
 from run.progress import waiting
 
 MAX_LABELED = 32  # tokens up to which the axes are labeled with them
@@ -26,12 +26,7 @@ SQUARE = 3.0  # inches
 
 
 def main() -> None:
-    parser = Parser(
-        "python -m tools.attention_map",
-        description=__doc__,
-        epilog="quote the prompt",
-        formatter_class=HelpFormatter,
-    )
+    parser = Parser("python -m tools.attention_map", __doc__, "quote the prompt")
     parser.add_argument("prompt", help="text whose tokens attend to each other")
     parser.add_argument("--out", type=Path, required=True, help="a .png or .svg")
     add_model_options(parser)

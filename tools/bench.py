@@ -33,7 +33,7 @@ from inference import quantize
 from inference.engine import Engine
 from model.build import build_model
 from run import compilation, errors, hardware
-from run.cli import HelpFormatter, Parser
+from run.cli import Parser
 from run.distributed import DistEnv
 from run.instantiate import ROOT
 from run.progress import say, waiting
@@ -46,7 +46,8 @@ from training.setup import check_buildable
 from training.trainer import Trainer
 
 NUM_TURNS = 8  # of each competitor, after one that compiles
-NUM_PROBES = 4  # measurements of the machine's ceiling in a turn; the best of all turns counts
+PROBE_SIZE = 2048  # of the square matrices whose product measures the machine's ceiling
+NUM_PROBES = 4  # such measurements in a turn; the best of all turns counts
 DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # rows, and length of each at the end
 NEW_TOKENS = 255  # generated in each row, after a random prompt
 
@@ -55,12 +56,7 @@ Step = Callable[[], dict[str, float]]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(
-        "python -m tools.bench",
-        description=__doc__,
-        epilog="train or decode, and then KEY=VALUE",
-        formatter_class=HelpFormatter,
-    )
+    parser = Parser("python -m tools.bench", __doc__, "train or decode, and then KEY=VALUE")
     add = parser.add_argument
     add("kind", choices=COMPETITORS, help="what is measured")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
@@ -155,16 +151,15 @@ def summarize(name: str, turns: list[dict], tokens: int) -> dict:
 
 def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
     """FLOP/s of large products: known for a GPU, measured on a CPU."""
+    peak_flops = hardware.peak_flops(device)
+    if peak_flops is not None:
+        return peak_flops
     # Where bf16 is emulated, such a product takes minutes, and fp32 is the faster way.
     if not hardware.multiplies_bf16(device):
         precision = torch.float32
-    return hardware.peak_flops(device) or matmul_flops(precision)
-
-
-def matmul_flops(precision: torch.dtype, size: int = 2048) -> float:
-    """Measures FLOP/s of a product of square matrices in `precision`, on a CPU."""
-    x = torch.randn(size, size).to(precision)
-    return 2 * size**3 / min(timeit.repeat(lambda: x @ x, number=1, repeat=NUM_PROBES))
+    x = torch.randn(PROBE_SIZE, PROBE_SIZE).to(precision)
+    seconds = min(timeit.repeat(lambda: x @ x, number=1, repeat=NUM_PROBES))
+    return 2 * PROBE_SIZE**3 / seconds
 
 
 # The worker: one competitor in a process of its own.
@@ -243,7 +238,7 @@ def train_transformers(settings: Settings, device: torch.device, precision: torc
 def decode_ours(settings: Settings, device: torch.device, precision: torch.dtype) -> Step:
     model = build_model(settings.model, device, dtype=precision, seed=None)
     model.eval()
-    prompts = random_prompts(settings, device)
+    prompts = random_tokens(settings, settings.context - 1 - NEW_TOKENS, device)
 
     # As generate.py does: products for few rows, and a compiled step.
     quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
@@ -268,7 +263,7 @@ def decode_transformers(
 
     model = transformers_llama(settings).to(device, precision)
     model.eval()
-    prompts = random_prompts(settings, device)
+    prompts = random_tokens(settings, settings.context - 1 - NEW_TOKENS, device)
     if is_compiled:
         model.forward = torch.compile(model.forward, dynamic=False)
     # When each token came; a stopping criterion that never stops is called after each.
@@ -307,11 +302,6 @@ def random_tokens(settings: Settings, length: int, device: torch.device) -> Tens
     """Tokens (B, T): as many rows as a batch has, each of this length."""
     shape = (settings.sequences_per_process(1), length)
     return torch.randint(settings.model["vocab_size"], shape, device=device)
-
-
-def random_prompts(settings: Settings, device: torch.device) -> Tensor:
-    """Prompts (B, T) that leave room for NEW_TOKENS."""
-    return random_tokens(settings, settings.context - 1 - NEW_TOKENS, device)
 
 
 def transformers_llama(settings: Settings) -> nn.Module:

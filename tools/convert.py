@@ -16,7 +16,7 @@ from inference.load import load_model
 from model.attention.base import Attention
 from model.build import build_model
 from run import checkpoint, errors, settings
-from run.cli import HelpFormatter, Parser
+from run.cli import Parser
 from tools.export_hf import into_new_folder
 from tools.formats import converted_model
 
@@ -26,9 +26,8 @@ MOMENT_TOKENS = 32_768  # of a text, for the inputs of each layer
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python -m tools.convert",
-        description=__doc__,
-        epilog="MODEL attention=PRESET attention.KEY=VALUE --out FOLDER",
-        formatter_class=HelpFormatter,
+        __doc__,
+        "MODEL attention=PRESET attention.KEY=VALUE --out FOLDER",
     )
     add = parser.add_argument
     add("model", type=Path, help="a run or a checkpoint")

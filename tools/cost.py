@@ -33,12 +33,7 @@ next: python train.py attention=NAME, with the same overrides"""
 
 
 def main(arguments: list[str]) -> None:
-    parser = cli.Parser(
-        "python -m tools.cost",
-        description=__doc__,
-        epilog="such as model=124m context=4096",
-        formatter_class=cli.HelpFormatter,
-    )
+    parser = cli.Parser("python -m tools.cost", __doc__, "such as model=124m context=4096")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
     overrides = parser.parse_args(arguments).overrides
 

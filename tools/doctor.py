@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from run import compilation, errors, hardware
-from run.cli import HelpFormatter, Parser
+from run.cli import Parser
 
 MIN_DISK_BYTES = 5e9  # a checkpoint of model=350m
 MIN_FREE_SHARE = 0.8  # of a GPU's memory
@@ -104,10 +104,5 @@ def slow(device: torch.device) -> list[str]:
 
 
 if __name__ == "__main__":
-    Parser(
-        "python -m tools.doctor",
-        description=__doc__,
-        epilog="no arguments",
-        formatter_class=HelpFormatter,
-    ).parse_args()
+    Parser("python -m tools.doctor", __doc__, "no arguments").parse_args()
     main()

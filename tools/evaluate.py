@@ -26,10 +26,11 @@ from inference.load import load
 from inference.text import generate_text
 from model.transformer import Transformer
 from run import errors
-from run.cli import HelpFormatter, Parser, add_model_options, bounded_number
+from run.cli import Parser, add_model_options, bounded_number
 from run.progress import say, waiting
-from tools.lengths import evaluate_corpus, measure_lengths, open_corpus, open_run
+from tools.lengths import evaluate_corpus, measure_lengths, open_run
 from tools.scoring import Score, score_rows, windows
+from training.setup import open_corpus
 
 
 def main(args: argparse.Namespace) -> None:
@@ -40,12 +41,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(
-        "python -m tools.evaluate",
-        description=__doc__,
-        epilog="--text, --slices, --lengths or --tasks",
-        formatter_class=HelpFormatter,
-    )
+    parser = Parser("python -m tools.evaluate", __doc__, "--text, --slices, --lengths or --tasks")
     positive = bounded_number(int, 1)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("--text", help="score a file, a glob, or a folder of .txt, .jsonl and .parquet")
@@ -73,7 +69,7 @@ def evaluate_model(args: argparse.Namespace) -> dict:
     result = {"name": name, "context": model.context}
     if args.slices:
         _, settings = open_run(args.run)
-        return result | evaluate_corpus(model, open_corpus(settings), settings)
+        return result | evaluate_corpus(model, open_corpus(settings["data"]), settings)
     if args.text is not None:
         files = find_files(args.text, TEXT_SUFFIXES)
         documents = read_documents(files, "text", args.separator)
@@ -184,24 +180,24 @@ def lm_eval_model(model: Transformer, tokenizer: Tokenizer, batch_size: int):
             return sums
 
         def generate_until(self, requests: list, **_) -> list[str]:
-            return [self.answer(*request.args) for request in requests]
-
-        def answer(self, prompt: str, options: dict) -> str:
-            stop_texts = options.get("until") or []
-            if isinstance(stop_texts, str):
-                stop_texts = [stop_texts]
-            temperature = 0
-            if options.get("do_sample"):
-                temperature = options.get("temperature", 1.0)
-            (text,) = generate_text(
-                model,
-                tokenizer,
-                prompt,
-                max_new_tokens=options.get("max_gen_toks", 256),
-                stop_texts=stop_texts,
-                temperature=temperature,
-            )
-            return text
+            answers = []
+            for request in requests:
+                prompt, options = request.args
+                stop_texts = options.get("until") or []
+                if isinstance(stop_texts, str):
+                    stop_texts = [stop_texts]
+                temperature = 0
+                if options.get("do_sample"):
+                    temperature = options.get("temperature", 1.0)
+                answers += generate_text(
+                    model,
+                    tokenizer,
+                    prompt,
+                    max_new_tokens=options.get("max_gen_toks", 256),
+                    stop_texts=stop_texts,
+                    temperature=temperature,
+                )
+            return answers
 
     return Harnessed()
 

@@ -16,7 +16,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer, tokenizer_file
 from inference.load import load_model
 from run import checkpoint, errors
-from run.cli import HelpFormatter, Parser
+from run.cli import Parser
 from run.progress import waiting
 from tools.formats.hf_config import to_hf_config
 from tools.formats.weights import hf_weights
@@ -25,12 +25,7 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(
-        "python -m tools.export_hf",
-        description=__doc__,
-        epilog="such as --run runs/NAME --out FOLDER",
-        formatter_class=HelpFormatter,
-    )
+    parser = Parser("python -m tools.export_hf", __doc__, "such as --run runs/NAME --out FOLDER")
     add = parser.add_argument
     add(
         "--run",

@@ -7,10 +7,9 @@ import argparse
 import json
 from pathlib import Path
 
-from data.tokenizer import Tokenizer
 from model.build import build_model
 from run import checkpoint, errors
-from run.cli import HelpFormatter, Parser
+from run.cli import Parser
 from tools.export_hf import into_new_folder
 from tools.formats.hf_config import from_hf_config
 from tools.formats.special_tokens import import_tokenizer, malformed
@@ -19,10 +18,7 @@ from tools.formats.weights import FETCH_AGAIN, read_weights
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(
-        "python -m tools.import_hf",
-        description=__doc__,
-        epilog="such as my/SmolLM2-135M --out models/smollm2",
-        formatter_class=HelpFormatter,
+        "python -m tools.import_hf", __doc__, "such as my/SmolLM2-135M --out models/smollm2"
     )
     parser.add_argument("folder", type=Path, help="with config.json, safetensors and a tokenizer")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
@@ -34,7 +30,15 @@ def main(args: argparse.Namespace) -> str:
     # All that can be wrong with the folder is found before anything is written.
     with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
         architecture, tree = from_hf_config(json.loads((args.folder / "config.json").read_text()))
-        tokenizer = load_tokenizer(args.folder, tree["vocab_size"])
+        tokenizer = import_tokenizer(args.folder)
+        sizes = (tokenizer.vocab_size, tree["vocab_size"])
+        # An embedding may be padded beyond the vocabulary, for speed.
+        is_padded = "tokenizer.json" in tokenizer.files and sizes[0] < sizes[1]
+        if sizes[0] != sizes[1] and not is_padded:
+            raise ValueError(
+                f"a tokenizer of another vocabulary ({args.folder} has {sizes[0]}, the model "
+                f"{sizes[1]}). fix: the tokenizer that it was trained with"
+            )
         weights = read_weights(args.folder, build_model(tree, "meta"), architecture)
     for name, weight in weights.items():
         if not weight.isfinite().all():
@@ -42,19 +46,6 @@ def main(args: argparse.Namespace) -> str:
             errors.exit_with(errors.DIVERGED, f"{problem}. fix: {FETCH_AGAIN}")
     checkpoint.save(args.out, 0, weights, {"model": tree}, tokenizer.files, {})
     return f"written: {args.out}. To use it: python generate.py PROMPT --run {args.out}"
-
-
-def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a folder. Raises ValueError where it is missing or not the model's."""
-    tokenizer = import_tokenizer(folder)
-    # An embedding may be padded beyond the vocabulary, for speed.
-    is_padded = "tokenizer.json" in tokenizer.files and tokenizer.vocab_size < vocab_size
-    if tokenizer.vocab_size != vocab_size and not is_padded:
-        raise ValueError(
-            f"a tokenizer of another vocabulary ({folder} has {tokenizer.vocab_size}, the model "
-            f"{vocab_size}). fix: the tokenizer that it was trained with"
-        )
-    return tokenizer
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from run.progress import waiting
 
 NEW_TOKENS = 32  # that each sequence generates
 TURNS = 3  # of each model, and runs in each turn
+# Sequences that are decoded together, by the titles of their columns.
+ROWS = {"decoding, ms/token": 1, "8 rows, ms/token": 8}
 greedy = partial(sample, temperature=0)
 
 
@@ -26,22 +28,19 @@ def latencies(runs: dict[str, Path]) -> dict[str, dict[str, float]]:
     Models are loaded as generate.py loads them, and not compiled. They take turns, so that a
     machine that slows down does so for all of them.
     """
-    measured = defaultdict(list)  # s, by model and number of rows
-    total = TURNS * len(runs) * 2
+    measured = defaultdict(list)  # s, by model and title
+    total = TURNS * len(runs) * len(ROWS)
     with waiting(f"measuring how fast {len(runs)} models decode", total) as bar:
         for _ in range(TURNS):
             for name, run in runs.items():
                 model, *_ = load(run)
-                for num_rows in (1, 8):
-                    measured[name, num_rows] += times(model, num_rows)
+                for title, num_rows in ROWS.items():
+                    measured[name, title] += times(model, num_rows)
                     bar.update()
 
-    medians = {}
-    for name in runs:
-        medians[name] = {
-            "decoding, ms/token": 1e3 * median(measured[name, 1]),
-            "8 rows, ms/token": 1e3 * median(measured[name, 8]),
-        }
+    medians = defaultdict(dict)
+    for (name, title), seconds in measured.items():
+        medians[name][title] = 1e3 * median(seconds)
     return medians
 
 

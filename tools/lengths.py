@@ -5,16 +5,15 @@ from pathlib import Path
 import torch
 
 from data.corpus import Corpus
-from data.prepare import prepare
 from inference.load import load
 from model.transformer import Transformer
 from run import checkpoint
 from run.distributed import DistEnv
-from run.instantiate import instantiate
 from run.progress import waiting
 from tools.scoring import score_rows
 from training.evaluation import evaluate
 from training.loss import LanguageModelLoss
+from training.setup import open_corpus
 
 MULTIPLES = (1, 2, 4)  # of the training context
 LONGEST = MULTIPLES[-1]
@@ -28,7 +27,7 @@ def measure_lengths(run_dir: Path | None) -> dict[str, float]:
     Raises ValueError where there is none.
     """
     newest, settings = open_run(run_dir)
-    corpus = open_corpus(settings)
+    corpus = open_corpus(settings["data"])
     losses = {}
     for multiple in MULTIPLES:
         model, *_ = load(newest, context=multiple * settings["context"])
@@ -69,11 +68,6 @@ def open_run(path: Path | None) -> tuple[Path, dict]:
     if "data" not in settings:
         raise ValueError(f"not a run, so no data is held out ({newest}). fix: --text FILE")
     return newest, settings
-
-
-def open_corpus(settings: dict) -> Corpus:
-    """What a run is trained on and judged by. Raises ValueError for text that is not there."""
-    return prepare(instantiate(settings["data"], "data"), Path(".cache"))
 
 
 def document_start(corpus: Corpus, settings: dict) -> int | None:

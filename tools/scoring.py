@@ -1,7 +1,6 @@
 """The probabilities that a model gives to texts, cut into rows of tokens."""
 
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
@@ -44,17 +43,12 @@ def score_rows(
                 documents = document_ids(inputs, bos)
             hidden = model.hidden(inputs, documents=documents)
             for index, states in zip(indices, hidden, strict=True):
-                scores[index] = score_row(model, states, rows[index])
+                # The hidden state at a token predicts the next one.
+                tokens, first = rows[index]
+                logits = fp32(model.logits(states[first - 1 : len(tokens) - 1]))  # (targets, V)
+                targets = torch.tensor(tokens, device=device)[first:]  # none of an empty answer
+                nats = cross_entropy(logits, targets, reduction="none")
+                is_greedy = (logits.argmax(dim=-1) == targets).all()
+                scores[index] = (-nats.double().sum().item(), is_greedy.item())
                 bar.update()
     return [scores[index] for index in range(len(rows))]
-
-
-def score_row(model: Transformer, hidden: Tensor, row: Row) -> Score:
-    """Scores a row by its hidden states (T, D)."""
-    tokens, first = row
-    # The hidden state at a token predicts the next one.
-    logits = fp32(model.logits(hidden[first - 1 : len(tokens) - 1]))  # (scored tokens, V)
-    targets = torch.tensor(tokens, device=hidden.device)[first:]  # none of an empty answer
-    nats = cross_entropy(logits, targets, reduction="none")
-    is_greedy = (logits.argmax(dim=-1) == targets).all()
-    return -nats.double().sum().item(), is_greedy.item()

@@ -31,7 +31,11 @@ def build_parallel(
         checkpoint_activations(model)
     if settings.sharded:
         shard(model, ranks, precision)
-        allocate(model, settings.model, ranks.device)
+        model.to_empty(device=ranks.device)
+        # Another model, of whose parameters nothing touches the memory, has the values of buffers.
+        buffers = dict(build_model(settings.model, seed=None).named_buffers())
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
     initialize(model, settings.seed, shard_like)
     loss_module = LanguageModelLoss(
         model,
@@ -84,15 +88,3 @@ def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
     # Embedding, head and final norm stay in fp32. The loss calls `hidden` instead of `forward`.
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "hidden")
-
-
-def allocate(model: nn.Module, tree: dict, device: torch.device) -> None:
-    """Give a sharded meta model memory on `device`, and its buffers the values of their modules.
-
-    Parameters have no values yet.
-    """
-    model.to_empty(device=device)
-    # Another model, of whose parameters nothing touches the memory, has the values.
-    buffers = dict(build_model(tree, seed=None).named_buffers())
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])

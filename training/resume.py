@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from run import checkpoint, errors, progress
-from run.distributed import DistEnv
 from run.folder import changes_since
 from run.hardware import processor
 from training.optimizer_state import load_optimizer_state
@@ -65,10 +64,9 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
     return f"changed since {path.name}: {', '.join(changed)}" if changed else ""
 
 
-def fingerprint(
-    ranks: DistEnv, precision: torch.dtype, is_compiled: bool, micro_batch_size: int
-) -> dict[str, str | int | bool]:
+def fingerprint(trainer) -> dict[str, str | int | bool]:
     """What determines the last bits of a result, besides the program and its config."""
+    ranks = trainer.ranks
     if ranks.device.type == "cuda":
         chip = torch.cuda.get_device_name(ranks.device)
     else:
@@ -78,7 +76,7 @@ def fingerprint(
         "device": f"{ranks.device.type} {platform.machine()} {chip}",
         "threads": torch.get_num_threads(),
         "processes": ranks.world_size,
-        "precision": str(precision).removeprefix("torch."),
-        "compiled": is_compiled,
-        "micro_batch": micro_batch_size,
+        "precision": str(trainer.precision).removeprefix("torch."),
+        "compiled": trainer.is_compiled,
+        "micro_batch": trainer.micro_batch_size,
     }

@@ -88,9 +88,14 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> Path | None:
     return pretrained
 
 
+def open_corpus(data: dict) -> Corpus:
+    """What a run is trained on and judged by. Raises ValueError for text that is not there."""
+    return prepare(instantiate(data, "data"), Path(".cache"))
+
+
 def load_corpus(settings: Settings) -> tuple[Corpus, Loader]:
     """Prepare the text. The vocabulary of a new model becomes that of the tokenizer."""
-    corpus = prepare(instantiate(settings.data, "data"), Path(".cache"))
+    corpus = open_corpus(settings.data)
     # A pretrained model may have more rows than its tokenizer has tokens.
     if settings.init_from is None:
         settings.model["vocab_size"] = corpus.tokenizer.vocab_size

@@ -390,10 +390,8 @@ class Trainer:
 
     def saved_config(self) -> dict:
         """The settings, the text and the machine, with which a resumed run is compared."""
-        machine = resume.fingerprint(
-            self.ranks, self.precision, self.is_compiled, self.micro_batch_size
-        )
-        return self.settings.model_dump() | {"text": self.corpus.sha256, "machine": machine}
+        made_with = {"text": self.corpus.sha256, "machine": resume.fingerprint(self)}
+        return self.settings.model_dump() | made_with
 
     def save(self) -> None:
         """Write a checkpoint, unless this step has one. Ends with exit code 4 if it diverged."""

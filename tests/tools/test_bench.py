@@ -102,15 +102,17 @@ def test_the_first_turn_compiles_and_does_not_count():
     assert (line["seconds"], line["tokens_per_second"], line["cold_seconds"]) == (2.0, 50, 9.0)
 
 
-def test_a_product_is_timed():
-    assert bench.matmul_flops(torch.float32, size=64) > 0
-
-
 @pytest.mark.parametrize("has_bf16, precision", [(True, torch.bfloat16), (False, torch.float32)])
 def test_the_ceiling_is_never_that_of_emulated_products(monkeypatch, has_bf16, precision):
     monkeypatch.setattr(hardware, "multiplies_bf16", lambda _: has_bf16)
-    monkeypatch.setattr(bench, "matmul_flops", lambda chosen: chosen)
-    assert bench.measure_ceiling(torch.device("cpu"), torch.bfloat16) == precision
+    monkeypatch.setattr(bench, "PROBE_SIZE", 64)
+    multiply = torch.Tensor.__matmul__
+    dtypes = set()
+    monkeypatch.setattr(
+        torch.Tensor, "__matmul__", lambda a, b: dtypes.add(a.dtype) or multiply(a, b)
+    )
+    assert bench.measure_ceiling(torch.device("cpu"), torch.bfloat16) > 0
+    assert dtypes == {precision}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from inference.load import load_model
 from run import checkpoint
 from tests.conftest import DATASETS, STORIES, continued, saved, settings_of, stories, tree_of
 from tests.conftest import drawn as drawn_model
-from tools import evaluate, lengths
+from tools import evaluate
+from training.setup import open_corpus
 
 
 def evaluated(command, *words: str) -> dict:
@@ -24,7 +25,7 @@ def evaluated(command, *words: str) -> dict:
 
 def saved_run(folder: Path, settings: dict) -> torch.nn.Module:
     """A run with these settings whose only checkpoint is a tiny model, every parameter drawn."""
-    corpus = lengths.open_corpus(settings)
+    corpus = open_corpus(settings["data"])
     sizes = {"vocab_size": corpus.tokenizer.vocab_size, "context": settings["context"]}
     tree = tree_of("gqa") | {"attention": settings["model"]["attention"]} | sizes
     model = drawn_model(tree)

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from run import errors
-from run.cli import HelpFormatter, Parser
+from run.cli import Parser
 from run.errors import IntegrityError
 from run.settings import report_errors
 from tools.compare.jobs import train_all
@@ -66,9 +66,8 @@ def main(args: argparse.Namespace) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python -m tools.compare",
-        description=__doc__,
-        epilog="overrides are written without dashes: attention=gqa,mha",
-        formatter_class=HelpFormatter,
+        __doc__,
+        "overrides are written without dashes: attention=gqa,mha",
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE,...", help="for train.py; commas sweep")

@@ -139,7 +139,13 @@ def train_all(jobs: list[Job]) -> None:
 
     Runs that another call trains are waited for. On a signal, all runs save, and the process exits.
     """
-    free_gpus = visible_gpus(compose(jobs[0].overrides).device)
+    # The environment of each run that trains at the same time: a GPU if there are several.
+    free_gpus = [{}]
+    device = compose(jobs[0].overrides).device
+    count = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+    if count > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        free_gpus = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible.split(",")]
     with Signals() as signals, waiting("what each run reports is in its .log", len(jobs)) as bar:
         signals.arm()
         try:
@@ -162,12 +168,3 @@ def train_all(jobs: list[Job]) -> None:
         errors.exit_with(
             signals.code, "stopped, what was trained is saved. fix: the same call goes on"
         )
-
-
-def visible_gpus(device: str) -> list[dict[str, str]]:
-    """The environment of each run that trains at the same time: a GPU if there are several."""
-    count = torch.cuda.device_count() if device in ("auto", "cuda") else 0
-    if count < 2:
-        return [{}]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible.split(",")]

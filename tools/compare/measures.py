@@ -16,13 +16,17 @@ NEAR_CHANCE = 0.05  # above the accuracy of guessing; in bf16, close logits tie
 
 
 class Result(NamedTuple):
-    """A measure of all variants by their names; `reasons` says why a variant has no value."""
+    """A measure of all variants by their names; `reasons` says why a variant has no value.
+
+    An accuracy has a `chance`, that of guessing.
+    """
 
     title: str
     estimates: dict[str, Estimate]
     best: str
     verdicts: dict[str, Verdict]
     reasons: dict[str, str]
+    chance: float | None
 
 
 def slice_loss(run: Run, name: str) -> float:
@@ -56,7 +60,7 @@ def evaluate(
 ) -> Result:
     """Measures all runs and tests the variants against the baseline, if that has a value.
 
-    An accuracy has a `chance`, that of guessing; none is the best where all are near it.
+    Of accuracies, none is the best where all are near `chance`.
     """
     values = {}
     reasons = {}
@@ -84,4 +88,4 @@ def evaluate(
             higher_is_better=is_accuracy,
             least_spread=LEAST_SPREAD if is_accuracy else 0.0,
         )
-    return Result(title, estimates, best, verdicts, reasons)
+    return Result(title, estimates, best, verdicts, reasons, chance)

@@ -60,11 +60,8 @@ class Page:
     def html(self) -> str:
         return "\n".join([*self.blocks, "</html>\n"])
 
-    def heading(self, text: str) -> None:
-        self.blocks.append(f"<h2>{escape(text)}</h2>")
-
-    def paragraph(self, text: str) -> None:
-        self.blocks.append(f"<p>{escape(text)}</p>")
+    def paragraph(self, text: str, tag: str = "p") -> None:
+        self.blocks.append(f"<{tag}>{escape(text)}</{tag}>")
 
     def figure(self, figure: Figure, caption: str) -> None:
         """Add a figure as SVG. Its black becomes the color of the text around it."""

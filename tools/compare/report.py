@@ -62,7 +62,7 @@ def write_report(
         sizes[run.settings["model"]["dim"]].append(run)
     lines = []
     for dim, members in sizes.items():
-        page.heading(f"Models of dim {dim}")
+        page.paragraph(f"Models of dim {dim}", "h2")
         lines.append(add_comparison(page, members, is_quick))
 
     if problems:
@@ -109,9 +109,8 @@ def add_comparison(page: Page, runs: list[Run], is_quick: bool) -> str:
     text = summary(variants, baseline, metrics)
     page.paragraph(text)
     add_results(page, variants, results, baseline, milliseconds)
-    add_plots(page, tasks, variants, metrics)
-    add_differences(page, variants)
-    add_training(page, tasks)
+    add_plots(page, variants, [*metrics.values()])
+    add_details(page, tasks, variants)
     return text
 
 
@@ -182,32 +181,28 @@ def result_cell(result: Result, name: str, baseline: str) -> Cell:
     return Cell(value, f"{difference.text('+')} {reason}", text, is_best)
 
 
-def add_plots(
-    page: Page, tasks: dict[str, Groups], variants: Groups, metrics: dict[str, Result]
-) -> None:
+def add_plots(page: Page, variants: Groups, metrics: list[Result]) -> None:
     """Add the metric of each task against cache bytes."""
     cache_bytes = {name: runs[0].cache_bytes for name, runs in variants.items()}
-    for task, result in metrics.items():
+    for result in metrics:
         figure = draw_points(cache_bytes, result.estimates, result.title)
         caption = f"{result.title} against cache bytes, with 95 % intervals over seeds"
-        if task != "text":
+        if result.chance is not None:
             axes = figure.axes[0]
             axes.set_ylim(-0.02, 1.02)  # accuracies, with room for a marker
-            axes.axhline(next(iter(tasks[task].values()))[0].chance, color="gray", linestyle=":")
+            axes.axhline(result.chance, color="gray", linestyle=":")
             caption += "; dotted: chance"
         page.figure(figure, caption)
 
 
-def add_differences(page: Page, variants: Groups) -> None:
-    """Add what a reader must know to believe the result."""
+def add_details(page: Page, tasks: dict[str, Groups], variants: Groups) -> None:
+    """Add what a reader must know to believe the result, and the curves of training."""
     machine = next(iter(variants.values()))[0].settings["machine"]
     page.paragraph(EQUAL)
     page.texts(["setting", "values"], list(differences(variants).items()))
     page.paragraph(" ".join(f"{key}: {value}." for key, value in machine.items()))
 
-
-def add_training(page: Page, tasks: dict[str, Groups]) -> None:
-    """Add curves of the training loss beside those of the evaluations."""
+    # Curves of the training loss beside those of the evaluations.
     for task, groups in tasks.items():
         metric = next(iter(groups.values()))[0].metric
         for key in ("train_loss", metric):

@@ -48,20 +48,23 @@ def compare_to_baseline(
 
     `least_spread` is the smallest standard deviation that differences are believed to have.
     """
-    num_pairs = {}
-    differences = {}
+    pairs = {}
     p_values = {}
     for name, values in variants.items():
-        pairs = paired_differences(baseline, values)
-        num_pairs[name] = len(pairs)
-        differences[name] = estimate(pairs, least_spread)
-        p_values[name] = differences[name].p
+        pairs[name] = paired_differences(baseline, values)
+        p_values[name] = estimate(pairs[name], least_spread).p
 
     # Judge by p-values that are corrected for all tests together.
     verdicts = {}
     for name, p in holm(p_values).items():
-        text = verdict_text(differences[name].mean, p, higher_is_better)
-        verdicts[name] = Verdict(differences[name], num_pairs[name], p, text)
+        difference = estimate(pairs[name], least_spread)
+        text = "not distinguishable"
+        if math.isnan(p):
+            text = "n/a"
+        elif p <= LEVEL:
+            is_better = (difference.mean > 0) == higher_is_better
+            text = "better" if is_better else "worse"
+        verdicts[name] = Verdict(difference, len(pairs[name]), p, text)
     return verdicts
 
 
@@ -99,15 +102,6 @@ def estimate(values: list[float], least_spread: float = 0.0) -> Estimate:
     ci95 = standard_error * t.ppf(1 - LEVEL / 2, count - 1)
     p = 2 * t.sf(abs(mean) / standard_error, count - 1)
     return Estimate(mean, float(ci95), float(p))
-
-
-def verdict_text(difference: float, p: float, higher_is_better: bool) -> str:
-    if math.isnan(p):
-        return "n/a"
-    if p > LEVEL:
-        return "not distinguishable"
-    is_higher = difference > 0
-    return "better" if is_higher == higher_is_better else "worse"
 
 
 def holm(p_values: dict[str, float]) -> dict[str, float]:
