@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import IGNORE_INDEX
 from data.slices import NUM_BINS, bin_name, slice_means, text_cells
 from tests.tools.test_evaluate import nats_by_token
 from tests.training.test_train_command import metrics
@@ -29,21 +28,6 @@ def test_repeated_bigrams_of_a_tiny_text_by_hand():
     text = torch.tensor([[3, 4, 5, 3, 4, 3, 4, 5, 6], [6, 6, 6, 3, 4, 6, 3, 6, 6]])
     is_repeated = text_cells(text[:, :-1], text[:, 1:]) // NUM_BINS
     assert is_repeated.tolist() == [[0, 0, 0, 1, 0, 1, 1, 0], [0, 1, 0, 0, 0, 1, 0, 1]]
-
-
-def test_repeated_bigrams_are_those_of_a_loop():
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(5, (3, 40), generator=generator)
-    inputs = tokens[:, :-1]
-    targets = tokens[:, 1:].clone()
-    targets[2, 30:] = IGNORE_INDEX  # padding at the end changes nothing in front of it
-    classes = text_cells(inputs, targets) // NUM_BINS
-    for row in range(3):
-        seen = set()
-        for position in range(39 if row < 2 else 30):
-            bigram = (int(inputs[row, position]), int(targets[row, position]))
-            assert classes[row, position] == (bigram in seen)
-            seen.add(bigram)
 
 
 def test_slices_without_targets_are_left_out():

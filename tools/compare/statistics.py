@@ -51,7 +51,11 @@ def compare_to_baseline(
     pairs = {}
     p_values = {}
     for name, values in variants.items():
-        pairs[name] = paired_differences(baseline, values)
+        # Runs of one seed, which share batches and first weights, are a pair. Where no seed is
+        # shared, the order of the seeds pairs them, and runs without a partner are left out.
+        shared = sorted(baseline.keys() & values.keys())
+        seeds = zip(shared or sorted(baseline), shared or sorted(values), strict=False)
+        pairs[name] = [values[seed] - baseline[baseline_seed] for baseline_seed, seed in seeds]
         p_values[name] = estimate(pairs[name], least_spread).p
 
     # Judge by p-values that are corrected for all tests together.
@@ -66,19 +70,6 @@ def compare_to_baseline(
             text = "better" if is_better else "worse"
         verdicts[name] = Verdict(difference, len(pairs[name]), p, text)
     return verdicts
-
-
-def paired_differences(baseline: Values, values: Values) -> list[float]:
-    """Subtracts the baseline's value from the variant's, pair by pair.
-
-    Runs of one seed, which share batches and first weights, are a pair. Where no seed is shared,
-    the order of the seeds pairs them, and runs without a partner are left out.
-    """
-    shared = sorted(baseline.keys() & values.keys())
-    if shared:
-        return [values[seed] - baseline[seed] for seed in shared]
-    pairs = zip(sorted(baseline), sorted(values), strict=False)
-    return [values[seed] - baseline[baseline_seed] for baseline_seed, seed in pairs]
 
 
 def estimate(values: list[float], least_spread: float = 0.0) -> Estimate:
