@@ -8,6 +8,7 @@ os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled")
 
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,6 +74,8 @@ close = torch.testing.assert_close
 greedy = partial(sample, temperature=0)
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# A shell ignores SIGINT for what it starts in the background; the tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests that take 15 seconds or more begin first, so that no worker has one left at the end.
 LONGEST = (
