@@ -58,10 +58,10 @@ def load_model(
     Raises IntegrityError for a config that is no model's, and for weights of another model, which
     a weight of the size of another context is too.
     """
-    tree = checkpoint.load_config(source)["model"]
+    tree = checkpoint.load_config(source, is_tried=False)["model"]
     if context is not None:
         tree["context"] = context
     with checkpoint.report_unreadable(source / "config.json"):
-        model = build_model(tree, device, dtype=dtype, seed=None)
+        model = checkpoint.try_out(build_model(tree, device, dtype=dtype, seed=None))
     checkpoint.load_weights(model, source)
     return model.eval()

@@ -147,26 +147,36 @@ def report_unreadable(file: Path) -> Iterator[None]:
         raise IntegrityError(f"not what a run writes ({file}: {reason}). fix: {FIX}") from None
 
 
-def load_config(checkpoint: Path) -> dict:
+def load_config(checkpoint: Path, *, is_tried: bool = True) -> dict:
     """The config of the run that wrote a checkpoint.
 
-    Raises IntegrityError where it is none, or its model is none that works.
+    Raises IntegrityError where it is none or, if that `is_tried`, its model is none that works.
     """
     file = checkpoint / "config.json"
     with report_unreadable(file):
         config = json.loads(file.read_text())
         if config["model"]["depth"] > MOST_LAYERS:
             raise ValueError(f"more than {MOST_LAYERS} layers")
-        dry_run(config["model"])
+        if is_tried:
+            dry_run(config["model"])
     return config
 
 
 def dry_run(tree: dict) -> nn.Module:
-    """Build a model, and run two tokens through it, without memory."""
+    """Build a model, and run two tokens through it, without memory.
+
+    The first time in a process, torch takes a second to import what it needs for that.
+    """
     with torch.device("meta"):
-        model = instantiate(tree)
-        cache = model.new_cache(1, 2, torch.float32, "meta")
-        model(torch.zeros(1, 2, dtype=torch.int64), cache)
+        return try_out(instantiate(tree))
+
+
+@torch.no_grad()
+def try_out(model: nn.Module) -> nn.Module:
+    """Run two tokens through a model, on its device."""
+    weight = model.embed.weight
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)
+    model(tokens, model.new_cache(1, 2, weight.dtype, weight.device))
     return model
 
 

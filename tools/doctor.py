@@ -80,26 +80,17 @@ def slow(device: torch.device) -> list[str]:
             f"torch cannot use the NVIDIA GPU here (driver {driver}, torch for CUDA "
             f"{torch.version.cuda}). fix: a newer driver, or a torch build for an older CUDA"
         )
-    if device.type == "cpu":
-        if not hardware.multiplies_bf16(device):
-            findings.append(
-                "bf16 would be emulated, so precision=auto takes fp32. fix: leave precision out"
-            )
-        # Half of the processors may be threads of the others.
-        if torch.get_num_threads() < os.cpu_count() // 2:
-            findings.append("torch leaves processors idle. fix: a larger OMP_NUM_THREADS, or none")
+    # Half of the processors may be threads of the others.
+    if device.type == "cpu" and torch.get_num_threads() < os.cpu_count() // 2:
+        findings.append("torch leaves processors idle. fix: a larger OMP_NUM_THREADS, or none")
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         if free < MIN_FREE_SHARE * total:
             findings.append("others use this GPU's memory. fix: nvidia-smi lists them")
-        if "MIG" in torch.cuda.get_device_name():
-            findings.append("a part of a GPU (MIG). fix: CUDA_VISIBLE_DEVICES with a whole one")
         if torch.cuda.get_device_capability() < (8, 0):
             findings.append(
                 "no bf16 and TF32 on this GPU. fix: one of compute capability 8.0 or more"
             )
-        if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
-            findings.append("TF32 is off: slow fp32. fix: unset NVIDIA_TF32_OVERRIDE")
     return findings
 
 
