@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 
 from run import distributed, errors, folder, hardware, progress
-from run.settings import compose, help_text, report_errors
+from run.settings import compose, help_text
 from run.signals import Signals
 from training import setup
 from training.budget import Clock
@@ -27,7 +27,7 @@ IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # which max_minutes counts too
 def main(overrides: list[str]) -> None:
     """Set up a run from its config, train it, and exit with a code that says how it ended."""
     clock = Clock(monotonic() - IMPORT_SECONDS)
-    with Signals() as signals, report_errors():
+    with Signals() as signals, errors.report_errors():
         # Whatever is wrong with the input shows here, before anything is written.
         with errors.user_input():
             settings = compose(overrides)

@@ -3,10 +3,11 @@
 import re
 from collections.abc import Iterable, Iterator
 from glob import glob
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 
 from data.utf8 import utf8_lines
+from run.sealed import sha256_of
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet", ".csv")
 SPLIT_WORDS = re.compile("(?<![a-z])(train|test|val|valid|validation)(?![a-z])")
@@ -133,6 +134,5 @@ def content_hash(files: list[Path]) -> str:
     """SHA-256 over the SHA-256 of each file, whatever its name or time."""
     total = sha256()
     for file in files:
-        with file.open("rb") as opened:
-            total.update(file_digest(opened, "sha256").digest())
+        total.update(bytes.fromhex(sha256_of(file)))
     return total.hexdigest()

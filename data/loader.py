@@ -53,15 +53,14 @@ class Loader:
         offset, order = epoch_rows(self.seed, epoch, self.context, self.rows_per_epoch)
         start = offset + int(order[index]) * self.context
 
-        # Read on from `start`, counted from the beginning of each shard.
+        # Both ends are counted from the beginning of each shard: one may lie before or behind it.
+        end = start + self.context + 1
         pieces = []
-        missing = self.context + 1
         for shard in self.shards:
-            if start < len(shard) and missing > 0:
-                piece = shard[start : start + missing]
-                pieces.append(piece)
-                missing -= len(piece)
-            start = max(0, start - len(shard))
+            if end > 0:
+                pieces.append(shard[max(0, start) : end])
+            start -= len(shard)
+            end -= len(shard)
         return np.concatenate(pieces)
 
 

@@ -228,12 +228,12 @@ class TaskCorpus(Corpus):
         nats, correct, targets = totals
         sizes = tuple(map(str, self.task.sizes))
         slices = slice_means(correct, targets, sizes, "distance", "accuracy")
-        accuracies = [slices.pop(size)["accuracy"] for size in sizes]
         key = f"{self.task.name}_accuracy"
+        accuracies = {f"{key}_{size}": slices.pop(size)["accuracy"] for size in sizes}
         return {
             "val_loss": nats.sum() / targets.sum(),
             "val_bpb": None,
-            key: sum(accuracies) / len(accuracies),
-            **{f"{key}_{size}": value for size, value in zip(sizes, accuracies, strict=True)},
+            key: sum(accuracies.values()) / len(accuracies),
+            **accuracies,
             "slices": slices,
         }

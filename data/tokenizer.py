@@ -33,8 +33,8 @@ class Tokenizer:
     generation, it stands between documents. `files` are what load() reads, by their names.
     """
 
-    # If a run of bytes is decoded as a whole, a token whose byte is never UTF-8.
-    invalid_byte = []
+    # Where a run of bytes is decoded as a whole, the tokens after which it may go on.
+    unstable_tokens = frozenset()
 
     def __init__(self, files: dict[str, bytes]):
         self.files = files
@@ -209,11 +209,14 @@ class JsonTokenizer(Tokenizer):
         self.processor = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
         self.processor.no_padding()
         self.processor.no_truncation()
-        self.vocab_size = 1 + max(self.processor.get_vocab().values(), default=-1)
+        vocabulary = self.processor.get_vocab()
+        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
+        # Bytes, and special tokens, which are decoded to nothing.
+        byte_tokens = {vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)}
+        self.unstable_tokens = byte_tokens.union(self.processor.get_added_tokens_decoder())
         self.set_special_ids(json.loads(files["generation_config.json"]))
         # Its template may put BOS in front of a text.
         self.starts_with_bos = self.processor.encode("").ids == [self.bos]
-        self.invalid_byte = [self.processor.token_to_id("<0xFF>") or 0]
 
     def encode(self, text: str) -> list[int]:
         """Encode without BOS and EOS; a text that looks like a special token is that token."""

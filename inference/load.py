@@ -58,7 +58,7 @@ def load_model(
     Raises IntegrityError for a config that is no model's, and for weights of another model, which
     a weight of the size of another context is too.
     """
-    tree = checkpoint.load_config(source, is_tried=False)["model"]
+    tree = checkpoint.load_config(source)["model"]
     if context is not None:
         tree["context"] = context
     with checkpoint.report_unreadable(source / "config.json"):

@@ -74,6 +74,7 @@ class StreamingText:
         # New tokens are decoded behind those before them: so a word keeps the space in front of it,
         # which the tokenizer may drop at the beginning of a text.
         self.previous = sequence.tokens[:-1]
+        self.previous_text = tokenizer.decode(self.previous)
         self.pending: list[int] = []
 
     def update(self) -> None:
@@ -81,19 +82,21 @@ class StreamingText:
         sequence = self.sequence
         if sequence.finish_reason != "eos":
             self.pending.append(sequence.tokens[-1])
-        decode = self.tokenizer.decode
         tokens = self.previous + self.pending
-        text = decode(tokens)
-        new_text = text[len(decode(self.previous)) :]
+        text = self.tokenizer.decode(tokens)
+        new_text = text[len(self.previous_text) :]
         # What the next token may change waits for it: a character whose bytes are not complete, and
         # with byte fallback a run of bytes, all of which become U+FFFD if one does not fit.
-        is_stable = decode(tokens + self.tokenizer.invalid_byte).startswith(text)
+        is_stable = sequence.tokens[-1] not in self.tokenizer.unstable_tokens
         if sequence.finish_reason is not None or (is_stable and not new_text.endswith("\ufffd")):
             self.decoded += new_text
             # A blank may be dropped at the beginning: more than that must be in front.
-            if decode(self.pending).strip():
+            pending_text = self.tokenizer.decode(self.pending)
+            if pending_text.strip():
                 tokens = self.pending
+                text = pending_text
             self.previous = tokens
+            self.previous_text = text
             self.pending = []
 
         # Pass on all but a stop text, and what may become one.

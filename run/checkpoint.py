@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from zipfile import is_zipfile
 
 import torch
@@ -27,6 +28,16 @@ from run.sharding import shard_like
 NUM_KEPT = 2
 MOST_LAYERS = 2**12  # of a model that anyone may have written
 STEPS = "step-" + 8 * "[0-9]"
+# What content that is anything raises where it is parsed, or a model built of it. The rest is bugs.
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+    SafetensorError,
+    UnpicklingError,
+)
 FIX = "use an older checkpoint, or train anew in another folder"
 
 
@@ -142,24 +153,27 @@ def report_unreadable(file: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever may come of content that is anything
+    except UNREADABLE as error:
         reason = str(error).partition("\n")[0]
         raise IntegrityError(f"not what a run writes ({file}: {reason}). fix: {FIX}") from None
 
 
-def load_config(checkpoint: Path, *, is_tried: bool = True) -> dict:
-    """The config of the run that wrote a checkpoint.
-
-    Raises IntegrityError where it is none or, if that `is_tried`, its model is none that works.
-    """
+def load_config(checkpoint: Path) -> dict:
+    """The config of the run that wrote a checkpoint. Raises IntegrityError where it is none."""
     file = checkpoint / "config.json"
     with report_unreadable(file):
         config = json.loads(file.read_text())
         if config["model"]["depth"] > MOST_LAYERS:
             raise ValueError(f"more than {MOST_LAYERS} layers")
-        if is_tried:
-            dry_run(config["model"])
     return config
+
+
+def load_model_config(checkpoint: Path) -> dict:
+    """The config of a checkpoint's model. Raises IntegrityError where that cannot be built."""
+    model = load_config(checkpoint)["model"]
+    with report_unreadable(checkpoint / "config.json"):
+        dry_run(model)
+    return model
 
 
 def dry_run(tree: dict) -> nn.Module:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -76,7 +77,7 @@ def use_cache() -> None:
     # Where it is one of torch's probes, torch would conclude that there are no vector instructions.
     for path in cache.rglob("*.so"):
         with suppress(OSError):  # deleted, here or by another process
-            while not any(path.read_bytes()[:4]):
+            while not np.fromfile(path, "u1", 4).any():
                 if time.time() - path.stat().st_mtime > LINKING_SECONDS:
                     path.unlink()
                 time.sleep(0.1)

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 # Exit codes.
 BUG = 1
+OVERRIDE = 1  # unknown, or not a value
 INPUT = 2
 INTEGRITY = 3
 DIVERGED = 4
@@ -27,6 +28,10 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 
 class IntegrityError(Exception):
     """A file on disk is not what was written."""
+
+
+class OverrideError(Exception):
+    """An override has no place in the config, or its value cannot be read."""
 
 
 def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoReturn:
@@ -99,6 +104,8 @@ def report_errors() -> Iterator[None]:
         yield
     except IntegrityError as error:
         exit_with(INTEGRITY, error)
+    except OverrideError as error:
+        exit_with(OVERRIDE, error)
     except KeyboardInterrupt:
         exit_with(INTERRUPTED, "interrupted. fix: call it again")
     except BrokenPipeError:

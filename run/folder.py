@@ -31,8 +31,8 @@ IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb")
 
 
 @contextmanager
-def open_run_dir(settings: Settings, ranks: DistEnv, text: str = "") -> Iterator[Path]:
-    """The folder of a run on a text of this hash, made and locked by rank 0 for all ranks.
+def open_run_dir(settings: Settings, ranks: DistEnv, text_sha256: str = "") -> Iterator[Path]:
+    """The folder of a run on a text of this SHA-256, made and locked by rank 0 for all ranks.
 
     It is `run_dir`, else the next free runs/name, or with resume=true the newest of these that has
     what must not change on resume as it is now, and where none has, the newest. Ends
@@ -40,14 +40,14 @@ def open_run_dir(settings: Settings, ranks: DistEnv, text: str = "") -> Iterator
     be resumed, or is to be resumed and does not exist; with 74 where no folder can be made.
     """
     with ExitStack() as stack:
-        yield ranks.on_rank0(lambda: acquire(settings, text, stack))
+        yield ranks.on_rank0(lambda: acquire(settings, text_sha256, stack))
 
 
-def acquire(settings: Settings, text: str, stack: ExitStack) -> Path:
+def acquire(settings: Settings, text_sha256: str, stack: ExitStack) -> Path:
     """The folder of a run, locked until `stack` is closed."""
     with errors.user_input():
         try:
-            run = choose_run_dir(settings, text)
+            run = choose_run_dir(settings, text_sha256)
             stack.enter_context(lock_folder(run))
         except OSError as error:
             errors.exit_with(
@@ -62,7 +62,7 @@ def acquire(settings: Settings, text: str, stack: ExitStack) -> Path:
     return run
 
 
-def choose_run_dir(settings: Settings, text: str) -> Path:
+def choose_run_dir(settings: Settings, text_sha256: str) -> Path:
     """The folder of a run, which exists. Raises ValueError where it cannot be this run's."""
     # A folder that the user names.
     if settings.run_dir is not None:
@@ -78,7 +78,7 @@ def choose_run_dir(settings: Settings, text: str) -> Path:
     for run in RUNS.glob("*"):
         if re.fullmatch(rf"{re.escape(settings.name)}(-\d+)?", run.name) and has_checkpoint(run):
             runs.append(run)
-    now = settings.model_dump() | {"text": text}
+    now = settings.model_dump() | {"text": text_sha256}
     # Of two numbers, the longer one is greater.
     runs.sort(key=lambda run: (is_same_run(run, now), len(run.name), run.name))
     return runs[-1] if runs else create_run_dir(settings.name)

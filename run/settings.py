@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import yaml
@@ -22,6 +21,7 @@ from pydantic import (
 )
 
 from run import errors
+from run.errors import OverrideError
 from run.instantiate import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -156,16 +156,21 @@ class Settings(BaseModel):
 def compose(overrides: list[str]) -> Settings:
     """The settings of `python train.py OVERRIDES`, for notebooks and other commands too.
 
-    Raises ValueError with a line for each problem, HydraException for overrides that do not fit.
+    Raises ValueError with a line for each problem, OverrideError for overrides that do not fit.
     """
-    import hydra  # takes a quarter of a second, which only commands that compose should spend
-    from hydra.core.global_hydra import GlobalHydra
+    import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
 
-    values = dict(map(parse_override, overrides))
+    # A key that is there already may be given with a +.
     words = [word.lstrip("+") for word in overrides]
-    GlobalHydra.instance().clear()  # of a notebook
+    for override in parse_overrides(words):
+        if override.is_sweep_override():
+            word = override.input_line
+            raise OverrideError(
+                f"several values for one run ({word}). "
+                f"fix: python -m tools.compare {shlex.quote(word)} or, for a list, KEY=[A,B]"
+            )
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
             cfg = hydra.compose("train", words, return_hydra_config=True)
@@ -175,9 +180,7 @@ def compose(overrides: list[str]) -> Settings:
             del cfg.hydra
             keys = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         except (HydraException, OmegaConfBaseException) as error:
-            chosen = hydra.compose("train", list({*words}.intersection(choices())))
-            own = dict(flatten(OmegaConf.to_container(chosen)))
-            raise HydraException(composing_problem(str(error), values, own)) from None
+            raise OverrideError(composing_problem(error, words)) from None
     for part in PARTS:
         del keys[part]
     try:
@@ -187,16 +190,52 @@ def compose(overrides: list[str]) -> Settings:
         raise ValueError("\n".join(problems)) from None
 
 
-def parse_override(word: str) -> tuple[str, str]:
-    """Split KEY=VALUE, or ~GROUP.KEY, which takes a key away. Raises ValueError for other words."""
-    key, _, value = word.lstrip("+-~").partition("=")
-    if not re.match(r"~\w+\.|[^-~][^=]*=", word):
-        value = value or defaults().get(key)
-        fix = HELP
-        if value is not None:
-            fix = f"{key}={value}"
-        raise ValueError(f"an override is KEY=VALUE, without dashes (got {word}). fix: {fix}")
-    return key, value
+def parse_overrides(words: list[str]) -> list:
+    """Read KEY=VALUE, or ~GROUP.KEY, which takes a key away, as Hydra's Override objects.
+
+    Raises ValueError for other words, and OverrideError for a value that Hydra cannot read.
+    """
+    import hydra  # takes a quarter of a second, which only commands that compose should spend
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    for word in words:
+        if not re.match(r"~\w+\.|[^-~][^=]*=", word):
+            key, _, value = word.lstrip("+-~").partition("=")
+            value = value or defaults().get(key)
+            fix = HELP
+            if value is not None:
+                fix = f"{key}={value}"
+            raise ValueError(f"an override is KEY=VALUE, without dashes (got {word}). fix: {fix}")
+    GlobalHydra.instance().clear()  # of a notebook
+    try:
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            # A glob reads the files of configs/.
+            loader = GlobalHydra.instance().config_loader()
+            return OverridesParser.create(loader).parse_overrides(words)
+    except OverrideParseException as error:
+        key, _, value = error.override.partition("=")
+        typed = f'{key}="{value}"'
+        raise OverrideError(f"not a value ({error.override}). fix: {shlex.quote(typed)}") from None
+
+
+def composing_problem(error: Exception, words: list[str]) -> str:
+    """What an error of Hydra says of these overrides, and a fix of ours."""
+    from hydra.errors import MissingConfigException
+
+    if isinstance(error, MissingConfigException):
+        return unknown(error.missing_cfg_file.replace("/", "=", 1))
+    # A key that the composed config lacks. Its root has the keys of the chosen presets.
+    missing = error.__cause__
+    if isinstance(missing, OmegaConfBaseException):
+        own = OmegaConf.to_container(missing.parent_node._get_root())
+        del own["hydra"]
+        # Of lr.new=1, Hydra names what is missing first: lr.
+        word = next(word for word in words if word.startswith(missing.full_key))
+        key, _, value = word.partition("=")
+        return unknown(key, value, dict(flatten(own)))
+    return f"{str(error).splitlines()[0].rstrip('.')}. fix: {HELP}"
 
 
 def describe(problem: dict) -> str:
@@ -206,7 +245,7 @@ def describe(problem: dict) -> str:
     return f"{key} {rule} (got {problem['input']!r}). fix: {key}={defaults()[key]}"
 
 
-def unknown(word: str, value: str, own: Collection[str]) -> str:
+def unknown(word: str, value: str = "VALUE", own: Collection[str] = ()) -> str:
     """A line for a KEY or a GROUP=CHOICE that is not there, with the one that is nearest.
 
     `value` is what the key was to be, and `own` are the keys of the chosen presets.
@@ -274,33 +313,3 @@ def help_text() -> str:
                 kinds += map(as_typed, kind.get("enum", [kind.get("type")]))
         lines.append(f"  {key}={value}  ({', '.join(kinds)})  {schema.get('description', '')}")
     return "\n".join(lines)
-
-
-@contextmanager
-def report_errors() -> Iterator[None]:
-    """As errors.report_errors, and Hydra's errors of composing with exit code 1."""
-    from hydra.errors import HydraException
-
-    try:
-        with errors.report_errors():
-            yield
-    except HydraException as error:
-        errors.exit_with(errors.BUG, error)
-
-
-def composing_problem(text: str, values: dict[str, str], own: Collection[str]) -> str:
-    """What an error of Hydra says of overrides with these values, and a fix of ours."""
-    if match := re.match(
-        r"(?:In 'train': )?Could not (?:override|find|delete from config\.) '(.+?)'", text
-    ):
-        word = match[1].replace("/", "=", 1)
-        return unknown(word, values.get(word, "VALUE"), own)
-    if match := re.search(r"'([^']+?=.+)'(?:\n1\. | requires --multirun)", text):
-        return (
-            f"several values for one run ({match[1]}). "
-            f"fix: python -m tools.compare {shlex.quote(match[1])} or, for a list, KEY=[A,B]"
-        )
-    if match := re.match(r"(?:Error parsing override '|\w+Exception: )(.+?)=(.*?)'?\n", text):
-        typed = f'{match[1]}="{match[2]}"'
-        return f"not a value ({match[1]}={match[2]}). fix: {shlex.quote(typed)}"
-    return f"{text.splitlines()[0].rstrip('.')}. fix: {HELP}"

@@ -37,7 +37,7 @@ from run.cli import Parser
 from run.distributed import DistEnv
 from run.instantiate import ROOT
 from run.progress import say, waiting
-from run.settings import Settings, compose, report_errors
+from run.settings import Settings, compose
 from run.signals import Signals
 from tools.formats import hf_config
 from tools.latency import greedy, time_generation
@@ -341,5 +341,5 @@ COMPETITORS = {
 }
 
 if __name__ == "__main__":
-    with report_errors():
+    with errors.report_errors():
         main(parse_arguments())

@@ -15,7 +15,7 @@ from data.tokenizer import Tokenizer, tokenizer_file
 from inference.load import load_model
 from model.attention.base import Attention
 from model.build import build_model
-from run import checkpoint, errors, settings
+from run import checkpoint, errors
 from run.cli import Parser
 from tools.export_hf import into_new_folder
 from tools.formats import converted_model
@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> str:
     # What can be wrong is found before anything is written.
     with errors.user_input():
         path = checkpoint.find_model(args.model)
-        tree = checkpoint.load_config(path)["model"]
+        tree = checkpoint.load_model_config(path)
         new_tree = converted_model.convert_config(tree, args.overrides)
         tokenizer = Tokenizer.load(tokenizer_file(path))
         moments = None
@@ -91,5 +91,5 @@ def measure_moments(model: torch.nn.Module, tokenizer: Tokenizer, path: str) -> 
 
 
 if __name__ == "__main__":
-    with settings.report_errors():
+    with errors.report_errors():
         main(parse_arguments())

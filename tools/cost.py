@@ -13,7 +13,7 @@ import torch
 from model.build import build_model
 from run import cli, errors
 from run.progress import waiting
-from run.settings import CONFIGS, compose, report_errors
+from run.settings import CONFIGS, compose
 from training.setup import check_buildable
 
 COLUMNS = (
@@ -81,5 +81,5 @@ def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    with report_errors(), errors.user_input():
+    with errors.report_errors(), errors.user_input():
         main(sys.argv[1:])

@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> str:
     # All that can be wrong with the model or the arguments is found before anything is written.
     with errors.user_input():
         path = checkpoint.find_model(args.run)
-        config = to_hf_config(checkpoint.load_config(path)["model"])
+        config = to_hf_config(checkpoint.load_model_config(path))
         tokenizer = Tokenizer.load(tokenizer_file(path))
         files = tokenizer_files(tokenizer, path)
         model = load_model(path, "cpu")

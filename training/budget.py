@@ -7,7 +7,7 @@ from time import monotonic
 
 from data.loader import Loader
 
-WARMUP_STEPS = 3  # steps that compile and fill caches, and are not timed
+UNTIMED_STEPS = 3  # steps that compile and fill caches, and are not timed
 TIMED_FRACTION = 0.1  # of the limit, during which steps are timed
 RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot
 SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
@@ -50,7 +50,7 @@ class TimeBudget:
     def __init__(self, minutes: float, clock: Clock):
         self.limit = 60 * minutes  # seconds
         self.clock = clock
-        self.timed_steps = -WARMUP_STEPS
+        self.timed_steps = -UNTIMED_STEPS
         self.timed_from = 0.0
 
     def seconds_left(self) -> float:

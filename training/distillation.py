@@ -46,7 +46,7 @@ def check_teacher(settings: Settings, corpus: Corpus) -> None:
         return
     path = checkpoint.find_model(settings.distill)
     model = settings.model
-    teacher = checkpoint.load_config(path)["model"]
+    teacher = checkpoint.load_model_config(path)
     named = f"distill={settings.distill}"
     if teacher["context"] < model["context"]:
         raise ValueError(

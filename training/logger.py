@@ -139,9 +139,8 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for key, style in (("train_loss", "-"), ("val_loss", "o-")):
-        tokens = [line["tokens"] for line in lines if key in line]
-        losses = [line[key] for line in lines if key in line]
-        axes.plot(tokens, losses, style, label=key)
+        losses = {line["tokens"]: line[key] for line in lines if key in line}
+        axes.plot(losses.keys(), losses.values(), style, label=key)
     axes.set(xlabel="tokens", ylabel="nats per token", title=picture.parent.name)
     axes.legend()
     figure.savefig(picture, dpi=120)

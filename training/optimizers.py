@@ -57,8 +57,7 @@ def add_updates(matrices: list[Tensor], lr: float) -> None:
     updates = map_over_ranks(newton_schulz, updates).to(matrices[0].dtype)
     # An orthogonal matrix has an RMS of 1 / sqrt(its longer side).
     deltas = updates * (-0.2 * max(matrices[0].shape) ** 0.5 * lr)
-    deltas = [shard_like(delta, p) for delta, p in zip(deltas, matrices, strict=True)]
-    torch._foreach_add_(matrices, deltas)
+    torch._foreach_add_(matrices, list(map(shard_like, deltas, matrices)))
 
 
 def map_over_ranks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

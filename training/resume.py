@@ -13,43 +13,43 @@ from training.optimizer_state import load_optimizer_state
 
 def restore(trainer, path: Path) -> None:
     """Load a checkpoint into a trainer. Ends with exit code 2 where it is another run's."""
+    settings = trainer.settings
     saved = checkpoint.load_config(path)
-    if trainer.settings.compile == "auto":
-        trainer.is_compiled = saved["machine"]["compiled"]
-    # The micro-batch affects rounding.
-    micro_batch = saved["machine"]["micro_batch"]
-    rows = trainer.loader.batch_size // trainer.ranks.world_size
-    if trainer.settings.micro_batch is None and rows % micro_batch == 0:
-        trainer.micro_batch_size = micro_batch
+    with checkpoint.report_unreadable(path / "config.json"):
+        bounds = (saved["steps"], saved["max_epochs"])
+        machine = saved["machine"]
+        if settings.compile == "auto":
+            trainer.is_compiled = machine["compiled"]
+        # The micro-batch affects rounding.
+        micro_batch = machine["micro_batch"]
+        rows = trainer.loader.batch_size // trainer.ranks.world_size
+        if settings.micro_batch is None and rows % micro_batch == 0:
+            trainer.micro_batch_size = micro_batch
     with errors.user_input():
         changes = check_resumed(saved, trainer.saved_config(), path)
-    state = checkpoint.load_state(path, trainer.state())
 
+    state = checkpoint.load_state(path, trainer.state())
     with checkpoint.report_unreadable(path / "state.pt"):
         load_optimizer_state(trainer.model, trainer.optimizers, state["optimizer"])
         if state["scaler"]:
             trainer.scaler.load_state_dict(state["scaler"])
-
-        # Keep the fitted number of steps, unless another is asked for.
-        asked_steps = trainer.settings.steps
-        is_same = (asked_steps, trainer.settings.max_epochs) == (
-            saved["steps"],
-            saved["max_epochs"],
-        )
-        if is_same:
-            trainer.steps = state["steps"]
-        if state["is_fitted"] and (is_same or asked_steps is not None):
-            trainer.budget = None
-        trainer.step = state["step"]
-        trainer.first_step = trainer.step
-        trainer.saved_step = trainer.step
-        trainer.timed_step = trainer.step
-        trainer.reported_step = state["reported_step"]
-        trainer.clock.started -= state["seconds"]
-        trainer.timed_from = trainer.clock.training()
-        trainer.log_state = state["log"]
         trainer.loss_sum.copy_(state["loss_sum"] / trainer.ranks.world_size)
+        trainer.clock.started -= state["seconds"]
     checkpoint.load_weights(trainer.model, path)
+
+    # Keep the fitted number of steps, unless another is asked for.
+    is_same = bounds == (settings.steps, settings.max_epochs)
+    if is_same:
+        trainer.steps = state["steps"]
+    if state["is_fitted"] and (is_same or settings.steps is not None):
+        trainer.budget = None
+    trainer.step = state["step"]
+    trainer.first_step = trainer.step
+    trainer.saved_step = trainer.step
+    trainer.timed_step = trainer.step
+    trainer.reported_step = state["reported_step"]
+    trainer.timed_from = trainer.clock.training()
+    trainer.log_state = state["log"]
     progress.say(f"resuming step {trainer.step}\n{changes}".rstrip())
 
 

@@ -74,7 +74,7 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> Path | None:
             "init_from=Y"
         )
     pretrained = checkpoint.find_model(source)
-    model = checkpoint.load_config(pretrained)["model"]
+    model = checkpoint.load_model_config(pretrained)
 
     # The model keeps its shape, but may be trained on shorter or longer sequences.
     if "context" not in keys:

@@ -18,7 +18,7 @@ from inference.load import load
 from inference.text import generate_text
 from run import checkpoint, errors, hardware, instantiate, sealed
 from run.errors import IntegrityError
-from run.settings import Settings, compose, flatten, report_errors
+from run.settings import Settings, compose, flatten
 from tests.conftest import ROOT, saved, settings_of, tell, tree_of
 from tests.faults.harness import source
 from tests.tools.families import write_tokenizer
@@ -97,7 +97,7 @@ def words_of(draw: random.Random) -> list[str]:
 def outcome(words: list[str]) -> int | str:
     """The exit code before any data is opened."""
     try:
-        with report_errors(), errors.user_input():
+        with errors.report_errors(), errors.user_input():
             settings = setup.check_buildable(compose(words))
             hardware.pick_precision(settings.precision, hardware.pick_device(settings.device))
         return 0
@@ -131,14 +131,6 @@ def test_any_config_is_taken_or_refused_in_words(capfd, tmp_path, monkeypatch, c
 def test_the_fuzz_sees_rules_that_are_missing(capfd, monkeypatch):
     monkeypatch.setattr(instantiate, "check_arguments", lambda target, arguments, path: None)
     assert next(fuzzed(120, 4, capfd), None) is not None
-
-
-@pytest.mark.parametrize(
-    "words, code", [(["new=1"], 1), (["+new=1"], 1), (["+seed.new=1"], 1), (["~seed"], 2)]
-)
-def test_what_no_key_is_named_is_unknown(words, code, capfd):
-    assert outcome(words) == code
-    assert len(capfd.readouterr().err.splitlines()) == 1
 
 
 def test_any_file_is_read_or_refused_in_words(tmp_path):

@@ -5,6 +5,7 @@ import random
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import sentencepiece
@@ -78,8 +79,10 @@ def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     sequence = Sequence([*prompt], len(tokens))
     generated = (sequence for token in tokens if sequence.append(token) is None)
     text = ""
-    for stream in stream_texts(generated, tokenizer, []):
-        text = stream.text
+    with patch.object(tokenizer, "decode", wraps=tokenizer.decode) as decode:
+        for stream in stream_texts(generated, tokenizer, []):
+            text = stream.text
+    assert decode.call_count <= 1 + 2 * len(tokens)  # which take time at each token
     return text
 
 

@@ -1,29 +1,54 @@
 """What a checkpoint gives back, and what never becomes one."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 
+from inference.load import load_model
 from run import checkpoint, errors
 from run.errors import IntegrityError
 from run.instantiate import instantiate
 from tests.conftest import settings_of
 
 
-def test_a_state_without_a_key_is_refused_by_its_name(trainer_of, capsys):
-    """With exit code 3, and not as if it could not be read."""
+@pytest.mark.parametrize(
+    ("source", "key", "file"),
+    [("state", "loss_sum", "state.pt"), ("saved_config", "machine", "config.json")],
+)
+def test_a_key_that_is_missing_is_named(trainer_of, capsys, source, key, file):
+    """With exit code 3, and not as if the file could not be read."""
     first = trainer_of(run="cut")
     first.train_step()
-    state = first.state()
-    del state["seconds"], state["loss_sum"]
-    first.state = lambda: state
+    content = getattr(first, source)()
+    del content[key]
+    setattr(first, source, lambda: content)
     first.save()
     second = trainer_of("resume=true", run="cut")
     with pytest.raises(SystemExit) as end, errors.report_errors():
         second.restore_or_start(None)
     told = capsys.readouterr().err
     assert end.value.code == 3 and told.count("\n") == 1, told
-    assert "state.pt: 'loss_sum'" in told or "state.pt: 'seconds'" in told
+    assert f"{file}: '{key}'" in told
+
+
+@pytest.mark.parametrize(
+    ("broken", "bug"),
+    [
+        ("run.checkpoint.try_out", AttributeError),
+        ("training.resume.load_optimizer_state", AssertionError),
+        ("training.budget.Clock.training", TypeError),
+    ],
+)
+def test_a_bug_is_not_called_damage(trainer_of, monkeypatch, broken, bug):
+    first = trainer_of(run="cut")
+    first.train_step()
+    first.save()
+    second = trainer_of("resume=true", run="cut")
+    monkeypatch.setattr(broken, Mock(side_effect=bug))
+    with pytest.raises(bug):
+        load_model(checkpoint.newest_checkpoint(first.run_dir), "cpu")
+        second.restore_or_start(None)
 
 
 def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(trainer_of, capsys):

@@ -192,7 +192,7 @@ def test_a_signal_saves_and_ends(command, words, quick, tmp_path):
         (["optimizer.lr=interval(0,1)"], 1, "interval"),
         (["model=tiny", "data.vocab_size=400,400000"], 2, "--match none"),
         (["tasks=text,recal"], 2, "tasks=recal"),
-        (["model.dim=64,"], 1, "mismatched input"),
+        (["model.dim=64,"], 1, "not a value (model.dim=64,). fix: "),
         (["recall.model=tiny"], 1, "recall.model"),
         (
             ["tasks=recall", "recall.data.pairs=[64,65]", "context=256"],

@@ -21,7 +21,6 @@ from pathlib import Path
 from run import errors
 from run.cli import Parser
 from run.errors import IntegrityError
-from run.settings import report_errors
 from tools.compare.jobs import train_all
 from tools.compare.plan import SIZES, plan_jobs
 from tools.compare.report import write_report
@@ -91,5 +90,5 @@ def parse_arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_arguments()
-    with report_errors():
+    with errors.report_errors():
         main(args)

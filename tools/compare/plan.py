@@ -11,13 +11,9 @@ from itertools import product
 from pathlib import Path
 from zlib import crc32
 
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 from model.build import build_model
 from model.transformer import Transformer
-from run.settings import CONFIGS, GROUPS, compose, parse_override
+from run.settings import GROUPS, compose, parse_overrides
 from tools.compare.jobs import Job
 from training.setup import set_up_run
 
@@ -65,15 +61,11 @@ def plan_jobs(overrides: list[str], match: str, folder: Path | None) -> list[Job
 def expand_sweep(overrides: list[str]) -> Sweep:
     """Expand Hydra's sweeps (A,B or range or glob)."""
     sweep = {}
-    for word in overrides:
-        parse_override(word)
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        for override in parser.parse_overrides(overrides):
-            key = override.get_key_element()
-            sweep[key] = [override.input_line]
-            if override.is_discrete_sweep():
-                sweep[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    for override in parse_overrides(overrides):
+        key = override.get_key_element()
+        sweep[key] = [override.input_line]
+        if override.is_discrete_sweep():
+            sweep[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
     return sweep
 
 

@@ -85,8 +85,7 @@ def add_comparison(page: Page, runs: list[Run], is_quick: bool) -> str:
     tasks = {task: group_by_variant(members) for task, members in by_task.items()}
     variants = {}
     for groups in tasks.values():
-        for name, group in groups.items():
-            variants.setdefault(name, group)
+        variants = variants | groups | variants
     baseline = next(iter(variants))
 
     # Judge each task by its metric, and text by its parts too.

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import torch
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from safetensors.torch import load_file
 from torch import Tensor
 
 from model.build import build_model
 from model.transformer import Transformer
 from run import checkpoint
-from run.settings import CONFIGS, compose, flatten
+from run.settings import CONFIGS, compose, flatten, parse_overrides
 from tools.formats.attention_conversion import convert_layer
 from tools.formats.layer_change import Change, Layers, Weights
 from tools.formats.layer_knobs import attention_kinds, attention_knobs
@@ -26,18 +25,16 @@ PRESERVED_OPTIONS = ("qk_norm", "rope_fraction", "head_dim", "bias")
 def convert_config(tree: dict, overrides: list[str]) -> dict:
     """The config of a model whose attention is changed by overrides, as train.py takes them.
 
-    Raises ValueError for overrides that change nothing or do not fit the model, and HydraException
+    Raises ValueError for overrides that change nothing or do not fit the model, and OverrideError
     for an unknown preset.
     """
     # attention=PRESET selects a preset, attention.KEY=VALUE sets an option.
-    parser = OverridesParser.create()
     options = {}
-    for override in overrides:
-        parsed = parser.parse_override(override)
+    for parsed in parse_overrides(overrides):
         group, _, key = parsed.key_or_group.partition(".")
         if group != "attention":
             raise ValueError(
-                f"only attention is converted ({override}). "
+                f"only attention is converted ({parsed.input_line}). "
                 "fix: attention=PRESET or attention.KEY=VALUE"
             )
         options[key] = parsed.value()
@@ -135,7 +132,7 @@ def load_converted(
     attention; by default x is white noise times the weights of the norm before.
     Raises ValueError for a conversion without a formula.
     """
-    old_tree = checkpoint.load_config(path)["model"]
+    old_tree = checkpoint.load_model_config(path)
     # The file is mapped to memory: what is not used takes none.
     stored = load_file(path / "model.safetensors")
 
