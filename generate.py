@@ -68,7 +68,10 @@ def main(args: argparse.Namespace) -> None:
         with waiting(f"compiling the decode step (to begin at once: {option})"):
             compilation.compile_and_run(engine.compile, is_required=wanted is True, option=option)
 
-    # Generate and print.
+    # Generate and print. On a terminal, the prompt stands in front of its only text, dimmed.
+    if sys.stderr.isatty() and len(sequences) == 1:
+        end = "" if sys.stdout.isatty() else "\n"
+        print(f"\033[2m{prompts[0]}\033[0m", end=end, file=sys.stderr, flush=True)
     start = perf_counter()
     texts = stream_texts(engine.generate(sequences), tokenizer, args.stop)
     num_tokens = print_texts(texts, has_headings=len(sequences) > 1)

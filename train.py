@@ -28,7 +28,7 @@ def main(overrides: list[str]) -> None:
     """Set up a run from its config, train it, and exit with a code that says how it ended."""
     clock = Clock(monotonic() - IMPORT_SECONDS)
     with Signals() as signals, errors.report_errors():
-        # Whatever is wrong with the input shows here, before anything is written.
+        # Whatever is wrong with the input shows here, before the run has a folder.
         with errors.user_input():
             settings = compose(overrides)
             pretrained, device = setup.set_up_run(settings, overrides)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) int64
 IGNORE_INDEX = -100  # a target that does not count, as in torch's cross_entropy
 
 
@@ -35,7 +36,7 @@ class Loader:
                 "fix: more text, or a smaller batch_tokens or context"
             )
 
-    def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def __call__(self, step: int, rows: slice = slice(None)) -> Batch:
         """Return inputs (B, T) and their next tokens (B, T), int64, of these rows of a batch."""
         first = step * self.batch_size
         numbers = range(first, first + self.batch_size)[rows]
@@ -77,9 +78,7 @@ def document_ids(inputs: Tensor, bos: int) -> Tensor:
     return (inputs == bos).cumsum(dim=1)
 
 
-def eval_windows(
-    tokens: np.ndarray, context: int, batch_size: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def eval_windows(tokens: np.ndarray, context: int, batch_size: int) -> Iterator[Batch]:
     """Iterate once over all text, in order, in windows that do not overlap.
 
     Yields inputs (B, T) and targets (B, T), all of one shape: the last batch is padded, and its

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from data.corpus import Corpus
-from data.loader import IGNORE_INDEX
+from data.loader import IGNORE_INDEX, Batch
 from data.prepare import Source
 from data.slices import cells, slice_means
 from data.tokenizer import IdTokenizer
@@ -175,7 +175,7 @@ class TaskLoader:
     seed: int
     rows_per_epoch = math.inf  # no row comes twice
 
-    def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def __call__(self, step: int, rows: slice = slice(None)) -> Batch:
         """Return inputs (B, T) and targets (B, T), int64, of these rows of a batch."""
         inputs, targets, _ = self.task.rows(self.seed, self.row_numbers(step)[rows], self.context)
         return inputs, targets

@@ -24,7 +24,7 @@ class Scaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Scaling):
+class LinearScaling(Scaling):
     """Every position is divided by `factor`. Chen et al., 2306.15595."""
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:

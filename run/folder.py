@@ -81,7 +81,7 @@ def choose_run_dir(settings: Settings, text_sha256: str) -> Path:
     now = settings.model_dump() | {"text": text_sha256}
     # Of two numbers, the longer one is greater.
     runs.sort(key=lambda run: (is_same_run(run, now), len(run.name), run.name))
-    return runs[-1] if runs else create_run_dir(settings.name)
+    return runs.pop() if runs else create_run_dir(settings.name)
 
 
 def check_run_dir(run: Path, resume: bool) -> None:

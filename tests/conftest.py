@@ -255,6 +255,10 @@ class Result:
     out: str
     err: str
 
+    def succeeded(self) -> "Result":
+        assert self.code == 0, self.err
+        return self
+
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capfd):

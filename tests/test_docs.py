@@ -60,8 +60,7 @@ def file_and_words(line: str) -> list[str]:
 
 
 def run(command, line: str, *more: str):
-    result = command(*file_and_words(line), *more)
-    assert result.code == 0, result.err
+    result = command(*file_and_words(line), *more).succeeded()
     return result
 
 
@@ -107,10 +106,10 @@ def test_the_comparison_and_its_report(command, story, forked_jobs, monkeypatch)
     train, page = (file_and_words(line)[1:] for line in COMPARISON)
     text = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=2")
     few = (*TINY, *text, "attention=gqa,mla", "seed=0", "--dir", "runs/stdlib-small-x")
-    assert command("tools/compare/__main__.py", *train, *few).code == 0
+    command("tools/compare/__main__.py", *train, *few).succeeded()
     runs = sorted(map(str, Path("runs/stdlib-small-x").glob("*-0")))
     assert page == ["--report", "runs/stdlib-small-*"]
-    assert command("tools/compare/__main__.py", "--report", *runs).code == 0
+    command("tools/compare/__main__.py", "--report", *runs).succeeded()
 
 
 def test_a_model_is_taken_away_and_back(command, trained, stories, monkeypatch):
@@ -118,7 +117,7 @@ def test_a_model_is_taken_away_and_back(command, trained, stories, monkeypatch):
     monkeypatch.setattr(lengths, "LONGEST", 1)  # as much text as there is
     monkeypatch.setattr(lengths, "MULTIPLES", (1,))
     # A folder to import: the run, exported.
-    assert command("tools/export_hf.py", "--out", "FOLDER").code == 0
+    command("tools/export_hf.py", "--out", "FOLDER").succeeded()
     for line in MODEL:
         more = (*TINY[1:], *SHORT) if line.startswith("python train.py") else ()
         run(command, line.replace("runs/NAME", str(trained)), *more)

@@ -23,6 +23,7 @@ from run.progress import waiting
 
 MAX_LABELED = 32  # tokens up to which the axes are labeled with them
 SQUARE = 3.0  # inches
+Maps = dict[int, Tensor]  # weights (H, T, T) by the number of the layer
 
 
 def main() -> None:
@@ -45,12 +46,12 @@ def main() -> None:
 
 
 @torch.no_grad()
-def attention_weights(model: Transformer, tokens: list[int]) -> dict[int, Tensor]:
+def attention_weights(model: Transformer, tokens: list[int]) -> Maps:
     """Return the weights (H, T, T) of every softmax layer by its number, row i those of token i.
 
     For differential attention these are both softmaxes of each pair of heads.
     """
-    maps: dict[int, Tensor] = {}
+    maps = {}
     with ExitStack() as hooks:
         for layer, block in enumerate(model.blocks):
             record = partial(record_weights, maps, layer)
@@ -63,12 +64,7 @@ def attention_weights(model: Transformer, tokens: list[int]) -> dict[int, Tensor
 
 
 def record_weights(
-    maps: dict[int, Tensor],
-    layer: int,
-    kernel: AttentionKernel,
-    args: tuple,
-    kwargs: dict,
-    output: Tensor,
+    maps: Maps, layer: int, kernel: AttentionKernel, args: tuple, kwargs: dict, output: Tensor
 ) -> None:
     """Store the weights of the first row in `maps`; a forward hook of the layer's kernel."""
     # The weights are the output for values that are the identity.
@@ -79,7 +75,7 @@ def record_weights(
     maps[layer] = weights[0].transpose(0, 1).float().cpu()
 
 
-def draw(maps: dict[int, Tensor], labels: list[str], title: str, path: Path) -> None:
+def draw(maps: Maps, labels: list[str], title: str, path: Path) -> None:
     """Draw the weights of layers to a file; `labels` are the tokens."""
     from matplotlib.figure import Figure
 

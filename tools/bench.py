@@ -51,8 +51,8 @@ NUM_PROBES = 4  # such measurements in a turn; the best of all turns counts
 DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # rows, and length of each at the end
 NEW_TOKENS = 255  # generated in each row, after a random prompt
 
-# Trains for a step, or decodes all tokens -> seconds, by what they were needed for.
-Step = Callable[[], dict[str, float]]
+Seconds = dict[str, float]  # by what they were needed for
+Step = Callable[[], Seconds]  # trains for a step, or decodes all tokens
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -182,7 +182,7 @@ def take_turns(kind: str, name: str, overrides: list[str]) -> None:
 def time_steps(train_step: Callable[[], None], device: torch.device) -> Step:
     """A step that measures the seconds of two steps of training, as their mean."""
 
-    def step() -> dict[str, float]:
+    def step() -> Seconds:
         start = perf_counter()
         train_step()
         train_step()
@@ -248,7 +248,7 @@ def decode_ours(settings: Settings, device: torch.device, precision: torch.dtype
     if settings.compile is not False:
         engine.compile()
 
-    def run() -> dict[str, float]:
+    def run() -> Seconds:
         first, rest = time_generation(engine, prompts.tolist(), NEW_TOKENS)
         return {"seconds": rest, "first_token_seconds": first}
 
@@ -273,7 +273,7 @@ def decode_transformers(
         times.append(perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool, device=device)
 
-    def run() -> dict[str, float]:
+    def run() -> Seconds:
         times.clear()
         start = perf_counter()
         cache = DynamicCache(config=model.config)

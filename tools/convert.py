@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @into_new_folder
 def main(args: argparse.Namespace) -> str:
-    # What can be wrong is found before anything is written.
+    # What can be wrong is found before a file is written.
     with errors.user_input():
         path = checkpoint.find_model(args.model)
         tree = checkpoint.load_model_config(path)

@@ -65,7 +65,7 @@ def into_new_folder(command: Callable[[argparse.Namespace], str]) -> Callable:
 
 @into_new_folder
 def main(args: argparse.Namespace) -> str:
-    # All that can be wrong with the model or the arguments is found before anything is written.
+    # All that can be wrong with the model or the arguments is found before a file is written.
     with errors.user_input():
         path = checkpoint.find_model(args.run)
         config = to_hf_config(checkpoint.load_model_config(path))

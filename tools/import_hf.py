@@ -27,7 +27,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @into_new_folder
 def main(args: argparse.Namespace) -> str:
-    # All that can be wrong with the folder is found before anything is written.
+    # All that can be wrong with the folder is found before a file is written.
     with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
         architecture, tree = from_hf_config(json.loads((args.folder / "config.json").read_text()))
         tokenizer = import_tokenizer(args.folder)

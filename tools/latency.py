@@ -16,13 +16,14 @@ from model.transformer import Transformer
 from run.progress import waiting
 
 NEW_TOKENS = 32  # that each sequence generates
+Latencies = dict[str, dict[str, float]]  # medians in ms, by the model and what was measured
 TURNS = 3  # of each model, and runs in each turn
 # Sequences that are decoded together, by the titles of their columns.
 ROWS = {"decoding, ms/token": 1, "8 rows, ms/token": 8}
 greedy = partial(sample, temperature=0)
 
 
-def latencies(runs: dict[str, Path]) -> dict[str, dict[str, float]]:
+def latencies(runs: dict[str, Path]) -> Latencies:
     """Map names of runs to medians in ms of decoding at full context, by what was measured.
 
     Models are loaded as generate.py loads them, and not compiled. They take turns, so that a

@@ -15,6 +15,7 @@ from run.settings import Settings
 
 METRICS = "metrics.jsonl"
 FILES = (METRICS, "samples.txt")
+MIN_RISE = 1.01  # of the held-out loss, as a factor: smaller ones are noise
 
 
 class Logger:
@@ -112,12 +113,18 @@ class Logger:
                 self.wandb.finish()
 
     def plot(self) -> None:
-        """Draw loss.png."""
+        """Draw loss.png, and say if the held-out loss has risen."""
         if not self.is_enabled:
             return
         try:
             with progress.waiting("drawing loss.png"):
-                draw_loss(self.run_dir / METRICS, self.run_dir / "loss.png")
+                losses = draw_loss(self.run_dir / METRICS, self.run_dir / "loss.png")
+            lowest = min(losses)
+            if losses[-1] > MIN_RISE * lowest:
+                progress.say(
+                    f"overfitting: the held-out loss rose from {lowest:.3f} to {losses[-1]:.3f} "
+                    "nats per token. fix: more text, or fewer steps"
+                )
         except (OSError, ValueError, LookupError) as error:
             progress.say(f"warning: no loss.png: {error}")
 
@@ -131,8 +138,8 @@ class Logger:
             self.wandb = None
 
 
-def draw_loss(metrics: Path, picture: Path) -> None:
-    """Plot training and validation loss over tokens."""
+def draw_loss(metrics: Path, picture: Path) -> list[float]:
+    """Plot training and held-out loss over tokens -> the held-out losses."""
     from matplotlib.figure import Figure
 
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -144,3 +151,4 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     axes.set(xlabel="tokens", ylabel="nats per token", title=picture.parent.name)
     axes.legend()
     figure.savefig(picture, dpi=120)
+    return list(losses.values())

@@ -43,10 +43,8 @@ def restore(trainer, path: Path) -> None:
         trainer.steps = state["steps"]
     if state["is_fitted"] and (is_same or settings.steps is not None):
         trainer.budget = None
-    trainer.step = state["step"]
-    trainer.first_step = trainer.step
-    trainer.saved_step = trainer.step
-    trainer.timed_step = trainer.step
+    trainer.step = trainer.saved_step = state["step"]
+    trainer.first_step = trainer.timed_step = trainer.step  # where this process begins
     trainer.reported_step = state["reported_step"]
     trainer.timed_from = trainer.clock.training()
     trainer.log_state = state["log"]

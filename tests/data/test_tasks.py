@@ -138,8 +138,7 @@ def test_accuracies_are_those_of_a_loop_over_the_rows(task, accuracies):
 
 def test_a_run_on_a_task_is_trained_resumed_and_evaluated(command):
     words = (*TINY, "data=recall", "data.pairs=[2,4]", "context=64", "batch_tokens=512", "name=r")
-    result = command("train.py", *words, "steps=4", "save_every=2", "eval_every=2")
-    assert result.code == 0, result.err
+    result = command("train.py", *words, "steps=4", "save_every=2", "eval_every=2").succeeded()
     assert re.search(r"held out: .*, recall_accuracy [\d.]+", result.out + result.err)
     lines = [json.loads(line) for line in Path("runs/r/metrics.jsonl").read_text().splitlines()]
     assert {"recall_accuracy", "recall_accuracy_2", "recall_accuracy_4"} <= lines[-1].keys()

@@ -235,18 +235,15 @@ def test_the_commands_run_on_a_gpu(gpu, command, story):
         "log_every=1",
         "eval_every=1",
     )
-    result = command("train.py", *options, "steps=1")
-    assert result.code == 0, result.err
+    result = command("train.py", *options, "steps=1").succeeded()
     assert "1 x cuda, torch.bfloat16" in result.err
-    result = command("train.py", *options, "steps=2", "resume=true")
-    assert result.code == 0, result.err
+    result = command("train.py", *options, "steps=2", "resume=true").succeeded()
     assert "resuming step 1" in result.err
 
     new_tokens = ("--device", "cuda", "--max-new-tokens", "3")
     ways = ((), ("--dtype", "int8", "--cache-dtype", "int8"))
     for way in ways:
-        result = command("generate.py", "Ann had", *new_tokens, *way)
-        assert result.code == 0, result.err
+        result = command("generate.py", "Ann had", *new_tokens, *way).succeeded()
         assert "3 tokens" in result.err
 
 

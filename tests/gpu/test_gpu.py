@@ -168,12 +168,11 @@ def test_a_run_learns_and_generates(command, story, variant, overrides):
     if not IS_GPU:
         overrides = overrides.replace("fp16", "bf16")
     more = (f"attention={variant}", "steps=50", f"compile={str(IS_GPU).lower()}")
-    result = command("train.py", *run_words(story, *more, *overrides.split()))
-    assert result.code == 0, result.err
+    command("train.py", *run_words(story, *more, *overrides.split())).succeeded()
     losses = losses_of(next(Path("runs").iterdir()))
     assert losses[-1] < losses[0] / 2
     words = ("--device", str(DEVICE), "--max-new-tokens", "10")
-    assert command("generate.py", "Ann had", *words).code == 0
+    command("generate.py", "Ann had", *words).succeeded()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])

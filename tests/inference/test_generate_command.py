@@ -42,6 +42,13 @@ def test_greedy_text_is_the_same_without_a_cache_past_the_context(generate):
     assert "bytes of cache" in cached.err and "tokens/s" in cached.err
 
 
+def test_a_terminal_shows_the_prompt_dimmed(generate, monkeypatch):
+    """On standard error, in a line of its own where the text goes elsewhere."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    result = generate("Ann had", GREEDY + "3")
+    assert "\x1b[2mAnn had\x1b[0m\n" in result.err and "Ann had" not in result.out
+
+
 def test_a_cache_in_int8_is_smaller_and_says_so(generate):
     exact, small = (
         re.search(r"([\d,]+) bytes of cache", generate("Ann had", f"--cache-dtype {dtype}").err)[1]
@@ -55,11 +62,10 @@ def test_a_cache_in_int8_is_smaller_and_says_so(generate):
 def test_attention_can_be_drawn(command, tokenizer, variant, others):
     saved(Path("runs/drawn"), tree_of(variant), tokenizer)
     words = ("tools/attention_map.py", "--device=cpu", "Ann had $3 and $4", "--out")
-    result = command(*words, "map.png")
-    assert result.code == 0, result.err
+    command(*words, "map.png").succeeded()
     assert Path("map.png").read_bytes().startswith(b"\x89PNG")
     # The picture says what it shows, and of which layers it can show nothing.
-    assert command(*words, "map.svg").code == 0
+    command(*words, "map.svg").succeeded()
     texts = re.findall("<!-- (.*?) -->", Path("map.svg").read_text())
     assert {"weight", "drawn step-00000001: 'Ann had $3 and $4'"} < set(texts)
     assert any(text.startswith("query") for text in texts)
@@ -148,8 +154,7 @@ def test_text_ends_before_the_stop_text(generate):
 @pytest.mark.parametrize("prompt", ["", "a=b, ${oc.env:HOME} 'x' {y}", "-", "\n", "Жили 🐈"])
 def test_any_prompt_is_a_prompt(generate, monkeypatch, prompt):
     type_in(monkeypatch, b"Ann had")
-    result = generate(prompt, GREEDY + "3 --")
-    assert result.code == 0, result.err
+    result = generate(prompt, GREEDY + "3 --").succeeded()
     if prompt == "-":
         assert result.out == generate("Ann had", GREEDY + "3").out
 

@@ -9,7 +9,7 @@ from tests.conftest import redraw, settings_of
 from tests.laws import test_laws as laws
 
 SCALINGS = (
-    {"_target_": "model.rope.Linear", "factor": 3.0},
+    {"_target_": "model.rope.LinearScaling", "factor": 3.0},
     {"_target_": "model.rope.Llama3", "factor": 4.0, "low": 1.0, "high": 4.0, "context": 16},
     {"_target_": "model.rope.YaRN", "factor": 4.0, "fast": 8, "slow": 1, "context": 16},
 )

@@ -34,11 +34,7 @@ def test_a_key_that_is_missing_is_named(trainer_of, capsys, source, key, file):
 
 @pytest.mark.parametrize(
     ("broken", "bug"),
-    [
-        ("run.checkpoint.try_out", AttributeError),
-        ("training.resume.load_optimizer_state", AssertionError),
-        ("training.budget.Clock.training", TypeError),
-    ],
+    [("run.checkpoint.try_out", AttributeError), ("training.budget.Clock.training", TypeError)],
 )
 def test_a_bug_is_not_called_damage(trainer_of, monkeypatch, broken, bug):
     first = trainer_of(run="cut")

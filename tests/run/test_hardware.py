@@ -50,5 +50,5 @@ def test_training_prepares_the_device_that_it_has_picked(command, monkeypatch):
     prepared = []
     monkeypatch.setattr(hardware, "prepare_for_training", prepared.append)
     words = (*TINY, "data=recall", "data.pairs=[2]", "context=16", "batch_tokens=64", "steps=1")
-    assert command("train.py", *words).code == 0
+    command("train.py", *words).succeeded()
     assert prepared == [torch.device("cpu")]

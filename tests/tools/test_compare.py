@@ -85,7 +85,7 @@ def test_a_run_that_fails_is_a_row_and_its_variant_stays_the_baseline(command, w
     Path("out/gqa-0").mkdir(parents=True)
     Path("out/gqa-0/mine").touch()  # where no run may be
     asked = ("attention=gqa,mla", "seed=0,1", *words, "--dir", "out")
-    assert command(COMPARE, *asked).code == 0
+    command(COMPARE, *asked).succeeded()
     page = Path("out/report.html").read_text()
     assert table(page, -1)["gqa-0"]["why"].startswith("exit 2: ")
     rows = result()
@@ -95,7 +95,7 @@ def test_a_run_that_fails_is_a_row_and_its_variant_stays_the_baseline(command, w
 
     Path("out/mla-0/metrics.jsonl").write_text("{")
     runs = ("out/gqa-1", "out/mla-0", "out/mla-1")
-    assert command(COMPARE, "--report", *runs, "--dir", "out").code == 0
+    command(COMPARE, "--report", *runs, "--dir", "out").succeeded()
     why = table(Path("out/report.html").read_text(), -1)["mla-0"]["why"]
     assert why.startswith("metrics cannot be read")
 
@@ -117,7 +117,7 @@ def begun(said: Path, *words: str) -> Forked:
 
 def test_a_comparison_that_is_killed_goes_on(command, words, quick, tmp_path):
     asked = ["attention=gqa,mqa,mha", *words, "steps=40", "save_every=4"]
-    assert command(COMPARE, *asked, "--dir", "whole").code == 0
+    command(COMPARE, *asked, "--dir", "whole").succeeded()
     cut = begun(tmp_path / "said", *asked, "--dir", "cut")
     wait_for(lambda: [*tmp_path.glob("cut/mqa-0/checkpoints/step-*")])
     (trainer,) = Path(f"/proc/{cut.pid}/task/{cut.pid}/children").read_text().split()
@@ -126,7 +126,7 @@ def test_a_comparison_that_is_killed_goes_on(command, words, quick, tmp_path):
     assert cut.wait() == -signal.SIGKILL
     assert not Run.read(tmp_path / "cut/mqa-0").done and Run.read(tmp_path / "cut/gqa-0").done
     finished = (tmp_path / "cut/gqa-0/metrics.jsonl").stat().st_mtime_ns
-    assert command(COMPARE, *asked, "--dir", "cut").code == 0
+    command(COMPARE, *asked, "--dir", "cut").succeeded()
     assert (tmp_path / "cut/gqa-0/metrics.jsonl").stat().st_mtime_ns == finished
     assert curves("cut") == curves("whole") and result("cut") == result("whole")
 
@@ -151,10 +151,10 @@ def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
     for name, each in seeds.items():
         chosen = [f"name={name}", f"seed={','.join(map(str, each))}"]
         chosen += ["attention.window=2"] if name == "cut" else []
-        assert command(COMPARE, *words, *chosen, "--dir", "out").code == 0
+        command(COMPARE, *words, *chosen, "--dir", "out").succeeded()
         runs += [f"out/{name}-{seed}" for seed in each]
         runs += [f"out/recall-{name}-{seed}" for seed in each]
-    assert command(COMPARE, "--report", *runs, "--dir", "out").code == 0
+    command(COMPARE, "--report", *runs, "--dir", "out").succeeded()
     # Loss, recall, repeated and new tokens, length.
     rows = result()
     assert len(rows["late"]) == 5
@@ -167,8 +167,7 @@ def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
 def test_minutes_are_the_baselines(command, words, quick):
     timed = [word for word in words if not word.startswith(("steps", "max_minutes"))]
     asked = ("attention=gqa,mha", *timed, "max_minutes=0.01", "--dir", "out")
-    result = command(COMPARE, *asked)
-    assert result.code == 0, result.err
+    command(COMPARE, *asked).succeeded()
     one, other = Run.read(Path("out/gqa-0")), Run.read(Path("out/mha-0"))
     assert one.last["tokens"] == other.last["tokens"] and other.settings["max_minutes"] is None
 
@@ -223,8 +222,7 @@ def test_variants_are_told_apart_by_what_they_are():
 
 def test_both_tasks_are_trained(command, words, quick):
     asked = ("tasks=text,recall", "attention=gqa,mqa", *words, "--dir", "out", "--quick")
-    result = command(COMPARE, *asked, "recall.data.pairs=[2,3]", "recall.steps=3")
-    assert result.code == 0, result.err
+    result = command(COMPARE, *asked, "recall.data.pairs=[2,3]", "recall.steps=3").succeeded()
     steps = {path.name: Run.read(path).last["step"] for path in Path("out").glob("*-0")}
     assert steps == {"gqa-0": 4, "mqa-0": 4, "recall-gqa-0": 3, "recall-mqa-0": 3}
     assert "recall_accuracy_3" in Run.read(Path("out/recall-mqa-0")).last

@@ -245,15 +245,14 @@ def test_the_command_writes_a_model_that_all_others_read(command, tokenizer, tmp
     saved(tmp_path / "run", tree_of("mha", "model.depth=4"), tokenizer)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     words = ("attention=mla", "attention.rank=32", "--text", str(story))
-    result = command("tools/convert.py", "run", *words, "--out", "new")
-    assert result.code == 0, result.err
+    result = command("tools/convert.py", "run", *words, "--out", "new").succeeded()
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     assert "a latent of rank 32" in result.out
     # 2 x 4 heads of 16 features for 64 slots of 4 layers; a latent of 32 and a key of 8.
     sizes = (2 * 2 * 4 * 16 * 64 * 4, 2 * (32 + 8) * 64 * 4)
     assert f"bf16: {sizes[0]:,} -> {sizes[1]:,} bytes" in result.out
-    assert command("generate.py", "--run", "new", "Ann", "--device", "cpu").code == 0
-    assert command("tools/export_hf.py", "--run", "new", "--out", "hf").code == 0
+    command("generate.py", "--run", "new", "Ann", "--device", "cpu").succeeded()
+    command("tools/export_hf.py", "--run", "new", "--out", "hf").succeeded()
     again = command("tools/convert.py", "run", *words, "--out", "new")
     assert again.code == 2 and "there is something already" in again.err
 

@@ -15,9 +15,9 @@ def names_in(card: str) -> list[str]:
 
 
 def test_the_card_has_every_attention(command):
-    result = command("tools/cost.py", *OVERRIDES)
-    assert result.code == 0, result.err
+    result = command("tools/cost.py", *OVERRIDES).succeeded()
     assert names_in(result.out) == VARIANTS
+    assert "\nnext: python train.py attention=NAME" in result.out
 
 
 @pytest.mark.parametrize("attention", ["local_global", "mla"])

@@ -18,8 +18,7 @@ from training.setup import open_corpus
 
 
 def evaluated(command, *words: str) -> dict:
-    result = command("tools/evaluate.py", *words)
-    assert result.code == 0, result.err
+    result = command("tools/evaluate.py", *words).succeeded()
     return json.loads(result.out.splitlines()[-1])
 
 
@@ -42,7 +41,7 @@ def held_out_tokens() -> list[int]:
 @stories
 def test_a_model_of_others_has_its_reference_loss(command):
     told = json.loads((STORIES / "reference.json").read_text())
-    assert command("tools/import_hf.py", str(STORIES), "--out", "stories").code == 0
+    command("tools/import_hf.py", str(STORIES), "--out", "stories").succeeded()
     # Of the documents, those that the reference did not cut.
     documents = (DATASETS / "tinystories" / "valid.txt").read_text().split("<|endoftext|>")
     scores = told["per_doc_tokens_and_nll_sum"]

@@ -45,8 +45,7 @@ def test_transformers_and_we_again_read_what_is_exported(variant, command, token
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ours = saved(tmp_path / "run", tree_of(*variant.split(), "model.depth=4"), tokenizer)
-    result = command("tools/export_hf.py", "--run", "run", "--out", "there")
-    assert result.code == 0, result.err
+    result = command("tools/export_hf.py", "--run", "run", "--out", "there").succeeded()
     theirs = AutoModelForCausalLM.from_pretrained("there", dtype=torch.float32).eval()
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(tokenizer.vocab_size, (2, 40), generator=draw)
@@ -108,7 +107,7 @@ def test_where_it_is_written_and_in_which_dtype(command, trained):
 
 def test_a_full_disk_leaves_no_folder(drawn_run, command):
     run = str(drawn_run)
-    assert command("tools/export_hf.py", "--run", run, "--out", "there").code == 0
+    command("tools/export_hf.py", "--run", run, "--out", "there").succeeded()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     for words in (
         ("tools/export_hf.py", "--run", run),

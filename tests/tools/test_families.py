@@ -107,8 +107,7 @@ def test_a_trained_and_exported_family_is_read_by_transformers(family, published
     assert lines[-1]["val_bpb"] < lines[0]["val_bpb"]
     newest = checkpoint.find_model("runs/t")
     assert checkpoint.load_config(newest)["model"]["vocab_size"] == 640  # rows without a token stay
-    result = command("tools/export_hf.py", "--run", "runs/t", "--out", "there")
-    assert result.code == 0, result.err
+    command("tools/export_hf.py", "--run", "runs/t", "--out", "there").succeeded()
     tokenizer = Tokenizer.load(newest / "tokenizer.json")
     assert_same(Path("there"), load_model(newest, "cpu"), tokenizer)
 

@@ -24,7 +24,7 @@ LLAMA3 = {
 @pytest.mark.parametrize(
     ("scaling", "kind", "knobs"),
     [
-        ({"type": "linear", "factor": 4.0}, "Linear", {"factor": 4.0}),
+        ({"type": "linear", "factor": 4.0}, "LinearScaling", {"factor": 4.0}),
         (LLAMA3, "Llama3", {"factor": 8.0, "low": 1.0, "high": 4.0, "context": 32}),
         (YARN, "YaRN", {"factor": 4.0, "fast": 32.0, "slow": 1.0, "context": 64}),
     ],

@@ -54,6 +54,5 @@ def test_too_little_text_is_the_reason(run_of, monkeypatch):
 
 def test_the_command_prints_lengths(command, run_of):
     run = run_of("attention=gqa")
-    result = command("tools/evaluate.py", "--run", str(run), "--lengths")
-    assert result.code == 0, result.err
+    result = command("tools/evaluate.py", "--run", str(run), "--lengths").succeeded()
     assert json.loads(result.out) == measure_lengths(run)

@@ -17,6 +17,7 @@ from tests.conftest import LONG, ROOT, SHORT, TINY
 from tests.run.forks import ranks
 from tools.compare.runs import Run
 from training.evaluation import sample_text
+from training.logger import Logger
 
 TEXT = ("data=text", "data.path=story.txt", "data.vocab_size=400")
 TRAIN = ("train.py", *TINY, *SHORT, *TEXT)
@@ -49,12 +50,22 @@ def test_a_run_leaves_everything_in_its_folder(trained):
     assert "--- step 4\n" in (trained / "samples.txt").read_text()
 
 
+@pytest.mark.parametrize(("losses", "is_told"), [((5, 4, 4.5), True), ((5, 4, 4.01), False)])
+def test_a_held_out_loss_that_rises_is_told(tmp_path, capfd, losses, is_told):
+    lines = [f'{{"tokens": {loss}, "val_loss": {loss}}}\n' for loss in losses]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    Logger(tmp_path, None, is_enabled=True).plot()
+    told = capfd.readouterr().err
+    assert ("the held-out loss rose from 4.000 to 4.500 nats" in told) == is_told, told
+
+
 def test_commands_can_be_repeated(command, trained):
     checkpoints = Path("runs/text-tiny-gqa-2/checkpoints")
     assert command(*TRAIN).code == 0 and (checkpoints / "step-00000004").is_dir()
     finished = command(*TRAIN, "resume=true")
     assert finished.code == 0 and "already at step 4 of 4" in finished.err
-    assert command(*TRAIN, "resume=true", "steps=6").code == 0
+    longer = command(*TRAIN, "resume=true", "steps=6")
+    assert longer.code == 0 and "done. Now try: python generate.py --run runs/text" in longer.err
     assert (checkpoints / "step-00000006").is_dir()
 
 
@@ -97,10 +108,9 @@ def test_a_folder_that_does_not_exist_is_not_resumed(tmp_path, story, monkeypatc
 
 
 def test_a_run_can_begin_with_the_weights_of_another(command, trained):
-    words = (*TINY[1:], *SHORT, *TEXT[:2], f"init_from={trained}", "name=more")
-    result = command("train.py", *words)
-    assert result.code == 0, result.err
-    before, (look, after, *_) = metrics(trained), metrics("runs/more")
+    words = (*TINY[1:], *SHORT, *TEXT[:2], f"init_from={trained}")
+    command("train.py", *words).succeeded()
+    before, (look, after, *_) = metrics(trained), metrics(f"runs/text-{trained.name}")
     assert look["step"] == 0 and look["val_loss"] == before[-1]["val_loss"]
     # Over 5 seeds, in fp32 and in bf16, four steps take 0.75 off the loss of a batch.
     assert after["train_loss"] < before[0]["train_loss"] - 0.1

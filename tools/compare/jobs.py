@@ -21,6 +21,7 @@ from run.signals import Signals
 from tools.compare.runs import Run
 
 FINISHED = "finished before"  # the outcome of a run that an earlier call has trained
+Environment = dict[str, str]  # variables, which may give a run a GPU
 COMMAND = "$ python train.py"  # the first line of a log, followed by the overrides
 
 
@@ -39,7 +40,7 @@ class Job:
     has_failed: bool = False
     # While it trains: its process, and the environment that gives it a GPU.
     process: subprocess.Popen | None = None
-    gpu: dict[str, str] | None = None
+    gpu: Environment | None = None
 
     @property
     def log_path(self) -> Path:
@@ -50,7 +51,7 @@ class Job:
         self.has_failed = has_failed
         say(f"{self.run_dir.name}: {outcome}")
 
-    def update(self, free_gpus: list[dict[str, str]]) -> None:
+    def update(self, free_gpus: list[Environment]) -> None:
         """Start the job on a free GPU once its baseline has ended; end it once its process has."""
         is_ready = self.baseline is None or self.baseline.outcome is not None
         if self.process is None and is_ready and free_gpus:
@@ -59,7 +60,7 @@ class Job:
             free_gpus.append(self.gpu)
             self.finish()
 
-    def try_start(self, free_gpus: list[dict[str, str]]) -> None:
+    def try_start(self, free_gpus: list[Environment]) -> None:
         """Start train.py, unless another call trains the run, or nothing is left to train."""
         self.run_dir.mkdir(parents=True, exist_ok=True)  # resume=true needs a folder
         # The lock lasts until this process and the training process, which inherits it, have closed

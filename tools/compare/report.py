@@ -11,7 +11,7 @@ from tools.compare.measures import TEXT_MEASURES, Result, evaluate, length_chang
 from tools.compare.page import Cell, Page
 from tools.compare.plots import draw_curves, draw_points, in_bytes
 from tools.compare.runs import Groups, Run, differences, group_by_variant
-from tools.latency import latencies
+from tools.latency import Latencies, latencies
 
 # What a choice takes at least. With fewer seeds, only large differences show. With fewer tokens,
 # the ranking may change with more training; 20 are optimal for their compute (Hoffmann et al.,
@@ -138,11 +138,7 @@ def summary(variants: Groups, baseline: str, metrics: dict[str, Result]) -> str:
 
 
 def add_results(
-    page: Page,
-    variants: Groups,
-    results: list[Result],
-    baseline: str,
-    milliseconds: dict[str, dict[str, float]],
+    page: Page, variants: Groups, results: list[Result], baseline: str, milliseconds: Latencies
 ) -> None:
     """Add the table of verdicts and costs, a row a variant."""
     rows = []

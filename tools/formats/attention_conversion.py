@@ -13,6 +13,7 @@ from model.attention.softmax import SoftmaxAttention
 from tools.formats.latent_conversion import PROJECTIONS_AND_NORMS, fixed_options, softmax_to_latent
 from tools.formats.layer_change import (
     Change,
+    Converted,
     Layers,
     Weights,
     check_all_used,
@@ -31,7 +32,7 @@ NEW_PARTS = {
 }
 
 
-def convert_layer(layers: Layers, layer: int, weights: Weights) -> tuple[Weights, list[Change]]:
+def convert_layer(layers: Layers, layer: int, weights: Weights) -> Converted:
     """Convert the old weights of a layer -> those of the new one, and how it changes.
 
     Weights that are missing keep their initial values. Raises ValueError where there is no formula.
@@ -46,9 +47,7 @@ def convert_layer(layers: Layers, layer: int, weights: Weights) -> tuple[Weights
     return CONVERSIONS[old, new](layers, layer, weights)
 
 
-def softmax_to_softmax(
-    layers: Layers, layer: int, weights: Weights
-) -> tuple[Weights, list[Change]]:
+def softmax_to_softmax(layers: Layers, layer: int, weights: Weights) -> Converted:
     """Change the number of key-value heads, the mask, positions, gate, sink, biases or `share`.
 
     Fewer key-value heads are means over groups: Ainslie et al., 2305.13245. A new gate outputs 1/2
@@ -114,7 +113,7 @@ def change_kv_heads(layer: int, weights: Weights, old: int, new: int) -> Change:
     return Change(f"key-value heads {old} -> {new}, {verb}", is_exact=new > old)
 
 
-def softmax_to_shared(layers: Layers, layer: int, weights: Weights) -> tuple[Weights, list[Change]]:
+def softmax_to_shared(layers: Layers, layer: int, weights: Weights) -> Converted:
     """Let layers share keys and values, whose projections are the mean over those layers."""
     kv_names = [name for name in weights if name.startswith(("k_", "v_"))]
     # This layer, and those after it that reuse its keys and values.
@@ -139,7 +138,7 @@ def softmax_to_shared(layers: Layers, layer: int, weights: Weights) -> tuple[Wei
     return weights, changes
 
 
-def softmax_to_delta(layers: Layers, layer: int, weights: Weights) -> tuple[Weights, list[Change]]:
+def softmax_to_delta(layers: Layers, layer: int, weights: Weights) -> Converted:
     """Keep the projections, initialize the rest: The Mamba in the Llama, 2408.15237."""
     old = layers.old[layer]
     new = layers.new[layer]

@@ -2,7 +2,7 @@
 
 # rope_type: our class, and our knobs by the key that `transformers` has for them
 SCALINGS = {
-    "linear": ("model.rope.Linear", {"factor": "factor"}),
+    "linear": ("model.rope.LinearScaling", {"factor": "factor"}),
     "llama3": (
         "model.rope.Llama3",
         {

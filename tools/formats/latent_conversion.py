@@ -9,6 +9,7 @@ from model.context import ForwardContext
 from model.layers import apply_rope
 from tools.formats.layer_change import (
     Change,
+    Converted,
     Layers,
     Weights,
     check_all_used,
@@ -21,7 +22,7 @@ PROJECTIONS_AND_NORMS = [f"{name}_proj.weight" for name in "qkvo"]
 PROJECTIONS_AND_NORMS += ["q_norm.weight", "k_norm.weight"]
 
 
-def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> tuple[Weights, list[Change]]:
+def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted:
     """Factorize keys and values into one latent of low rank.
 
     Of the pairs that RoPE rotates, every s-th keeps its rotation, in one key for all heads. These

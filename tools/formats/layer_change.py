@@ -17,6 +17,9 @@ class Change(NamedTuple):
     is_exact: bool
 
 
+Converted = tuple[Weights, list[Change]]  # the new weights of a layer, and how it changes
+
+
 class Layers(NamedTuple):
     """All layers of both models, of `context` tokens.
 
