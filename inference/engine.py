@@ -126,7 +126,7 @@ class Engine:
         for row, sequence in enumerate(sequences):
             state.start(row, sequence)
         logits = self.model.logits(hidden[:, -1])
-        state.draw(self.sampler, logits[sources])
+        state.draw(self.sampler, torch.stack([logits[source] for source in sources]))
 
     def decode_step(self) -> Tensor:
         """Decode the newest token of each row and draw the next one; return its logits (B, V)."""
