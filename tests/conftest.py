@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hydra.conf import ConfigStore
 
 from data.loader import Loader
 from data.prepare import prepare
@@ -76,19 +77,9 @@ greedy = partial(sample, temperature=0)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # A shell ignores SIGINT for what it starts in the background; the tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Tests that take 15 seconds or more begin first, so that no worker has one left at the end.
-LONGEST = (
-    "on_gpus_that_are_not_there",
-    "nor_broken_libraries",
-    "test_every_crash_point",
-    "test_a_variant_of_two_files",
-    "the_fuzz_sees_rules",
-)
-
-
-def pytest_collection_modifyitems(items: list) -> None:
-    items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
+# Composing takes half as long without Hydra's own groups, which its command line alone reads. They
+# are there in the processes that tests start.
+ConfigStore.instance().repo["hydra"]["config.yaml"].node.defaults = []
 
 
 def pytest_configure(config) -> None:
@@ -97,24 +88,29 @@ def pytest_configure(config) -> None:
 
 
 class Progress:
-    """A line every ten seconds: how many tests are done, and how long the others take at their rate."""
+    """A line every ten seconds: how many tests are done, and about how long the others take.
+
+    They take the mean of those, of which the few that take seconds count as one second each.
+    """
 
     def __init__(self, config):
         self.config = config
-        self.num_tests = self.num_done = 0
-        self.started = self.told = monotonic()
+        self.num_tests = self.num_done = self.seconds = 0
+        self.told = monotonic()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
         self.num_tests = len(ids)
 
-    def pytest_runtest_logfinish(self) -> None:
-        self.num_done += 1
+    def pytest_runtest_logreport(self, report) -> None:
+        self.seconds += min(report.duration, 1)
+        self.num_done += report.when == "setup"
         now = monotonic()
         if now - self.told < 10:
             return
         self.told = now
-        left = (now - self.started) / self.num_done * (self.num_tests - self.num_done)
+        mean = self.seconds / self.num_done / len(self.config.option.tx)
+        left = mean * (self.num_tests - self.num_done)
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
         reporter.ensure_newline()
         reporter.write_line(f"{self.num_done} of {self.num_tests} tests, {duration(left)} left")
@@ -133,13 +129,18 @@ def composed(*overrides: str) -> Settings:
 def tree_of(variant: str, *overrides: str) -> dict:
     """The model of a variant, tiny."""
     tiny = ("model=tiny", "model.depth=2", "model.vocab_size=128", "context=64")
-    tree = shrink(settings_of(f"attention={variant}", *tiny, *overrides).model)
+    return every_kind(shrink(settings_of(f"attention={variant}", *tiny, *overrides).model))
+
+
+def every_kind(tree: dict) -> dict:
+    """A model with at least so many layers that there is one of each kind."""
     pattern = tree["attention"].get("pattern", [])
-    every = next(
-        (n for n in range(len(pattern)) if set(pattern[-n:]) == set(pattern) and n > 0),
-        len(pattern),
-    )
-    return tree | {"depth": max(tree["depth"], every)}  # every kind of layer
+    every = 1
+    while {*pattern[-every:]} != {*pattern}:
+        every += 1
+    if "cross_layer" in tree["attention"]["_target_"]:  # the first layer, and those that read of it
+        every = 2
+    return tree | {"depth": max(tree["depth"], every)}
 
 
 def shrink(tree):
@@ -359,12 +360,13 @@ def trainer_of(tmp_path, story):
         settings = settings_of(
             *TINY,
             "data=text",
-            f"data.path={story}",
+            "data.path=story.txt",
             "data.vocab_size=400",
             "steps=6",
             "precision=fp32",
             *overrides,
-        )
+        )  # composed once for all folders
+        settings.data["path"] = str(story)
         if corpus is None:
             corpus = prepare(instantiate(settings.data, "data"), tmp_path / "cache")
         settings.model["vocab_size"] = corpus.tokenizer.vocab_size

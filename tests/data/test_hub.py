@@ -23,8 +23,16 @@ def repo(tmp_path, monkeypatch) -> Path:
 
 
 def hub(repo: Path, **knobs) -> Hub:
-    given = {"config": None, "revision": "main", "train": "train", "validation": "validation"}
-    given |= {"text_field": "text", "starts": None, "tokens": None, "holdout": 20}
+    given = {
+        "config": None,
+        "revision": "main",
+        "train": "train",
+        "validation": "validation",
+        "text_field": "text",
+        "starts": None,
+        "tokens": None,
+        "holdout": 20,
+    }
     return Hub(repo=str(repo), vocab_size=400, tokenizer=None, **given | knobs)
 
 

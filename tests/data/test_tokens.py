@@ -79,8 +79,16 @@ def test_without_a_name_the_end_of_the_last_file_is_held_out(tmp_path, most, hel
 
 def test_a_run_needs_no_tokenizer(command):
     fill(Path("corpus"), "llama-3")
-    words = [*TINY, *SHORT, "data=tokens", "data.path=corpus", f"data.vocab_size={VOCABULARY}"]
-    words += [f"data.bos={BOS}", "run_dir=run", "document_mask=true"]
+    words = [
+        *TINY,
+        *SHORT,
+        "data=tokens",
+        "data.path=corpus",
+        f"data.vocab_size={VOCABULARY}",
+        f"data.bos={BOS}",
+        "run_dir=run",
+        "document_mask=true",
+    ]
     result = command("train.py", *words).succeeded()
     assert "held out: val_loss" in result.err and "val_bpb" not in result.err
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]

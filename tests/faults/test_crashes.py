@@ -24,14 +24,20 @@ def judged(job: Job, code: int, whole: Job) -> list[str]:
 
 
 def every_crash_point(job: Job, whole: Job, *broken) -> tuple[int, list[str]]:
-    """Kills before each file operation in turn, and every third time once more in the run that goes on."""
-    found = []
+    """Kills before each file operation in turn, and every third time once more in the run that goes on.
+
+    A run goes on from each state that this leaves: of files with other names or sizes.
+    """
+    found, states = [], []
     for event in itertools.count(1):
         job.fresh()
         if forked(job, *broken, killed_at(event, job.root)) != -signal.SIGKILL:
             return event - 1, found
         if event % 3 == 0:
             forked(job, *broken, killed_at(1 + event * 7 % 50, job.root))
+        states.append({path: path.stat().st_size for path in job.root.rglob("*")})
+        if states.count(states[-1]) > 1:
+            continue
         found += [
             f"operation {event}: {problem}" for problem in judged(job, forked(job, *broken), whole)
         ]

@@ -153,12 +153,13 @@ def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
     forgeries += [
         ("config.json", forged_config({"attention": {"_target_": target}})) for target in targets
     ]
-    forgeries += [("config.json", forged_config({"attention": "${oc.env:SECRET}"}))]
     forgeries += [
+        ("config.json", forged_config({"attention": "${oc.env:SECRET}"})),
         ("config.json", b"!!python/object/apply:os.system [touch canary]"),
         ("model.safetensors", b"x" * 99),
+        ("config.json", b"[]"),
+        ("config.json", forged_config({"dim": 2**20})),
     ]
-    forgeries += [("config.json", b"[]"), ("config.json", forged_config({"dim": 2**20}))]
     torch.save({"optimizer": {}}, states)
     forgeries.append(("state.pt", states.read_bytes()))
     # Of another model, and of a part of this one.

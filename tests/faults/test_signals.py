@@ -131,8 +131,10 @@ def test_a_signal_to_one_of_two_processes_saves_and_ends_both(tmp_path, story, m
         "data.vocab_size=400",
         "run_dir=run",
         "save_every=5",
+        "steps=100000",
+        "eval_every=100000",
+        "model.depth=1",
     )
-    words += ("steps=100000", "eval_every=100000", "model.depth=1")
     train = [sys.executable, ROOT / "train.py", *TINY, *words]
 
     def send(number: int, after: int):

@@ -273,7 +273,16 @@ def load_guard() -> None:
 def compile_guard(compiler: str, library: Path) -> None:
     folder = Path(torch.__file__).parent
     temporary = library.with_suffix(f".{os.getpid()}")
-    command = [compiler, *FLAGS, f"-I{folder}/include", SOURCE, "-o", temporary]
-    command += [f"-L{folder}/lib", "-lc10", "-ltorch_cpu"]
+    command = [
+        compiler,
+        *FLAGS,
+        f"-I{folder}/include",
+        SOURCE,
+        "-o",
+        temporary,
+        f"-L{folder}/lib",
+        "-lc10",
+        "-ltorch_cpu",
+    ]
     subprocess.run(command, check=True)
     temporary.replace(library)

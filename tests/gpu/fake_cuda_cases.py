@@ -28,7 +28,7 @@ from model.transformer import Transformer
 from run.distributed import DistEnv
 from run.signals import Signals
 from tests import conftest
-from tests.conftest import TINY, VARIANTS, settings_of, shrink, tree_of
+from tests.conftest import TINY, VARIANTS, every_kind, settings_of, shrink, tree_of
 from tests.gpu.fake_cuda import FakeGPU, fake_cuda
 from training.budget import Clock
 from training.trainer import Trainer
@@ -38,15 +38,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Presets whose attention is computed in other ways: plain, by FlexAttention, and a recurrence.
 WAYS = ("gqa", "sink document_mask=true", "delta")
-# Options that change what is computed on the device, in turn with the presets.
+# Options that change what is computed on the device, in turn with the presets. A batch is of two
+# micro-batches, or of one.
 OPTIONS = (
     "",
-    "document_mask=true z_loss=1e-4",
-    "optimizer=adamw clip=null",
+    "document_mask=true z_loss=1e-4 micro_batch=8",
+    "optimizer=adamw clip=null micro_batch=8",
     "activation_checkpointing=true optimizer=lion",
-    "document_mask=true model.softcap=15.0 model.tied=true",
-    "activation_checkpointing=true ffn=geglu norm=layernorm",
-    "ffn=relu2",
+    "document_mask=true model.softcap=15.0 model.tied=true micro_batch=8",
+    "activation_checkpointing=true ffn=geglu norm=layernorm micro_batch=8",
+    "ffn=relu2 micro_batch=8",
 )
 EXTRAS = (
     *conftest.EXTRAS,
@@ -98,9 +99,16 @@ def trainer_of(gpu, tokenizer, tmp_path):
     """Makes trainers for the GPU, all in one run folder."""
 
     def make(precision: str, *overrides: str) -> Trainer:
-        sizes = ("context=8", "batch_tokens=64", "micro_batch=4", "eval_tokens=65", "steps=6")
+        sizes = (
+            "context=8",
+            "batch_tokens=64",
+            "micro_batch=4",
+            "eval_tokens=65",
+            "steps=6",
+            "model.depth=1",
+        )
         settings = settings_of(*TINY, *sizes, *overrides, "device=cuda", f"precision={precision}")
-        settings.model = shrink(settings.model) | {"vocab_size": tokenizer.vocab_size}
+        settings.model = every_kind(shrink(settings.model) | {"vocab_size": tokenizer.vocab_size})
         text = [np.zeros(4096, np.uint16)]
         corpus = Corpus(text, text[0], tokenizer, "0" * 64)
         loader = Loader(text, context=8, batch_size=8, seed=0)
@@ -213,11 +221,13 @@ def check_decoding(gpu: FakeGPU, variant: str, way: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_decoding_waits_only_where_it_must(gpu, variant):
-    check_decoding(gpu, variant, "cached")
+    check_decoding(gpu, f"{variant} model.depth=1", "cached")
 
 
 @pytest.mark.parametrize("way", ["int8", "fp16", "uncached"])
-@pytest.mark.parametrize("variant", ["mla model.softcap=15.0", "delta ffn=relu2 model.tied=true"])
+@pytest.mark.parametrize(
+    "variant", ["mla model.depth=1 model.softcap=15.0", "delta ffn=relu2 model.tied=true"]
+)
 def test_other_ways_of_decoding_wait_no_more(gpu, variant, way):
     check_decoding(gpu, variant, way)
 
@@ -225,7 +235,7 @@ def test_other_ways_of_decoding_wait_no_more(gpu, variant, way):
 def test_the_commands_run_on_a_gpu(gpu, command, story):
     """From the options to the text: train, resume, generate."""
     text = ("data=text", f"data.path={story}", "data.vocab_size=400")
-    sizes = ("model=tiny", "context=16", "batch_tokens=128", "eval_tokens=129")
+    sizes = ("model=tiny", "model.depth=1", "context=16", "batch_tokens=128", "eval_tokens=129")
     options = (
         *sizes,
         *text,

@@ -8,7 +8,7 @@ from model.build import build_model
 from tests.conftest import settings_of
 from tests.gpu.fake_ranks import MICRO_BATCHES, RankMonitor, process_group, simulate
 
-DEPTH = 3
+DEPTH = 2
 SMALL = (
     "model=15m",
     f"model.depth={DEPTH}",

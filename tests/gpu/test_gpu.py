@@ -213,8 +213,17 @@ def test_two_gpus_learn_what_one_does(command, story, tmp_path, sharded):
     words = run_words(story, "steps=10", "optimizer=adamw", "precision=fp32", "micro_batch=4")
     alone = command("train.py", *words, "run_dir=alone")
     assert alone.code == 0, alone.err
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    start += [conftest.ROOT / "train.py", *words, "run_dir=both", f"sharded={sharded}"]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+        conftest.ROOT / "train.py",
+        *words,
+        "run_dir=both",
+        f"sharded={sharded}",
+    ]
     subprocess.run(start, cwd=tmp_path, check=True, timeout=conftest.LONG)
     # Sums of gradients in another order, of products that train.py computes in TF32.
     expected = losses_of(tmp_path / "alone")

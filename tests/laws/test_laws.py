@@ -18,6 +18,7 @@ from model.init import initialize
 from run import checkpoint
 from run.compilation import cpp_compiler
 from tests.conftest import (
+    EXTRAS,
     ROOT,
     VARIANTS,
     assert_greedy,
@@ -27,6 +28,10 @@ from tests.conftest import (
     poisoned_memory,
 )
 
+# Layers that are alike are compiled alike, and take as long each: one of each kind will do.
+each_kind_once = pytest.mark.parametrize(
+    "model", [*(f"{name} model.depth=1" for name in VARIANTS), *EXTRAS], indirect=True
+)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 TOKENS = torch.randint(128, (3, 13), generator=torch.Generator().manual_seed(1))
 
@@ -138,6 +143,7 @@ def test_the_cache_costs_what_cache_bytes_says(model, capacity):
         assert model.new_cache(5, capacity, dtype, "cpu").nbytes == 5 * stated
 
 
+@each_kind_once
 def test_a_decode_step_compiles_once(model, monkeypatch):
     torch._dynamo.reset()
     counters.clear()
@@ -184,6 +190,7 @@ def test_a_text_is_the_same_alone_in_a_batch_and_without_a_cache(model, temperat
         assert continued(model, prompts, 14, draw, rows, eos=eos, prefill_chunk=9) == expected
 
 
+@each_kind_once
 def test_training_has_no_graph_break(model):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")

@@ -34,8 +34,17 @@ def test_any_three_decode_as_they_read(variant, ffn, norm):
 
 @pytest.mark.parametrize("variant, ffn, norm", marked)
 def test_any_three_train_and_resume_to_the_bit(trainer_of, variant, ffn, norm):
-    options = (f"attention={variant}", f"ffn={ffn}", f"norm={norm}", "steps=5", "batch_tokens=128")
-    options += ("model.dim=32", "model.hidden=48", "micro_batch=2", "optimizer=adamw")
+    options = (
+        f"attention={variant}",
+        f"ffn={ffn}",
+        f"norm={norm}",
+        "steps=5",
+        "batch_tokens=128",
+        "model.dim=32",
+        "model.hidden=48",
+        "micro_batch=2",
+        "optimizer=adamw",
+    )
     whole = trainer_of(*options, run="whole")
     for _ in range(5):
         whole.train_step()

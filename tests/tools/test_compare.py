@@ -17,6 +17,7 @@ from tests.run.forks import Forked
 from tests.tools.pages import table
 from tools.compare import jobs, report
 from tools.compare.runs import Run, group_by_variant
+from training import logger
 
 COMPARE = "tools/compare/__main__.py"
 STEPS = ("steps=4", "eval_every=2", "save_every=1")
@@ -30,12 +31,13 @@ def words(story) -> list[str]:
 
 @pytest.fixture
 def quick(forked_jobs, monkeypatch) -> None:
-    """Runs are forks, and the report does not measure decoding."""
+    """Runs are forks without a picture, and the report does not measure decoding."""
 
     def latencies(runs: dict[str, Path], *_) -> dict[str, dict[str, float]]:
         return {name: {"decoding, ms/token": 1.0} for name in runs}
 
     monkeypatch.setattr(report, "latencies", latencies)
+    monkeypatch.setattr(logger, "draw_loss", lambda *_: None)
 
 
 def result(folder: str = "out") -> dict[str, list[str]]:
@@ -143,9 +145,17 @@ def test_two_calls_at_a_time_share_the_runs(command, words, quick, tmp_path):
 
 @pytest.mark.long
 def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
-    words = ["tasks=text,recall", "model=tiny", "context=128", "batch_tokens=2048"]
-    words += ["max_minutes=null", "steps=150", "compile=false"]
-    words += ["recall.data.pairs=[2,4]", "recall.steps=400"]
+    words = [
+        "tasks=text,recall",
+        "model=tiny",
+        "context=128",
+        "batch_tokens=2048",
+        "max_minutes=null",
+        "steps=150",
+        "compile=false",
+        "recall.data.pairs=[2,4]",
+        "recall.steps=400",
+    ]
     seeds = {"early": range(3), "late": range(3, 6), "cut": range(3)}
     runs = []
     for name, each in seeds.items():

@@ -99,8 +99,16 @@ def test_logits_ids_and_text_are_those_of_transformers(family, published, comman
 def test_a_trained_and_exported_family_is_read_by_transformers(family, published, command, story):
     _, run = published(family)
     words = [word for word in TINY if not word.startswith(("model=", "batch_tokens", "context"))]
-    words += [f"init_from={run}", "data=text", f"data.path={story}", "context=32"]
-    words += ["batch_tokens=64", "steps=20", "optimizer=adamw", "optimizer.lr=0.0001"]
+    words += [
+        f"init_from={run}",
+        "data=text",
+        f"data.path={story}",
+        "context=32",
+        "batch_tokens=64",
+        "steps=20",
+        "optimizer=adamw",
+        "optimizer.lr=0.0001",
+    ]
     trained = command("train.py", *words, "run_dir=runs/t", "precision=fp32")
     assert trained.code == 0, trained.err
     lines = [json.loads(line) for line in Path("runs/t/metrics.jsonl").read_text().splitlines()]

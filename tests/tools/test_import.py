@@ -50,9 +50,21 @@ def test_a_published_model_tells_its_reference_story_and_is_trained_on(command):
     assert result.out == told["greedy_text"] + "\n"
 
     Path("part.txt").write_text((DATASETS / "tinystories" / "valid.txt").read_text()[:300_000])
-    words = ("data=text", "data.path=part.txt", "context=256", "batch_tokens=2048", "eval_every=6")
-    words += ("steps=12", "max_minutes=null", "optimizer=adamw", "optimizer.lr=1e-4", "device=cpu")
-    words += ("compile=false", f"precision={PRECISION}", "run_dir=run")
+    words = (
+        "data=text",
+        "data.path=part.txt",
+        "context=256",
+        "batch_tokens=2048",
+        "eval_every=6",
+        "steps=12",
+        "max_minutes=null",
+        "optimizer=adamw",
+        "optimizer.lr=1e-4",
+        "device=cpu",
+        "compile=false",
+        f"precision={PRECISION}",
+        "run_dir=run",
+    )
     result = command("train.py", "init_from=new", *words).succeeded()
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     losses = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
@@ -62,8 +74,15 @@ def test_a_published_model_tells_its_reference_story_and_is_trained_on(command):
 
 def test_a_run_takes_the_model_that_it_begins_with(command, exported, story):
     old = exported / "run"
-    words = (*TINY[1:], "data=text", f"data.path={story}", f"init_from={old}", "run_dir=begun")
-    words += ("optimizer=adamw", "optimizer.lr=1e-9")
+    words = (
+        *TINY[1:],
+        "data=text",
+        f"data.path={story}",
+        f"init_from={old}",
+        "run_dir=begun",
+        "optimizer=adamw",
+        "optimizer.lr=1e-9",
+    )
     command("train.py", *words, "steps=1").succeeded()
     begun, now = (load_model(checkpoint.find_model(run), "cpu") for run in (old, "begun"))
     close(now.state_dict(), begun.state_dict(), atol=1e-5, rtol=0)

@@ -66,9 +66,19 @@ def test_sizes_are_matched_within_each_model_size():
 
 
 def test_each_task_has_jobs_of_its_own():
-    words = ["tasks=text,recall", "attention=gqa,mha", "seed=0,1", "recall.seed=5", *TINY]
-    words += ["data=stdlib", "data.vocab_size=999", "recall.data.pairs=[2,3]"]
-    words += ["recall.model=small", "model.depth=1", "steps=9"]
+    words = [
+        "tasks=text,recall",
+        "attention=gqa,mha",
+        "seed=0,1",
+        "recall.seed=5",
+        *TINY,
+        "data=stdlib",
+        "data.vocab_size=999",
+        "recall.data.pairs=[2,3]",
+        "recall.model=small",
+        "model.depth=1",
+        "steps=9",
+    ]
     jobs = plan_jobs(words, "params", Path("out"))
     names = [job.run_dir.name for job in jobs]
     assert names == ["gqa-0", "mha-0", "gqa-1", "mha-1", "recall-gqa-5", "recall-mha-5"]

@@ -4,7 +4,7 @@ import math
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from scipy.stats import t
+from scipy.special import stdtr, stdtrit
 
 LEVEL = 0.05  # chance that any of all tests together reports a difference where there is none
 Values = dict[int, float]  # what was measured of one variant, by the seed of the run
@@ -90,8 +90,8 @@ def estimate(values: list[float], least_spread: float = 0.0) -> Estimate:
 
     spread = max(stdev(values), least_spread)
     standard_error = spread / math.sqrt(count)
-    ci95 = standard_error * t.ppf(1 - LEVEL / 2, count - 1)
-    p = 2 * t.sf(abs(mean) / standard_error, count - 1)
+    ci95 = standard_error * stdtrit(count - 1, 1 - LEVEL / 2)
+    p = 2 * stdtr(count - 1, -abs(mean) / standard_error)
     return Estimate(mean, float(ci95), float(p))
 
 
