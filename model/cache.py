@@ -4,13 +4,15 @@ The number of tokens in each row is one tensor for all layers. So a step changes
 and a decode step compiled once serves every length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 
 import torch
 from torch import Tensor
 
 from model.context import ForwardContext, Visibility
+
+Shape = tuple[int, ...]  # without the batch
 
 
 class LayerCache:
@@ -31,12 +33,13 @@ class LayerCache:
 
 
 class KVCache(LayerCache):
-    """Keys and values of the newest tokens: position p is in slot p % size (see ForwardContext).
+    """Features of the newest tokens: position p is in slot p % size (see ForwardContext).
 
     `size` is the smallest of capacity, window and chunk. Below the capacity, the cache is a ring;
     otherwise every position has its own slot. A feature of shape (K, D), such as the keys, has a
     buffer (B, size, K, D). In int8, a second buffer (B, size, K, 1) holds an fp16 scale for each
-    vector of D values.
+    vector of D values; a feature with D = 1 stays in fp32. `state` has the shapes of fp32 buffers
+    that a row has once, whatever its length.
     """
 
     def __init__(
@@ -45,25 +48,34 @@ class KVCache(LayerCache):
         capacity: int,
         window: int | None,
         chunk: int | None,
-        *features: tuple[int, ...],
+        features: Sequence[Shape],
+        state: Sequence[Shape],
         dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device | str,
     ):
         self.window = window
         self.chunk = chunk
         self.size = min(n for n in (capacity, window, chunk) if n is not None)
         self.is_ring = self.size < capacity
-        self.is_quantized = dtype == torch.int8
+        self.num_state = len(state)
 
-        # A buffer for each feature, and in int8 one for its scales.
+        # Buffers of the features, of their scales and of the state.
+        exact = torch.promote_types(dtype, torch.float32)
         buffers = []
-        for feature in features:
-            shape = (batch, self.size, *feature)
-            buffers.append(torch.zeros(shape, dtype=dtype, device=device))
-        if self.is_quantized:
-            scales = [torch.zeros_like(x[..., :1], dtype=torch.float16) for x in buffers]
-            buffers += scales
+        for shape in features:
+            stored = exact if shape[-1] == 1 else dtype
+            buffers.append(torch.zeros(batch, self.size, *shape, dtype=stored, device=device))
+        for buffer in buffers[:]:
+            if buffer.dtype == torch.int8:
+                buffers.append(torch.zeros_like(buffer[..., :1], dtype=torch.float16))
+        for shape in state:
+            buffers.append(torch.zeros(batch, *shape, dtype=exact, device=device))
         super().__init__(*buffers)
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """The buffers that have no slots; a layer writes to them in place."""
+        return self.buffers[len(self.buffers) - self.num_state :]
 
     def update(self, ctx: ForwardContext, *new: Tensor) -> tuple[list[Tensor], Visibility]:
         """Store new features (B, T, ...), and return what the new tokens attend to.
@@ -88,26 +100,33 @@ class KVCache(LayerCache):
         if count >= self.size:
             return self
         view = self.map(lambda buffer: buffer[:, :count])
+        view.buffers = view.buffers[: len(view.buffers) - self.num_state] + self.state
         view.size = count
         view.is_ring = False
         return view
 
     def _read(self, new: tuple[Tensor, ...]) -> list[Tensor]:
         """The stored features, in the dtypes of new ones."""
-        stored = self.buffers
-        if self.is_quantized:
-            pairs = zip(stored[: len(new)], stored[len(new) :], strict=True)
-            stored = [values * scale for values, scale in pairs]
-        return [x.type_as(like) for x, like in zip(stored, new, strict=True)]
+        scales = iter(self.buffers[len(new) :])
+        features = []
+        for like, x in zip(new, self.buffers, strict=False):
+            if x.dtype == torch.int8:
+                x = x * next(scales)
+            features.append(x.type_as(like))
+        return features
 
     def _write(self, ctx: ForwardContext, new: tuple[Tensor, ...]) -> None:
         """Store new features in the slots of their positions."""
-        if self.is_quantized:
-            values, scales = zip(*map(quantize, new), strict=True)
-            new = (*values, *scales)
+        values = []
+        scales = []
+        for x, buffer in zip(new, self.buffers, strict=False):
+            if buffer.dtype == torch.int8:
+                x, scale = quantize(x)
+                scales.append(scale)
+            values.append(x)
         slots = ctx.cache_slots(self.size)  # (B, T), or fewer where not all tokens fit
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
-        for buffer, x in zip(self.buffers, new, strict=True):
+        for buffer, x in zip(self.buffers, values + scales, strict=False):
             buffer[rows, slots] = x[:, -self.size :].to(buffer.dtype)
 
 

@@ -99,6 +99,16 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) -> the input of the head (B, T, D)."""
+        return self.hidden_and_losses(tokens, cache, padding, documents)[0]
+
+    def hidden_and_losses(
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        padding: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The same, and the auxiliary losses (B, T) of `loss_names`, each added over the layers."""
         cached_lengths = None if cache is None else cache.lengths
         layer_caches = [None] * len(self.blocks) if cache is None else cache.layers
         ctx = ForwardContext(tokens, cached_lengths, padding, documents)
@@ -108,7 +118,7 @@ class Transformer(nn.Module):
             x, carry = block(x, ctx, layer_cache, carry)
         if cache is not None:
             cache.lengths.copy_(ctx.lengths)
-        return self.norm(x)
+        return self.norm(x), [carry["losses"][name] for name in self.loss_names]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)"""
@@ -133,6 +143,11 @@ class Transformer(nn.Module):
     def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
         """Return the bytes of one row of the cache, without allocating it."""
         return self.new_cache(1, capacity, dtype, "meta").nbytes
+
+    @property
+    def loss_names(self) -> list[str]:
+        """The auxiliary losses of all layers."""
+        return sorted({name for block in self.blocks for name in block.attention.losses})
 
     def num_parameters(self) -> int:
         """Return the number of weights; those that modules share count once."""

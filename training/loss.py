@@ -132,7 +132,10 @@ def head(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
 
 
 class LanguageModelLoss(nn.Module):
-    """inputs, targets (B, T) -> summed nats and scores (2, B T) of ChunkedCrossEntropy.
+    """inputs, targets (B, T) -> losses (1 + L,) summed over targets, and scores (2, B T).
+
+    The first loss is what training minimizes: its value is that of ChunkedCrossEntropy, and its
+    gradient includes those of the model's L auxiliary losses, whose values are the others.
 
     This is the module that is compiled and made parallel.
 
@@ -163,11 +166,20 @@ class LanguageModelLoss(nn.Module):
         if self.bos is not None:
             documents = document_ids(inputs, self.bos)
         model = self.model
-        hidden = model.hidden(inputs, documents=documents).flatten(0, 1)
+        hidden, losses = model.hidden_and_losses(inputs, documents=documents)
+        hidden = hidden.flatten(0, 1)
         arguments = [hidden, model.unembedding, targets.flatten(), model.softcap, self.z_loss]
         if self.distillation is not None and torch.is_grad_enabled():
             teacher, weight = self.distillation
             with torch.no_grad():
                 teacher_hidden = teacher.hidden(inputs, documents=documents).flatten(0, 1)
             arguments += [teacher_hidden, teacher.unembedding, teacher.softcap, weight]
-        return ChunkedCrossEntropy.apply(*arguments)
+        loss_sum, scores = ChunkedCrossEntropy.apply(*arguments)
+
+        # Auxiliary losses count where there is a target, as the cross-entropy does.
+        sums = [loss_sum]
+        for loss in losses:
+            aux_sum = (fp32(loss) * (targets != IGNORE_INDEX)).sum()
+            sums[0] = sums[0] + aux_sum - aux_sum.detach()
+            sums.append(aux_sum.detach())
+        return torch.stack(sums), scores

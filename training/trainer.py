@@ -89,7 +89,9 @@ class Trainer:
         dtype = torch.float64
         if ranks.device.type == "mps":  # which has no fp64
             dtype = torch.float32
-        self.loss_sum = torch.zeros((), dtype=dtype, device=ranks.device)  # nats, of this rank
+        # The cross-entropy and the losses of layers, summed over targets of this rank, in nats.
+        self.loss_names = ("train_loss", *self.model.loss_names)
+        self.loss_sum = torch.zeros(len(self.loss_names), dtype=dtype, device=ranks.device)
         self.grad_norm = torch.zeros((), device=ranks.device)
         self.is_finite = torch.ones((), dtype=torch.bool, device=ranks.device)  # of all gradients
         self.flops_per_token = self.model.training_flops()
@@ -164,7 +166,7 @@ class Trainer:
         self.check_signals()
 
     def compute_gradients(self) -> Tensor:
-        """Set the gradients of this step's batch -> the loss of this rank, summed over targets."""
+        """Set the gradients of this step's batch -> the losses of this rank, summed over targets."""
         # Dropout depends on seed, step and rank alone, so that a resumed run repeats it.
         draw = (self.settings.seed * 2**32 + self.step) * self.ranks.world_size + self.ranks.rank
         torch.manual_seed(draw % 2**63)
@@ -182,7 +184,7 @@ class Trainer:
         return loss_sum
 
     def accumulate(self, rows: slice, *, is_last: bool) -> Tensor:
-        """Add the gradient of these rows of the batch -> their loss, summed over targets."""
+        """Add the gradient of these rows of the batch -> their losses, summed over targets."""
         batch = to_device(self.ranks.device, *self.loader(self.step, rows))
         exchange = nullcontext()
         if not is_last and self.parallel is not self.loss_module:
@@ -191,7 +193,7 @@ class Trainer:
             with hardware.autocast(self.ranks.device, self.precision):
                 loss_sum, _ = self.parallel(*batch)
             # The mean over the targets of the batch; gradients are averaged over ranks.
-            loss = loss_sum * (self.ranks.world_size / self.loader.num_targets(self.step))
+            loss = loss_sum[0] * (self.ranks.world_size / self.loader.num_targets(self.step))
             self.scaler.scale(loss).backward()
         return loss_sum.detach()
 
@@ -250,7 +252,7 @@ class Trainer:
     def report(self) -> None:
         """Write the metrics of the steps since the last report, and show them."""
         self.check_finite()
-        loss_sum = self.ranks.all_reduce_sum(self.loss_sum.item())
+        loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
         steps = range(self.reported_step, self.step)
         loss = loss_sum / sum(self.loader.num_targets(step) for step in steps)
 
@@ -260,7 +262,7 @@ class Trainer:
         tokens_per_second = None
         mfu = None
         seconds_left = math.inf
-        text = f"loss {loss:.3f}  "
+        text = f"loss {loss[0]:.3f}  "
         if self.step > self.timed_step:
             steps_per_second = (self.step - self.timed_step) / (now - self.timed_from)
             seconds_left = (self.steps - self.step) / steps_per_second
@@ -275,7 +277,7 @@ class Trainer:
         memory = hardware.peak_memory(self.ranks.device)
         grad_norm = self.grad_norm.item()
         self._write_metrics(
-            train_loss=loss,
+            **dict(zip(self.loss_names, loss.tolist(), strict=True)),
             lr=self.optimizers[0].param_groups[0]["lr"],
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             tokens_per_second=tokens_per_second,
@@ -399,8 +401,8 @@ class Trainer:
             return
         self.check_finite()
         # Each rank goes on with an equal share of the loss, as it will when the run is resumed.
-        loss_sum = self.ranks.all_reduce_sum(self.loss_sum.item())
-        self.loss_sum.fill_(loss_sum / self.ranks.world_size)
+        loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
+        self.loss_sum.copy_(loss_sum / self.ranks.world_size)
 
         with self._pause("saving a checkpoint", "less often: save_every"):
             weights = {
@@ -423,7 +425,7 @@ class Trainer:
 
     def check_finite(self) -> None:
         """End with exit code 4 where a step was not finite. No checkpoint is of such weights."""
-        is_finite = self.is_finite & self.loss_sum.isfinite()
+        is_finite = self.is_finite & self.loss_sum.isfinite().all()
         if self.ranks.all_reduce_max(int(not is_finite)):
             self._end_diverged(f"by step {self.step}")
 

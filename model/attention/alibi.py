@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from model.attention.base import LayerSpec
-from model.attention.softmax import SoftmaxAttention
+from model.attention.kernels import ScoreBias
+from model.attention.softmax import Seen, SoftmaxAttention
 
 
 class ALiBi(SoftmaxAttention):
@@ -22,9 +23,11 @@ class ALiBi(SoftmaxAttention):
         super().__init__(spec, **knobs)
         self.register_buffer("slopes", alibi_slopes(spec.heads), persistent=False)  # (H,)
 
-    def score_bias(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """The bias of the scores of a head, for queries and keys at these positions."""
-        return self.slopes[head] * (key - query)
+    def score_bias(self, seen: Seen) -> ScoreBias:
+        """Minus slope x distance, by the indices of row, head, query and key."""
+        return lambda row, head, query, key: (
+            -self.slopes[head] * seen.visible.distance(row, query, key)
+        )
 
 
 def alibi_slopes(heads: int) -> Tensor:

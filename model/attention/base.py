@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from model.cache import LayerCache
 from model.context import ForwardContext
 
 # What earlier layers of this forward hand on to later ones, such as keys and values, by name.
-CrossLayer = dict[str, tuple]
+# The entry "losses" has the auxiliary losses by their names; `add_loss` adds to it.
+CrossLayer = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +34,12 @@ class Attention(nn.Module, ABC):
     A variant is constructed from the spec of its layer and its own knobs: `(spec, *, ...)`.
     It decides on its projections, positions, masks and what it caches.
     Its last projection is called `o_proj` and starts at zero; its norms have `norm` in their names.
+    It names, in `losses`, the auxiliary losses that `forward` adds to `carry` by `add_loss`.
     Tensors that are not parameters must be registered as buffers. Buffers keep their dtype when the
     model is cast, so cast what is computed from them (`type_as`).
     """
+
+    losses: tuple[str, ...] = ()
 
     @abstractmethod
     def forward(
@@ -62,6 +67,18 @@ class Attention(nn.Module, ABC):
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
         """Return the first value of a parameter that belongs to no torch module: zeros."""
         return torch.zeros(getattr(self, name).shape)
+
+
+def add_loss(carry: CrossLayer, name: str, loss: Tensor, weight: float) -> CrossLayer:
+    """Return `carry` with an auxiliary loss (B, T) of each token added to that of earlier layers.
+
+    Training adds `weight` times its gradient, summed over the tokens that have a target, to that of
+    the cross-entropy, and logs the loss itself by its name.
+    """
+    weighted = weight * loss
+    loss = weighted + (loss - weighted).detach()
+    losses = carry.get("losses", {})
+    return carry | {"losses": losses | {name: losses.get(name, 0.0) + loss}}
 
 
 def validate_knobs(base: float | None, dropout: float = 0.0) -> None:

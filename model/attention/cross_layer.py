@@ -1,14 +1,13 @@
 """Softmax attention that uses keys or values of an earlier layer."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from model.attention.base import CrossLayer, LayerSpec
-from model.attention.softmax import SoftmaxAttention
-from model.cache import KVCache, LayerCache
-from model.context import ForwardContext, Visibility
+from model.attention.softmax import Features, Inputs, Seen, SoftmaxAttention
+from model.cache import LayerCache
 
 
 class SharedAttention(SoftmaxAttention):
@@ -31,14 +30,17 @@ class SharedAttention(SoftmaxAttention):
             self.v_proj = None
             self.k_norm = None
 
-    def visible_kv(
-        self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, Tensor, Visibility, CrossLayer]:
+    def project(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if self.reuses_kv:
+            return self.q_proj(inputs.x).unflatten(-1, (self.heads, -1)), None, None
+        return super().project(inputs)
+
+    def see(self, inputs: Inputs, k: Tensor | None, v: Tensor | None) -> tuple[Seen, CrossLayer]:
         """Keys and values, as in SoftmaxAttention, which are carried to later layers."""
-        if not self.reuses_kv:
-            k, v, visible, carry = super().visible_kv(x, ctx, cache, carry)
-            carry = carry | {"kv": (k, v, visible)}
-        return *take(carry, "kv", self.layer), carry
+        if self.reuses_kv:
+            return take(inputs.carry, "kv", self.layer), inputs.carry
+        seen, carry = super().see(inputs, k, v)
+        return seen, carry | {"kv": seen}
 
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
@@ -59,15 +61,12 @@ class ValueResidualAttention(SoftmaxAttention):
         self.layer = spec.layer
         self.share = nn.Parameter(torch.empty(1)) if spec.layer > 0 else None
 
-    def project_kv(
-        self, x: Tensor, ctx: ForwardContext, carry: CrossLayer
-    ) -> tuple[Tensor, Tensor, CrossLayer]:
-        k, v, carry = super().project_kv(x, ctx, carry)
+    def features(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Features, CrossLayer]:
+        new, carry = super().features(inputs, k, v)
         if self.share is None:
-            return k, v, carry | {"values": (v,)}
-        (first_v,) = take(carry, "values", self.layer)
-        v = v + self.share.type_as(v) * (first_v - v)
-        return k, v, carry
+            return new, carry | {"values": v}
+        first_v = take(carry, "values", self.layer)
+        return (new[0], v + self.share.type_as(v) * (first_v - v)), carry
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
         if name == "share":
@@ -75,7 +74,7 @@ class ValueResidualAttention(SoftmaxAttention):
         return super().init_param(name, generator)
 
 
-def take(carry: CrossLayer, name: str, layer: int) -> tuple:
+def take(carry: CrossLayer, name: str, layer: int) -> Any:
     """Return what an earlier layer put into `carry` for `layer`. Raises ValueError if none did."""
     if name not in carry:
         raise ValueError(

@@ -8,9 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import LayerSpec
-from model.attention.softmax import SoftmaxAttention
-from model.context import Visibility
+from model.attention.base import CrossLayer, LayerSpec
+from model.attention.softmax import Inputs, Seen, SoftmaxAttention
 from model.layers import fp32, rms
 
 
@@ -35,14 +34,15 @@ class DifferentialAttention(SoftmaxAttention):
         self.q2 = nn.Parameter(torch.empty(head_dim))
         self.k2 = nn.Parameter(torch.empty(head_dim))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility) -> Tensor:
-        """q (B, T, H, E), k and v (B, S, K, E) -> (B, T, H/2, 2 E)"""
+    def attend(self, inputs: Inputs, q: Tensor, seen: Seen) -> tuple[Tensor, CrossLayer]:
+        """q (B, T, H, E), keys and values (B, S, K, E) -> (B, T, H/2, 2 E), carry"""
         # Both heads of a pair weigh the values of both, one half of these at a time.
+        k, v = seen.features
         v1, v2 = v.chunk(2, dim=2)
         v1 = v1.repeat(1, 1, 2, 1)
         v2 = v2.repeat(1, 1, 2, 1)
-        y1 = super().attend(q, k, v1, visible)  # (B, T, H, E)
-        y2 = super().attend(q, k, v2, visible)
+        y1, _ = super().attend(inputs, q, seen._replace(features=(k, v1)))  # (B, T, H, E)
+        y2, _ = super().attend(inputs, q, seen._replace(features=(k, v2)))
         y = torch.cat((y1, y2), dim=-1)
         signal, noise = y.chunk(2, dim=2)
 
@@ -54,7 +54,7 @@ class DifferentialAttention(SoftmaxAttention):
         lambda_ = (q1 * k1).sum().exp() - (q2 * k2).sum().exp()
         lambda_ = (lambda_ + self.lambda_init).type_as(signal)
         y = rms(signal - lambda_ * noise, self.norm_eps)
-        return (1 - self.lambda_init) * y
+        return (1 - self.lambda_init) * y, inputs.carry
 
     def attention_flops(self, context: int) -> float:
         return 1.5 * super().attention_flops(context)  # the values are twice as wide

@@ -1,8 +1,9 @@
 """Softmax attention: its definition, three faster kernels that equal it, and the choice of one.
 
 Functions take q (B, H, T, D), k (B, K, S, D), v (B, K, S, E) and mask (B, 1, T, S), and return
-(B, H, T, E). H is a multiple of K. True in the mask means visible; mask=None means plain causal
-attention with T = S, which needs no mask in memory.
+(B, H, T, E). H is a multiple of K. True in the mask means visible; where it differs from head to
+head it is (B, H, T, S). mask=None means plain causal attention with T = S, which needs no mask in
+memory.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from model.context import Visibility
 from model.layers import apply_softcap, fp32
 
-# (head, query position, key position) -> what to add to the score; integer tensors that broadcast.
-ScoreBias = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (row, head, query, key) -> what to add to the score; four tensors of indices that broadcast.
+ScoreBias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK_SIZE = 128  # queries in a block of `blockwise_attention`
 # Up to this many tokens, `blockwise_attention` compiled for a CPU beats the fused kernel.
 MAX_COMPILED_TOKENS = 1024
@@ -28,7 +29,7 @@ class ScoreOptions(NamedTuple):
 
     scale: float
     softcap: float | None = None  # bounds the scores
-    bias: Tensor | None = None  # (B, H, T, S), added
+    bias: ScoreBias | None = None  # added
     sink: Tensor | None = None  # (H,), the score of one more key, which adds no value
     dropout: float = 0.0  # of weights
 
@@ -48,8 +49,7 @@ def eager_attention(
 
     scores = fp32(q @ k.mT) * options.scale  # (B, H, T, S)
     scores = apply_softcap(scores, options.softcap)
-    if options.bias is not None:
-        scores = scores + options.bias
+    scores = add_bias(scores, options.bias)
     scores = scores.masked_fill(~mask, -torch.inf)
     if options.sink is not None:
         column = fp32(options.sink).view(-1, 1, 1).expand(len(q), -1, length, 1)
@@ -73,19 +73,19 @@ def blockwise_attention(
     for start in range(0, q.shape[2], BLOCK_SIZE):
         end = min(start + BLOCK_SIZE, q.shape[2])
         mask = positions[:end] <= positions[start:end, None]
-        block_options = options
-        if options.bias is not None:
-            block_options = options._replace(bias=options.bias[:, :, start:end, :end])
         block = attend_block(
-            q[:, :, start:end], k[:, :, :end], v[:, :, :end], mask[None, None], block_options
+            q[:, :, start:end], k[:, :, :end], v[:, :, :end], mask[None, None], options, start
         )
         blocks.append(block)
     return torch.cat(blocks, dim=2)
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: ScoreOptions) -> Tensor:
+def attend_block(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: ScoreOptions, first: int = 0
+) -> Tensor:
     """Compute attention with an explicit softmax that divides by its sum after the product with v.
 
+    `first` is the index of the first query, as the bias counts them.
     For the backward it saves the exponentials, in the dtype of v, instead of fp32 scores.
     """
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -96,8 +96,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: ScoreOp
 
     scores = fp32(matmul(q * options.scale, k.mT))
     scores = apply_softcap(scores, options.softcap)
-    if options.bias is not None:
-        scores = scores + options.bias
+    scores = add_bias(scores, options.bias, first)
     scores = scores.masked_fill(~mask, -torch.inf)
 
     # Subtract the largest score, so that no exponential overflows.
@@ -134,34 +133,27 @@ def vector_matmul(vector: Tensor, matrix: Tensor) -> Tensor:
 
 
 def flex_attention_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Visibility,
-    options: ScoreOptions,
-    score_bias: ScoreBias | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: ScoreOptions
 ) -> Tensor:
     """Compute attention by FlexAttention, which skips blocks without a visible key. 2412.05496.
 
-    It takes a `score_bias` instead of the bias among the options, and no dropout.
+    It takes no dropout.
     """
-    batch = len(q)
-    mask = visible.mask
     mask_batch = None
+    mask_heads = None
     if mask is not None:
-        mask_batch = batch
+        mask_batch = len(q)
+        mask_heads = mask.shape[1] if mask.shape[1] > 1 else None
         # A literal 0 among the indices of mask_mod would be copied to the GPU.
-        mask = mask[:, 0].expand(batch, -1, -1)
-    query_positions = visible.query_positions.expand(batch, -1)
-    key_positions = visible.key_positions.expand(batch, -1)
+        mask = mask.expand(*q.shape[:2], -1, -1)
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return j <= i if mask is None else mask[b, i, j]
+        return j <= i if mask is None else mask[b, h, i, j]
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = apply_softcap(score, options.softcap)
-        if score_bias is not None:
-            score = score + score_bias(h, query_positions[b, i], key_positions[b, j])
+        if options.bias is not None:
+            score = score + options.bias(b, h, i, j)
         return score
 
     # Below 128 queries Inductor would choose its decoding kernel. That has no block size above 128
@@ -171,7 +163,9 @@ def flex_attention_kernel(
         k,
         v,
         score_mod,
-        create_block_mask(mask_mod, mask_batch, None, q.shape[2], k.shape[2], device=q.device),
+        create_block_mask(
+            mask_mod, mask_batch, mask_heads, q.shape[2], k.shape[2], device=q.device
+        ),
         options.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
@@ -184,14 +178,13 @@ def flex_attention_kernel(
     return y * fraction[..., None].type_as(y)
 
 
-def bias_tensor(score_bias: ScoreBias | None, heads: int, visible: Visibility) -> Tensor | None:
-    """The biases of all scores, (B, H, T, S) or (1, H, T, S)."""
-    if score_bias is None:
-        return None
-    head = torch.arange(heads, device=visible.key_positions.device)[:, None, None]
-    query = visible.query_positions[:, None, :, None]
-    key = visible.key_positions[:, None, None, :]
-    return score_bias(head, query, key)
+def add_bias(scores: Tensor, bias: ScoreBias | None, first: int = 0) -> Tensor:
+    """Scores (B, H, T, S) with their biases added; `first` is the index of the first query."""
+    if bias is None:
+        return scores
+    row, head, query, key = [torch.arange(size, device=scores.device) for size in scores.shape]
+    query = query + first
+    return scores + bias(row[:, None, None, None], head[:, None, None], query[:, None], key)
 
 
 class AttentionKernel(nn.Module):
@@ -229,7 +222,7 @@ class AttentionKernel(nn.Module):
             scale = q.shape[-1] ** -0.5
         # `training` is read only where there is dropout: else evaluation would be compiled anew.
         dropout = self.dropout if self.dropout > 0 and self.training else 0.0
-        options = ScoreOptions(scale, self.softcap, None, sink, dropout)
+        options = ScoreOptions(scale, self.softcap, score_bias, sink, dropout)
         is_compiling = torch.compiler.is_compiling()
         is_fusable = self.softcap is None and sink is None and score_bias is None
 
@@ -237,7 +230,7 @@ class AttentionKernel(nn.Module):
         is_plain = is_fusable and mask is None
         can_flex = is_compiling and q.is_cuda and length == k.shape[2] and dropout == 0
         if can_flex and not is_plain:
-            y = flex_attention_kernel(q, k, v, visible, options, score_bias)
+            y = flex_attention_kernel(q, k, v, mask, options)
             return y.transpose(1, 2)
 
         # The fused kernel takes no soft-cap, bias or sink. Blockwise attention, if compiled, is
@@ -252,6 +245,5 @@ class AttentionKernel(nn.Module):
                 q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=is_grouped
             )
         else:
-            bias = bias_tensor(score_bias, q.shape[1], visible)
-            y = blockwise_attention(q, k, v, mask, options._replace(bias=bias))
+            y = blockwise_attention(q, k, v, mask, options)
         return y.transpose(1, 2)

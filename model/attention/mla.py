@@ -141,8 +141,8 @@ class LatentAttention(Attention):
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> KVCache:
-        feature = (1, self.rank + self.rope_dim)
-        return KVCache(batch, capacity, None, None, feature, dtype=dtype, device=device)
+        features = [(1, self.rank + self.rope_dim)]
+        return KVCache(batch, capacity, None, None, features, [], dtype, device)
 
     def attention_flops(self, context: int) -> float:
         return 2 * self.heads * self.value_dim * (context + 1)

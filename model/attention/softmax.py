@@ -9,17 +9,38 @@ Output: plain or gated (Qiu et al., 2505.06708).
 """
 
 import math
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
 from model.attention.kernels import AttentionKernel, ScoreBias
-from model.cache import KVCache
+from model.cache import KVCache, Shape
 from model.context import ForwardContext, Visibility
 from model.layers import Linear, RMSNorm, apply_rope, rms
 from model.rope import Scaling
+
+# Keys, values and what else a mechanism needs of each token: tensors (B, T, ...).
+Features = Sequence[Tensor]
+
+
+class Inputs(NamedTuple):
+    """What the layer is called with; see `Attention.forward`."""
+
+    x: Tensor
+    ctx: ForwardContext
+    cache: KVCache | None
+    carry: CrossLayer
+
+
+class Seen(NamedTuple):
+    """What the new tokens attend to, which are some or all of the tokens in reach."""
+
+    new: Features  # of the T new tokens
+    features: Features  # of all S tokens in reach
+    visible: Visibility  # which of the new attends to which of all
 
 
 class SoftmaxAttention(Attention):
@@ -30,10 +51,6 @@ class SoftmaxAttention(Attention):
     itself included, and the tokens of its own `chunk`, and the cache holds only those.
     Raises ValueError for options that contradict each other.
     """
-
-    # A subclass may define this method: (head, query, key) -> what to add to the score, where all
-    # three are integer tensors that broadcast, the last two positions.
-    score_bias: ScoreBias | None = None
 
     def __init__(
         self,
@@ -110,37 +127,36 @@ class SoftmaxAttention(Attention):
         self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
-        k, v, visible, carry = self.visible_kv(x, ctx, cache, carry)
-        q = self.project_q(x, ctx)
+        inputs = Inputs(x, ctx, cache, carry)
+        q, k, v = self.project(inputs)
+        q = self.norm_and_rope(q, self.q_norm, ctx)
+        seen, carry = self.see(inputs, k, v)
 
         # Attend, gate and project back.
-        y = self.attend(q, k, v, visible).flatten(-2)  # (B, T, H E)
+        y, carry = self.attend(inputs._replace(carry=carry), q, seen)
+        y = y.flatten(-2)  # (B, T, H E)
         if self.gate_proj is not None:
             y = y * self.gate_proj(x).sigmoid()
         return self.o_proj(y), carry
 
-    def visible_kv(
-        self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, Tensor, Visibility, CrossLayer]:
-        """Keys and values (B, S, K, E) of all visible tokens, which query sees which, and carry."""
-        k, v, carry = self.project_kv(x, ctx, carry)  # (B, T, K, E)
-        if cache is None:
-            return k, v, ctx.visible(self.window, self.chunk), carry
-        (k, v), visible = cache.update(ctx, k, v)
-        return k, v, visible, carry
-
-    def project_q(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """x (B, T, D) -> queries (B, T, H, E), normalized and rotated."""
+    def project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries (B, T, H, E), keys and values (B, T, K, E), before norm and RoPE."""
+        x = inputs.x
         q = self.q_proj(x).unflatten(-1, (self.heads, -1))
-        return self.norm_and_rope(q, self.q_norm, ctx)
-
-    def project_kv(
-        self, x: Tensor, ctx: ForwardContext, carry: CrossLayer
-    ) -> tuple[Tensor, Tensor, CrossLayer]:
-        """x (B, T, D) -> rotated keys and values (B, T, K, E), and carry."""
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, -1))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
-        return self.norm_and_rope(k, self.k_norm, ctx), v, carry
+        return q, k, v
+
+    def see(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Seen, CrossLayer]:
+        """Return what the new tokens attend to, once they are in the cache, and carry."""
+        new, carry = self.features(inputs, k, v)
+        if inputs.cache is None:
+            return Seen(new, new, inputs.ctx.visible(self.window, self.chunk)), carry
+        return Seen(new, *inputs.cache.update(inputs.ctx, *new)), carry
+
+    def features(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Features, CrossLayer]:
+        """Return what the cache is to hold of the new tokens (`cached_features`), and carry."""
+        return (self.norm_and_rope(k, self.k_norm, inputs.ctx), v), inputs.carry
 
     def norm_and_rope(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext) -> Tensor:
         """Normalize queries or keys (B, T, H, E) and rotate them to their positions."""
@@ -153,17 +169,29 @@ class SoftmaxAttention(Attention):
             x = rms(x, self.norm_eps)
         return x
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility) -> Tensor:
-        """q (B, T, H, E), k and v (B, S, K, E) -> (B, T, H, E)"""
-        return self.kernel(q, k, v, visible, sink=self.sink, score_bias=self.score_bias)
+    def attend(self, inputs: Inputs, q: Tensor, seen: Seen) -> tuple[Tensor, CrossLayer]:
+        """q (B, T, H, E) -> (B, T, H, E), carry"""
+        k, v = seen.features[:2]
+        bias = self.score_bias(seen)
+        return self.kernel(q, k, v, seen.visible, sink=self.sink, score_bias=bias), inputs.carry
+
+    def score_bias(self, seen: Seen) -> ScoreBias | None:
+        """Return what is added to the scores, a function of indices; it may depend on features."""
+        return None
+
+    def cached_features(self) -> list[Shape]:
+        """The shapes of what the cache holds of a token: keys, values."""
+        return [(self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim)]
+
+    def cached_state(self, capacity: int) -> list[Shape]:
+        """The shapes of what the cache holds of a row whatever its length; in `cache.state`."""
+        return []
 
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> KVCache:
-        feature = (self.kv_heads, self.head_dim)
-        return KVCache(
-            batch, capacity, self.window, self.chunk, feature, feature, dtype=dtype, device=device
-        )
+        shapes = (self.cached_features(), self.cached_state(capacity))
+        return KVCache(batch, capacity, self.window, self.chunk, *shapes, dtype, device)
 
     def attention_flops(self, context: int) -> float:
         # A product with a key and one with a value, for each token that a token sees.

@@ -70,7 +70,7 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
     ),
     "what is finite": (
         "training/trainer.py",
-        "is_finite = self.is_finite & self.loss_sum.isfinite()",
+        "is_finite = self.is_finite & self.loss_sum.isfinite().all()",
         "is_finite = True",
         "resume.py -k diverged",
     ),

@@ -105,10 +105,10 @@ class Buffered(SoftmaxAttention):
         self.register_buffer("gain", torch.linspace(0.5, 2.0, spec.heads))
         self.register_buffer("is_even", torch.arange(spec.heads) % 2 == 0)
 
-    def attend(self, q, k, v, visible):
-        y = super().attend(q, k, v, visible)  # (B, T, H, D)
+    def attend(self, inputs, q, seen):
+        y, carry = super().attend(inputs, q, seen)  # (B, T, H, D)
         factor = torch.where(self.is_even, self.gain, 1.0)
-        return y * factor[:, None].type_as(y)
+        return y * factor[:, None].type_as(y), carry
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def test_flex_attention_equals_the_definition(window, softcap, has_sink):
     *_, visible, sink = kernel_inputs(window, has_sink)
     q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
     options = ScoreOptions(0.25, softcap, sink=None if sink is None else sink.detach().float())
-    y = kernels.flex_attention_kernel(q, k, v, visible, options, None)
+    y = kernels.flex_attention_kernel(q, k, v, visible.mask, options)
     close(y, eager_attention(q, k, v, visible.mask, options), rtol=0, atol=1e-5)
 
 
@@ -108,9 +108,6 @@ class LearnedBias(torch.nn.Module):
     def __init__(self, heads: int, length: int):
         super().__init__()
         self.table = torch.nn.Parameter(random(heads, length))
-
-    def forward(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return self.table[head, (query - key).clamp(min=0)]
 
 
 def visible_case(case: str) -> Visibility:
@@ -148,8 +145,11 @@ def test_every_kernel_adds_a_score_bias(case, monkeypatch):
     is_token = (visible.query_positions.expand(2, -1) >= 0)[:, None, :, None]
     expected = biased_attention(q, k, v, visible, bias).where(is_token, 0)
 
-    options = ScoreOptions(0.25, bias=kernels.bias_tensor(bias, 4, visible))
-    chosen = AttentionKernel()(*by_tokens(q, k, v), visible, score_bias=bias)
+    def score_bias(row, head, query, key):
+        return bias.table[head, visible.distance(row, query, key).clamp(min=0)]
+
+    options = ScoreOptions(0.25, bias=score_bias)
+    chosen = AttentionKernel()(*by_tokens(q, k, v), visible, score_bias=score_bias)
     for y in (
         eager_attention(q, k, v, visible.mask, options),
         kernels.blockwise_attention(q, k, v, visible.mask, options),
@@ -157,7 +157,7 @@ def test_every_kernel_adds_a_score_bias(case, monkeypatch):
     ):
         assert_same_with_gradients(y.where(is_token, 0), expected, (bias.table,))
     with torch.no_grad():
-        y = kernels.flex_attention_kernel(q, k, v, visible, ScoreOptions(0.25), bias)
+        y = kernels.flex_attention_kernel(q, k, v, visible.mask, options)
     close(y.where(is_token, 0), expected, rtol=0, atol=1e-5)
 
 
@@ -172,7 +172,7 @@ def test_compiled_flex_attention_has_the_gradients_of_the_definition(window, sof
     if sink is not None:
         options = options._replace(sink=sink.detach().float().cuda().requires_grad_())
     compiled = torch.compile(kernels.flex_attention_kernel, fullgraph=True)
-    y = compiled(*inputs, visible, options, None)
+    y = compiled(*inputs, visible.mask, options)
     expected = eager_attention(*inputs, visible.mask, options)
     if sink is not None:
         inputs.append(options.sink)
