@@ -118,7 +118,8 @@ class Transformer(nn.Module):
             x, carry = block(x, ctx, layer_cache, carry)
         if cache is not None:
             cache.lengths.copy_(ctx.lengths)
-        return self.norm(x), [carry["losses"][name] for name in self.loss_names]
+        losses = carry.get("losses", {})
+        return self.norm(x), [losses[name] for name in self.loss_names if name in losses]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)"""

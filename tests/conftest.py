@@ -143,12 +143,15 @@ def every_kind(tree: dict) -> dict:
     return tree | {"depth": max(tree["depth"], every)}
 
 
+SHORT_REACH = {"window": 5, "chunk": 5, "block": 2, "topk": 3}
+
+
 def shrink(tree):
-    """Windows and chunks so short that a few tokens reach past them."""
+    """Windows, chunks and choices of keys so short that a few tokens reach past them."""
     if not isinstance(tree, dict):
         return tree
     return {
-        key: 5 if key in ("window", "chunk") and isinstance(value, int) else shrink(value)
+        key: SHORT_REACH[key] if key in SHORT_REACH and isinstance(value, int) else shrink(value)
         for key, value in tree.items()
     }
 

@@ -154,16 +154,30 @@ class SoftmaxAttention(Attention):
             return Seen(new, new, inputs.ctx.visible(self.window, self.chunk)), carry
         return Seen(new, *inputs.cache.update(inputs.ctx, *new)), carry
 
+    def own(self, inputs: Inputs, seen: Seen, index: int) -> Tensor:
+        """The new tokens' feature of this index, as the cache has stored it, which may be in int8."""
+        cache = inputs.cache
+        stored = seen.features[index]
+        if cache is None or stored.shape[1] != cache.size:
+            return seen.new[index]
+        slots = inputs.ctx.cache_slots(cache.size)
+        return stored.take_along_dim(slots[..., None, None], dim=1)
+
     def features(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Features, CrossLayer]:
         """Return what the cache is to hold of the new tokens (`cached_features`), and carry."""
         return (self.norm_and_rope(k, self.k_norm, inputs.ctx), v), inputs.carry
 
-    def norm_and_rope(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext) -> Tensor:
-        """Normalize queries or keys (B, T, H, E) and rotate them to their positions."""
+    def norm_and_rope(
+        self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, positions: Tensor | None = None
+    ) -> Tensor:
+        """Normalize queries or keys (B, T, H, E), and rotate them to the positions of new tokens.
+
+        `positions` (B, T) are those of other tokens.
+        """
         if norm is not None:
             x = norm(x)
         if self.rope_base is not None:
-            cos, sin = ctx.rotary(*self.rotary)
+            cos, sin = ctx.rotary(*self.rotary, positions)
             x = apply_rope(x, cos, sin)
         if self.qk_norm == "after_rope":
             x = rms(x, self.norm_eps)

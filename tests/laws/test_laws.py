@@ -112,6 +112,9 @@ def test_packed_documents_equal_each_alone(model):
     "dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.006), (torch.int8, 0.0135)]
 )
 def test_a_cache_in_less_precision_is_nearly_exact(model, dtype, error):
+    for module in model.modules():
+        if hasattr(module, "topk"):  # of two keys that are nearly as good, another may be chosen
+            module.topk = 16
     logits = feed(model, model.new_cache(3, 16, dtype, "cpu"), TOKENS, (6, 1, 1, 5))
     assert (logits - model(TOKENS)).std() < error * logits.std()
 
@@ -132,7 +135,8 @@ def test_a_block_begins_as_the_identity(model):
 
 
 def test_every_parameter_learns(model):
-    model(TOKENS).square().mean().backward()
+    hidden, losses = model.hidden_and_losses(TOKENS)
+    (model.logits(hidden).square().mean() + sum(loss.mean() for loss in losses)).backward()
     assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
 
 

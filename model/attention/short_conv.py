@@ -1,0 +1,48 @@
+"""A causal convolution over the few newest tokens, for each feature alone.
+
+Gated DeltaNet and Canon layers (ssrn 5240330) let queries, keys and values see their neighbours so.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.context import ForwardContext
+
+
+class ShortConv(nn.Module):
+    """Map each of W features to a weighted sum over the `kernel` newest tokens of its document.
+
+    It starts as the identity, and has no activation.
+    """
+
+    def __init__(self, width: int, kernel: int):
+        super().__init__()
+        self.kernel = kernel
+        self.flops = 2 * width * kernel  # of a token's forward
+        self.taps = nn.Parameter(torch.empty(width, 1, kernel))  # newest token last
+
+    def forward(self, x: Tensor, ctx: ForwardContext, past: Tensor | None = None) -> Tensor:
+        """x (B, T, W) -> (B, T, W)
+
+        `past` (B, kernel - 1, W) holds the inputs before x, and is updated in place.
+        """
+        length = x.shape[1]
+        if past is None:
+            inputs = F.pad(x, (0, 0, self.kernel - 1, 0))
+        else:
+            inputs = torch.cat((past.type_as(x), x), dim=1)
+            past.copy_(inputs[:, length:])
+
+        positions = ctx.positions[:, :, None]
+        y = 0.0
+        for lag in range(self.kernel):
+            lagged = inputs.narrow(1, self.kernel - 1 - lag, length)  # (B, T, W), `lag` tokens ago
+            term = lagged * self.taps[:, 0, -1 - lag].type_as(x)
+            y = y + term.masked_fill(positions < lag, 0.0)
+        return y
+
+    def init_param(self, name: str, generator: torch.Generator) -> Tensor:
+        """Return the taps of the identity: the newest token passes unchanged."""
+        newest = torch.tensor(self.kernel - 1)
+        return F.one_hot(newest, self.kernel).expand(self.taps.shape)
