@@ -12,6 +12,7 @@ from tools.formats.weights import hf_weights
 
 FULL = "full_attention"
 SCALED = "attention.rope_scaling={_target_:model.rope."
+NO_NORMS = "attention.kinds.rope.qk_norm=null attention.kinds.nope.qk_norm=null"
 # variant and overrides: its class
 CLASSES = {
     "llama": "Llama",
@@ -35,16 +36,18 @@ CLASSES = {
     "local_global": "Qwen3",
     "sliding_window attention.qk_norm=null": "Mistral",
     "local_global attention.kinds.local.qk_norm=null attention.kinds.full.qk_norm=null": "SmolLM3",
-    "nope": "SmolLM3",
-    "nope attention.kinds.rope.window=5": "SmolLM3",
-    "chunked": "Llama4",
+    f"nope {NO_NORMS}": "SmolLM3",
+    f"nope {NO_NORMS} attention.kinds.rope.window=5": "SmolLM3",
+    "window_nope attention.kinds.local.qk_norm=null attention.kinds.full.qk_norm=null": "SmolLM3",
+    "llama4": "Llama4",
     "l2norm": "Llama4",
-    "sink": "GraniteSWA",
-    "sink attention.window=5": "GraniteSWA",
+    "gpt_oss": "GraniteSWA",
+    "sink attention.qk_norm=null": "GraniteSWA",
+    "sink attention.qk_norm=null attention.window=5": "GraniteSWA",
     "mla": "DeepseekV3",
     f"mla {YARN}": "DeepseekV3",
     "mla attention.query_rank=24 attention.bias=true": "DeepseekV3",
-    "differential": "DiffLlama",
+    "differential attention.qk_norm=null": "DiffLlama",
     "delta": "Qwen3_5",
     "gated": "Qwen3_5",
     "gated attention.rope_fraction=0.5": "Qwen3_5",
@@ -54,10 +57,10 @@ CLASSES = {
     "llama norm=layernorm ffn=gelu attention.head_dim=8": "Starcoder2",
     "gqa attention.head_dim=32": "Qwen3",
     "sliding_window attention.qk_norm=null attention.head_dim=8": "Mistral",
-    "nope attention.kinds.rope.head_dim=32 attention.kinds.nope.head_dim=32": "SmolLM3",
+    f"nope {NO_NORMS} attention.kinds.rope.head_dim=32 attention.kinds.nope.head_dim=32": "SmolLM3",
     "l2norm attention.head_dim=32": "Llama4",
-    "sink attention.head_dim=32": "GraniteSWA",
-    "differential attention.head_dim=32": "DiffLlama",
+    "sink attention.qk_norm=null attention.head_dim=32": "GraniteSWA",
+    "differential attention.qk_norm=null attention.head_dim=32": "DiffLlama",
     "delta attention.kinds.full.head_dim=32": "Qwen3_5",
     "gated attention.head_dim=32": "Qwen3_5",
 }
@@ -110,7 +113,7 @@ def compare_softcap() -> float:
     from transformers import Gemma2Config
     from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2RotaryEmbedding
 
-    tree = tree_of("softcap", "attention.softcap=2.0")
+    tree = tree_of("softcap", "attention.softcap=2.0", "attention.qk_norm=null")
     ours = redraw(instantiate(tree)).blocks[1].attention
     config = Gemma2Config(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=16,

@@ -1,0 +1,234 @@
+"""Attentions beside code that is not ours: classes of transformers, and the plain functions of fla-core."""
+
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.deepseek_v32.configuration_deepseek_v32 import DeepseekV32Config
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
+from transformers.models.inkling.modeling_inkling import InklingShortConvolution
+from transformers.models.neomme.configuration_neomme import NeoMMEConfig
+from transformers.models.neomme.modeling_neomme import NeoMMEExclusiveSelfAttention
+
+from model.attention.short_conv import ShortConv
+from model.attention.softmax import Inputs, SoftmaxAttention
+from model.context import ForwardContext
+from tests.conftest import close
+from tests.model.test_layers import random
+from tests.model.test_mechanisms import layers_of, output
+
+TOLERANCE = {"rtol": 0, "atol": 1e-4}
+
+
+def naive(operation: str, function: str) -> Callable:
+    """A function of fla-core, whose package itself wants Triton."""
+    (folder,) = importlib.util.find_spec("fla").submodule_search_locations
+    file = f"{folder}/ops/{operation}/naive.py"
+    spec = importlib.util.spec_from_file_location(f"naive_{operation}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, function)
+
+
+def attended(layer: SoftmaxAttention, x: Tensor) -> tuple:
+    """The inputs of `attend`: q, and what is seen without a cache."""
+    ctx = ForwardContext(x[..., 0])
+    inputs = Inputs(x, ctx, None, {})
+    q, k, v = layer.project(inputs)
+    return inputs, layer.norm_and_rope(q, layer.q_norm, ctx), layer.see(inputs, k, v)[0]
+
+
+def test_exclusive_attention_is_neommes_and_has_no_part_along_the_own_value():
+    layer = layers_of("exclusive")[0]
+    inputs, q, seen = attended(layer, random(2, 9, 64))
+    y, _ = SoftmaxAttention.attend(layer, inputs, q, seen)
+    config = NeoMMEConfig(num_attention_heads=layer.heads, num_key_value_heads=layer.kv_heads)
+    theirs = NeoMMEExclusiveSelfAttention(config).double()
+    torch.nn.init.constant_(theirs.alpha, 30.0)  # its tanh is 1
+
+    ours, _ = layer.attend(inputs, q, seen)
+    close(ours, theirs(y, seen.new[1].transpose(1, 2)), **TOLERANCE)
+    own_v = seen.new[1].repeat_interleave(layer.heads // layer.kv_heads, dim=2)
+    close((ours * own_v).sum(dim=-1), torch.zeros(2, 9, layer.heads).double(), rtol=0, atol=1e-5)
+
+
+def test_the_convolution_is_inklings():
+    theirs = InklingShortConvolution(24, 4, 0, 0)
+    ours = ShortConv(24, 4)
+    ours.taps.data = theirs.conv1d.weight.data.clone()
+    ours.taps.data[..., -1] += 1  # the residual
+    x = random(2, 9, 24).float()
+    close(ours(x, ForwardContext(x[..., 0])), theirs(x), **TOLERANCE)
+
+
+def test_attention_after_a_convolution_begins_as_its_parent():
+    ours = layers_of("conv")[0]
+    parent = layers_of("gqa")[0]
+    parent.load_state_dict(ours.state_dict(), strict=False)
+    ours.conv.taps.data = ours.conv.init_param("taps", None).double()
+    x = random(2, 9, 64)
+    close(output(ours, x), output(parent, x))
+
+
+def test_tied_keys_and_values_are_gemma_4s_in_half_the_cache():
+    layer = layers_of("tied_kv")[0]
+    config = Gemma4TextConfig(
+        hidden_size=64,
+        num_attention_heads=layer.heads,
+        num_key_value_heads=layer.kv_heads,
+        num_global_key_value_heads=layer.kv_heads,
+        head_dim=layer.head_dim,
+        global_head_dim=layer.head_dim,
+        num_hidden_layers=1,
+        layer_types=["full_attention"],
+        attention_k_eq_v=True,
+        rms_norm_eps=layer.norm_eps,
+        attn_implementation="eager",
+    )
+    theirs = Gemma4TextAttention(config, 0).double()
+    weights = layer.state_dict()
+    weights["q_norm.weight"] = weights["q_norm.weight"] * layer.head_dim**-0.5  # it has no scale
+    theirs.load_state_dict(weights)
+    x = random(2, 9, 64)
+    ctx = ForwardContext(x[..., 0])
+    tables = [table[:, :, 0].repeat(1, 1, 2) for table in ctx.rotary(*layer.rotary)]
+    future = torch.full((9, 9), -torch.inf).triu(1).double()
+    close(output(layer, x), theirs(x, tables, future[None, None], {})[0], **TOLERANCE)
+
+    parent = layers_of("gqa")[0]
+    nbytes = [
+        sum(buffer.nbytes for buffer in each.new_cache(1, 64, torch.bfloat16, "cpu").buffers)
+        for each in (layer, parent)
+    ]
+    assert nbytes[0] == nbytes[1] / 2
+
+
+def test_forgetting_attention_is_that_of_fla_and_with_open_gates_its_parent():
+    layer = layers_of("fox")[0]
+    x = random(2, 9, 64)
+    inputs, q, seen = attended(layer, x)
+    gates = F.logsigmoid(layer.forget_proj(x))
+    theirs = naive("forgetting_attn", "naive_forgetting_attn")(q, *seen.new[:2], gates)
+    close(layer.attend(inputs, q, seen)[0].float(), theirs, **TOLERANCE)
+
+    layer.forget_proj.weight.data.zero_()
+    layer.forget_proj.bias.data.fill_(40.0)
+    parent = layers_of("gqa", "attention.rope_base=null")[0]
+    parent.load_state_dict(layer.state_dict(), strict=False)
+    close(output(layer, x), output(parent, x), rtol=0, atol=1e-5)
+
+
+def block_attention(layer: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """MoBA by the words of its paper: one query (H, E) of one row after the other."""
+    block, group = layer.block, layer.heads // layer.kv_heads
+    y = torch.zeros_like(q)
+    for row in range(len(q)):
+        for t in range(q.shape[1]):
+            for head in range(layer.heads):
+                kv_head = head // group
+                chooser = q[row, t, kv_head * group : (kv_head + 1) * group].mean(dim=0)
+                keys, values = k[row, : t + 1, kv_head], v[row, : t + 1, kv_head]
+                own = t // block
+                likeness = [
+                    ((chooser @ keys[n * block : (n + 1) * block].mean(dim=0)).item(), n)
+                    for n in range(own)
+                ]
+                chosen = {n for _, n in sorted(likeness, reverse=True)[: layer.topk]} | {own}
+                seen = [s for s in range(t + 1) if s // block in chosen]
+                weights = (keys[seen] @ q[row, t, head] * layer.head_dim**-0.5).softmax(dim=0)
+                y[row, t, head] = weights @ values[seen]
+    return y
+
+
+def test_block_attention_is_that_of_its_paper():
+    layer = layers_of("moba")[0]
+    layer.block, layer.topk = 3, 2
+    inputs, q, seen = attended(layer, random(2, 17, 64))
+    close(layer.attend(inputs, q, seen)[0], block_attention(layer, q, *seen.new))
+
+
+def indexed(topk: int) -> SoftmaxAttention:
+    """With so many heads that no key matches none of them: which of those is taken is free."""
+    layer = layers_of("dsa", "attention.index_heads=24", "attention.index_dim=8")[0]
+    layer.topk = topk
+    return layer
+
+
+def test_the_indexer_is_deepseeks_and_its_attention_that_of_fla():
+    layer = indexed(4)
+    x = random(2, 17, 64)
+    inputs, q, seen = attended(layer, x)
+    config = DeepseekV32Config(
+        hidden_size=64,
+        q_lora_rank=64,
+        index_n_heads=24,
+        index_head_dim=8,
+        qk_rope_head_dim=8,
+        index_topk=4,
+    )
+    theirs = DeepseekV32Indexer(config, 0).double()
+    theirs.load_state_dict(
+        {
+            "wq_b.weight": layer.index_q_proj.weight,
+            "wk.weight": layer.index_k_proj.weight,
+            "k_norm.weight": layer.index_k_norm.weight,
+            "k_norm.bias": layer.index_k_norm.bias,
+            "weights_proj.weight": layer.index_weight_proj.weight,
+        }
+    )
+    tables = [table[:, :, 0].repeat(1, 1, 2) for table in inputs.ctx.rotary(*layer.index_rotary)]
+    causal = torch.ones(17, 17, dtype=torch.bool).tril()
+    chosen = theirs(x, x, tables, causal[None], None)
+    chosen = chosen.long().masked_fill(chosen > torch.arange(17)[:, None], -1)
+    attention = naive("dsa", "naive_dsa")(q, *seen.new[:2], None, None, indices=chosen)
+    close(layer.attend(inputs, q, seen)[0], attention, **TOLERANCE)
+
+
+@pytest.mark.parametrize("variant", ["moba", "dsa"])
+def test_choosing_every_key_is_the_parent(variant):
+    layer = layers_of(variant)[0]
+    layer.topk = 64
+    parent = layers_of("gqa")[0]
+    parent.load_state_dict(layer.state_dict(), strict=False)
+    x = random(2, 9, 64)
+    close(output(layer, x), output(parent, x), rtol=0, atol=1e-5)
+
+
+def test_the_indexer_learns_from_the_divergence_alone_and_nothing_else_does():
+    layer = indexed(4)
+    x = random(2, 17, 64).requires_grad_()
+    index_names = {name for name, _ in layer.named_parameters() if name.startswith("index")}
+    y, carry = layer(x, ForwardContext(x[..., 0]), None, {})
+    y.sum().backward(retain_graph=True)
+    learned = {name for name, p in layer.named_parameters() if p.grad is not None}
+    assert not learned & index_names and x.grad is not None
+
+    layer.zero_grad()
+    x.grad = None
+    carry["losses"]["indexer_kl"].sum().backward()
+    learned = {name for name, p in layer.named_parameters() if p.grad is not None}
+    assert learned == index_names and x.grad is None
+
+
+def test_the_divergence_is_that_of_the_weights_from_the_softmax_of_the_index():
+    layer = indexed(4)
+    inputs, q, seen = attended(layer, random(2, 17, 64))
+    _, carry = layer.attend(inputs, q, seen)
+    index = layer.index(inputs, seen.features[2].squeeze(2))
+    for row in range(2):
+        for t in range(17):
+            visible = index[row, t, : t + 1]
+            chosen = visible.topk(min(4, t + 1)).indices
+            weights = torch.stack(
+                [
+                    (seen.new[0][row, chosen, h // 2] @ q[row, t, h] * 0.25).softmax(dim=0)
+                    for h in range(layer.heads)
+                ]
+            ).mean(dim=0)
+            expected = F.kl_div(visible[chosen].log_softmax(dim=0), weights, reduction="sum")
+            close(carry["losses"]["indexer_kl"][row, t], expected, rtol=0, atol=1e-6)
