@@ -33,7 +33,15 @@ HOSTILE = [
 ]
 
 # Parameters whose first value is zero.
-ZEROS = ("o_proj.weight", "down_proj.weight", "head.weight", "sink", "decay_rate")
+ZEROS = (
+    "o_proj.weight",
+    "down_proj.weight",
+    "head.weight",
+    "sink",
+    "decay_rate",
+    "proj.bias",
+    "k_norm.bias",
+)
 
 
 @pytest.mark.parametrize("target", HOSTILE)

@@ -22,13 +22,17 @@ NASTY = (
     "if x:\n    return '</s>'\n",
 )  # fmt: skip
 # The presets of these classes, one of each; tests/tools/test_parity.py has the others.
-EXPORTED = ("gqa", "llama model.tied=true attention.bias=true", "chunked", "delta", "mla", "sink")
+EXPORTED = ("gqa", "llama model.tied=true attention.bias=true", "llama4", "delta", "mla", "gpt_oss")
 NONE = {
     "softcap": "attention.softcap=50.0",
     "shared_kv": "SharedAttention",
     "gqa model.softcap=30.0": "softcap=30.0",
-    "chunked attention.kinds.full.qk_norm=after_rope": "attention.qk_norm=after_rope",
-    "sink attention.rope_base=null": "attention.sink=True",
+    "llama4 attention.kinds.full.qk_norm=after_rope": "attention.qk_norm=after_rope",
+    "sink attention.qk_norm=null attention.rope_base=null": "attention.sink=True",
+    "sink": "attention.qk_norm=null",
+    "nope": "attention.qk_norm=null",
+    "chunked": "attention.qk_norm=after_rope",
+    "fox": "attention.forgetting.ForgettingAttention",
     "gqa attention.rope_fraction=0.5": "attention.rope_fraction=0.5",
     "delta attention.kinds.full.gated=false": "attention.gated=False",
     "mla model.norm_eps=0.001": "norm_eps=1e-6",

@@ -71,12 +71,12 @@ def test_a_config_is_read_as_it_was_written(variant):
         assert plain[0] == plain[1]
 
 
-@pytest.mark.parametrize("variant", ["gqa", "l2norm", "differential"])
+@pytest.mark.parametrize("variant", ["gqa", "l2norm", "differential attention.qk_norm=null"])
 def test_norms_are_computed_with_their_epsilon(variant):
     """In a folder of transformers it is rms_norm_eps: of every norm, of those without weights too."""
     import transformers
 
-    tree = tree_of(variant) | {"norm_eps": 0.1}
+    tree = tree_of(*variant.split()) | {"norm_eps": 0.1}
     ours = redraw(instantiate(tree)).eval()
     config = to_hf_config(tree)
     (name,) = config["architectures"]

@@ -140,7 +140,11 @@ def test_a_run_says_what_bounds_it_and_goes_on_for_more_passes(command, story):
     assert yaml.safe_load(Path("run/config.yaml").read_text())["micro_batch"] is None
 
 
-@pytest.mark.parametrize("data", [TEXT, ("data=recall", "data.pairs=[2,4]")])
+INDEXED = ("attention=dsa", "attention.topk=8")  # it has an auxiliary loss
+TWO_PROCESSES = [TEXT, ("data=recall", "data.pairs=[2,4]"), (*TEXT, *INDEXED)]
+
+
+@pytest.mark.parametrize("data", TWO_PROCESSES)
 def test_two_processes_learn_what_one_does(command, tmp_path, story, data):
     words = (*TINY, "steps=8", *data, "micro_batch=4")
     assert command("train.py", *words, "run_dir=alone").code == 0
@@ -153,6 +157,9 @@ def test_two_processes_learn_what_one_does(command, tmp_path, story, data):
     counts = [{name: part["tokens"] for name, part in run["slices"].items()} for run in last]
     assert counts[0] == counts[1] and sum(counts[0].values()) > 0
     assert last[0].get("recall_accuracy") == last[1].get("recall_accuracy")
+    divergences = [[row.get("indexer_kl") for row in metrics(name)] for name in ("alone", "both")]
+    assert divergences[0] == pytest.approx(divergences[1], abs=1e-3)
+    assert any(divergences[0]) == (data == TWO_PROCESSES[-1])
 
 
 # In bf16, over 5 seeds: losses differ by at most 0.00002, norms by 0.00007 of theirs.

@@ -18,10 +18,16 @@ from tests.training.test_train_command import metrics
 from training.schedules import cosine, wsd
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch(trainer_of):
+@pytest.mark.parametrize("attention", ["gqa", "dsa attention.topk=8 attention.index_weight=5.0"])
+def test_accumulated_gradients_are_those_of_the_whole_batch(trainer_of, attention):
+    """With auxiliary losses, recomputed activations and a scaler, too."""
     ends = []
-    for micro in (8, 4, 1):
-        trainer = trainer_of(f"micro_batch={micro}", "optimizer=adamw", "clip=null")
+    ways = ("micro_batch=8", "micro_batch=4", "micro_batch=1", "activation_checkpointing=true")
+    for way in ways:
+        words = f"attention={attention} {way} optimizer=adamw clip=null".split()
+        trainer = trainer_of(*words)
+        if way == "micro_batch=4":
+            trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for _ in range(3):
             trainer.train_step()
         ends.append((weights(trainer), trainer.loss_sum / 3 / 512, trainer.grad_norm))

@@ -87,13 +87,23 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
 def choose_architecture(tree: dict, layers: list[dict]) -> str:
     """The first class that can express a model. Raises ValueError where none can."""
     misfits = {name: ARCHITECTURES[name].misfits(tree, layers) for name in ARCHITECTURES}
-    # The nearest has the right mechanism, and the fewest misfits.
-    nearest = min(misfits, key=lambda name: ("_target_" in str(misfits[name]), len(misfits[name])))
-    if misfits[nearest]:
+
+    # The nearest has the right mechanism, the fewest misfits, and its norms among them: these are a
+    # choice beside the mechanism.
+    def distance(name: str) -> tuple[bool, int, bool]:
+        found = str(misfits[name])
+        return "_target_" in found, len(misfits[name]), "qk_norm" not in found
+
+    nearest = min(misfits, key=distance)
+    found = sorted(misfits[nearest])
+    if found:
+        fix = "attention=gqa ffn=swiglu norm=rmsnorm model.softcap=null"
+        if found == ["attention.qk_norm=before_rope"]:
+            needed = ARCHITECTURES[nearest].required_knobs(layers[0])["qk_norm"]
+            fix = f"attention.qk_norm={needed or 'null'}, in each of its kinds"
         raise ValueError(
             f"no class of transformers has this model ({nearest} is the nearest, and lacks "
-            f"{', '.join(sorted(misfits[nearest]))}). "
-            "fix: train anew with attention=gqa ffn=swiglu norm=rmsnorm model.softcap=null"
+            f"{', '.join(found)}). fix: train anew with {fix}"
         )
     return nearest
 
