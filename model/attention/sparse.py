@@ -5,7 +5,6 @@ step reads the keys and values that it has chosen and no others. N is a number o
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention.base import CrossLayer, LayerSpec, add_loss
@@ -17,7 +16,12 @@ from model.layers import LayerNorm, Linear, apply_rope, fp32
 
 
 class SparseAttention(SoftmaxAttention):
-    """What sparse attentions share. Raises ValueError for a window or a chunk."""
+    """What sparse attentions share. Raises ValueError for a window or a chunk.
+
+    `num_chosen` is how many keys and values a decode step reads at most.
+    """
+
+    num_chosen: int
 
     def __init__(self, spec: LayerSpec, **knobs):
         super().__init__(spec, **knobs)
@@ -27,39 +31,29 @@ class SparseAttention(SoftmaxAttention):
                 "fix: attention.window=null attention.chunk=null"
             )
 
-    def is_decoding(self, inputs: Inputs, num_chosen: int) -> bool:
-        """Whether one new token reads fewer tokens of the cache than all."""
-        cache = inputs.cache
-        return cache is not None and inputs.x.shape[1] == 1 and num_chosen < cache.size
-
     def attend_to(self, inputs: Inputs, q: Tensor, seen: Seen, mask: Tensor) -> Tensor:
-        """q (B, T, H, E) -> (B, T, H, E), to those visible keys where mask (B, 1 or K, T, S)."""
-        visible = seen.visible
-        mask = mask & visible_mask(visible) | (visible.query_positions < 0)[:, None, :, None]
-        visible = visible._replace(mask=self.for_query_heads(mask))
-        y, _ = super().attend(inputs, q, seen._replace(visible=visible))
-        return y
+        """q (B, T, H, E) -> (B, T, H, E), to the keys that a mask (B, 1 or K, T, S) has chosen.
 
-    def attend_to_slots(
-        self, inputs: Inputs, q: Tensor, seen: Seen, slots: Tensor, is_chosen: Tensor
-    ) -> Tensor:
-        """Read L slots (B, 1 or K, L) of the cache, where chosen: q (B, 1, H, E) -> (B, 1, H, E)."""
-        features = []
-        for x in seen.features[:2]:
-            chosen = x.transpose(1, 2).take_along_dim(slots[..., None], dim=2)  # (B, K, L, E)
-            features.append(chosen.transpose(1, 2))
-        positions = slots[:, 0]
+        It includes the mask of `seen`.
+        """
         query = seen.visible.query_positions
-        mask = (is_chosen & (slots <= query[:, None]))[:, :, None]
-        visible = Visibility(self.for_query_heads(mask), query, positions)
-        y, _ = super().attend(inputs, q, Seen(seen.new, features, visible))
-        return y
+        key = seen.visible.key_positions
+        features = seen.features[:2]
+        cache = inputs.cache
+        if cache is not None and len(q[0]) == 1 and self.num_chosen < cache.size:
+            # Read the slots of the chosen tokens, L of them.
+            slots = mask.int().topk(self.num_chosen, dim=-1).indices  # (B, 1 or K, 1, L)
+            mask = mask.take_along_dim(slots, dim=-1)
+            index = slots.transpose(1, 3)[:, :, 0, :, None]  # (B, L, 1 or K, 1)
+            features = [x.take_along_dim(index, dim=1) for x in features]
+            key = key.take_along_dim(slots[:, 0, 0], dim=-1)
 
-    def for_query_heads(self, mask: Tensor) -> Tensor:
-        """A mask of all heads or of key heads -> a mask of all heads or of query heads."""
-        if mask.shape[1] == 1:
-            return mask
-        return mask.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        # Queries that share a key head share its mask. Padding attends to everything.
+        if mask.shape[1] > 1:
+            mask = mask.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        mask = mask | (query < 0)[:, None, :, None]
+        chosen = Seen(seen.new, features, Visibility(mask, query, key))
+        return super().attend(inputs, q, chosen)[0]
 
 
 def visible_mask(visible: Visibility) -> Tensor:
@@ -121,22 +115,16 @@ class BlockAttention(SparseAttention):
         similarity = similarity.masked_fill(~is_earlier, -torch.inf)
         best = similarity.topk(min(self.topk, len(number)), dim=-1).indices  # (B, K, T, topk)
 
-        num_chosen = (self.topk + 1) * self.block
-        if self.is_decoding(inputs, num_chosen):
-            own = query_block[:, None].expand(-1, self.kv_heads, -1)  # (B, K, 1)
-            blocks = torch.cat((best[:, :, 0], own), dim=-1)
-            is_chosen = is_earlier[:, :, 0].take_along_dim(best[:, :, 0], dim=-1)
-            is_chosen = F.pad(is_chosen, (0, 1), value=True)
-            offset = torch.arange(self.block, device=q.device)
-            slots = (blocks[..., None] * self.block + offset).flatten(-2)
-            slots = slots.clamp(max=inputs.cache.size - 1)
-            is_chosen = is_chosen.repeat_interleave(self.block, dim=-1)
-            return self.attend_to_slots(inputs, q, seen, slots, is_chosen), inputs.carry
-
+        # The keys of these blocks and of its own.
         is_chosen = torch.zeros_like(similarity, dtype=torch.bool).scatter(-1, best, True)
         is_chosen = is_chosen & is_earlier | (number == query_block[..., None])[:, None]
         mask = is_chosen.take_along_dim(key_block.clamp(min=0)[:, None, None], dim=-1)
+        mask = mask & visible_mask(seen.visible)
         return self.attend_to(inputs, q, seen, mask), inputs.carry
+
+    @property
+    def num_chosen(self) -> int:
+        return (self.topk + 1) * self.block
 
     def cached_state(self, capacity: int) -> list[Shape]:
         """The sum of the keys of each block."""
@@ -198,16 +186,16 @@ class IndexedAttention(SparseAttention):
         index = index - 1e-12 * (query[:, :, None] - key[:, None])
         index = index.masked_fill(~mask, -torch.inf)
         best = index.topk(min(self.topk, index.shape[-1]), dim=-1).indices  # (B, T, topk)
-        if self.is_decoding(inputs, self.topk):
-            is_chosen = mask.take_along_dim(best, dim=-1)
-            return self.attend_to_slots(inputs, q, seen, best, is_chosen), inputs.carry
-
         is_chosen = torch.zeros_like(index, dtype=torch.bool).scatter(-1, best, True) & mask
         y = self.attend_to(inputs, q, seen, is_chosen[:, None])
         if inputs.cache is not None or not torch.is_grad_enabled():
             return y, inputs.carry
         loss = self.divergence(q, seen, index, is_chosen)
         return y, add_loss(inputs.carry, "indexer_kl", loss, self.index_weight)
+
+    @property
+    def num_chosen(self) -> int:
+        return self.topk
 
     def index(self, inputs: Inputs, index_k: Tensor) -> Tensor:
         """index_k (B, S, d) -> the indexer's scores of all keys (B, T, S)"""

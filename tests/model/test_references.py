@@ -190,6 +190,30 @@ def test_the_indexer_is_deepseeks_and_its_attention_that_of_fla():
 
 
 @pytest.mark.parametrize("variant", ["moba", "dsa"])
+def test_a_decode_step_reads_what_it_chose(variant):
+    """Of the rest, whose keys and values are not numbers here, it reads nothing."""
+    layer = layers_of(variant, "attention.index_heads=24" if variant == "dsa" else "seed=0")[0]
+    x = random(2, 33, 64)
+    cache = layer.new_cache(2, 33, torch.float64, "cpu")
+    layer(x[:, :32], ForwardContext(x[:, :32, 0], torch.zeros(2, dtype=torch.int64)), cache, {})
+    keys, values = (buffer.clone() for buffer in cache.buffers[:2])
+    ctx = ForwardContext(x[:, 32:, 0], torch.full((2,), 32))
+    shapes = []
+    layer.kernel.register_forward_pre_hook(lambda _, about: shapes.append(about[1].shape[1]))
+    layer(x[:, 32:], ctx, cache, {})
+    assert shapes == [layer.num_chosen]
+
+    num_read = 0
+    for slot in range(32):
+        for buffer, clean in zip(cache.buffers[:2], (keys, values), strict=True):
+            buffer.copy_(clean)
+            buffer[:, slot] = torch.nan
+        y, _ = layer(x[:, 32:], ctx, cache, {})
+        num_read += not y.isfinite().all()
+    assert num_read <= 2 * layer.num_chosen * layer.kv_heads
+
+
+@pytest.mark.parametrize("variant", ["moba", "dsa"])
 def test_choosing_every_key_is_the_parent(variant):
     layer = layers_of(variant)[0]
     layer.topk = 64
