@@ -41,11 +41,17 @@ def eager_attention(
 
     It is never chosen: tests alone call it.
     """
+    weights = F.dropout(attention_weights(q, k, mask, options), options.dropout)
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, E)
+    return weights.type_as(v) @ v
+
+
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, options: ScoreOptions) -> Tensor:
+    """Return the weights of the values (B, H, T, S), before dropout, in fp32."""
     length = q.shape[2]
     if mask is None:
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, S, D)
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, E)
 
     scores = fp32(q @ k.mT) * options.scale  # (B, H, T, S)
     scores = apply_softcap(scores, options.softcap)
@@ -54,9 +60,7 @@ def eager_attention(
     if options.sink is not None:
         column = fp32(options.sink).view(-1, 1, 1).expand(len(q), -1, length, 1)
         scores = torch.cat((scores, column), dim=-1)  # (B, H, T, S + 1)
-    weights = scores.softmax(dim=-1)[..., : k.shape[2]]
-    weights = F.dropout(weights, options.dropout)
-    return weights.type_as(v) @ v
+    return scores.softmax(dim=-1)[..., : k.shape[2]]
 
 
 def blockwise_attention(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import CrossLayer, LayerSpec, add_loss
-from model.attention.kernels import ScoreOptions, eager_attention
+from model.attention.kernels import ScoreOptions, attention_weights
 from model.attention.softmax import Features, Inputs, Seen, SoftmaxAttention
 from model.cache import Shape
 from model.context import Visibility
@@ -201,10 +201,10 @@ class IndexedAttention(SparseAttention):
         """index_k (B, S, d) -> the indexer's scores of all keys (B, T, S)"""
         x = inputs.x.detach()
         index_q = self.index_q_proj(x).unflatten(-1, (self.index_heads, -1))
-        index_q = fp32(self.index_rope(index_q, inputs))  # (B, T, J, d)
-        scores = torch.einsum("btjd,bsd->btjs", index_q, fp32(index_k)).relu()
+        index_q = self.index_rope(index_q, inputs)  # (B, T, J, d)
+        scores = fp32(torch.einsum("btjd,bsd->btjs", index_q, index_k)).relu()
         weight = fp32(self.index_weight_proj(x)) * (self.index_heads * self.index_dim) ** -0.5
-        return torch.einsum("btj,btjs->bts", weight, scores)
+        return (weight[..., None] * scores).sum(dim=2)
 
     def index_rope(self, x: Tensor, inputs: Inputs) -> Tensor:
         """Rotate queries or keys of the indexer (B, T, J, d), where attention has positions."""
@@ -216,13 +216,11 @@ class IndexedAttention(SparseAttention):
         """KL(weights of attention || softmax of the index) over the chosen keys, (B, T)."""
         with torch.no_grad():
             k = seen.features[0].transpose(1, 2)
-            identity = torch.eye(k.shape[2], device=k.device).expand(*k.shape[:2], -1, -1)
             options = ScoreOptions(
                 self.head_dim**-0.5, self.kernel.softcap, self.score_bias(seen), self.sink
             )
-            weights = eager_attention(
-                q.transpose(1, 2), k, identity, is_chosen[:, None], options
-            ).mean(dim=1)  # (B, T, S)
+            weights = attention_weights(q.transpose(1, 2), k, is_chosen[:, None], options)
+            weights = weights.mean(dim=1)  # (B, T, S)
             weights = weights / weights.sum(dim=-1, keepdim=True)
         index = index.masked_fill(~is_chosen, -torch.inf).log_softmax(dim=-1)
         index = index.masked_fill(~is_chosen, 0.0)

@@ -58,6 +58,7 @@ EXTRAS = (
 
 # Functions that multiply in fp32 in any precision: their states accumulate over all tokens.
 FP32_FUNCTIONS = {"delta_rule", "retain", "run_chunks", "sum_decays"}
+FP32_FUNCTIONS |= {"BlockAttention.attend", "sum_blocks"}  # means of keys
 
 # GradScaler has its scale on the device, and skips a step on the host, for each optimizer.
 FP16_STEP_WAITS = {"Trainer.train_step": 2}
