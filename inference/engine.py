@@ -106,7 +106,7 @@ class Engine:
 
         rows = slice(first_row, first_row + len(sequences))
         if self.cache is None:
-            hidden = self.model.hidden(tokens)
+            hidden, _ = self.model.hidden(tokens)
         else:
             cache = self.cache.rows(rows)
             cache.reset()
@@ -116,7 +116,7 @@ class Engine:
             for part in tokens.split(self.prefill_chunk, dim=1):
                 end += part.shape[1]
                 padding = (part < 0).sum(dim=1) if is_ragged else None
-                hidden = self.model.hidden(part.clamp(min=0), distinct_rows.first(end), padding)
+                hidden, _ = self.model.hidden(part.clamp(min=0), distinct_rows.first(end), padding)
             # From the last row to the first, so that none is overwritten before it is copied.
             for row, source in reversed([*enumerate(sources)]):
                 if row != source:

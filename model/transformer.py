@@ -89,7 +89,8 @@ class Transformer(nn.Module):
         `padding` (B,) is how many tokens come before the first of each row; `documents` (B, T)
         numbers the documents that are packed in a row.
         """
-        return self.logits(self.hidden(tokens, cache, padding, documents))
+        hidden, _ = self.hidden(tokens, cache, padding, documents)
+        return self.logits(hidden)
 
     def hidden(
         self,
@@ -97,18 +98,11 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
-    ) -> Tensor:
-        """tokens (B, T) -> the input of the head (B, T, D)."""
-        return self.hidden_and_losses(tokens, cache, padding, documents)[0]
-
-    def hidden_and_losses(
-        self,
-        tokens: Tensor,
-        cache: Cache | None = None,
-        padding: Tensor | None = None,
-        documents: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """The same, and the auxiliary losses (B, T) of `loss_names`, each added over the layers."""
+        """tokens (B, T) -> the input of the head (B, T, D), and the losses of `loss_names` (B, T).
+
+        A loss is the sum over layers. There are none where no layer computes them, as in decoding.
+        """
         cached_lengths = None if cache is None else cache.lengths
         layer_caches = [None] * len(self.blocks) if cache is None else cache.layers
         ctx = ForwardContext(tokens, cached_lengths, padding, documents)

@@ -41,7 +41,7 @@ def score_rows(
             documents = None
             if bos is not None:
                 documents = document_ids(inputs, bos)
-            hidden = model.hidden(inputs, documents=documents)
+            hidden, _ = model.hidden(inputs, documents=documents)
             for index, states in zip(indices, hidden, strict=True):
                 # The hidden state at a token predicts the next one.
                 tokens, first = rows[index]

@@ -166,14 +166,19 @@ class LanguageModelLoss(nn.Module):
         if self.bos is not None:
             documents = document_ids(inputs, self.bos)
         model = self.model
-        hidden, losses = model.hidden_and_losses(inputs, documents=documents)
+        hidden, losses = model.hidden(inputs, documents=documents)
         hidden = hidden.flatten(0, 1)
         arguments = [hidden, model.unembedding, targets.flatten(), model.softcap, self.z_loss]
         if self.distillation is not None and torch.is_grad_enabled():
             teacher, weight = self.distillation
             with torch.no_grad():
-                teacher_hidden = teacher.hidden(inputs, documents=documents).flatten(0, 1)
-            arguments += [teacher_hidden, teacher.unembedding, teacher.softcap, weight]
+                teacher_hidden, _ = teacher.hidden(inputs, documents=documents)
+            arguments += [
+                teacher_hidden.flatten(0, 1),
+                teacher.unembedding,
+                teacher.softcap,
+                weight,
+            ]
         loss_sum, scores = ChunkedCrossEntropy.apply(*arguments)
 
         # Auxiliary losses count where there is a target, as the cross-entropy does.

@@ -11,6 +11,7 @@ from torch import Tensor
 from model.attention.base import LayerSpec
 from model.attention.kernels import ScoreBias
 from model.attention.softmax import Seen, SoftmaxAttention
+from model.context import Visibility
 
 
 class ALiBi(SoftmaxAttention):
@@ -25,9 +26,15 @@ class ALiBi(SoftmaxAttention):
 
     def score_bias(self, seen: Seen) -> ScoreBias:
         """Minus slope x distance, by the indices of row, head, query and key."""
-        return lambda row, head, query, key: (
-            -self.slopes[head] * seen.visible.distance(row, query, key)
-        )
+        visible = seen.visible
+        return lambda row, head, query, key: -self.slopes[head] * distance(visible, row, query, key)
+
+
+def distance(visible: Visibility, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The positions from keys to queries, both given by their indices in a row."""
+    if len(visible.query_positions) == 1:  # all rows agree
+        return visible.query_positions.squeeze(0)[query] - visible.key_positions.squeeze(0)[key]
+    return visible.query_positions[row, query] - visible.key_positions[row, key]
 
 
 def alibi_slopes(heads: int) -> Tensor:

@@ -154,15 +154,6 @@ class SoftmaxAttention(Attention):
             return Seen(new, new, inputs.ctx.visible(self.window, self.chunk)), carry
         return Seen(new, *inputs.cache.update(inputs.ctx, *new)), carry
 
-    def own(self, inputs: Inputs, seen: Seen, index: int) -> Tensor:
-        """The new tokens' feature of this index, as the cache has stored it, which may be in int8."""
-        cache = inputs.cache
-        stored = seen.features[index]
-        if cache is None or stored.shape[1] != cache.size:
-            return seen.new[index]
-        slots = inputs.ctx.cache_slots(cache.size)
-        return stored.take_along_dim(slots[..., None, None], dim=1)
-
     def features(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Features, CrossLayer]:
         """Return what the cache is to hold of the new tokens (`cached_features`), and carry."""
         return (self.norm_and_rope(k, self.k_norm, inputs.ctx), v), inputs.carry

@@ -131,11 +131,11 @@ def test_rows_can_be_reset_and_copied(model):
 
 def test_a_block_begins_as_the_identity(model):
     initialize(model, 0)
-    close(model.hidden(TOKENS), model.norm(model.embed(TOKENS)))
+    close(model.hidden(TOKENS)[0], model.norm(model.embed(TOKENS)))
 
 
 def test_every_parameter_learns(model):
-    hidden, losses = model.hidden_and_losses(TOKENS)
+    hidden, losses = model.hidden(TOKENS)
     (model.logits(hidden).square().mean() + sum(loss.mean() for loss in losses)).backward()
     assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention import kernels
+from model.attention.alibi import distance
 from model.attention.kernels import AttentionKernel, ScoreOptions, eager_attention
 from model.context import ForwardContext, Visibility
 from tests.conftest import close
@@ -146,7 +147,7 @@ def test_every_kernel_adds_a_score_bias(case, monkeypatch):
     expected = biased_attention(q, k, v, visible, bias).where(is_token, 0)
 
     def score_bias(row, head, query, key):
-        return bias.table[head, visible.distance(row, query, key).clamp(min=0)]
+        return bias.table[head, distance(visible, row, query, key).clamp(min=0)]
 
     options = ScoreOptions(0.25, bias=score_bias)
     chosen = AttentionKernel()(*by_tokens(q, k, v), visible, score_bias=score_bias)
