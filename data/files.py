@@ -1,12 +1,12 @@
 """Files of the user: which ones a path names, which of them are held out, and their documents."""
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from glob import glob
 from hashlib import sha256
 from pathlib import Path
 
-from data.utf8 import utf8_lines
 from run.sealed import sha256_of
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet", ".csv")
@@ -97,6 +97,22 @@ def read_text(file: Path, separator: str) -> Iterator[str]:
             lines.append(line)
     # What follows the last separator is a document too.
     yield "".join(lines)
+
+
+def utf8_lines(file: Path) -> Iterator[str]:
+    """Yield lines with their ends, unchanged but for a byte order mark; only \\n ends a line.
+
+    Raises ValueError, with the line, for what is not UTF-8.
+    """
+    with file.open("rb") as opened:
+        for number, raw in enumerate(opened, start=1):
+            if number == 1:
+                raw = raw.removeprefix(BOM_UTF8)
+            try:
+                yield raw.decode()
+            except UnicodeDecodeError as error:
+                place = f"{file} line {number} at byte {error.start}"
+                raise ValueError(f"not UTF-8 ({place}). fix: iconv -t utf8") from None
 
 
 def read_rows(file: Path, field: str) -> Iterator[str]:

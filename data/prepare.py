@@ -7,6 +7,7 @@ import fcntl
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import numpy as np
 
 from data.corpus import Corpus
 from data.tokenizer import Tokenizer, tokenizer_file
-from data.utf8 import text_hash
 from run.progress import waiting
 from run.sealed import atomic_directory, remove_leftovers, verify
 
@@ -52,6 +52,11 @@ class Source:
         return iter(())
 
 
+def text_hash(text: str) -> str:
+    """SHA-256 in hexadecimal: the same in every process, as Python's own hash is not."""
+    return sha256(text.encode()).hexdigest()
+
+
 def prepare(source: Source, cache_dir: Path) -> Corpus:
     """Open the corpus of a source, after building it in `cache_dir` if it is not there.
 
@@ -87,8 +92,8 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
     dtype = dtype_of(tokenizer)
     train = np.memmap(folder / TRAIN_SHARD, dtype, "r")
     validation = np.memmap(folder / VALIDATION_SHARD, dtype, "r")
-    sha256 = text_hash(files[TRAIN_SHARD] + files[VALIDATION_SHARD])
-    return Corpus([train], validation, tokenizer, sha256)
+    tokens_hash = text_hash(files[TRAIN_SHARD] + files[VALIDATION_SHARD])
+    return Corpus([train], validation, tokenizer, tokens_hash)
 
 
 def build_corpus(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:

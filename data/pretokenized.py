@@ -7,9 +7,8 @@ import numpy as np
 
 from data.corpus import Corpus
 from data.files import content_hash, split_files
-from data.prepare import Source
+from data.prepare import Source, text_hash
 from data.tokenizer import IdTokenizer, Tokenizer
-from data.utf8 import text_hash
 
 # A file of llm.c begins with 256 int32: magic, version and number of tokens come first.
 HEADER_BYTES = 1024

@@ -11,8 +11,7 @@ from itertools import repeat
 from pathlib import Path
 
 from data.files import TEXT_SUFFIXES, content_hash, read_documents, split_files
-from data.prepare import Source
-from data.utf8 import text_hash
+from data.prepare import Source, text_hash
 
 Documents = Iterator[tuple[str, bool]]  # (text, whether it is held out)
 

@@ -18,10 +18,9 @@ from torch.utils.data import default_collate
 
 from data.corpus import Corpus
 from data.loader import IGNORE_INDEX, Batch
-from data.prepare import Source
+from data.prepare import Source, text_hash
 from data.slices import cells, slice_means
 from data.tokenizer import IdTokenizer
-from data.utf8 import text_hash
 
 BOS = 0  # begins each row
 VALIDATION_ROWS = 512  # of all sizes together

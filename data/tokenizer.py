@@ -229,9 +229,6 @@ class JsonTokenizer(Tokenizer):
         encodings = self.processor.encode_batch(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, tokens: list[int]) -> str:
-        return self.processor.decode(tokens)
-
 
 def tokenizer_file(folder: Path) -> Path:
     """The tokenizer of a folder: tokenizer.model, or where there is none, tokenizer.json."""

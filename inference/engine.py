@@ -102,7 +102,8 @@ class Engine:
             padding_side="left",
         )
         is_ragged = bool((tokens < 0).any())
-        (tokens,) = hardware.to_device(self.state.tokens.device, tokens)
+        device = self.state.tokens.device
+        tokens, sources = hardware.to_device(device, tokens, torch.tensor(sources))
 
         rows = slice(first_row, first_row + len(sequences))
         if self.cache is None:
@@ -117,16 +118,13 @@ class Engine:
                 end += part.shape[1]
                 padding = (part < 0).sum(dim=1) if is_ragged else None
                 hidden, _ = self.model.hidden(part.clamp(min=0), distinct_rows.first(end), padding)
-            # From the last row to the first, so that none is overwritten before it is copied.
-            for row, source in reversed([*enumerate(sources)]):
-                if row != source:
-                    cache.row(row).copy_(cache.row(source))
+            if len(distinct) < len(prompts):
+                cache.gather_rows(sources)
 
         state = self.state.rows(rows)
         for row, sequence in enumerate(sequences):
             state.start(row, sequence)
-        logits = self.model.logits(hidden[:, -1])
-        state.draw(self.sampler, torch.stack([logits[source] for source in sources]))
+        state.draw(self.sampler, self.model.logits(hidden[:, -1])[sources])
 
     def decode_step(self) -> Tensor:
         """Decode the newest token of each row and draw the next one; return its logits (B, V)."""
@@ -155,18 +153,17 @@ class Engine:
         function = self.decode_step if is_cuda else self.next_logits
         compiled = torch.compile(function, dynamic=False, fullgraph=True, options=options)
 
-        def step() -> Tensor:
+        def step() -> None:
             if is_cuda:
                 torch.compiler.cudagraph_mark_step_begin()
-                return compiled()
-            logits = compiled()
-            self.state.draw(self.sampler, logits)
-            return logits
+                compiled()
+            else:
+                self.state.draw(self.sampler, compiled())
 
-        def step_without_guards() -> Tensor:
+        def step_without_guards() -> None:
             # Nothing can have changed since the first step, and guards take time.
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-                return step()
+                step()
 
         for tensor in (self.cache.lengths, *self.cache.buffers(), *self.state):
             torch._dynamo.mark_static_address(tensor)

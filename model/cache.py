@@ -57,7 +57,6 @@ class KVCache(LayerCache):
         self.chunk = chunk
         self.size = min(n for n in (capacity, window, chunk) if n is not None)
         self.is_ring = self.size < capacity
-        self.num_state = len(state)
 
         # Buffers of the features, of their scales and of the state.
         exact = torch.promote_types(dtype, torch.float32)
@@ -68,6 +67,7 @@ class KVCache(LayerCache):
         for buffer in buffers[:]:
             if buffer.dtype == torch.int8:
                 buffers.append(torch.zeros_like(buffer[..., :1], dtype=torch.float16))
+        self.num_slotted = len(buffers)  # those with a slot for each token; the state is behind
         for shape in state:
             buffers.append(torch.zeros(batch, *shape, dtype=exact, device=device))
         super().__init__(*buffers)
@@ -75,7 +75,7 @@ class KVCache(LayerCache):
     @property
     def state(self) -> tuple[Tensor, ...]:
         """The buffers that have no slots; a layer writes to them in place."""
-        return self.buffers[len(self.buffers) - self.num_state :]
+        return self.buffers[self.num_slotted :]
 
     def update(self, ctx: ForwardContext, *new: Tensor) -> tuple[list[Tensor], Visibility]:
         """Store new features (B, T, ...), and return what the new tokens attend to.
@@ -100,7 +100,7 @@ class KVCache(LayerCache):
         if count >= self.size:
             return self
         view = self.map(lambda buffer: buffer[:, :count])
-        view.buffers = view.buffers[: len(view.buffers) - self.num_state] + self.state
+        view.buffers = view.buffers[: self.num_slotted] + self.state
         view.size = count
         view.is_ring = False
         return view
@@ -117,17 +117,15 @@ class KVCache(LayerCache):
 
     def _write(self, ctx: ForwardContext, new: tuple[Tensor, ...]) -> None:
         """Store new features in the slots of their positions."""
-        values = []
-        scales = []
+        slots = ctx.cache_slots(self.size)  # (B, T), or fewer where not all tokens fit
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        scales = iter(self.buffers[len(new) :])
         for x, buffer in zip(new, self.buffers, strict=False):
+            x = x[:, -self.size :]
             if buffer.dtype == torch.int8:
                 x, scale = quantize(x)
-                scales.append(scale)
-            values.append(x)
-        slots = ctx.cache_slots(self.size)  # (B, T), or fewer where not all tokens fit
-        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
-        for buffer, x in zip(self.buffers, values + scales, strict=False):
-            buffer[rows, slots] = x[:, -self.size :].to(buffer.dtype)
+                next(scales)[rows, slots] = scale
+            buffer[rows, slots] = x.to(buffer.dtype)
 
 
 def quantize(x: Tensor, scale_dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
@@ -155,9 +153,6 @@ class Cache:
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers())
 
-    def row(self, number: int) -> "Cache":
-        return self.rows(slice(number, number + 1))
-
     def rows(self, rows: slice) -> "Cache":
         """A view of some rows: what is written to it is written here."""
         layers = [layer.map(lambda buffer: buffer[rows]) for layer in self.layers]
@@ -167,11 +162,10 @@ class Cache:
         """A view for rows of up to `count` tokens: it shares the memory, and less of it is read."""
         return Cache(self.lengths, [layer.first(count) for layer in self.layers])
 
-    def copy_(self, other: "Cache") -> None:
-        """Copy the values of a cache of the same shape into this one."""
-        self.lengths.copy_(other.lengths)
-        for mine, theirs in zip(self.buffers(), other.buffers(), strict=True):
-            mine.copy_(theirs)
+    def gather_rows(self, sources: Tensor) -> None:
+        """Let each row be a copy of the row with its number in `sources` (B,)."""
+        for x in (self.lengths, *self.buffers()):
+            x.copy_(x[sources])
 
     def reset(self) -> None:
         """Empty all rows: no token sees a slot without a position, and position 0 no state."""

@@ -1,6 +1,5 @@
 """The parts that decoder layers are made of: rotary positions, norms, feed-forwards."""
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -11,13 +10,6 @@ from torch import Tensor, nn
 def fp32(x: Tensor) -> Tensor:
     """Cast x to fp32, or leave it in fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager:
-    """Context manager that disables autocast, so that results have the dtype of their inputs."""
-    if device.type == "meta":
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:

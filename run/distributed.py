@@ -31,13 +31,8 @@ class DistEnv:
         if self.world_size > 1:
             dist.barrier()
 
-    def all_reduce_sum(self, number: float) -> float:
-        """The sum over all ranks, in fp64, on the CPU, so that no GPU is synchronized."""
-        x = torch.tensor(number, dtype=torch.float64)
-        return self.all_reduce(x).item()
-
     def all_reduce_max(self, number: int) -> int:
-        """The maximum over all ranks, on the CPU too."""
+        """The maximum over all ranks, on the CPU, so that no GPU is synchronized."""
         return self.all_reduce(torch.tensor(number), dist.ReduceOp.MAX).item()
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:

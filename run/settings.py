@@ -272,8 +272,7 @@ def preset_keys() -> list[str]:
     for group in GROUPS:
         for choice in choices(group):
             tree = yaml.safe_load((CONFIGS / f"{choice.replace('=', '/')}.yaml").read_text())
-            for key, _ in flatten(tree, f"{choice} {group}."):
-                keys.append(key)
+            keys += dict(flatten(tree, f"{choice} {group}."))
     return keys
 
 

@@ -301,9 +301,9 @@ class Trainer:
         self.log.write(self.step, tokens=tokens, seconds=round(self.clock.total(), 3), **values)
 
     @contextmanager
-    def _pause(self, what: str, advice: str) -> Iterator[None]:
+    def _pause(self, what: str) -> Iterator[None]:
         """Stop the clock while something other than training goes on, and announce it."""
-        with self.clock.pause(), progress.waiting(f"{what} ({advice})"):
+        with self.clock.pause(), progress.waiting(what):
             yield
 
     # Evaluation and samples
@@ -314,7 +314,7 @@ class Trainer:
             return
         # All ranks compute the same text; those of a sharded model compute every token together.
         precision = torch.float32
-        with self._pause("sampling text", "less often: sample_every"):
+        with self._pause("sampling text (less often: sample_every)"):
             if self.settings.sharded:
                 # FSDP keeps the buffers of its first all-gather. If inference mode, in which text
                 # is generated, had made them, training could not write to them.
@@ -347,9 +347,8 @@ class Trainer:
         if self.check_signals():
             return
         eval_tokens = self.eval_tokens(self.steps)
-        with self._pause(
-            f"evaluating on {eval_tokens:,} held-out tokens", "less often: eval_every"
-        ):
+        what = f"evaluating on {eval_tokens:,} held-out tokens (less often: eval_every)"
+        with self._pause(what):
             score = evaluate(
                 self.loss_module,
                 self.corpus,
@@ -404,7 +403,7 @@ class Trainer:
         loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
         self.loss_sum.copy_(loss_sum / self.ranks.world_size)
 
-        with self._pause("saving a checkpoint", "less often: save_every"):
+        with self._pause("saving a checkpoint (less often: save_every)"):
             weights = {
                 name: self.ranks.gather_to_rank0(tensor)
                 for name, tensor in self.model.state_dict().items()

@@ -8,6 +8,7 @@ keys, E that of its values, C the tokens of a chunk, N the number of chunks.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,6 @@ from torch import Tensor
 from model.attention.base import Attention
 from model.cache import LayerCache
 from model.context import ForwardContext
-from model.layers import no_autocast
 
 # The log decay at the first token of a row or a document: e^-60 of what came before remains.
 FORGET_ALL = -60.0
@@ -62,6 +62,13 @@ class RecurrentAttention(Attention):
         dtype = torch.promote_types(dtype, torch.float32)
         shape = (batch, self.heads, self.head_dim, self.value_dim)
         return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager:
+    """Context manager that disables autocast, so that results have the dtype of their inputs."""
+    if device.type == "meta":
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def split_chunks(x: Tensor, chunk: int) -> Tensor:

@@ -122,8 +122,8 @@ def test_a_cache_in_less_precision_is_nearly_exact(model, dtype, error):
 def test_rows_can_be_reset_and_copied(model):
     cache = new_cache(model)
     model(TOKENS[:, :7], cache)
-    cache.row(1).reset()
-    cache.row(2).copy_(cache.row(0))
+    cache.rows(slice(1, 2)).reset()
+    cache.gather_rows(torch.tensor([0, 1, 0]))
     logits = model(TOKENS[:, 7:9], cache)
     close(logits[1], model(TOKENS[1:2, 7:9])[0])
     close(logits[2], model(torch.cat((TOKENS[:1, :7], TOKENS[2:, 7:9]), dim=1))[0, 7:])

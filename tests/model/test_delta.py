@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention.gated_delta import delta_rule
-from model.attention.recurrent import FORGET_ALL
-from model.layers import no_autocast
+from model.attention.recurrent import FORGET_ALL, no_autocast
 from tests.conftest import close, drawn, tree_of
 from tests.training.test_optimizers import Operations
 
