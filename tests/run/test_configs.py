@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from run import folder
 from run.distributed import DistEnv
@@ -43,6 +44,32 @@ def test_an_attention_lists_every_knob(variant):
             if p.kind is p.KEYWORD_ONLY
         }
         assert set(kind) - {"_target_", "_partial_"} == knobs
+
+
+def leaves(tree: dict, path: str = "") -> dict:
+    """The values of nested keys, as text, by their paths."""
+    flat = {}
+    for key, value in tree.items():
+        place = f"{path}.{key}".lstrip(".")
+        flat |= leaves(value, place) if isinstance(value, dict) else {place: repr(value)}
+    return flat
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_attention_differs_from_its_parents_by_the_lines_of_its_yaml(variant):
+    model = settings_of(f"attention={variant}").model
+    lines = OmegaConf.load(CONFIGS / "attention" / f"{variant}.yaml")
+    parents = {}
+    for entry in lines.pop("defaults", []):  # NAME, NAME@PATH, or [override] GROUP@PATH: NAME
+        name, _, path = str(entry).partition("@")
+        if not isinstance(entry, str):
+            ((path, name),) = entry.items()
+            path = path.partition("@")[2]
+        parents = {key: value for key, value in parents.items() if not key.startswith(path)}
+        parents |= leaves(settings_of(f"attention={name}").model["attention"], path)
+    own = OmegaConf.to_container(OmegaConf.merge({"model": model}, lines), resolve=True)
+    own.pop("model")
+    assert leaves(own) == dict(leaves(model["attention"]).items() - parents.items())
 
 
 @pytest.mark.parametrize(

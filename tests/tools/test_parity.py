@@ -26,7 +26,7 @@ CLASSES = {
     "llama norm=layernorm ffn=geglu attention.rope_fraction=0.5": "StableLm",
     "llama norm=layernorm ffn=gelu": "Starcoder2",
     "llama norm=layernorm ffn=relu2 attention.window=5": "Starcoder2",
-    f"llama {SCALED}Linear,factor:4}}": "Llama",
+    f"llama {SCALED}LinearScaling,factor:4}}": "Llama",
     f"llama {SCALED}Llama3,factor:8,low:1,high:4,context:16}}": "Llama",
     f"llama {YARN}": "Llama",
     "gqa": "Qwen3",
