@@ -143,4 +143,4 @@ if __name__ == "__main__":  # python -m tests.tools.test_parity: the table of do
         print(
             f"| `{variant}` | {kind}ForCausalLM | {compare(variant)[0]:.0e} | {compare(variant)[1]:.0e} |"
         )
-    print(f"| `softcap` | Gemma2Attention | {compare_softcap():.0e} | |")
+    print(f"| `softcap attention.qk_norm=null` | Gemma2Attention | {compare_softcap():.0e} | |")
