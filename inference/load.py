@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from torch.types import Device
 
 from data.tokenizer import Tokenizer, tokenizer_file
 from inference import quantize
@@ -47,10 +48,7 @@ def load(
 
 
 def load_model(
-    source: Path,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
-    context: int | None = None,
+    source: Path, device: Device, dtype: torch.dtype = torch.float32, context: int | None = None
 ) -> Transformer:
     """The model of a checkpoint, in evaluation mode.
 

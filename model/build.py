@@ -1,6 +1,7 @@
 """Build the model of a config on the device where it will live."""
 
 import torch
+from torch.types import Device
 
 from model.init import initialize
 from model.transformer import Transformer
@@ -8,11 +9,7 @@ from run.instantiate import instantiate
 
 
 def build_model(
-    tree: dict,
-    device: torch.device | str = "cpu",
-    *,
-    dtype: torch.dtype = torch.float32,
-    seed: int | None = 0,
+    tree: dict, device: Device = "cpu", *, dtype: torch.dtype = torch.float32, seed: int | None = 0
 ) -> Transformer:
     """Build a model on `device`, with initial values that depend on the seed.
 

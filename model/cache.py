@@ -9,6 +9,7 @@ from copy import copy
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from model.context import ForwardContext, Visibility
 
@@ -51,7 +52,7 @@ class KVCache(LayerCache):
         features: Sequence[Shape],
         state: Sequence[Shape],
         dtype: torch.dtype,
-        device: torch.device | str,
+        device: Device,
     ):
         self.window = window
         self.chunk = chunk

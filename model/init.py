@@ -3,13 +3,13 @@
 Each is drawn from a generator of its own: models that share a parameter's name share its value.
 """
 
-from collections.abc import Callable
 from hashlib import sha256
 
 import torch
 from torch import Tensor, nn
 
 from model.transformer import Transformer
+from run.sharding import shard_like
 
 # Layers that start at zero: blocks are then the identity, and, unless the embedding
 # is the head too, all tokens are equally likely.
@@ -17,13 +17,11 @@ ZERO_LAYERS = ("o_proj", "down_proj", "head")
 
 
 @torch.no_grad()
-def initialize(
-    model: Transformer, seed: int, place_like: Callable[[Tensor, Tensor], Tensor] = torch.Tensor.to
-) -> None:
+def initialize(model: Transformer, seed: int) -> None:
     """Set every parameter to a value that depends on the seed, its name and its shape alone.
 
-    Values are drawn on the CPU in fp32. `place_like(value, parameter)` moves a value to the device
-    of its parameter, or shards it over several devices as its parameter is.
+    Values are drawn on the CPU in fp32. A value moves to the device of its parameter, and is
+    sharded over several devices where its parameter is.
     """
     for path, parameter in model.named_parameters():
         # The generator depends on the name, not on the parameters drawn before.
@@ -31,7 +29,7 @@ def initialize(
         digest = sha256(f"{seed} {path}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
         value = initial_value(owner, model.get_submodule(owner), name, generator)
-        parameter.copy_(place_like(value, parameter))
+        parameter.copy_(shard_like(value, parameter))
 
 
 def initial_value(path: str, module: nn.Module, name: str, generator: torch.Generator) -> Tensor:
@@ -39,13 +37,11 @@ def initial_value(path: str, module: nn.Module, name: str, generator: torch.Gene
     match module:
         case nn.RMSNorm() | nn.LayerNorm() if name == "weight":
             return torch.ones(module.normalized_shape)
-        case nn.LayerNorm():
-            return torch.zeros(module.normalized_shape)
         case nn.Embedding():
             return torch.randn(module.weight.shape, generator=generator) * 0.02
-        case nn.Linear() if name == "bias" or path.endswith(ZERO_LAYERS):
-            return torch.zeros(getattr(module, name).shape)
-        case nn.Linear():
+        case nn.Linear() if name == "weight" and not path.endswith(ZERO_LAYERS):
             return torch.randn(module.weight.shape, generator=generator) * module.in_features**-0.5
+        case nn.Linear() | nn.LayerNorm():  # biases, and the weights of ZERO_LAYERS
+            return torch.zeros(getattr(module, name).shape)
         case _:
             return module.init_param(name, generator)

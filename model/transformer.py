@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 from model.attention.base import Attention, CrossLayer, LayerSpec
 from model.cache import Cache, LayerCache
@@ -125,9 +126,7 @@ class Transformer(nn.Module):
         """The weight of the head (V, D)."""
         return self.embed.weight if self.head is None else self.head.weight
 
-    def new_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
-    ) -> Cache:
+    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: Device) -> Cache:
         """Allocate an empty cache for `capacity` tokens in each of `batch` rows."""
         lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         layers = []
@@ -151,14 +150,11 @@ class Transformer(nn.Module):
     def training_flops(self) -> float:
         """Return the FLOPs of a token's forward and backward, averaged over a full context.
 
-        A backward costs two forwards. A matrix costs 2 FLOPs a weight; embeddings are lookups.
+        A backward costs two forwards. A matrix of the blocks or of the head costs 2 FLOPs a weight;
+        the embedding is a lookup.
         """
-        weights = sum(p.numel() for p in self.parameters() if p.ndim == 2)
-        for module in self.modules():
-            if isinstance(module, nn.Embedding):
-                weights -= module.weight.numel()
-        if self.head is None:
-            weights += self.embed.weight.numel()
+        weights = self.unembedding.numel()
+        weights += sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2)
         flops = 2 * weights
         for block in self.blocks:
             flops += block.attention.attention_flops(self.context)

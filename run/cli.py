@@ -20,8 +20,9 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line with a fix, and a `hint` of what to type."""
 
     def __init__(self, command: str, description: str, hint: str):
-        options = {"description": description, "formatter_class": HelpFormatter}
-        super().__init__(command, epilog=hint, **options)
+        super().__init__(
+            command, description=description, epilog=hint, formatter_class=HelpFormatter
+        )
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}. fix: {self.prog} --help; {self.epilog}\n")

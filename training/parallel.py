@@ -11,7 +11,6 @@ from model.build import build_model
 from model.init import initialize
 from run.distributed import DistEnv
 from run.settings import Settings
-from run.sharding import shard_like
 from training.distillation import load_distillation
 from training.loss import LanguageModelLoss
 
@@ -36,7 +35,7 @@ def build_parallel(
         buffers = dict(build_model(settings.model, seed=None).named_buffers())
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
-    initialize(model, settings.seed, shard_like)
+    initialize(model, settings.seed)
     loss_module = LanguageModelLoss(
         model,
         z_loss=settings.z_loss,

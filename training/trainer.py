@@ -254,7 +254,7 @@ class Trainer:
         self.check_finite()
         loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
         steps = range(self.reported_step, self.step)
-        loss = loss_sum / sum(self.loader.num_targets(step) for step in steps)
+        loss = loss_sum / sum(map(self.loader.num_targets, steps))
 
         # Throughput and, where the peak of the device is known, model FLOP utilization; without
         # numbers where no step was timed, as while the first one is compiled.

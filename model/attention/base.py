@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from model.cache import LayerCache
 from model.context import ForwardContext
@@ -52,7 +53,7 @@ class Attention(nn.Module, ABC):
 
     @abstractmethod
     def new_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+        self, batch: int, capacity: int, dtype: torch.dtype, device: Device
     ) -> LayerCache:
         """Allocate an empty cache for `capacity` tokens in each of `batch` rows.
 

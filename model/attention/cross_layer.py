@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from model.attention.base import CrossLayer, LayerSpec
 from model.attention.softmax import Features, Inputs, Seen, SoftmaxAttention
@@ -43,7 +44,7 @@ class SharedAttention(SoftmaxAttention):
         return seen, carry | {"kv": seen}
 
     def new_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+        self, batch: int, capacity: int, dtype: torch.dtype, device: Device
     ) -> LayerCache:
         if self.reuses_kv:
             return LayerCache()

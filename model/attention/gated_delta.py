@@ -10,6 +10,7 @@ Here keys and values of a head have the same width, D; W are the features of q, 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 from model.attention.base import CrossLayer, LayerSpec
 from model.attention.recurrent import RecurrentAttention, run_chunks, split_chunks, sum_decays
@@ -95,7 +96,7 @@ class GatedDelta(RecurrentAttention):
         return y
 
     def new_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+        self, batch: int, capacity: int, dtype: torch.dtype, device: Device
     ) -> LayerCache:
         if not dtype.is_floating_point:
             dtype = torch.bfloat16

@@ -8,6 +8,7 @@ from the S cached tokens to the T new ones.
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
 from model.attention.kernels import AttentionKernel
@@ -138,9 +139,7 @@ class LatentAttention(Attention):
         y = self.kernel(q, latent, latent, visible, scale=self.value_dim**-0.5)
         return torch.einsum("bthr,her->bthe", y[..., : self.rank], w_v)
 
-    def new_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
-    ) -> KVCache:
+    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: Device) -> KVCache:
         features = [(1, self.rank + self.rope_dim)]
         return KVCache(batch, capacity, None, None, features, [], dtype, device)
 

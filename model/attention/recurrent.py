@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.types import Device
 
 from model.attention.base import Attention
 from model.cache import LayerCache
@@ -57,7 +58,7 @@ class RecurrentAttention(Attention):
             cache.buffers[0].copy_(state)
         return y
 
-    def new_state(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    def new_state(self, batch: int, dtype: torch.dtype, device: Device) -> Tensor:
         """Allocate a state, in fp32 or more: it accumulates over all tokens."""
         dtype = torch.promote_types(dtype, torch.float32)
         shape = (batch, self.heads, self.head_dim, self.value_dim)

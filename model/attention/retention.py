@@ -6,6 +6,7 @@ S_t = a S_{t-1} + k_t v_t',   output S_t' q_t,   with a decay a for each head
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.types import Device
 
 from model.attention.base import CrossLayer, LayerSpec, validate_knobs
 from model.attention.recurrent import RecurrentAttention, run_chunks, split_chunks, sum_decays
@@ -65,7 +66,7 @@ class Retention(RecurrentAttention):
         return self.o_proj(gate * y.flatten(-2)), carry
 
     def new_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+        self, batch: int, capacity: int, dtype: torch.dtype, device: Device
     ) -> LayerCache:
         return LayerCache(self.new_state(batch, dtype, device))
 

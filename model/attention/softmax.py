@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
 from model.attention.kernels import AttentionKernel, ScoreBias
@@ -192,9 +193,7 @@ class SoftmaxAttention(Attention):
         """The shapes of what the cache holds of a row whatever its length; in `cache.state`."""
         return []
 
-    def new_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
-    ) -> KVCache:
+    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: Device) -> KVCache:
         shapes = (self.cached_features(), self.cached_state(capacity))
         return KVCache(batch, capacity, self.window, self.chunk, *shapes, dtype, device)
 

@@ -5,6 +5,7 @@ s_t = f_t s_{t-1} + (1 - f_t) v_t   with   f_t = sigmoid(forget(x_t)),   s_0 = i
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from model.attention.base import Attention, CrossLayer, LayerSpec
 from model.cache import LayerCache
@@ -45,7 +46,7 @@ class RunningAverage(Attention):
         return self.o_proj(torch.stack(states, dim=1).type_as(x)), carry
 
     def new_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+        self, batch: int, capacity: int, dtype: torch.dtype, device: Device
     ) -> LayerCache:
         dtype = torch.promote_types(torch.float32, dtype)
         return LayerCache(torch.zeros(batch, self.dim, dtype=dtype, device=device))
