@@ -410,5 +410,5 @@ def learn_by_heart(trainer: Trainer, steps: int) -> list[float]:
     for _ in range(steps):
         trainer.loss_sum.zero_()
         trainer.train_step()
-        losses.append(trainer.loss_sum.item() / trainer.settings.batch_tokens)
+        losses.append(trainer.loss_sum[0].item() / trainer.settings.batch_tokens)
     return losses
