@@ -14,6 +14,7 @@ from torch.types import Device
 
 from model.attention.base import CrossLayer, LayerSpec
 from model.attention.recurrent import RecurrentAttention, run_chunks, split_chunks, sum_decays
+from model.attention.short_conv import ShortConv
 from model.cache import LayerCache
 from model.context import ForwardContext
 from model.layers import Linear, RMSNorm, fp32
@@ -29,13 +30,12 @@ class GatedDelta(RecurrentAttention):
             head_dim = dim // heads
         width = heads * head_dim
         super().__init__(heads, head_dim, head_dim, chunk)
-        self.kernel = kernel
 
-        # Queries, keys, values, and the weights of their convolution, newest token last.
+        # Queries, keys, values, and their convolution.
         self.q_proj = Linear(dim, width)
         self.k_proj = Linear(dim, width)
         self.v_proj = Linear(dim, width)
-        self.taps = nn.Parameter(torch.empty(3 * width, 1, kernel))
+        self.conv = ShortConv(3 * width, kernel)
 
         # b = sigmoid(write_proj(x)), log a = -exp(decay_rate) softplus(decay_proj(x) + decay_bias)
         self.write_proj = Linear(dim, heads)
@@ -54,7 +54,8 @@ class GatedDelta(RecurrentAttention):
         """x (B, T, D) -> (B, T, D)"""
         # Project, convolve, and normalize queries and keys to length 1.
         qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)  # (B, T, W)
-        qkv = F.silu(self.short_conv(qkv, ctx, cache))
+        past = None if cache is None else cache.buffers[1]
+        qkv = F.silu(self.conv(qkv, ctx, past))
         qkv = fp32(qkv).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.unbind(dim=2)  # (B, T, H, D)
         q = l2_norm(q) * self.head_dim**-0.5
@@ -72,47 +73,21 @@ class GatedDelta(RecurrentAttention):
         y = y * F.silu(gate)
         return self.o_proj(y.flatten(-2)), carry
 
-    def short_conv(self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None) -> Tensor:
-        """Convolve each feature of x (B, T, W) over its `kernel` newest tokens.
-
-        The tokens are those of the same document.
-        """
-        batch, length, width = x.shape
-        if cache is None:
-            past = x.new_zeros(batch, self.kernel - 1, width)
-        else:
-            past = cache.buffers[1].type_as(x)
-        inputs = torch.cat((past, x), dim=1)
-        if cache is not None:
-            cache.buffers[1].copy_(inputs[:, length:])
-
-        positions = ctx.positions[:, :, None]
-        y = 0.0
-        for lag in range(self.kernel):
-            lagged = inputs.narrow(1, self.kernel - 1 - lag, length)  # (B, T, W), `lag` tokens ago
-            weight = self.taps[:, 0, -1 - lag].type_as(x)
-            term = lagged * weight
-            y = y + term.masked_fill(positions < lag, 0.0)
-        return y
-
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: Device
     ) -> LayerCache:
         if not dtype.is_floating_point:
             dtype = torch.bfloat16
-        shape = (batch, self.kernel - 1, 3 * self.heads * self.head_dim)
+        shape = (batch, self.conv.kernel - 1, 3 * self.heads * self.head_dim)
         conv_state = torch.zeros(shape, dtype=dtype, device=device)
         return LayerCache(self.new_state(batch, dtype, device), conv_state)
 
     def attention_flops(self, context: int) -> float:
-        # For each feature of each head: within the chunk, with the state, in the convolution.
-        flops = 8 * min(self.chunk, context) + 6 * self.head_dim + 6 * self.kernel
-        return self.heads * self.head_dim * flops
+        # For each feature of each head: within the chunk, and with the state.
+        flops = 8 * min(self.chunk, context) + 6 * self.head_dim
+        return self.heads * self.head_dim * flops + self.conv.flops
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
-        if name == "taps":  # the newest token passes unchanged
-            newest = torch.tensor(self.kernel - 1)
-            return F.one_hot(newest, self.kernel).expand(self.taps.shape)
         if name == "decay_bias":  # heads from slow to fast decay
             return torch.linspace(-6.0, 0.0, self.heads)
         return super().init_param(name, generator)

@@ -322,7 +322,8 @@ class Qwen3_5(Architecture):
         "q_proj": "in_proj_qkv",  # one tensor holds these three
         "k_proj": "in_proj_qkv",
         "v_proj": "in_proj_qkv",
-        "taps": "conv1d.weight",
+        "conv": "conv1d",
+        "taps": "weight",
         "decay_rate": "A_log",
         "decay_bias": "dt_bias",
         "decay_proj": "in_proj_a",
