@@ -85,7 +85,7 @@ def relu2(x: Tensor) -> Tensor:
 
 
 # By their names in `transformers`.
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu2": relu2}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu2": relu2, "sigmoid": F.sigmoid}
 Activation = Literal["silu", "gelu", "relu2"]
 
 

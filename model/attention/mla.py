@@ -22,7 +22,8 @@ class LatentAttention(Attention):
     """`head_dim` is the part of a key without position, `rope_dim` the part with one (R in shapes).
 
     Values are head_dim + rope_dim wide (E), because fused kernels need them as wide as keys.
-    With `query_rank`, queries come out of a latent too. Raises ValueError for an odd `rope_dim`.
+    With `query_rank`, queries come out of a latent too. Without a `rope_base` nothing has a
+    position, and the key of `rope_dim` is merely shared. Raises ValueError for an odd `rope_dim`.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class LatentAttention(Attention):
         rank: int | None,
         head_dim: int | None,
         rope_dim: int | None,
-        rope_base: float,
+        rope_base: float | None,
         query_rank: int | None = None,
         rope_scaling: Scaling | None = None,
         dropout: float = 0.0,
@@ -63,6 +64,7 @@ class LatentAttention(Attention):
         self.head_dim = head_dim
         self.rope_dim = rope_dim
         self.value_dim = head_dim + rope_dim  # as wide as a key
+        self.rope_base = rope_base
         self.rotary = (rope_dim, rope_base, rope_scaling)  # which tables of cos and sin
 
         # Queries, through a latent of their own where there is a `query_rank`.
@@ -85,18 +87,19 @@ class LatentAttention(Attention):
         self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
-        cos, sin = ctx.rotary(*self.rotary)
-
         # Queries: a part without position (B, T, H, head_dim) and one with it (B, T, H, R).
         q_input = x
         if self.q_down_proj is not None:
             q_input = self.q_down_norm(self.q_down_proj(x))
         q = self.q_proj(q_input).unflatten(-1, (self.heads, -1))
         q, q_rope = q.split([self.head_dim, self.rope_dim], dim=-1)
-        q_rope = apply_rope(q_rope, cos, sin)
+        k_rope = self.rope_proj(x).unsqueeze(2)
+        if self.rope_base is not None:
+            cos, sin = ctx.rotary(*self.rotary)
+            q_rope = apply_rope(q_rope, cos, sin)
+            k_rope = apply_rope(k_rope, cos, sin)
 
         # The latent and the rotary key, side by side as one feature of one head.
-        k_rope = apply_rope(self.rope_proj(x).unsqueeze(2), cos, sin)
         latent = self.latent_norm(self.latent_proj(x)).unsqueeze(2)
         latent = torch.cat((latent, k_rope), dim=-1)  # (B, T, 1, rank + R)
         if cache is None:

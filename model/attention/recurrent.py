@@ -1,30 +1,38 @@
-"""Attention without a softmax: each head has a state (D, E) instead of all past keys and values.
+"""Gated linear recurrences: each head has a state (D, E) instead of all past keys and values.
 
-    S_t = a_t S_{t-1} + k_t u_t',   output S_t' q_t,   with a decay a_t of each head
+    S_t = Diag(a_t) S_{t-1} + k_t u_t'   with   u_t = v_t - b_t (Diag(a_t) S_{t-1})' k_t
 
-What u_t is makes the mechanism: the value (retention.py), or its difference from what the state
-already gives for the key (gated_delta.py). In these files D is the width of a head's queries and
-keys, E that of its values, C the tokens of a chunk, N the number of chunks.
+The output is S_t' q_t. The decay a_t is one number a head, or one a channel of the state's D. With
+b_t > 0, u_t corrects what the state already gives for the key: the delta rule. With b_t = 0, values
+are only added (Mamba-2, retention.py).
+In these files D is the width of a head's queries and keys, E that of its values, C the tokens of a
+chunk, N the number of chunks.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.types import Device
 
-from model.attention.base import Attention
+from model.attention.base import Attention, CrossLayer, LayerSpec
+from model.attention.short_conv import ShortConv
 from model.cache import LayerCache
 from model.context import ForwardContext
+from model.layers import ACTIVATIONS, Linear, RMSNorm, fp32
 
 # The log decay at the first token of a row or a document: e^-60 of what came before remains.
 FORGET_ALL = -60.0
 
 
 class RecurrentAttention(Attention):
-    """Attention whose cache has the state (B, H, D, E) as its first buffer, whatever the length."""
+    """Attention whose cache has the state (B, H, D, E) as its first buffer, whatever the length.
+
+    `chunk` tokens are computed at once, rounded up to a power of two; it changes no result.
+    """
 
     def __init__(self, heads: int, head_dim: int, value_dim: int, chunk: int):
         super().__init__()
@@ -35,17 +43,16 @@ class RecurrentAttention(Attention):
 
     def recur(
         self,
-        rule: Callable[..., tuple[Tensor, Tensor]],
-        inputs: tuple[Tensor, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        erase: Tensor | None,
         g: Tensor,
         ctx: ForwardContext,
         cache: LayerCache | None,
     ) -> Tensor:
-        """Run `rule(*inputs, g, state, chunk)` -> output (B, T, H, E), from the cached state on.
-
-        g (B, T, H) are log decays. Stores the next state.
-        """
-        positions = ctx.positions[:, :, None]
+        """Run `recurrence` from the cached state on -> output (B, T, H, E). Stores the next state."""
+        positions = ctx.positions[:, :, None, None]
         g = g.masked_fill(positions < 0, 0.0)  # padding
         g = g.masked_fill(positions == 0, FORGET_ALL)
         if cache is None:
@@ -53,7 +60,7 @@ class RecurrentAttention(Attention):
         else:
             state = cache.buffers[0].type_as(g)
         with no_autocast(g.device):
-            y, state = rule(*inputs, g, state, self.chunk)
+            y, state = recurrence(q, k, v, erase, g, state, self.chunk)
         if cache is not None:
             cache.buffers[0].copy_(state)
         return y
@@ -64,58 +71,223 @@ class RecurrentAttention(Attention):
         shape = (batch, self.heads, self.head_dim, self.value_dim)
         return torch.zeros(shape, dtype=dtype, device=device)
 
-
-def no_autocast(device: torch.device) -> AbstractContextManager:
-    """Context manager that disables autocast, so that results have the dtype of their inputs."""
-    if device.type == "meta":
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    def attention_flops(self, context: int) -> float:
+        # Of each head: scores and their product with values in a chunk, state written and read.
+        in_chunk = 2 * (self.head_dim + self.value_dim) * min(self.chunk, context)
+        return self.heads * (in_chunk + 4 * self.head_dim * self.value_dim)
 
 
-def split_chunks(x: Tensor, chunk: int) -> Tensor:
-    """x (B, T, H, D) -> (B, H, N, C, D), padded with zeros, where C = min(chunk, T)."""
-    chunk = min(chunk, x.shape[1])
-    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
-    return x.transpose(1, 2).unflatten(2, (-1, chunk))
+class GatedRecurrence(RecurrentAttention):
+    """Queries, keys and values pass a convolution over `kernel` tokens; the output has a `gate`.
 
-
-def sum_decays(g: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Log decays g (B, T, H) -> G (B, H, N, C, 1) and M (B, H, N, C, C).
-
-    G_i = g_1 + ... + g_i, and M_ij = exp(G_i - G_j): what remains at token i of token j <= i.
+    Gated DeltaNet (2412.06464): a decay a head, and the state is erased where it is written.
+    Kimi Delta Attention (2510.26692): a decay a channel. With `low_rank`, decays and gates come
+    out of `head_dim` features, as they do there.
+    Mamba-2 (2405.21060): without `erase`, the more a token lets decay, the more it writes. Only a
+    state that is erased needs keys of length 1.
     """
-    g_sum = split_chunks(g[..., None], chunk).cumsum(dim=-2)
-    # The first tril keeps exp from overflowing above the diagonal.
-    decay_mask = (g_sum - g_sum.mT).tril()
-    return g_sum, decay_mask.exp().tril()
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        head_dim: int | None,
+        kernel: int,
+        chunk: int,
+        decay: Literal["head", "channel"],
+        erase: bool,
+        gate: Literal["silu", "sigmoid"],
+        low_rank: bool,
+    ):
+        dim = spec.dim
+        heads = spec.heads
+        if head_dim is None:
+            head_dim = dim // heads
+        width = heads * head_dim
+        super().__init__(heads, head_dim, head_dim, chunk)
+
+        # Queries, keys, values, and their convolution.
+        self.q_proj = Linear(dim, width)
+        self.k_proj = Linear(dim, width)
+        self.v_proj = Linear(dim, width)
+        self.conv = ShortConv(3 * width, kernel)
+
+        # What decays and gates are projected from.
+        self.decay_latent = nn.Identity()
+        self.gate_latent = nn.Identity()
+        rank = dim
+        if low_rank:
+            rank = head_dim
+            self.decay_latent = Linear(dim, rank)
+            self.gate_latent = Linear(dim, rank)
+
+        # b = sigmoid(write_proj(x)), log a = -exp(decay_rate) softplus(decay_proj(x) + decay_bias)
+        num_decays = {"head": heads, "channel": width}[decay]
+        self.write_proj = Linear(dim, heads) if erase else None
+        self.decay_proj = Linear(rank, num_decays)
+        self.decay_rate = nn.Parameter(torch.empty(heads))
+        self.decay_bias = nn.Parameter(torch.empty(num_decays))
+
+        # The output, normalized and gated.
+        self.out_norm = RMSNorm(head_dim, spec.norm_eps)
+        self.gate_proj = Linear(rank, width)
+        self.gate_activation = ACTIVATIONS[gate]
+        self.o_proj = Linear(width, dim)
+
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        # Project and convolve.
+        qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)  # (B, T, W)
+        past = None if cache is None else cache.buffers[1]
+        qkv = F.silu(self.conv(qkv, ctx, past))
+        qkv = fp32(qkv).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.unbind(dim=2)  # (B, T, H, D)
+
+        # The log decay g, (B, T, H, 1) or (B, T, H, D).
+        step = fp32(self.decay_proj(self.decay_latent(x))) + fp32(self.decay_bias)
+        step = F.softplus(step).unflatten(-1, (self.heads, -1))
+        g = -fp32(self.decay_rate).exp()[:, None] * step
+
+        # How much of a value is written, and of the state erased.
+        if self.write_proj is None:
+            k = step * k
+            beta = None
+        else:
+            q = l2_norm(q)
+            k = l2_norm(k)
+            beta = fp32(self.write_proj(x)).sigmoid()[..., None]  # (B, T, H, 1)
+            v = beta * v
+
+        # Run the recurrence, normalize, gate and project back.
+        y = self.recur(q * self.head_dim**-0.5, k, v, beta, g, ctx, cache)
+        y = self.out_norm(y.type_as(x))
+        gate = self.gate_proj(self.gate_latent(x)).unflatten(-1, y.shape[2:])
+        y = y * self.gate_activation(gate)
+        return self.o_proj(y.flatten(-2)), carry
+
+    def new_cache(
+        self, batch: int, capacity: int, dtype: torch.dtype, device: Device
+    ) -> LayerCache:
+        if not dtype.is_floating_point:
+            dtype = torch.bfloat16
+        shape = (batch, self.conv.kernel - 1, len(self.conv.taps))
+        conv_state = torch.zeros(shape, dtype=dtype, device=device)
+        return LayerCache(self.new_state(batch, dtype, device), conv_state)
+
+    def attention_flops(self, context: int) -> float:
+        flops = super().attention_flops(context) + self.conv.flops
+        if self.write_proj is not None:
+            # For each feature of each head: the system of a chunk, and what its state gives.
+            per_feature = 4 * min(self.chunk, context) + 2 * self.head_dim
+            flops += self.heads * self.head_dim * per_feature
+        return flops
+
+    def init_param(self, name: str, generator: torch.Generator) -> Tensor:
+        if name == "decay_bias":  # from slow to fast decay
+            return torch.linspace(-6.0, 0.0, len(self.decay_bias))
+        return super().init_param(name, generator)
 
 
-def run_chunks(
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    w: Tensor | None,
-    g_sum: Tensor,
-    decay_mask: Tensor,
-    state: Tensor,
+def l2_norm(x: Tensor) -> Tensor:
+    """Scale x (..., D) to length 1."""
+    square = x.square().sum(dim=-1, keepdim=True)
+    return x * (square + 1e-6).rsqrt()
+
+
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, erase: Tensor | None, g: Tensor, state: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence from `state` (B, H, D, E) -> output (B, T, H, E), next state.
+    """Run the recurrence over chunks of tokens, from `state` (B, H, D, E).
 
-    q, k, w (B, H, N, C, D) and u (B, H, N, C, E); tokens of a chunk that begins with the state S
-    write u, or u - w S. T includes what fills up the last chunk.
+    q, k (B, T, H, D), v (B, T, H, E), b in `erase` (B, T, H, 1), or None for b = 0, and log decays
+    g (B, T, H, 1) or (B, T, H, D) -> output (B, T, H, E), next state.
+
+    Within a chunk that starts from the state S, one triangular system gives all u_t. They are
+    linear in S, so the systems of all chunks are solved together. Only a few matrix products per
+    chunk have to wait for S.
     """
-    # o_i = sum_{j<=i} M_ij (q_i . k_j) u_j + exp(G_i) S' q_i
-    # S_next = exp(G_last) S + sum_j M_last,j k_j u_j'
-    scores = (q @ k.mT) * decay_mask
-    k = (k * decay_mask.mT[..., -1:]).mT  # (B, H, N, D, C)
-    q = q * g_sum.exp()
-    decay = g_sum[..., -1:, :].exp()  # (B, H, N, 1, 1)
+    length = q.shape[1]
+    chunk = 1 << (min(chunk, length) - 1).bit_length()
+    q = split_chunks(q, chunk)  # (B, H, N, C, D)
+    k = split_chunks(k, chunk)
+    u = split_chunks(v, chunk)  # (B, H, N, C, E)
+    # G_i = g_1 + ... + g_i, with which exp(G_i - G_j) of token j remains at token i.
+    g_sum = split_chunks(g, chunk).cumsum(dim=-2)  # (B, H, N, C, 1 or D)
+    decay = g_sum.exp()
+
+    if erase is None:
+        w = None
+        (scores,) = decayed_products((q,), k, g_sum)
+    else:
+        # u_i + b_i sum_{j<i} (k_i . exp(G_i - G_j) k_j) u_j = v_i - b_i S' (exp(G_i) k_i).
+        # With (I + A) u_v = v and (I + A) w = b exp(G) k, this is u = u_v - w S. `system` is A,
+        # strictly lower triangular; the solver adds I.
+        erased = split_chunks(erase, chunk) * k
+        scores, system = decayed_products((q, erased), k, g_sum)
+        solution = torch.cat((u, decay * erased), dim=-1)
+        if length > 1:  # with one token, A = 0
+            solution = torch.linalg.solve_triangular(
+                system.tril(-1), solution, upper=False, unitriangular=True
+            )
+        u, w = solution.tensor_split([u.shape[-1]], dim=-1)
+
+    # o_i = sum_{j<=i} (q_i . exp(G_i - G_j) k_j) u_j + S' (exp(G_i) q_i)
+    # S_next = Diag(exp(G_last)) S + sum_j (exp(G_last - G_j) k_j) u_j'
+    g_last = g_sum[..., -1:, :]
+    k = ((g_last - g_sum).exp() * k).mT  # (B, H, N, D, C)
+    q = decay * q
+    chunk_decay = g_last.exp().mT  # (B, H, N, 1 or D, 1)
     outputs = []
     for n in range(q.shape[2]):
         u_n = u[:, :, n]
         if w is not None:
             u_n = u_n - w[:, :, n] @ state
         outputs.append(scores[:, :, n] @ u_n + q[:, :, n] @ state)
-        state = decay[:, :, n] * state + k[:, :, n] @ u_n
-    y = torch.cat(outputs, dim=2)  # (B, H, N C, E)
-    return y.transpose(1, 2), state
+        state = chunk_decay[:, :, n] * state + k[:, :, n] @ u_n
+    y = torch.cat(outputs, dim=2).transpose(1, 2)  # (B, N C, H, E)
+    return y[:, :length], state
+
+
+def split_chunks(x: Tensor, chunk: int) -> Tensor:
+    """x (B, T, H, D) -> (B, H, N, C, D), padded with zeros, where C = chunk."""
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
+    return x.transpose(1, 2).unflatten(2, (-1, chunk))
+
+
+def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterable[Tensor]:
+    """x_i . exp(G_i - G_j) k_j for j <= i, and 0 elsewhere: (..., C, C) for each x of `xs`.
+
+    x, k (..., C, D), G (..., C, 1) or (..., C, D).
+    """
+    if g_sum.shape[-1] == 1:
+        # The first tril keeps exp from overflowing above the diagonal.
+        decay_mask = (g_sum - g_sum.mT).tril().exp().tril()
+        return [(x @ k.mT) * decay_mask for x in xs]
+
+    # With a decay for each channel, exp(G_i - G_j) is inside of the product, and C x C x D numbers
+    # are too many. Splitting it into exp(G_i) and exp(-G_j) overflows: G is -60 a document, and
+    # less. But between j and i there is a token m with exp(G_i - G_m) and exp(G_m - G_j) at most 1.
+    # So products of two neighbouring blocks, with m the last token of the first, join these to
+    # one block, starting from blocks of one token.
+    x = torch.stack(xs)
+    products = (x * k).sum(dim=-1)[..., None, None]  # (X, ..., C, 1, 1)
+    while products.shape[-3] > 1:
+        size = products.shape[-1]
+        pairs = (-1, 2, size)  # (..., C, D) -> (..., C / (2 size), 2, size, D)
+        g_first, g_second = g_sum.unflatten(-2, pairs).unbind(dim=-3)
+        g_middle = g_first[..., -1:, :]
+        x_second = x.unflatten(-2, pairs)[..., 1, :, :] * (g_second - g_middle).exp()
+        k_first = k.unflatten(-2, pairs)[..., 0, :, :] * (g_middle - g_first).exp()
+        first, second = products.unflatten(-3, (-1, 2)).unbind(dim=-3)
+        second = torch.cat((x_second @ k_first.mT, second), dim=-1)
+        products = torch.cat((F.pad(first, (0, size)), second), dim=-2)
+    return products.squeeze(-3)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager:
+    """Context manager that disables autocast, so that results have the dtype of their inputs."""
+    if device.type == "meta":
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.types import Device
 
 from model.attention.base import CrossLayer, LayerSpec, validate_knobs
-from model.attention.recurrent import RecurrentAttention, run_chunks, split_chunks, sum_decays
+from model.attention.recurrent import RecurrentAttention
 from model.cache import LayerCache
 from model.context import ForwardContext
 from model.layers import Linear, apply_rope, fp32, rms
@@ -40,9 +40,9 @@ class Retention(RecurrentAttention):
         self.v_proj = Linear(dim, expansion * dim)
         self.gate_proj = Linear(dim, expansion * dim)
         self.o_proj = Linear(expansion * dim, dim)
-        # Log decays (H,): a = 1 - 2^-5, 1 - 2^-6, ...
+        # Log decays (H, 1): a = 1 - 2^-5, 1 - 2^-6, ...
         log_decay = torch.log1p(-(2.0 ** -(5 + torch.arange(heads))))
-        self.register_buffer("log_decay", log_decay, persistent=False)
+        self.register_buffer("log_decay", log_decay[:, None], persistent=False)
 
     def forward(
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
@@ -59,8 +59,8 @@ class Retention(RecurrentAttention):
         k = k * self.head_dim**-0.5
 
         # Run the recurrence, normalize each head, gate and project back.
-        g = self.log_decay.type_as(q).expand(q.shape[:3])
-        y = self.recur(retain, (q, k, v), g, ctx, cache)
+        g = self.log_decay.type_as(q).expand(*q.shape[:3], 1)
+        y = self.recur(q, k, v, None, g, ctx, cache)
         y = rms(y, self.norm_eps).type_as(x)
         gate = F.silu(self.gate_proj(x))
         return self.o_proj(gate * y.flatten(-2)), carry
@@ -69,23 +69,3 @@ class Retention(RecurrentAttention):
         self, batch: int, capacity: int, dtype: torch.dtype, device: Device
     ) -> LayerCache:
         return LayerCache(self.new_state(batch, dtype, device))
-
-    def attention_flops(self, context: int) -> float:
-        # Of each head: scores and their product with values in a chunk, state written and read.
-        in_chunk = 2 * (self.head_dim + self.value_dim) * min(self.chunk, context)
-        return self.heads * (in_chunk + 4 * self.head_dim * self.value_dim)
-
-
-def retain(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over chunks of tokens, from `state` (B, H, D, E).
-
-    q, k (B, T, H, D), v (B, T, H, E) and log decay g (B, T, H) -> output (B, T, H, E), next state.
-    """
-    length = q.shape[1]
-    q = split_chunks(q, chunk)
-    k = split_chunks(k, chunk)
-    v = split_chunks(v, chunk)
-    y, state = run_chunks(q, k, v, None, *sum_decays(g, chunk), state)
-    return y[:, :length], state

@@ -37,7 +37,7 @@ CUDA = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Presets whose attention is computed in other ways: plain, by FlexAttention, and a recurrence.
-WAYS = ("gqa", "sink document_mask=true", "delta")
+WAYS = ("gqa", "sink document_mask=true", "gdn")
 # Options that change what is computed on the device, in turn with the presets. A batch is of two
 # micro-batches, or of one.
 OPTIONS = (
@@ -57,7 +57,7 @@ EXTRAS = (
 )
 
 # Functions that multiply in fp32 in any precision: their states accumulate over all tokens.
-FP32_FUNCTIONS = {"delta_rule", "retain", "run_chunks", "sum_decays"}
+FP32_FUNCTIONS = {"recurrence", "decayed_products"}
 FP32_FUNCTIONS |= {"BlockAttention.attend", "sum_blocks"}  # means of keys
 
 # GradScaler has its scale on the device, and skips a step on the host, for each optimizer.
@@ -227,7 +227,7 @@ def test_decoding_waits_only_where_it_must(gpu, variant):
 
 @pytest.mark.parametrize("way", ["int8", "fp16", "uncached"])
 @pytest.mark.parametrize(
-    "variant", ["mla model.depth=1 model.softcap=15.0", "delta ffn=relu2 model.tied=true"]
+    "variant", ["mla model.depth=1 model.softcap=15.0", "gdn ffn=relu2 model.tied=true"]
 )
 def test_other_ways_of_decoding_wait_no_more(gpu, variant, way):
     check_decoding(gpu, variant, way)
@@ -298,7 +298,7 @@ def check_compiled_decoding(variant: str, graphs: list) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", ["gqa model.depth=1", "sink model.depth=1 document_mask=true", "delta"]
+    "variant", ["gqa model.depth=1", "sink model.depth=1 document_mask=true", "gdn"]
 )
 def test_training_evaluation_and_decoding_are_a_graph_each(gpu, trainer_of, graphs, variant):
     trainer = trainer_of("bf16", *f"attention={variant}".split())

@@ -58,7 +58,7 @@ def test_a_cache_in_int8_is_smaller_and_says_so(generate):
     assert int(small.replace(",", "")) == int(exact.replace(",", "")) * (16 + 2) / (4 * 16)
 
 
-@pytest.mark.parametrize("variant, others", [("gqa", "none"), ("delta", "[0]")])
+@pytest.mark.parametrize("variant, others", [("gqa", "none"), ("gdn", "[0]")])
 def test_attention_can_be_drawn(command, tokenizer, variant, others):
     saved(Path("runs/drawn"), tree_of(variant), tokenizer)
     words = ("tools/attention_map.py", "--device=cpu", "Ann had $3 and $4", "--out")

@@ -47,19 +47,23 @@ def latent(draw: random.Random, heads: int) -> dict:
         "rank": draw.choice((8, 24)),
         "head_dim": draw.choice((4, 16)),
         "rope_dim": draw.choice((2, 8)),
-        "rope_base": 10000.0,
+        "rope_base": draw.choice((None, 10000.0)),
         "query_rank": draw.choice((None, 12)),
         "rope_scaling": draw.choice((None, *SCALINGS)),
     }
 
 
-def delta(draw: random.Random, heads: int) -> dict:
+def recurrent(draw: random.Random, heads: int) -> dict:
     sizes = {
         "head_dim": draw.choice((4, 16)),
         "kernel": draw.choice((1, 2, 4, 7)),
         "chunk": draw.choice((1, 3, 5, 64)),
+        "decay": draw.choice(("head", "channel")),
+        "erase": draw.random() < 0.7,
+        "gate": draw.choice(("silu", "sigmoid")),
+        "low_rank": draw.random() < 0.5,
     }
-    return {"_target_": "model.attention.gated_delta.GatedDelta"} | sizes
+    return {"_target_": "model.attention.recurrent.GatedRecurrence"} | sizes
 
 
 def drawn(seed: int) -> dict:
@@ -67,7 +71,8 @@ def drawn(seed: int) -> dict:
     draw = random.Random(seed)
     heads = draw.choice((4, 6))
     kinds = [
-        {"_partial_": True} | draw.choice((softmax, softmax, softmax, latent, delta))(draw, heads)
+        {"_partial_": True}
+        | draw.choice((softmax, softmax, softmax, latent, recurrent))(draw, heads)
         for _ in "ab"
     ]
     mixed = {"_target_": "model.attention.hybrid.hybrid", "_partial_": True, "pattern": ["a", "b"]}

@@ -175,9 +175,9 @@ def test_a_cache_takes_the_bytes_of_its_formula(variant):
 
 
 def test_a_recurrent_layer_has_a_cache_of_one_size():
-    delta, *_ = layers_of("delta")
+    recurrent, *_ = layers_of("gdn")
     for capacity in (1, 4096):
-        cache = delta.new_cache(1, capacity, torch.bfloat16, "cpu")
+        cache = recurrent.new_cache(1, capacity, torch.bfloat16, "cpu")
         state = 4 * 16 * 16 * 4  # in fp32
         conv_state = 3 * 64 * (4 - 1) * 2  # the inputs of the newest 3 tokens
         assert sum(buffer.nbytes for buffer in cache.buffers) == state + conv_state

@@ -14,7 +14,7 @@ PAIRS = [*product(FFNS, NORMS)]
 # and a state meet every pair, and each other attention one of them, in turn.
 marked = [
     (variant, *pair)
-    if variant in ("gqa", "delta") or pair == PAIRS[i % len(PAIRS)]
+    if variant in ("gqa", "gdn") or pair == PAIRS[i % len(PAIRS)]
     else pytest.param(variant, *pair, marks=pytest.mark.long)
     for i, variant in enumerate(VARIANTS)
     for pair in PAIRS

@@ -84,7 +84,7 @@ CONFIGS = {
     "attention.rope_scaling=YaRN": (2, "rope_scaling"),
     "attention.dropout=1.5": (2, "1.5"),
     "attention._target_=os.system": (2, "os.system"),
-    "attention=delta +attention.kinds.delta.window=8": (1, "window"),
+    "attention=gdn +attention.kinds.recurrent.window=8": (1, "window"),
     "attention=mla attention.rope_dim=3": (2, "3"),
     "attention=mla attention.rank=0": (2, "attention.rank"),
     "attention=mla attention.rank=100000": (2, "fix: attention.rank="),

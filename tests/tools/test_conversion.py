@@ -98,7 +98,7 @@ APPROXIMATE = [
     ("gqa", "attention=shared_kv attention.share=half", "the mean of 2 layers"),
     ("gqa", "attention=mla attention.rank=48", "a latent of rank 48"),
     ("llama", "attention=mla attention.rank=20 attention.rope_dim=4", "4 of 16 features"),
-    ("mqa", "attention=delta", "a delta rule with these projections"),
+    ("mqa", "attention=gdn", "a recurrence with these projections"),
 ]
 
 
@@ -211,7 +211,7 @@ REFUSED = [
     ("mha", "attention.kv_heads=3", ""),
     ("gated", "attention.gated=false", "an attention with gate_proj.weight"),
     ("gqa attention.rope_base=null", "attention.rope_base=10000.0", "attention.rope_base=null"),
-    ("gqa", "attention=differential", "attention=gqa, shared_kv, value_residual, mla or delta"),
+    ("gqa", "attention=differential", "attention=gqa, shared_kv, value_residual, mla or gdn"),
     ("gqa", "attention=softcap", "attention.softcap=null"),
     ("gqa", "attention=llama", "leave out what the model has"),
     ("gqa", "attention.rank=8", "attention=PRESET"),

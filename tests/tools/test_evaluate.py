@@ -92,7 +92,7 @@ def test_bits_per_byte_are_those_of_a_plain_loop(command, drawn_run, drawn):
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["gqa", "delta"])
+@pytest.mark.parametrize("variant", ["gqa", "gdn"])
 @pytest.mark.parametrize("context", [40, 150])
 def test_another_context_has_the_loss_of_its_windows(command, tokenizer, variant, context):
     model = saved(Path("runs/drawn"), tree_of(variant), tokenizer).double()

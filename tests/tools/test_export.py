@@ -22,7 +22,15 @@ NASTY = (
     "if x:\n    return '</s>'\n",
 )  # fmt: skip
 # The presets of these classes, one of each; tests/tools/test_parity.py has the others.
-EXPORTED = ("gqa", "llama model.tied=true attention.bias=true", "llama4", "delta", "mla", "gpt_oss")
+EXPORTED = (
+    "gqa",
+    "llama model.tied=true attention.bias=true",
+    "llama4",
+    "gdn",
+    "kda",
+    "mla",
+    "gpt_oss",
+)
 NONE = {
     "softcap": "attention.softcap=50.0",
     "shared_kv": "SharedAttention",
@@ -34,10 +42,13 @@ NONE = {
     "chunked": "attention.qk_norm=after_rope",
     "fox": "attention.forgetting.ForgettingAttention",
     "gqa attention.rope_fraction=0.5": "attention.rope_fraction=0.5",
-    "delta attention.kinds.full.gated=false": "attention.gated=False",
+    "gdn attention.kinds.full.gated=false": "attention.gated=False",
     "mla model.norm_eps=0.001": "norm_eps=1e-6",
     "local_global attention.kinds.full.rope_base=1000000.0": "layers of different rope_base",
-    "delta attention.pattern=[delta]": "no layer of softmax attention",
+    "gdn attention.pattern=[recurrent]": "no layer of softmax attention",
+    "kda model.tied=true": "tied=True",
+    "kda attention.kinds.recurrent.low_rank=false": "attention.low_rank=False",
+    "mamba2": "attention.erase=False",
     "alibi": "attention.alibi.ALiBi",
     "mla ffn=relu2": "ffn=model.layers.FeedForward",
     "differential norm=layernorm": "norm=model.layers.LayerNorm",

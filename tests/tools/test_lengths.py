@@ -28,7 +28,7 @@ def run_of(tmp_path, monkeypatch, story):
     return make
 
 
-@pytest.mark.parametrize("variant", ["gqa", "delta", "mla"])
+@pytest.mark.parametrize("variant", ["gqa", "gdn", "mla"])
 def test_losses_are_those_of_a_plain_loop(run_of, variant):
     run = run_of(f"attention={variant}")
     measured = measure_lengths(run)

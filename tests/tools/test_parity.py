@@ -48,7 +48,10 @@ CLASSES = {
     f"mla {YARN}": "DeepseekV3",
     "mla attention.query_rank=24 attention.bias=true": "DeepseekV3",
     "differential attention.qk_norm=null": "DiffLlama",
-    "delta": "Qwen3_5",
+    "gdn": "Qwen3_5",
+    "kda": "KimiLinear",
+    "kda attention.kinds.recurrent.kernel=3 attention.kinds.full.query_rank=24": "KimiLinear",
+    "mla attention.rope_base=null": "KimiLinear",
     "gated": "Qwen3_5",
     "gated attention.rope_fraction=0.5": "Qwen3_5",
     # Heads wider than dim / heads, as in Qwen3-0.6B, and narrower.
@@ -61,7 +64,7 @@ CLASSES = {
     "l2norm attention.head_dim=32": "Llama4",
     "sink attention.qk_norm=null attention.head_dim=32": "GraniteSWA",
     "differential attention.qk_norm=null attention.head_dim=32": "DiffLlama",
-    "delta attention.kinds.full.head_dim=32": "Qwen3_5",
+    "gdn attention.kinds.full.head_dim=32": "Qwen3_5",
     "gated attention.head_dim=32": "Qwen3_5",
 }
 

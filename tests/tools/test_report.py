@@ -180,15 +180,15 @@ def test_the_first_line_says_what_the_runs_can_bear(
 
 
 def test_settings_that_differ_are_listed_with_who_has_them():
-    names = ("gqa", "mha", "llama", "nope", "delta", "retention")
+    names = ("gqa", "mha", "llama", "nope", "gdn", "retention")
     groups = {name: [text_run(name, seed, 1.0) for seed in (0, 1)] for name in names}
     found = differences(groups)
     prefix = "model.attention."
     assert found[f"{prefix}kv_heads"] == (
-        "2 (gqa, llama, nope, delta); 4 (mha); not an option (retention)"
+        "2 (gqa, llama, nope, gdn); 4 (mha); not an option (retention)"
     )
     assert found[f"{prefix}rope_base"].endswith("; 10000.0, None (nope)")
-    assert "False (gqa, mha, llama, nope); True (delta)" in found[f"{prefix}gated"]
+    assert "False (gqa, mha, llama, nope); True (gdn)" in found[f"{prefix}gated"]
     assert "seed" not in found and "model.dim" not in found
 
 

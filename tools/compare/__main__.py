@@ -1,7 +1,7 @@
 """Which attention should I use? Train them side by side, and read the report.
 
     python -m tools.compare attention=gqa,mha,mla seed=0,1,2 model=small max_minutes=10
-    python -m tools.compare attention=gqa,delta tasks=text,recall recall.seed=0,1 recall.steps=900
+    python -m tools.compare attention=gqa,gdn tasks=text,recall recall.seed=0,1 recall.steps=900
     python -m tools.compare --report runs/NAME-*
 
 Overrides are those of train.py; KEY=A,B trains with each value, and the first is the baseline. Each

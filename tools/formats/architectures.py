@@ -7,103 +7,20 @@ are named and laid out. A layer is the dict of the knobs of its attention.
 import torch
 from torch import Tensor, nn
 
-from model.attention.gated_delta import GatedDelta
+from model.attention.recurrent import GatedRecurrence
 from model.transformer import Transformer
-
-Layers = list[dict]
-TRANSFORMER = "model.transformer.Transformer"
-DELTA = "model.attention.gated_delta.GatedDelta"
-# The optional knobs of SoftmaxAttention, all off.
-PLAIN_SOFTMAX = {
-    "_target_": "model.attention.softmax.SoftmaxAttention",
-    "_partial_": True,
-    "rope_fraction": 1.0,
-    "qk_norm": None,
-    "window": None,
-    "chunk": None,
-    "softcap": None,
-    "sink": False,
-    "gated": False,
-    "bias": False,
-}
-GATED_FFN = "model.layers.GatedFeedForward"
-PLAIN_FFN = "model.layers.FeedForward"
-RMS_NORM = "model.layers.RMSNorm"
-LAYER_NORM = "model.layers.LayerNorm"
-# Parts of our parameter names -> those of Llama.
-LLAMA_NAMES = {
-    "embed": "model.embed_tokens",
-    "blocks": "model.layers",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "ffn": "mlp",
-    "attention_norm": "input_layernorm",
-    "attention": "self_attn",
-    "ffn_norm": "post_attention_layernorm",
-}
-
-
-class Architecture:
-    """What most classes have in common; a subclass says where its class differs."""
-
-    model_type: str
-    # Knobs that must have these values, and knobs that may have any value. All others must have
-    # the values of PLAIN_SOFTMAX.
-    fixed_knobs = {}
-    free_knobs = ("bias",)
-    # Its feed-forward, of any activation, and its norm.
-    ffn = GATED_FFN
-    norm = RMS_NORM
-    norm_eps_entry = "rms_norm_eps"
-    # Entries of config.json that only this class has, and entries that are knobs of ours.
-    constants = {}
-    knob_entries = {}
-    names = LLAMA_NAMES
-    # How the names of our parameters end that it lacks, and that are zero.
-    zeros = ()
-
-    # For a class that is imported: entries that may be missing or null, and their values, where
-    # None is derived from others. All other entries must be there.
-    defaults = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": None}
-
-    def misfits(self, tree: dict, layers: Layers) -> set[str]:
-        """What this class cannot express of a model, as KEY=VALUE."""
-        actual = tree | {part: tree[part]["_target_"] for part in ("ffn", "norm")}
-        needed = {"_target_": TRANSFORMER, "softcap": None, "ffn": self.ffn, "norm": self.norm}
-        found = {f"{key}={actual[key]}" for key in needed if actual[key] != needed[key]}
-        for layer in layers:
-            needed = self.required_knobs(layer)
-            if "rope_base" not in self.free_knobs and layer.get("rope_base", 1) is None:
-                needed["rope_base"] = 10000.0
-            for knob in needed.keys() & layer.keys() - {*self.free_knobs}:
-                if layer[knob] != needed[knob]:
-                    found.add(f"attention.{knob}={layer[knob]}")
-        return found
-
-    def required_knobs(self, layer: dict) -> dict:
-        """What the knobs of a layer must be, free ones aside."""
-        return PLAIN_SOFTMAX | self.fixed_knobs
-
-    def own_config(self, tree: dict, layers: Layers) -> dict:
-        """The entries of config.json that only this class has.
-
-        Where a knob is null, `layers` has the value that its attention derived.
-        Raises ValueError for what the class cannot express.
-        """
-        entries = dict(self.constants)
-        for entry, knob in self.knob_entries.items():
-            entries[entry] = common_value(layers, knob)
-        return entries
-
-    def attention_names(self, attention: nn.Module) -> dict:
-        """Parts of parameter names inside of this attention, where they are not as in `names`."""
-        return {}
-
-    def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
-        """The tensor `name` of the class, made of those parameters of ours that it holds."""
-        if len(parts) > 1:
-            return torch.cat(parts)
-        return parts[0]
+from tools.formats.architecture import (
+    LATENT,
+    LAYER_NORM,
+    LLAMA_NAMES,
+    PLAIN_FFN,
+    PLAIN_SOFTMAX,
+    RECURRENT,
+    Architecture,
+    Layers,
+    common_value,
+    layer_types,
+)
 
 
 class Llama(Architecture):
@@ -268,7 +185,7 @@ class DeepseekV3(Architecture):
     """Multi-head latent attention without experts, 2412.19437."""
 
     model_type = "deepseek_v3"
-    fixed_knobs = {"_target_": "model.attention.mla.LatentAttention"}
+    fixed_knobs = {"_target_": LATENT}
     names = LLAMA_NAMES | {
         "q_down_proj": "q_a_proj",
         "q_down_norm": "q_a_layernorm",
@@ -311,13 +228,57 @@ class DeepseekV3(Architecture):
         return {"q_proj": "q_b_proj"}
 
 
+class KimiLinear(DeepseekV3):
+    """Kimi Linear without experts, 2510.26692: delta attention, and MLA without positions."""
+
+    model_type = "kimi_linear"
+    fixed_options = {"tied": False}
+    fixed_knobs = {"_target_": LATENT, "rope_base": None}
+    recurrent_knobs = {"decay": "channel", "erase": True, "gate": "sigmoid", "low_rank": True}
+    recurrent_names = {
+        "conv": "conv1d",
+        "taps": "weight",
+        "decay_latent": "forget_gate.f_a_proj",
+        "decay_proj": "forget_gate.f_b_proj",
+        "decay_rate": "forget_gate.A_log",
+        "decay_bias": "forget_gate.dt_bias",
+        "write_proj": "b_proj",
+        "gate_latent": "g_a_proj",
+        "gate_proj": "g_b_proj",
+        "out_norm": "o_norm",
+    }
+
+    def own_config(self, tree: dict, layers: Layers) -> dict:
+        recurrent_layers = [layer for layer in layers if layer["_target_"] == RECURRENT]
+        latent_layers = [layer for layer in layers if layer["_target_"] == LATENT]
+        return super().own_config(tree, latent_layers) | {
+            "layer_types": layer_types(layers),
+            "linear_num_heads": tree["heads"],
+            # There must be sizes, even where no layer is recurrent.
+            "linear_head_dim": common_value(recurrent_layers, "head_dim", 1),
+            "linear_conv_kernel_dim": common_value(recurrent_layers, "kernel", 1),
+        }
+
+    def attention_names(self, attention: nn.Module) -> dict:
+        if isinstance(attention, GatedRecurrence):
+            return self.recurrent_names
+        return super().attention_names(attention)
+
+    def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
+        tensor = super().pack(name, parts, model)
+        if name.endswith("A_log"):
+            tensor = tensor[None, None, :, None]
+        return tensor
+
+
 class Qwen3_5(Architecture):
     """Qwen3.5 without experts: gated softmax attention, and the gated delta rule, 2412.06464."""
 
     model_type = "qwen3_5_text"
     fixed_knobs = {"qk_norm": "before_rope", "gated": True}
     free_knobs = ("bias", "rope_fraction")
-    delta_names = {
+    recurrent_knobs = {"decay": "head", "erase": True, "gate": "silu", "low_rank": False}
+    recurrent_names = {
         "attention": "linear_attn",
         "q_proj": "in_proj_qkv",  # one tensor holds these three
         "k_proj": "in_proj_qkv",
@@ -333,31 +294,24 @@ class Qwen3_5(Architecture):
         "o_proj": "out_proj",
     }
 
-    def misfits(self, tree: dict, layers: Layers) -> set[str]:
-        softmax_layers = [layer for layer in layers if layer["_target_"] != DELTA]
-        found = super().misfits(tree, softmax_layers)
-        if not softmax_layers:
-            found.add("no layer of softmax attention")
-        return found
-
     def own_config(self, tree: dict, layers: Layers) -> dict:
         entries = {"layer_types": layer_types(layers)}
         # Queries and keys have as many heads as values.
-        delta_layers = [layer for layer in layers if layer["_target_"] == DELTA]
-        if delta_layers:
-            head_dim = common_value(delta_layers, "head_dim")
+        recurrent_layers = [layer for layer in layers if layer["_target_"] == RECURRENT]
+        if recurrent_layers:
+            head_dim = common_value(recurrent_layers, "head_dim")
             entries |= {
                 "linear_num_key_heads": tree["heads"],
                 "linear_num_value_heads": tree["heads"],
                 "linear_key_head_dim": head_dim,
                 "linear_value_head_dim": head_dim,
-                "linear_conv_kernel_dim": common_value(delta_layers, "kernel"),
+                "linear_conv_kernel_dim": common_value(recurrent_layers, "kernel"),
             }
         return entries
 
     def attention_names(self, attention: nn.Module) -> dict:
-        if isinstance(attention, GatedDelta):
-            return self.delta_names
+        if isinstance(attention, GatedRecurrence):
+            return self.recurrent_names
         return {"gate_proj": "q_proj"}
 
     def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
@@ -388,35 +342,7 @@ ARCHITECTURES = {
         GraniteSWA,
         DiffLlama,
         DeepseekV3,
+        KimiLinear,
         Qwen3_5,
     )
 }
-
-
-def common_value(layers: Layers, knob: str, default: object = None) -> object:
-    """The value that all layers with this knob have. Raises ValueError where they differ."""
-    values = [layer[knob] for layer in layers if knob in layer]
-    # A layer without a window, chunk or RoPE may stand beside those with one.
-    if knob in ("window", "chunk", "rope_base"):
-        values = [value for value in values if value is not None]
-    if any(value != values[0] for value in values):
-        raise ValueError(
-            f"no class of transformers has layers of different {knob} ({values}). "
-            f"fix: train again with one attention.{knob} for all layers"
-        )
-    return values[0] if values else default
-
-
-def layer_types(layers: Layers) -> list[str]:
-    """`layer_types` of a config.json."""
-    types = []
-    for layer in layers:
-        if layer["_target_"] == DELTA:
-            types.append("linear_attention")
-        elif layer.get("window") is not None:
-            types.append("sliding_attention")
-        elif layer.get("chunk") is not None:
-            types.append("chunked_attention")
-        else:
-            types.append("full_attention")
-    return types

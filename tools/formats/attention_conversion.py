@@ -7,8 +7,8 @@ to heal it. Weights are named as in the module of a layer's attention.
 import torch
 
 from model.attention.cross_layer import SharedAttention, ValueResidualAttention
-from model.attention.gated_delta import GatedDelta
 from model.attention.mla import LatentAttention
+from model.attention.recurrent import GatedRecurrence
 from model.attention.softmax import SoftmaxAttention
 from tools.formats.latent_conversion import PROJECTIONS_AND_NORMS, fixed_options, softmax_to_latent
 from tools.formats.layer_change import (
@@ -42,7 +42,7 @@ def convert_layer(layers: Layers, layer: int, weights: Weights) -> Converted:
     if (old, new) not in CONVERSIONS:
         fix = "train the new attention anew"
         if old is SoftmaxAttention:
-            fix = "attention=gqa, shared_kv, value_residual, mla or delta"
+            fix = "attention=gqa, shared_kv, value_residual, mla or gdn"
         raise no_formula(layer, f"{old.__name__} to {new.__name__}", fix)
     return CONVERSIONS[old, new](layers, layer, weights)
 
@@ -138,17 +138,17 @@ def softmax_to_shared(layers: Layers, layer: int, weights: Weights) -> Converted
     return weights, changes
 
 
-def softmax_to_delta(layers: Layers, layer: int, weights: Weights) -> Converted:
+def softmax_to_recurrence(layers: Layers, layer: int, weights: Weights) -> Converted:
     """Keep the projections, initialize the rest: The Mamba in the Llama, 2408.15237."""
     old = layers.old[layer]
     new = layers.new[layer]
     check_equal(layer, vars(new), {"head_dim": old.head_dim})
-    # QK-norm is dropped: the delta rule normalizes queries and keys, without a weight.
+    # QK-norm is dropped: what the state needs of it, the recurrence does without a weight.
     check_all_used(layer, weights, PROJECTIONS_AND_NORMS)
     kept = {name: weights[name] for name in weights if name.endswith("_proj.weight")}
     if new.heads != old.kv_heads:
         change_kv_heads(layer, kept, old.kv_heads, new.heads)
-    return kept, [Change("a delta rule with these projections; all else is new", is_exact=False)]
+    return kept, [Change("a recurrence with these projections; all else is new", is_exact=False)]
 
 
 # (old, new): the function that changes the old weights of a layer to those of the new.
@@ -157,5 +157,5 @@ CONVERSIONS = {
     (SoftmaxAttention, SharedAttention): softmax_to_shared,
     (SoftmaxAttention, ValueResidualAttention): softmax_to_softmax,
     (SoftmaxAttention, LatentAttention): softmax_to_latent,
-    (SoftmaxAttention, GatedDelta): softmax_to_delta,
+    (SoftmaxAttention, GatedRecurrence): softmax_to_recurrence,
 }

@@ -2,14 +2,14 @@
 
 from model.build import build_model
 from run.checkpoint import MOST_LAYERS
-from tools.formats.architectures import (
-    ARCHITECTURES,
+from tools.formats.architecture import (
     PLAIN_SOFTMAX,
     TRANSFORMER,
     Architecture,
     common_value,
     layer_types,
 )
+from tools.formats.architectures import ARCHITECTURES
 from tools.formats.hf_rope import rope_from_hf, rope_to_hf
 from tools.formats.layer_knobs import HYBRID, attention_knobs
 from tools.formats.special_tokens import malformed
@@ -73,11 +73,14 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
         "hidden_act": tree["ffn"]["activation"],
         "attention_bias": common_value(layers, "bias", False),
         "mlp_bias": False,
-        # The first two are for readers that do not know `rope_parameters`.
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if scaling is None else rope,
-        "rope_parameters": rope,
     }
+    if "rope_base" not in architecture.fixed_knobs:
+        # The first two are for readers that do not know `rope_parameters`.
+        config |= {
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": None if scaling is None else rope,
+            "rope_parameters": rope,
+        }
     # Despite its name, 1 means that the layer has RoPE.
     if "rope_base" in architecture.free_knobs:
         config["no_rope_layers"] = [int(layer["rope_base"] is not None) for layer in layers]

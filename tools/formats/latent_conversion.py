@@ -17,7 +17,7 @@ from tools.formats.layer_change import (
     no_formula,
 )
 
-# The weights of softmax attention without the optional ones, which MLA and the delta rule lack.
+# The weights of softmax attention without the optional ones, which MLA and recurrences lack.
 PROJECTIONS_AND_NORMS = [f"{name}_proj.weight" for name in "qkvo"]
 PROJECTIONS_AND_NORMS += ["q_norm.weight", "k_norm.weight"]
 

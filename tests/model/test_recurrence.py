@@ -1,0 +1,147 @@
+"""Gated linear recurrences in chunks against their definition, and what a step of them computes.
+
+The definitions are the plain files of fla-core. Its package needs a GPU, so they are loaded alone.
+"""
+
+from collections.abc import Callable
+from importlib import util
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.attention.recurrent import FORGET_ALL, recurrence
+from model.context import ForwardContext
+from model.layers import no_autocast
+from tests.conftest import close, drawn, tree_of
+from tests.training.test_optimizers import Operations
+
+DIM = 8
+# Presets and their files in fla/ops.
+FLA = {"gdn": "gated_delta_rule", "kda": "kda", "mamba2": "simple_gla"}
+
+
+def inputs_of(length: int, preset: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q, k, v, beta, g and a state, with documents that start within and a token of padding.
+
+    Keys have length 1 where the state is erased, and decays are from none to e^-50 a token.
+    """
+    generator = torch.Generator().manual_seed(length)
+    num_decays = DIM if preset == "kda" else 1
+    q, k, v = torch.randn(3, 2, length, 3, DIM, generator=generator, dtype=torch.float64)
+    beta = torch.rand(2, length, 3, 1, generator=generator, dtype=torch.float64)
+    g = -50 * torch.rand(2, length, 3, num_decays, generator=generator, dtype=torch.float64) ** 8
+    g[0, [length // 3, length // 2]] = FORGET_ALL
+    g[1, length // 2] = beta[1, length // 2] = 0.0
+    state = torch.randn(2, 3, DIM, DIM, generator=generator, dtype=torch.float64)
+    inputs = (F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, beta, g, state)
+    return [x.to(dtype).requires_grad_() for x in inputs]
+
+
+def chunked(preset: str, chunk: int) -> Callable:
+    def rule(q, k, v, beta, g, state):
+        erase = None if preset == "mamba2" else beta
+        return recurrence(q, k, beta * v, erase, g, state, chunk)
+
+    return rule
+
+
+def token_by_token(q, k, v, beta, g, state, erases: bool = True) -> tuple[Tensor, Tensor]:
+    """S_t = Diag(a_t) S_{t-1} + b_t k_t u_t', u_t = v_t - S_{t-1}' Diag(a_t) k_t, or u_t = v_t."""
+    outputs = []
+    for t in range(q.shape[1]):
+        state = g[:, t, :, :, None].exp() * state
+        u = v[:, t] - erases * torch.einsum("bhij,bhi->bhj", state, k[:, t])
+        state = state + torch.einsum("bhi,bhj->bhij", k[:, t], beta[:, t] * u)
+        outputs.append(torch.einsum("bhij,bhi->bhj", state, q[:, t]))
+    return torch.stack(outputs, dim=1), state
+
+
+def with_gradients(rule, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    y, state = rule(*inputs)
+    loss = (y * y.detach().cos()).sum() + (state * state.detach().sin()).sum()
+    return y, state, *torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("length, chunk", [(1, 4), (4, 4), (11, 4), (13, 1), (37, 5), (6, 64)])
+@pytest.mark.parametrize("preset", FLA)
+def test_chunks_equal_the_recurrence_and_its_gradients(preset, length, chunk):
+    inputs = inputs_of(length, preset)
+    expected = with_gradients(lambda *x: token_by_token(*x, preset != "mamba2"), inputs)
+    close(with_gradients(chunked(preset, chunk), inputs), expected)
+
+
+def naive(name: str) -> Callable:
+    """A plain implementation of fla-core, without its package."""
+    (folder,) = util.find_spec("fla").submodule_search_locations
+    spec = util.spec_from_file_location(name, f"{folder}/ops/{name}/naive.py")
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, f"naive_recurrent_{name}")
+
+
+def compare(preset: str) -> float:
+    """The largest difference from the outputs of fla-core, in fp32."""
+    q, k, v, beta, g, state = inputs_of(100, preset, dtype=torch.float32)
+    y, _ = chunked(preset, 64)(q, k, v, beta, g, state)
+    inputs = {"q": q, "k": k, "v": v, "g": g.squeeze(-1), "beta": beta[..., 0]}
+    if preset == "mamba2":
+        inputs["v"] = inputs.pop("beta")[..., None] * v
+    expected, _ = naive(FLA[preset])(**inputs, scale=1.0, initial_state=state)
+    return (y - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("preset", FLA)
+def test_recurrences_equal_those_of_fla(preset):
+    assert compare(preset) < 1e-4
+
+
+def test_kda_with_equal_channels_is_gdn():
+    q, k, v, beta, g, state = inputs_of(70, "gdn", dtype=torch.float32)
+    by_head = chunked("gdn", 64)(q, k, v, beta, g, state)
+    by_channel = chunked("kda", 64)(q, k, v, beta, g.expand(*k.shape), state)
+    close(by_channel, by_head, atol=1e-5, rtol=0)
+
+
+def test_without_erasing_what_does_not_decay_is_not_written():
+    layer = drawn(tree_of("mamba2")).blocks[0].attention
+    x = torch.randn(2, 9, 64)
+    ctx = ForwardContext(x[..., 0])
+    layer.decay_bias.data.fill_(-200.0)
+    assert not layer(x, ctx, None, {})[0].any()
+
+
+@pytest.mark.parametrize("preset", ["gdn", "kda"])
+def test_a_step_of_one_token_solves_no_system(preset):
+    model = drawn(tree_of(preset))
+    cache = model.new_cache(2, 8, torch.float32, "cpu")
+    with torch.no_grad(), Operations() as operations:
+        model(torch.ones(2, 3, dtype=torch.int64), cache)
+        assert "aten::linalg_solve_triangular" in operations.names
+        operations.names.clear()
+        model(torch.ones(2, 1, dtype=torch.int64), cache)
+    assert "aten::linalg_solve_triangular" not in operations.names
+
+
+@pytest.mark.parametrize("preset", FLA)
+def test_a_compiled_backward_is_as_precise_as_the_forward(preset, trainer_of):
+    """Autocast is off in the recurrence, and must stay off in its gradients."""
+    trainer_of().compile()
+
+    def in_fp32(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        with no_autocast(inputs[0].device):
+            return chunked(preset, 4)(*inputs)
+
+    inputs = inputs_of(11, preset, dtype=torch.float32)
+    expected = with_gradients(in_fp32, inputs)
+    compiled = torch.compile(in_fp32, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = compiled(*inputs)
+    close(with_gradients(lambda *inputs: (y, state), inputs), expected)
+
+
+if __name__ == "__main__":  # python -m tests.model.test_recurrence: the table of docs/results.md
+    print("| attention= | file in fla/ops | largest difference |\n|---|---|---|")
+    for preset, name in FLA.items():
+        print(f"| `{preset}` | {name}/naive.py | {compare(preset):.0e} |")

@@ -1,0 +1,143 @@
+"""What the decoder classes of `transformers` have in common, and what they are described by.
+
+A layer is the dict of the knobs of its attention.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from model.transformer import Transformer
+
+Layers = list[dict]
+TRANSFORMER = "model.transformer.Transformer"
+RECURRENT = "model.attention.recurrent.GatedRecurrence"
+LATENT = "model.attention.mla.LatentAttention"
+# The optional knobs of SoftmaxAttention, all off.
+PLAIN_SOFTMAX = {
+    "_target_": "model.attention.softmax.SoftmaxAttention",
+    "_partial_": True,
+    "rope_fraction": 1.0,
+    "qk_norm": None,
+    "window": None,
+    "chunk": None,
+    "softcap": None,
+    "sink": False,
+    "gated": False,
+    "bias": False,
+}
+GATED_FFN = "model.layers.GatedFeedForward"
+PLAIN_FFN = "model.layers.FeedForward"
+RMS_NORM = "model.layers.RMSNorm"
+LAYER_NORM = "model.layers.LayerNorm"
+# Parts of our parameter names -> those of Llama.
+LLAMA_NAMES = {
+    "embed": "model.embed_tokens",
+    "blocks": "model.layers",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "ffn": "mlp",
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    "ffn_norm": "post_attention_layernorm",
+}
+
+
+class Architecture:
+    """What most classes have in common; a subclass says where its class differs."""
+
+    model_type: str
+    # Options of the model that must have these values.
+    fixed_options = {}
+    # Knobs that must have these values, and knobs that may have any value. All others must have
+    # the values of PLAIN_SOFTMAX.
+    fixed_knobs = {}
+    free_knobs = ("bias",)
+    # Those of its gated recurrences, whose class no other can express.
+    recurrent_knobs = {"_target_": PLAIN_SOFTMAX["_target_"]}
+    # Its feed-forward, of any activation, and its norm.
+    ffn = GATED_FFN
+    norm = RMS_NORM
+    norm_eps_entry = "rms_norm_eps"
+    # Entries of config.json that only this class has, and entries that are knobs of ours.
+    constants = {}
+    knob_entries = {}
+    names = LLAMA_NAMES
+    # How the names of our parameters end that it lacks, and that are zero.
+    zeros = ()
+
+    # For a class that is imported: entries that may be missing or null, and their values, where
+    # None is derived from others. All other entries must be there.
+    defaults = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": None}
+
+    def misfits(self, tree: dict, layers: Layers) -> set[str]:
+        """What this class cannot express of a model, as KEY=VALUE."""
+        actual = tree | {part: tree[part]["_target_"] for part in ("ffn", "norm")}
+        needed = {"_target_": TRANSFORMER, "softcap": None, "ffn": self.ffn, "norm": self.norm}
+        needed |= self.fixed_options
+        found = {f"{key}={actual[key]}" for key in needed if actual[key] != needed[key]}
+        for layer in layers:
+            needed = self.required_knobs(layer)
+            if "rope_base" not in (*self.free_knobs, *needed) and layer.get("rope_base", 1) is None:
+                needed["rope_base"] = 10000.0
+            for knob in needed.keys() & layer.keys() - {*self.free_knobs}:
+                if layer[knob] != needed[knob]:
+                    found.add(f"attention.{knob}={layer[knob]}")
+        if all(layer["_target_"] == RECURRENT for layer in layers):
+            found.add("no layer of softmax attention")
+        return found
+
+    def required_knobs(self, layer: dict) -> dict:
+        """What the knobs of a layer must be, free ones aside."""
+        if layer["_target_"] == RECURRENT:
+            return self.recurrent_knobs
+        return PLAIN_SOFTMAX | self.fixed_knobs
+
+    def own_config(self, tree: dict, layers: Layers) -> dict:
+        """The entries of config.json that only this class has.
+
+        Where a knob is null, `layers` has the value that its attention derived.
+        Raises ValueError for what the class cannot express.
+        """
+        entries = dict(self.constants)
+        for entry, knob in self.knob_entries.items():
+            entries[entry] = common_value(layers, knob)
+        return entries
+
+    def attention_names(self, attention: nn.Module) -> dict:
+        """Parts of parameter names inside of this attention, where they are not as in `names`."""
+        return {}
+
+    def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
+        """The tensor `name` of the class, made of those parameters of ours that it holds."""
+        if len(parts) > 1:
+            return torch.cat(parts)
+        return parts[0]
+
+
+def common_value(layers: Layers, knob: str, default: object = None) -> object:
+    """The value that all layers with this knob have. Raises ValueError where they differ."""
+    values = [layer[knob] for layer in layers if knob in layer]
+    # A layer without a window, chunk or RoPE may stand beside those with one.
+    if knob in ("window", "chunk", "rope_base"):
+        values = [value for value in values if value is not None]
+    if any(value != values[0] for value in values):
+        raise ValueError(
+            f"no class of transformers has layers of different {knob} ({values}). "
+            f"fix: train again with one attention.{knob} for all layers"
+        )
+    return values[0] if values else default
+
+
+def layer_types(layers: Layers) -> list[str]:
+    """`layer_types` of a config.json."""
+    types = []
+    for layer in layers:
+        if layer["_target_"] == RECURRENT:
+            types.append("linear_attention")
+        elif layer.get("window") is not None:
+            types.append("sliding_attention")
+        elif layer.get("chunk") is not None:
+            types.append("chunked_attention")
+        else:
+            types.append("full_attention")
+    return types
