@@ -39,7 +39,7 @@ def initial_value(path: str, module: nn.Module, name: str, generator: torch.Gene
             return torch.ones(module.normalized_shape)
         case nn.Embedding():
             return torch.randn(module.weight.shape, generator=generator) * 0.02
-        case nn.Linear() if name == "weight" and not path.endswith(ZERO_LAYERS):
+        case nn.Linear() if name == "weight" and path.rpartition(".")[-1] not in ZERO_LAYERS:
             return torch.randn(module.weight.shape, generator=generator) * module.in_features**-0.5
         case nn.Linear() | nn.LayerNorm():  # biases, and the weights of ZERO_LAYERS
             return torch.zeros(getattr(module, name).shape)
