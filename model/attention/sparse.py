@@ -157,11 +157,13 @@ class IndexedAttention(SparseAttention):
         *,
         topk: int,
         index_heads: int,
-        index_dim: int,
+        index_dim: int | None,
         index_weight: float,
         **knobs,
     ):
         super().__init__(spec, **knobs)
+        if index_dim is None:
+            index_dim = 2 * max(1, self.head_dim // 4)  # RoPE rotates pairs
         self.topk = topk
         self.index_weight = index_weight
         self.index_heads = index_heads
