@@ -131,7 +131,10 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
     # A prompt file has a prompt a line; empty lines are skipped.
     lines = args.prompt_file.read_text("utf-8-sig").split("\n")
-    return [line for line in lines if line.strip()]
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"{args.prompt_file} has no prompt. fix: a prompt a line")
+    return prompts
 
 
 if __name__ == "__main__":

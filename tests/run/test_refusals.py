@@ -194,6 +194,7 @@ BAD_GENERATION = {
     "no GPU": (["a", "--device", "cuda"], 2, "cuda"),
     "a missing file": (["--prompt-file", "absent.txt"], 2, "absent.txt"),
     "a file that is no text": (["--prompt-file", "latin.txt"], 2, "position 5"),
+    "a file without a line": (["--prompt-file", "empty.txt"], 2, "empty.txt"),
     "no tokens": (["a", "--max-new-tokens", "0"], 2, "--max-new-tokens"),
     "compiled without a cache": (["a", "--compile", "true", "--no-cache"], 2, "--no-cache"),
 }
@@ -203,6 +204,7 @@ BAD_GENERATION = {
 def test_bad_input_to_generation_is_a_line_and_a_code(command, drawn_run, monkeypatch, case):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    Path("empty.txt").touch()
     Path("latin.txt").write_bytes(b"cafe \xff")
     words, code, value = BAD_GENERATION[case]
     result = command("generate.py", *words)
