@@ -267,13 +267,16 @@ def choices(group: str = "*") -> list[str]:
 
 
 def preset_keys() -> list[str]:
-    """The keys of all presets behind their choice, as they are typed: data=text data.path."""
+    """The keys of all presets behind their choice, as they are typed: data=text data.path.
+
+    The shortest is first, which is that of the plainest preset with the key.
+    """
     keys = []
     for group in GROUPS:
         for choice in choices(group):
             tree = yaml.safe_load((CONFIGS / f"{choice.replace('=', '/')}.yaml").read_text())
             keys += dict(flatten(tree, f"{choice} {group}."))
-    return keys
+    return sorted(keys, key=len)
 
 
 def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:

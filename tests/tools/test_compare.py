@@ -37,7 +37,7 @@ def quick(forked_jobs, monkeypatch) -> None:
         return {name: {"decoding, ms/token": 1.0} for name in runs}
 
     monkeypatch.setattr(report, "latencies", latencies)
-    monkeypatch.setattr(logger, "draw_loss", lambda *_: None)
+    monkeypatch.setattr(logger, "draw_loss", lambda *_: [0.0])
 
 
 def result(folder: str = "out") -> dict[str, list[str]]:
