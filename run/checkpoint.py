@@ -35,6 +35,7 @@ UNREADABLE = (
     LookupError,
     ArithmeticError,
     RuntimeError,
+    EOFError,
     SafetensorError,
     UnpicklingError,
 )

@@ -2,6 +2,7 @@
 
 import math
 from unittest.mock import Mock
+from zipfile import ZipFile
 
 import pytest
 
@@ -94,3 +95,11 @@ def test_what_is_not_finite_reaches_no_disk(trainer_of, optimizer, value, capsys
         assert end.value.code == 4
         assert "training diverged (by step 3)" in capsys.readouterr().err
     assert not [*trainer.run_dir.glob("checkpoints/*")]
+
+
+def test_an_empty_pickle_is_damage(tmp_path):
+    with ZipFile(tmp_path / "state.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"")
+        archive.writestr("archive/version", "3\n")
+    with pytest.raises(IntegrityError, match=r"state\.pt"):
+        checkpoint.load_state(tmp_path, ["step"])
