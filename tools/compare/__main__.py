@@ -2,6 +2,7 @@
 
     python -m tools.compare attention=gqa,mha,mla seed=0,1,2 model=small max_minutes=10
     python -m tools.compare attention=gqa,gdn tasks=text,recall recall.seed=0,1 recall.steps=900
+    python -m tools.compare attention=gqa,mla seed=0,1,2,3,4,5,6,7 model=small --tune
     python -m tools.compare --report runs/NAME-*
 
 Overrides are those of train.py; KEY=A,B trains with each value, and the first is the baseline. Each
@@ -9,6 +10,7 @@ combination is a process of its own, on a machine with several GPUs one on each.
 train.py) is the time of the first run; all others train on as many tokens as that.
   tasks=text,recall,copy  what to train on, each by itself (default: text)
   TASK.KEY=VALUE          an override for that task alone
+With --tune, each variant first looks for the learning rates at which it is at its best.
 The same call again skips what is finished, goes on where it was cut off, and shares the work with
 one that is still running. It ends with a report, which --report writes of any runs.
 """
@@ -21,45 +23,76 @@ from pathlib import Path
 from run import errors
 from run.cli import Parser
 from run.errors import IntegrityError
-from tools.compare.jobs import train_all
-from tools.compare.plan import SIZES, plan_jobs
+from run.settings import compose
+from tools.compare.measures import measure_checkpoints
+from tools.compare.plan import SIZES, Variant, plan_variants, train_variants
 from tools.compare.report import write_report
-from tools.compare.runs import Run
+from tools.compare.runs import RECORDS, Run, read_records
+from tools.compare.tuning import FACTORS
 
 
 def main(args: argparse.Namespace) -> None:
     # Why runs are not in the report, by the name of their folder.
     problems = {}
     if args.report:
-        # A pattern such as runs/* also matches logs, which are left out.
-        run_dirs = [path for path in args.report if path.is_dir() or not path.exists()]
-        folder = args.dir or Path("runs/report")
+        runs = read_runs(args.report, problems)
+        # The folder of a comparison, whose records stay as they are, has its report.
+        is_one = len(args.report) == 1 and (args.report[0] / RECORDS).exists()
+        folder = args.dir or (args.report[0] if is_one else Path("runs/report"))
     else:
         with errors.user_input():
-            jobs = plan_jobs(args.overrides, args.match, args.dir)
-        folder = jobs[0].run_dir.parent
-        print(f"{len(jobs)} runs in {folder}/", file=sys.stderr)
-        train_all(jobs)
+            variants = plan_variants(args.overrides, args.match, args.dir, args.tune)
+        folder = variants[0].folder
+        announce(variants, args.tune)
+        jobs = train_variants(variants, args.tune)
+        problems = {job.run_dir.name: job.outcome for job in jobs if job.run is None}
         # The first variant is the baseline, also where its first run failed.
-        baseline = jobs[0].variant
+        baseline = variants[0].name
         jobs.sort(key=lambda job: job.variant != baseline)
-        run_dirs = [job.run_dir for job in jobs if not job.has_failed]
-        problems = {job.run_dir.name: job.outcome for job in jobs if job.has_failed}
+        runs = [job.run for job in jobs if job.run is not None]
+    for run in runs:
+        if run.has_diverged:
+            problems[run.folder.name] = "diverged"
+    if not args.quick:
+        measure_checkpoints(runs)
+    command = f"python -m tools.compare {shlex.join(sys.argv[1:])}"
+    with errors.user_input():
+        print(write_report(folder, runs, problems, command, args.margin))
 
-    # Read what finished.
+
+def announce(variants: list[Variant], has_search: bool) -> None:
+    """Say how many runs there will be, and how long they take if that is known."""
+    count = sum(len(variant.seeds) for variant in variants)
+    text = f"{count} runs in {variants[0].folder}/"
+    if has_search:
+        searched = len(FACTORS) * len(variants)
+        count += searched
+        text += f", after {searched} or more that look for learning rates"
+    minutes = compose(variants[0].overrides).max_minutes
+    if minutes is not None:
+        text += f"; about {count * minutes / 60:.1f} hours on one device, if minutes end the runs"
+    print(text, file=sys.stderr)
+
+
+def read_runs(folders: list[Path], problems: dict[str, str]) -> list[Run]:
+    """Read runs that have finished: of their folders, or the records of comparisons."""
     runs = []
-    for run_dir in run_dirs:
+    for folder in folders:
+        if folder.is_file():  # a pattern such as runs/* also matches logs
+            continue
         try:
-            run = Run.read(run_dir)
+            recorded = read_records(folder)
+            runs += recorded.values()
+            if recorded:
+                continue
+            run = Run.read(folder)
             if run.done:
                 runs.append(run)
             else:
-                problems[run_dir.name] = f"at {run.last['tokens']:,} tokens"
+                problems[folder.name] = f"at {run.last['tokens']:,} tokens"
         except IntegrityError as error:
-            problems[run_dir.name] = str(error)
-    command = f"python -m tools.compare {shlex.join(sys.argv[1:])}"
-    with errors.user_input():
-        print(write_report(folder, runs, problems, command, args.quick))
+            problems[folder.name] = str(error)
+    return runs
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -71,6 +104,13 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE,...", help="for train.py; commas sweep")
     add("--match", choices=(*SIZES, "none"), default="params", help="what model.hidden makes equal")
+    add("--tune", action="store_true", help="find the learning rates of each variant first")
+    add(
+        "--margin",
+        type=float,
+        default=0.01,
+        help="a loss is as good if it is larger by less (default: 0.01 bits per byte)",
+    )
     add(
         "--dir", type=Path, help="where runs and report go (default: runs/compare-..., runs/report)"
     )
@@ -79,7 +119,7 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         nargs="+",
         metavar="RUN",
-        help="only report; the variant of the first run is the baseline",
+        help="only report, of runs or of a comparison's folder; the first run is the baseline's",
     )
     add("--quick", action="store_true", help="report without longer contexts and decoding speed")
     args = parser.parse_intermixed_args()

@@ -5,7 +5,9 @@ import os
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from time import sleep
 from typing import IO
@@ -13,12 +15,11 @@ from typing import IO
 import torch
 
 from run import errors
-from run.errors import IntegrityError
 from run.instantiate import ROOT
 from run.progress import say, waiting
 from run.settings import compose
 from run.signals import Signals
-from tools.compare.runs import Run
+from tools.compare.runs import Run, read_records
 
 FINISHED = "finished before"  # the outcome of a run that an earlier call has trained
 Environment = dict[str, str]  # variables, which may give a run a GPU
@@ -36,6 +37,8 @@ class Job:
     run_dir: Path
     overrides: list[str]
     baseline: "Job | None" = None
+    factor: float | None = None  # of the learning rates, where it looks for the best of these
+    run: Run | None = None  # once it has been trained, also where it diverged
     outcome: str | None = None  # once it has ended
     has_failed: bool = False
     # While it trains: its process, and the environment that gives it a GPU.
@@ -95,13 +98,13 @@ class Job:
         others = compose(self.baseline.overrides)
         length = (settings.max_minutes, settings.steps)
         is_timed = length[0] is not None and length == (others.max_minutes, others.steps)
-        if self.baseline.has_failed:
+        run = self.baseline.run
+        if run is None or run.has_diverged:
             if is_timed:
                 self.end(
                     "the baseline did not finish, which decides how long it trains", has_failed=True
                 )
             return
-        run = Run.read(self.baseline.run_dir)
         self.overrides.append(f"compile={run.settings['machine']['compiled']}".lower())
         if is_timed:
             steps = run.last["tokens"] // settings.batch_tokens
@@ -109,36 +112,55 @@ class Job:
 
     def check_previous(self, log: IO) -> None:
         """End the job if the run is finished, or was trained with other overrides."""
-        try:
-            run = Run.read(self.run_dir)
-        except IntegrityError:  # train.py decides whether it can resume from this
-            return
+        # The records know a run that has finished, and the log one that has begun.
+        run = read_records(self.run_dir.parent).get(self.run_dir.name)
         log.seek(0)
-        previous = shlex.split(log.readline().removeprefix(COMMAND))
-        changed = set(previous) ^ set(self.overrides)
+        previous = run.overrides if run else shlex.split(log.readline().removeprefix(COMMAND))
+        # The folder may have been moved.
+        changed = {word for word in set(previous) ^ set(self.overrides) if "run_dir=" not in word}
         if previous and changed:
             words = " ".join(sorted(changed))
             self.end(
                 f"the run there has other overrides ({words}). fix: another --dir", has_failed=True
             )
-        elif run.done:
+        elif run:
+            self.run = run
             self.end(FINISHED)
 
     def finish(self) -> None:
-        """End the job by how its process has ended."""
-        if self.process.returncode == 0:
-            run = Run.read(self.run_dir)
-            self.end(f"{run.loss:.4f} {run.metric_name}")
-            return
-        lines = self.log_path.read_text(errors="replace").strip().splitlines()
-        problem = lines[-1].removeprefix("error: ")
-        self.end(f"exit {self.process.returncode}: {problem}", has_failed=True)
+        """End the job by how its process has ended, and record what it has trained."""
+        code = self.process.returncode
+        if code == 0:
+            self.run = Run.read(self.run_dir)
+            outcome = f"{self.run.loss:.4f} {self.run.metric_name}"
+        else:
+            lines = self.log_path.read_text(errors="replace").strip().splitlines()
+            outcome = f"exit {code}: {lines[-1].removeprefix('error: ')}"
+        if code == errors.DIVERGED:
+            self.run = Run(self.run_dir, compose(self.overrides).model_dump(), [], done=True)
+        if self.run is not None:
+            self.run.factor = self.factor
+            self.run.commit = commit()
+            self.run.overrides = self.overrides
+            self.run.append_to_records()
+        self.end(outcome, has_failed=self.run is None)
+
+
+@cache
+def commit() -> str | None:
+    """The commit of this code, with -dirty after it where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(
+            command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True
+        ).strip()
+    return None
 
 
 def train_all(jobs: list[Job]) -> None:
     """Train the jobs that are not finished, as many at a time as there are GPUs.
 
-    Runs that another call trains are waited for. On a signal, all runs save, and the process exits.
+    The first job of a task is the baseline of the others. Runs that another call trains are waited for. On a signal, all runs save, and the process exits.
     """
     # The environment of each run that trains at the same time: a GPU if there are several.
     free_gpus = [{}]

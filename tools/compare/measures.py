@@ -1,32 +1,33 @@
 """What variants are compared by, and the verdict on each of them."""
 
+import math
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import NamedTuple
 
 from run.errors import without_fix
-from run.progress import waiting
-from tools.compare.runs import Groups, Run
-from tools.compare.statistics import Estimate, Verdict, compare_to_baseline, estimate
+from run.progress import say, waiting
+from tools.compare.runs import RECORDS, Groups, Run
+from tools.compare.statistics import LEVEL, Samples, Verdict, judge, spreads_differ
+from tools.latency import latencies
 from tools.lengths import measure_lengths
 
-# Answers that are right or wrong tie by chance, so that few seeds seem to agree exactly.
-LEAST_SPREAD = 0.005  # of differences of accuracies
-NEAR_CHANCE = 0.05  # above the accuracy of guessing; in bf16, close logits tie
+NEAR_FLOOR = 0.05  # above the accuracy of an answer without looking up
+SOLVED = 0.9  # accuracy from which on a run has solved a task
 
 
 class Result(NamedTuple):
-    """A measure of all variants by their names; `reasons` says why a variant has no value.
+    """A measure of all variants by their names, where less is better, and the verdicts.
 
-    An accuracy has a `chance`, that of guessing.
+    `reasons` says why a variant has no value. `is_unequal`: the spreads of variants differ.
     """
 
     title: str
-    estimates: dict[str, Estimate]
-    best: str
+    samples: Samples
     verdicts: dict[str, Verdict]
     reasons: dict[str, str]
-    chance: float | None
+    is_unequal: bool
 
 
 def slice_loss(run: Run, name: str) -> float:
@@ -38,13 +39,14 @@ def slice_loss(run: Run, name: str) -> float:
 
 def length_change(run: Run) -> float:
     """The loss of the same targets with 4 times the training context, less that with one."""
-    lengths = measure_lengths(run.folder)
-    return lengths["4"] - lengths["1"]
+    if not run.lengths:
+        raise ValueError("not measured")
+    return run.lengths["4"] - run.lengths["1"]
 
 
 # Parts of the loss on text that tell variants apart. They raise ValueError, the reason, where a run
 # has none.
-TEXT_MEASURES = {
+TEXT_PARTS = {
     "repeated tokens, nats": partial(slice_loss, name="repeated"),
     "new tokens, nats": partial(slice_loss, name="new"),
     "4 x the context, nats more": length_change,
@@ -56,36 +58,69 @@ def evaluate(
     measure: Callable[[Run], float],
     groups: Groups,
     baseline: str,
-    chance: float | None = None,
+    margin: float,
+    num_measures: int = 1,
 ) -> Result:
-    """Measures all runs and tests the variants against the baseline, if that has a value.
+    """Measure all runs, and judge the variants beside the baseline, if that has a value.
 
-    Of accuracies, none is the best where all are near `chance`.
+    Of `num_measures` in one table, each is judged at so much smaller a level.
     """
-    values = {}
+    samples = {}
     reasons = {}
     with waiting(f"measuring {title}", len(groups)) as bar:
         for name, runs in groups.items():
             try:
-                values[name] = {run.seed: measure(run) for run in runs}
+                samples[name] = [measure(run) for run in runs]
             except ValueError as error:
                 reasons[name] = without_fix(error)
             bar.update()
-    estimates = {name: estimate([*by_seed.values()]) for name, by_seed in values.items()}
-    is_accuracy = chance is not None
-    pick = max if is_accuracy else min
-    best = pick(estimates, key=estimates.get, default="")
-    if is_accuracy:
-        title = f"{title} (chance {chance:.3f})"
-        if estimates[best].mean < chance + NEAR_CHANCE:
-            best = ""
-
     verdicts = {}
-    if baseline in values:
-        verdicts = compare_to_baseline(
-            values.pop(baseline),
-            values,
-            higher_is_better=is_accuracy,
-            least_spread=LEAST_SPREAD if is_accuracy else 0.0,
-        )
-    return Result(title, estimates, best, verdicts, reasons, chance)
+    is_unequal = False
+    if baseline in samples:
+        others = {name: values for name, values in samples.items() if name != baseline}
+        verdicts = judge(samples[baseline], others, margin, LEVEL / num_measures)
+        is_unequal = spreads_differ(samples[baseline], others)
+    return Result(title, samples, verdicts, reasons, is_unequal)
+
+
+def num_solved(runs: list[Run]) -> int:
+    return sum(run.loss >= SOLVED for run in runs)
+
+
+def tokens_until_solved(runs: list[Run]) -> float:
+    """The median over the runs that solve a task of the tokens until they do; NaN without any."""
+    tokens = []
+    for run in runs:
+        solved = [count for count, accuracy in run.logged(run.metric).items() if accuracy >= SOLVED]
+        tokens += solved[:1]
+    return median(tokens or [math.nan])
+
+
+def measure_checkpoints(runs: list[Run]) -> None:
+    """Measure longer contexts and decoding where that is missing and there is a checkpoint.
+
+    The records of a comparison keep what was measured.
+    """
+    judged = [run for run in runs if run.factor is None and run.has_checkpoint]
+    firsts = {}  # of each variant of a task
+    for run in judged:
+        firsts.setdefault((run.task, run.settings["name"]), run)
+    measured = {}
+    if not all(run.decoding for run in firsts.values()):
+        measured = latencies({name: run.folder for name, run in firsts.items()})
+    for name, milliseconds in measured.items():
+        firsts[name].decoding = milliseconds
+
+    changed = [firsts[name] for name in measured]
+    texts = [run for run in judged if run.task == "text" and not run.lengths]
+    with waiting("measuring longer contexts", len(texts)) as bar:
+        for run in texts:
+            try:
+                run.lengths = measure_lengths(run.folder)
+                changed.append(run)
+            except ValueError as error:
+                say(f"{run.folder.name}: {without_fix(error)}")
+            bar.update()
+    for run in changed:
+        if (run.folder.parent / RECORDS).exists():
+            run.append_to_records()

@@ -5,6 +5,7 @@ from html import escape
 from io import StringIO
 from typing import NamedTuple
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 STYLE = """
@@ -22,8 +23,7 @@ td small { display: block; font-size: .75rem; line-height: 1.3; color: var(--fai
            text-wrap: balance }
 th:first-child, td:first-child { position: sticky; left: 0; background: Canvas }
 th:first-child, td:first-child, tr > :nth-child(2):last-child { text-align: left }
-.better small { color: var(--better) } .worse small { color: var(--worse) }
-.not { color: var(--faint) }
+.better { color: var(--better) } .worse { color: var(--worse) } .cannot { color: var(--faint) }
 figure { display: inline-block; width: min(36rem, 100%); margin: 0 1rem 1rem 0 }
 figcaption { font-size: .9rem; color: var(--faint) }
 svg { width: 100%; height: auto; fill: currentColor }
@@ -36,14 +36,14 @@ class Cell(NamedTuple):
     value: str
     note: str = ""
     verdict: str = ""
-    is_best: bool = False
 
     def html(self) -> str:
-        tag = "b" if self.is_best else "span"
-        # A value and its interval stay on one line.
-        value = escape(self.value).replace(" ± ", "&nbsp;±&nbsp;")
         note = f"<small>{escape(self.note)}</small>"
-        return f'<td class="{self.verdict}"><{tag}>{value}</{tag}>{note}</td>'
+        return f'<td class="{self.verdict}"><span>{escape(self.value)}</span>{note}</td>'
+
+
+Row = dict[str, Cell]  # by the titles of the columns
+EMPTY = Cell("")
 
 
 class Page:
@@ -63,23 +63,39 @@ class Page:
     def paragraph(self, text: str, tag: str = "p") -> None:
         self.blocks.append(f"<{tag}>{escape(text)}</{tag}>")
 
-    def figure(self, figure: Figure, caption: str) -> None:
-        """Add a figure as SVG. Its black becomes the color of the text around it."""
+    def figure(self, figure: Figure, caption: str) -> str:
+        """Add a figure, and return its SVG. Its black becomes the color of the text around it."""
         buffer = StringIO()
-        figure.savefig(buffer, format="svg", transparent=True)
+        # The names of its parts follow from their order, and not from chance.
+        with rc_context({"svg.hashsalt": str(len(self.blocks))}):
+            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         _, tag, drawing = buffer.getvalue().partition("<svg")
         drawing = re.sub("<metadata>.*</metadata>", "", drawing, flags=re.DOTALL)
-        drawing = drawing.replace("#000000", "currentColor")
+        svg = tag + drawing.replace("#000000", "currentColor")
         caption = escape(caption)
-        self.blocks.append(f"<figure>{tag}{drawing}<figcaption>{caption}</figcaption></figure>")
+        self.blocks.append(f"<figure>{svg}<figcaption>{caption}</figcaption></figure>")
+        return svg
 
-    def table(self, header: list[str], rows: list[list[Cell]]) -> None:
-        lines = ["".join(f"<th>{escape(text)}</th>" for text in header)]
+    def table(self, rows: list[Row]) -> None:
+        """Add a table with the columns of all rows; where a row has none, its cell is empty."""
+        titles = titles_of(rows)
+        lines = ["".join(f"<th>{escape(title)}</th>" for title in titles)]
         for row in rows:
-            lines.append("".join(cell.html() for cell in row))
+            lines.append("".join(row.get(title, EMPTY).html() for title in titles))
         body = "\n".join(f"<tr>{line}</tr>" for line in lines)
         self.blocks.append(f"<table>\n{body}\n</table>")
 
-    def texts(self, header: list[str], rows: list[list[str]]) -> None:
-        """Add a table of plain texts."""
-        self.table(header, [[Cell(text) for text in row] for row in rows])
+
+def titles_of(rows: list[Row]) -> list[str]:
+    """The titles of all columns, in the order in which they come."""
+    return list(dict.fromkeys(title for row in rows for title in row))
+
+
+def markdown(rows: list[Row]) -> str:
+    """The values of a table, without what notes say, in Markdown."""
+    titles = [
+        title for title in titles_of(rows) if any(title in row and row[title].value for row in rows)
+    ]
+    lines = [titles, ["---"] * len(titles)]
+    lines += [[row.get(title, EMPTY).value for title in titles] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from zlib import crc32
@@ -14,47 +15,123 @@ from zlib import crc32
 from model.build import build_model
 from model.transformer import Transformer
 from run.settings import GROUPS, compose, parse_overrides
-from tools.compare.jobs import Job
+from tools.compare.jobs import Job, train_all
+from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses
 from training.setup import set_up_run
 
 TASKS = ("text", "recall", "copy")  # what `tasks` may list
 SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes count as equal
 # The sizes of a model that --match makes equal.
 SIZES = {"params": Transformer.num_parameters, "flops": Transformer.training_flops}
+SEARCH_SEED = 1000  # of the search for learning rates: it judges nothing
 Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) that each key takes in turn
 Variants = dict[str, list[str]]  # the overrides of each variant, by its name; the baseline first
 
 
-def plan_jobs(overrides: list[str], match: str, folder: Path | None) -> list[Job]:
-    """Plan a job for each combination of the sweep of each task, seed by seed, baselines first.
+@dataclass
+class Variant:
+    """What is trained on a task with several seeds, and at which factor of the learning rates."""
 
-    Runs go to `folder`, or to one that all comparisons with the same baseline share.
-    Raises ValueError for what cannot be compared, and ends with exit code 2 for what cannot be
-    trained here.
+    task: str
+    name: str
+    overrides: list[str]
+    seeds: list[int]
+    folder: Path
+    factor: float = 1.0
+    searched: list[Job] = field(default_factory=list)  # the runs that look for the best factor
+
+    def job(self, seed: int, factor: float | None = None) -> Job:
+        """A run at the variant's own factor, or one of the search at another factor."""
+        prefix = "" if self.task == "text" else f"{self.task}-"
+        suffix = "" if factor is None else f"-x{factor:g}"
+        run_dir = self.folder / f"{prefix}{self.name}{suffix}-{seed}"
+        path = json.dumps(str(run_dir), ensure_ascii=False)
+        rates = scaled_rates(self.overrides, self.factor if factor is None else factor)
+        words = [*self.overrides, *rates, f"seed={seed}", f"run_dir={path}", "resume=true"]
+        return Job(self.name, run_dir, words, factor=factor)
+
+    def search(self) -> list[Job]:
+        """The runs that the search for the best factor needs next; none once it has ended."""
+        runs = [job.run for job in self.searched if job.run is not None]
+        losses = rate_losses(runs)
+        factors = [next_factor(losses)] if losses else FACTORS
+        if len(runs) < len(self.searched):  # what failed would fail again
+            factors = [None]
+        jobs = [self.job(SEARCH_SEED, factor) for factor in factors if factor is not None]
+        self.searched += jobs
+        if losses and not jobs:
+            self.factor = find_optimum(losses).factor
+        return jobs
+
+
+def scaled_rates(overrides: list[str], factor: float) -> list[str]:
+    """The overrides that multiply all learning rates of an optimizer."""
+    rates = []
+    for key, value in compose(overrides).optimizer.items():
+        if factor != 1.0 and (key == "lr" or key.endswith("_lr")):
+            rates.append(f"optimizer.{key}={value * factor:.4g}")
+    return rates
+
+
+def plan_variants(
+    overrides: list[str], match: str, folder: Path | None, has_search: bool
+) -> list[Variant]:
+    """Plan the variants of each task, its baseline first.
+
+    Runs go to `folder`, or to one that all comparisons with the same baseline share; those with a
+    search for learning rates have others. Raises ValueError for what cannot be compared, and ends with exit code
+    2 for what cannot be trained here.
     """
-    jobs = []
+    planned = []
     for task, sweep in split_tasks(expand_sweep(overrides)).items():
         if match != "none" and len(sweep.get("model.hidden", [])) > 1:
             raise ValueError(
                 f"model.hidden is what makes sizes equal (--match {match}). fix: --match none"
             )
         # Seeds are repetitions of a variant, and all other keys make variants.
-        seeds = sweep.pop("seed", ["seed=0"])
+        seeds = [int(word.partition("=")[2]) for word in sweep.pop("seed", ["seed=0"])]
+        if has_search and SEARCH_SEED in seeds:
+            raise ValueError(f"--tune has this seed (seed={SEARCH_SEED}). fix: seed=0,1,2")
         variants = name_variants(sweep)
         if folder is None:
-            identity = " ".join([match, *next(iter(variants.values()))])
-            folder = Path("runs", f"compare-{crc32(identity.encode()):08x}")
+            words = [match, *next(iter(variants.values())), *(["tune"] if has_search else [])]
+            folder = Path("runs", f"compare-{crc32(' '.join(words).encode()):08x}")
         match_sizes(variants, match)
+        planned += [Variant(task, name, words, seeds, folder) for name, words in variants.items()]
+    return planned
 
-        prefix = "" if task == "text" else f"{task}-"
-        baseline = None
-        for seed, name in product(seeds, variants):
-            number = seed.partition("=")[2]
-            run_dir = folder / f"{prefix}{name}-{number}"
-            path = json.dumps(str(run_dir), ensure_ascii=False)
-            words = [*variants[name], seed, f"run_dir={path}", "resume=true"]
-            jobs.append(Job(name, run_dir, words, baseline))
-            baseline = baseline or jobs[-1]
+
+def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
+    """Train what is missing, first what the search for learning rates needs, and return all jobs.
+
+    The first job of a task, its baseline's, decides how long all others train.
+    """
+    jobs = []
+    baselines = {}  # by task
+
+    def train(pairs: list[tuple[Variant, Job]]) -> None:
+        for variant, job in pairs:
+            baseline = baselines.setdefault(variant.task, job)
+            job.baseline = None if job is baseline else baseline
+            jobs.append(job)
+        train_all([job for _, job in pairs])
+
+    # The search goes on until no variant has its best rate at the edge of what was tried.
+    while has_search:
+        pairs = [(variant, job) for variant in variants for job in variant.search()]
+        if not pairs:
+            break
+        train(pairs)
+    # Then seed by seed.
+    seeds = dict.fromkeys(seed for variant in variants for seed in variant.seeds)
+    train(
+        [
+            (variant, variant.job(seed))
+            for seed in seeds
+            for variant in variants
+            if seed in variant.seeds
+        ]
+    )
     return jobs
 
 

@@ -1,205 +1,300 @@
-"""Writes the report of a comparison, report.html."""
+"""Writes the report of a comparison, report.html, from the records of its runs."""
 
+import math
 from collections import defaultdict
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
+
+from matplotlib.figure import Figure
 
 from run.errors import without_fix
-from tools.compare.measures import TEXT_MEASURES, Result, evaluate, length_change
-from tools.compare.page import Cell, Page
-from tools.compare.plots import draw_curves, draw_points, in_bytes
-from tools.compare.runs import Groups, Run, differences, group_by_variant
-from tools.latency import Latencies, latencies
+from tools.compare.measures import (
+    NEAR_FLOOR,
+    SOLVED,
+    TEXT_PARTS,
+    Result,
+    evaluate,
+    num_solved,
+    tokens_until_solved,
+)
+from tools.compare.page import Cell, Page, markdown
+from tools.compare.plots import draw_curves, draw_forest, in_bytes, mean_curve
+from tools.compare.runs import Groups, Run, changes, group_by_variant
+from tools.compare.tuning import Losses, find_optimum, rate_losses
 
 # What a choice takes at least. With fewer seeds, only large differences show. With fewer tokens,
 # the ranking may change with more training; 20 are optimal for their compute (Hoffmann et al.,
 # 2203.15556).
 MIN_SEEDS = 3
 MIN_TOKENS = 10  # a parameter
-RESULT = """
-Means over seeds at the end of training ± half of their 95 % confidence interval (Student's t), and
-the difference to the baseline. The best mean is bold, unless all are near chance. The verdict is
-that of a t-test over n pairs of runs, those of one seed or else in their order, with p corrected
-for all tests of the column (Holm, 5 % together); intervals are not corrected. Grey: not
-distinguishable, which is not equal: the interval says how large the difference may be. One pair
-gives no verdict: train more seeds. Differences of accuracies are taken to have a standard deviation
-of half a point at least, since counts tie by chance.
+VERDICTS = """
+Verdict: of the 95 % intervals of all variants together (Dunnett, the variance pooled over variants,
+seeds not paired), "better" and "worse" ones leave out zero, and "as good" ones end within the
+margin, on the bad side. "Cannot tell" is not equal: it says which difference these seeds would have
+found with a chance of 80 %. Variants whose best learning rate lies at the edge of what was tried
+have no verdict.
 """
-COSTS = """
+UNEQUAL = """
+The spreads of the variants differ (Bartlett's test): intervals are those of Welch's t-tests with
+Bonferroni's correction.
+"""
+PARTS = """
 Repeated tokens complete a bigram that occurred earlier in the same context; new tokens are all
 others. "4 x the context" is by how much the loss of the last tokens of windows of four times the
 training context exceeds that of the same tokens behind one training context, without more training
-or scaled positions. The cache holds one row of a full context in bf16. Training speed is the median
-over the lines of a log. Decoding is measured at full context with the first seed's model as
-generate.py loads it, and not compiled. FLOPs are those of forward and backward.
+or scaled positions. The intervals of all these columns hold together.
 """
-EQUAL = """
-With the same seed, parameters of the same name and shape have the same initial values, and batches
-of the same size and text are the same. The settings that differ, and the variants that have each
-value:
+COSTS = """
+The cache holds one row of a full context in bf16. Training speed is the median over the lines of a
+log. Decoding is measured at full context with the first seed's model as generate.py loads it, and
+not compiled. FLOPs are those of forward and backward. Of all settings, the last column has those
+that differ from the baseline's; a feed-forward of another width makes sizes equal.
+"""
+TUNING = """
+Each variant was trained at several factors of all learning rates, with a seed that judges nothing.
+The runs above have the factor at which a parabola in its logarithm is lowest. Off by two: by how
+much a rate of half or twice the optimum raises the loss.
 """
 
 
 def write_report(
-    folder: Path, runs: list[Run], problems: dict[str, str], command: str, is_quick: bool
+    folder: Path, runs: list[Run], problems: dict[str, str], command: str, margin: float
 ) -> str:
-    """Write report.html into `folder`, and return the summary.
+    """Write report.html and the figures of its verdicts into `folder`, and return the summary.
 
     `runs` are finished, and the variant of the first is the baseline; `problems` says why others
-    are not, by the name of their folder. If `is_quick`, longer contexts and decoding, which would
-    have to be measured, are left out. Raises ValueError if there is no run.
+    are not, by the name of their folder. A variant is as good if it is within `margin` of the
+    baseline. Raises ValueError if there is no run.
     """
     missing = [f"{name} is not in the report: {why}" for name, why in problems.items()]
     if not runs:
         raise ValueError(f"no run finished ({without_fix('; '.join(missing))}). fix: train one")
 
-    # Models of one size are compared with each other.
+    # Models of one size are compared with each other, task by task.
     page = Page("Comparison")
-    sizes = defaultdict(list)
+    parts = defaultdict(list)
     for run in runs:
-        sizes[run.settings["model"]["dim"]].append(run)
+        parts[run.task, run.settings["model"]["dim"]].append(run)
+    folder.mkdir(parents=True, exist_ok=True)
     lines = []
-    for dim, members in sizes.items():
-        page.paragraph(f"Models of dim {dim}", "h2")
-        lines.append(add_comparison(page, members, is_quick))
+    for (task, dim), members in parts.items():
+        page.paragraph(f"{task}, models of dim {dim}", "h2")
+        figure, text = add_comparison(page, members, margin)
+        (folder / f"{task}-{dim}.svg").write_text(figure)
+        lines.append(text)
 
     if problems:
         page.paragraph("Not in the tables:")
-        page.texts(["run", "why"], list(problems.items()))
-    page.paragraph(f"Made by {command}")
-    folder.mkdir(parents=True, exist_ok=True)
+        page.table([{"run": Cell(name), "why": Cell(why)} for name, why in problems.items()])
+    commits = sorted({str(run.commit) for run in runs})
+    page.paragraph(f"Made by {command}; trained at commit {', '.join(commits)}.")
     file = folder / "report.html"
     file.write_text(page.html())
     return "\n".join([*lines, *missing, f"written: {file}, which any browser opens"])
 
 
-def add_comparison(page: Page, runs: list[Run], is_quick: bool) -> str:
-    """Add all about the runs of models of one size, the baseline first; return a summary."""
-    # Group by task and by variant. Costs and settings of a variant are those of the first task that
-    # it has.
-    by_task = defaultdict(list)
+def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str]:
+    """Add all about the runs of one task and size -> the SVG of their verdicts, and a summary."""
+    groups = group_by_variant([run for run in runs if run.factor is None and not run.has_diverged])
+    baseline = next(iter(groups))
+    searches = defaultdict(list)
     for run in runs:
-        by_task[run.task].append(run)
-    tasks = {task: group_by_variant(members) for task, members in by_task.items()}
-    variants = {}
-    for groups in tasks.values():
-        variants = variants | groups | variants
-    baseline = next(iter(variants))
+        if run.factor is not None:
+            searches[run.settings["name"]].append(run)
+    losses = {name: rate_losses(members) for name, members in searches.items()}
 
-    # Judge each task by its metric, and text by its parts too.
-    metrics = {}
-    for task, groups in tasks.items():
-        first = by_task[task][0]
-        metrics[task] = evaluate(
-            first.metric_name, attrgetter("loss"), groups, baseline, first.chance
-        )
-    results = [*metrics.values()]
-    milliseconds = {}
-    if "text" in tasks:
-        for title, measure in TEXT_MEASURES.items():
-            if measure is not length_change or not is_quick:
-                results.append(evaluate(title, measure, tasks["text"], baseline))
-    if not is_quick:
-        milliseconds = latencies({name: runs[0].folder for name, runs in variants.items()})
+    # A task is solved or not, which has no mean; a loss has a difference, and a verdict.
+    first = groups[baseline][0]
+    if first.floor is None:
+        result = evaluate(first.metric_name, attrgetter("loss"), groups, baseline, margin)
+        withhold_verdicts(result, losses, baseline)
+        figure = draw_differences(result, groups, baseline, margin)
+        cells = partial(loss_cells, result, baseline)
+        clauses = verdict_clauses(result, baseline, margin)
+    else:
+        figure = draw_accuracies(groups, first.floor)
+        cells = partial(accuracy_cells, groups)
+        clauses = accuracy_clauses(groups, first.floor)
+    summary = doubts(groups) + f"Beside {baseline} ({len(groups[baseline])} seeds), {clauses}"
 
-    # The page, top to bottom: what a reader looks for first.
-    text = summary(variants, baseline, metrics)
-    page.paragraph(text)
-    add_results(page, variants, results, baseline, milliseconds)
-    add_plots(page, variants, [*metrics.values()])
-    add_details(page, tasks, variants)
+    # What a reader looks for comes first.
+    page.paragraph(summary)
+    svg = page.figure(figure, "a dot for each seed, and 95 % intervals of all variants together")
+    rows = []
+    for name, members in groups.items():
+        columns = {"variant": Cell(name), **cells(name)}
+        if name in losses:
+            columns["rates x"] = Cell(f"{find_optimum(losses[name]).factor:.3g}")
+        columns |= cost_cells(members) | {"settings": Cell("", changes(members[0], first))}
+        rows.append(columns)
+    page.table(rows)
+    page.paragraph(VERDICTS + (UNEQUAL if first.floor is None and result.is_unequal else ""))
+    page.paragraph(COSTS)
+
+    if first.task == "text":
+        add_parts(page, groups, baseline, margin)
+    if losses:
+        add_searches(page, losses, baseline)
+    curves = draw_curves(
+        {name: mean_curve(members) for name, members in groups.items()}, "tokens", first.metric
+    )
+    page.figure(curves, f"{first.metric} during training")
+    machine = first.settings.get("machine", {})
+    page.paragraph(" ".join(f"{key}: {value}." for key, value in machine.items()))
+    return svg, f"{summary}\n{markdown(rows)}"
+
+
+def doubts(groups: Groups) -> str:
+    """What the runs cannot bear, of all variants the one with the least; "" without any."""
+    found = []
+    seeds = min(map(len, groups.values()))
+    if seeds < MIN_SEEDS:
+        found.append(f"{seeds} of {MIN_SEEDS} seeds")
+    firsts = [runs[0] for runs in groups.values()]
+    ratio = min(run.last["tokens"] / run.model.num_parameters() for run in firsts)
+    if ratio < MIN_TOKENS and firsts[0].task == "text":
+        found.append(f"{ratio:.2g} of {MIN_TOKENS} tokens a parameter")
+    return f"Too little to choose: {', '.join(found)}. " if found else ""
+
+
+def withhold_verdicts(result: Result, losses: dict[str, Losses], baseline: str) -> None:
+    """Take back verdicts where the best rate of the variant or of the baseline may be missing."""
+    outside = {name for name, each in losses.items() if not find_optimum(each).is_inside}
+    for name, verdict in result.verdicts.items():
+        if {name, baseline} & outside:
+            result.verdicts[name] = verdict._replace(text="best rate at the edge")
+
+
+def verdict_clauses(result: Result, baseline: str, margin: float) -> str:
+    """The variants by their verdict, and which difference would have been found."""
+    names = defaultdict(list)
+    for name, verdict in result.verdicts.items():
+        names[verdict.text].append(name)
+    clauses = [f"{text}: {', '.join(each)}" for text, each in names.items()]
+    found = [verdict.detectable for verdict in result.verdicts.values()]
+    text = f"{result.title} with a margin of {margin:g}: {'; '.join(clauses) or 'no variant'}."
+    if found and max(found) > 0:  # not NaN
+        text += f" A difference of {max(found):.4f} would have been found with a chance of 80 %."
     return text
 
 
-def summary(variants: Groups, baseline: str, metrics: dict[str, Result]) -> str:
-    """What the runs can bear, and the variants by their verdict in each task."""
-    # Of all variants, the fewest seeds and the fewest tokens count.
-    doubts = []
-    seeds = min(map(len, variants.values()))
-    if seeds < MIN_SEEDS:
-        doubts.append(f"{seeds} of {MIN_SEEDS} seeds")
-    firsts = [runs[0] for runs in variants.values()]
-    ratio = min(run.last["tokens"] / run.model.num_parameters() for run in firsts)
-    if ratio < MIN_TOKENS:
-        doubts.append(f"{ratio:.2g} of {MIN_TOKENS} tokens a parameter")
-
-    clauses = [f"Beside {baseline} (seeds: {len(variants[baseline])})"]
-    for task, result in metrics.items():
-        if not result.best:
-            doubts.append(f"{task} at chance")
-        words = [f"{name} {verdict.text}" for name, verdict in result.verdicts.items()]
-        clauses.append(f"{result.title}: {', '.join(words) or 'nothing to compare with'}")
-    sentence = f"{'; '.join(clauses)}."
-    if doubts:
-        return f"Too little to choose: {', '.join(doubts)}.\n{sentence}"
-    return sentence
+def loss_cells(result: Result, baseline: str, name: str) -> dict[str, Cell]:
+    """The mean of a variant, its difference to the baseline, and the verdict."""
+    if name not in result.samples:
+        return {result.title: Cell("n/a", result.reasons[name])}
+    cells = {result.title: Cell(f"{fmean(result.samples[name]):.4f}")}
+    verdict = result.verdicts.get(name)
+    note = "baseline" if name == baseline else "no baseline"
+    if verdict is not None:
+        note = f"{verdict.difference:+z.4f} [{verdict.low:+z.4f}, {verdict.high:+z.4f}]"
+    cells["difference [95 %]"] = Cell(note)
+    text = verdict.text if verdict else ""
+    cells["verdict"] = Cell(text, "", text)
+    return cells
 
 
-def add_results(
-    page: Page, variants: Groups, results: list[Result], baseline: str, milliseconds: Latencies
-) -> None:
-    """Add the table of verdicts and costs, a row a variant."""
-    rows = []
-    for name, runs in variants.items():
-        costs = cost_cells(runs, milliseconds.get(name, {}))
-        cells = [result_cell(result, name, baseline) for result in results]
-        rows.append([Cell(name), *cells, *costs.values()])
-    page.table(["variant", *[result.title for result in results], *costs], rows)
-    page.paragraph(RESULT)
-    page.paragraph(COSTS)
+def accuracy_clauses(groups: Groups, floor: float) -> str:
+    """Which variants solve a task, and with how many of their seeds."""
+    texts = []
+    for name, runs in groups.items():
+        text = f"{name} {num_solved(runs)} of {len(runs)}"
+        if max(run.loss for run in runs) < floor + NEAR_FLOOR:
+            text += " (at the floor)"
+        texts.append(text)
+    title = next(iter(groups.values()))[0].metric_name
+    return f"{title} (floor {floor:.3f}), seeds that reach {SOLVED:.0%}: {', '.join(texts)}."
 
 
-def cost_cells(runs: list[Run], milliseconds: dict[str, float]) -> dict[str, Cell]:
+def accuracy_cells(groups: Groups, name: str) -> dict[str, Cell]:
+    """How many seeds of a variant solve the task, after how many tokens, and their accuracies."""
+    runs = groups[name]
+    accuracies = sorted(100 * run.loss for run in runs)
+    return {
+        "seeds that solve it": Cell(f"{num_solved(runs)} of {len(runs)}"),
+        "million tokens until then": Cell(f"{tokens_until_solved(runs) / 1e6:.2f}"),
+        "accuracy, %": Cell(f"{accuracies[0]:.1f} to {accuracies[-1]:.1f}"),
+        "above the floor": Cell(f"{fmean(accuracies) - 100 * runs[0].floor:+.1f}"),
+    }
+
+
+def cost_cells(runs: list[Run]) -> dict[str, Cell]:
     """What a variant costs, by the titles of the columns."""
     first = runs[0]
-    rate = mean(run.tokens_per_second for run in runs)
+    rate = fmean(run.tokens_per_second for run in runs)
     cells = {"cache": Cell(in_bytes(first.cache_bytes)), "training, tokens/s": Cell(f"{rate:,.0f}")}
-    for title, value in milliseconds.items():
+    for title, value in first.decoding.items():
         cells[title] = Cell(f"{value:.2f}")
     cells["parameters"] = Cell(f"{first.model.num_parameters():,}")
     cells["MFLOP/token"] = Cell(f"{first.model.training_flops() / 1e6:.2f}")
     return cells
 
 
-def result_cell(result: Result, name: str, baseline: str) -> Cell:
-    """The mean of a variant, its difference to the baseline, and the verdict."""
-    if name not in result.estimates:
-        return Cell("n/a", result.reasons.get(name, "not trained"))
-    value = result.estimates[name].text()
-    is_best = name == result.best
-    if name not in result.verdicts:
-        return Cell(value, "baseline" if name == baseline else "", "", is_best)
-    difference, pairs, p, text = result.verdicts[name]
-    reason = "(one pair)" if pairs == 1 else f"{text} (p {p:.3f}, n {pairs})"
-    return Cell(value, f"{difference.text('+')} {reason}", text, is_best)
+def draw_differences(result: Result, groups: Groups, baseline: str, margin: float) -> Figure:
+    """The forest plot of a loss: the differences to the baseline, the best at the top."""
+    center = fmean(result.samples[baseline])
+    rows = []
+    for name in sorted(result.samples, key=lambda name: fmean(result.samples[name])):
+        label = f"{name}, {in_bytes(groups[name][0].cache_bytes)}"
+        dots = [value - center for value in result.samples[name]]
+        verdict = result.verdicts.get(name)
+        interval = (verdict.low, verdict.high) if verdict else None
+        rows.append((label, dots, interval))
+    title = f"{result.title}: difference to {baseline}, less is better"
+    return draw_forest(rows, title, {"equal": 0.0, f"margin {margin:g}": margin})
 
 
-def add_plots(page: Page, variants: Groups, metrics: list[Result]) -> None:
-    """Add the metric of each task against cache bytes."""
-    cache_bytes = {name: runs[0].cache_bytes for name, runs in variants.items()}
-    for result in metrics:
-        figure = draw_points(cache_bytes, result.estimates, result.title)
-        caption = f"{result.title} against cache bytes, with 95 % intervals over seeds"
-        if result.chance is not None:
-            axes = figure.axes[0]
-            axes.set_ylim(-0.02, 1.02)  # accuracies, with room for a marker
-            axes.axhline(result.chance, color="gray", linestyle=":")
-            caption += "; dotted: chance"
-        page.figure(figure, caption)
+def draw_accuracies(groups: Groups, floor: float) -> Figure:
+    """The forest plot of a task: the accuracy of each seed, the best at the top."""
+    rows = []
+    for name in sorted(groups, key=lambda name: -fmean(run.loss for run in groups[name])):
+        label = f"{name}, {in_bytes(groups[name][0].cache_bytes)}"
+        rows.append((label, [run.loss for run in groups[name]], None))
+    title = next(iter(groups.values()))[0].metric_name
+    return draw_forest(rows, title, {f"floor {floor:.3f}": floor, f"solved {SOLVED:g}": SOLVED})
 
 
-def add_details(page: Page, tasks: dict[str, Groups], variants: Groups) -> None:
-    """Add what a reader must know to believe the result, and the curves of training."""
-    machine = next(iter(variants.values()))[0].settings["machine"]
-    page.paragraph(EQUAL)
-    page.texts(["setting", "values"], list(differences(variants).items()))
-    page.paragraph(" ".join(f"{key}: {value}." for key, value in machine.items()))
+def add_parts(page: Page, groups: Groups, baseline: str, margin: float) -> None:
+    """Add the table of the parts of the loss on text."""
+    results = [
+        evaluate(title, measure, groups, baseline, margin, len(TEXT_PARTS))
+        for title, measure in TEXT_PARTS.items()
+    ]
+    rows = []
+    for name in groups:
+        columns = {"variant": Cell(name)}
+        for result in results:
+            value, *rest = loss_cells(result, baseline, name).values()
+            note = " ".join(cell.value for cell in rest)
+            verdict = rest[-1].verdict if rest else ""
+            columns[result.title] = Cell(value.value, note or value.note, verdict)
+        rows.append(columns)
+    page.table(rows)
+    page.paragraph(PARTS)
 
-    # Curves of the training loss beside those of the evaluations.
-    for task, groups in tasks.items():
-        metric = next(iter(groups.values()))[0].metric
-        for key in ("train_loss", metric):
-            figure = draw_curves(groups, partial(Run.logged, key=key), "tokens", key)
-            page.figure(figure, f"{task}: {key} during training")
+
+def add_searches(page: Page, losses: dict[str, Losses], baseline: str) -> None:
+    """Add what the search for learning rates found."""
+    page.paragraph(TUNING)
+    page.figure(
+        draw_curves(losses, "factor of the learning rates", "val_loss, nats"),
+        "the held-out loss by the factor of all learning rates; what diverged is left out",
+    )
+    rows = []
+    for name, each in losses.items():
+        optimum = find_optimum(each)
+        rows.append(
+            {
+                "variant": Cell(name),
+                "optimum x": Cell(f"{optimum.factor:.3g}", "" if optimum.is_inside else "edge"),
+                "off by two, nats": Cell(f"{optimum.sensitivity:+.4f}"),
+                "tried": Cell(", ".join(f"{factor:g}" for factor in sorted(each))),
+                "diverged": Cell(str(sum(map(math.isinf, each.values())))),
+                "at the common rates, nats": Cell(f"{each[1.0] - losses[baseline][1.0]:+.4f}"),
+                "at the best tried, nats": Cell(
+                    f"{min(each.values()) - min(losses[baseline].values()):+.4f}"
+                ),
+            }
+        )
+    page.table(rows)

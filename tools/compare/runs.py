@@ -1,9 +1,9 @@
 """Runs as the report reads them, and which of them are one variant with different seeds."""
 
 import json
-import re
+import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -15,6 +15,7 @@ from model.transformer import Transformer
 from run import checkpoint
 from run.errors import IntegrityError
 from run.settings import flatten
+from training.setup import open_corpus
 
 # Settings that are not compared: they name a run. Its length is in `tokens`, its machine in
 # `machine.`.
@@ -39,6 +40,7 @@ NOT_IDENTITY = (
     "sample_every",
     "log_every",
 )
+RECORDS = "runs.jsonl"  # in the folder of a comparison
 
 Groups = dict[str, list["Run"]]  # the runs of each variant, by its name; the baseline first
 Curve = dict[int, float]  # tokens -> a metric
@@ -46,16 +48,27 @@ Curve = dict[int, float]  # tokens -> a metric
 
 @dataclass
 class Run:
-    """A run on disk: its settings, the lines of its metrics, and whether nothing is left to do."""
+    """A run: its settings, the lines of its metrics, and whether nothing is left to do.
+
+    RECORDS in the folder of a comparison has a line for each run that finished, so that reports
+    need no checkpoints, and a comparison goes on without them.
+    """
 
     folder: Path
     settings: dict
-    lines: list[dict]
+    lines: list[dict]  # none of a run that diverged
     done: bool
+    tokens_per_second: float = math.nan  # the median over the lines of the log
+    factor: float | None = None  # of the learning rates, in a run that looks for the best of these
+    commit: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    # Measured with the last checkpoint: losses by multiples of the context, and ms by the title.
+    lengths: dict[str, float] = field(default_factory=dict)
+    decoding: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        """Raises IntegrityError where there is no run, or none that can be read."""
+        """Read the folder of a run. Raises IntegrityError where there is none that can be read."""
         newest = checkpoint.newest_checkpoint(folder)
         if newest is None:
             raise IntegrityError(f"no checkpoint ({folder}). fix: --report runs/NAME")
@@ -73,7 +86,28 @@ class Run:
         # Runs are compared on the same text only: where none was asked for, what was read.
         if settings.get("eval_tokens") is None:
             settings["eval_tokens"] = lines[-1].get("eval_tokens")
-        return cls(folder, settings, lines, done)
+        # The first line includes the first steps, which are slower; a short run has no other.
+        rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
+        speed = median(rates[1:] or rates or [math.nan])
+        return cls(folder, settings, lines, done, speed)
+
+    def append_to_records(self) -> None:
+        """Add a line to the records beside the run's folder, with its evaluations only."""
+        evaluations = [line for line in self.lines if "val_loss" in line]
+        for line in evaluations[:-1]:
+            line.pop("slices", None)
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        record = values | {"folder": self.folder.name, "lines": evaluations}
+        with (self.folder.parent / RECORDS).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return any(self.folder.glob(f"checkpoints/{checkpoint.STEPS}"))
+
+    @property
+    def has_diverged(self) -> bool:
+        return not self.lines
 
     @property
     def seed(self) -> int:
@@ -90,13 +124,6 @@ class Run:
         return self.lines[-1]
 
     @property
-    def tokens_per_second(self) -> float:
-        """The median over the lines of the log."""
-        rates = [line["tokens_per_second"] for line in self.lines if line.get("tokens_per_second")]
-        # The first line includes the first steps, which are slower; a short run has no other.
-        return median(rates[1:] or rates)
-
-    @property
     def metric(self) -> str:
         """The accuracy in a task; the loss in bits per byte, or per token if bytes are unknown."""
         if self.task != "text":
@@ -108,14 +135,12 @@ class Run:
         names = {"val_loss": "nats per token", "val_bpb": "bits per byte"}
         return names.get(self.metric, f"{self.task} accuracy")
 
-    @property
-    def chance(self) -> float | None:
-        """The accuracy of guessing an answer of a task; None for text."""
+    @cached_property
+    def floor(self) -> float | None:
+        """The accuracy in a task of an answer that looks up nothing; None for text."""
         if self.task == "text":
             return None
-        # Recall asks for one of the upper half of the ids, and copy for one of all but three.
-        vocab_size = self.settings["data"]["vocab_size"]
-        return {"recall": 2 / vocab_size, "copy": 1 / (vocab_size - 3)}.get(self.task, 0.0)
+        return open_corpus(self.settings["data"]).floor(self.settings["context"])
 
     @property
     def loss(self) -> float:
@@ -147,6 +172,26 @@ class Run:
         return self.settings_except(NOT_IDENTITY)
 
 
+def read_records(folder: Path) -> dict[str, Run]:
+    """Read the runs that RECORDS of a comparison's folder has, by the names of their folders.
+
+    Of several lines of a run the last one counts. Raises IntegrityError where a line is none.
+    """
+    runs = {}
+    file = folder / RECORDS
+    lines = file.read_text().splitlines() if file.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            run = Run(**json.loads(line))
+            run.folder = folder / run.folder
+        except (ValueError, TypeError) as error:
+            raise IntegrityError(
+                f"not the record of a run ({file}, line {number}: {error}). fix: remove the line"
+            ) from None
+        runs[run.folder.name] = run
+    return runs
+
+
 def group_by_variant(runs: list[Run]) -> Groups:
     """Group runs that differ by their seed alone, and name each group.
 
@@ -176,24 +221,12 @@ def group_by_variant(runs: list[Run]) -> Groups:
     return named
 
 
-def differences(groups: Groups) -> dict[str, str]:
-    """Map each setting in which variants differ to its values and who has them.
-
-    An option of several kinds of layers in one attention is one setting of several values.
-    """
-    settings = defaultdict(dict)  # by key and variant: its values in order, each once
-    for name, runs in groups.items():
-        for run in runs:
-            for key, value in run.settings_except(NOT_COMPARED).items():
-                option = re.sub(r"\.kinds\.\w+", "", key)
-                settings[option].setdefault(name, {})[value] = None
-
-    texts = {}
-    for key, by_variant in settings.items():
-        names = defaultdict(list)
-        for name in groups:
-            values = by_variant.get(name, ["not an option"])
-            names[", ".join(values)].append(name)
-        if len(names) > 1:
-            texts[key] = "; ".join(f"{value} ({', '.join(each)})" for value, each in names.items())
-    return texts
+def changes(run: Run, baseline: Run) -> str:
+    """The settings of a run that its baseline has otherwise or does not have."""
+    theirs = baseline.settings_except(NOT_COMPARED)
+    words = []
+    for key, value in run.settings_except(NOT_COMPARED).items():
+        if theirs.get(key) != value:
+            name = key.removeprefix("model.").removeprefix("attention.")
+            words.append(f"{name}={value}")
+    return ", ".join(words)

@@ -1,111 +1,78 @@
-"""Better, worse, or not distinguishable: paired t-tests over seeds, corrected for their number."""
+"""Better, worse, as good, or not known: all variants beside one baseline, judged together."""
 
 import math
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import NamedTuple
 
-from scipy.special import stdtr, stdtrit
+import numpy as np
+from scipy import stats
 
-LEVEL = 0.05  # chance that any of all tests together reports a difference where there is none
-Values = dict[int, float]  # what was measured of one variant, by the seed of the run
-
-
-class Estimate(NamedTuple):
-    """A mean, half of its 95 % confidence interval, and the p-value of a true mean of zero.
-
-    The last two are NaN for a single value.
-    """
-
-    mean: float
-    ci95: float
-    p: float
-
-    def text(self, sign: str = "") -> str:
-        mean = f"{self.mean:{sign}z.4f}"  # z: never -0.0000
-        return mean if math.isnan(self.ci95) else f"{mean} ± {self.ci95:.4f}"
+LEVEL = 0.05  # chance that any interval of a table misses the true difference
+UNEQUAL = 0.01  # p of Bartlett's test below which spreads are taken to differ
+POWER = 0.8  # chance with which a detectable difference is found
+Samples = dict[str, list[float]]  # what was measured of each variant, a value a seed
 
 
 class Verdict(NamedTuple):
-    """The difference to the baseline over `pairs` pairs of runs, and what a test says about it.
+    """The difference of a variant's mean to the baseline's, and what can be said about it.
 
-    `p` is corrected for the number of tests; it is NaN where there are not two pairs.
+    `low` and `high` end its simultaneous interval: with a chance of 95 %, the intervals of all
+    variants hold the true differences. A difference of `detectable` would be found with a chance
+    of POWER. These three are NaN where the baseline or the variant has a single value.
     """
 
-    difference: Estimate
-    pairs: int
-    p: float
+    difference: float
+    low: float
+    high: float
+    detectable: float
     text: str
 
 
-def compare_to_baseline(
-    baseline: Values,
-    variants: dict[str, Values],
-    *,
-    higher_is_better: bool = False,
-    least_spread: float = 0.0,
+def judge(
+    baseline: list[float], variants: Samples, margin: float, level: float = LEVEL
 ) -> dict[str, Verdict]:
-    """Tests each variant, named by its key, against the baseline.
+    """Judge each variant by its values beside those of the baseline, where less is better.
 
-    `least_spread` is the smallest standard deviation that differences are believed to have.
+    A variant is as good if the bad end of its interval is within `margin`. The intervals are those
+    of Dunnett's many-to-one test, J. Am. Stat. Assoc. 50 (1955), with the variance pooled over all
+    samples; where `spreads_differ`, of Welch's t-tests with Bonferroni's correction. Seeds are not
+    paired: they explain none of the variance of a loss after training (docs/results.md).
     """
-    pairs = {}
-    p_values = {}
-    for name, values in variants.items():
-        # Runs of one seed, which share batches and first weights, are a pair. Where no seed is
-        # shared, the order of the seeds pairs them, and runs without a partner are left out.
-        shared = sorted(baseline.keys() & values.keys())
-        seeds = zip(shared or sorted(baseline), shared or sorted(values), strict=False)
-        pairs[name] = [values[seed] - baseline[baseline_seed] for baseline_seed, seed in seeds]
-        p_values[name] = estimate(pairs[name], least_spread).p
-
-    # Judge by p-values that are corrected for all tests together.
+    means = {name: fmean(values) - fmean(baseline) for name, values in variants.items()}
     verdicts = {}
-    for name, p in holm(p_values).items():
-        difference = estimate(pairs[name], least_spread)
-        text = "not distinguishable"
-        if math.isnan(p):
-            text = "n/a"
-        elif p <= LEVEL:
-            is_better = (difference.mean > 0) == higher_is_better
-            text = "better" if is_better else "worse"
-        verdicts[name] = Verdict(difference, len(pairs[name]), p, text)
+    for name, mean in means.items():
+        verdicts[name] = Verdict(mean, math.nan, math.nan, math.nan, "cannot tell: one seed")
+    judged = {name: values for name, values in variants.items() if len(values) > 1}
+    if not judged or len(baseline) < 2:
+        return verdicts
+
+    samples = [*judged.values()]
+    if spreads_differ(baseline, judged):
+        tests = [stats.ttest_ind(values, baseline, equal_var=False) for values in samples]
+        intervals = [test.confidence_interval(1 - level / len(tests)) for test in tests]
+        lows, highs = np.transpose(intervals)
+    else:
+        # The distribution is integrated numerically, with points that are the same in each call.
+        test = stats.dunnett(*samples, control=baseline, rng=np.random.default_rng(0))
+        lows, highs = test.confidence_interval(1 - level)
+    for name, values, low, high in zip(judged, samples, lows, highs, strict=True):
+        half = (high - low) / 2
+        error = math.hypot(stats.sem(values), stats.sem(baseline))
+        detectable = half + stats.norm.ppf(POWER) * error
+        verdicts[name] = Verdict(means[name], low, high, detectable, text_of(low, high, margin))
     return verdicts
 
 
-def estimate(values: list[float], least_spread: float = 0.0) -> Estimate:
-    """Estimates the mean of the values: Student, Biometrika 6 (1908).
-
-    For the differences of pairs, this is the paired t-test. Values that count, such as the answers
-    that are right, tie by chance: their standard deviation is taken to be `least_spread` at least.
-    """
-    count = len(values)
-    mean = fmean(values)
-    if count < 2:
-        return Estimate(mean, math.nan, math.nan)
-
-    # Values that are equal up to rounding have no spread to divide by: the mean is certain.
-    is_equal = math.isclose(min(values), max(values), rel_tol=1e-13)
-    if is_equal and least_spread == 0:
-        return Estimate(values[0], 0.0, float(values[0] == 0))
-
-    spread = max(stdev(values), least_spread)
-    standard_error = spread / math.sqrt(count)
-    ci95 = standard_error * stdtrit(count - 1, 1 - LEVEL / 2)
-    p = 2 * stdtr(count - 1, -abs(mean) / standard_error)
-    return Estimate(mean, float(ci95), float(p))
+def spreads_differ(baseline: list[float], variants: Samples) -> bool:
+    """Whether the samples have different variances, by Bartlett's test."""
+    samples = [values for values in (baseline, *variants.values()) if len(values) > 1]
+    return len(samples) > 1 and bool(stats.bartlett(*samples).pvalue < UNEQUAL)
 
 
-def holm(p_values: dict[str, float]) -> dict[str, float]:
-    """Corrects p-values so that all tests together err as rarely as one. NaN stands for no test.
-
-    Holm, Scand. J. Statist. 6 (1979): the smallest is multiplied by the number of tests, the next
-    by one less, and so on, and none becomes smaller than the one before it.
-    """
-    tests = sorted((p, name) for name, p in p_values.items() if not math.isnan(p))
-    corrected = dict(p_values)
-    largest = 0.0
-    for index, (p, name) in enumerate(tests):
-        scaled = min(1.0, (len(tests) - index) * p)
-        largest = max(largest, scaled)
-        corrected[name] = largest
-    return corrected
+def text_of(low: float, high: float, margin: float) -> str:
+    """The verdict that an interval of a difference allows, where less is better."""
+    if high < 0:
+        return "better"
+    if high <= margin:
+        return "as good"
+    return "worse" if low > 0 else "cannot tell"

@@ -1,0 +1,66 @@
+"""The learning rate at which a variant is at its best, from the losses at a few rates."""
+
+import math
+from collections import defaultdict
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+
+from tools.compare.runs import Run
+
+FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)  # of the rates in the settings, all together
+FARTHEST = 64.0  # the range is not extended beyond this factor, nor below its inverse
+Losses = dict[float, float]  # by the factor of the rates, in steps of two; inf: it diverged
+
+
+class Optimum(NamedTuple):
+    """The best factor of the rates, and by how much a rate off by two raises the loss there.
+
+    Where the best factor is not `inside` of what was tried, a better one may lie outside.
+    """
+
+    factor: float
+    sensitivity: float
+    is_inside: bool
+
+
+def next_factor(losses: Losses) -> float | None:
+    """The factor to try next: beyond the best if that is at an edge. None: nothing is left."""
+    best = min(losses, key=losses.get)
+    if best == max(losses) and best < FARTHEST:
+        return 2 * best
+    if best == min(losses) and best > 1 / FARTHEST:
+        return best / 2
+    return None
+
+
+def find_optimum(losses: Losses) -> Optimum:
+    """Fit a parabola in the logarithm of the rate to the best factor and those within 4 times of it.
+
+    As of Marin's sweeps of GQA and MLA, github.com/marin-community/marin/issues/7381. Runs that
+    diverged are left out. The optimum stays within a step of the best factor.
+    """
+    best = min(losses, key=losses.get)
+    is_inside = min(losses) < best < max(losses)
+    octaves = {}  # from the best factor -> loss
+    for factor, loss in losses.items():
+        distance = math.log2(factor / best)
+        if abs(distance) <= 2 and math.isfinite(loss):
+            octaves[distance] = loss
+    if not is_inside or len(octaves) < 3:
+        return Optimum(best, math.nan, is_inside)
+
+    curvature, slope, _ = np.polyfit([*octaves], [*octaves.values()], 2)
+    shift = 0.0
+    if curvature > 0:
+        shift = float(np.clip(-slope / (2 * curvature), -1, 1))
+    return Optimum(best * 2**shift, float(curvature), is_inside)
+
+
+def rate_losses(runs: list[Run]) -> Losses:
+    """The mean held-out loss over the seeds of each factor, in nats; inf where one diverged."""
+    losses = defaultdict(list)
+    for run in runs:
+        losses[run.factor].append(math.inf if run.has_diverged else run.last["val_loss"])
+    return {factor: fmean(values) for factor, values in losses.items()}
