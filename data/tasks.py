@@ -1,54 +1,57 @@
-"""Synthetic tasks that show what an attention can look up; rows are made from the seed, no files.
+"""Synthetic tasks that show what a mixer can look up or keep track of; rows come from the seed.
 
 A task counts the loss of its answers only. The size of a row is its number of answers; the
 configured sizes alternate from row to row. An evaluation reports the accuracy for each size, and
-for each distance from an answer to its source.
+for each distance from an answer to its source. `Task.floor` is what needs no mixer.
 """
 
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from data.corpus import Corpus
-from data.loader import IGNORE_INDEX, Batch
+from data.loader import IGNORE_INDEX
 from data.prepare import Source, text_hash
 from data.slices import cells, slice_means
 from data.tokenizer import IdTokenizer
 
-BOS = 0  # begins each row
 VALIDATION_ROWS = 512  # of all sizes together
 
 
 class Row(NamedTuple):
-    """Inputs, targets, and how far before each answer its source is; all (T,) int64."""
+    """A row of a task, and its A answers; all int64."""
 
-    inputs: np.ndarray
-    targets: np.ndarray  # IGNORE_INDEX where there is no answer
-    distances: np.ndarray  # 1 where there is no answer
+    inputs: np.ndarray  # (T,)
+    positions: np.ndarray  # (A,), of the tokens after which an answer is due
+    answers: np.ndarray  # (A,)
+    distances: np.ndarray  # (A,), from the source of the answer to it, in tokens
 
 
 @dataclass(kw_only=True)
 class Task(Source):
-    """Rows of ids below `vocab_size`, with questions that the row itself answers.
+    """Rows of `context` ids below `vocab_size`, with questions that the row itself answers.
 
-    Raises ValueError for rows that do not fit into `context` tokens.
+    The last id is BOS, which begins a prompt and stands in no row. Raises ValueError for rows that
+    do not fit.
     """
 
     context: int
     tokenizer: None = field(init=False, default=None)
     is_endless = True
+    length_name = "distance"  # of the slices
 
     def __post_init__(self):
         # The largest rows say whether all fit.
         try:
-            self.row(np.random.default_rng(0), self.context, max(self.sizes))
+            self.row(np.random.default_rng(0), max(self.sizes))
         except (ValueError, IndexError):
             raise ValueError(
                 f"rows with answers {self.sizes} do not fit (context={self.context}, "
@@ -61,28 +64,55 @@ class Task(Source):
         """The numbers of answers in a row: row n has sizes[n % len(sizes)]."""
 
     @abstractmethod
-    def row(self, generator: np.random.Generator, context: int, size: int) -> Row:
-        """Draw a row of `context` tokens with `size` answers."""
+    def row(self, generator: np.random.Generator, size: int) -> Row:
+        """Draw a row with `size` answers."""
 
-    def rows(
-        self, seed: int, numbers: range, context: int, is_held_out: bool = False
-    ) -> list[Tensor]:
-        """Draw rows by their numbers -> inputs, targets and cells of data/slices.py (B, T)."""
-        rows = []
-        for number in numbers:
-            # Rows that are held out come from streams of their own, whatever the seed.
-            generator = np.random.default_rng((seed, number, int(is_held_out)))
-            rows.append(self.row(generator, context, self.size_of(number)))
-        inputs, targets, distances = default_collate(rows)
+    def numbered_row(self, seed: int, number: int, is_held_out: bool) -> Row:
+        """Draw a row by its number."""
+        # Rows that are held out come from streams of their own, whatever the seed.
+        generator = np.random.default_rng((seed, number, int(is_held_out)))
+        return self.row(generator, self.size_of(number))
+
+    def rows(self, seed: int, numbers: range, is_held_out: bool = False) -> tuple[Tensor, ...]:
+        """Draw rows by their numbers.
+
+        Returns inputs (B, T), answers (B, A), the cells of data/slices.py (B, A), and where in
+        inputs.flatten() the answers are due (B A,). A is the largest size: rows with fewer answers
+        are padded with IGNORE_INDEX.
+        """
+        inputs = np.empty((len(numbers), self.context), np.int64)
+        # Positions, answers and distances, and what stands for them where a row has fewer.
+        padding = [[[0]], [[IGNORE_INDEX]], [[1]]]
+        padded = np.full((3, len(numbers), max(self.sizes)), padding)
+        for index, number in enumerate(numbers):
+            inputs[index], *columns = self.numbered_row(seed, number, is_held_out)
+            padded[:, index, : self.size_of(number)] = columns
+        positions, targets, distances = torch.from_numpy(padded)
+        positions += self.context * torch.arange(len(numbers))[:, None]
         classes = torch.tensor(numbers) % len(self.sizes)
-        return [inputs, targets, cells(classes[:, None], distances)]
+        row_cells = cells(classes[:, None], distances)
+        return torch.from_numpy(inputs), targets, row_cells, positions.flatten()
 
     def size_of(self, number: int) -> int:
         """Return the number of answers of a row."""
         return self.sizes[number % len(self.sizes)]
 
+    def floor(self) -> float:
+        """The accuracy of giving the most frequent answer of a row to all of its questions.
+
+        It is that of the held-out rows, averaged over sizes as the accuracy of a model is.
+        """
+        num_sizes = len(self.sizes)
+        total = 0.0
+        for first in range(num_sizes):
+            numbers = range(first, VALIDATION_ROWS, num_sizes)
+            for number in numbers:
+                answers = self.numbered_row(0, number, is_held_out=True).answers
+                total += np.bincount(answers).max() / len(answers) / len(numbers)
+        return float(total / num_sizes)
+
     def corpus(self) -> "TaskCorpus":
-        tokenizer = IdTokenizer(self.vocab_size, BOS)
+        tokenizer = IdTokenizer(self.vocab_size, self.vocab_size - 1)
         return TaskCorpus([], np.empty(0), tokenizer, text_hash(self.identity()), self)
 
     @property
@@ -95,9 +125,9 @@ class Recall(Task):
     """Multi-query associative recall: Arora et al., Zoology, 2312.04927, appendix C.1.
 
     A row begins with keys, each followed by its value. Later each key comes once more, as a query,
-    and its value is the target. Slots for queries are drawn without replacement, the i-th with a
-    probability proportional to i^(power - 1). All other tokens are random values. Keys are the ids
-    from 1 on, and values the upper half of the vocabulary.
+    and its value is the answer. Slots for queries are drawn without replacement, the i-th with a
+    probability proportional to i^(power - 1). All other tokens are 0. Keys are drawn without
+    replacement from the lower half of the vocabulary, and values from the upper half.
     """
 
     pairs: list[int]
@@ -107,25 +137,24 @@ class Recall(Task):
     def sizes(self) -> list[int]:
         return self.pairs
 
-    def row(self, generator: np.random.Generator, context: int, size: int) -> Row:
-        num_keys = self.vocab_size // 2 - 1
-        row = empty_row(generator.integers(num_keys + 1, self.vocab_size, context))
+    def row(self, generator: np.random.Generator, size: int) -> Row:
+        inputs = np.zeros(self.context, np.int64)
 
-        # BOS, then the pairs; their values have been drawn.
-        keys = 1 + generator.choice(num_keys, size, replace=False)
-        key_positions = 1 + 2 * np.arange(size)
-        row.inputs[key_positions] = keys
+        # The pairs. Of either half, one id is used otherwise: 0 and BOS.
+        half = self.vocab_size // 2
+        keys = 1 + generator.choice(half - 1, size, replace=False)
+        values = half + generator.choice(half - 1, size, replace=False)
+        first = 2 * size
+        inputs[0:first:2] = keys
+        inputs[1:first:2] = values
 
         # The queries, in slots of two tokens each. The input after a query is not its answer.
-        first = 1 + 2 * size
-        num_slots = (context - first) // 2
+        num_slots = (self.context - first) // 2
         weights = np.arange(1, num_slots + 1) ** (self.power - 1)
         slots = generator.choice(num_slots, size, replace=False, p=weights / weights.sum())
         queries = first + 2 * slots
-        row.inputs[queries] = keys
-        row.targets[queries] = row.inputs[key_positions + 1]
-        row.distances[queries] = queries - key_positions
-        return row
+        inputs[queries] = keys
+        return Row(inputs, queries, values, queries - 2 * np.arange(size))
 
 
 @dataclass(kw_only=True)
@@ -142,26 +171,54 @@ class Copy(Task):
     def sizes(self) -> list[int]:
         return self.copied
 
-    def row(self, generator: np.random.Generator, context: int, size: int) -> Row:
-        # Ids: 0 is BOS, then come the blank, the mark and the tokens to copy.
-        blank = 1
-        mark = 2
-        first_token = 3
-        row = empty_row(np.full(context, blank))
-        marks = np.arange(context - size, context)
-        sources = 1 + generator.choice(context - 1 - size, size, replace=False)
+    def row(self, generator: np.random.Generator, size: int) -> Row:
+        # Ids: 0 is the blank and 1 the mark, then come the tokens to copy.
+        mark = 1
+        first_token = 2
+        inputs = np.zeros(self.context, np.int64)
+        marks = np.arange(self.context - size, self.context)
+        sources = generator.choice(self.context - size, size, replace=False)
         sources.sort()
-        row.inputs[marks] = mark
-        row.inputs[sources] = generator.integers(first_token, self.vocab_size, size)
-        row.targets[marks] = row.inputs[sources]
-        row.distances[marks] = marks - sources
-        return row
+        tokens = generator.integers(first_token, self.vocab_size - 1, size)
+        inputs[marks] = mark
+        inputs[sources] = tokens
+        return Row(inputs, marks, tokens, marks - sources)
 
 
-def empty_row(inputs: np.ndarray) -> Row:
-    """A row with these inputs after BOS, and without any answers yet."""
-    inputs[0] = BOS
-    return Row(inputs, np.full_like(inputs, IGNORE_INDEX), np.ones_like(inputs))
+@dataclass(kw_only=True)
+class Track(Task):
+    """State tracking, the word problem of S_n: Merrill et al., 2404.08819.
+
+    Each token is a permutation of `elements` things, by its lexicographic number. The answer after
+    it is the permutation that all tokens so far amount to, one applied after the other. That of
+    two things is the parity of the swaps.
+    """
+
+    elements: int
+    length_name = "length"
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.context]
+
+    def row(self, generator: np.random.Generator, size: int) -> Row:
+        if math.factorial(self.elements) >= self.vocab_size:
+            raise ValueError("too few ids")
+        permutations = permutations_of(self.elements)
+        inputs = generator.integers(len(permutations), size=size)
+        states = itertools.accumulate(permutations[inputs], lambda state, step: step[state])
+
+        # The elements of a permutation are digits of a number, which grows with its own number.
+        digits = self.elements ** np.arange(self.elements)[::-1]
+        answers = np.searchsorted(permutations @ digits, np.stack([*states]) @ digits)
+        positions = np.arange(size)
+        return Row(inputs, positions, answers, positions + 1)
+
+
+@lru_cache
+def permutations_of(elements: int) -> np.ndarray:
+    """All permutations (elements!, elements), in lexicographic order."""
+    return np.array([*itertools.permutations(range(elements))])
 
 
 @dataclass
@@ -169,15 +226,14 @@ class TaskLoader:
     """Batches of a task as a function of (seed, step), like those of data.loader.Loader."""
 
     task: Task
-    context: int
     batch_size: int
     seed: int
     rows_per_epoch = math.inf  # no row comes twice
 
-    def __call__(self, step: int, rows: slice = slice(None)) -> Batch:
-        """Return inputs (B, T) and targets (B, T), int64, of these rows of a batch."""
-        inputs, targets, _ = self.task.rows(self.seed, self.row_numbers(step)[rows], self.context)
-        return inputs, targets
+    def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, ...]:
+        """Return inputs, targets and positions, as Task.rows has them, of these rows of a batch."""
+        inputs, targets, _, positions = self.task.rows(self.seed, self.row_numbers(step)[rows])
+        return inputs, targets, positions
 
     def num_targets(self, step: int) -> int:
         """The answers of a batch."""
@@ -203,14 +259,14 @@ class TaskCorpus(Corpus):
         return f"{self.task.name} of {self.task.sizes}"
 
     def loader(self, context: int, batch_size: int, seed: int) -> TaskLoader:
-        return TaskLoader(self.task, context, batch_size, seed)
+        return TaskLoader(self.task, batch_size, seed)
 
     def validation_tokens(self, context: int) -> int:
         return VALIDATION_ROWS * context
 
     def evaluation(
         self, num_tokens: int, context: int, batch_size: int
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    ) -> Iterator[tuple[Tensor, ...]]:
         """Yield batches of Task.rows that no run trains on, with a row of each size at least.
 
         The last batch is filled up with rows whose answers do not count.
@@ -218,15 +274,15 @@ class TaskCorpus(Corpus):
         num_rows = max(num_tokens // context, self.num_classes)
         for first in range(0, num_rows, batch_size):
             numbers = range(first, first + batch_size)
-            inputs, targets, row_cells = self.task.rows(0, numbers, context, is_held_out=True)
-            targets[num_rows - first :] = IGNORE_INDEX
-            yield inputs, targets, row_cells
+            batch = self.task.rows(0, numbers, is_held_out=True)
+            batch[1][num_rows - first :] = IGNORE_INDEX
+            yield batch
 
     def metrics(self, totals: np.ndarray, num_tokens: int) -> dict:
         """The loss of answers, and accuracies: of each size, of their mean, and by distance."""
         nats, correct, targets = totals
         sizes = tuple(map(str, self.task.sizes))
-        slices = slice_means(correct, targets, sizes, "distance", "accuracy")
+        slices = slice_means(correct, targets, sizes, self.task.length_name, "accuracy")
         key = f"{self.task.name}_accuracy"
         accuracies = {f"{key}_{size}": slices.pop(size)["accuracy"] for size in sizes}
         return {

@@ -121,3 +121,7 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+def no_feed_forward(dim: int, hidden: int) -> None:
+    """Leave the feed-forward out of a layer: Zoology's models, 2312.04927."""

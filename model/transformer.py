@@ -17,20 +17,21 @@ from model.layers import Embedding, Linear, apply_softcap
 
 
 class Block(nn.Module):
-    """A pre-norm decoder layer: x + attention(norm(x)), then x + ffn(norm(x))."""
+    """A pre-norm decoder layer: x + attention(norm(x)), then x + ffn(norm(x)), if there is one."""
 
     def __init__(
         self,
         spec: LayerSpec,
         attention: Attention,
-        ffn: nn.Module,
+        ffn: nn.Module | None,
         norm: Callable[[int, float], nn.Module],
     ):
         super().__init__()
         self.attention_norm = norm(spec.dim, spec.norm_eps)
         self.attention = attention
-        self.ffn_norm = norm(spec.dim, spec.norm_eps)
         self.ffn = ffn
+        if ffn is not None:
+            self.ffn_norm = norm(spec.dim, spec.norm_eps)
 
     def forward(
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
@@ -38,7 +39,9 @@ class Block(nn.Module):
         """x (B, T, D) -> (B, T, D)"""
         y, carry = self.attention(self.attention_norm(x), ctx, cache, carry)
         x = x + y
-        return x + self.ffn(self.ffn_norm(x)), carry
+        if self.ffn is not None:
+            x = x + self.ffn(self.ffn_norm(x))
+        return x, carry
 
 
 class Transformer(nn.Module):
@@ -60,7 +63,7 @@ class Transformer(nn.Module):
         context: int,
         tied: bool,
         attention: Callable[[LayerSpec], Attention],
-        ffn: Callable[[int, int], nn.Module],
+        ffn: Callable[[int, int], nn.Module | None],
         norm: Callable[[int, float], nn.Module],
         softcap: float | None = None,
         norm_eps: float = 1e-6,

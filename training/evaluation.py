@@ -37,18 +37,16 @@ def evaluate(
     loss_module.eval()
     batches = list(corpus.evaluation(num_tokens, context, batch_size))
     scores = []
-    is_counted = []
     cells = []
     for start in range(0, len(batches), ranks.world_size):
         # Ranks compute together: one without a batch of its own repeats the last, without targets.
         number = start + ranks.rank
-        inputs, targets, batch_cells = batches[min(number, len(batches) - 1)]
+        inputs, targets, batch_cells, *positions = batches[min(number, len(batches) - 1)]
         if number >= len(batches):
             targets = torch.full_like(targets, IGNORE_INDEX)
         with autocast(ranks.device, precision), torch.set_grad_enabled(with_gradients):
-            _, batch_scores = loss_module(*to_device(ranks.device, inputs, targets))
+            _, batch_scores = loss_module(*to_device(ranks.device, inputs, targets, *positions))
         scores.append(batch_scores)
-        is_counted.append(targets.flatten() != IGNORE_INDEX)
         cells.append(batch_cells.flatten())
         if stop():
             loss_module.train()
@@ -57,7 +55,7 @@ def evaluate(
 
     # Sum nats, correct predictions and targets by cell, in fp64. The host waits for the device once,
     # here, and not for each batch.
-    values = torch.cat([torch.cat(scores, dim=1).cpu(), torch.cat(is_counted)[None]]).double()
+    values = torch.cat(scores, dim=1).cpu().double()
     totals = torch.zeros(3, corpus.num_classes * NUM_BINS, dtype=torch.float64)
     totals.index_add_(1, torch.cat(cells), values)
     totals = ranks.all_reduce(totals).view(3, -1, NUM_BINS)

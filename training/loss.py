@@ -15,6 +15,7 @@ MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27, "mps": 2**24}  # logits in memory at 
 # Rows of bf16 logits must begin at multiples of 16 bytes for the fast kernels of a GPU, and fill
 # their tiles best at multiples of 128. nanoGPT pads GPT-2's 50,257 tokens in its weights instead.
 VOCAB_MULTIPLE = {"cpu": 1, "cuda": 128, "mps": 1}
+ALL = slice(None)  # positions
 
 
 def cross_entropy(
@@ -25,14 +26,15 @@ def cross_entropy(
     teacher_logits: Tensor | None = None,
     distill_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """logits (N, V) after the soft-cap, targets (N,) -> what training minimizes, scores (2, N).
+    """logits (N, V) after the soft-cap, targets (N,) -> what training minimizes, scores (3, N).
 
     The first is summed over targets. Each has its nats or, at `distill_weight`, the cross-entropy
     with the probabilities of a teacher's logits (Hinton et al., 1503.02531); beside that the
     penalty z_loss * log(Z)^2, Z the sum of exponentials (PaLM, 2204.02311).
 
-    The scores have no gradient: the nats of each target, and 1 where no token is more likely, which
-    may be true of several in bf16, else 0. Both are 0 where the target is IGNORE_INDEX.
+    The scores have no gradient: the nats of each target, then 1 where no token is more likely,
+    which may be true of several in bf16, and 1 where there is a target. All are 0 where the target
+    is IGNORE_INDEX.
     """
     is_counted = targets != IGNORE_INDEX
     nats = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
@@ -47,7 +49,7 @@ def cross_entropy(
 
     target_logits = logits.gather(-1, targets.clamp(min=0)[:, None])
     is_correct = (target_logits[:, 0] == logits.amax(dim=-1)) & is_counted
-    return objective.sum(), torch.stack([nats, is_correct.type_as(nats)]).detach()
+    return objective.sum(), torch.stack([nats, is_correct, is_counted]).detach()
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -132,10 +134,13 @@ def head(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
 
 
 class LanguageModelLoss(nn.Module):
-    """inputs, targets (B, T) -> losses (1 + L,) summed over targets, and scores (2, B T).
+    """inputs, targets (B, T) -> losses (1 + L,) summed over targets, and scores (3, B T).
 
     The first loss is what training minimizes: its value is that of ChunkedCrossEntropy, and its
     gradient includes those of the model's L auxiliary losses, whose values are the others.
+
+    With positions (N,), the indices of some tokens in inputs.flatten(), N targets and scores are of
+    these tokens, such as the questions of a task, and the head computes no other logits.
 
     This is the module that is compiled and made parallel.
 
@@ -161,20 +166,23 @@ class LanguageModelLoss(nn.Module):
         torch._dynamo.config.trace_autograd_ops = True
         super().compile(*args, **options)
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs: Tensor, targets: Tensor, positions: Tensor | slice = ALL
+    ) -> tuple[Tensor, Tensor]:
         documents = None
         if self.bos is not None:
             documents = document_ids(inputs, self.bos)
         model = self.model
         hidden, losses = model.hidden(inputs, documents=documents)
-        hidden = hidden.flatten(0, 1)
-        arguments = [hidden, model.unembedding, targets.flatten(), model.softcap, self.z_loss]
+        hidden = hidden.flatten(0, 1)[positions]
+        targets = targets.flatten()
+        arguments = [hidden, model.unembedding, targets, model.softcap, self.z_loss]
         if self.distillation is not None and torch.is_grad_enabled():
             teacher, weight = self.distillation
             with torch.no_grad():
                 teacher_hidden, _ = teacher.hidden(inputs, documents=documents)
             arguments += [
-                teacher_hidden.flatten(0, 1),
+                teacher_hidden.flatten(0, 1)[positions],
                 teacher.unembedding,
                 teacher.softcap,
                 weight,
@@ -184,7 +192,7 @@ class LanguageModelLoss(nn.Module):
         # Auxiliary losses count where there is a target, as the cross-entropy does.
         sums = [loss_sum]
         for loss in losses:
-            aux_sum = (fp32(loss) * (targets != IGNORE_INDEX)).sum()
+            aux_sum = (fp32(loss).flatten()[positions] * (targets != IGNORE_INDEX)).sum()
             sums[0] = sums[0] + aux_sum - aux_sum.detach()
             sums.append(aux_sum.detach())
         return torch.stack(sums), scores

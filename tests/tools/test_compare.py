@@ -154,6 +154,7 @@ def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
         "steps=150",
         "compile=false",
         "recall.data.pairs=[2,4]",
+        "recall.data.vocab_size=128",
         "recall.steps=400",
     ]
     seeds = {"early": range(3), "late": range(3, 6), "cut": range(3)}
@@ -232,7 +233,9 @@ def test_variants_are_told_apart_by_what_they_are():
 
 def test_both_tasks_are_trained(command, words, quick):
     asked = ("tasks=text,recall", "attention=gqa,mqa", *words, "--dir", "out", "--quick")
-    result = command(COMPARE, *asked, "recall.data.pairs=[2,3]", "recall.steps=3").succeeded()
+    result = command(
+        COMPARE, *asked, "recall.data.pairs=[2,3]", "recall.data.vocab_size=128", "recall.steps=3"
+    ).succeeded()
     steps = {path.name: Run.read(path).last["step"] for path in Path("out").glob("*-0")}
     assert steps == {"gqa-0": 4, "mqa-0": 4, "recall-gqa-0": 3, "recall-mqa-0": 3}
     assert "recall_accuracy_3" in Run.read(Path("out/recall-mqa-0")).last

@@ -51,6 +51,7 @@ NONE = {
     "mamba2": "attention.erase=False",
     "alibi": "attention.alibi.ALiBi",
     "mla ffn=relu2": "ffn=model.layers.FeedForward",
+    "gqa ffn=none": "ffn=model.layers.no_feed_forward",
     "differential norm=layernorm": "norm=model.layers.LayerNorm",
 }
 

@@ -86,7 +86,7 @@ def test_each_task_has_jobs_of_its_own():
     text, recall = compose(jobs[0].overrides), compose(jobs[4].overrides)
     assert text.data["vocab_size"] == 999 and text.model["dim"] == 64
     assert recall.data["_target_"] == "data.tasks.Recall" and recall.data["pairs"] == [2, 3]
-    assert recall.data["vocab_size"] == 128  # of data/recall.yaml
+    assert recall.data["vocab_size"] == 8192  # of data/recall.yaml
     assert text.name == recall.name == "gqa" and text.steps == recall.steps == 9
     sizes = [num_parameters(job.overrides) for job in jobs]
     assert sizes[4] == pytest.approx(sizes[5], rel=0.01) and sizes[4] > sizes[0]

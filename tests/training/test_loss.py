@@ -6,11 +6,12 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.loader import IGNORE_INDEX
-from tests.conftest import VARIANTS, close, learn_by_heart, weights
+from data.tasks import Recall
+from tests.conftest import VARIANTS, close, drawn, learn_by_heart, tree_of, weights
 from tests.training.test_optimizers import Operations
 from training import loss
 from training.evaluation import evaluate
-from training.loss import ChunkedCrossEntropy
+from training.loss import ChunkedCrossEntropy, LanguageModelLoss
 
 
 def saved_bytes(model: torch.nn.Module, tokens: torch.Tensor) -> int:
@@ -92,6 +93,52 @@ def test_scores_are_the_nats_of_each_target_and_whether_it_is_the_likeliest(
     is_likeliest = (logits.argmax(dim=-1) == targets) & is_counted
     assert 0 < is_likeliest.sum() < is_counted.sum()
     assert scores[1].tolist() == is_likeliest.tolist()
+    assert scores[2].tolist() == is_counted.tolist()
+
+
+def questions(model: torch.nn.Module) -> tuple[LanguageModelLoss, tuple, tuple]:
+    """A loss, a batch of a task with targets at all positions, and with those of answers alone."""
+    context = model.context
+    task = Recall(context=context, pairs=[2, 5], power=0.01, vocab_size=64)
+    inputs, answers, positions = task.corpus().loader(context, 4, seed=0)(0)
+    targets = torch.full_like(inputs, IGNORE_INDEX)
+    for position, answer in zip(positions.tolist(), answers.flatten().tolist(), strict=True):
+        if answer != IGNORE_INDEX:
+            targets[divmod(position, context)] = answer
+    module = LanguageModelLoss(model, z_loss=0.1, bos=None)
+    return module, (inputs, targets), (inputs, answers, positions)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "dsa"])  # without and with a loss of its own
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_loss_of_answers_alone_is_that_of_all_positions(variant, is_compiled):
+    """Of rows with 2 and with 5 answers: what pads the former counts nothing."""
+    model = drawn(tree_of(variant, "context=24"), torch.float64)
+    module, *batches = questions(model)
+    found = []
+    for batch in batches:
+        if is_compiled and batch is batches[1]:
+            torch._dynamo.reset()
+            module.compile(dynamic=False, fullgraph=True, backend="aot_eager")
+        losses, scores = module(*batch)
+        losses[0].backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append((losses, scores.sum(dim=1), gradients))
+        model.zero_grad()
+    assert found[0][1][2] == 2 * (2 + 5)
+    close(found[1], found[0])
+
+
+def test_the_head_computes_the_logits_of_answers_alone():
+    model = drawn(tree_of("gqa", "context=24"))
+    module, *batches = questions(model)
+    flops = []
+    for batch in batches:
+        with FlopCounterMode(display=False) as products:
+            module(*batch)
+        flops.append(products.get_total_flops())
+    per_token = 3 * 2 * model.unembedding.numel()  # of the logits and their gradients
+    assert flops[0] - flops[1] == per_token * 4 * (24 - 5)
 
 
 def test_a_step_averages_over_the_targets_of_its_batch(trainer_of):

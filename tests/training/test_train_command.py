@@ -141,7 +141,7 @@ def test_a_run_says_what_bounds_it_and_goes_on_for_more_passes(command, story):
 
 
 INDEXED = ("attention=dsa", "attention.topk=8")  # it has an auxiliary loss
-TWO_PROCESSES = [TEXT, ("data=recall", "data.pairs=[2,4]"), (*TEXT, *INDEXED)]
+TWO_PROCESSES = [TEXT, ("data=recall", "data.pairs=[2,4]", "data.vocab_size=16"), (*TEXT, *INDEXED)]
 
 
 @pytest.mark.parametrize("data", TWO_PROCESSES)
