@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model.attention.base import CrossLayer, LayerSpec, add_loss
 from model.attention.kernels import ScoreOptions, attention_weights
+from model.attention.recurrent import no_autocast
 from model.attention.softmax import Features, Inputs, Seen, SoftmaxAttention
 from model.cache import Shape
 from model.context import Visibility
@@ -36,8 +37,6 @@ class SparseAttention(SoftmaxAttention):
 
         It includes the mask of `seen`.
         """
-        query = seen.visible.query_positions
-        key = seen.visible.key_positions
         features = seen.features[:2]
         cache = inputs.cache
         if cache is not None and len(q[0]) == 1 and self.num_chosen < cache.size:
@@ -46,14 +45,13 @@ class SparseAttention(SoftmaxAttention):
             mask = mask.take_along_dim(slots, dim=-1)
             index = slots.transpose(1, 3)[:, :, 0, :, None]  # (B, L, 1 or K, 1)
             features = [x.take_along_dim(index, dim=1) for x in features]
-            key = key.take_along_dim(slots[:, 0, 0], dim=-1)
 
         # Queries that share a key head share its mask. Padding attends to everything.
         if mask.shape[1] > 1:
             mask = mask.repeat_interleave(self.heads // self.kv_heads, dim=1)
-        mask = mask | (query < 0)[:, None, :, None]
-        chosen = Seen(seen.new, features, Visibility(mask, query, key))
-        return super().attend(inputs, q, chosen)[0]
+        mask = mask | (seen.visible.query_positions < 0)[:, None, :, None]
+        visible = seen.visible._replace(mask=mask)
+        return super().attend(inputs, q, Seen(seen.new, features, visible))[0]
 
 
 def visible_mask(visible: Visibility) -> Tensor:
@@ -111,7 +109,8 @@ class BlockAttention(SparseAttention):
         is_earlier = (number < query_block[..., None]) & (number >= first_block[..., None])
         is_earlier = is_earlier[:, None]  # (B, 1, T, N)
         grouped = fp32(q).unflatten(2, (self.kv_heads, -1)).mean(dim=3)  # (B, T, K, E)
-        similarity = torch.einsum("btke,bnke->bktn", grouped, sums.type_as(grouped))
+        with no_autocast(q.device):
+            similarity = torch.einsum("btke,bnke->bktn", grouped, sums.type_as(grouped))
         similarity = similarity.masked_fill(~is_earlier, -torch.inf)
         best = similarity.topk(min(self.topk, len(number)), dim=-1).indices  # (B, K, T, topk)
 
@@ -135,7 +134,8 @@ def sum_blocks(k: Tensor, block: Tensor, is_start: Tensor, count: int) -> tuple[
     """Keys (B, T, K, E), their blocks (B, T) -> sums (B, N, K, E), which blocks begin (B, N)."""
     belongs = block[..., None] == torch.arange(count, device=k.device)  # (B, T, N)
     belongs = belongs.expand(len(k), -1, -1)
-    sums = torch.einsum("btn,btke->bnke", belongs.type_as(fp32(k)), fp32(k))
+    with no_autocast(k.device):
+        sums = torch.einsum("btn,btke->bnke", belongs.type_as(fp32(k)), fp32(k))
     return sums, (belongs & is_start[..., None]).any(dim=1)
 
 
@@ -146,7 +146,8 @@ class IndexedAttention(SparseAttention):
     queries and one small key a token, `index_dim` wide, of which the cache holds the keys. It learns
     from the auxiliary loss `indexer_kl`, times `index_weight`, alone: the divergence of its
     softmax from the weights of attention, the mean of all heads. Nothing else learns from that.
-    Takes the knobs of SoftmaxAttention but window and chunk.
+    Takes the knobs of SoftmaxAttention but window and chunk. Raises ValueError for an odd
+    `index_dim`.
     """
 
     losses = ("indexer_kl",)
@@ -163,7 +164,12 @@ class IndexedAttention(SparseAttention):
     ):
         super().__init__(spec, **knobs)
         if index_dim is None:
-            index_dim = 2 * max(1, self.head_dim // 4)  # RoPE rotates pairs
+            index_dim = 2 * max(1, self.head_dim // 4)
+        if index_dim % 2:
+            raise ValueError(
+                "RoPE rotates pairs, so attention.index_dim must be even "
+                f"(got {index_dim}). fix: attention.index_dim={index_dim + 1}"
+            )
         self.topk = topk
         self.index_weight = index_weight
         self.index_heads = index_heads

@@ -152,6 +152,16 @@ def test_block_attention_is_that_of_its_paper():
     close(layer.attend(inputs, q, seen)[0], block_attention(layer, q, *seen.new))
 
 
+def test_blocks_are_chosen_in_fp32_under_autocast():
+    layer = layers_of("moba")[0].float()
+    layer.block, layer.topk = 3, 2
+    layer.attend_to = lambda inputs, q, seen, mask: mask
+    attention = attended(layer, random(2, 99, 64).float())
+    expected, _ = layer.attend(*attention)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer.attend(*attention)[0], expected)
+
+
 def indexed(topk: int) -> SoftmaxAttention:
     """With so many heads that no key matches none of them: which of those is taken is free."""
     layer = layers_of("dsa", "attention.index_heads=24", "attention.index_dim=8")[0]

@@ -86,6 +86,7 @@ CONFIGS = {
     "attention._target_=os.system": (2, "os.system"),
     "attention=gdn +attention.kinds.recurrent.window=8": (1, "window"),
     "attention=mla attention.rope_dim=3": (2, "3"),
+    "attention=dsa attention.index_dim=3": (2, "fix: attention.index_dim=4"),
     "attention=mla attention.rank=0": (2, "attention.rank"),
     "attention=mla attention.rank=100000": (2, "fix: attention.rank="),
     "attention=differential attention.kv_heads=1": (2, "kv_heads=1"),
