@@ -51,6 +51,7 @@ def stream_texts(
 ) -> Iterator["StreamingText"]:
     """Yield the text of a sequence each time that this has a new token; stop it at a stop text."""
     texts = {}
+    stop_texts = tuple(stop_texts)  # each sequence reads them
     for sequence in generated:
         if sequence not in texts:
             texts[sequence] = StreamingText(sequence, tokenizer, stop_texts)

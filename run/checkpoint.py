@@ -148,13 +148,16 @@ def find_model(path: Path | str | None) -> Path:
 
 
 @contextmanager
-def report_unreadable(file: Path) -> Iterator[None]:
-    """Raise IntegrityError for content that is not ours, though it may have our seal."""
+def report_unreadable(file: Path, *others: type) -> Iterator[None]:
+    """Raise IntegrityError for content that is not ours, though it may have our seal.
+
+    `others` are exceptions that no bug of ours can raise inside.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except UNREADABLE as error:
+    except UNREADABLE + others as error:
         reason = str(error).partition("\n")[0]
         raise IntegrityError(f"not what a run writes ({file}: {reason}). fix: {FIX}") from None
 
@@ -202,7 +205,7 @@ def load_state(checkpoint: Path, needed: Iterable[str]) -> dict:
     since it might run code.
     """
     file = checkpoint / "state.pt"
-    with report_unreadable(file):
+    with report_unreadable(file, AssertionError, AttributeError):
         if not is_zipfile(file):
             raise ValueError("not a zip file")  # torch would read older formats too
         state = torch.load(file, map_location="cpu", weights_only=True)

@@ -44,5 +44,4 @@ class ShortConv(nn.Module):
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
         """Return the taps of the identity: the newest token passes unchanged."""
-        newest = torch.tensor(self.kernel - 1)
-        return F.one_hot(newest, self.kernel).expand(self.taps.shape)
+        return torch.eye(self.kernel)[-1].expand(self.taps.shape)

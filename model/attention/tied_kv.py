@@ -31,7 +31,10 @@ class TiedAttention(SoftmaxAttention):
     def attend(self, inputs: Inputs, q: Tensor, seen: Seen) -> tuple[Tensor, CrossLayer]:
         """q (B, T, H, E) -> (B, T, H, E), carry"""
         (kv,) = seen.features
-        k = self.norm_and_rope(kv, self.k_norm, inputs.ctx, seen.visible.key_positions)
+        positions = seen.visible.key_positions
+        if positions is inputs.ctx.positions:
+            positions = None  # those of new tokens, whose tables the queries have
+        k = self.norm_and_rope(kv, self.k_norm, inputs.ctx, positions)
         v = rms(kv, self.norm_eps)
         return super().attend(inputs, q, seen._replace(features=(k, v)))
 

@@ -138,7 +138,7 @@ def test_a_text_ends_before_its_first_stop_or_where_its_model_ends_it(
                 sequence.append(token)
                 yield sequence
 
-    for text in stream_texts(engine(), tokenizer, stops):
+    for text in stream_texts(engine(), tokenizer, iter(stops)):
         assert expected.startswith(text.text)
     assert text.text == expected and sequence.finish_reason == reason
     assert (sequence.tokens[1:] == tokens) == is_ended

@@ -70,7 +70,9 @@ def test_attention_after_a_convolution_begins_as_its_parent():
     ours = layers_of("conv")[0]
     parent = layers_of("gqa")[0]
     parent.load_state_dict(ours.state_dict(), strict=False)
-    ours.conv.taps.data = ours.conv.init_param("taps", None).double()
+    taps = ours.conv.init_param("taps", None)
+    assert taps.is_floating_point()
+    ours.conv.taps.data.copy_(taps)
     x = random(2, 9, 64)
     close(output(ours, x), output(parent, x))
 
@@ -99,6 +101,9 @@ def test_tied_keys_and_values_are_gemma_4s_in_half_the_cache():
     tables = [table[:, :, 0].repeat(1, 1, 2) for table in ctx.rotary(*layer.rotary)]
     future = torch.full((9, 9), -torch.inf).triu(1).double()
     close(output(layer, x), theirs(x, tables, future[None, None], {})[0], **TOLERANCE)
+    ctx = ForwardContext(x[..., 0])
+    layer(x, ctx, None, {})
+    assert len([key for key in ctx.memo if key[0] == "rotary"]) == 1
 
     parent = layers_of("gqa")[0]
     nbytes = [

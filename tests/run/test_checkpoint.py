@@ -97,9 +97,18 @@ def test_what_is_not_finite_reaches_no_disk(trainer_of, optimizer, value, capsys
     assert not [*trainer.run_dir.glob("checkpoints/*")]
 
 
-def test_an_empty_pickle_is_damage(tmp_path):
+# An empty one, and ids of storages: a number, and a class that is none.
+PICKLES = (
+    b"",
+    b"\x80\x02K\x01Q.",
+    b"\x80\x02(X\x07\0\0\0storageccollections\nOrderedDict\nX\x01\0\0\0aX\x03\0\0\0cpuK\x01tQ.",
+)
+
+
+@pytest.mark.parametrize("pickled", PICKLES)
+def test_a_hostile_pickle_is_damage(tmp_path, pickled):
     with ZipFile(tmp_path / "state.pt", "w") as archive:
-        archive.writestr("archive/data.pkl", b"")
+        archive.writestr("archive/data.pkl", pickled)
         archive.writestr("archive/version", "3\n")
     with pytest.raises(IntegrityError, match=r"state\.pt"):
         checkpoint.load_state(tmp_path, ["step"])
