@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from hydra.conf import ConfigStore
 
 from data.loader import Loader
@@ -77,8 +78,9 @@ greedy = partial(sample, temperature=0)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # A shell ignores SIGINT for what it starts in the background; the tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Composing takes half as long without Hydra's own groups, which its command line alone reads. They
-# are there in the processes that tests start.
+# Composing takes half as long without Hydra's own groups, which its command line alone reads, and
+# with libyaml. Processes that tests start have the groups and the loader in Python.
+yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 ConfigStore.instance().repo["hydra"]["config.yaml"].node.defaults = []
 
 
@@ -181,10 +183,10 @@ def continued(
     return [*drawn.values()]
 
 
-def compile_without_inductor(monkeypatch) -> None:
+def compile_without_inductor(monkeypatch, backend: str = "aot_eager") -> None:
     """Let torch.compile make whole graphs, and run them as they are."""
     compile_with = torch.compile
-    options = {"backend": "aot_eager", "dynamic": False, "fullgraph": True}
+    options = {"backend": backend, "dynamic": False, "fullgraph": True}
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, **options))
 
 

@@ -138,19 +138,34 @@ def finish(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def killed_at(event: int, root: Path) -> Action:
-    """SIGKILL before the file operation of this number below `root`."""
+def before_operations(root: Path, do: Callable[[int], object]) -> Action:
+    """Call `do` with their number before file operations below `root`."""
     numbers = itertools.count(1)
+    inside = []
 
     def hook(name: str, arguments: tuple) -> None:
-        if name in FILE_EVENTS and arguments:
+        if name in FILE_EVENTS and arguments and not inside:
             within = (
                 name in ("os.remove", "os.rmdir") and arguments[1] >= 0
             )  # what rmtree names in an open folder
-            if (within or str(arguments[0]).startswith(str(root))) and next(numbers) == event:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if within or str(arguments[0]).startswith(str(root)):
+                inside.append(name)  # its own operations do not count
+                do(next(numbers))
+                inside.clear()
 
     return partial(sys.addaudithook, hook)
+
+
+def killed_at(event: int, root: Path) -> Action:
+    """SIGKILL before the file operation of this number below `root`."""
+    return before_operations(
+        root, lambda number: number == event and os.kill(os.getpid(), signal.SIGKILL)
+    )
+
+
+def copying(root: Path, copies: Path) -> Action:
+    """Copy `root` to `copies`/1, 2, ... before each file operation below it."""
+    return before_operations(root, lambda number: shutil.copytree(root, copies / str(number)))
 
 
 def at_most(nbytes: int) -> Action:

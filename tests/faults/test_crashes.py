@@ -1,9 +1,9 @@
 """Killed at any instant, a run loses nothing that it had saved, and goes on as if it had not been killed."""
 
 import errno
-import itertools
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 
 from run import sealed
 from tests.faults import harness
-from tests.faults.harness import Job, finish, forked, killed_at, start
+from tests.faults.harness import Job, copying, finish, forked, killed_at, start
 
 
 def judged(job: Job, code: int, whole: Job) -> list[str]:
@@ -24,15 +24,20 @@ def judged(job: Job, code: int, whole: Job) -> list[str]:
 
 
 def every_crash_point(job: Job, whole: Job, *broken) -> tuple[int, list[str]]:
-    """Kills before each file operation in turn, and every third time once more in the run that goes on.
+    """Goes on from what a kill before each file operation leaves, and every third from a second kill.
 
-    A run goes on from each state that this leaves: of files with other names or sizes.
+    A kill leaves the files as they are then. So one run copies them before each operation, and the
+    second kills are real. A run goes on from each state: of files with other names or sizes.
     """
     found, states = [], []
-    for event in itertools.count(1):
-        job.fresh()
-        if forked(job, *broken, killed_at(event, job.root)) != -signal.SIGKILL:
-            return event - 1, found
+    copies = job.root.with_name("copies")
+    shutil.rmtree(copies, ignore_errors=True)
+    job.fresh()
+    assert forked(job, *broken, copying(job.root, copies)) == 0
+    points = len([*copies.iterdir()])
+    for event in range(1, points + 1):
+        shutil.rmtree(job.root)
+        shutil.move(copies / str(event), job.root)
         if event % 3 == 0:
             forked(job, *broken, killed_at(1 + event * 7 % 50, job.root))
         states.append({path: path.stat().st_size for path in job.root.rglob("*")})
@@ -42,7 +47,8 @@ def every_crash_point(job: Job, whole: Job, *broken) -> tuple[int, list[str]]:
             f"operation {event}: {problem}" for problem in judged(job, forked(job, *broken), whole)
         ]
         if broken and found:
-            return event, found
+            break
+    return points, found
 
 
 def random_kills(job: Job, whole: Job, kills: int, seed: int) -> list[str]:

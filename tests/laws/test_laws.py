@@ -3,6 +3,7 @@
 In fp64, where two orders of summing agree to 1e-7: what differs by more is wrong.
 """
 
+import re
 from functools import partial
 from random import Random
 
@@ -18,6 +19,7 @@ from model.init import initialize
 from run import checkpoint
 from run.compilation import cpp_compiler
 from tests.conftest import (
+    CONFIGS,
     EXTRAS,
     ROOT,
     VARIANTS,
@@ -28,10 +30,26 @@ from tests.conftest import (
     poisoned_memory,
 )
 
-# Layers that are alike are compiled alike, and take as long each: one of each kind will do.
-each_kind_once = pytest.mark.parametrize(
-    "model", [*(f"{name} model.depth=1" for name in VARIANTS), *EXTRAS], indirect=True
-)
+
+def compiled_cases() -> list[tuple[str, str]]:
+    """A model and a backend: AOTAutograd for the first preset that names a class, and for extras.
+
+    The other presets give a class other values: their graphs run as Dynamo has captured them, in
+    which a graph break would show, and which takes a third of the time. Layers that are alike are
+    compiled alike, and take as long each, so there is one of each kind.
+    """
+    cases = [(extra, "aot_eager") for extra in EXTRAS]
+    known = set()
+    for name in VARIANTS:
+        preset = CONFIGS / "attention" / f"{name}.yaml"
+        classes = set(re.findall(r"_target_: (\S+)", preset.read_text()))
+        backend = "aot_eager" if classes - known else "eager"
+        known |= classes
+        cases.append((f"{name} model.depth=1", backend))
+    return cases
+
+
+each_kind_once = pytest.mark.parametrize("model, backend", compiled_cases(), indirect=["model"])
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 TOKENS = torch.randint(128, (3, 13), generator=torch.Generator().manual_seed(1))
 
@@ -148,10 +166,10 @@ def test_the_cache_costs_what_cache_bytes_says(model, capacity):
 
 
 @each_kind_once
-def test_a_decode_step_compiles_once(model, monkeypatch):
+def test_a_decode_step_compiles_once(model, backend, monkeypatch):
     torch._dynamo.reset()
     counters.clear()
-    compile_without_inductor(monkeypatch)
+    compile_without_inductor(monkeypatch, backend)
     compiled = continued(model, PROMPTS, 65, rows=3, compiled=True)
     assert counters["stats"]["unique_graphs"] == 1
     assert compiled == continued(model, PROMPTS, 65)  # past the context
@@ -163,8 +181,8 @@ def test_eight_ragged_rows_say_in_fp32_what_each_says_alone(model):
     quantize.optimize_for_decoding(model, int8=False)
     prompts = TOKENS.flatten().split([1, 2, 3, 4, 5, 6, 7, 11])
     prompts = [prompt.tolist() for prompt in prompts]
-    for prompt, together in zip(prompts, continued(model, prompts, 20, rows=8), strict=True):
-        assert_greedy(model, prompt, together, continued(model, [prompt], 20, rows=1)[0])
+    for prompt, together in zip(prompts, continued(model, prompts, 8, rows=8), strict=True):
+        assert_greedy(model, prompt, together, continued(model, [prompt], 8, rows=1)[0])
 
 
 @pytest.mark.long
@@ -183,21 +201,21 @@ def test_a_thousand_tokens_are_never_compiled_again(model):
         assert_greedy(model, prompt, text[:40], continued(model, [prompt], 40, rows=1)[0])
 
 
-@pytest.mark.parametrize("temperature, eos", [(0, ()), (2.0, ()), (2.0, range(20))])
+@pytest.mark.parametrize("temperature, eos", [(0, ()), (2.0, range(10))])
 def test_a_text_is_the_same_alone_in_a_batch_and_without_a_cache(model, temperature, eos):
     """Past the context, with fewer rows than texts."""
     draw = partial(sample, temperature=temperature, repetition_penalty=1.2)
     random = Random(0)
     prompts = [random.choices(range(128), k=length) for length in (1, 40, 63, 7, 61)]
-    expected = continued(model, prompts, 14, draw, eos=eos)
+    expected = continued(model, prompts, 9, draw, eos=eos)
     for rows in (2, 1, 5):
-        assert continued(model, prompts, 14, draw, rows, eos=eos, prefill_chunk=9) == expected
+        assert continued(model, prompts, 9, draw, rows, eos=eos, prefill_chunk=9) == expected
 
 
 @each_kind_once
-def test_training_has_no_graph_break(model):
+def test_training_has_no_graph_break(model, backend):
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
     logits = compiled(TOKENS)
     close(logits, model(TOKENS))
     logits.square().mean().backward()

@@ -218,7 +218,8 @@ def test_z_loss_keeps_the_sum_of_exponentials_near_one(trainer_of):
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "gqa attention.dropout=0.5 optimizer=adamw"])
 def test_recomputed_blocks_learn_the_same_and_keep_less(trainer_of, variant):
-    overrides = (*f"attention={variant}".split(), "model.depth=4", "document_mask=true")
+    words = ("model.depth=4", "document_mask=true", "batch_tokens=128")
+    overrides = (*f"attention={variant}".split(), *words)
     plain, lean = (
         trainer_of(*overrides, f"activation_checkpointing={flag}") for flag in ("false", "true")
     )
