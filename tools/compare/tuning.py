@@ -39,7 +39,8 @@ def find_optimum(losses: Losses) -> Optimum:
     """Fit a parabola in the logarithm of the rate to the best factor and those within 4 times of it.
 
     As of Marin's sweeps of GQA and MLA, github.com/marin-community/marin/issues/7381. Runs that
-    diverged are left out. The optimum stays within a step of the best factor.
+    diverged are left out. The optimum stays within a step of the best factor, and does not come nearer
+    to one that diverged.
     """
     best = min(losses, key=losses.get)
     is_inside = min(losses) < best < max(losses)
@@ -54,7 +55,9 @@ def find_optimum(losses: Losses) -> Optimum:
     curvature, slope, _ = np.polyfit([*octaves], [*octaves.values()], 2)
     shift = 0.0
     if curvature > 0:
-        shift = float(np.clip(-slope / (2 * curvature), -1, 1))
+        shift = float(
+            np.clip(-slope / (2 * curvature), max(-1, min(octaves)), min(1, max(octaves)))
+        )
     return Optimum(best * 2**shift, float(curvature), is_inside)
 
 
