@@ -20,7 +20,7 @@ from tests.conftest import (
     tree_of,
 )
 from tools import lengths
-from tools.compare import report
+from tools.compare import measures
 
 PAGES = (
     "README",
@@ -104,7 +104,7 @@ def test_cost_cards(command, stories, line):
 
 
 def test_the_comparison_and_its_report(command, story, forked_jobs, monkeypatch):
-    monkeypatch.setattr(report, "latencies", lambda runs: {name: {} for name in runs})
+    monkeypatch.setattr(measures, "latencies", lambda runs: {name: {} for name in runs})
     train, page = (file_and_words(line)[1:] for line in COMPARISON)
     text = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=2")
     few = (*TINY, *text, "attention=gqa,mla", "seed=0", "--dir", "runs/stdlib-small-x")

@@ -1,5 +1,6 @@
 """A sweep becomes variants of equal size, and those become jobs."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 from run.settings import compose, flatten
 from tests.conftest import TINY, VARIANTS, settings_of
 from tools.compare import plan
-from tools.compare.plan import match_hidden, plan_jobs
+from tools.compare.jobs import Job
+from tools.compare.plan import match_hidden, plan_variants, train_variants
+from tools.compare.runs import Run
 
 
 def num_parameters(overrides: list[str]) -> int:
@@ -15,14 +18,23 @@ def num_parameters(overrides: list[str]) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def test_a_variant_is_composed_once(monkeypatch):
+@pytest.fixture
+def plan_jobs(monkeypatch):
+    """The jobs that a comparison trains, which this one does not."""
+    monkeypatch.setattr(plan, "train_all", lambda jobs: None)
+    return lambda words, match, folder: train_variants(
+        plan_variants(words, match, folder, has_search=False), has_search=False
+    )
+
+
+def test_a_variant_is_composed_once(plan_jobs, monkeypatch):
     composed = []
     monkeypatch.setattr(plan, "compose", lambda words: composed.append(words) or compose(words))
     jobs = plan_jobs(["attention=gqa,mqa", "seed=range(0,5)"], "params", Path("out"))
     assert len(jobs) == 10 and len(composed) == 2
 
 
-def test_jobs_compose_to_what_was_asked():
+def test_jobs_compose_to_what_was_asked(plan_jobs):
     words = ["attention=gqa,mqa", "seed=0,3", "model=tiny", "optimizer.lr=0.01"]
     jobs = plan_jobs(words, "params", Path("out, of é"))
     assert [job.run_dir.name for job in jobs] == ["gqa-0", "mqa-0", "gqa-3", "mqa-3"]
@@ -49,7 +61,7 @@ def test_every_preset_is_made_as_large_as_the_baseline(kind, variant):
         assert abs(size / target - 1) <= 0.01, name
 
 
-def test_matching_changes_the_feed_forward_alone():
+def test_matching_changes_the_feed_forward_alone(plan_jobs):
     jobs = plan_jobs(["attention=gqa,mha", "model=tiny", "seed=3"], "params", Path("out"))
     one, other = (dict(flatten(compose(job.overrides).model_dump())) for job in jobs)
     swept = ("name", "run_dir", "model.attention.kv_heads")
@@ -57,7 +69,7 @@ def test_matching_changes_the_feed_forward_alone():
     assert one["model.hidden"] == settings_of("model=tiny").model["hidden"]
 
 
-def test_sizes_are_matched_within_each_model_size():
+def test_sizes_are_matched_within_each_model_size(plan_jobs):
     jobs = plan_jobs(["attention=gqa,mla", "model=tiny,small"], "params", Path("out"))
     sizes = {job.variant: num_parameters(job.overrides) for job in jobs}
     assert list(sizes) == ["gqa-tiny", "gqa-small", "mla-tiny", "mla-small"]
@@ -66,7 +78,7 @@ def test_sizes_are_matched_within_each_model_size():
     assert sizes["gqa-small"] > 2 * sizes["gqa-tiny"]
 
 
-def test_each_task_has_jobs_of_its_own():
+def test_each_task_has_jobs_of_its_own(plan_jobs):
     words = [
         "tasks=text,recall",
         "attention=gqa,mha",
@@ -91,3 +103,47 @@ def test_each_task_has_jobs_of_its_own():
     assert text.name == recall.name == "gqa" and text.steps == recall.steps == 9
     sizes = [num_parameters(job.overrides) for job in jobs]
     assert sizes[4] == pytest.approx(sizes[5], rel=0.01) and sizes[4] > sizes[0]
+
+
+BOWL = {"gqa": 1.0, "mqa": 4.0, "mha": 0.25}  # the best factor of the rates of each
+
+
+@pytest.mark.parametrize("diverges_from", [math.inf, 4.0])
+def test_the_search_finds_the_rates_of_each_variant(monkeypatch, diverges_from):
+    """Losses are a parabola in the logarithm of the rates, which diverge from some factor on."""
+    rates = []
+
+    def train_all(jobs: list[Job]) -> None:
+        for job in jobs:
+            settings = compose(job.overrides).model_dump()
+            factor = settings["optimizer"]["lr"] / 0.01
+            assert settings["optimizer"]["embedding_lr"] == pytest.approx(0.04 * factor, rel=1e-3)
+            rates.append((job.variant, settings["seed"], factor))
+            assert job.factor is None or job.factor == pytest.approx(factor, rel=1e-3)
+            loss = 3 + 0.1 * math.log2(factor / BOWL[job.variant]) ** 2
+            lines = [{"val_loss": loss, "tokens": 1}] if factor < diverges_from else []
+            job.run = Run(job.run_dir, settings, lines, True, factor=job.factor)
+
+    monkeypatch.setattr(plan, "train_all", train_all)
+    words = ["attention=gqa,mqa,mha", "seed=0,1", "model=tiny", "optimizer.lr=0.01"]
+    words += ["optimizer.embedding_lr=0.04"]
+    variants = plan_variants(words, "none", Path("out"), has_search=True)
+    jobs = train_variants(variants, has_search=True)
+
+    # Each factor is tried once, beyond the best until that is inside, and with a seed of its own.
+    tried = {name: [x for each, seed, x in rates if (each, seed) == (name, 1000)] for name in BOWL}
+    assert sorted(tried["gqa"]) == pytest.approx([0.25, 0.5, 1, 2, 4], rel=1e-3)
+    assert min(tried["mha"]) == pytest.approx(0.125, rel=1e-3)
+    assert max(tried["mqa"]) == pytest.approx(8 if diverges_from > 8 else 4, rel=1e-3)
+    # The parabola is exact, but does not lead to where a run has diverged.
+    best = BOWL | ({"mqa": 2.0} if diverges_from == 4 else {})
+    for name, seed, factor in rates[-6:]:
+        assert seed in (0, 1) and factor == pytest.approx(best[name], rel=0.01)
+    assert jobs[0].factor == 1.0 and jobs[0].variant == "gqa" and jobs[0].baseline is None
+    assert all(job.baseline is jobs[0] for job in jobs[1:])
+    assert len({job.run_dir for job in jobs}) == len(jobs)
+
+
+def test_the_seed_of_the_search_judges_nothing():
+    with pytest.raises(ValueError, match="fix: seed=0"):
+        plan_variants(["seed=0,1000"], "none", Path("out"), has_search=True)

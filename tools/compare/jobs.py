@@ -5,9 +5,8 @@ import os
 import shlex
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from time import sleep
 from typing import IO
@@ -19,7 +18,7 @@ from run.instantiate import ROOT
 from run.progress import say, waiting
 from run.settings import compose
 from run.signals import Signals
-from tools.compare.runs import Run, read_records
+from tools.compare.runs import Run, commit, read_records
 
 FINISHED = "finished before"  # the outcome of a run that an earlier call has trained
 Environment = dict[str, str]  # variables, which may give a run a GPU
@@ -44,6 +43,7 @@ class Job:
     # While it trains: its process, and the environment that gives it a GPU.
     process: subprocess.Popen | None = None
     gpu: Environment | None = None
+    lock: ExitStack | None = None
 
     @property
     def log_path(self) -> Path:
@@ -66,9 +66,10 @@ class Job:
     def try_start(self, free_gpus: list[Environment]) -> None:
         """Start train.py, unless another call trains the run, or nothing is left to train."""
         self.run_dir.mkdir(parents=True, exist_ok=True)  # resume=true needs a folder
-        # The lock lasts until this process and the training process, which inherits it, have closed
-        # the log.
-        with self.log_path.open("a+") as log:
+        # The lock of the log lasts until the run is recorded, or until this process and the training
+        # process, which inherits it, have ended.
+        with ExitStack() as stack:
+            log = stack.enter_context(self.log_path.open("a+"))
             try:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -89,6 +90,7 @@ class Job:
                 env=os.environ | self.gpu,
                 start_new_session=True,  # Ctrl-C is for this process, which then ends the runs
             )
+            self.lock = stack.pop_all()
 
     def match_baseline(self) -> None:
         """Compile if the baseline did; with the same limit of time, train on as many tokens."""
@@ -143,18 +145,8 @@ class Job:
             self.run.commit = commit()
             self.run.overrides = self.overrides
             self.run.append_to_records()
+        self.lock.close()
         self.end(outcome, has_failed=self.run is None)
-
-
-@cache
-def commit() -> str | None:
-    """The commit of this code, with -dirty after it where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    with suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.check_output(
-            command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True
-        ).strip()
-    return None
 
 
 def train_all(jobs: list[Job]) -> None:

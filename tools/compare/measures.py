@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from run.errors import without_fix
@@ -20,33 +20,43 @@ SOLVED = 0.9  # accuracy from which on a run has solved a task
 class Result(NamedTuple):
     """A measure of all variants by their names, where less is better, and the verdicts.
 
-    `reasons` says why a variant has no value. `is_unequal`: the spreads of variants differ.
+    `is_unequal`: the spreads of variants differ.
     """
 
     title: str
     samples: Samples
     verdicts: dict[str, Verdict]
-    reasons: dict[str, str]
     is_unequal: bool
 
+    def cells(self, name: str) -> dict[str, str]:
+        """The mean of a variant, its difference to the baseline, and the verdict."""
+        if name not in self.samples:
+            return {self.title: "n/a"}
+        text = "baseline"
+        differs = ""
+        if name in self.verdicts:
+            difference, low, high, _, text = self.verdicts[name]
+            differs = f"{difference:+z.4f}"
+            if not math.isnan(low):
+                differs += f" [{low:+z.4f}, {high:+z.4f}]"
+        return {
+            self.title: f"{fmean(self.samples[name]):.4f}",
+            f"difference in {self.title}": differs,
+            f"verdict on {self.title}": text,
+        }
 
-def slice_loss(run: Run, name: str) -> float:
-    """The loss of a slice of the held-out text in nats per token."""
-    if "slices" not in run.last:
-        raise ValueError("not logged")
-    return run.last["slices"][name]["loss"]
+
+def slice_loss(run: Run, name: str) -> float | None:
+    """The loss of a slice of the held-out text in nats per token; None where it was not logged."""
+    return run.last.get("slices", {}).get(name, {}).get("loss")
 
 
-def length_change(run: Run) -> float:
+def length_change(run: Run) -> float | None:
     """The loss of the same targets with 4 times the training context, less that with one."""
-    if not run.lengths:
-        raise ValueError("not measured")
-    return run.lengths["4"] - run.lengths["1"]
+    return run.lengths["4"] - run.lengths["1"] if run.lengths else None
 
 
-# Parts of the loss on text that tell variants apart. They raise ValueError, the reason, where a run
-# has none.
-TEXT_PARTS = {
+TEXT_PARTS = {  # of the loss, which tell variants apart
     "repeated tokens, nats": partial(slice_loss, name="repeated"),
     "new tokens, nats": partial(slice_loss, name="new"),
     "4 x the context, nats more": length_change,
@@ -55,32 +65,24 @@ TEXT_PARTS = {
 
 def evaluate(
     title: str,
-    measure: Callable[[Run], float],
+    measure: Callable[[Run], float | None],
     groups: Groups,
-    baseline: str,
     margin: float,
     num_measures: int = 1,
 ) -> Result:
-    """Measure all runs, and judge the variants beside the baseline, if that has a value.
+    """Measure all runs, and judge the variants beside the first, the baseline, if it has a value.
 
     Of `num_measures` in one table, each is judged at so much smaller a level.
     """
     samples = {}
-    reasons = {}
-    with waiting(f"measuring {title}", len(groups)) as bar:
-        for name, runs in groups.items():
-            try:
-                samples[name] = [measure(run) for run in runs]
-            except ValueError as error:
-                reasons[name] = without_fix(error)
-            bar.update()
-    verdicts = {}
-    is_unequal = False
-    if baseline in samples:
-        others = {name: values for name, values in samples.items() if name != baseline}
-        verdicts = judge(samples[baseline], others, margin, LEVEL / num_measures)
-        is_unequal = spreads_differ(samples[baseline], others)
-    return Result(title, samples, verdicts, reasons, is_unequal)
+    for name, runs in groups.items():
+        values = [measure(run) for run in runs]
+        if None not in values:
+            samples[name] = values
+    others = dict(samples)
+    baseline = others.pop(next(iter(groups)), [])
+    verdicts = judge(baseline, others, margin, LEVEL / num_measures) if baseline else {}
+    return Result(title, samples, verdicts, spreads_differ(baseline, others))
 
 
 def num_solved(runs: list[Run]) -> int:

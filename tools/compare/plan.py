@@ -66,9 +66,11 @@ class Variant:
 
 def scaled_rates(overrides: list[str], factor: float) -> list[str]:
     """The overrides that multiply all learning rates of an optimizer."""
+    if factor == 1.0:
+        return []
     rates = []
     for key, value in compose(overrides).optimizer.items():
-        if factor != 1.0 and (key == "lr" or key.endswith("_lr")):
+        if key == "lr" or key.endswith("_lr"):
             rates.append(f"optimizer.{key}={value * factor:.4g}")
     return rates
 
@@ -234,7 +236,8 @@ def match_hidden(model: dict, size: Callable[[Transformer], float], target: floa
     # Size is linear in the width. Of the widths near enough, the multiple of the largest power of
     # two makes the fastest matrix products.
     low = size_with(64)
-    exact = 64 + 64 * (target - low) / (size_with(128) - low)
+    step = size_with(128) - low  # none without a feed-forward
+    exact = 64 + 64 * (target - low) / step if step else 0.0
     multiples = [round(exact / unit) * unit for unit in (64, 32, 16, 8, 4, 2, 1)]
     for hidden in (model["hidden"], *multiples):
         if hidden > 0 and abs(size_with(hidden) / target - 1) <= SIZE_TOLERANCE:

@@ -19,7 +19,7 @@ from tools.compare.measures import (
     num_solved,
     tokens_until_solved,
 )
-from tools.compare.page import Cell, Page, markdown
+from tools.compare.page import Page, plain_table
 from tools.compare.plots import draw_curves, draw_forest, in_bytes, mean_curve
 from tools.compare.runs import Groups, Run, changes, group_by_variant
 from tools.compare.tuning import Losses, find_optimum, rate_losses
@@ -87,7 +87,7 @@ def write_report(
 
     if problems:
         page.paragraph("Not in the tables:")
-        page.table([{"run": Cell(name), "why": Cell(why)} for name, why in problems.items()])
+        page.table([{"run": name, "why": why} for name, why in problems.items()])
     commits = sorted({str(run.commit) for run in runs})
     page.paragraph(f"Made by {command}; trained at commit {', '.join(commits)}.")
     file = folder / "report.html"
@@ -97,53 +97,57 @@ def write_report(
 
 def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str]:
     """Add all about the runs of one task and size -> the SVG of their verdicts, and a summary."""
-    groups = group_by_variant([run for run in runs if run.factor is None and not run.has_diverged])
-    baseline = next(iter(groups))
     searches = defaultdict(list)
     for run in runs:
         if run.factor is not None:
             searches[run.settings["name"]].append(run)
     losses = {name: rate_losses(members) for name, members in searches.items()}
+    groups = group_by_variant([run for run in runs if run.factor is None and not run.has_diverged])
+    if not groups:
+        add_searches(page, losses)
+        return "", f"{len(losses)} variants look for learning rates; none is judged yet."
+    baseline = next(iter(groups))
 
     # A task is solved or not, which has no mean; a loss has a difference, and a verdict.
     first = groups[baseline][0]
+    notes = [COSTS]
     if first.floor is None:
-        result = evaluate(first.metric_name, attrgetter("loss"), groups, baseline, margin)
+        result = evaluate(first.metric_name, attrgetter("loss"), groups, margin)
         withhold_verdicts(result, losses, baseline)
-        figure = draw_differences(result, groups, baseline, margin)
-        cells = partial(loss_cells, result, baseline)
-        clauses = verdict_clauses(result, baseline, margin)
+        figure = draw_differences(result, groups, margin)
+        cells = result.cells
+        clauses = verdict_clauses(result, margin)
+        notes = [VERDICTS, *([UNEQUAL] * result.is_unequal), COSTS]
     else:
         figure = draw_accuracies(groups, first.floor)
         cells = partial(accuracy_cells, groups)
         clauses = accuracy_clauses(groups, first.floor)
-    summary = doubts(groups) + f"Beside {baseline} ({len(groups[baseline])} seeds), {clauses}"
+    summary = f"{doubts(groups)}Beside {baseline} ({len(groups[baseline])} seeds), {clauses}"
 
     # What a reader looks for comes first.
     page.paragraph(summary)
     svg = page.figure(figure, "a dot for each seed, and 95 % intervals of all variants together")
     rows = []
     for name, members in groups.items():
-        columns = {"variant": Cell(name), **cells(name)}
+        row = {"variant": name, **cells(name)}
         if name in losses:
-            columns["rates x"] = Cell(f"{find_optimum(losses[name]).factor:.3g}")
-        columns |= cost_cells(members) | {"settings": Cell("", changes(members[0], first))}
-        rows.append(columns)
-    page.table(rows)
-    page.paragraph(VERDICTS + (UNEQUAL if first.floor is None and result.is_unequal else ""))
-    page.paragraph(COSTS)
+            row["rates x"] = f"{find_optimum(losses[name]).factor:.3g}"
+        rows.append(row | cost_cells(members))
+    page.table([row | {"settings": changes(groups[row["variant"]][0], first)} for row in rows])
+    for note in notes:
+        page.paragraph(note)
 
     if first.task == "text":
-        add_parts(page, groups, baseline, margin)
+        add_parts(page, groups, margin)
     if losses:
-        add_searches(page, losses, baseline)
+        add_searches(page, losses)
     curves = draw_curves(
         {name: mean_curve(members) for name, members in groups.items()}, "tokens", first.metric
     )
     page.figure(curves, f"{first.metric} during training")
     machine = first.settings.get("machine", {})
     page.paragraph(" ".join(f"{key}: {value}." for key, value in machine.items()))
-    return svg, f"{summary}\n{markdown(rows)}"
+    return svg, f"{summary}\n{plain_table(rows)}"
 
 
 def doubts(groups: Groups) -> str:
@@ -167,7 +171,7 @@ def withhold_verdicts(result: Result, losses: dict[str, Losses], baseline: str) 
             result.verdicts[name] = verdict._replace(text="best rate at the edge")
 
 
-def verdict_clauses(result: Result, baseline: str, margin: float) -> str:
+def verdict_clauses(result: Result, margin: float) -> str:
     """The variants by their verdict, and which difference would have been found."""
     names = defaultdict(list)
     for name, verdict in result.verdicts.items():
@@ -178,21 +182,6 @@ def verdict_clauses(result: Result, baseline: str, margin: float) -> str:
     if found and max(found) > 0:  # not NaN
         text += f" A difference of {max(found):.4f} would have been found with a chance of 80 %."
     return text
-
-
-def loss_cells(result: Result, baseline: str, name: str) -> dict[str, Cell]:
-    """The mean of a variant, its difference to the baseline, and the verdict."""
-    if name not in result.samples:
-        return {result.title: Cell("n/a", result.reasons[name])}
-    cells = {result.title: Cell(f"{fmean(result.samples[name]):.4f}")}
-    verdict = result.verdicts.get(name)
-    note = "baseline" if name == baseline else "no baseline"
-    if verdict is not None:
-        note = f"{verdict.difference:+z.4f} [{verdict.low:+z.4f}, {verdict.high:+z.4f}]"
-    cells["difference [95 %]"] = Cell(note)
-    text = verdict.text if verdict else ""
-    cells["verdict"] = Cell(text, "", text)
-    return cells
 
 
 def accuracy_clauses(groups: Groups, floor: float) -> str:
@@ -207,40 +196,40 @@ def accuracy_clauses(groups: Groups, floor: float) -> str:
     return f"{title} (floor {floor:.3f}), seeds that reach {SOLVED:.0%}: {', '.join(texts)}."
 
 
-def accuracy_cells(groups: Groups, name: str) -> dict[str, Cell]:
+def accuracy_cells(groups: Groups, name: str) -> dict[str, str]:
     """How many seeds of a variant solve the task, after how many tokens, and their accuracies."""
     runs = groups[name]
     accuracies = sorted(100 * run.loss for run in runs)
     return {
-        "seeds that solve it": Cell(f"{num_solved(runs)} of {len(runs)}"),
-        "million tokens until then": Cell(f"{tokens_until_solved(runs) / 1e6:.2f}"),
-        "accuracy, %": Cell(f"{accuracies[0]:.1f} to {accuracies[-1]:.1f}"),
-        "above the floor": Cell(f"{fmean(accuracies) - 100 * runs[0].floor:+.1f}"),
+        "seeds that solve it": f"{num_solved(runs)} of {len(runs)}",
+        "million tokens until then": f"{tokens_until_solved(runs) / 1e6:.2f}",
+        "accuracy, %": f"{accuracies[0]:.1f} to {accuracies[-1]:.1f}",
+        "above the floor": f"{fmean(accuracies) - 100 * runs[0].floor:+.1f}",
     }
 
 
-def cost_cells(runs: list[Run]) -> dict[str, Cell]:
+def cost_cells(runs: list[Run]) -> dict[str, str]:
     """What a variant costs, by the titles of the columns."""
     first = runs[0]
-    rate = fmean(run.tokens_per_second for run in runs)
-    cells = {"cache": Cell(in_bytes(first.cache_bytes)), "training, tokens/s": Cell(f"{rate:,.0f}")}
-    for title, value in first.decoding.items():
-        cells[title] = Cell(f"{value:.2f}")
-    cells["parameters"] = Cell(f"{first.model.num_parameters():,}")
-    cells["MFLOP/token"] = Cell(f"{first.model.training_flops() / 1e6:.2f}")
-    return cells
+    return {
+        "cache": in_bytes(first.cache_bytes),
+        "training, tokens/s": f"{fmean(run.tokens_per_second for run in runs):,.0f}",
+        **{title: f"{value:.2f}" for title, value in first.decoding.items()},
+        "parameters": f"{first.model.num_parameters():,}",
+        "MFLOP/token": f"{first.model.training_flops() / 1e6:.2f}",
+    }
 
 
-def draw_differences(result: Result, groups: Groups, baseline: str, margin: float) -> Figure:
+def draw_differences(result: Result, groups: Groups, margin: float) -> Figure:
     """The forest plot of a loss: the differences to the baseline, the best at the top."""
+    baseline = next(iter(groups))
     center = fmean(result.samples[baseline])
     rows = []
     for name in sorted(result.samples, key=lambda name: fmean(result.samples[name])):
         label = f"{name}, {in_bytes(groups[name][0].cache_bytes)}"
         dots = [value - center for value in result.samples[name]]
         verdict = result.verdicts.get(name)
-        interval = (verdict.low, verdict.high) if verdict else None
-        rows.append((label, dots, interval))
+        rows.append((label, dots, verdict and verdict[1:3]))
     title = f"{result.title}: difference to {baseline}, less is better"
     return draw_forest(rows, title, {"equal": 0.0, f"margin {margin:g}": margin})
 
@@ -255,46 +244,33 @@ def draw_accuracies(groups: Groups, floor: float) -> Figure:
     return draw_forest(rows, title, {f"floor {floor:.3f}": floor, f"solved {SOLVED:g}": SOLVED})
 
 
-def add_parts(page: Page, groups: Groups, baseline: str, margin: float) -> None:
+def add_parts(page: Page, groups: Groups, margin: float) -> None:
     """Add the table of the parts of the loss on text."""
-    results = [
-        evaluate(title, measure, groups, baseline, margin, len(TEXT_PARTS))
-        for title, measure in TEXT_PARTS.items()
-    ]
-    rows = []
-    for name in groups:
-        columns = {"variant": Cell(name)}
-        for result in results:
-            value, *rest = loss_cells(result, baseline, name).values()
-            note = " ".join(cell.value for cell in rest)
-            verdict = rest[-1].verdict if rest else ""
-            columns[result.title] = Cell(value.value, note or value.note, verdict)
-        rows.append(columns)
+    rows = [{"variant": name} for name in groups]
+    for title, measure in TEXT_PARTS.items():
+        result = evaluate(title, measure, groups, margin, len(TEXT_PARTS))
+        for row in rows:
+            row |= result.cells(row["variant"])
     page.table(rows)
     page.paragraph(PARTS)
 
 
-def add_searches(page: Page, losses: dict[str, Losses], baseline: str) -> None:
+def add_searches(page: Page, losses: dict[str, Losses]) -> None:
     """Add what the search for learning rates found."""
     page.paragraph(TUNING)
-    page.figure(
-        draw_curves(losses, "factor of the learning rates", "val_loss, nats"),
-        "the held-out loss by the factor of all learning rates; what diverged is left out",
-    )
+    figure = draw_curves(losses, "factor of the learning rates", "val_loss, nats")
+    page.figure(figure, "held-out loss by the factor of the rates; what diverged is left out")
     rows = []
     for name, each in losses.items():
         optimum = find_optimum(each)
-        rows.append(
-            {
-                "variant": Cell(name),
-                "optimum x": Cell(f"{optimum.factor:.3g}", "" if optimum.is_inside else "edge"),
-                "off by two, nats": Cell(f"{optimum.sensitivity:+.4f}"),
-                "tried": Cell(", ".join(f"{factor:g}" for factor in sorted(each))),
-                "diverged": Cell(str(sum(map(math.isinf, each.values())))),
-                "at the common rates, nats": Cell(f"{each[1.0] - losses[baseline][1.0]:+.4f}"),
-                "at the best tried, nats": Cell(
-                    f"{min(each.values()) - min(losses[baseline].values()):+.4f}"
-                ),
-            }
-        )
+        row = {
+            "variant": name,
+            "optimum x": f"{optimum.factor:.3g}",
+            "off by two, nats": f"{optimum.sensitivity:+.4f}",
+            "tried": ", ".join(f"{factor:g}" for factor in sorted(each)),
+            "diverged": str([*each.values()].count(math.inf)),
+            "nats at the common rates": f"{each.get(1.0, math.nan):.4f}",
+            "nats at the best tried": f"{min(each.values()):.4f}",
+        }
+        rows.append(row)
     page.table(rows)

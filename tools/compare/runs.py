@@ -2,9 +2,11 @@
 
 import json
 import math
+import subprocess
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
 
@@ -14,8 +16,8 @@ from model.build import build_model
 from model.transformer import Transformer
 from run import checkpoint
 from run.errors import IntegrityError
+from run.instantiate import ROOT, instantiate
 from run.settings import flatten
-from training.setup import open_corpus
 
 # Settings that are not compared: they name a run. Its length is in `tokens`, its machine in
 # `machine.`.
@@ -140,7 +142,7 @@ class Run:
         """The accuracy in a task of an answer that looks up nothing; None for text."""
         if self.task == "text":
             return None
-        return open_corpus(self.settings["data"]).floor(self.settings["context"])
+        return instantiate(self.settings["data"], "data").floor()
 
     @property
     def loss(self) -> float:
@@ -170,6 +172,17 @@ class Run:
     def identity(self) -> dict[str, str]:
         """The settings that make the run this variant."""
         return self.settings_except(NOT_IDENTITY)
+
+
+@cache
+def commit() -> str | None:
+    """The commit of this code, with -dirty after it where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(
+            command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True
+        ).strip()
+    return None
 
 
 def read_records(folder: Path) -> dict[str, Run]:
