@@ -20,7 +20,7 @@ from tests.conftest import (
     tree_of,
 )
 from tools import lengths
-from tools.compare import measures
+from tools.compare import measures, plan, tuning
 
 PAGES = (
     "README",
@@ -73,7 +73,7 @@ def stories(story) -> Path:
 
 def test_every_command_is_tested():
     assert sorted(OTHERS) == sorted(TRAINING + GENERATION + COSTS)
-    assert len(TRAINING) > 8 and len(GENERATION) > 5 and len(MODEL) > 8 and len(COMPARISON) == 2
+    assert len(TRAINING) > 8 and len(GENERATION) > 5 and len(MODEL) > 8 and len(COMPARISON) == 3
 
 
 @pytest.mark.parametrize("line", TRAINING)
@@ -105,11 +105,16 @@ def test_cost_cards(command, stories, line):
 
 def test_the_comparison_and_its_report(command, story, forked_jobs, monkeypatch):
     monkeypatch.setattr(measures, "latencies", lambda runs: {name: {} for name in runs})
-    train, page = (file_and_words(line)[1:] for line in COMPARISON)
+    train, tuned, page = (file_and_words(line)[1:] for line in COMPARISON)
     text = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=2")
     few = (*TINY, *text, "attention=gqa,mla", "seed=0", "--dir", "runs/stdlib-small-x")
     command("tools/compare/__main__.py", *train, *few).succeeded()
     runs = sorted(map(str, Path("runs/stdlib-small-x").glob("*-0")))
+    monkeypatch.setattr(plan, "FACTORS", (1.0, 0.5, 2.0))
+    monkeypatch.setattr(tuning, "FARTHEST", 2.0)
+    few = (*TINY, *text, "attention=gqa", "seed=0", "--dir", "runs/tuned")
+    told = command("tools/compare/__main__.py", *tuned, *few, "--quick").succeeded().err
+    assert "1 runs in runs/tuned/, after 3 or more that look for learning rates" in told
     assert page == ["--report", "runs/stdlib-small-*"]
     command("tools/compare/__main__.py", "--report", *runs).succeeded()
 
