@@ -110,7 +110,8 @@ def test_the_comparison_and_its_report(command, story, forked_jobs, monkeypatch)
     few = (*TINY, *text, "attention=gqa,mla", "seed=0", "--dir", "runs/stdlib-small-x")
     command("tools/compare/__main__.py", *train, *few).succeeded()
     runs = sorted(map(str, Path("runs/stdlib-small-x").glob("*-0")))
-    monkeypatch.setattr(plan, "FACTORS", (1.0, 0.5, 2.0))
+    for module in (plan, tuning):
+        monkeypatch.setattr(module, "FACTORS", (1.0, 0.5, 2.0))
     monkeypatch.setattr(tuning, "FARTHEST", 2.0)
     few = (*TINY, *text, "attention=gqa", "seed=0", "--dir", "runs/tuned")
     told = command("tools/compare/__main__.py", *tuned, *few, "--quick").succeeded().err
