@@ -31,7 +31,7 @@ WIDTH = 16
 NOTE = """
 vocabulary: data.vocab_size=N. model=124m is named after GPT-2: 50,257, model.tied=true.
 MFLOP/token: in training. KV bytes: of one sequence in bf16. Read: by a decode step at the end of
-the context; a sparse attention reads the keys and values that it chose.
+the context; a sparse attention reads the keys and values that it chose (in int8, all of them).
 next: python train.py attention=NAME, with the same overrides"""
 
 

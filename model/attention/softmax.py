@@ -141,11 +141,16 @@ class SoftmaxAttention(Attention):
         return self.o_proj(y), carry
 
     def project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (B, T, H, E), keys and values (B, T, K, E), before norm and RoPE."""
+        """Return queries (B, T, H, E), keys and values (B, T, K, E), before norm and RoPE.
+
+        Without `v_proj`, values are these keys.
+        """
         x = inputs.x
         q = self.q_proj(x).unflatten(-1, (self.heads, -1))
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, -1))
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
+        v = k
+        if self.v_proj is not None:
+            v = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
         return q, k, v
 
     def see(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Seen, CrossLayer]:

@@ -1,7 +1,8 @@
 """Softmax attention to a few chosen keys: MoBA by blocks, DeepSeek's by a learned indexer.
 
 With more than one new token, all scores are computed and those of other keys are masked. A decode
-step reads the keys and values that it has chosen and no others. N is a number of blocks.
+step gathers the keys and values that it has chosen, and reads no others, except that a cache in
+another dtype, such as int8, is first converted as a whole. N is a number of blocks.
 """
 
 import torch
@@ -19,7 +20,7 @@ from model.layers import LayerNorm, Linear, apply_rope, fp32
 class SparseAttention(SoftmaxAttention):
     """What sparse attentions share. Raises ValueError for a window or a chunk.
 
-    `num_chosen` is how many keys and values a decode step reads at most.
+    `num_chosen` is how many keys and values a decode step attends to at most.
     """
 
     num_chosen: int

@@ -19,13 +19,7 @@ class TiedAttention(SoftmaxAttention):
         super().__init__(spec, **knobs)
         self.v_proj = None
 
-    def project(self, inputs: Inputs) -> tuple[Tensor, Tensor, None]:
-        """Return queries (B, T, H, E) and the projection (B, T, K, E) of keys and values."""
-        q = self.q_proj(inputs.x).unflatten(-1, (self.heads, -1))
-        kv = self.k_proj(inputs.x).unflatten(-1, (self.kv_heads, -1))
-        return q, kv, None
-
-    def features(self, inputs: Inputs, k: Tensor, v: None) -> tuple[Features, CrossLayer]:
+    def features(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Features, CrossLayer]:
         return (k,), inputs.carry
 
     def attend(self, inputs: Inputs, q: Tensor, seen: Seen) -> tuple[Tensor, CrossLayer]:
