@@ -42,11 +42,16 @@ class Variant:
 
     def job(self, seed: int, factor: float | None = None) -> Job:
         """A run at the variant's own factor, or one of the search at another factor."""
-        prefix = "" if self.task == "text" else f"{self.task}-"
-        suffix = "" if factor is None else f"-x{factor:g}"
-        run_dir = self.folder / f"{prefix}{self.name}{suffix}-{seed}"
+        label = self.name
+        scale = self.factor
+        if factor is not None:
+            label += f"-x{factor:g}"
+            scale = factor
+        if self.task != "text":
+            label = f"{self.task}-{label}"
+        run_dir = self.folder / f"{label}-{seed}"
         path = json.dumps(str(run_dir), ensure_ascii=False)
-        rates = scaled_rates(self.overrides, self.factor if factor is None else factor)
+        rates = scaled_rates(self.overrides, scale)
         words = [*self.overrides, *rates, f"seed={seed}", f"run_dir={path}", "resume=true"]
         return Job(self.name, run_dir, words, factor=factor)
 
@@ -54,7 +59,9 @@ class Variant:
         """The runs that the search for the best factor needs next; none once it has ended."""
         runs = [job.run for job in self.searched if job.run is not None]
         losses = rate_losses(runs)
-        factors = [next_factor(losses)] if losses else FACTORS
+        factors = FACTORS
+        if losses:
+            factors = [next_factor(losses)]
         if len(runs) < len(self.searched):  # what failed would fail again
             factors = [None]
         jobs = [self.job(SEARCH_SEED, factor) for factor in factors if factor is not None]
