@@ -116,6 +116,7 @@ def test_a_run_that_fails_is_a_row_and_its_variant_stays_the_baseline(command, w
     assert rows["gqa"][2] == "baseline" and rows["mla"][2] == "cannot tell: one seed"
     assert "nan" not in page.lower()
 
+    Path("out/runs.jsonl").unlink()
     Path("out/mla-0/metrics.jsonl").write_text("{")
     runs = ("out/gqa-1", "out/mla-0", "out/mla-1")
     command(COMPARE, "--report", *runs, "--dir", "out").succeeded()

@@ -1,6 +1,7 @@
 """The report says what the runs show, in every measure, and no more."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -113,9 +114,8 @@ def test_seeds_that_solve_a_task_are_counted(whole):
     assert [row["seeds that solve it"] for row in rows.values()] == ["2 of 3", "3 of 3", "0 of 3"]
     # The first evaluation of gqa-0 has solved it already, and of gqa-1 not.
     assert rows["mqa"]["million tokens until then"] == "0.00"
-    assert rows["retention"]["million tokens until then"] == "nan"
+    assert rows["retention"]["million tokens until then"] == "never"
     assert rows["retention"]["accuracy, %"] == "17.0 to 20.0"
-    assert rows["retention"]["above the floor"] == "-0.1"
     assert f"(floor {FLOOR:.3f}), seeds that reach 90%: gqa 2 of 3, mqa 3 of 3, " in summary
     assert "retention 0 of 3 (at the floor)." in summary
 
@@ -166,7 +166,27 @@ def test_what_the_search_found_stands_in_the_report(write):
     assert "best rate at the edge: retention" in summary
     # What has been found so far can be seen before anything is judged.
     page, summary = write(searched("gqa", found["gqa"]))
-    assert table(page, 0)["gqa"]["optimum x"] == "1" and "none is judged yet" in summary
+    assert table(page, 0)["gqa"]["optimum x"] == "1" and "has no run that judges" in summary
+
+
+def test_seeds_that_diverged_count(write):
+    runs = [run for run in RUNS if not (run.settings["name"] == "mqa" and run.seed == 0)]
+    for run in RUNS:
+        if run not in runs:
+            runs.append(replace(run, lines=[]))
+    page, summary = write(runs)
+    assert table(page, 0)["mqa"]["verdict on bits per byte"] == "seeds diverged"
+    assert table(page, 1)["mqa"]["verdict on repeated tokens, nats"] == "seeds diverged"
+    assert table(page, 2)["mqa"]["seeds that solve it"] == "2 of 3" and "mqa 2 of 3" in summary
+
+
+def test_a_baseline_without_a_run_is_not_replaced(write):
+    runs = [replace(run, baseline="mha") for run in RUNS]
+    page, summary = write(runs)
+    assert summary.startswith("mha, the baseline, has no run") and "verdict" not in page
+    # Nor does the order of the runs choose another.
+    runs = [replace(run, baseline="mqa") for run in RUNS if run.task == "text"]
+    assert table(write(runs)[0], 0)["mqa"]["verdict on bits per byte"] == "baseline"
 
 
 def test_what_was_not_trained_or_logged_has_no_value(write):

@@ -1,6 +1,7 @@
 """Each variant is judged at its own best learning rate: the search, and the whole procedure."""
 
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_a_best_at_the_edge_gets_no_verdict(edge, withheld):
     losses = {name: rising if name == edge else parabola(1.0) for name in ("base", "a", "b")}
     verdicts = judge([1.0, 1.1, 1.2], {"a": [3.0, 3.1, 3.3], "b": [0.1, 0.2, 0.3]}, MARGIN)
     result = SimpleNamespace(verdicts=verdicts)
-    withhold_verdicts(result, losses, "base")
+    withhold_verdicts(result, losses, "base", Counter())
     expected = {"a": "worse", "b": "better"} | dict.fromkeys(withheld, "best rate at the edge")
     assert {name: each.text for name, each in result.verdicts.items()} == expected
 

@@ -46,9 +46,6 @@ def main(args: argparse.Namespace) -> None:
         announce(variants, args.tune)
         jobs = train_variants(variants, args.tune)
         problems = {job.run_dir.name: job.outcome for job in jobs if job.run is None}
-        # The first variant is the baseline, also where its first run failed.
-        baseline = variants[0].name
-        jobs.sort(key=lambda job: job.variant != baseline)
         runs = [job.run for job in jobs if job.run is not None]
     for run in runs:
         if run.has_diverged:
@@ -85,7 +82,8 @@ def read_runs(folders: list[Path], problems: dict[str, str]) -> list[Run]:
             runs += recorded.values()
             if recorded:
                 continue
-            run = Run.read(folder)
+            # The record of a run in a comparison says more than its folder.
+            run = read_records(folder.parent).get(folder.name) or Run.read(folder)
             if run.done:
                 runs.append(run)
             else:

@@ -37,6 +37,7 @@ class Job:
     overrides: list[str]
     baseline: "Job | None" = None
     factor: float | None = None  # of the learning rates, where it looks for the best of these
+    compared_with: str | None = None  # the baseline of its size
     run: Run | None = None  # once it has been trained, also where it diverged
     outcome: str | None = None  # once it has ended
     has_failed: bool = False
@@ -104,7 +105,9 @@ class Job:
         if run is None or run.has_diverged:
             if is_timed:
                 self.end(
-                    "the baseline did not finish, which decides how long it trains", has_failed=True
+                    "the baseline did not finish, which decides how long it trains. "
+                    "fix: steps=N max_minutes=null, or other rates",
+                    has_failed=True,
                 )
             return
         self.overrides.append(f"compile={run.settings['machine']['compiled']}".lower())
@@ -142,6 +145,7 @@ class Job:
             self.run = Run(self.run_dir, compose(self.overrides).model_dump(), [], done=True)
         if self.run is not None:
             self.run.factor = self.factor
+            self.run.baseline = self.compared_with
             self.run.commit = commit()
             self.run.overrides = self.overrides
             self.run.append_to_records()

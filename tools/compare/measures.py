@@ -103,7 +103,7 @@ def measure_checkpoints(runs: list[Run]) -> None:
 
     The records of a comparison keep what was measured.
     """
-    judged = [run for run in runs if run.factor is None and run.has_checkpoint]
+    judged = [run for run in runs if run.factor is None and run.has_checkpoint and run.lines]
     firsts = {}  # of each variant of a task
     for run in judged:
         firsts.setdefault((run.task, run.settings["name"]), run)

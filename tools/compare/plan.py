@@ -37,6 +37,7 @@ class Variant:
     overrides: list[str]
     seeds: list[int]
     folder: Path
+    baseline: str  # the first variant of its size
     factor: float = 1.0
     searched: list[Job] = field(default_factory=list)  # the runs that look for the best factor
 
@@ -53,7 +54,7 @@ class Variant:
         path = json.dumps(str(run_dir), ensure_ascii=False)
         rates = scaled_rates(self.overrides, scale)
         words = [*self.overrides, *rates, f"seed={seed}", f"run_dir={path}", "resume=true"]
-        return Job(self.name, run_dir, words, factor=factor)
+        return Job(self.name, run_dir, words, factor=factor, compared_with=self.baseline)
 
     def search(self) -> list[Job]:
         """The runs that the search for the best factor needs next; none once it has ended."""
@@ -98,15 +99,19 @@ def plan_variants(
                 f"model.hidden is what makes sizes equal (--match {match}). fix: --match none"
             )
         # Seeds are repetitions of a variant, and all other keys make variants.
-        seeds = [int(word.partition("=")[2]) for word in sweep.pop("seed", ["seed=0"])]
+        try:
+            seeds = [int(word.partition("=")[2]) for word in sweep.pop("seed", ["seed=0"])]
+        except ValueError as error:
+            raise ValueError(f"seeds are whole numbers ({error}). fix: seed=0,1,2") from None
         if has_search and SEARCH_SEED in seeds:
             raise ValueError(f"--tune has this seed (seed={SEARCH_SEED}). fix: seed=0,1,2")
         variants = name_variants(sweep)
         if folder is None:
             words = [match, *next(iter(variants.values())), *(["tune"] if has_search else [])]
             folder = Path("runs", f"compare-{crc32(' '.join(words).encode()):08x}")
-        match_sizes(variants, match)
-        planned += [Variant(task, name, words, seeds, folder) for name, words in variants.items()]
+        baselines = match_sizes(variants, match)
+        for name, words in variants.items():
+            planned.append(Variant(task, name, words, seeds, folder, baselines[name]))
     return planned
 
 
@@ -131,16 +136,14 @@ def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
         if not pairs:
             break
         train(pairs)
-    # Then seed by seed.
+    # Then seed by seed, without variants whose search could not end.
     seeds = dict.fromkeys(seed for variant in variants for seed in variant.seeds)
-    train(
-        [
-            (variant, variant.job(seed))
-            for seed in seeds
-            for variant in variants
-            if seed in variant.seeds
-        ]
-    )
+    pairs = []
+    for seed in seeds:
+        for variant in variants:
+            if seed in variant.seeds and all(job.run for job in variant.searched):
+                pairs.append((variant, variant.job(seed)))
+    train(pairs)
     return jobs
 
 
@@ -207,17 +210,20 @@ def name_variants(sweep: Sweep) -> Variants:
     return variants
 
 
-def match_sizes(variants: Variants, match: str) -> None:
-    """Give each variant the model.hidden with which it is as large as the baseline.
+def match_sizes(variants: Variants, match: str) -> dict[str, str]:
+    """Give each variant the model.hidden with which it is as large as the baseline -> baselines.
 
     Of several model.dim, each has its first variant as the baseline. With `match` none, sizes stay
     as they are. Ends with exit code 2 for overrides that cannot be trained.
     """
-    targets = {}  # by model.dim
+    firsts = {}  # by model.dim
+    targets = {}
+    baselines = {}
     for name, overrides in variants.items():
         settings = compose(overrides)
         set_up_run(settings, overrides)
         model = settings.model
+        baselines[name] = firsts.setdefault(model["dim"], name)
         if match == "none":
             continue
         size = SIZES[match]
@@ -229,6 +235,7 @@ def match_sizes(variants: Variants, match: str) -> None:
             change = f"model.hidden={hidden}, not {model['hidden']}"
             print(f"{name}: {change}, for equal {match}", file=sys.stderr)
             overrides.append(f"model.hidden={hidden}")
+    return baselines
 
 
 def match_hidden(model: dict, size: Callable[[Transformer], float], target: float) -> int | None:

@@ -1,7 +1,7 @@
 """Writes the report of a comparison, report.html, from the records of its runs."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -38,7 +38,7 @@ have no verdict.
 """
 UNEQUAL = """
 The spreads of the variants differ (Bartlett's test): intervals are those of Welch's t-tests with
-Bonferroni's correction.
+Bonferroni's correction, of which more err with few seeds.
 """
 PARTS = """
 Repeated tokens complete a bigram that occurred earlier in the same context; new tokens are all
@@ -50,7 +50,7 @@ COSTS = """
 The cache holds one row of a full context in bf16. Training speed is the median over the lines of a
 log. Decoding is measured at full context with the first seed's model as generate.py loads it, and
 not compiled. FLOPs are those of forward and backward. Of all settings, the last column has those
-that differ from the baseline's; a feed-forward of another width makes sizes equal.
+that differ from the baseline's; where sizes are matched, the width of the feed-forward does that.
 """
 TUNING = """
 Each variant was trained at several factors of all learning rates, with a seed that judges nothing.
@@ -82,7 +82,8 @@ def write_report(
     for (task, dim), members in parts.items():
         page.paragraph(f"{task}, models of dim {dim}", "h2")
         figure, text = add_comparison(page, members, margin)
-        (folder / f"{task}-{dim}.svg").write_text(figure)
+        if figure:
+            (folder / f"{task}-{dim}.svg").write_text(figure)
         lines.append(text)
 
     if problems:
@@ -98,14 +99,23 @@ def write_report(
 def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str]:
     """Add all about the runs of one task and size -> the SVG of their verdicts, and a summary."""
     searches = defaultdict(list)
+    diverged = Counter()  # seeds of each variant
+    judged = []
     for run in runs:
         if run.factor is not None:
             searches[run.settings["name"]].append(run)
+        elif run.has_diverged:
+            diverged[run.settings["name"]] += 1
+        else:
+            judged.append(run)
     losses = {name: rate_losses(members) for name, members in searches.items()}
-    groups = group_by_variant([run for run in runs if run.factor is None and not run.has_diverged])
-    if not groups:
-        add_searches(page, losses)
-        return "", f"{len(losses)} variants look for learning rates; none is judged yet."
+    wanted = runs[0].baseline or runs[0].settings["name"]
+    judged.sort(key=lambda run: run.settings["name"] != wanted)
+    if not judged or judged[0].settings["name"] != wanted:
+        if losses:
+            add_searches(page, losses)
+        return "", f"{wanted}, the baseline, has no run that judges; {len(losses)} rates searched."
+    groups = group_by_variant(judged)
     baseline = next(iter(groups))
 
     # A task is solved or not, which has no mean; a loss has a difference, and a verdict.
@@ -113,32 +123,35 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
     notes = [COSTS]
     if first.floor is None:
         result = evaluate(first.metric_name, attrgetter("loss"), groups, margin)
-        withhold_verdicts(result, losses, baseline)
+        withhold_verdicts(result, losses, baseline, diverged)
+        caption = "a dot for each seed, and 95 % intervals of all variants together"
         figure = draw_differences(result, groups, margin)
         cells = result.cells
         clauses = verdict_clauses(result, margin)
         notes = [VERDICTS, *([UNEQUAL] * result.is_unequal), COSTS]
     else:
+        caption = "a dot for each seed"
         figure = draw_accuracies(groups, first.floor)
-        cells = partial(accuracy_cells, groups)
-        clauses = accuracy_clauses(groups, first.floor)
+        cells = partial(accuracy_cells, groups, diverged)
+        clauses = accuracy_clauses(groups, first.floor, diverged)
     summary = f"{doubts(groups)}Beside {baseline} ({len(groups[baseline])} seeds), {clauses}"
 
     # What a reader looks for comes first.
     page.paragraph(summary)
-    svg = page.figure(figure, "a dot for each seed, and 95 % intervals of all variants together")
+    svg = page.figure(figure, caption)
     rows = []
     for name, members in groups.items():
         row = {"variant": name, **cells(name)}
-        if name in losses:
-            row["rates x"] = f"{find_optimum(losses[name]).factor:.3g}"
+        search = losses.get(members[0].settings["name"])
+        if search:
+            row["rates x"] = f"{find_optimum(search).factor:.3g}"
         rows.append(row | cost_cells(members))
     page.table([row | {"settings": changes(groups[row["variant"]][0], first)} for row in rows])
     for note in notes:
         page.paragraph(note)
 
     if first.task == "text":
-        add_parts(page, groups, margin)
+        add_parts(page, groups, losses, diverged)
     if losses:
         add_searches(page, losses)
     curves = draw_curves(
@@ -163,12 +176,22 @@ def doubts(groups: Groups) -> str:
     return f"Too little to choose: {', '.join(found)}. " if found else ""
 
 
-def withhold_verdicts(result: Result, losses: dict[str, Losses], baseline: str) -> None:
-    """Take back verdicts where the best rate of the variant or of the baseline may be missing."""
+def withhold_verdicts(
+    result: Result, losses: dict[str, Losses], baseline: str, diverged: Counter
+) -> None:
+    """Take back verdicts where the best rate of the variant or of the baseline may be missing.
+
+    Also where some of its seeds diverged: what the others have in common is that they did not.
+    """
     outside = {name for name, each in losses.items() if not find_optimum(each).is_inside}
     for name, verdict in result.verdicts.items():
-        if {name, baseline} & outside:
-            result.verdicts[name] = verdict._replace(text="best rate at the edge")
+        pair = {name.partition(" ")[0], baseline.partition(" ")[0]}  # without what tells namesakes
+        text = verdict.text
+        if pair & outside:
+            text = "best rate at the edge"
+        if pair & diverged.keys():
+            text = "seeds diverged"
+        result.verdicts[name] = verdict._replace(text=text)
 
 
 def verdict_clauses(result: Result, margin: float) -> str:
@@ -177,18 +200,18 @@ def verdict_clauses(result: Result, margin: float) -> str:
     for name, verdict in result.verdicts.items():
         names[verdict.text].append(name)
     clauses = [f"{text}: {', '.join(each)}" for text, each in names.items()]
-    found = [verdict.detectable for verdict in result.verdicts.values()]
+    found = [each.detectable for each in result.verdicts.values() if each.detectable > 0]
     text = f"{result.title} with a margin of {margin:g}: {'; '.join(clauses) or 'no variant'}."
-    if found and max(found) > 0:  # not NaN
+    if found:
         text += f" A difference of {max(found):.4f} would have been found with a chance of 80 %."
     return text
 
 
-def accuracy_clauses(groups: Groups, floor: float) -> str:
+def accuracy_clauses(groups: Groups, floor: float, diverged: Counter) -> str:
     """Which variants solve a task, and with how many of their seeds."""
     texts = []
     for name, runs in groups.items():
-        text = f"{name} {num_solved(runs)} of {len(runs)}"
+        text = f"{name} {num_solved(runs)} of {len(runs) + diverged[name]}"
         if max(run.loss for run in runs) < floor + NEAR_FLOOR:
             text += " (at the floor)"
         texts.append(text)
@@ -196,15 +219,16 @@ def accuracy_clauses(groups: Groups, floor: float) -> str:
     return f"{title} (floor {floor:.3f}), seeds that reach {SOLVED:.0%}: {', '.join(texts)}."
 
 
-def accuracy_cells(groups: Groups, name: str) -> dict[str, str]:
+def accuracy_cells(groups: Groups, diverged: Counter, name: str) -> dict[str, str]:
     """How many seeds of a variant solve the task, after how many tokens, and their accuracies."""
     runs = groups[name]
     accuracies = sorted(100 * run.loss for run in runs)
     return {
-        "seeds that solve it": f"{num_solved(runs)} of {len(runs)}",
-        "million tokens until then": f"{tokens_until_solved(runs) / 1e6:.2f}",
+        "seeds that solve it": f"{num_solved(runs)} of {len(runs) + diverged[name]}",
+        "million tokens until then": f"{tokens_until_solved(runs) / 1e6:.2f}".replace(
+            "nan", "never"
+        ),
         "accuracy, %": f"{accuracies[0]:.1f} to {accuracies[-1]:.1f}",
-        "above the floor": f"{fmean(accuracies) - 100 * runs[0].floor:+.1f}",
     }
 
 
@@ -244,11 +268,12 @@ def draw_accuracies(groups: Groups, floor: float) -> Figure:
     return draw_forest(rows, title, {f"floor {floor:.3f}": floor, f"solved {SOLVED:g}": SOLVED})
 
 
-def add_parts(page: Page, groups: Groups, margin: float) -> None:
-    """Add the table of the parts of the loss on text."""
+def add_parts(page: Page, groups: Groups, losses: dict[str, Losses], diverged: Counter) -> None:
+    """Add the table of the parts of the loss on text, which have no margin."""
     rows = [{"variant": name} for name in groups]
     for title, measure in TEXT_PARTS.items():
-        result = evaluate(title, measure, groups, margin, len(TEXT_PARTS))
+        result = evaluate(title, measure, groups, 0.0, len(TEXT_PARTS))
+        withhold_verdicts(result, losses, next(iter(groups)), diverged)
         for row in rows:
             row |= result.cells(row["variant"])
     page.table(rows)

@@ -62,6 +62,7 @@ class Run:
     done: bool
     tokens_per_second: float = math.nan  # the median over the lines of the log
     factor: float | None = None  # of the learning rates, in a run that looks for the best of these
+    baseline: str | None = None  # the variant that it is compared with
     commit: str | None = None
     overrides: list[str] = field(default_factory=list)
     # Measured with the last checkpoint: losses by multiples of the context, and ms by the title.

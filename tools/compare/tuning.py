@@ -25,9 +25,14 @@ class Optimum(NamedTuple):
     is_inside: bool
 
 
+def best_factor(losses: Losses) -> float:
+    """The factor with the smallest loss; where all diverged, the smallest factor."""
+    return min(losses, key=lambda factor: (losses[factor], factor))
+
+
 def next_factor(losses: Losses) -> float | None:
     """The factor to try next: beyond the best if that is at an edge. None: nothing is left."""
-    best = min(losses, key=losses.get)
+    best = best_factor(losses)
     if best == max(losses) and best < FARTHEST:
         return 2 * best
     if best == min(losses) and best > 1 / FARTHEST:
@@ -42,7 +47,7 @@ def find_optimum(losses: Losses) -> Optimum:
     diverged are left out. The optimum stays within a step of the best factor, and does not come nearer
     to one that diverged.
     """
-    best = min(losses, key=losses.get)
+    best = best_factor(losses)
     is_inside = min(losses) < best < max(losses)
     octaves = {}  # from the best factor -> loss
     for factor, loss in losses.items():
@@ -53,11 +58,9 @@ def find_optimum(losses: Losses) -> Optimum:
         return Optimum(best, math.nan, is_inside)
 
     curvature, slope, _ = np.polyfit([*octaves], [*octaves.values()], 2)
-    shift = 0.0
-    if curvature > 0:
-        shift = float(
-            np.clip(-slope / (2 * curvature), max(-1, min(octaves)), min(1, max(octaves)))
-        )
+    if curvature <= 0:  # noise: the losses have no minimum
+        return Optimum(best, math.nan, is_inside)
+    shift = float(np.clip(-slope / (2 * curvature), max(-1, min(octaves)), min(1, max(octaves))))
     return Optimum(best * 2**shift, float(curvature), is_inside)
 
 
