@@ -29,9 +29,9 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = norm(spec.dim, spec.norm_eps)
         self.attention = attention
-        self.ffn = ffn
         if ffn is not None:
             self.ffn_norm = norm(spec.dim, spec.norm_eps)
+        self.ffn = ffn
 
     def forward(
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer

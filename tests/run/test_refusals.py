@@ -10,7 +10,7 @@ import torch
 from run import errors
 from run.settings import compose
 from tests.conftest import ROOT, TINY
-from tools.compare.plan import plan_jobs
+from tools.compare.plan import plan_variants
 from training.setup import set_up_run
 
 # What is typed: the exit code, and what the line says.
@@ -129,7 +129,7 @@ def test_a_bad_config_is_answered_in_one_line_whose_fix_works(typed, capfd, monk
 def fixed(overrides: list[str], what: str, fix: str) -> list[str]:
     """The overrides after the first fix that a line tells."""
     if fix.startswith("python -m tools.compare"):
-        return plan_jobs(shlex.split(fix)[3:4], "none", None)[0].overrides
+        return plan_variants(shlex.split(fix)[3:4], "none", None, has_search=False)[0].overrides
     if fix.startswith(("python train.py", "--help")):
         return []
     told = {}

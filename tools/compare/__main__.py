@@ -103,12 +103,7 @@ def parse_arguments() -> argparse.Namespace:
     add("overrides", nargs="*", metavar="KEY=VALUE,...", help="for train.py; commas sweep")
     add("--match", choices=(*SIZES, "none"), default="params", help="what model.hidden makes equal")
     add("--tune", action="store_true", help="find the learning rates of each variant first")
-    add(
-        "--margin",
-        type=float,
-        default=0.01,
-        help="a loss is as good if it is larger by less (default: 0.01 bits per byte)",
-    )
+    add("--margin", type=float, default=0.01, help="a loss is as good if it is larger by less")
     add(
         "--dir", type=Path, help="where runs and report go (default: runs/compare-..., runs/report)"
     )
