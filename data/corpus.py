@@ -60,7 +60,7 @@ class Corpus:
         if num_bytes is not None:
             bits_per_byte = nats.sum() / math.log(2) / num_bytes
         return {
-            "val_loss": nats.sum() / max(targets.sum(), 1),
+            "val_loss": nats.sum() / targets.sum(),
             "val_bpb": bits_per_byte,
             "slices": slice_means(nats, targets, ("new", "repeated"), "position", "loss"),
         }

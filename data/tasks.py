@@ -286,7 +286,7 @@ class TaskCorpus(Corpus):
         key = f"{self.task.name}_accuracy"
         accuracies = {f"{key}_{size}": slices.pop(size)["accuracy"] for size in sizes}
         return {
-            "val_loss": nats.sum() / max(targets.sum(), 1),
+            "val_loss": nats.sum() / targets.sum(),
             "val_bpb": None,
             key: sum(accuracies.values()) / len(accuracies),
             **accuracies,

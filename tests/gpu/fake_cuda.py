@@ -50,7 +50,7 @@ class FakeGPU(TorchDispatchMode):
     products in fp32, both by the function of this repository that asks for them. The backward of a
     product counts for the function of the product.
 
-    What the host reads from the device is True for booleans and 0 for numbers.
+    What the host reads from the device is True for booleans, 1 for floats and 0 for integers.
     """
 
     supports_higher_order_operators = True  # such as FlexAttention, which passes through
@@ -142,7 +142,7 @@ class FakeGPU(TorchDispatchMode):
             return torch.full(x.shape, self.host_value(x.dtype), dtype=dtype)
 
     def host_value(self, dtype: torch.dtype) -> float:
-        return True if dtype == torch.bool else 0
+        return float(dtype == torch.bool or dtype.is_floating_point)
 
     def wait(self) -> None:
         """Count an operation for which the host waits."""

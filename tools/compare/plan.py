@@ -89,8 +89,8 @@ def plan_variants(
     """Plan the variants of each task, its baseline first.
 
     Runs go to `folder`, or to one that all comparisons with the same baseline share; those with a
-    search for learning rates have others. Raises ValueError for what cannot be compared, and ends with exit code
-    2 for what cannot be trained here.
+    search for learning rates have others. Raises ValueError for what cannot be compared, and ends
+    with exit code 2 for what cannot be trained here.
     """
     planned = []
     for task, sweep in split_tasks(expand_sweep(overrides)).items():

@@ -114,7 +114,10 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
     if not judged or judged[0].settings["name"] != wanted:
         if losses:
             add_searches(page, losses)
-        return "", f"{wanted}, the baseline, has no run that judges; {len(losses)} rates searched."
+        return "", (
+            f"{wanted}, the baseline, has no run that judges; "
+            f"{len(losses)} variants have searched for learning rates."
+        )
     groups = group_by_variant(judged)
     baseline = next(iter(groups))
 
@@ -200,10 +203,12 @@ def verdict_clauses(result: Result, margin: float) -> str:
     for name, verdict in result.verdicts.items():
         names[verdict.text].append(name)
     clauses = [f"{text}: {', '.join(each)}" for text, each in names.items()]
-    found = [each.detectable for each in result.verdicts.values() if each.detectable > 0]
+    detectable = [each.detectable for each in result.verdicts.values() if each.detectable > 0]
     text = f"{result.title} with a margin of {margin:g}: {'; '.join(clauses) or 'no variant'}."
-    if found:
-        text += f" A difference of {max(found):.4f} would have been found with a chance of 80 %."
+    if detectable:
+        text += (
+            f" A difference of {max(detectable):.4f} would have been found with a chance of 80 %."
+        )
     return text
 
 
@@ -223,11 +228,11 @@ def accuracy_cells(groups: Groups, diverged: Counter, name: str) -> dict[str, st
     """How many seeds of a variant solve the task, after how many tokens, and their accuracies."""
     runs = groups[name]
     accuracies = sorted(100 * run.loss for run in runs)
+    tokens = tokens_until_solved(runs)
+    until = "never" if math.isnan(tokens) else f"{tokens / 1e6:.2f}"
     return {
         "seeds that solve it": f"{num_solved(runs)} of {len(runs) + diverged[name]}",
-        "million tokens until then": f"{tokens_until_solved(runs) / 1e6:.2f}".replace(
-            "nan", "never"
-        ),
+        "million tokens until then": until,
         "accuracy, %": f"{accuracies[0]:.1f} to {accuracies[-1]:.1f}",
     }
 
