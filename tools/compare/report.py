@@ -174,7 +174,8 @@ def doubts(groups: Groups) -> str:
         found.append(f"{seeds} of {MIN_SEEDS} seeds")
     firsts = [runs[0] for runs in groups.values()]
     ratio = min(run.last["tokens"] / run.model.num_parameters() for run in firsts)
-    if ratio < MIN_TOKENS and firsts[0].task == "text":
+    # Rounded, since parameters are matched to a few in a thousand.
+    if round(ratio, 1) < MIN_TOKENS and firsts[0].task == "text":
         found.append(f"{ratio:.2g} of {MIN_TOKENS} tokens a parameter")
     return f"Too little to choose: {', '.join(found)}. " if found else ""
 
