@@ -4,14 +4,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from run import errors
 from run.hardware import processor_features
@@ -81,17 +80,6 @@ def use_cache() -> None:
                 if time.time() - path.stat().st_mtime > LINKING_SECONDS:
                     path.unlink()
                 time.sleep(0.1)
-
-
-def compile_modules(modules: Iterable[nn.Module], *, disable: bool) -> None:
-    """Have torch.compile compile modules when they run for the first time, or not at all."""
-    use_cache()
-    # Blocks share their code but not their constants, and count as recompilations.
-    torch._dynamo.config.recompile_limit = 64
-    # The backward runs outside of autocast: what a layer computes in fp32 has fp32 gradients.
-    torch._functorch.config.backward_pass_autocast = "off"
-    for module in modules:
-        module.compile(dynamic=False, disable=disable)
 
 
 def compile_and_run(run: Callable[[], object], *, is_required: bool, option: str) -> object:

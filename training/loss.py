@@ -133,6 +133,13 @@ def head(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
     return apply_softcap(fp32(F.linear(hidden, weight)), softcap)
 
 
+class HeadLoss(nn.Module):
+    """ChunkedCrossEntropy as a module, which can be compiled apart from the blocks."""
+
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        return ChunkedCrossEntropy.apply(*arguments)
+
+
 class LanguageModelLoss(nn.Module):
     """inputs, targets (B, T) -> losses (1 + L,) summed over targets, and scores (3, B T).
 
@@ -142,7 +149,7 @@ class LanguageModelLoss(nn.Module):
     With positions (N,), the indices of some tokens in inputs.flatten(), N targets and scores are of
     these tokens, such as the questions of a task, and the head computes no other logits.
 
-    This is the module that is compiled and made parallel.
+    This is the module that is made parallel, and compiled where its parts are not.
 
     Where `bos` is a token id, it begins a document, and no token attends to another document.
     """
@@ -160,11 +167,7 @@ class LanguageModelLoss(nn.Module):
         self.distillation = distillation  # in a tuple, so that no parameter of it is trained
         self.z_loss = z_loss
         self.bos = bos
-
-    def compile(self, *args, **options) -> None:
-        """Have torch.compile compile the forward, with the gradients that it computes."""
-        torch._dynamo.config.trace_autograd_ops = True
-        super().compile(*args, **options)
+        self.head_loss = HeadLoss()
 
     def forward(
         self, inputs: Tensor, targets: Tensor, positions: Tensor | slice = ALL
@@ -179,15 +182,14 @@ class LanguageModelLoss(nn.Module):
         arguments = [hidden, model.unembedding, targets, model.softcap, self.z_loss]
         if self.distillation is not None and torch.is_grad_enabled():
             teacher, weight = self.distillation
-            with torch.no_grad():
-                teacher_hidden, _ = teacher.hidden(inputs, documents=documents)
+            teacher_hidden, _ = teacher.hidden(inputs, documents=documents)  # needs no gradient
             arguments += [
                 teacher_hidden.flatten(0, 1)[positions],
                 teacher.unembedding,
                 teacher.softcap,
                 weight,
             ]
-        loss_sum, scores = ChunkedCrossEntropy.apply(*arguments)
+        loss_sum, scores = self.head_loss(*arguments)
 
         # Auxiliary losses count where there is a target, as the cross-entropy does.
         sums = [loss_sum]

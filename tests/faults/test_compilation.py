@@ -118,11 +118,11 @@ def broken_compiler(tmp_path, monkeypatch):
 
     compile_with = torch.nn.Module.compile
     monkeypatch.setattr(
-        torch.nn.Module,
-        "compile",
-        lambda self, disable, **_: compile_with(self, backend=fail, disable=disable),
+        torch.nn.Module, "compile", lambda self, **_: compile_with(self, backend=fail)
     )
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    with torch.compiler.set_stance("default"):  # restored when the test ends
+        yield
 
 
 @compiles

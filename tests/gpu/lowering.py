@@ -310,6 +310,7 @@ def lower_training(settings: Settings, gpu: GPU, precision: torch.dtype) -> Lowe
         if settings.activation_checkpointing:
             checkpoint_activations(model)
         loss_module = LanguageModelLoss(model, z_loss=settings.z_loss, bos=bos)
+        torch._dynamo.config.trace_autograd_ops = True
         loss_module.compile(dynamic=False, fullgraph=True)
         shape = (settings.micro_batch, settings.context)
         inputs = torch.zeros(shape, dtype=torch.int64, device="cuda")

@@ -72,6 +72,7 @@ def gradients(
     tokens = tokens.to(device)
     module = LanguageModelLoss(model, z_loss=1e-4, bos=bos)
     if is_compiled:
+        torch._dynamo.config.trace_autograd_ops = True
         module.compile(dynamic=False, fullgraph=True, backend=BACKEND)
     with hardware.autocast(device, precision):
         loss, _ = module(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

@@ -253,6 +253,7 @@ def test_a_model_learns_recomputed_in_one_graph(trainer_of, attention):
     steps = ("steps=12", "batch_tokens=128", "schedule.warmup=2")
     trainer = trainer_of(*overrides, "z_loss=1e-4", "activation_checkpointing=true", *steps)
     torch._dynamo.reset()
+    torch._dynamo.config.trace_autograd_ops = True
     trainer.loss_module.compile(dynamic=False, fullgraph=True, backend="aot_eager")
     losses = learn_by_heart(trainer, 12)
     assert losses[-1] < losses[0] / 2
