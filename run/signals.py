@@ -15,14 +15,14 @@ EXIT_CODES = {
 
 
 class Signals:
-    """Inside `with`, a signal ends the process at once; after `arm` it sets `code` instead.
+    """Inside `with`, a signal ends the process at once, or sets `code` instead if `is_armed`.
 
     A second Ctrl-C ends a lone process at once; torchrun may send its processes the same one twice.
     """
 
     def __init__(self):
         self.code = 0  # the exit code that a signal asked for
-        self.is_armed = False
+        self.is_armed = False  # true once there is something to save
         self.previous_handlers = {}
 
     def __enter__(self) -> "Signals":
@@ -36,10 +36,6 @@ class Signals:
             return
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
-
-    def arm(self) -> None:
-        """From now on a signal lets the run save: there is something to save."""
-        self.is_armed = True
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         is_repeated = self.code != 0 and number == signal.SIGINT and "RANK" not in os.environ

@@ -65,8 +65,8 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> Path | None:
     source = settings.init_from
     if source is None:
         return None
-    keys = [word.lstrip("+").partition("=")[0] for word in overrides]
-    refused = [word for word in overrides if word.lstrip("+~").startswith(PRETRAINED)]
+    keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    refused = [key for key in keys if key.startswith(PRETRAINED)]
     if refused:
         raise ValueError(
             f"init_from has a model of its own ({' '.join(refused)}). fix: leave these out; for "

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -162,7 +162,7 @@ class Trainer:
 
         # From now on there is something to save.
         self.log_state = self.log.state()
-        self.signals.arm()
+        self.signals.is_armed = True
         self.check_signals()
 
     def compute_gradients(self) -> Tensor:
@@ -186,15 +186,13 @@ class Trainer:
     def accumulate(self, rows: slice, *, is_last: bool) -> Tensor:
         """Add the gradient of these rows of the batch -> their losses, summed over targets."""
         batch = to_device(self.ranks.device, *self.loader(self.step, rows))
-        exchange = nullcontext()
-        if not is_last and self.parallel is not self.loss_module:
-            exchange = self.parallel.no_sync()
-        with exchange:
-            with hardware.autocast(self.ranks.device, self.precision):
-                loss_sum, _ = self.parallel(*batch)
-            # The mean over the targets of the batch; gradients are averaged over ranks.
-            loss = loss_sum[0] * (self.ranks.world_size / self.loader.num_targets(self.step))
-            self.scaler.scale(loss).backward()
+        # What DDP's no_sync sets too; it means nothing to another module.
+        self.parallel.require_backward_grad_sync = is_last
+        with hardware.autocast(self.ranks.device, self.precision):
+            loss_sum, _ = self.parallel(*batch)
+        # The mean over the targets of the batch; gradients are averaged over ranks.
+        loss = loss_sum[0] * (self.ranks.world_size / self.loader.num_targets(self.step))
+        self.scaler.scale(loss).backward()
         return loss_sum.detach()
 
     def compile_gradients(self) -> Tensor:

@@ -166,7 +166,7 @@ def train_all(jobs: list[Job]) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
         free_gpus = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible.split(",")]
     with Signals() as signals, waiting("what each run reports is in its .log", len(jobs)) as bar:
-        signals.arm()
+        signals.is_armed = True
         try:
             while bar.n < len(jobs) and not signals.code:
                 for job in jobs:
