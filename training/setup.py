@@ -66,7 +66,7 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> Path | None:
     if source is None:
         return None
     keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
-    refused = [key for key in keys if key.startswith(PRETRAINED)]
+    refused = [word for word in overrides if word.lstrip("+~").startswith(PRETRAINED)]
     if refused:
         raise ValueError(
             f"init_from has a model of its own ({' '.join(refused)}). fix: leave these out; for "
