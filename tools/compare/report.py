@@ -30,11 +30,13 @@ from tools.compare.tuning import Losses, find_optimum, rate_losses
 MIN_SEEDS = 3
 MIN_TOKENS = 10  # a parameter
 VERDICTS = """
-Verdict: of the 95 % intervals of all variants together (Dunnett, the variance pooled over variants,
-seeds not paired), "better" and "worse" ones leave out zero, and "as good" ones end within the
-margin, on the bad side. "Cannot tell" is not equal: it says which difference these seeds would have
-found with a chance of 80 %. Variants whose best learning rate lies at the edge of what was tried
-have no verdict.
+Verdict: of the 95 % intervals of all variants together (seeds not paired), "better" and "worse"
+ones leave out zero, and "as good" ones end within the margin, on the bad side. "Cannot tell" is not
+equal: it says which difference these seeds would have found with a chance of 80 %. Variants whose
+best learning rate lies at the edge of what was tried have no verdict.
+"""
+EQUAL = """
+Intervals are those of Dunnett's test, with the variance pooled over the variants.
 """
 UNEQUAL = """
 The spreads of the variants differ (Bartlett's test): intervals are those of Welch's t-tests with
@@ -131,7 +133,7 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
         figure = draw_differences(result, groups, margin)
         cells = result.cells
         clauses = verdict_clauses(result, margin)
-        notes = [VERDICTS, *([UNEQUAL] * result.is_unequal), COSTS]
+        notes = [VERDICTS, UNEQUAL if result.is_unequal else EQUAL, COSTS]
     else:
         caption = "a dot for each seed"
         figure = draw_accuracies(groups, first.floor)
