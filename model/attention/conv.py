@@ -1,6 +1,6 @@
 """Softmax attention over queries, keys and values that have seen their neighbours.
 
-A short causal convolution follows the projections, before norm and RoPE: Canon layers, ssrn 5240330.
+A short causal convolution follows the projections, before norm and RoPE: Canon layers, 2512.17351.
 """
 
 import torch

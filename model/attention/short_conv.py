@@ -1,6 +1,6 @@
 """A causal convolution over the few newest tokens, for each feature alone.
 
-Gated DeltaNet and Canon layers (ssrn 5240330) let queries, keys and values see their neighbours so.
+Gated DeltaNet and Canon layers (2512.17351) let queries, keys and values see their neighbours so.
 """
 
 import torch

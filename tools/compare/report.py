@@ -118,7 +118,7 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
             add_searches(page, losses)
         return "", (
             f"{wanted}, the baseline, has no run that judges; "
-            f"{len(losses)} variants have searched for learning rates."
+            f"variants that have searched for learning rates: {len(losses)}."
         )
     groups = group_by_variant(judged)
     baseline = next(iter(groups))
