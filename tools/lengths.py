@@ -10,7 +10,7 @@ from model.transformer import Transformer
 from run import checkpoint
 from run.distributed import DistEnv
 from run.progress import waiting
-from tools.scoring import score_rows
+from tools.scoring import total_nats
 from training.evaluation import evaluate
 from training.loss import LanguageModelLoss
 from training.setup import open_corpus
@@ -54,8 +54,8 @@ def last_loss(model: Transformer, corpus: Corpus, settings: dict) -> float:
     for end in ends[: NUM_TARGETS // num_targets + 1]:
         rows.append((corpus.validation[end - length : end].tolist(), length - num_targets))
     batch_size = max(1, BATCH_TOKENS // model.context)
-    scores = score_rows(model, rows, batch_size, document_start(corpus, settings))
-    return -sum(score for score, _ in scores) / (len(rows) * num_targets)
+    nats = total_nats(model, rows, batch_size, document_start(corpus, settings))
+    return nats / (len(rows) * num_targets)
 
 
 def open_run(path: Path | None) -> tuple[Path, dict]:

@@ -1,4 +1,4 @@
-"""The probabilities that a model gives to texts, cut into rows of tokens."""
+"""The loss of a model on texts that are cut into rows of tokens."""
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -10,8 +10,6 @@ from model.transformer import Transformer
 from run.progress import waiting
 
 Row = tuple[list[int], int]  # tokens, and the index of the first that is scored
-# Of a row: the summed log-probability of its scored tokens, and whether all are the most likely.
-Score = tuple[float, bool]
 
 
 def windows(tokens: list[int], context: int) -> list[Row]:
@@ -21,34 +19,30 @@ def windows(tokens: list[int], context: int) -> list[Row]:
 
 
 @torch.inference_mode()
-def score_rows(
+def total_nats(
     model: Transformer, rows: list[Row], batch_size: int, bos: int | None = None
-) -> list[Score]:
-    """Scores rows in batches, the longest first, so that rows of a batch have similar lengths.
+) -> float:
+    """The loss summed over the scored tokens of all rows, `batch_size` of which run together.
 
     Where `bos` is a token id, it begins a document, and no token attends to another document.
     """
     device = model.embed.weight.device
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
-    scores = {}
+    total = 0.0
+    # Rows of a batch have similar lengths. They are padded on the right, which earlier tokens do
+    # not attend to.
+    rows = sorted(rows, key=lambda row: len(row[0]), reverse=True)
     with waiting(f"scoring {len(rows)} windows of text", len(rows)) as bar:
         for start in range(0, len(rows), batch_size):
-            # Pad on the right, which earlier tokens do not attend to. The last token is only a
-            # target.
-            indices = order[start : start + batch_size]
-            rows_of_tokens = [torch.tensor(rows[index][0][:-1]) for index in indices]
-            inputs = pad_sequence(rows_of_tokens, batch_first=True).to(device)
-            documents = None
-            if bos is not None:
-                documents = document_ids(inputs, bos)
+            batch = rows[start : start + batch_size]
+            inputs = [torch.tensor(tokens[:-1]) for tokens, _ in batch]
+            inputs = pad_sequence(inputs, batch_first=True).to(device)
+            documents = None if bos is None else document_ids(inputs, bos)
             hidden, _ = model.hidden(inputs, documents=documents)
-            for index, states in zip(indices, hidden, strict=True):
+            for (tokens, first), states in zip(batch, hidden, strict=True):
                 # The hidden state at a token predicts the next one.
-                tokens, first = rows[index]
                 logits = fp32(model.logits(states[first - 1 : len(tokens) - 1]))  # (targets, V)
-                targets = torch.tensor(tokens, device=device)[first:]  # none of an empty answer
+                targets = torch.tensor(tokens[first:], device=device)
                 nats = cross_entropy(logits, targets, reduction="none")
-                is_greedy = (logits.argmax(dim=-1) == targets).all()
-                scores[index] = (-nats.double().sum().item(), is_greedy.item())
+                total += nats.double().sum().item()
                 bar.update()
-    return [scores[index] for index in range(len(rows))]
+    return total

@@ -11,9 +11,9 @@ import torch
 from data.tokenizer import Tokenizer
 from inference.load import load_model
 from run import checkpoint
-from tests.conftest import DATASETS, STORIES, continued, saved, settings_of, stories, tree_of
+from tests.conftest import DATASETS, STORIES, saved, settings_of, stories, tree_of
 from tests.conftest import drawn as drawn_model
-from tools import evaluate
+from tools.scoring import total_nats
 from training.setup import open_corpus
 
 
@@ -129,105 +129,20 @@ def test_held_out_rows_of_a_task_have_an_accuracy(command):
     assert any(name.startswith("distance") for name in found["slices"])
 
 
-def test_scores_of_rows_together_are_those_of_rows_alone(drawn):
+def test_the_loss_of_rows_together_is_that_of_rows_alone(drawn):
     model, draw = drawn[0], torch.Generator().manual_seed(0)
     rows = [
         (torch.randint(300, (n,), generator=draw).tolist(), first)
-        for n, first in ((5, 4), (40, 1), (3, 1), (9, 9))
+        for n, first in ((5, 4), (40, 1), (3, 1), (9, 8))
     ]
-    rows.append(([1, 7, 9, *continued(model, [[1, 7, 9]], 6)[0]], 3))
-    together = evaluate.score_rows(model, rows, 5)
-    for row, (score, greedy) in zip(rows, together, strict=True):
-        alone = evaluate.score_rows(model, [row], 1)[0]
-        assert alone == (pytest.approx(score, abs=1e-4), greedy)
-        assert score == pytest.approx(-nats_of(model, *row), abs=1e-4)
-    # The fourth has nothing to miss.
-    assert [greedy for _, greedy in together] == [False] * 3 + [True] * 2
-
-
-def task(name: str, **more) -> None:
-    common = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(Path("rows.jsonl").absolute())}},
-    }
-    content = {"task": name, "test_split": "test", "doc_to_text": "{{said}}", **common, **more}
-    Path("tasks").mkdir(exist_ok=True)
-    Path("tasks", f"{name}.yaml").write_text(json.dumps(content))
-
-
-def questions(model: torch.nn.Module, tokenizer: Tokenizer) -> list[dict]:
-    """Prompts with ways to go on, which of them is the likeliest and which the least, and what follows greedily."""
-    rows, ways = [], [" said", " zqx", " may I"]
-    for said in ("Bob saw a red ball and", "Ann had", "Dan saw a small dog:"):
-        ways, nats = [*ways[1:], ways[0]], []
-        for way in ways:
-            tokens = [tokenizer.bos, *tokenizer.encode(said + way)]
-            nats.append(nats_of(model, tokens, 1 + len(tokenizer.encode(said))))
-        lowest, middle, highest = sorted(nats)
-        assert min(middle - lowest, highest - middle) > 0.1  # no choice that hangs on the last bits
-        (drawn,) = continued(model, [[tokenizer.bos, *tokenizer.encode(said)]], 9)
-        row = {
-            "said": said,
-            "ways": ways,
-            "likeliest": nats.index(lowest),
-            "least": nats.index(highest),
-        }
-        rows.append(row | {"answer": tokenizer.decode(drawn), "text": said})
-    assert len({row["likeliest"] for row in rows}) > 1
-    return rows
-
-
-@pytest.mark.filterwarnings("ignore")  # of the harness and its libraries
-def test_the_harness_asks_the_model(command, drawn_run, drawn):
-    """Choices, texts and answers of local tasks, without a network, as from the model's own probabilities."""
-    model, tokenizer = drawn
-    rows = questions(*drawn)
-    stop = rows[0]["answer"][4:6]
-    for row in rows:
-        row["cut"] = row["answer"].partition(stop)[0]
-    assert "" < rows[0]["cut"] < rows[0]["answer"]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mean = {"aggregation": "mean", "higher_is_better": True}
-    choices = {
-        "output_type": "multiple_choice",
-        "doc_to_choice": "{{ways}}",
-        "target_delimiter": "",
-    }
-    for name in ("likeliest", "least"):
-        metrics = [{"metric": "acc", **mean}]
-        task(name, **choices, doc_to_target="{{" + name + "}}", metric_list=metrics)
-    task(
-        "rolling",
-        output_type="loglikelihood_rolling",
-        doc_to_target="{{text}}",
-        metric_list=[{"metric": "bits_per_byte"}],
-    )
-    for name, until in (("answer", ["@@"]), ("cut", ["@@", stop])):
-        how = {"until": until, "max_gen_toks": 9}
-        task(
-            name,
-            output_type="generate_until",
-            generation_kwargs=how,
-            doc_to_target="{{" + name + "}}",
-            metric_list=[{"metric": "exact_match", **mean}],
-        )
-    names = "likeliest,least,rolling,answer,cut"
-    words = ("--run", str(drawn_run), "--tasks", names, "--task-folder", "tasks")
-    found = evaluated(command, *words)["tasks"]
-    assert found["likeliest"]["acc,none"] == 1 and found["likeliest"]["sample_len"] == 3
-    assert found["least"]["acc,none"] == 0
-    assert found["answer"]["exact_match,none"] == found["cut"]["exact_match,none"] == 1
-    nats = sum(nats_of(model, [tokenizer.bos, *tokenizer.encode(row["text"])]) for row in rows)
-    size = sum(len(row["text"].encode()) for row in rows)
-    assert found["rolling"]["bits_per_byte,none"] == pytest.approx(
-        nats / math.log(2) / size, rel=1e-5
-    )
+    alone = sum(nats_of(model, *row) for row in rows)
+    for batch_size in (1, 3, 5):
+        assert total_nats(model, rows, batch_size) == pytest.approx(alone, abs=1e-4)
 
 
 @pytest.mark.parametrize(
     "wanted, message",
     [
-        (("--tasks", "magic", "--task-folder", "."), "unknown tasks (magic)"),
         (("--text", "none.txt"), "none.txt"),
         (("--slices",), "not a run"),
         (("--lengths",), "not a run"),
