@@ -158,34 +158,6 @@ class Recall(Task):
 
 
 @dataclass(kw_only=True)
-class Copy(Task):
-    """Selective copying: Gu and Dao, Mamba, 2312.00752, section 4.1.1.
-
-    Tokens are scattered over a row of blanks. As many marks at its end ask for them, in order.
-    Unlike in recall, a token is looked up by its order and not by its content.
-    """
-
-    copied: list[int]
-
-    @property
-    def sizes(self) -> list[int]:
-        return self.copied
-
-    def row(self, generator: np.random.Generator, size: int) -> Row:
-        # Ids: 0 is the blank and 1 the mark, then come the tokens to copy.
-        mark = 1
-        first_token = 2
-        inputs = np.zeros(self.context, np.int64)
-        marks = np.arange(self.context - size, self.context)
-        sources = generator.choice(self.context - size, size, replace=False)
-        sources.sort()
-        tokens = generator.integers(first_token, self.vocab_size - 1, size)
-        inputs[marks] = mark
-        inputs[sources] = tokens
-        return Row(inputs, marks, tokens, marks - sources)
-
-
-@dataclass(kw_only=True)
 class Track(Task):
     """State tracking, the word problem of S_n: Merrill et al., 2404.08819.
 

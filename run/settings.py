@@ -295,7 +295,6 @@ def defaults() -> dict[str, str]:
         if choice != "_self_":
             tree |= choice
     tree["name"] = "NAME"  # made of the groups
-    del tree["optional tuned"]
     return {key: as_typed(value) for key, value in tree.items()}
 
 

@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 
 from data.loader import IGNORE_INDEX
 from data.slices import NUM_BINS, bin_name
-from data.tasks import Copy, Recall, Track
+from data.tasks import Recall, Track
 from tests.conftest import TINY
 
 CONTEXT = 75
@@ -23,10 +23,6 @@ COMMON = {"context": CONTEXT, "vocab_size": 64}
 def recall(**changed) -> Recall:
     settings = {"pairs": [3, 7, 16], "power": 0.01} | COMMON
     return Recall(**settings | changed)
-
-
-def copy(**changed) -> Copy:
-    return Copy(**{"copied": [3, 7, 16]} | COMMON | changed)
 
 
 def track(**changed) -> Track:
@@ -85,9 +81,7 @@ def test_track_asks_for_what_the_permutations_so_far_amount_to(elements):
         assert targets.tolist() == np.bitwise_xor.accumulate(inputs).tolist()
 
 
-@pytest.mark.parametrize(
-    "task", [recall(), copy(), track(), track(elements=2), copy(copied=[3], vocab_size=5)]
-)
+@pytest.mark.parametrize("task", [recall(), track(), track(elements=2)])
 def test_the_floor_is_the_accuracy_of_the_most_frequent_answer_of_each_row(task):
     rights = {size: [] for size in task.sizes}
     for _, targets, _, _ in task.corpus().evaluation(512 * CONTEXT, CONTEXT, 64):
@@ -114,18 +108,7 @@ def test_places_of_queries_follow_the_power_law(power):
     assert chisquare(counts, 2000 * weights[::-1] / weights.sum()).pvalue < 0.01 or power == 1.0
 
 
-def test_copy_asks_for_what_is_not_blank_in_its_order():
-    for size in (3, 7, 16):
-        inputs, targets, distances = row(copy(), size)
-        shown = inputs[: CONTEXT - size]
-        assert (inputs[CONTEXT - size :] == 1).all() and (shown == 0).sum() == len(shown) - size
-        assert targets[CONTEXT - size :].tolist() == shown[shown > 1].tolist()
-        assert (targets[: CONTEXT - size] == IGNORE_INDEX).all()
-        sources = np.flatnonzero(shown > 1)
-        assert (np.arange(CONTEXT - size, CONTEXT) - sources == distances[CONTEXT - size :]).all()
-
-
-@pytest.mark.parametrize("task", [recall(), copy(), track()])
+@pytest.mark.parametrize("task", [recall(), track()])
 def test_rows_are_a_function_of_seed_and_number(task):
     corpus = task.corpus()
     loader = corpus.loader(CONTEXT, 8, seed=1)
@@ -148,17 +131,9 @@ def test_rows_are_a_function_of_seed_and_number(task):
     assert sum(counted) == sum(task.sizes) * 24 // len(task.sizes)
 
 
-@pytest.mark.parametrize(
-    "task, accuracies",
-    [
-        ("recall", {"3": "recall_accuracy_3", "7": "recall_accuracy_7"}),
-        ("copy", {"3": "copy_accuracy_3", "7": "copy_accuracy_7"}),
-    ],
-)
-def test_accuracies_are_those_of_a_loop_over_the_rows(task, accuracies):
+def test_accuracies_are_those_of_a_loop_over_the_rows():
     sizes = [3, 7]
-    made = recall(pairs=sizes) if task == "recall" else copy(copied=sizes)
-    corpus = made.corpus()
+    corpus = recall(pairs=sizes).corpus()
     correct = dict.fromkeys(sizes, 0)
     asked = dict.fromkeys(sizes, 0)
     by_distance = {}
@@ -177,10 +152,11 @@ def test_accuracies_are_those_of_a_loop_over_the_rows(task, accuracies):
             totals[:, row_index, column] += (2.0, is_right[index], 1)
             by_distance.setdefault(f"distance {bin_name(column)}", []).append(is_right[index])
     metrics = corpus.metrics(totals, 10 * CONTEXT)
-    for size, key in accuracies.items():
-        assert metrics[key] == pytest.approx(correct[int(size)] / asked[int(size)])
+    for size in sizes:
+        found = metrics[f"recall_accuracy_{size}"]
+        assert found == pytest.approx(correct[size] / asked[size])
     mean = (correct[3] / asked[3] + correct[7] / asked[7]) / 2
-    assert metrics[f"{task}_accuracy"] == pytest.approx(mean)
+    assert metrics["recall_accuracy"] == pytest.approx(mean)
     assert metrics["val_loss"] == pytest.approx(2.0) and metrics["val_bpb"] is None
     for name, values in by_distance.items():
         found = metrics["slices"][name]

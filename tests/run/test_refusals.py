@@ -60,7 +60,7 @@ CONFIGS = {
     "batch_tokens=1000": (2, "multiple of 256, whole sequences for every process (got 1000"),
     "batch_tokens=5120 micro_batch=8": (2, "fix: batch_tokens=4096"),
     "max_minutes=null max_epochs=null": (2, "the run has no end"),
-    "data=copy max_minutes=null": (2, "the run has no end"),
+    "data=track max_minutes=null": (2, "the run has no end"),
     "sharded=true": (2, "nothing to shard over"),
     "attention=null": (2, "must be a string or a list"),
     "run_dir=it's": (1, """fix: 'run_dir="it'"'"'s"'"""),

@@ -19,7 +19,7 @@ from tools.compare.jobs import Job, train_all
 from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses
 from training.setup import set_up_run
 
-TASKS = ("text", "recall", "copy", "track")  # what `tasks` may list
+TASKS = ("text", "recall", "track")  # what `tasks` may list
 SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes count as equal
 # The sizes of a model that --match makes equal.
 SIZES = {"params": Transformer.num_parameters, "flops": Transformer.training_flops}
