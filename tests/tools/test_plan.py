@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from run.settings import compose, flatten
-from tests.conftest import TINY, VARIANTS, settings_of
+from tests.conftest import VARIANTS, settings_of
 from tools.compare import plan
 from tools.compare.jobs import Job
 from tools.compare.plan import match_hidden, plan_variants, train_variants
@@ -76,33 +76,6 @@ def test_sizes_are_matched_within_each_model_size(plan_jobs):
     for size in ("tiny", "small"):
         assert sizes[f"mla-{size}"] == pytest.approx(sizes[f"gqa-{size}"], rel=0.01)
     assert sizes["gqa-small"] > 2 * sizes["gqa-tiny"]
-
-
-def test_each_task_has_jobs_of_its_own(plan_jobs):
-    words = [
-        "tasks=text,recall",
-        "attention=gqa,mha",
-        "seed=0,1",
-        "recall.seed=5",
-        *TINY,
-        "data=stdlib",
-        "data.vocab_size=999",
-        "recall.data.pairs=[2,3]",
-        "recall.model=small",
-        "model.depth=1",
-        "steps=9",
-    ]
-    jobs = plan_jobs(words, "params", Path("out"))
-    names = [job.run_dir.name for job in jobs]
-    assert names == ["gqa-0", "mha-0", "gqa-1", "mha-1", "recall-gqa-5", "recall-mha-5"]
-    assert [job.baseline for job in jobs[4:]] == [None, jobs[4]]
-    text, recall = compose(jobs[0].overrides), compose(jobs[4].overrides)
-    assert text.data["vocab_size"] == 999 and text.model["dim"] == 64
-    assert recall.data["_target_"] == "data.tasks.Recall" and recall.data["pairs"] == [2, 3]
-    assert recall.data["vocab_size"] == 8192  # of data/recall.yaml
-    assert text.name == recall.name == "gqa" and text.steps == recall.steps == 9
-    sizes = [num_parameters(job.overrides) for job in jobs]
-    assert sizes[4] == pytest.approx(sizes[5], rel=0.01) and sizes[4] > sizes[0]
 
 
 BOWL = {"gqa": 1.0, "mqa": 4.0, "mha": 0.25}  # the best factor of the rates of each

@@ -1,15 +1,13 @@
 """Which attention should I use? Train them side by side, and read the report.
 
     python -m tools.compare attention=gqa,mha,mla seed=0,1,2 model=small max_minutes=10
-    python -m tools.compare attention=gqa,gdn tasks=text,recall recall.seed=0,1 recall.steps=900
+    python -m tools.compare attention=gqa,gdn data=recall steps=900 max_minutes=null
     python -m tools.compare attention=gqa,mla seed=0,1,2,3,4,5,6,7 model=small --tune
     python -m tools.compare --report runs/NAME-*
 
 Overrides are those of train.py; KEY=A,B trains with each value, and the first is the baseline. Each
 combination is a process of its own, on a machine with several GPUs one on each. max_minutes (5, of
 train.py) is the time of the first run; all others train on as many tokens as that.
-  tasks=text,recall,copy  what to train on, each by itself (default: text)
-  TASK.KEY=VALUE          an override for that task alone
 With --tune, each variant first looks for the learning rates at which it is at its best.
 The same call again skips what is finished, goes on where it was cut off, and shares the work with
 one that is still running. It ends with a report, which --report writes of any runs.

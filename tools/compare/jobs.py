@@ -156,7 +156,7 @@ class Job:
 def train_all(jobs: list[Job]) -> None:
     """Train the jobs that are not finished, as many at a time as there are GPUs.
 
-    The first job of a task is the baseline of the others. Runs that another call trains are waited for. On a signal, all runs save, and the process exits.
+    Runs that another call trains are waited for. On a signal, all runs save, and the process exits.
     """
     # The environment of each run that trains at the same time: a GPU if there are several.
     free_gpus = [{}]

@@ -1,7 +1,4 @@
-"""Plans the runs of a comparison: a sweep becomes variants of equal size, and those become jobs.
-
-Each task is planned by itself: it has overrides, a baseline and jobs of its own.
-"""
+"""Plans the runs of a comparison: a sweep becomes variants of equal size, and those become jobs."""
 
 import json
 import re
@@ -19,7 +16,6 @@ from tools.compare.jobs import Job, train_all
 from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses
 from training.setup import set_up_run
 
-TASKS = ("text", "recall", "track")  # what `tasks` may list
 SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes count as equal
 # The sizes of a model that --match makes equal.
 SIZES = {"params": Transformer.num_parameters, "flops": Transformer.training_flops}
@@ -30,9 +26,8 @@ Variants = dict[str, list[str]]  # the overrides of each variant, by its name; t
 
 @dataclass
 class Variant:
-    """What is trained on a task with several seeds, and at which factor of the learning rates."""
+    """What is trained with several seeds, and at which factor of the learning rates."""
 
-    task: str
     name: str
     overrides: list[str]
     seeds: list[int]
@@ -48,8 +43,6 @@ class Variant:
         if factor is not None:
             label += f"-x{factor:g}"
             scale = factor
-        if self.task != "text":
-            label = f"{self.task}-{label}"
         run_dir = self.folder / f"{label}-{seed}"
         path = json.dumps(str(run_dir), ensure_ascii=False)
         rates = scaled_rates(self.overrides, scale)
@@ -86,64 +79,58 @@ def scaled_rates(overrides: list[str], factor: float) -> list[str]:
 def plan_variants(
     overrides: list[str], match: str, folder: Path | None, has_search: bool
 ) -> list[Variant]:
-    """Plan the variants of each task, its baseline first.
+    """Plan the variants, the baseline first.
 
     Runs go to `folder`, or to one that all comparisons with the same baseline share; those with a
     search for learning rates have others. Raises ValueError for what cannot be compared, and ends
     with exit code 2 for what cannot be trained here.
     """
-    planned = []
-    for task, sweep in split_tasks(expand_sweep(overrides)).items():
-        if match != "none" and len(sweep.get("model.hidden", [])) > 1:
-            raise ValueError(
-                f"model.hidden is what makes sizes equal (--match {match}). fix: --match none"
-            )
-        # Seeds are repetitions of a variant, and all other keys make variants.
-        try:
-            seeds = [int(word.partition("=")[2]) for word in sweep.pop("seed", ["seed=0"])]
-        except ValueError as error:
-            raise ValueError(f"seeds are whole numbers ({error}). fix: seed=0,1,2") from None
-        if has_search and SEARCH_SEED in seeds:
-            raise ValueError(f"--tune has this seed (seed={SEARCH_SEED}). fix: seed=0,1,2")
-        variants = name_variants(sweep)
-        if folder is None:
-            words = [match, *next(iter(variants.values())), *(["tune"] if has_search else [])]
-            folder = Path("runs", f"compare-{crc32(' '.join(words).encode()):08x}")
-        baselines = match_sizes(variants, match)
-        for name, words in variants.items():
-            planned.append(Variant(task, name, words, seeds, folder, baselines[name]))
-    return planned
+    sweep = expand_sweep(overrides)
+    if len(sweep.get("data", [])) > 1:
+        raise ValueError(f"losses on other data do not compare. fix: {sweep['data'][0]}")
+    if match != "none" and len(sweep.get("model.hidden", [])) > 1:
+        raise ValueError(
+            f"model.hidden is what makes sizes equal (--match {match}). fix: --match none"
+        )
+    # Seeds are repetitions of a variant, and all other keys make variants.
+    try:
+        seeds = [int(word.partition("=")[2]) for word in sweep.pop("seed", ["seed=0"])]
+    except ValueError as error:
+        raise ValueError(f"seeds are whole numbers ({error}). fix: seed=0,1,2") from None
+    if has_search and SEARCH_SEED in seeds:
+        raise ValueError(f"--tune has this seed (seed={SEARCH_SEED}). fix: seed=0,1,2")
+    variants = name_variants(sweep)
+    if folder is None:
+        words = [match, *next(iter(variants.values())), *(["tune"] if has_search else [])]
+        folder = Path("runs", f"compare-{crc32(' '.join(words).encode()):08x}")
+    baselines = match_sizes(variants, match)
+    return [
+        Variant(name, words, seeds, folder, baselines[name]) for name, words in variants.items()
+    ]
 
 
 def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
     """Train what is missing, first what the search for learning rates needs, and return all jobs.
 
-    The first job of a task, its baseline's, decides how long all others train.
+    The first job, the baseline's, decides how long all others train.
     """
     jobs = []
-    baselines = {}  # by task
 
-    def train(pairs: list[tuple[Variant, Job]]) -> None:
-        for variant, job in pairs:
-            baseline = baselines.setdefault(variant.task, job)
-            job.baseline = None if job is baseline else baseline
-            jobs.append(job)
-        train_all([job for _, job in pairs])
+    def train(new_jobs: list[Job]) -> None:
+        jobs.extend(new_jobs)
+        for job in new_jobs:
+            job.baseline = None if job is jobs[0] else jobs[0]
+        train_all(new_jobs)
 
     # The search goes on until no variant has its best rate at the edge of what was tried.
     while has_search:
-        pairs = [(variant, job) for variant in variants for job in variant.search()]
-        if not pairs:
+        searching = [job for variant in variants for job in variant.search()]
+        if not searching:
             break
-        train(pairs)
+        train(searching)
     # Then seed by seed, without variants whose search could not end.
-    seeds = dict.fromkeys(seed for variant in variants for seed in variant.seeds)
-    pairs = []
-    for seed in seeds:
-        for variant in variants:
-            if seed in variant.seeds and all(job.run for job in variant.searched):
-                pairs.append((variant, variant.job(seed)))
-    train(pairs)
+    ready = [variant for variant in variants if all(job.run for job in variant.searched)]
+    train([variant.job(seed) for seed in variants[0].seeds for variant in ready])
     return jobs
 
 
@@ -156,30 +143,6 @@ def expand_sweep(overrides: list[str]) -> Sweep:
         if override.is_discrete_sweep():
             sweep[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
     return sweep
-
-
-def split_tasks(sweep: Sweep) -> dict[str, Sweep]:
-    """Return the sweep of each task that tasks=A,B lists; without it, text is the only one.
-
-    TASK.KEY=VALUE is for this task alone, where it replaces KEY=VALUE; beside text, data and its
-    keys are for text. Raises ValueError for a task that is unknown.
-    """
-    tasks = {}
-    for override in sweep.pop("tasks", ["tasks=text"]):
-        task = override.removeprefix("tasks=")
-        if task not in TASKS:
-            raise ValueError(f"unknown task ({override}). fix: tasks={','.join(TASKS)}")
-        tasks[task] = {} if task == "text" else {"data": [f"data={task}"]}
-
-    for key, values in sweep.items():
-        prefix, _, own_key = key.lstrip("+~").partition(".")
-        if prefix in tasks:
-            tasks[prefix][own_key] = [text.replace(f"{prefix}.", "", 1) for text in values]
-            continue
-        owners = ["text"] if prefix == "data" and "text" in tasks else tasks
-        for task in owners:
-            tasks[task].setdefault(key, values)
-    return tasks
 
 
 def name_variants(sweep: Sweep) -> Variants:
