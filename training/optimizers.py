@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from run.hardware import multiplies_bf16
-from run.sharding import full_tensor, local_shards, shard_like
+from run.sharding import full_tensor, shard_like
 
 MAX_BATCHED_PARAMS = 2**28  # weights that Muon orthogonalizes at a time
 
@@ -95,28 +95,6 @@ def newton_schulz(x: Tensor) -> Tensor:
     return x
 
 
-class Lion(Optimizer):
-    """Sign of an interpolated momentum. Chen, 2302.06675, Algorithm 2.
-
-    update = sign(beta1 * momentum + (1 - beta1) * gradient)
-    weight = weight - lr * (update + weight_decay * weight)
-    momentum = beta2 * momentum + (1 - beta2) * gradient
-    """
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            # Every operation is elementwise, so each rank works on its own shards.
-            params, grads, momenta = map(local_shards, tensors_to_step(self, group))
-            beta1, beta2 = group["betas"]
-            updates = torch._foreach_lerp(momenta, grads, 1 - beta1)
-            torch._foreach_sign_(updates)
-            torch._foreach_mul_(updates, -group["lr"])
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, updates)
-            torch._foreach_lerp_(momenta, grads, 1 - beta2)
-
-
 def adamw(
     model: nn.Module, *, lr: float, betas: list[float], weight_decay: float
 ) -> list[Optimizer]:
@@ -124,15 +102,6 @@ def adamw(
     check_options(lr, betas)
     groups = decay_groups(model, weight_decay)
     return [AdamW(groups, lr=lr, betas=betas, fused=True)]
-
-
-def lion(
-    model: nn.Module, *, lr: float, betas: list[float], weight_decay: float
-) -> list[Optimizer]:
-    """Lion with decay on matrices only."""
-    check_options(lr, betas)
-    groups = decay_groups(model, weight_decay)
-    return [Lion(groups, {"lr": lr, "betas": betas})]
 
 
 def muon(

@@ -44,7 +44,7 @@ OPTIONS = (
     "",
     "document_mask=true z_loss=1e-4 micro_batch=8",
     "optimizer=adamw clip=null micro_batch=8",
-    "activation_checkpointing=true optimizer=lion",
+    "activation_checkpointing=true optimizer=adamw",
     "document_mask=true model.softcap=15.0 model.tied=true micro_batch=8",
     "activation_checkpointing=true ffn=geglu norm=layernorm micro_batch=8",
     "ffn=relu2 micro_batch=8",

@@ -40,7 +40,7 @@ CONFIGS = {
     # Groups and choices.
     "attnetion=mqa": (1, "fix: attention=mqa"),
     "attention=gqq": (1, "fix: attention=gqa"),
-    "optimizer=zyzzyva": (1, "fix: optimizer=adamw or optimizer=lion or optimizer=muon"),
+    "optimizer=zyzzyva": (1, "fix: optimizer=adamw or optimizer=muon"),
     "model=15M": (1, "fix: model=15m"),
     "experiment=tinystores": (1, "fix: experiment=tinystories"),
     "attention=gqa,mqa": (1, "fix: python -m tools.compare attention=gqa,mqa"),

@@ -1,7 +1,5 @@
 """Optimizers step as their papers say, learn, and resume to the bit."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ from run.instantiate import instantiate
 from tests.conftest import close, settings_of, weights
 from training import optimizers
 from training.optimizer_state import optimizer_state
-from training.optimizers import Lion, Muon, adamw, lion, muon
+from training.optimizers import Muon, adamw, muon
 
 
 def sgd(model: nn.Module, *, lr: float):
@@ -30,7 +28,6 @@ OVERRIDES = {
         "optimizer._target_=training.optimizers.sgd",
         "optimizer.lr=0.1",
     ),
-    "lion": ("optimizer=lion",),
     "adamw": ("optimizer=adamw",),
     "muon": ("optimizer=muon",),
 }
@@ -91,23 +88,6 @@ def test_an_optimizer_that_never_stepped_has_no_state(trainer_of):
     assert state_of(trainer) == {} and not trainer.optimizers[0].state
 
 
-def test_lion_steps_as_the_paper_does():
-    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ours = [nn.Parameter(draw(5, 3)), nn.Parameter(draw(7))]
-    theirs = [p.detach().clone() for p in ours]
-    momenta = [0.0, 0.0]
-    optimizer = Lion(ours, {"lr": 0.03, "betas": [0.9, 0.99], "weight_decay": 0.5})
-    for _ in range(5):
-        for number, p in enumerate(ours):
-            p.grad = draw(p.shape)
-            update = torch.sign(0.9 * momenta[number] + 0.1 * p.grad)
-            theirs[number] -= 0.03 * (update + 0.5 * theirs[number])
-            momenta[number] = 0.99 * momenta[number] + 0.01 * p.grad
-        optimizer.step()
-    close([p.detach() for p in ours], theirs, rtol=1e-14, atol=1e-14)
-    close([optimizer.state[p]["momentum"] for p in ours], momenta, rtol=1e-14, atol=1e-14)
-
-
 @pytest.mark.parametrize("max_batched", [2**28, 800, 1])  # all of a shape, two, each alone
 def test_muon_steps_as_torch_does(monkeypatch, max_batched):
     monkeypatch.setattr(optimizers, "MAX_BATCHED_PARAMS", max_batched)
@@ -145,7 +125,7 @@ def test_newton_schulz_steps_are_those_of_float64(monkeypatch, is_fast, error):
     close(optimizers.newton_schulz(x).double(), u * s[:, None] @ v, rtol=0, atol=error)
 
 
-@pytest.mark.parametrize("kind", [adamw, lion, muon])
+@pytest.mark.parametrize("kind", [adamw, muon])
 def test_only_matrices_decay(kind):
     model = instantiate(settings_of("model=tiny", "data.vocab_size=400").model)
     more = {"momentum": 0.9, "embedding_lr": 0.1} if kind is muon else {}
@@ -164,9 +144,7 @@ def test_only_matrices_decay(kind):
     assert len(stepped) == len([*model.parameters()])
 
 
-@pytest.mark.parametrize("kind", [Muon, Lion])
-def test_a_step_on_a_gpu_launches_as_much_for_many_matrices_as_for_few(kind):
-    options = {Muon: {"momentum": 0.85}, Lion: {"betas": [0.9, 0.95]}}[kind]
+def test_a_step_on_a_gpu_launches_as_much_for_many_matrices_as_for_few():
     launches = []
     for num_matrices in (2, 6):
         with FakeTensorMode():
@@ -174,7 +152,7 @@ def test_a_step_on_a_gpu_launches_as_much_for_many_matrices_as_for_few(kind):
                 nn.Parameter(torch.empty(shape, device="cuda"))
                 for shape in [(5, 3), (3, 5)] * num_matrices
             ]
-            optimizer = kind(matrices, {"lr": 0.03, "weight_decay": 0.1, **options})
+            optimizer = Muon(matrices, {"lr": 0.03, "weight_decay": 0.1, "momentum": 0.85})
             for p in matrices:
                 p.grad = torch.empty_like(p)
             optimizer.step()  # makes the state
@@ -198,10 +176,9 @@ class Operations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_every_optimizer_learns(trainer_of, name):
-    rate = ["optimizer.lr=3e-3"] if name == "lion" else []  # a text learned by heart wants more
-    trainer = trainer_of(*OVERRIDES[name], *rate, "steps=60", "batch_tokens=256")
+    trainer = trainer_of(*OVERRIDES[name], "steps=60", "batch_tokens=256")
     losses = []
     for _ in range(60):
         trainer.loss_sum.zero_()

@@ -163,12 +163,10 @@ def test_two_processes_learn_what_one_does(command, tmp_path, story, data):
 
 
 # In bf16, over 5 seeds: losses differ by at most 0.00002, norms by 0.00007 of theirs.
-# With lion, a sign hides what rounding does.
 SHARDED = [
     ("optimizer=adamw precision=fp32 micro_batch=2", 1e-5, (0, 4)),
     ("clip=null precision=fp32 micro_batch=4", 1e-5, (2,)),
     ("optimizer=adamw precision=bf16 micro_batch=2 activation_checkpointing=true", 1e-3, (2,)),
-    ("optimizer=lion precision=fp32 micro_batch=2", 1e-6, (2,)),
 ]
 
 
