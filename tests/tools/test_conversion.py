@@ -241,10 +241,10 @@ def test_what_has_no_formula_is_refused_with_the_nearest(
     assert not Path("new").exists()
 
 
-def test_the_command_writes_a_model_that_all_others_read(command, tokenizer, tmp_path, story):
+def test_the_command_writes_a_model_that_all_others_read(command, tokenizer, tmp_path):
     saved(tmp_path / "run", tree_of("mha", "model.depth=4"), tokenizer)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    words = ("attention=mla", "attention.rank=32", "--text", str(story))
+    words = ("attention=mla", "attention.rank=32")
     result = command("tools/convert.py", "run", *words, "--out", "new").succeeded()
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     assert "a latent of rank 32" in result.out

@@ -122,14 +122,11 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
 
 
 @torch.no_grad()
-def load_converted(
-    model: Transformer, tree: dict, path: Path, moments: list[Tensor] | None = None
-) -> list[list[Change]]:
+def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Change]]:
     """Load the weights of a checkpoint into a model with another attention -> each layer's changes.
 
     `tree` is the config of `model`. Parameters without a counterpart in the old model keep their
-    values. `moments` are, for each layer, the mean (D, D) of x x^T over the inputs x of its
-    attention; by default x is white noise times the weights of the norm before.
+    values.
     Raises ValueError for a conversion without a formula.
     """
     old_tree = checkpoint.load_model_config(path)
@@ -142,9 +139,8 @@ def load_converted(
         # Means are computed in fp32 at least.
         return {name.removeprefix(prefix): stored[name].float() for name in names}
 
+    # Inputs are taken to be white noise, which the norm before scales and shifts.
     def moment(layer: int) -> Tensor:
-        if moments is not None:
-            return moments[layer]
         norm = f"blocks.{layer}.attention_norm."
         weight = stored[norm + "weight"].float()
         bias = stored.get(norm + "bias", torch.zeros_like(weight))
