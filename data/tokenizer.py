@@ -22,7 +22,7 @@ MAX_PIECE_CHARS = 4000
 PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\n|.{1,4000}", re.DOTALL)
 SPACE = "\u2581"  # SentencePiece's sign for a space: in a text, it would be decoded to a space
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
-# The files that belong to a tokenizer, beside its own. The second one may have the ids of BOS and EOS.
+# The files beside a tokenizer's own. The second one may have the ids of BOS and EOS.
 CONFIGS = ("tokenizer_config.json", "generation_config.json")
 
 

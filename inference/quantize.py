@@ -113,7 +113,7 @@ class MatvecLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """x (..., N) -> (..., M), for inference only: the weights of each output in int8, and a scale."""
+    """x (..., N) -> (..., M) for inference: int8 weights, with a scale for each output."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()

@@ -44,7 +44,7 @@ Text = Annotated[str, Field(min_length=1)]
 class Settings(BaseModel):
     """The keys at the top of configs/train.yaml: their types, ranges and meanings.
 
-    The groups are trees of `_target_` and arguments, which `instantiate` and the constructors check.
+    The groups are trees of `_target_` and arguments; `instantiate` and the constructors check them.
     """
 
     model_config = ConfigDict(

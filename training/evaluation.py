@@ -53,8 +53,8 @@ def evaluate(
             return None
     loss_module.train()
 
-    # Sum nats, correct predictions and targets by cell, in fp64. The host waits for the device once,
-    # here, and not for each batch.
+    # Sum nats, correct predictions and targets by cell, in fp64. The host waits for the device
+    # once, here, and not for each batch.
     values = torch.cat(scores, dim=1).cpu().double()
     totals = torch.zeros(3, corpus.num_classes * NUM_BINS, dtype=torch.float64)
     totals.index_add_(1, torch.cat(cells), values)

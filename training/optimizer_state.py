@@ -1,4 +1,4 @@
-"""What training needs of any optimizers: their learning rates, and their state by parameter name."""
+"""What training needs of any optimizer: its learning rates, and its state by parameter name."""
 
 from torch import nn
 from torch.optim import Optimizer

@@ -166,14 +166,14 @@ class Trainer:
         self.check_signals()
 
     def compute_gradients(self) -> Tensor:
-        """Set the gradients of this step's batch -> the losses of this rank, summed over targets."""
+        """Set the gradients of this step's batch -> this rank's losses, summed over targets."""
         # Dropout depends on seed, step and rank alone, so that a resumed run repeats it.
         draw = (self.settings.seed * 2**32 + self.step) * self.ranks.world_size + self.ranks.rank
         torch.manual_seed(draw % 2**63)
         self.model.zero_grad()  # a compilation that failed may have left some
 
-        # The rows of this rank, as many at a time as a forward takes. Ranks exchange gradients once,
-        # with the last micro-batch.
+        # The rows of this rank, as many at a time as a forward takes. Ranks exchange gradients
+        # once, with the last micro-batch.
         rows_per_rank = self.loader.batch_size // self.ranks.world_size
         first = self.ranks.rank * rows_per_rank
         end = first + rows_per_rank

@@ -13,7 +13,7 @@ from model.cache import Shape
 
 
 class ConvAttention(SoftmaxAttention):
-    """`kernel` is the width of the convolution in tokens. Takes the knobs of SoftmaxAttention too."""
+    """The convolution sees `kernel` tokens. Takes the knobs of SoftmaxAttention too."""
 
     def __init__(self, spec: LayerSpec, *, kernel: int, **knobs):
         super().__init__(spec, **knobs)

@@ -51,7 +51,7 @@ class RecurrentAttention(Attention):
         ctx: ForwardContext,
         cache: LayerCache | None,
     ) -> Tensor:
-        """Run `recurrence` from the cached state on -> output (B, T, H, E). Stores the next state."""
+        """Run `recurrence` from the cached state on, and store the next -> output (B, T, H, E)."""
         positions = ctx.positions[:, :, None, None]
         g = g.masked_fill(positions < 0, 0.0)  # padding
         g = g.masked_fill(positions == 0, FORGET_ALL)

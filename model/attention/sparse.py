@@ -141,10 +141,10 @@ def sum_blocks(k: Tensor, block: Tensor, is_start: Tensor, count: int) -> tuple[
 
 
 class IndexedAttention(SparseAttention):
-    """DeepSeek sparse attention: a lightning indexer chooses `topk` keys. DeepSeek-V3.2, 2512.02556.
+    """DeepSeek-V3.2, 2512.02556: a lightning indexer chooses `topk` keys.
 
     The indexer scores key s for query t by sum_j w_tj relu(q_tj . k_s), with `index_heads` small
-    queries and one small key a token, `index_dim` wide, of which the cache holds the keys. It learns
+    queries and one small key a token, `index_dim` wide; the cache holds these keys. It learns
     from the auxiliary loss `indexer_kl`, times `index_weight`, alone: the divergence of its
     softmax from the weights of attention, the mean of all heads. Nothing else learns from that.
     Takes the knobs of SoftmaxAttention but window and chunk. Raises ValueError for an odd

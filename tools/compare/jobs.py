@@ -67,8 +67,8 @@ class Job:
     def try_start(self, free_gpus: list[Environment]) -> None:
         """Start train.py, unless another call trains the run, or nothing is left to train."""
         self.run_dir.mkdir(parents=True, exist_ok=True)  # resume=true needs a folder
-        # The lock of the log lasts until the run is recorded, or until this process and the training
-        # process, which inherits it, have ended.
+        # The lock of the log lasts until the run is recorded, or until this process and the
+        # training process, which inherits it, have ended.
         with ExitStack() as stack:
             log = stack.enter_context(self.log_path.open("a+"))
             try:

@@ -41,11 +41,11 @@ def next_factor(losses: Losses) -> float | None:
 
 
 def find_optimum(losses: Losses) -> Optimum:
-    """Fit a parabola in the logarithm of the rate to the best factor and those within 4 times of it.
+    """Fit a parabola in the log of the rate to the best factor and those within 4 times of it.
 
     As of Marin's sweeps of GQA and MLA, github.com/marin-community/marin/issues/7381. Runs that
-    diverged are left out. The optimum stays within a step of the best factor, and does not come nearer
-    to one that diverged.
+    diverged are left out. The optimum stays within a step of the best factor, and does not come
+    nearer to one that diverged.
     """
     best = best_factor(losses)
     is_inside = min(losses) < best < max(losses)

@@ -107,7 +107,7 @@ class SmolLM3(Qwen3):
 
 
 class Qwen2(Qwen3):
-    """Qwen2, 2407.10671: a bias of queries, keys and values alone, which is ours with one of zero."""
+    """Qwen2, 2407.10671: without the bias of outputs, which is zero in ours."""
 
     model_type = "qwen2"
     fixed_knobs = {"bias": True}
