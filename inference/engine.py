@@ -22,7 +22,8 @@ class Engine:
     Each row of the cache decodes a sequence at a time; the cache has room for min(context, all
     tokens of the longest sequence). Without a cache, there is one row, and all of its tokens are
     computed anew at each step. The tokens are the same in both ways. A prompt is prefilled
-    `prefill_chunk` tokens at a time.
+    `prefill_chunk` tokens at a time. A sequence that outgrows the context loses its older half and
+    is prefilled again.
     """
 
     def __init__(

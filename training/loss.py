@@ -143,8 +143,8 @@ class HeadLoss(nn.Module):
 class LanguageModelLoss(nn.Module):
     """inputs, targets (B, T) -> losses (1 + L,) summed over targets, and scores (3, B T).
 
-    The first loss is what training minimizes: its value is that of ChunkedCrossEntropy, and its
-    gradient includes those of the model's L auxiliary losses, whose values are the others.
+    The gradient of the first loss is that of all that training minimizes; its value is that of
+    ChunkedCrossEntropy alone. The others are the values of the model's L auxiliary losses.
 
     With positions (N,), the indices of some tokens in inputs.flatten(), N targets and scores are of
     these tokens, such as the questions of a task, and the head computes no other logits.
@@ -195,6 +195,6 @@ class LanguageModelLoss(nn.Module):
         sums = [loss_sum]
         for loss in losses:
             aux_sum = (fp32(loss).flatten()[positions] * (targets != IGNORE_INDEX)).sum()
-            sums[0] = sums[0] + aux_sum - aux_sum.detach()
+            sums[0] = sums[0] + aux_sum - aux_sum.detach()  # adds its gradient, not its value
             sums.append(aux_sum.detach())
         return torch.stack(sums), scores

@@ -115,7 +115,9 @@ def report_machine_errors() -> Iterator[None]:
         fix = "compile=false resume=true"
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             problem = str(error).partition(". ")[0]
-            fix = "a smaller micro_batch, which changes nothing else, or a smaller model or context"
+            fix = (
+                "a smaller micro_batch, which changes rounding alone, or a smaller model or context"
+            )
         if problem is None:
             raise
         errors.exit_with(errors.INPUT, f"{problem}. fix: {fix}")

@@ -119,6 +119,7 @@ def test_the_loss_of_answers_alone_is_that_of_all_positions(variant, is_compiled
     for batch in batches:
         if is_compiled and batch is batches[1]:
             torch._dynamo.reset()
+            torch._dynamo.config.trace_autograd_ops = True  # as the trainer does
             module.compile(dynamic=False, fullgraph=True, backend="aot_eager")
         losses, scores = module(*batch)
         losses[0].backward()

@@ -1,4 +1,4 @@
-"""The decoder classes of `transformers` that we export to and import from.
+"""The decoder classes of `transformers` that we export to; some are imported too.
 
 Each says what its class can express, which entries only its config.json has, and how its weights
 are named and laid out. A layer is the dict of the knobs of its attention.
