@@ -25,8 +25,15 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
+            # The matrices that have gradients, these, and their momenta, zeros at first.
+            matrices = [p for p in group["params"] if p.grad is not None]
+            for p in matrices:
+                if p not in self.state:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+            grads = [p.grad for p in matrices]
+            momenta = [self.state[p]["momentum"] for p in matrices]
+
             # Momentum, and Nesterov's look ahead of it, which overwrites the gradient.
-            matrices, grads, momenta = tensors_to_step(self, group)
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             torch._foreach_lerp_(grads, momenta, group["momentum"])
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
@@ -39,16 +46,6 @@ class Muon(Optimizer):
                 batch_size = max(1, MAX_BATCHED_PARAMS // shape.numel())
                 for start in range(0, len(same_shape), batch_size):
                     add_updates(same_shape[start : start + batch_size], group["lr"])
-
-
-def tensors_to_step(optimizer: Optimizer, group: dict) -> tuple[list[Tensor], ...]:
-    """The parameters of a group that have gradients, these, and their momenta, zeros at first."""
-    params = [p for p in group["params"] if p.grad is not None]
-    for p in params:
-        if p not in optimizer.state:
-            optimizer.state[p]["momentum"] = torch.zeros_like(p)
-    momenta = [optimizer.state[p]["momentum"] for p in params]
-    return params, [p.grad for p in params], momenta
 
 
 def add_updates(matrices: list[Tensor], lr: float) -> None:
@@ -100,7 +97,11 @@ def adamw(
 ) -> list[Optimizer]:
     """AdamW with decay on matrices only. Loshchilov, 1711.05101."""
     check_options(lr, betas)
-    groups = decay_groups(model, weight_decay)
+    matrices, vectors = split_parameters(model)
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return [AdamW(groups, lr=lr, betas=betas, fused=True)]
 
 
@@ -133,15 +134,6 @@ def check_options(lr: float, betas: list[float]) -> None:
         raise ValueError(
             f"there are two (optimizer.betas={betas}). fix: optimizer.betas=[0.9,0.95]"
         )
-
-
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Groups of a model's matrices, with `weight_decay`, and of its other parameters, without."""
-    matrices, vectors = split_parameters(model)
-    return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
 
 
 def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
