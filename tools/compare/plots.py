@@ -1,4 +1,4 @@
-"""The plots of a comparison: rows of points with intervals, and curves."""
+"""The plots of a comparison: rows of points with intervals, and losses by rate."""
 
 import math
 from statistics import fmean
@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from tools.compare.runs import Curve, Run
+from tools.compare.tuning import Losses
 
 WIDTH = 5.6  # inches: its letters can be read on a screen of 400 pixels
 ROW = 0.24  # inches
@@ -48,21 +48,12 @@ def draw_forest(rows: list[ForestRow], xlabel: str, lines: dict[str, float]) -> 
     return figure
 
 
-def draw_curves(curves: dict[str, Curve], xlabel: str, ylabel: str) -> Figure:
-    """Plot a curve for each variant; the axis of factors is a logarithm."""
-    figure, axes = new_figure(xlabel, ylabel, 4.0)
-    if "factor" in xlabel:
-        axes.set_xscale("log", base=2)
-    for name, curve in curves.items():
-        points = sorted(curve.items())
+def draw_searches(losses: dict[str, Losses]) -> Figure:
+    """Plot the loss of each variant over the factors of its learning rates, on a log axis."""
+    figure, axes = new_figure("factor of the learning rates", "val_loss, nats", 4.0)
+    axes.set_xscale("log", base=2)
+    for name, by_factor in losses.items():
+        points = sorted(by_factor.items())
         axes.plot(*zip(*points, strict=True), label=name, markersize=3, linewidth=1)
     figure.legend(loc="outside lower center", ncols=4, fontsize=7, frameon=False)
     return figure
-
-
-def mean_curve(runs: list[Run]) -> Curve:
-    """Average the metric over runs at each number of tokens that all of them have."""
-    # Seeds may have been evaluated at other steps, or for longer.
-    curves = [run.logged(run.metric) for run in runs]
-    common = set.intersection(*map(set, curves))
-    return {x: fmean(curve[x] for curve in curves) for x in sorted(common)}

@@ -20,7 +20,7 @@ from tools.compare.measures import (
     tokens_until_solved,
 )
 from tools.compare.page import Page, plain_table
-from tools.compare.plots import draw_curves, draw_forest, in_bytes, mean_curve
+from tools.compare.plots import draw_forest, draw_searches, in_bytes
 from tools.compare.runs import Groups, Run, changes, group_by_variant
 from tools.compare.tuning import Losses, find_optimum, rate_losses
 
@@ -159,10 +159,6 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
         add_parts(page, groups, losses, diverged)
     if losses:
         add_searches(page, losses)
-    curves = draw_curves(
-        {name: mean_curve(members) for name, members in groups.items()}, "tokens", first.metric
-    )
-    page.figure(curves, f"{first.metric} during training")
     machine = first.settings.get("machine", {})
     page.paragraph(" ".join(f"{key}: {value}." for key, value in machine.items()))
     return svg, f"{summary}\n{plain_table(rows)}"
@@ -291,8 +287,9 @@ def add_parts(page: Page, groups: Groups, losses: dict[str, Losses], diverged: C
 def add_searches(page: Page, losses: dict[str, Losses]) -> None:
     """Add what the search for learning rates found."""
     page.paragraph(TUNING)
-    figure = draw_curves(losses, "factor of the learning rates", "val_loss, nats")
-    page.figure(figure, "held-out loss by the factor of the rates; what diverged is left out")
+    page.figure(
+        draw_searches(losses), "held-out loss by the factor of the rates; what diverged is left out"
+    )
     rows = []
     for name, each in losses.items():
         optimum = find_optimum(each)
