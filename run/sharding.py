@@ -1,7 +1,5 @@
 """Tensors that FSDP may have divided among processes (DTensor), and plain ones alike."""
 
-from collections.abc import Iterable
-
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,16 +18,6 @@ def full_tensor(x: Tensor) -> Tensor:
     if is_sharded(x):
         return x.full_tensor()
     return x
-
-
-def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's parts of tensors, views of the same memory; one that is not sharded as it is."""
-    parts = []
-    for x in tensors:
-        if is_sharded(x):
-            x = x.to_local()
-        parts.append(x)
-    return parts
 
 
 def shard_like(x: Tensor, target: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 import torch
 
-from run.sharding import local_shards
-
 MARGIN = 0.1  # of the memory, for fragmentation, workspaces of libraries and communication
 STATE_PER_WEIGHT = 2  # values of an optimizer for each weight, at most
 
@@ -42,7 +40,9 @@ def count_fitting_sequences(trainer) -> int:
     # What torch has reserved is free but for what the step and the optimizer need.
     free_bytes, _ = torch.cuda.mem_get_info(device)
     free_bytes += torch.cuda.memory_reserved(device)
-    weight_bytes = sum(shard.nbytes for shard in local_shards(trainer.model.parameters()))
+    weight_bytes = sum(weight.nbytes for weight in trainer.model.parameters())
+    if trainer.settings.sharded:
+        weight_bytes /= trainer.ranks.world_size
     needed_bytes = with_one + STATE_PER_WEIGHT * weight_bytes
     room = (1 - MARGIN) * free_bytes - needed_bytes
     return 1 + max(0, int(room // max(1, with_two - with_one)))
