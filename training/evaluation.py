@@ -1,4 +1,4 @@
-"""What a model is judged by while it trains: the loss on held-out text, and a sample of its own."""
+"""What a model is judged by while it trains: the loss on held-out text."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,6 @@ from torch import nn
 from data.corpus import Corpus
 from data.loader import IGNORE_INDEX
 from data.slices import NUM_BINS
-from data.tokenizer import Tokenizer
-from inference.text import generate_text
-from model.transformer import Transformer
 from run.distributed import DistEnv
 from run.hardware import autocast, to_device
 
@@ -60,22 +57,3 @@ def evaluate(
     totals.index_add_(1, torch.cat(cells), values)
     totals = ranks.all_reduce(totals).view(3, -1, NUM_BINS)
     return corpus.metrics(totals.numpy(), num_tokens)
-
-
-def sample_text(
-    model: Transformer, tokenizer: Tokenizer, seed: int, stop: Callable[[], int]
-) -> str:
-    """Generate up to 192 tokens, BOS included; end early once `stop()` is not 0."""
-    model.eval()
-    (text,) = generate_text(
-        model,
-        tokenizer,
-        "",
-        max_new_tokens=min(192, model.context) - 1,
-        temperature=0.8,
-        top_k=50,
-        seed=seed,
-        stop=stop,
-    )
-    model.train()
-    return text

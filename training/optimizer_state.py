@@ -3,7 +3,7 @@
 from torch import nn
 from torch.optim import Optimizer
 
-StateByName = dict[str, dict[str, object]]  # of each parameter, by the parameter's name
+StateByName = dict[str, dict]  # of each parameter, by the parameter's name
 
 
 def set_learning_rates(optimizers: list[Optimizer], factor: float) -> None:

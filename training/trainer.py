@@ -1,8 +1,6 @@
 """The state of a training run, and the operations of the loop in train.py."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from data.corpus import Corpus
 from data.loader import Loader
+from inference.text import generate_text
 from run import checkpoint, compilation, errors, hardware, progress, sharding
 from run.distributed import DistEnv
 from run.hardware import to_device
@@ -21,7 +20,7 @@ from run.settings import Settings
 from run.signals import Signals
 from training import resume
 from training.budget import Clock, TimeBudget, count_epoch_steps
-from training.evaluation import evaluate, sample_text
+from training.evaluation import evaluate
 from training.logger import Logger
 from training.memory import choose_micro_batch
 from training.optimizer_state import optimizer_state, set_learning_rates
@@ -30,6 +29,7 @@ from training.parallel import build_parallel
 # Tokens of an evaluation, as a fraction of those trained on between two evaluations.
 EVALUATED_FRACTION = 0.1
 MIN_EVAL_TOKENS = 8192  # even if that is a larger fraction
+SAMPLE_TOKENS = 192  # at most, BOS included
 EVALUATION_COST = 0.5  # time to evaluate a token, relative to training on it: 0.4 to 0.6 on CPUs
 
 
@@ -86,12 +86,9 @@ class Trainer:
         self.micro_batch_size = choose_micro_batch(self)
 
         # Metrics since the last report. A checkpoint stores the loss summed over all ranks.
-        dtype = torch.float64
-        if ranks.device.type == "mps":  # which has no fp64
-            dtype = torch.float32
         # The cross-entropy and the losses of layers, summed over targets of this rank, in nats.
         self.loss_names = ("train_loss", *self.model.loss_names)
-        self.loss_sum = torch.zeros(len(self.loss_names), dtype=dtype, device=ranks.device)
+        self.loss_sum = torch.zeros(len(self.loss_names), device=ranks.device)
         self.grad_norm = torch.zeros((), device=ranks.device)
         self.is_finite = torch.ones((), dtype=torch.bool, device=ranks.device)  # of all gradients
         self.flops_per_token = self.model.training_flops()
@@ -124,7 +121,7 @@ class Trainer:
 
     def check_signals(self) -> int:
         """The exit code, equal on all ranks, once a signal has asked one of them to end; else 0."""
-        self.exit_code = self.exit_code or self.ranks.all_reduce_max(self.signals.code)
+        self.exit_code = self.ranks.all_reduce_max(self.signals.code)
         return self.exit_code
 
     # The training step
@@ -309,12 +306,6 @@ class Trainer:
         tokens = self.step * self.settings.batch_tokens
         self.log.write(self.step, tokens=tokens, seconds=round(self.clock.total(), 3), **values)
 
-    @contextmanager
-    def _pause(self, what: str) -> Iterator[None]:
-        """Stop the clock while something other than training goes on, and announce it."""
-        with self.clock.pause(), progress.waiting(what):
-            yield
-
     # Evaluation and samples
 
     def sample(self) -> None:
@@ -323,7 +314,7 @@ class Trainer:
             return
         # All ranks compute the same text; those of a sharded model compute every token together.
         precision = torch.float32
-        with self._pause("sampling text (less often: sample_every)"):
+        with self.clock.pause(), progress.waiting("sampling text (less often: sample_every)"):
             if self.settings.sharded:
                 # FSDP keeps the buffers of its first all-gather. If inference mode, in which text
                 # is generated, had made them, training could not write to them.
@@ -333,10 +324,19 @@ class Trainer:
                 precision = self.precision
             # Blocks that were compiled for training would be compiled again for single tokens.
             eager = torch.compiler.set_stance("force_eager")
+            self.model.eval()
             with eager, hardware.autocast(self.ranks.device, precision):
-                text = sample_text(
-                    self.model, self.corpus.tokenizer, self.step, stop=self.check_signals
+                (text,) = generate_text(
+                    self.model,
+                    self.corpus.tokenizer,
+                    "",
+                    max_new_tokens=min(SAMPLE_TOKENS, self.model.context) - 1,
+                    temperature=0.8,
+                    top_k=50,
+                    seed=self.step,
+                    stop=self.check_signals,
                 )
+            self.model.train()
         if self.check_signals():
             return
         self.log.append("samples.txt", f"--- step {self.step}\n{text}\n")
@@ -358,7 +358,8 @@ class Trainer:
         if self.check_signals():
             return
         eval_tokens = self.eval_tokens(self.steps)
-        with self._pause(f"evaluating on {eval_tokens:,} held-out tokens (less often: eval_every)"):
+        what = f"evaluating on {eval_tokens:,} held-out tokens (less often: eval_every)"
+        with self.clock.pause(), progress.waiting(what):
             score = evaluate(
                 self.loss_module,
                 self.corpus,
@@ -413,7 +414,7 @@ class Trainer:
         loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
         self.loss_sum.copy_(loss_sum / self.ranks.world_size)
 
-        with self._pause("saving a checkpoint (less often: save_every)"):
+        with self.clock.pause(), progress.waiting("saving a checkpoint (less often: save_every)"):
             weights = {
                 name: self.ranks.gather_to_rank0(tensor)
                 for name, tensor in self.model.state_dict().items()

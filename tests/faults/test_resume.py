@@ -190,7 +190,7 @@ def test_a_cut_run_goes_on_compiled_as_its_first_process_was(job, monkeypatch):
     assert curves[0] != curves[1]
 
 
-@pytest.mark.parametrize("cut", ["sample_text", "evaluate"])
+@pytest.mark.parametrize("cut", ["generate_text", "evaluate"])
 def test_a_run_killed_after_its_last_save_only_samples_and_evaluates(job, whole, cut):
     def killed_at_the_end() -> None:
         function = getattr(trainer, cut)

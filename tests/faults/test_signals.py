@@ -44,7 +44,7 @@ PLACES = {
     "step": ((trainer.Trainer, "accumulate"), 3, "step-00000003"),
     "evaluation": ((trainer, "evaluate"), 1, "step-00000002"),
     "last evaluation": ((trainer, "evaluate"), 2, "step-00000004"),
-    "sample": ((trainer, "sample_text"), 1, "step-00000002"),
+    "sample": ((trainer, "generate_text"), 1, "step-00000002"),
     "save": ((checkpoint, "save"), 1, "step-00000002"),
     "save before a sample": ((checkpoint, "save"), 2, "step-00000002"),
     "last save": ((checkpoint, "save"), 4, "step-00000004"),

@@ -12,11 +12,11 @@ import yaml
 
 from data.tokenizer import Tokenizer
 from inference.load import load_model
+from inference.text import generate_text
 from run import checkpoint
 from tests.conftest import LONG, ROOT, SHORT, TINY
 from tests.run.forks import ranks
 from tools.compare.runs import Run
-from training.evaluation import sample_text
 from training.logger import Logger
 
 TEXT = ("data=text", "data.path=story.txt", "data.vocab_size=400")
@@ -186,7 +186,15 @@ def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(
     second = Path("spread/checkpoints/step-00000002")
     if "precision=fp32" in more:  # the text of two processes is that of one with their weights
         tokenizer = Tokenizer.load(second / "tokenizer.model")
-        text = sample_text(load_model(second, "cpu"), tokenizer, 2, stop=lambda: 0)
+        (text,) = generate_text(
+            load_model(second, "cpu"),
+            tokenizer,
+            "",
+            max_new_tokens=63,
+            temperature=0.8,
+            top_k=50,
+            seed=2,
+        )
         samples = Path("spread/samples.txt").read_text()
         assert samples.startswith(f"--- step 2\n{text}\n--- step 4\n")
     shutil.rmtree(second.with_name("step-00000004"))
