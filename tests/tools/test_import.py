@@ -236,15 +236,7 @@ DAMAGES = {
     "no tokenizer": (2, no_tokenizer, "tokenizer.model"),
 }
 # Their own features are not read back.
-for name in (
-    "StableLm",
-    "Starcoder2",
-    "Llama4",
-    "GraniteSWA",
-    "DiffLlama",
-    "DeepseekV3",
-    "Qwen3_5",
-):
+for name in ("Llama4", "GraniteSWA", "DiffLlama", "DeepseekV3", "Qwen3_5"):
     DAMAGES[name] = (2, change(architectures=[f"{name}ForCausalLM"]), "an unknown architecture")
 
 

@@ -35,7 +35,6 @@ CLASSES = {
     "Qwen3": {"max_window_layers": 2},
     "Mistral": {"sliding_window": 5},
     "SmolLM3": {"no_rope_layers": [1, 0, 1]},
-    "Arcee": {"hidden_act": "relu2"},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -49,7 +48,7 @@ ROPES = [
 ]
 # What an entry may become besides null, a truth value, and near its number.
 VALUES = {
-    "model_type": [name.lower() for name in CLASSES],
+    "model_type": [*map(str.lower, CLASSES), "arcee"],
     "hidden_act": ["gelu", "gelu_pytorch_tanh"],
     "layer_types": [TYPES, ["full_attention"] * 3, ["sliding_attention"] * 3, TYPES + TYPES],
     "no_rope_layers": [[1, 1, 1], [0, 1, 0], [1, 0], [1, 1, 1, 0]],

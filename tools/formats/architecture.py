@@ -26,9 +26,7 @@ PLAIN_SOFTMAX = {
     "bias": False,
 }
 GATED_FFN = "model.layers.GatedFeedForward"
-PLAIN_FFN = "model.layers.FeedForward"
 RMS_NORM = "model.layers.RMSNorm"
-LAYER_NORM = "model.layers.LayerNorm"
 # Parts of our parameter names -> those of Llama.
 LLAMA_NAMES = {
     "embed": "model.embed_tokens",
@@ -54,10 +52,6 @@ class Architecture:
     free_knobs = ("bias",)
     # Those of its gated recurrences, whose class no other can express.
     recurrent_knobs = {"_target_": PLAIN_SOFTMAX["_target_"]}
-    # Its feed-forward, of any activation, and its norm.
-    ffn = GATED_FFN
-    norm = RMS_NORM
-    norm_eps_entry = "rms_norm_eps"
     # Entries of config.json that only this class has, and entries that are knobs of ours.
     constants = {}
     knob_entries = {}
@@ -72,7 +66,7 @@ class Architecture:
     def misfits(self, tree: dict, layers: Layers) -> set[str]:
         """What this class cannot express of a model, as KEY=VALUE."""
         actual = tree | {part: tree[part]["_target_"] for part in ("ffn", "norm")}
-        needed = {"_target_": TRANSFORMER, "softcap": None, "ffn": self.ffn, "norm": self.norm}
+        needed = {"_target_": TRANSFORMER, "softcap": None, "ffn": GATED_FFN, "norm": RMS_NORM}
         needed |= self.fixed_options
         found = {f"{key}={actual[key]}" for key in needed if actual[key] != needed[key]}
         for layer in layers:

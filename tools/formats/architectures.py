@@ -11,9 +11,7 @@ from model.attention.recurrent import GatedRecurrence
 from model.transformer import Transformer
 from tools.formats.architecture import (
     LATENT,
-    LAYER_NORM,
     LLAMA_NAMES,
-    PLAIN_FFN,
     PLAIN_SOFTMAX,
     RECURRENT,
     Architecture,
@@ -28,25 +26,6 @@ class Llama(Architecture):
 
     model_type = "llama"
     defaults = Architecture.defaults | {"num_key_value_heads": None, "rope_theta": 10000.0}
-
-
-class Arcee(Architecture):
-    """Llama with a feed-forward without a gate."""
-
-    model_type = "arcee"
-    ffn = PLAIN_FFN
-    defaults = {"attention_bias": False, "mlp_bias": False, "head_dim": None}
-
-
-class StableLm(Architecture):
-    """Llama with LayerNorm."""
-
-    model_type = "stablelm"
-    fixed_knobs = {"head_dim": None}
-    free_knobs = ("rope_fraction",)
-    norm = LAYER_NORM
-    norm_eps_entry = "layer_norm_eps"
-    constants = {"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False}
 
 
 class Qwen3(Architecture):
@@ -84,17 +63,6 @@ class Mistral(Architecture):
         if len(windows) > 1:
             found.add(f"attention.window={windows}")
         return found
-
-
-class Starcoder2(Mistral):
-    """LayerNorm and a feed-forward without a gate, 2402.19173."""
-
-    model_type = "starcoder2"
-    ffn = PLAIN_FFN
-    norm = LAYER_NORM
-    norm_eps_entry = "norm_epsilon"
-    names = LLAMA_NAMES | {"up_proj": "c_fc", "down_proj": "c_proj"}
-    constants = {"use_bias": False}
 
 
 class SmolLM3(Qwen3):
@@ -331,11 +299,8 @@ ARCHITECTURES = {
     f"{architecture.__name__}ForCausalLM": architecture()
     for architecture in (
         Llama,
-        Arcee,
-        StableLm,
         Qwen3,
         Mistral,
-        Starcoder2,
         SmolLM3,
         Qwen2,
         Llama4,

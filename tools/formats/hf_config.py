@@ -3,7 +3,9 @@
 from model.build import build_model
 from run.checkpoint import MOST_LAYERS
 from tools.formats.architecture import (
+    GATED_FFN,
     PLAIN_SOFTMAX,
+    RMS_NORM,
     TRANSFORMER,
     Architecture,
     common_value,
@@ -15,7 +17,7 @@ from tools.formats.layer_knobs import HYBRID, attention_knobs
 from tools.formats.special_tokens import malformed
 
 # Classes of published models that our layers express, and whose tensors are stored as ours.
-CLASSES = ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Arcee")
+CLASSES = ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3")
 IMPORTED = [f"{name}ForCausalLM" for name in CLASSES]
 SHAPE = {
     "vocab_size": "vocab_size",
@@ -25,6 +27,7 @@ SHAPE = {
     "heads": "num_attention_heads",
     "context": "max_position_embeddings",
     "tied": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
 }
 # Entries that are not compared with those that we would write: positions, which may be written in
 # several ways, and what changes no logits. All others are: `transformers` may act on any of them.
@@ -67,7 +70,6 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
     config |= {
         "architectures": [name],
         "model_type": architecture.model_type,
-        architecture.norm_eps_entry: tree["norm_eps"],
         "num_key_value_heads": common_value(layers, "kv_heads", tree["heads"]),
         "head_dim": common_value(softmax_layers, "head_dim", tree["dim"] // tree["heads"]),
         "hidden_act": tree["ffn"]["activation"],
@@ -184,15 +186,13 @@ def read_model(config: dict, architecture: Architecture) -> dict:
     attention = kinds[pattern[0]]
     if len(kinds) > 1:
         attention = {"_target_": HYBRID, "_partial_": True, "kinds": kinds, "pattern": pattern}
-    ffn = {"_target_": architecture.ffn, "activation": config["hidden_act"]}
     return {
         "_target_": TRANSFORMER,
         **{ours: config[theirs] for ours, theirs in SHAPE.items()},
-        "norm_eps": config[architecture.norm_eps_entry],
         "softcap": None,
         "attention": attention,
-        "ffn": {"_partial_": True, **ffn},
-        "norm": {"_target_": architecture.norm, "_partial_": True},
+        "ffn": {"_target_": GATED_FFN, "_partial_": True, "activation": config["hidden_act"]},
+        "norm": {"_target_": RMS_NORM, "_partial_": True},
     }
 
 
