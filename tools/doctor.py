@@ -7,20 +7,17 @@ train.py, else 0.
 """
 
 import os
-import re
 import shutil
 from pathlib import Path
 
 import torch
+from torch.utils import collect_env
 
 from run import compilation, errors, hardware
 from run.cli import Parser
 
 MIN_DISK_BYTES = 5e9  # a checkpoint of model=350m
 MIN_FREE_SHARE = 0.8  # of a GPU's memory
-# Where Linux shows the NVIDIA driver and its GPUs.
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-DEVICES = Path("/dev")
 
 
 def main() -> None:
@@ -43,17 +40,8 @@ def main() -> None:
 
 
 def nvidia_driver() -> str | None:
-    """The version of the NVIDIA driver, such as 535.161.08; None without a GPU, or if it is hidden.
-
-    A container without GPUs shows the driver of its host, but none of its devices.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    if re.match(r"\d|GPU-|MIG-", visible) is None:  # "", -1 and NoDevFiles hide all
-        return None
-    if not NVIDIA_DRIVER.exists() or not list(DEVICES.glob("nvidia[0-9]*")):
-        return None
-    match = re.search(r"Module.*?\s(\d+\.[\d.]+)", NVIDIA_DRIVER.read_text())
-    return match[1] if match else None
+    """The version of the NVIDIA driver, such as 535.161.08, as nvidia-smi says it."""
+    return collect_env.get_nvidia_driver_version(collect_env.run)
 
 
 def describe_machine(device: torch.device) -> None:
@@ -78,7 +66,8 @@ def slow(device: torch.device) -> list[str]:
     if driver is not None and device.type != "cuda":
         findings.append(
             f"torch cannot use the NVIDIA GPU here (driver {driver}, torch for CUDA "
-            f"{torch.version.cuda}). fix: a newer driver, or a torch build for an older CUDA"
+            f"{torch.version.cuda}). fix: a newer driver, a torch build for an older CUDA, or "
+            "CUDA_VISIBLE_DEVICES=0"
         )
     # Half of the processors may be threads of the others.
     if device.type == "cpu" and torch.get_num_threads() < os.cpu_count() // 2:
