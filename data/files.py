@@ -1,7 +1,6 @@
 """Files of the user: which ones a path names, which of them are held out, and their documents."""
 
 import re
-from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from glob import glob
 from hashlib import sha256
@@ -72,8 +71,7 @@ def read_documents(files: Iterable[Path], field: str, separator: str) -> Iterato
     """Yield the documents of files, without blank ones.
 
     Rows of .jsonl, .parquet and .csv are documents, with their text in `field`; any other file is
-    text, cut at lines that are `separator`. Raises ValueError, with the file and the row or byte,
-    for what is not text.
+    text, cut at lines that are `separator`. Raises ValueError, with the file, for what is not text.
     """
     for file in files:
         if file.suffix in PACKED_SUFFIXES:
@@ -87,32 +85,23 @@ def read_documents(files: Iterable[Path], field: str, separator: str) -> Iterato
 
 
 def read_text(file: Path, separator: str) -> Iterator[str]:
-    """Yield what is between separator lines, without the line end before a separator."""
+    """Yield what is between separator lines, without the line end before a separator.
+
+    Text is unchanged but for a byte order mark; only \\n ends a line.
+    """
     lines = []
-    for line in utf8_lines(file):
-        if line.strip() == separator:
-            yield "".join(lines).removesuffix("\n")
-            lines = []
-        else:
-            lines.append(line)
+    try:
+        with file.open(encoding="utf-8-sig", newline="\n") as opened:
+            for line in opened:
+                if line.strip() == separator:
+                    yield "".join(lines).removesuffix("\n")
+                    lines = []
+                else:
+                    lines.append(line)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({file}: {error.reason}). fix: iconv -t utf8") from None
     # What follows the last separator is a document too.
     yield "".join(lines)
-
-
-def utf8_lines(file: Path) -> Iterator[str]:
-    """Yield lines with their ends, unchanged but for a byte order mark; only \\n ends a line.
-
-    Raises ValueError, with the line, for what is not UTF-8.
-    """
-    with file.open("rb") as opened:
-        for number, raw in enumerate(opened, start=1):
-            if number == 1:
-                raw = raw.removeprefix(BOM_UTF8)
-            try:
-                yield raw.decode()
-            except UnicodeDecodeError as error:
-                place = f"{file} line {number} at byte {error.start}"
-                raise ValueError(f"not UTF-8 ({place}). fix: iconv -t utf8") from None
 
 
 def read_rows(file: Path, field: str) -> Iterator[str]:

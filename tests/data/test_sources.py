@@ -149,7 +149,7 @@ def test_few_documents_hold_out_one_and_a_lone_one_its_end(tmp_path):
 BAD = {
     "empty.txt": (b"", "no documents"),
     "blank.txt": (b" \n\n", "no documents"),
-    "latin.txt": (b"good line\nbad \xff line", "line 2 at byte 4"),
+    "latin.txt": (b"good line\nbad \xff line", "latin.txt: invalid start byte"),
     "cut.jsonl": (b'{"text": "a"}\n{"text": "b', "in row 1"),
     "other.jsonl": (b'{"text": "a"}\n{"body": "b"}', "no text in the field 'text'"),
     "null.jsonl": (b'{"text": null}', "no text in the field 'text'"),

@@ -160,7 +160,7 @@ TRAINING = {
     "a range of values": (["seed=range(3)"], 1, "python -m tools.compare"),
     "a missing file": (["data=text", "data.path=absent.txt"], 2, "absent.txt"),
     "an empty file": (["data=text", "data.path=empty.txt"], 2, "empty.txt"),
-    "bytes that are no text": (["data=text", "data.path=latin.txt"], 2, "byte 5"),
+    "bytes that are no text": (["data=text", "data.path=latin.txt"], 2, "latin.txt: invalid"),
     "too little text": ([*TEXT, "data.vocab_size=400", "batch_tokens=65536"], 2, "need 65"),
     "a vocabulary too small": ([*TEXT, "data.vocab_size=260"], 2, "260"),
     "no holdout": ([*TEXT, "data.holdout=0"], 2, "holdout"),
