@@ -40,7 +40,6 @@ class Job:
     compared_with: str | None = None  # the baseline of its size
     run: Run | None = None  # once it has been trained, also where it diverged
     outcome: str | None = None  # once it has ended
-    has_failed: bool = False
     # While it trains: its process, and the environment that gives it a GPU.
     process: subprocess.Popen | None = None
     gpu: Environment | None = None
@@ -50,9 +49,8 @@ class Job:
     def log_path(self) -> Path:
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
-    def end(self, outcome: str, has_failed: bool = False) -> None:
+    def end(self, outcome: str) -> None:
         self.outcome = outcome
-        self.has_failed = has_failed
         say(f"{self.run_dir.name}: {outcome}")
 
     def update(self, free_gpus: list[Environment]) -> None:
@@ -106,8 +104,7 @@ class Job:
             if is_timed:
                 self.end(
                     "the baseline did not finish, which decides how long it trains. "
-                    "fix: steps=N max_minutes=null, or other rates",
-                    has_failed=True,
+                    "fix: steps=N max_minutes=null, or other rates"
                 )
             return
         self.overrides.append(f"compile={run.settings['machine']['compiled']}".lower())
@@ -125,9 +122,7 @@ class Job:
         changed = {word for word in set(previous) ^ set(self.overrides) if "run_dir=" not in word}
         if previous and changed:
             words = " ".join(sorted(changed))
-            self.end(
-                f"the run there has other overrides ({words}). fix: another --dir", has_failed=True
-            )
+            self.end(f"the run there has other overrides ({words}). fix: another --dir")
         elif run:
             self.run = run
             self.end(FINISHED)
@@ -150,7 +145,7 @@ class Job:
             self.run.overrides = self.overrides
             self.run.append_to_records()
         self.lock.close()
-        self.end(outcome, has_failed=self.run is None)
+        self.end(outcome)
 
 
 def train_all(jobs: list[Job]) -> None:

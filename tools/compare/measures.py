@@ -93,7 +93,7 @@ def tokens_until_solved(runs: list[Run]) -> float:
     """The median over the runs that solve a task of the tokens until they do; NaN without any."""
     tokens = []
     for run in runs:
-        solved = [count for count, accuracy in run.logged(run.metric).items() if accuracy >= SOLVED]
+        solved = [line["tokens"] for line in run.lines if line.get(run.metric, 0.0) >= SOLVED]
         tokens += solved[:1]
     return median(tokens or [math.nan])
 

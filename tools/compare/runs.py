@@ -45,7 +45,6 @@ NOT_IDENTITY = (
 RECORDS = "runs.jsonl"  # in the folder of a comparison
 
 Groups = dict[str, list["Run"]]  # the runs of each variant, by its name; the baseline first
-Curve = dict[int, float]  # tokens -> a metric
 
 
 @dataclass
@@ -149,10 +148,6 @@ class Run:
     def loss(self) -> float:
         """The metric of the last evaluation."""
         return self.last[self.metric]
-
-    def logged(self, key: str) -> Curve:
-        """A metric by the number of tokens trained on."""
-        return {line["tokens"]: line[key] for line in self.lines if key in line}
 
     @cached_property
     def model(self) -> Transformer:
