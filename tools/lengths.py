@@ -79,8 +79,7 @@ def evaluate_corpus(model: Transformer, corpus: Corpus, settings: dict) -> dict:
     """The metrics of all held-out data in windows of the model's context, as training has them."""
     num_tokens = corpus.validation_tokens(model.context)
     batch_size = max(1, BATCH_TOKENS // model.context)
-    num_batches = 1 + num_tokens // (batch_size * model.context)
-    with waiting(f"evaluating on {num_tokens:,} held-out tokens", num_batches) as bar:
+    with waiting(f"evaluating on {num_tokens:,} held-out tokens"):
         return evaluate(
             LanguageModelLoss(model, z_loss=0.0, bos=document_start(corpus, settings)),
             corpus,
@@ -89,6 +88,6 @@ def evaluate_corpus(model: Transformer, corpus: Corpus, settings: dict) -> dict:
             batch_size,
             torch.float32,
             DistEnv(0, 1, model.embed.weight.device),
-            stop=lambda: bar.update() and 0,  # called after each batch
+            stop=lambda: 0,
             with_gradients=False,
         )
