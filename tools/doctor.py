@@ -17,7 +17,6 @@ from run import compilation, errors, hardware
 from run.cli import Parser
 
 MIN_DISK_BYTES = 5e9  # a checkpoint of model=350m
-MIN_FREE_SHARE = 0.8  # of a GPU's memory
 
 
 def main() -> None:
@@ -72,14 +71,8 @@ def slow(device: torch.device) -> list[str]:
     # Half of the processors may be threads of the others.
     if device.type == "cpu" and torch.get_num_threads() < os.cpu_count() // 2:
         findings.append("torch leaves processors idle. fix: a larger OMP_NUM_THREADS, or none")
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        if free < MIN_FREE_SHARE * total:
-            findings.append("others use this GPU's memory. fix: nvidia-smi lists them")
-        if torch.cuda.get_device_capability() < (8, 0):
-            findings.append(
-                "no bf16 and TF32 on this GPU. fix: one of compute capability 8.0 or more"
-            )
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        findings.append("no bf16 and TF32 on this GPU. fix: one of compute capability 8.0 or more")
     return findings
 
 

@@ -84,7 +84,6 @@ CASES = {
     "less than 5 GB": (shutil, "disk_usage", SimpleNamespace(free=GB)),
     "processors idle": (torch, "get_num_threads", 0),
     "without a C++ compiler": (compilation, "missing_for_compilation", "a C++ compiler"),
-    "others use this GPU's memory": (torch.cuda, "mem_get_info", (40 * GB, 80 * GB)),
     "no bf16 and TF32": (torch.cuda, "get_device_capability", (7, 5)),
 }
 
