@@ -13,7 +13,7 @@ from data.tokenizer import Tokenizer, tokenizer_file
 from model.build import build_model
 from run import checkpoint, errors
 from run.cli import Parser
-from tools.export_hf import into_new_folder
+from tools.export_hf import into_new_folder, save_checkpoint
 from tools.formats import converted_model
 
 
@@ -42,11 +42,7 @@ def main(args: argparse.Namespace) -> str:
         changes = converted_model.load_converted(model, new_tree, path)
     before = build_model(tree, "meta").cache_bytes(tree["context"], torch.bfloat16)
     after = model.cache_bytes(tree["context"], torch.bfloat16)
-    if not all(weight.isfinite().all() for weight in model.parameters()):
-        errors.exit_with(
-            errors.DIVERGED, f"weights contain NaN or infinity ({path}). fix: an older checkpoint"
-        )
-    checkpoint.save(args.out, 0, model.state_dict(), {"model": new_tree}, tokenizer.files, {})
+    save_checkpoint(args.out, model.state_dict(), new_tree, tokenizer, path)
     return "\n".join(converted_model.describe(changes)) + (
         f"\ncache of a full context in bf16: {before:,} -> {after:,} bytes\n"
         f"written: {args.out}. To heal it: "

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from torch import Tensor
 
 from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer, tokenizer_file
 from inference.load import load_model
@@ -61,6 +62,20 @@ def into_new_folder(command: Callable[[argparse.Namespace], str]) -> Callable:
         print(text)
 
     return main
+
+
+def save_checkpoint(
+    out: Path, weights: dict[str, Tensor], tree: dict, tokenizer: Tokenizer, source: Path
+) -> None:
+    """Write the model of a config as a checkpoint. Ends with exit code 4 unless it is finite."""
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            errors.exit_with(
+                errors.DIVERGED,
+                f"weights contain NaN or infinity ({source}: {name}). "
+                "fix: get all files of the model again, or an older checkpoint",
+            )
+    checkpoint.save(out, 0, weights, {"model": tree}, tokenizer.files, {})
 
 
 @into_new_folder

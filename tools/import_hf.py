@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 
 from model.build import build_model
-from run import checkpoint, errors
+from run import errors
 from run.cli import Parser
-from tools.export_hf import into_new_folder
+from tools.export_hf import into_new_folder, save_checkpoint
 from tools.formats.hf_config import from_hf_config
 from tools.formats.special_tokens import import_tokenizer, malformed
-from tools.formats.weights import FETCH_AGAIN, read_weights
+from tools.formats.weights import read_weights
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,11 +40,7 @@ def main(args: argparse.Namespace) -> str:
                 f"{sizes[1]}). fix: the tokenizer that it was trained with"
             )
         weights = read_weights(args.folder, build_model(tree, "meta"), architecture)
-    for name, weight in weights.items():
-        if not weight.isfinite().all():
-            problem = f"weights contain NaN or infinity ({args.folder}: {name})"
-            errors.exit_with(errors.DIVERGED, f"{problem}. fix: {FETCH_AGAIN}")
-    checkpoint.save(args.out, 0, weights, {"model": tree}, tokenizer.files, {})
+    save_checkpoint(args.out, weights, tree, tokenizer, args.folder)
     return f"written: {args.out}. To use it: python generate.py PROMPT --run {args.out}"
 
 
