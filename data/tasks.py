@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -67,12 +68,6 @@ class Task(Source):
     def row(self, generator: np.random.Generator, size: int) -> Row:
         """Draw a row with `size` answers."""
 
-    def numbered_row(self, seed: int, number: int, is_held_out: bool) -> Row:
-        """Draw a row by its number."""
-        # Rows that are held out come from streams of their own, whatever the seed.
-        generator = np.random.default_rng((seed, number, int(is_held_out)))
-        return self.row(generator, self.size_of(number))
-
     def rows(self, seed: int, numbers: range, is_held_out: bool = False) -> tuple[Tensor, ...]:
         """Draw rows by their numbers.
 
@@ -85,8 +80,11 @@ class Task(Source):
         padding = [[[0]], [[IGNORE_INDEX]], [[1]]]
         padded = np.full((3, len(numbers), max(self.sizes)), padding)
         for index, number in enumerate(numbers):
-            inputs[index], *columns = self.numbered_row(seed, number, is_held_out)
-            padded[:, index, : self.size_of(number)] = columns
+            # Rows that are held out come from streams of their own, whatever the seed.
+            generator = np.random.default_rng((seed, number, int(is_held_out)))
+            size = self.size_of(number)
+            inputs[index], *columns = self.row(generator, size)
+            padded[:, index, :size] = columns
         positions, targets, distances = torch.from_numpy(padded)
         positions += self.context * torch.arange(len(numbers))[:, None]
         classes = torch.tensor(numbers) % len(self.sizes)
@@ -102,14 +100,13 @@ class Task(Source):
 
         It is that of the held-out rows, averaged over sizes as the accuracy of a model is.
         """
+        _, targets, _, _ = self.rows(0, range(VALIDATION_ROWS), is_held_out=True)
+        accuracies = []
+        for row in targets.numpy():
+            counts = np.bincount(row[row != IGNORE_INDEX])
+            accuracies.append(counts.max() / counts.sum())
         num_sizes = len(self.sizes)
-        total = 0.0
-        for first in range(num_sizes):
-            numbers = range(first, VALIDATION_ROWS, num_sizes)
-            for number in numbers:
-                answers = self.numbered_row(0, number, is_held_out=True).answers
-                total += np.bincount(answers).max() / len(answers) / len(numbers)
-        return float(total / num_sizes)
+        return fmean(fmean(accuracies[first::num_sizes]) for first in range(num_sizes))
 
     def corpus(self) -> "TaskCorpus":
         tokenizer = IdTokenizer(self.vocab_size, self.vocab_size - 1)
