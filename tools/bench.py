@@ -6,19 +6,20 @@
         greedy text, and `generate` of `transformers` with its default cache and compiled
 
 Overrides are those of train.py. Competitors are processes that live side by side and take turns, so
-that a slow moment of the machine meets all of them. Each prints a JSON line, and so does the ratio.
+that a slow moment of the machine meets all of them. Each gets a JSON line, and so does the ratio.
 The first turns compile, which may take minutes: compile=false leaves that out.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 import timeit
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from time import monotonic, perf_counter
@@ -60,22 +61,18 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("kind", choices=COMPETITORS, help="what is measured")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
-    add("--worker", help=argparse.SUPPRESS)  # the name of a competitor
     return parser.parse_args()
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.worker is not None:
-        take_turns(args.kind, args.worker, args.overrides)
-    elif args.kind == "train":
+    if args.kind == "train":
         compare("train", args.overrides, {})
     else:
         for rows, length in DECODE_CASES:
             context = length + 1
             sizes = [f"context={context}", f"batch_tokens={rows * context}"]
             compare("decode", [*sizes, *args.overrides], {"rows": rows, "length": length})
-    if args.worker is None:
-        say("next: another size, attention or precision; python -m tools.bench --help")
+    say("next: another size, attention or precision; python -m tools.bench --help")
 
 
 # The parent: starts the competitors, gives them turns, and prints what they measured.
@@ -85,31 +82,27 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     """Prints a line for each competitor, and how much faster ours is than the best other."""
     settings, device, precision = bench_settings(overrides)  # ends here where they are wrong
     # Let all build their models at the same time, and then work one at a time, for a fair share.
-    processes = {name: start_worker(kind, name, overrides) for name in COMPETITORS[kind]}
-    turns = {name: [] for name in processes}
+    workers = {name: start_worker(kind, name, overrides) for name in COMPETITORS[kind]}
+    turns = {name: [] for name in workers}
     ceiling = 0.0  # FLOP/s
-    num_turns = (NUM_TURNS + 1) * len(processes)
-    say(f"{kind}: {num_turns} turns of {', '.join(processes)}")
-    advice = "the first turn of each compiles; to leave that out: compile=false"
-    with ExitStack() as stack, waiting(advice, num_turns) as bar:
-        # However this ends, the workers end with it.
-        for process in processes.values():
-            stack.enter_context(process)
-            stack.callback(process.kill)
+    advice = f"{kind}: the first turn of each compiles; to leave that out: compile=false"
+    with waiting(advice, (NUM_TURNS + 1) * len(workers)) as bar:
         for number in range(NUM_TURNS + 1):
-            for name, process in processes.items():
+            for name, worker in workers.items():
                 say(f"turn {number} of {NUM_TURNS}: {name}")
-                turn = request_turn(name, process)
+                turn = request_turn(name, worker)
                 say(f"    {turn['seconds']:.3f} s")
                 turns[name].append(turn)
                 bar.update()
             if kind == "train":
                 ceiling = max(ceiling, measure_ceiling(device, precision))
+    for worker in workers.values():
+        worker.close()
 
     # Decoding makes all tokens but the first.
-    tokens = settings.sequences_per_process(1) * (NEW_TOKENS - 1)
-    if kind == "train":
-        tokens = settings.batch_tokens
+    tokens = settings.batch_tokens
+    if kind == "decode":
+        tokens = settings.sequences_per_process(1) * (NEW_TOKENS - 1)
     lines = [summarize(name, turns[name], tokens) for name in turns]
     for line in lines:
         if kind == "train":
@@ -123,30 +116,31 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     print(json.dumps(case | {"speed": speed, "of": best}))
 
 
-def start_worker(kind: str, name: str, overrides: list[str]) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tools.bench", kind, *overrides, "--worker", name],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        start_new_session=True,  # Ctrl-C is for this process, which then ends the workers
-    )
+def start_worker(kind: str, name: str, overrides: list[str]) -> Connection:
+    """Start a competitor, which ends with this process at the latest."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=take_turns, args=(theirs, kind, name, overrides), daemon=True)
+    # Ctrl-C is for this process, which then ends the workers: they inherit that it is ignored.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process.start()
+    signal.signal(signal.SIGINT, handler)
+    theirs.close()
+    return ours
 
 
-def request_turn(name: str, process: subprocess.Popen) -> dict:
-    print(file=process.stdin, flush=True)
-    line = process.stdout.readline()
-    if not line:
+def request_turn(name: str, worker: Connection) -> dict:
+    try:
+        worker.send(None)
+        return worker.recv()
+    except (EOFError, OSError):
         errors.exit_with(errors.BUG, f"{name} ended. fix: see above")
-    return json.loads(line)
 
 
 def summarize(name: str, turns: list[dict], tokens: int) -> dict:
     """Medians of all turns but the first, which compiles, and the rate that follows from them."""
-    first, *timed = turns
-    line = {"name": name} | {key: median(turn[key] for turn in timed) for key in first}
-    return line | {"tokens_per_second": tokens / line["seconds"], "cold_seconds": first["seconds"]}
+    medians = {key: median(turn[key] for turn in turns[1:]) for key in turns[0]}
+    return {"name": name, **medians, "tokens_per_second": tokens / medians["seconds"]}
 
 
 def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
@@ -165,8 +159,8 @@ def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
 # The worker: one competitor in a process of its own.
 
 
-def take_turns(kind: str, name: str, overrides: list[str]) -> None:
-    """For each line of standard input, times some steps and prints what was measured as JSON."""
+def take_turns(parent: Connection, kind: str, name: str, overrides: list[str]) -> None:
+    """For each message of the parent, time some steps and send what was measured."""
     settings, device, precision = bench_settings(overrides)
     step = COMPETITORS[kind][name](settings, device, precision)
     if kind == "train":
@@ -174,9 +168,10 @@ def take_turns(kind: str, name: str, overrides: list[str]) -> None:
     else:
         hardware.keep_freed_memory(device)
     compilation.use_cache()
-    for _ in sys.stdin:
-        turn = step()
-        print(json.dumps(turn | {"memory_bytes": hardware.peak_memory(device)}), flush=True)
+    with suppress(EOFError):  # the parent has closed the connection
+        while True:
+            parent.recv()
+            parent.send(step() | {"memory_bytes": hardware.peak_memory(device)})
 
 
 def time_steps(train_step: Callable[[], None], device: torch.device) -> Step:

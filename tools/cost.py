@@ -11,7 +11,6 @@ import sys
 import torch
 
 from model.build import build_model
-from model.transformer import Transformer
 from run import cli, errors
 from run.progress import waiting
 from run.settings import CONFIGS, compose
@@ -24,14 +23,13 @@ COLUMNS = (
     "MFLOP/token",
     "KV bytes/token",
     "KV MB at context",
-    "MB read a token",
 )
 NAME_WIDTH = 14  # characters
 WIDTH = 16
 NOTE = """
 vocabulary: data.vocab_size=N. model=124m is named after GPT-2: 50,257, model.tied=true.
-MFLOP/token: in training. KV bytes: of one sequence in bf16. Read: by a decode step at the end of
-the context; a sparse attention reads the keys and values that it chose (in int8, all of them).
+MFLOP/token: in training. KV bytes: of one sequence in bf16; a decode step of a sparse attention
+reads those of the keys that it chose.
 next: python train.py attention=NAME, with the same overrides"""
 
 
@@ -80,19 +78,7 @@ def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
         f"{model.training_flops() / 1e6:.1f}",
         f"{cache_bytes[1] - cache_bytes[0]:,}",
         f"{cache_bytes[2] / 1e6:.2f}",
-        f"{bytes_read(model) / 1e6:.2f}",
     )
-
-
-def bytes_read(model: Transformer) -> float:
-    """The bytes of the cache that a decode step reads once the context is full."""
-    total = 0.0
-    for block in model.blocks:
-        cache = block.attention.new_cache(1, model.context, torch.bfloat16, "meta")
-        fraction = min(1.0, getattr(block.attention, "num_chosen", model.context) / model.context)
-        for n, buffer in enumerate(cache.buffers):
-            total += buffer.nbytes * (fraction if n < 2 else 1.0)  # the first are keys and values
-    return total
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What this machine is, and what stops, slows or endangers training on it:
+"""What this machine is, and what stops or slows training on it:
 
     python -m tools.doctor
 
@@ -7,7 +7,6 @@ train.py, else 0.
 """
 
 import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -15,8 +14,6 @@ from torch.utils import collect_env
 
 from run import compilation, errors, hardware
 from run.cli import Parser
-
-MIN_DISK_BYTES = 5e9  # a checkpoint of model=350m
 
 
 def main() -> None:
@@ -29,8 +26,6 @@ def main() -> None:
         folder = Path(name) if Path(name).exists() else Path.cwd()
         if not os.access(folder, os.W_OK):
             findings.append(f"stops: {folder} cannot be written to. fix: run in another folder")
-    if shutil.disk_usage(".").free < MIN_DISK_BYTES:
-        findings.append("risk: less than 5 GB are free for checkpoints. fix: delete old runs")
 
     print(*findings or ["nothing found that stops or slows training"], sep="\n")
     if any(finding.startswith("stops") for finding in findings):
@@ -71,8 +66,6 @@ def slow(device: torch.device) -> list[str]:
     # Half of the processors may be threads of the others.
     if device.type == "cpu" and torch.get_num_threads() < os.cpu_count() // 2:
         findings.append("torch leaves processors idle. fix: a larger OMP_NUM_THREADS, or none")
-    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
-        findings.append("no bf16 and TF32 on this GPU. fix: one of compute capability 8.0 or more")
     return findings
 
 

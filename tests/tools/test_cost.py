@@ -32,7 +32,6 @@ def test_figures_are_those_of_the_allocated_model(attention):
         f"{model.training_flops() / 1e6:.1f}",
         f"{caches[1] - caches[0]:,}",
         f"{caches[2] / 1e6:.2f}",
-        f"{caches[2] / 1e6:.2f}",
     )
 
 

@@ -1,9 +1,7 @@
 """What tools.doctor says of machines that are not there."""
 
 import os
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +35,6 @@ def diagnose(command, monkeypatch):
     monkeypatch.setattr(compilation, "missing_for_compilation", lambda device: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * GB))
     return lambda: command("tools/doctor.py")
 
 
@@ -47,15 +44,10 @@ def gpu(monkeypatch):
     for key, value in {
         "is_available": True,
         "get_device_name": "NVIDIA H100 80GB HBM3",
-        "get_device_capability": (9, 0),
+        "is_bf16_supported": True,
         "mem_get_info": (79 * GB, 80 * GB),
     }.items():
-        monkeypatch.setattr(torch.cuda, key, lambda *_, value=value: value)
-    monkeypatch.setattr(
-        torch.cuda,
-        "is_bf16_supported",
-        lambda *_, **__: torch.cuda.get_device_capability() >= (8, 0),
-    )
+        monkeypatch.setattr(torch.cuda, key, lambda *_, value=value, **__: value)
 
 
 def test_a_machine_without_findings(diagnose):
@@ -81,21 +73,17 @@ def test_a_folder_that_cannot_be_written_stops_training(diagnose, monkeypatch):
 
 
 CASES = {
-    "less than 5 GB": (shutil, "disk_usage", SimpleNamespace(free=GB)),
     "processors idle": (torch, "get_num_threads", 0),
     "without a C++ compiler": (compilation, "missing_for_compilation", "a C++ compiler"),
-    "no bf16 and TF32": (torch.cuda, "get_device_capability", (7, 5)),
 }
 
 
 @pytest.mark.parametrize("finding", CASES)
-def test_what_slows_training(diagnose, monkeypatch, request, finding):
+def test_what_slows_training(diagnose, monkeypatch, finding):
     owner, name, value = CASES[finding]
-    if owner is torch.cuda:
-        request.getfixturevalue("gpu")
     monkeypatch.setattr(owner, name, lambda *_: value)
     result = diagnose()
-    (line,) = [line for line in result.out.splitlines() if line.startswith(("slow: ", "risk: "))]
+    (line,) = [line for line in result.out.splitlines() if line.startswith("slow: ")]
     assert result.code == 0 and finding in line and "fix: " in line
 
 
