@@ -28,14 +28,19 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}. fix: {self.prog} --help; {self.epilog}\n")
 
 
-def add_model_options(parser: Parser) -> None:
-    """Add which model to load, and how to compute: the options of commands that use a model."""
-    add = parser.add_argument
-    add(
+def add_run_option(parser: Parser) -> None:
+    """Add which model to load."""
+    parser.add_argument(
         "--run",
         type=Path,
         help="a run or a checkpoint (default: the run that saved last, in runs/)",
     )
+
+
+def add_model_options(parser: Parser) -> None:
+    """Add which model to load, and how to compute: the options of commands that use a model."""
+    add_run_option(parser)
+    add = parser.add_argument
     add(
         "--device",
         choices=("auto", "cpu", "cuda", "mps"),

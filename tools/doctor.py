@@ -40,7 +40,7 @@ def nvidia_driver() -> str | None:
 
 def describe_machine(device: torch.device) -> None:
     """Print what there is, and what train.py chooses on this machine."""
-    print("processor:", hardware.processor(), f"{os.cpu_count()} threads")
+    print("processor:", hardware.processor(), f"{torch.get_num_threads()} threads")
     print("torch:", torch.__version__, "NVIDIA driver:", nvidia_driver())
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -63,9 +63,6 @@ def slow(device: torch.device) -> list[str]:
             f"{torch.version.cuda}). fix: a newer driver, a torch build for an older CUDA, or "
             "CUDA_VISIBLE_DEVICES=0"
         )
-    # Half of the processors may be threads of the others.
-    if device.type == "cpu" and torch.get_num_threads() < os.cpu_count() // 2:
-        findings.append("torch leaves processors idle. fix: a larger OMP_NUM_THREADS, or none")
     return findings
 
 

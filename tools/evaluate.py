@@ -46,8 +46,6 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     positive = bounded_number(int, 1)
     add("--context", type=positive, help="tokens of a window, if not as many as in training")
-
-    add = parser.add_argument_group("with --text").add_argument
     add("--separator", default="<|endoftext|>", help="a line between the documents of a .txt")
     return parser.parse_args()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer, tokenizer_file
 from inference.load import load_model
 from run import checkpoint, errors
-from run.cli import Parser
+from run.cli import Parser, add_run_option
 from run.progress import waiting
 from tools.formats.hf_config import to_hf_config
 from tools.formats.weights import hf_weights
@@ -27,14 +27,10 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser("python -m tools.export_hf", __doc__, "such as --run runs/NAME --out FOLDER")
+    add_run_option(parser)
     add = parser.add_argument
-    add(
-        "--run",
-        type=Path,
-        help="a run or a checkpoint (default: the run that saved last, in runs/)",
-    )
     add("--out", type=Path, required=True, help="a new folder")
-    add("--dtype", choices=(*DTYPES,), default="f32", help="of weights")
+    add("--dtype", choices=DTYPES, default="f32", help="of weights")
     return parser.parse_args()
 
 
