@@ -32,20 +32,22 @@ from tests.conftest import (
 
 
 def compiled_cases() -> list[tuple[str, str]]:
-    """A model and a backend: AOTAutograd for the first preset that names a class, and for extras.
+    """A model and a backend: AOTAutograd for the first preset that names a class, and tied weights.
 
-    The other presets give a class other values: their graphs run as Dynamo has captured them, in
-    which a graph break would show, and which takes a third of the time. Layers that are alike are
-    compiled alike, and take as long each, so there is one of each kind.
+    The others give a class other values: their graphs run as Dynamo has captured them, in which a
+    graph break would show, and which takes a third of the time. Layers that are alike are compiled
+    alike, and take as long each, so there is one of each kind; of a short context, which texts
+    outgrow soon.
     """
-    cases = [(extra, "aot_eager") for extra in EXTRAS]
+    cases = []
     known = set()
-    for name in VARIANTS:
-        preset = CONFIGS / "attention" / f"{name}.yaml"
+    for variant in (*VARIANTS, *EXTRAS):
+        preset = CONFIGS / "attention" / f"{variant.split()[0]}.yaml"
         classes = set(re.findall(r"_target_: (\S+)", preset.read_text()))
-        backend = "aot_eager" if classes - known else "eager"
+        has_more = classes - known or "tied=true" in variant
         known |= classes
-        cases.append((f"{name} model.depth=1", backend))
+        sizes = "model.depth=1 context=16"
+        cases.append((f"{variant} {sizes}", "aot_eager" if has_more else "eager"))
     return cases
 
 
@@ -170,9 +172,9 @@ def test_a_decode_step_compiles_once(model, backend, monkeypatch):
     torch._dynamo.reset()
     counters.clear()
     compile_without_inductor(monkeypatch, backend)
-    compiled = continued(model, PROMPTS, 65, rows=3, compiled=True)
+    compiled = continued(model, PROMPTS, 20, rows=3, compiled=True)
     assert counters["stats"]["unique_graphs"] == 1
-    assert compiled == continued(model, PROMPTS, 65)  # past the context
+    assert compiled == continued(model, PROMPTS, 20)  # past the context
 
 
 def test_eight_ragged_rows_say_in_fp32_what_each_says_alone(model):
