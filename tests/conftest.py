@@ -1,5 +1,6 @@
 """What the tests share: variants by their yaml, models whose every parameter matters, the commands run in place."""
 
+import json
 import os
 
 # Before anything reads them. OMP_NUM_THREADS=2 pytest runs the suite with two threads.
@@ -14,10 +15,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ import torch
 import yaml
 from hydra.conf import ConfigStore
 
+from data.corpus import Corpus
 from data.loader import Loader
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
@@ -41,6 +43,7 @@ from run.signals import Signals
 from tests.run.forks import LONG as LONG
 from tests.run.forks import Forked
 from tools.compare import jobs
+from training import logger
 from training.budget import Clock
 from training.trainer import Trainer
 
@@ -145,6 +148,15 @@ def every_kind(tree: dict) -> dict:
     return tree | {"depth": max(tree["depth"], every)}
 
 
+def shortest(tree: dict) -> dict:
+    """A model whose layers differ has one of each kind."""
+    attention = tree["attention"]
+    if "pattern" not in attention:
+        return tree
+    pattern = [*dict.fromkeys(attention["pattern"])]
+    return tree | {"depth": len(pattern), "attention": attention | {"pattern": pattern}}
+
+
 SHORT_REACH = {"window": 5, "chunk": 5, "block": 2, "topk": 3}
 
 
@@ -235,9 +247,14 @@ def drawn(tree: dict, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return redraw(model).eval()
 
 
+@cache
+def drawn_once(variant: str) -> torch.nn.Module:
+    return drawn(shortest(tree_of(*variant.split())), torch.float64)
+
+
 @pytest.fixture(params=[*VARIANTS, *EXTRAS])
 def model(request):
-    return drawn(tree_of(*request.param.split()), torch.float64)
+    return deepcopy(drawn_once(request.param))
 
 
 @pytest.fixture(scope="session")
@@ -268,8 +285,12 @@ class Result:
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capfd):
-    """Runs `python FILE ARGUMENTS` in this process, in a folder of its own -> exit code, output, errors."""
+    """Runs `python FILE ARGUMENTS` in this process, in a folder of its own -> exit code, output, errors.
+
+    A run draws no picture, which takes as long as its steps; `finished` has one.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logger, "draw_loss", lambda _, path: path.touch() or [0.0])
 
     def run(file: str, *arguments: str) -> Result:
         capfd.readouterr()
@@ -318,6 +339,19 @@ def story(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+    """Makes the corpus of the story by the settings of its data, once for all tests of a process."""
+    folder = tmp_path_factory.mktemp("prepared")
+    path = str(tell(folder))
+
+    @cache
+    def corpus_of(data: str) -> Corpus:
+        return prepare(instantiate(json.loads(data), "data"), folder / "cache")
+
+    return lambda data: replace(corpus_of(json.dumps(data | {"path": path})))
+
+
+@pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Path:
     """A folder in which train.py has run on the story, once for all tests of a process."""
     folder = tmp_path_factory.mktemp("finished")
@@ -343,6 +377,7 @@ def forked_jobs(monkeypatch) -> None:
     monkeypatch.setattr(
         jobs, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
     )
+    monkeypatch.setattr(jobs, "sleep", lambda seconds: sleep(seconds / 20))
 
 
 @pytest.fixture
@@ -356,24 +391,17 @@ def drawn_run(command, tokenizer) -> Path:
 
 
 @pytest.fixture
-def trainer_of(tmp_path, story):
+def trainer_of(tmp_path, story, prepared):
     """Makes trainers on the story, each in a run folder of its own unless one is given."""
-    corpus = None
 
     def make(*overrides: str, run: str | None = None) -> Trainer:
-        nonlocal corpus
-        settings = settings_of(
-            *TINY,
-            "data=text",
-            "data.path=story.txt",
-            "data.vocab_size=400",
-            "steps=6",
-            "precision=fp32",
-            *overrides,
-        )  # composed once for all folders
+        text = ("data=text", "data.path=story.txt", "data.vocab_size=400")
+        words = [word for word in overrides if word != "resume=true"]
+        # Composed once for all folders, whether they are begun or resumed.
+        settings = settings_of(*TINY, *text, "steps=6", "precision=fp32", *words)
+        settings.resume = len(words) < len(overrides)
         settings.data["path"] = str(story)
-        if corpus is None:
-            corpus = prepare(instantiate(settings.data, "data"), tmp_path / "cache")
+        corpus = prepared(settings.data)
         settings.model["vocab_size"] = corpus.tokenizer.vocab_size
         loader = Loader(
             corpus.train, context=64, batch_size=settings.batch_tokens // 64, seed=settings.seed

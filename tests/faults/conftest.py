@@ -2,17 +2,13 @@
 
 import pytest
 
-from data.prepare import prepare
-from run.instantiate import instantiate
-from tests.conftest import settings_of, tell
+from tests.conftest import settings_of
 from tests.faults.harness import Job, forked
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    settings = settings_of("data=text", f"data.path={tell(folder)}", "data.vocab_size=400")
-    return prepare(instantiate(settings.data, "data"), folder / "cache")
+def corpus(prepared):
+    return prepared(settings_of("data=text", "data.path=story.txt", "data.vocab_size=400").data)
 
 
 @pytest.fixture(scope="session")

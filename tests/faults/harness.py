@@ -37,7 +37,14 @@ from training.trainer import Trainer
 tqdm.set_lock(
     RLock()
 )  # its own is shared with forked processes, and one that is killed may hold it
-WORDS = ("context=16", "batch_tokens=64", "model.depth=1", "attention.dropout=0.1", "data=text")
+CONTEXT = 8  # a sample has as many tokens
+WORDS = (
+    f"context={CONTEXT}",
+    "batch_tokens=32",
+    "model.depth=1",
+    "attention.dropout=0.1",
+    "data=text",
+)
 STEPS = ("steps=4", "save_every=1", "eval_every=2", "sample_every=2", "log_every=3")
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
 Action = Callable[[], object]
@@ -50,16 +57,21 @@ class Job:
     corpus: Corpus
     root: Path
 
+    def with_words(self, *words: str) -> Action:
+        """The run with more overrides, composed now: once for all processes that run it."""
+        settings_of(*TINY, *WORDS, *STEPS, *words)
+        return partial(self, *words)
+
     def __call__(self, *words: str) -> int:
         """As `python train.py`, with resume=true once there is a folder -> the exit code."""
-        settings = settings_of(*TINY, *WORDS, *STEPS, *words)  # composed once for all runs
+        settings = settings_of(*TINY, *WORDS, *STEPS, *words)
         settings.run_dir = str(self.root / "run")
         settings.resume = Path(settings.run_dir).exists()
         settings.model["vocab_size"] = self.corpus.tokenizer.vocab_size
         loader = Loader(
             self.corpus.train,
-            context=16,
-            batch_size=settings.batch_tokens // 16,
+            context=CONTEXT,
+            batch_size=settings.batch_tokens // CONTEXT,
             seed=settings.seed,
         )
         ranks = DistEnv(0, 1, torch.device("cpu"))

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from model.build import build_model
+from run import checkpoint
 from run.signals import Signals
-from tests.conftest import LONG, ROOT, TINY
+from tests.conftest import LONG, ROOT, TINY, tree_of
 from tests.faults.harness import forked
 from training import optimizers, resume, trainer
 from training.budget import TimeBudget
@@ -51,11 +53,11 @@ def test_a_run_cut_after_every_step_is_the_whole_run(job, precision, words, monk
         lambda device, _: cast(device, getattr(trainer.torch, precision)),
     )
     job.fresh()
-    assert forked(lambda: job(*words)) == 0
+    assert forked(job.with_words(*words)) == 0
     expected = job.curve()
     job.fresh()
-    codes = [forked(lambda: job(*words), one_step_only) for _ in range(4)]
-    assert codes == [75] * 4 and forked(lambda: job(*words)) == 0
+    codes = [forked(job.with_words(*words), one_step_only) for _ in range(4)]
+    assert codes == [75] * 4 and forked(job.with_words(*words)) == 0
     assert job.curve() == expected
 
 
@@ -102,12 +104,12 @@ def killed_in_step(number: int) -> None:
 def test_a_killed_run_is_the_whole_run(job, optimizer):
     words = (f"optimizer={optimizer}", "steps=24", "save_every=8")
     job.fresh()
-    assert forked(lambda: job(*words)) == 0
+    assert forked(job.with_words(*words)) == 0
     expected = job.curve()
     job.fresh()
-    assert forked(lambda: job(*words), lambda: killed_in_step(11)) == -signal.SIGKILL
+    assert forked(job.with_words(*words), lambda: killed_in_step(11)) == -signal.SIGKILL
     assert [path.name for path in job.checkpoints] == ["step-00000008"]
-    assert forked(lambda: job(*words)) == 0
+    assert forked(job.with_words(*words)) == 0
     assert job.curve() == expected
 
 
@@ -137,13 +139,13 @@ def test_a_run_that_diverged_goes_on_from_its_last_save(job, optimizer, monkeypa
         spare = ("~optimizer.betas", "~optimizer.embedding_lr", "~optimizer.weight_decay")
         words = ("optimizer._target_=training.optimizers.sgd", *spare, *words[1:])
     job.fresh()
-    assert forked(lambda: job(*words)) == 0
+    assert forked(job.with_words(*words)) == 0
     expected = job.curve()
     job.fresh()
-    assert forked(lambda: job(*words), lambda: spoiled_in_step(3)) == 4
+    assert forked(job.with_words(*words), lambda: spoiled_in_step(3)) == 4
     assert "training diverged (by step 3)" in capfd.readouterr().err
     assert [path.name for path in job.checkpoints] == ["step-00000002"]
-    assert forked(lambda: job(*words)) == 0
+    assert forked(job.with_words(*words)) == 0
     assert job.curve() == expected
 
 
@@ -151,9 +153,9 @@ def test_fitted_steps_stay_though_both_bounds_are_given(job, monkeypatch):
     monkeypatch.setattr(trainer, "EVALUATION_COST", 0.0)
     monkeypatch.setattr(TimeBudget, "count_steps", lambda self: 3)
     job.fresh()
-    assert forked(lambda: job("steps=100", "max_minutes=1"), one_step_only) == 75
+    assert forked(job.with_words("steps=100", "max_minutes=1"), one_step_only) == 75
     monkeypatch.setattr(TimeBudget, "count_steps", lambda self: 6)
-    assert forked(lambda: job("steps=100", "max_minutes=1")) == 0
+    assert forked(job.with_words("steps=100", "max_minutes=1")) == 0
     assert job.checkpoints[-1].name == "step-00000004"
 
 
@@ -176,16 +178,16 @@ def test_a_cut_run_goes_on_compiled_as_its_first_process_was(job, monkeypatch):
         is_long_run = lambda steps, minutes, is_long=is_long: is_long  # noqa: E731
         monkeypatch.setattr(trainer.compilation, "is_long_run", is_long_run)
         job.fresh()
-        assert forked(lambda: job(*words), compiled_to_other_bits) == 0
+        assert forked(job.with_words(*words), compiled_to_other_bits) == 0
         curves.append(job.curve())
         job.fresh()
-        assert forked(lambda: job(*words), compiled_to_other_bits, one_step_only) == 75
+        assert forked(job.with_words(*words), compiled_to_other_bits, one_step_only) == 75
         # What the rule would say of the later processes does not matter.
         monkeypatch.setattr(
             trainer.compilation, "is_long_run", lambda *_, is_long=is_long: not is_long
         )
-        assert forked(lambda: job(*words), compiled_to_other_bits, one_step_only) == 75
-        assert forked(lambda: job(*words), compiled_to_other_bits) == 0
+        assert forked(job.with_words(*words), compiled_to_other_bits, one_step_only) == 75
+        assert forked(job.with_words(*words), compiled_to_other_bits) == 0
         assert job.curve() == curves[-1]
     assert curves[0] != curves[1]
 
@@ -215,7 +217,9 @@ def test_a_run_killed_after_its_last_save_only_samples_and_evaluates(job, whole,
 
 def test_looking_does_not_change_what_is_learned(job, whole):
     job.fresh()
-    assert forked(lambda: job("eval_every=1", "sample_every=3", "log_every=1", "save_every=4")) == 0
+    assert (
+        forked(job.with_words("eval_every=1", "sample_every=3", "log_every=1", "save_every=4")) == 0
+    )
     assert job.curve()[-1] == whole.curve()[-1]
 
 
@@ -275,11 +279,11 @@ def test_another_machine_is_said():
 
 def test_a_changed_seed_or_text_is_refused_by_the_command(job, capfd):
     job.fresh()
-    assert forked(lambda: job("steps=2")) == 0
+    assert forked(job.with_words("steps=2")) == 0
     for word in ("seed=1", "batch_tokens=128", "model.tied=true"):
-        assert forked(lambda word=word: job(word)) == 2
+        assert forked(job.with_words(word)) == 2
         assert f"{word.partition('=')[0]} (then" in capfd.readouterr().err
-    assert forked(lambda: job("optimizer.lr=0.001")) == 0
+    assert forked(job.with_words("optimizer.lr=0.001")) == 0
     assert (
         "changed since step-00000002: optimizer.lr (then 0.02, now 0.001), steps (then 2"
         in capfd.readouterr().err
@@ -305,12 +309,13 @@ print((memory("VmHWM") - before) / sum(p.nbytes for p in model.parameters()))
 """
 
 
-def test_loading_takes_little_more_memory_than_the_weights(job):
-    job.fresh()
-    size = ("model.dim=384", "model.depth=12", "model.heads=8", "model.hidden=1536")
-    # Muon takes minutes without bf16 in hardware.
-    assert forked(lambda: job("steps=1", "optimizer=adamw", *size)) == 0
-    command = [sys.executable, "-c", LOADING, str(ROOT), str(job.checkpoints[-1])]
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path, tokenizer):
+    sizes = ("model.dim=384", "model.depth=12", "model.heads=8", "model.hidden=1536")
+    tree = tree_of("gqa", *sizes)
+    weights = build_model(tree).state_dict()
+    state = {"optimizer": weights}  # which nobody needs here
+    path = checkpoint.save(tmp_path, 1, weights, {"model": tree}, tokenizer.files, state)
+    command = [sys.executable, "-c", LOADING, str(ROOT), str(path)]
     share = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert 0.9 < share < 1.2
 

@@ -22,7 +22,7 @@ def test_a_full_disk_costs_no_checkpoint(job, whole, room, capfd):
     files = [path.stat().st_size for path in whole.checkpoints[-1].iterdir()]
     assert room < max(files)
     job.fresh()
-    assert forked(lambda: job("steps=2", "save_every=2")) == 0
+    assert forked(job.with_words("steps=2", "save_every=2")) == 0
     assert forked(job, at_most(room)) == 74
     told = capfd.readouterr().err
     assert told.count("\nerror: ") == 1 and "fix: make room" in told
@@ -52,7 +52,7 @@ def test_full_metrics_cost_a_warning(job, whole, capfd):
 def test_metrics_are_written_whole_or_not(job):
     job.fresh()
     words = ("steps=40", "log_every=1", "save_every=40", "eval_every=40")
-    assert forked(lambda: job(*words), at_most(4000)) == 74  # standard error is full too
+    assert forked(job.with_words(*words), at_most(4000)) == 74  # standard error is full too
     lines = [
         json.loads(line)["step"]
         for line in (job.root / "run" / "metrics.jsonl").read_text().splitlines()
@@ -62,7 +62,7 @@ def test_metrics_are_written_whole_or_not(job):
 
 def test_one_run_in_a_folder(job, capfd):
     job.fresh()
-    assert forked(lambda: job("steps=2")) == 0
+    assert forked(job.with_words("steps=2")) == 0
     before = {path: path.read_bytes() for path in (job.root / "run").rglob("*") if path.is_file()}
     with (job.root / "run" / ".lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -83,11 +83,11 @@ def test_the_test_of_the_lock_sees_that_there_is_none(job, monkeypatch, capfd):
 
 def test_a_lock_does_not_outlive_its_process(job):
     job.fresh()
-    pid = start(lambda: job("steps=100000"))
+    pid = start(job.with_words("steps=100000"))
     wait_for((job.root / "run" / "metrics.jsonl").exists)
     os.kill(pid, signal.SIGKILL)
     finish(pid)
-    assert forked(lambda: job("steps=3")) == 0
+    assert forked(job.with_words("steps=3")) == 0
 
 
 def test_a_killed_preparation_leaves_no_lock(tmp_path, story, monkeypatch):
@@ -103,7 +103,7 @@ def test_a_killed_preparation_leaves_no_lock(tmp_path, story, monkeypatch):
 
 def test_steps_that_are_no_longer_named_so_are_not_resumed(job):
     job.fresh()
-    assert forked(lambda: job("steps=2")) == 0
+    assert forked(job.with_words("steps=2")) == 0
     job.checkpoints[-1].rename(job.checkpoints[-1].with_name("step-00000009"))
     assert checkpoint.newest_checkpoint(job.root / "run").name == "step-00000001"
 
@@ -133,7 +133,7 @@ def test_a_folder_of_other_files_is_not_taken(command, story):
 
 def test_a_copy_in_the_folder_of_checkpoints_is_left_alone(job):
     job.fresh()
-    assert forked(lambda: job("steps=2")) == 0
+    assert forked(job.with_words("steps=2")) == 0
     shutil.copytree(job.checkpoints[-1], job.checkpoints[-1].with_name("step-00000002.bak"))
     assert forked(job) == 0
     names = {path.name for path in (job.root / "run" / "checkpoints").iterdir()}

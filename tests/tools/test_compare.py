@@ -18,7 +18,6 @@ from tests.run.forks import Forked
 from tests.tools.pages import table
 from tools.compare import jobs, measures
 from tools.compare.runs import Run, group_by_variant
-from training import logger
 
 COMPARE = "tools/compare/__main__.py"
 STEPS = ("steps=4", "eval_every=2", "save_every=1")
@@ -32,13 +31,12 @@ def words(story) -> list[str]:
 
 @pytest.fixture
 def quick(forked_jobs, monkeypatch) -> None:
-    """Runs are forks without a picture, and the report does not measure decoding."""
+    """Runs are forks, and the report does not measure decoding."""
 
     def latencies(runs: dict[str, Path], *_) -> dict[str, dict[str, float]]:
         return {name: {"decoding, ms/token": 1.0} for name in runs}
 
     monkeypatch.setattr(measures, "latencies", latencies)
-    monkeypatch.setattr(logger, "draw_loss", lambda *_: [0.0])
 
 
 def result(folder: str = "out") -> dict[str, list[str]]:
