@@ -3,20 +3,20 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
+from time import sleep
 
 import numpy as np
 import pytest
 from pyarrow import csv, parquet, table
 
+from data import prepare as preparation
 from data.files import TEXT_SUFFIXES, find_files, split_files
 from data.prepare import build_corpus, prepare
 from data.sources import Stdlib, Text
 from data.tokenizer import IdTokenizer, Tokenizer
-from tests.conftest import LONG, ROOT
+from tests.faults.harness import finish, start
 
 
 def text_source(path, **knobs) -> Text:
@@ -240,19 +240,20 @@ def test_an_interrupted_preparation_is_redone(tmp_path, story, monkeypatch):
     assert not half.exists()
 
 
-def test_two_processes_build_one_corpus(tmp_path, story):
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[3])\n"
-        "from pathlib import Path; from data import prepare as m; from data.sources import Text\n"
-        "build = m.build_corpus\n"
-        "m.build_corpus = lambda *a: (print('built'), build(*a))\n"
-        "knobs = dict(text_field='text', separator='<|endoftext|>', holdout=20, vocab_size=400, tokenizer=None)\n"
-        "m.prepare(Text(path=sys.argv[1], **knobs), Path(sys.argv[2]))\n"
-    )
-    start = [sys.executable, "-c", code, str(story), str(tmp_path / "cache"), str(ROOT)]
-    running = [subprocess.Popen(start, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert "".join(process.communicate(timeout=LONG)[0] for process in running).count("built") == 1
-    assert [process.returncode for process in running] == [0] * 2
+def test_two_processes_build_one_corpus(tmp_path, story, monkeypatch):
+    build = preparation.build_corpus
+    built = tmp_path / "built"
+
+    def noted(*about) -> None:
+        with built.open("a") as file:
+            file.write("built")
+        sleep(0.3)  # until the other process waits for the lock
+        build(*about)
+
+    monkeypatch.setattr(preparation, "build_corpus", noted)
+    running = [start(lambda: prepare(text_source(story), tmp_path / "cache") and 0) for _ in "ab"]
+    assert [finish(process) for process in running] == [0, 0]
+    assert built.read_text() == "built"
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(2**16, "uint16"), (2**16 + 1, "uint32")])

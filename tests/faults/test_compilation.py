@@ -21,10 +21,11 @@ import torch
 from torch._inductor import config, cpu_vec_isa
 from run import compilation
 
-# Probe one kind of vector instructions, AVX2 or that of another processor, and compile no header
-# for later kernels: each takes seconds.
+# Probe one kind of vector instructions, AVX2 or that of another processor, compile no header for
+# later kernels, and start no process that would compile others: each takes seconds.
 del cpu_vec_isa.supported_vec_isa_list[:3]
 config.cpp_cache_precompile_headers = False
+config.compile_threads = 1
 
 @torch.compile(dynamic=False)
 def double(x):

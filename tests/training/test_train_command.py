@@ -174,7 +174,9 @@ SHARDED = [
 def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(
     command, tmp_path, story, more, close, numbers
 ):
-    words = (*TINY, *SHORT, *TEXT, "sample_every=2", *more.split())
+    # A sample has as many forwards of all ranks as tokens.
+    sizes = ("context=16", "batch_tokens=128", "sample_every=2")
+    words = (*TINY, *SHORT, *TEXT, *sizes, *more.split())
     assert command("train.py", *words, "run_dir=alone").code == 0
     train = [sys.executable, ROOT / "train.py", *words]
     codes, told = ranks([*train, "run_dir=spread", "sharded=true"], 2, tmp_path)
