@@ -14,25 +14,14 @@ from pyarrow import csv, parquet, table
 from data import prepare as preparation
 from data.files import TEXT_SUFFIXES, find_files, split_files
 from data.prepare import build_corpus, prepare
-from data.sources import Stdlib, Text
+from data.sources import Stdlib
 from data.tokenizer import IdTokenizer, Tokenizer
-from tests.faults.harness import finish, start
-
-
-def text_source(path, **knobs) -> Text:
-    given = {
-        "text_field": "text",
-        "separator": "<|endoftext|>",
-        "holdout": 20,
-        "vocab_size": 400,
-        "tokenizer": None,
-    }
-    return Text(path=str(path), **(given | knobs))
+from tests.faults.harness import finish, source, start
 
 
 def texts(path, **knobs) -> list[str]:
-    source = text_source(path, **knobs)
-    return [*source.texts(source.train_files)]
+    found = source(path, **knobs)
+    return [*found.texts(found.train_files)]
 
 
 def is_held_out(text: str) -> bool:
@@ -119,28 +108,28 @@ def test_files_of_a_split_are_its_documents(tmp_path):
     for split in ("train", "validation", "test"):
         rows = table({"text": [f"{split} {n}" for n in range(9)]})
         parquet.write_table(rows, tmp_path / f"{split}-00000-of-00001.parquet")
-    documents = [*text_source(tmp_path).documents()]
+    documents = [*source(tmp_path).documents()]
     assert sorted(text for text, held in documents if held) == [f"validation {n}" for n in range(9)]
     assert sorted(text for text, held in documents if not held) == [f"train {n}" for n in range(9)]
-    before = text_source(tmp_path).identity()
+    before = source(tmp_path).identity()
     test = tmp_path / "test-00000-of-00001.parquet"
     test.replace(tmp_path / "validation-00000-of-00001.parquet")
-    assert text_source(tmp_path).identity() != before
+    assert source(tmp_path).identity() != before
 
 
 def test_documents_are_held_out_by_their_own_hash(tmp_path):
     documents = [f"document {i}" for i in range(200)]
     for order in (documents, documents[::-1]):
         (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(order))
-        held_out = {text for text, held in text_source(tmp_path / "a.txt").documents() if held}
+        held_out = {text for text, held in source(tmp_path / "a.txt").documents() if held}
         assert held_out == set(filter(is_held_out, documents))
 
 
 def test_few_documents_hold_out_one_and_a_lone_one_its_end(tmp_path):
     (tmp_path / "few.txt").write_text("a\n<|endoftext|>\nb\n<|endoftext|>\nc")
-    assert sum(held_out for _, held_out in text_source(tmp_path / "few.txt").documents()) == 1
+    assert sum(held_out for _, held_out in source(tmp_path / "few.txt").documents()) == 1
     (tmp_path / "lone.txt").write_text("0123456789" * 10)
-    assert [*text_source(tmp_path / "lone.txt").documents()] == [
+    assert [*source(tmp_path / "lone.txt").documents()] == [
         ("0123456789" * 9 + "01234", False),
         ("56789", True),
     ]
@@ -177,18 +166,18 @@ def test_unusable_text_is_refused_and_leaves_nothing(tmp_path, name):
     else:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match="fix: ") as error:
-        prepare(text_source(tmp_path / name), tmp_path / "cache")
+        prepare(source(tmp_path / name), tmp_path / "cache")
     assert said in str(error.value)
     assert name in str(error.value) or name == "tiny.txt"
     assert is_empty(tmp_path / "cache")
 
 
 def test_a_corpus_is_every_document_between_bos_and_eos(tmp_path, story):
-    corpus = prepare(text_source(story), tmp_path / "cache")
+    corpus = prepare(source(story), tmp_path / "cache")
     pieces = corpus.tokenizer
     hashes = []
     for shard, is_held_out in ((corpus.train[0], False), (corpus.validation, True)):
-        documents = [text for text, held in text_source(story).documents() if held == is_held_out]
+        documents = [text for text, held in source(story).documents() if held == is_held_out]
         rows = [[pieces.bos, *pieces.encode(text), pieces.eos] for text in documents]
         assert shard.tolist() == [token for row in rows for token in row]
         assert shard.dtype == np.uint16
@@ -206,19 +195,19 @@ def test_a_corpus_is_built_once_and_again_when_its_text_changes(tmp_path, story,
         build_corpus(*arguments)
 
     monkeypatch.setattr("data.prepare.build_corpus", build)
-    prepare(text_source(story), tmp_path / "cache")
-    prepare(text_source(story), tmp_path / "cache")
+    prepare(source(story), tmp_path / "cache")
+    prepare(source(story), tmp_path / "cache")
     assert len(built) == 1
     # The same size, the same time, other bytes.
     before = story.stat()
     story.write_text(story.read_text().replace("Ann", "Ina"))
     os.utime(story, ns=(before.st_atime_ns, before.st_mtime_ns))
-    prepare(text_source(story), tmp_path / "cache")
+    prepare(source(story), tmp_path / "cache")
     assert len(built) == 2
-    prepare(text_source(story, vocab_size=410), tmp_path / "cache")
+    prepare(source(story, vocab_size=410), tmp_path / "cache")
     assert len(built) == 3
     monkeypatch.setattr("data.prepare.VERSION", 0)
-    prepare(text_source(story), tmp_path / "cache")
+    prepare(source(story), tmp_path / "cache")
     assert len(built) == 4
 
 
@@ -231,12 +220,12 @@ def test_an_interrupted_preparation_is_redone(tmp_path, story, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("data.prepare.write_shards", interrupted)
-        prepare(text_source(story), tmp_path / "cache")
+        prepare(source(story), tmp_path / "cache")
     assert is_empty(tmp_path / "cache")
     (half,) = folders
     half.mkdir(parents=True)  # as a kill leaves it
     (half / "train-00000.bin").write_bytes(b"half")
-    assert prepare(text_source(story), tmp_path / "cache").validation.size
+    assert prepare(source(story), tmp_path / "cache").validation.size
     assert not half.exists()
 
 
@@ -251,7 +240,7 @@ def test_two_processes_build_one_corpus(tmp_path, story, monkeypatch):
         build(*about)
 
     monkeypatch.setattr(preparation, "build_corpus", noted)
-    running = [start(lambda: prepare(text_source(story), tmp_path / "cache") and 0) for _ in "ab"]
+    running = [start(lambda: prepare(source(story), tmp_path / "cache") and 0) for _ in "ab"]
     assert [finish(process) for process in running] == [0, 0]
     assert built.read_text() == "built"
 
@@ -261,8 +250,8 @@ def test_a_shard_is_as_wide_as_its_vocabulary(tmp_path, story, vocab_size, dtype
     tokens = [0, 1, vocab_size - 1]
     monkeypatch.setattr(IdTokenizer, "encode_documents", lambda self, texts: [tokens] * len(texts))
     (tmp_path / "ids.model").write_bytes(IdTokenizer(vocab_size, 2).files["tokenizer.model"])
-    source = text_source(story, tokenizer=str(tmp_path / "ids.model"))
-    (shard,) = prepare(source, tmp_path / "cache").train
+    ids = source(story, tokenizer=str(tmp_path / "ids.model"))
+    (shard,) = prepare(ids, tmp_path / "cache").train
     assert shard.dtype == dtype and shard[:3].tolist() == tokens
 
 
@@ -270,7 +259,7 @@ def test_a_shard_is_as_wide_as_its_vocabulary(tmp_path, story, vocab_size, dtype
 def test_a_preparation_that_fails_leaves_nothing(tmp_path, story, monkeypatch, token, error):
     monkeypatch.setattr(Tokenizer, "encode_documents", lambda self, texts: [[token]] * len(texts))
     with pytest.raises(error):  # no token wraps around
-        prepare(text_source(story), tmp_path / "cache")
+        prepare(source(story), tmp_path / "cache")
     assert is_empty(tmp_path / "cache")
 
 
@@ -279,5 +268,5 @@ def test_only_two_megabytes_are_held_out(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": f"{i} " * 20}) + "\n" for i in range(100))
     )
-    corpus = prepare(text_source(tmp_path / "a.jsonl", holdout=3), tmp_path / "cache")
+    corpus = prepare(source(tmp_path / "a.jsonl", holdout=3), tmp_path / "cache")
     assert 200 < corpus.tokenizer.nbytes(corpus.validation) <= 300

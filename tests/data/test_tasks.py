@@ -15,6 +15,7 @@ from data.loader import IGNORE_INDEX
 from data.slices import NUM_BINS, bin_name
 from data.tasks import Recall, Track
 from tests.conftest import TINY
+from tests.training.test_train_command import metrics
 
 CONTEXT = 75
 COMMON = {"context": CONTEXT, "vocab_size": 64}
@@ -168,7 +169,7 @@ def test_a_run_on_a_task_is_trained_resumed_and_evaluated(command):
     words = (*words, "data.vocab_size=128", "ffn=none")
     result = command("train.py", *words, "steps=4", "save_every=2", "eval_every=2").succeeded()
     assert re.search(r"held out: .*, recall_accuracy [\d.]+", result.out + result.err)
-    lines = [json.loads(line) for line in Path("runs/r/metrics.jsonl").read_text().splitlines()]
+    lines = metrics("runs/r")
     assert {"recall_accuracy", "recall_accuracy_2", "recall_accuracy_4"} <= lines[-1].keys()
     # The loss is averaged over answers: at the start it is near that of a guess.
     first = next(line for line in lines if "train_loss" in line)
@@ -214,8 +215,8 @@ def test_full_attention_recalls_everything_and_a_window_what_it_reaches(command)
     for name, chosen in (("full", []), ("short", ["attention.window=4"])):
         intervals = ("save_every=1000", "sample_every=1000", f"name={name}")
         assert command("train.py", *words, *chosen, *intervals).code == 0
-        metrics = Path("runs", name, "metrics.jsonl").read_text().splitlines()
-        last[name] = json.loads(metrics[-1])
+        lines = Path("runs", name, "metrics.jsonl").read_text().splitlines()
+        last[name] = json.loads(lines[-1])
     assert last["full"]["recall_accuracy"] > 0.99
     slices = last["short"]["slices"]
     # Further away than layers and convolutions reach, a value is guessed: at most one in 4.

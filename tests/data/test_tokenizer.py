@@ -9,7 +9,7 @@ import sentencepiece
 from data.prepare import prepare
 from data.sources import Stdlib
 from data.tokenizer import PIECES, IdTokenizer, Tokenizer
-from tests.data.test_sources import text_source
+from tests.faults.harness import source
 
 NASTY = [
     "",
@@ -74,7 +74,7 @@ def test_a_text_that_fails_fails_training_as_itself():
 def test_a_given_tokenizer_is_used(tmp_path, story, tokenizer):
     path = tmp_path / "given.model"
     path.write_bytes(tokenizer.files["tokenizer.model"])
-    corpus = prepare(text_source(story, tokenizer=str(path)), tmp_path / "cache")
+    corpus = prepare(source(story, tokenizer=str(path)), tmp_path / "cache")
     assert corpus.tokenizer.sha256 == tokenizer.sha256
     path.write_bytes(b"not a model")
     with pytest.raises(ValueError, match="fix: "):

@@ -1,6 +1,5 @@
 """Text that others have tokenized: every format is read as it was published, and a run needs no tokenizer for it."""
 
-import json
 import struct
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from data.prepare import prepare
 from data.pretokenized import Pretokenized
 from tests.conftest import SHORT, TINY
+from tests.training.test_train_command import metrics
 
 BOS, VOCABULARY = 96, 100
 FORMATS = {"nanogpt": None, "llm.c": (20240520, 1, "H"), "llama-3": (20240801, 7, "I")}
@@ -91,8 +91,7 @@ def test_a_run_needs_no_tokenizer(command):
     ]
     result = command("train.py", *words).succeeded()
     assert "held out: val_loss" in result.err and "val_bpb" not in result.err
-    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    first, last = (line for line in lines if "val_loss" in line)
+    first, last = (line for line in metrics("run") if "val_loss" in line)
     assert first["val_bpb"] is None
     # Over 5 seeds, in fp32 and in bf16: 4.44 to 4.46, then 4.08 to 4.11.
     assert last["val_loss"] < first["val_loss"] < 4.7

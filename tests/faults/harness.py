@@ -27,6 +27,7 @@ from data.loader import Loader
 from data.sources import Text
 from run import errors, folder, sealed
 from run.distributed import DistEnv
+from run.settings import Settings
 from run.signals import Signals
 from tests.conftest import LONG, TINY, settings_of
 from train import train
@@ -57,14 +58,15 @@ class Job:
     corpus: Corpus
     root: Path
 
-    def with_words(self, *words: str) -> Action:
-        """The run with more overrides, composed now: once for all processes that run it."""
-        settings_of(*TINY, *WORDS, *STEPS, *words)
-        return partial(self, *words)
+    def __call__(self) -> int:
+        return self.with_words()()
 
-    def __call__(self, *words: str) -> int:
+    def with_words(self, *words: str) -> Action:
+        """The run with more overrides, which are composed here, for all processes that run it."""
+        return partial(self.train, settings_of(*TINY, *WORDS, *STEPS, *words))
+
+    def train(self, settings: Settings) -> int:
         """As `python train.py`, with resume=true once there is a folder -> the exit code."""
-        settings = settings_of(*TINY, *WORDS, *STEPS, *words)
         settings.run_dir = str(self.root / "run")
         settings.resume = Path(settings.run_dir).exists()
         settings.model["vocab_size"] = self.corpus.tokenizer.vocab_size
@@ -232,15 +234,15 @@ def unsynced() -> None:
     os.fsync = lambda descriptor: None
 
 
-def source(path: Path) -> Text:
-    return Text(
-        path=str(path),
-        text_field="text",
-        separator="<|endoftext|>",
-        holdout=20,
-        vocab_size=400,
-        tokenizer=None,
-    )
+def source(path: Path, **knobs) -> Text:
+    given = {
+        "text_field": "text",
+        "separator": "<|endoftext|>",
+        "holdout": 20,
+        "vocab_size": 400,
+        "tokenizer": None,
+    }
+    return Text(path=str(path), **(given | knobs))
 
 
 def wait_for(condition: Callable[[], object], seconds: float = LONG) -> None:

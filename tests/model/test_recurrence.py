@@ -71,13 +71,13 @@ def test_chunks_equal_the_recurrence_and_its_gradients(preset, length, chunk):
     close(with_gradients(chunked(preset, chunk), inputs), expected)
 
 
-def naive(name: str) -> Callable:
-    """A plain implementation of fla-core, without its package."""
+def naive(operation: str, function: str) -> Callable:
+    """A function of fla-core, whose package itself wants Triton."""
     (folder,) = util.find_spec("fla").submodule_search_locations
-    spec = util.spec_from_file_location(name, f"{folder}/ops/{name}/naive.py")
+    spec = util.spec_from_file_location(operation, f"{folder}/ops/{operation}/naive.py")
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, f"naive_recurrent_{name}")
+    return getattr(module, function)
 
 
 def compare(preset: str) -> float:
@@ -87,7 +87,9 @@ def compare(preset: str) -> float:
     inputs = {"q": q, "k": k, "v": v, "g": g.squeeze(-1), "beta": beta[..., 0]}
     if preset == "mamba2":
         inputs["v"] = inputs.pop("beta")[..., None] * v
-    expected, _ = naive(FLA[preset])(**inputs, scale=1.0, initial_state=state)
+    expected, _ = naive(FLA[preset], f"naive_recurrent_{FLA[preset]}")(
+        **inputs, scale=1.0, initial_state=state
+    )
     return (y - expected).abs().max().item()
 
 

@@ -1,8 +1,5 @@
 """Attentions beside code that is not ours: classes of transformers, and the plain functions of fla-core."""
 
-import importlib.util
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,18 +18,9 @@ from model.context import ForwardContext
 from tests.conftest import close
 from tests.model.test_layers import random
 from tests.model.test_mechanisms import layers_of, output
+from tests.model.test_recurrence import naive
 
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
-
-
-def naive(operation: str, function: str) -> Callable:
-    """A function of fla-core, whose package itself wants Triton."""
-    (folder,) = importlib.util.find_spec("fla").submodule_search_locations
-    file = f"{folder}/ops/{operation}/naive.py"
-    spec = importlib.util.spec_from_file_location(f"naive_{operation}", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, function)
 
 
 def attended(layer: SoftmaxAttention, x: Tensor) -> tuple:

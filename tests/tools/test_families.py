@@ -13,9 +13,10 @@ from data.tokenizer import Tokenizer
 from inference.load import load_model
 from run import checkpoint
 from tests.conftest import TINY, close, continued, tell
-from tests.data.test_sources import text_source
+from tests.faults.harness import source
 from tests.tools.families import CONFIGS, make_folder
 from tests.tools.test_export import NASTY
+from tests.training.test_train_command import metrics
 from tools import import_hf
 
 LAYERS = dict.fromkeys(CONFIGS, 1) | {"SmolLM2-135M": 2, "SmolLM3-3B": 4}
@@ -111,7 +112,7 @@ def test_a_trained_and_exported_family_is_read_by_transformers(family, published
     ]
     trained = command("train.py", *words, "run_dir=runs/t", "precision=fp32")
     assert trained.code == 0, trained.err
-    lines = [json.loads(line) for line in Path("runs/t/metrics.jsonl").read_text().splitlines()]
+    lines = metrics("runs/t")
     assert lines[-1]["val_bpb"] < lines[0]["val_bpb"]
     newest = checkpoint.find_model("runs/t")
     assert checkpoint.load_config(newest)["model"]["vocab_size"] == 640  # rows without a token stay
@@ -133,8 +134,8 @@ def test_documents_are_text_between_bos_and_eos(family, published, tmp_path, sto
     assert tokenizer.decode(document) == f"a {token} b"
 
     # A corpus, which is found again, and whose bytes are those of its text.
-    corpus = prepare(text_source(story, tokenizer=str(path)), tmp_path / "cache")
-    again = prepare(text_source(story, tokenizer=str(path)), tmp_path / "cache")
+    corpus = prepare(source(story, tokenizer=str(path)), tmp_path / "cache")
+    again = prepare(source(story, tokenizer=str(path)), tmp_path / "cache")
     assert corpus.sha256 == again.sha256 and corpus.tokenizer.files == tokenizer.files
     held_out = corpus.validation
     assert held_out[0] == tokenizer.bos and tokenizer.nbytes(held_out) > 0
