@@ -22,7 +22,8 @@ def new_sequences(
     """
     sequences = []
     for prompt in prompts:
-        # BOS is cut off too, and one place is left for the first new token.
+        # A prompt as long as the context is taken whole, and halved after its first new token. Of
+        # a longer one BOS is cut off too, and one place is left for that token.
         tokens = tokenizer.encode_prompt(prompt)
         if len(tokens) > context:
             lengths = f"{len(tokens)} tokens, the model's context is {context}"

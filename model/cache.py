@@ -36,8 +36,9 @@ class LayerCache:
 class KVCache(LayerCache):
     """Features of the newest tokens: position p is in slot p % size (see ForwardContext).
 
-    `size` is the smallest of capacity, window and chunk. Below the capacity, the cache is a ring;
-    otherwise every position has its own slot. A feature of shape (K, D), such as the keys, has a
+    `size` is the smallest of capacity, window and chunk. If it is below the capacity, the cache is a
+    ring; otherwise every position has its own slot, and a caller that exceeds the capacity, which
+    nothing checks, overwrites the oldest. A feature of shape (K, D), such as the keys, has a
     buffer (B, size, K, D). In int8, a second buffer (B, size, K, 1) holds an fp16 scale for each
     vector of D values; a feature with D = 1 stays in fp32. `state` has the shapes of fp32 buffers
     that a row has once, whatever its length.

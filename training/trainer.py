@@ -85,8 +85,8 @@ class Trainer:
         self.is_compiled = compilation.pick_compile(settings.compile, ranks.device, is_long)
         self.micro_batch_size = choose_micro_batch(self)
 
-        # Metrics since the last report. A checkpoint stores the loss summed over all ranks.
-        # The cross-entropy and the losses of layers, summed over targets of this rank, in nats.
+        # Metrics since the last report. `loss_sum` (1 + L,) has the cross-entropy and the auxiliary
+        # losses, summed over the targets of this rank, in nats; a checkpoint, the sum of all ranks.
         self.loss_names = ("train_loss", *self.model.loss_names)
         self.loss_sum = torch.zeros(len(self.loss_names), device=ranks.device)
         self.grad_norm = torch.zeros((), device=ranks.device)
@@ -217,8 +217,9 @@ class Trainer:
 
     def compile(self) -> None:
         """Have torch.compile compile the training step when it runs for the first time."""
-        # The weights of a sharded model arrive between its blocks, which are compiled one by one.
-        # On a CPU that saves a third of the compiler's time, since most blocks share their code.
+        # The weights of a sharded model arrive between its blocks, which are compiled one by one,
+        # and its loss is not. On a CPU, blocks and loss apart save a third of the compiler's time,
+        # since most blocks share their code; a teacher's would not be compiled then.
         modules = [self.loss_module]
         if self.settings.sharded:
             modules = self.model.blocks
@@ -369,7 +370,8 @@ class Trainer:
                 self.precision,
                 self.ranks,
                 self.check_signals,
-                # A graph without gradients would take a CPU up to a minute to compile.
+                # A graph without gradients would take a CPU up to a minute to compile. At the step
+                # where a process begins, nothing is compiled yet.
                 with_gradients=self.step > self.first_step
                 and self.is_compiled
                 and self.ranks.device.type != "cuda",

@@ -1,4 +1,6 @@
-"""Softmax attention: its definition, three faster kernels that equal it, and the choice of one.
+"""Softmax attention: its definition, kernels that equal it, and the choice of one.
+
+The kernels are blocks of queries, FlexAttention and torch's fused one.
 
 Functions take q (B, H, T, D), k (B, K, S, D), v (B, K, S, E) and mask (B, 1, T, S), and return
 (B, H, T, E). H is a multiple of K. True in the mask means visible; where it differs from head to

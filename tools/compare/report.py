@@ -206,7 +206,8 @@ def verdict_clauses(result: Result, margin: float) -> str:
     text = f"{result.title} with a margin of {margin:g}: {'; '.join(clauses) or 'no variant'}."
     if detectable:
         text += (
-            f" A difference of {max(detectable):.4f} would have been found with a chance of 80 %."
+            " Found with a chance of 80 %, by variant: differences of "
+            f"{min(detectable):.4f} to {max(detectable):.4f}."
         )
     return text
 
