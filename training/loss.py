@@ -48,7 +48,7 @@ def cross_entropy(
         objective = objective + z_loss * log_z.square()
 
     target_logits = logits.gather(-1, targets.clamp(min=0)[:, None])
-    is_correct = (target_logits[:, 0] == logits.amax(dim=-1)) & is_counted
+    is_correct = (target_logits == logits.amax(dim=-1, keepdim=True))[:, 0] & is_counted
     return objective.sum(), torch.stack([nats, is_correct, is_counted]).detach()
 
 
