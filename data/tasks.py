@@ -50,6 +50,8 @@ class Task(Source):
     length_name = "distance"  # of the slices
 
     def __post_init__(self):
+        if len({*self.sizes}) < len(self.sizes):
+            raise ValueError(f"a size comes twice (got {self.sizes}). fix: leave data.pairs out")
         # The largest rows say whether all fit.
         try:
             self.row(np.random.default_rng(0), max(self.sizes))
@@ -257,7 +259,7 @@ class TaskCorpus(Corpus):
         return {
             "val_loss": nats.sum() / targets.sum(),
             "val_bpb": None,
-            key: sum(accuracies.values()) / len(accuracies),
+            key: fmean(accuracies.values()),
             **accuracies,
             "slices": slices,
         }

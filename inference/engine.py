@@ -66,9 +66,10 @@ class Engine:
                 for row in changed:
                     self.prefill(row, [active[row]])
 
-            # Give a GPU its next step before the host waits for the tokens of this one: the event
-            # comes before that step. It may run one token past a full cache, and draw for a
-            # sequence that the host then finds finished: such rows are prefilled and drawn anew.
+            # Launch a GPU's next step before the host waits for the tokens of this one, so that the
+            # two overlap; the event is that of this step. The next one may run one token past a
+            # full cache, and draw for a sequence that the host then finds finished: such rows are
+            # prefilled and drawn anew.
             host_tokens = self.state.tokens.to("cpu", non_blocking=True, copy=True)
             copied = None
             if self.state.tokens.is_cuda:
@@ -108,7 +109,7 @@ class Engine:
 
         rows = slice(first_row, first_row + len(sequences))
         if self.cache is None:
-            hidden, _ = self.model.hidden(tokens)
+            hidden, _ = self.model.hidden_states(tokens)
         else:
             cache = self.cache.rows(rows)
             cache.reset()
@@ -118,7 +119,8 @@ class Engine:
             for part in tokens.split(self.prefill_chunk, dim=1):
                 end += part.shape[1]
                 padding = (part < 0).sum(dim=1) if is_ragged else None
-                hidden, _ = self.model.hidden(part.clamp(min=0), distinct_rows.first(end), padding)
+                filled = distinct_rows.first(end)
+                hidden, _ = self.model.hidden_states(part.clamp(min=0), filled, padding)
             if len(distinct) < len(prompts):
                 cache.gather_rows(sources)
 

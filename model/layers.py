@@ -23,7 +23,7 @@ def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (x[i], x[i + R/2]) of the first R features by its angle. Su, 2104.09864.
 
-    x (B, T, H, D), cos and sin (B, T, 1, R/2) -> (B, T, H, D). The features after R stay.
+    x (B, T, H, E), cos and sin (B, T, 1, R/2) -> (B, T, H, E). The features after R stay.
     """
     rotary_dim = 2 * cos.shape[-1]
     a, b = fp32(x[..., :rotary_dim]).chunk(2, dim=-1)

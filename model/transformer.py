@@ -93,10 +93,10 @@ class Transformer(nn.Module):
         `padding` (B,) is how many tokens come before the first of each row; `documents` (B, T)
         numbers the documents that are packed in a row.
         """
-        hidden, _ = self.hidden(tokens, cache, padding, documents)
+        hidden, _ = self.hidden_states(tokens, cache, padding, documents)
         return self.logits(hidden)
 
-    def hidden(
+    def hidden_states(
         self,
         tokens: Tensor,
         cache: Cache | None = None,

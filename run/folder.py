@@ -16,7 +16,8 @@ from run.settings import Settings, flatten
 
 RUNS = Path("runs")
 
-# With another value of these it would be another run. All else may change, and is reported.
+# With another value of these it would be another run. All else may change, and is reported. `text`
+# is the SHA-256 of the text.
 FIXED_ON_RESUME = (
     "model.",
     "optimizer._target_",

@@ -165,8 +165,11 @@ def compose(overrides: list[str]) -> Settings:
     # A key that is there already may be given with a +.
     words = [word.lstrip("+") for word in overrides]
     for override in parse_overrides(words):
+        word = override.input_line
+        # Hydra would take several choices of a group, and of none of them the name.
+        if override.key_or_group in GROUPS and isinstance(override.value(), list):
+            raise OverrideError(unknown(word))
         if override.is_sweep_override():
-            word = override.input_line
             raise OverrideError(
                 f"several values for one run ({word}). "
                 f"fix: python -m tools.compare {shlex.quote(word)} or, for a list, KEY=[A,B]"
@@ -186,8 +189,7 @@ def compose(overrides: list[str]) -> Settings:
     try:
         return Settings(**keys)
     except ValidationError as error:
-        problems = [describe(problem) for problem in error.errors()]
-        raise ValueError("\n".join(problems)) from None
+        raise ValueError("\n".join(map(describe, error.errors()))) from None
 
 
 def parse_overrides(words: list[str]) -> list:

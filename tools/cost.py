@@ -24,8 +24,7 @@ COLUMNS = (
     "KV bytes/token",
     "KV MB at context",
 )
-NAME_WIDTH = 14  # characters
-WIDTH = 16
+FORMAT = "{:14}" + " {:>16}" * 5  # of a line
 NOTE = """
 vocabulary: data.vocab_size=N. model=124m is named after GPT-2: 50,257, model.tied=true.
 MFLOP/token: in training. KV bytes: of one sequence in bf16; a decode step of a sparse attention
@@ -54,14 +53,9 @@ def main(arguments: list[str]) -> None:
         with waiting(f"building attention={name}"):
             cells = row(name, others)
         if name == names[0]:
-            print_row(COLUMNS)
-        print_row(cells)
+            print(FORMAT.format(*COLUMNS))
+        print(FORMAT.format(*cells), flush=True)
     print(NOTE)
-
-
-def print_row(cells: tuple[str, ...]) -> None:
-    name, *others = cells
-    print(name.ljust(NAME_WIDTH), *[cell.rjust(WIDTH) for cell in others], flush=True)
 
 
 def row(attention: str, overrides: list[str]) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ def total_nats(
             inputs = [torch.tensor(tokens[:-1]) for tokens, _ in batch]
             inputs = pad_sequence(inputs, batch_first=True).to(device)
             documents = None if bos is None else document_ids(inputs, bos)
-            hidden, _ = model.hidden(inputs, documents=documents)
+            hidden, _ = model.hidden_states(inputs, documents=documents)
             for (tokens, first), states in zip(batch, hidden, strict=True):
                 # The hidden state at a token predicts the next one.
                 logits = fp32(model.logits(states[first - 1 : len(tokens) - 1]))  # (targets, V)

@@ -37,7 +37,7 @@ def cross_entropy(
     is IGNORE_INDEX.
     """
     is_counted = targets != IGNORE_INDEX
-    nats = target_nats(logits, targets)
+    nats = target_nats(logits, targets) * is_counted
     objective = nats
     if teacher_logits is not None:
         probabilities = teacher_logits.softmax(dim=-1)
@@ -53,15 +53,18 @@ def cross_entropy(
 
 
 def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits (N, V), targets (N,) -> -log of the probability of each target (N,), or 0."""
+    """logits (N, V), targets (N,) -> -log of the probability of each target (N,).
+
+    Of IGNORE_INDEX it is any number.
+    """
     if not torch.compiler.is_compiling():
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
+        return F.cross_entropy(logits, targets, reduction="none")
     # Its gradient, compiled for a CPU, adds up a row of V zeros and a one for every target, which
     # takes longer than the exponentials. That of the following has the row, but not the sum.
     vocabulary = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     is_target = vocabulary == targets.int()[:, None]
     target_logits = torch.where(is_target, logits, 0.0).sum(dim=-1)
-    return (logits.logsumexp(dim=-1) - target_logits) * (targets != IGNORE_INDEX)
+    return logits.logsumexp(dim=-1) - target_logits
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -188,13 +191,14 @@ class LanguageModelLoss(nn.Module):
         if self.bos is not None:
             documents = document_ids(inputs, self.bos)
         model = self.model
-        hidden, losses = model.hidden(inputs, documents=documents)
+        hidden, losses = model.hidden_states(inputs, documents=documents)
         hidden = hidden.flatten(0, 1)[positions]
         targets = targets.flatten()
         arguments = [hidden, model.unembedding, targets, model.softcap, self.z_loss]
         if self.distillation is not None and torch.is_grad_enabled():
             teacher, weight = self.distillation
-            teacher_hidden, _ = teacher.hidden(inputs, documents=documents)  # needs no gradient
+            # The teacher needs no gradient.
+            teacher_hidden, _ = teacher.hidden_states(inputs, documents=documents)
             arguments += [
                 teacher_hidden.flatten(0, 1)[positions],
                 teacher.unembedding,

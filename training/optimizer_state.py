@@ -19,7 +19,8 @@ def optimizer_state(model: nn.Module, optimizers: list[Optimizer]) -> StateByNam
 
     All ranks call this together.
     """
-    # Imported here, because it takes half a second. It would step an optimizer without a state.
+    # Imported here, because it takes half a second. Its get_optimizer_state_dict would take a step
+    # with an optimizer that has no state.
     from torch.distributed.checkpoint import state_dict
 
     if not any(optimizer.state for optimizer in optimizers):

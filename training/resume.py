@@ -37,7 +37,8 @@ def restore(trainer, path: Path) -> None:
         trainer.clock.started -= state["seconds"]
     checkpoint.load_weights(trainer.model, path)
 
-    # Keep the fitted number of steps, unless another is asked for.
+    # Keep the fitted number of steps, unless another is asked for: other minutes do not change it,
+    # since the steps of the schedule are those of the time that was planned.
     is_same = bounds == (settings.steps, settings.max_epochs)
     if is_same:
         trainer.steps = state["steps"]

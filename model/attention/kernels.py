@@ -2,8 +2,8 @@
 
 The kernels are blocks of queries, FlexAttention and torch's fused one.
 
-Functions take q (B, H, T, D), k (B, K, S, D), v (B, K, S, E) and mask (B, 1, T, S), and return
-(B, H, T, E). H is a multiple of K. True in the mask means visible; where it differs from head to
+Functions take q (B, H, T, E), k (B, K, S, E), v (B, K, S, F) and mask (B, 1, T, S), and return
+(B, H, T, F). H is a multiple of K. True in the mask means visible; where it differs from head to
 head it is (B, H, T, S). mask=None means plain causal attention with T = S, which needs no mask in
 memory.
 """
@@ -44,7 +44,7 @@ def eager_attention(
     It is never chosen: tests alone call it.
     """
     weights = F.dropout(attention_weights(q, k, mask, options), options.dropout)
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, E)
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, F)
     return weights.type_as(v) @ v
 
 
@@ -53,7 +53,7 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, options: ScoreO
     length = q.shape[2]
     if mask is None:
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, S, D)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, S, E)
 
     scores = fp32(q @ k.mT) * options.scale  # (B, H, T, S)
     scores = apply_softcap(scores, options.softcap)
@@ -215,9 +215,9 @@ class AttentionKernel(nn.Module):
         score_bias: ScoreBias | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """q (B, T, H, D), k (B, S, K, D), v (B, S, K, E) -> (B, T, H, E).
+        """q (B, T, H, E), k (B, S, K, E), v (B, S, K, F) -> (B, T, H, F).
 
-        `scale` is 1 / sqrt(D) unless given.
+        `scale` is 1 / sqrt(E) unless given.
         """
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)

@@ -152,11 +152,11 @@ def test_rows_can_be_reset_and_copied(model):
 
 def test_a_block_begins_as_the_identity(model):
     initialize(model, 0)
-    close(model.hidden(TOKENS)[0], model.norm(model.embed(TOKENS)))
+    close(model.hidden_states(TOKENS)[0], model.norm(model.embed(TOKENS)))
 
 
 def test_every_parameter_learns(model):
-    hidden, losses = model.hidden(TOKENS)
+    hidden, losses = model.hidden_states(TOKENS)
     (model.logits(hidden).square().mean() + sum(loss.mean() for loss in losses)).backward()
     assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
 
@@ -246,14 +246,14 @@ def test_a_trained_variant_decodes_from_its_checkpoint(trainer_of, variant):
 def test_several_samples_share_one_prefill(model, monkeypatch):
     prompts = [PROMPTS[0]] * 3 + [PROMPTS[2]]
     expected = continued(model, prompts, 9, sample)
-    hidden = type(model).hidden
+    original = type(model).hidden_states
     shapes = []
 
     def counted(self, tokens, *about):
         shapes.append(tuple(tokens.shape))
-        return hidden(self, tokens, *about)
+        return original(self, tokens, *about)
 
-    monkeypatch.setattr(type(model), "hidden", counted)
+    monkeypatch.setattr(type(model), "hidden_states", counted)
     drawn = continued(model, prompts, 9, sample, rows=4)
     assert shapes == [(2, len(PROMPTS[2])), *[(4, 1)] * 8]
     assert drawn == expected and len(set(map(tuple, drawn))) == 4

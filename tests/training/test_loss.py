@@ -26,7 +26,7 @@ def saved_bytes(model: torch.nn.Module, tokens: torch.Tensor) -> int:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
     with hooks, torch.autocast("cpu", torch.bfloat16):
-        model.hidden(tokens)
+        model.hidden_states(tokens)
     return sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in weights)
 
 

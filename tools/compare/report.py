@@ -136,9 +136,9 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
         notes = [VERDICTS, UNEQUAL if result.is_unequal else EQUAL, COSTS]
     else:
         caption = "a dot for each seed"
-        figure = draw_accuracies(groups, first.floor)
+        figure = draw_accuracies(groups, first)
         cells = partial(accuracy_cells, groups, diverged)
-        clauses = accuracy_clauses(groups, first.floor, diverged)
+        clauses = accuracy_clauses(groups, first, diverged)
     summary = f"{doubts(groups)}Beside {baseline} ({len(groups[baseline])} seeds), {clauses}"
 
     # What a reader looks for comes first.
@@ -212,16 +212,16 @@ def verdict_clauses(result: Result, margin: float) -> str:
     return text
 
 
-def accuracy_clauses(groups: Groups, floor: float, diverged: Counter) -> str:
-    """Which variants solve a task, and with how many of their seeds."""
+def accuracy_clauses(groups: Groups, first: Run, diverged: Counter) -> str:
+    """Which variants solve the task of `first`, and with how many of their seeds."""
     texts = []
     for name, runs in groups.items():
         text = f"{name} {num_solved(runs)} of {len(runs) + diverged[name]}"
-        if max(run.loss for run in runs) < floor + NEAR_FLOOR:
+        if max(run.loss for run in runs) < first.floor + NEAR_FLOOR:
             text += " (at the floor)"
         texts.append(text)
-    title = next(iter(groups.values()))[0].metric_name
-    return f"{title} (floor {floor:.3f}), seeds that reach {SOLVED:.0%}: {', '.join(texts)}."
+    title = f"{first.metric_name} (floor {first.floor:.3f})"
+    return f"{title}, seeds that reach {SOLVED:.0%}: {', '.join(texts)}."
 
 
 def accuracy_cells(groups: Groups, diverged: Counter, name: str) -> dict[str, str]:
@@ -263,14 +263,14 @@ def draw_differences(result: Result, groups: Groups, margin: float) -> Figure:
     return draw_forest(rows, title, {"equal": 0.0, f"margin {margin:g}": margin})
 
 
-def draw_accuracies(groups: Groups, floor: float) -> Figure:
-    """The forest plot of a task: the accuracy of each seed, the best at the top."""
+def draw_accuracies(groups: Groups, first: Run) -> Figure:
+    """The forest plot of the task of `first`: the accuracy of each seed, the best at the top."""
     rows = []
     for name in sorted(groups, key=lambda name: -fmean(run.loss for run in groups[name])):
         label = f"{name}, {in_bytes(groups[name][0].cache_bytes)}"
         rows.append((label, [run.loss for run in groups[name]], None))
-    title = next(iter(groups.values()))[0].metric_name
-    return draw_forest(rows, title, {f"floor {floor:.3f}": floor, f"solved {SOLVED:g}": SOLVED})
+    lines = {f"floor {first.floor:.3f}": first.floor, f"solved {SOLVED:g}": SOLVED}
+    return draw_forest(rows, first.metric_name, lines)
 
 
 def add_parts(page: Page, groups: Groups, losses: dict[str, Losses], diverged: Counter) -> None:

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from model.attention.recurrent import GatedRecurrence
 from model.transformer import Transformer
-from tools.formats.architecture import (
+from tools.formats.decoder import (
     LATENT,
     LLAMA_NAMES,
     PLAIN_SOFTMAX,
     RECURRENT,
     Architecture,
-    Layers,
+    LayerConfigs,
     common_value,
     layer_types,
 )
@@ -41,7 +41,7 @@ class Qwen3(Architecture):
         "use_sliding_window": False,
     }
 
-    def own_config(self, tree: dict, layers: Layers) -> dict:
+    def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
         window = common_value(layers, "window")
         return {
             "use_sliding_window": window is not None,
@@ -57,7 +57,7 @@ class Mistral(Architecture):
     free_knobs = ("window",)
     knob_entries = {"sliding_window": "window"}
 
-    def misfits(self, tree: dict, layers: Layers) -> set[str]:
+    def misfits(self, tree: dict, layers: LayerConfigs) -> set[str]:
         found = super().misfits(tree, layers)
         windows = {layer.get("window") for layer in layers}
         if len(windows) > 1:
@@ -100,7 +100,7 @@ class Llama4(Architecture):
             return PLAIN_SOFTMAX
         return PLAIN_SOFTMAX | {"qk_norm": "after_rope"}
 
-    def own_config(self, tree: dict, layers: Layers) -> dict:
+    def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
         return self.constants | {
             "intermediate_size_mlp": tree["hidden"],
             # There must be a size, even where no layer has chunks.
@@ -127,7 +127,7 @@ class GraniteSWA(Architecture):
     constants = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0}
     names = LLAMA_NAMES | {"sink": "sinks"}
 
-    def own_config(self, tree: dict, layers: Layers) -> dict:
+    def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
         return self.constants | {
             "attention_multiplier": common_value(layers, "head_dim") ** -0.5,
             "layer_types": layer_types(layers),
@@ -181,7 +181,7 @@ class DeepseekV3(Architecture):
         "head_dim": "rope_dim",
     }
 
-    def own_config(self, tree: dict, layers: Layers) -> dict:
+    def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
         if tree["norm_eps"] != 1e-6:
             # `transformers` uses 1e-6 in the norms of the latents, whatever config.json says.
             raise ValueError(
@@ -216,7 +216,7 @@ class KimiLinear(DeepseekV3):
         "out_norm": "o_norm",
     }
 
-    def own_config(self, tree: dict, layers: Layers) -> dict:
+    def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
         recurrent_layers = [layer for layer in layers if layer["_target_"] == RECURRENT]
         latent_layers = [layer for layer in layers if layer["_target_"] == LATENT]
         return super().own_config(tree, latent_layers) | {
@@ -262,7 +262,7 @@ class Qwen3_5(Architecture):
         "o_proj": "out_proj",
     }
 
-    def own_config(self, tree: dict, layers: Layers) -> dict:
+    def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
         entries = {"layer_types": layer_types(layers)}
         # Queries and keys have as many heads as values.
         recurrent_layers = [layer for layer in layers if layer["_target_"] == RECURRENT]

@@ -2,7 +2,8 @@
 
 from model.build import build_model
 from run.checkpoint import MOST_LAYERS
-from tools.formats.architecture import (
+from tools.formats.architectures import ARCHITECTURES
+from tools.formats.decoder import (
     GATED_FFN,
     PLAIN_SOFTMAX,
     RMS_NORM,
@@ -11,7 +12,6 @@ from tools.formats.architecture import (
     common_value,
     layer_types,
 )
-from tools.formats.architectures import ARCHITECTURES
 from tools.formats.hf_rope import rope_from_hf, rope_to_hf
 from tools.formats.layer_knobs import HYBRID, attention_knobs
 from tools.formats.special_tokens import malformed

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from model.transformer import Transformer
 
-Layers = list[dict]
+LayerConfigs = list[dict]
 TRANSFORMER = "model.transformer.Transformer"
 RECURRENT = "model.attention.recurrent.GatedRecurrence"
 LATENT = "model.attention.mla.LatentAttention"
@@ -63,7 +63,7 @@ class Architecture:
     # None is derived from others. All other entries must be there.
     defaults = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": None}
 
-    def misfits(self, tree: dict, layers: Layers) -> set[str]:
+    def misfits(self, tree: dict, layers: LayerConfigs) -> set[str]:
         """What this class cannot express of a model, as KEY=VALUE."""
         actual = tree | {part: tree[part]["_target_"] for part in ("ffn", "norm")}
         needed = {"_target_": TRANSFORMER, "softcap": None, "ffn": GATED_FFN, "norm": RMS_NORM}
@@ -86,7 +86,7 @@ class Architecture:
             return self.recurrent_knobs
         return PLAIN_SOFTMAX | self.fixed_knobs
 
-    def own_config(self, tree: dict, layers: Layers) -> dict:
+    def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
         """The entries of config.json that only this class has.
 
         Where a knob is null, `layers` has the value that its attention derived.
@@ -108,7 +108,7 @@ class Architecture:
         return parts[0]
 
 
-def common_value(layers: Layers, knob: str, default: object = None) -> object:
+def common_value(layers: LayerConfigs, knob: str, default: object = None) -> object:
     """The value that all layers with this knob have. Raises ValueError where they differ."""
     values = [layer[knob] for layer in layers if knob in layer]
     # A layer without a window, chunk or RoPE may stand beside those with one.
@@ -122,7 +122,7 @@ def common_value(layers: Layers, knob: str, default: object = None) -> object:
     return values[0] if values else default
 
 
-def layer_types(layers: Layers) -> list[str]:
+def layer_types(layers: LayerConfigs) -> list[str]:
     """`layer_types` of a config.json."""
     types = []
     for layer in layers:
