@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
         cache = new_cache(model, sequences, args.batch_size, cache_dtype)
     engine = Engine(model, sampler, cache)
     if is_compiled and cache is not None:
-        compilation.use_cache()
+        compilation.clean_cache()
         option = "--compile false"
         with waiting(f"compiling the decode step (to begin at once: {option})"):
             compilation.compile_and_run(engine.compile, is_required=wanted is True, option=option)

@@ -22,6 +22,13 @@ LONG_STEPS = 200
 LONG_MINUTES = 3
 LINKING_SECONDS = 5  # an age at which no linker is writing a library any more
 
+# What torch.compile makes is kept in .cache/, unless $TORCHINDUCTOR_CACHE_DIR is set, which
+# importing torch._dynamo does too. Each version of torch, processor and choice of its instructions
+# ($ATEN_CPU_CAPABILITY) has a cache of its own: torch's keys leave these out, and running the
+# machine code of another one crashes.
+MACHINE = sha256(processor_features().encode()).hexdigest()
+os.environ.setdefault(CACHE_KEY, f"{ROOT}/.cache/compiled-{torch.__version__}-{MACHINE}")
+
 
 def is_long_run(steps: float, minutes: float | None) -> bool:
     """Whether compiling pays in a run of so many steps and minutes at most."""
@@ -62,19 +69,12 @@ def cpp_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", default))
 
 
-def use_cache() -> None:
-    """Keep what torch.compile makes in .cache/, unless $TORCHINDUCTOR_CACHE_DIR is set.
+def clean_cache() -> None:
+    """Delete the libraries of linkers that were killed, which write a file's first bytes last.
 
-    Each processor and version of torch has a cache of its own, since torch's keys leave out some of
-    what determines the machine code.
+    Where it is one of torch's probes, torch would conclude that there are no vector instructions.
     """
-    key = sha256(str(processor_features()).encode()).hexdigest()[:16]
-    default = ROOT / ".cache" / f"compiled-{torch.__version__}-{key}"
-    cache = Path(os.environ.setdefault(CACHE_KEY, str(default)))
-
-    # Delete the libraries of linkers that were killed, which write the first bytes of a file last.
-    # Where it is one of torch's probes, torch would conclude that there are no vector instructions.
-    for path in cache.rglob("*.so"):
+    for path in Path(os.environ[CACHE_KEY]).rglob("*.so"):
         with suppress(OSError):  # deleted, here or by another process
             while not np.fromfile(path, "u1", 4).any():
                 if time.time() - path.stat().st_mtime > LINKING_SECONDS:

@@ -106,9 +106,10 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     return torch.autocast(device.type, dtype=dtype)
 
 
-def processor_features() -> list[str]:
-    """The architecture and the flags of the processor, which determine the machine code."""
-    return [platform.machine(), cpuinfo("flags|Features")]  # x86, Arm
+def processor_features() -> str:
+    """The processor's architecture, its flags, and which of its instructions torch uses."""
+    flags = cpuinfo("flags|Features")  # x86, Arm
+    return f"{platform.machine()} {flags} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def processor() -> str:

@@ -234,7 +234,8 @@ def composing_problem(error: Exception, words: list[str]) -> str:
         own = OmegaConf.to_container(missing.parent_node._get_root())
         del own["hydra"]
         # Of lr.new=1, Hydra names what is missing first: lr.
-        word = next(word for word in words if word.startswith(missing.full_key))
+        named = missing.full_key
+        word = next((word for word in words if word.startswith(named)), named)
         key, _, value = word.partition("=")
         return unknown(key, value, dict(flatten(own)))
     return f"{str(error).splitlines()[0].rstrip('.')}. fix: {HELP}"

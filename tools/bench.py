@@ -167,7 +167,7 @@ def take_turns(parent: Connection, kind: str, name: str, overrides: list[str]) -
         hardware.prepare_for_training(device)
     else:
         hardware.keep_freed_memory(device)
-    compilation.use_cache()
+    compilation.clean_cache()
     with suppress(EOFError):  # the parent has closed the connection
         while True:
             parent.recv()

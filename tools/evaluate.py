@@ -43,10 +43,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--slices", action="store_true", help="what training logs, of all held-out data")
     add("--lengths", action="store_true", help="the held-out loss beyond the training context")
     add_model_options(parser)
-    add = parser.add_argument
-    positive = bounded_number(int, 1)
-    add("--context", type=positive, help="tokens of a window, if not as many as in training")
-    add("--separator", default="<|endoftext|>", help="a line between the documents of a .txt")
+    parser.add_argument(
+        "--context",
+        type=bounded_number(int, 1),
+        help="tokens of a window, if not as many as in training",
+    )
+    parser.add_argument(
+        "--separator", default="<|endoftext|>", help="a line between the documents of a .txt"
+    )
     return parser.parse_args()
 
 

@@ -86,4 +86,4 @@ def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     # Embedding, head and final norm stay in fp32. The loss calls `hidden` instead of `forward`.
     fully_shard(model, mesh=mesh)
-    register_fsdp_forward_method(model, "hidden")
+    register_fsdp_forward_method(model, "hidden_states")

@@ -225,7 +225,7 @@ class Trainer:
             modules = self.model.blocks
         elif self.ranks.device.type == "cpu" and self.settings.distill is None:
             modules = [*self.model.blocks, self.loss_module.head_loss]
-        compilation.use_cache()
+        compilation.clean_cache()
         # Blocks share their code but not their constants, and count as recompilations.
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.trace_autograd_ops = True  # of a forward that computes gradients

@@ -31,11 +31,30 @@ config.compile_threads = 1
 def double(x):
     return (2 * x).sum()
 
-compilation.use_cache()
+compilation.clean_cache()
 run = lambda: double(torch.ones(33)).item()
 result = compilation.compile_and_run(run, is_required=True, option="compile=false")
 print(result, bool(cpu_vec_isa.pick_vec_isa()))
 """
+
+CACHE = """
+import os
+import torch
+from run import compilation
+from torch import _dynamo
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+"""
+
+
+def test_each_choice_of_instructions_has_a_cache_of_its_own():
+    caches = set()
+    for capability in ("default", "avx2"):
+        env = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+        env.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        how = {"cwd": ROOT, "env": env, "text": True}
+        caches.add(Path(subprocess.check_output([sys.executable, "-c", CACHE], **how).strip()))
+    assert len(caches) == 2 and {cache.parent for cache in caches} == {ROOT / ".cache"}
+
 
 compiles = pytest.mark.skipif(
     compilation.missing_for_compilation(torch.device("cpu")) is not None,
