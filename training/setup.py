@@ -46,7 +46,7 @@ def check_buildable(settings: Settings) -> Settings:
             instantiate(settings.optimizer, "training", "optimizer")(model)
         instantiate(settings.schedule, "training", "schedule")(0, 1)
         source = instantiate(settings.data, "data")
-    except (TypeError, RuntimeError) as error:
+    except TypeError as error:
         raise ValueError(str(error)) from None
     has_epochs = settings.max_epochs is not None and not source.is_endless
     if settings.steps is None and settings.max_minutes is None and not has_epochs:

@@ -223,3 +223,12 @@ def test_no_fix_says_merely_to_change_something():
             text = path.read_text()
             for empty in ("change it", "change one", "one of them"):
                 assert f"fix: {empty}" not in text, path
+
+
+def test_a_bug_in_a_layer_is_no_refusal(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("shapes cannot be multiplied")
+
+    monkeypatch.setattr("model.attention.softmax.SoftmaxAttention.project", fail)
+    with pytest.raises(RuntimeError, match="multiplied"), errors.user_input():
+        set_up_run(compose(["name=test"]), [])
