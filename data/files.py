@@ -10,7 +10,7 @@ from run.sealed import sha256_of
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet", ".csv")
 SPLIT_WORDS = re.compile("(?<![a-z])(train|test|val|valid|validation)(?![a-z])")
-PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zip", ".pdf", ".docx", ".odt", ".epub")
+OTHER_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zip", ".pdf", ".docx", ".json", ".tsv")
 BLOCK_BYTES = 2**26  # of a .jsonl that are read at a time; no row may have more
 
 
@@ -74,8 +74,10 @@ def read_documents(files: Iterable[Path], field: str, separator: str) -> Iterato
     text, cut at lines that are `separator`. Raises ValueError, with the file, for what is not text.
     """
     for file in files:
-        if file.suffix in PACKED_SUFFIXES:
-            raise ValueError(f"packed, or a document ({file}). fix: unpack it, or save it as .txt")
+        if file.suffix in OTHER_SUFFIXES:
+            raise ValueError(
+                f"not a text ({file}). fix: unpack it, or save it as {' or '.join(TEXT_SUFFIXES)}"
+            )
         if file.suffix in TEXT_SUFFIXES[1:]:
             documents = read_rows(file, field)
         else:
@@ -99,7 +101,9 @@ def read_text(file: Path, separator: str) -> Iterator[str]:
                 else:
                     lines.append(line)
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({file}: {error.reason}). fix: iconv -t utf8") from None
+        raise ValueError(
+            f"not UTF-8 ({file}: {error.reason}). fix: iconv -f latin1 -t utf8"
+        ) from None
     # What follows the last separator is a document too.
     yield "".join(lines)
 
@@ -123,15 +127,16 @@ def read_rows(file: Path, field: str) -> Iterator[str]:
             batches = dataset.dataset(file, schema, formats[file.suffix]).to_batches()
         for batch in batches:
             for text in batch.column(0):
-                number += 1
                 if not text.is_valid:
                     raise ValueError(f"no text in the field {field!r}")
                 yield text.as_py()
+                number += 1
     except (ValueError, OSError, pyarrow.ArrowException) as error:
         # Of the library's errors, the end of the first line says what happened.
         reason = str(error).partition("\n")[0].rpartition("Invalid: ")[2]
         raise ValueError(
-            f"{reason} ({file}, at row {number} or later). fix: data.text_field=NAME, or repair it"
+            f"{reason} ({file}, after {number} rows). fix: repair it; for a text in another field: "
+            "data.text_field=NAME in training, elsewhere rename it"
         ) from None
 
 

@@ -150,9 +150,6 @@ def peak_memory(device: torch.device) -> int:
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Copy tensors to a device; from pinned memory and without blocking on CUDA."""
-    copies = []
-    for x in tensors:
-        if device.type == "cuda":
-            x = x.pin_memory()
-        copies.append(x.to(device, non_blocking=True))
-    return copies
+    if device.type == "cuda":
+        tensors = [x.pin_memory() for x in tensors]
+    return [x.to(device, non_blocking=True) for x in tensors]

@@ -208,7 +208,7 @@ def parse_overrides(words: list[str]) -> list:
             value = value or defaults().get(key)
             fix = HELP
             if value is not None:
-                fix = f"{key}={value}"
+                fix = f"{key}={value}, or another value"
             raise ValueError(f"an override is KEY=VALUE, without dashes (got {word}). fix: {fix}")
     GlobalHydra.instance().clear()  # of a notebook
     try:

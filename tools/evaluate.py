@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = Parser("python -m tools.evaluate", __doc__, "--text, --slices or --lengths")
     add = parser.add_mutually_exclusive_group(required=True).add_argument
-    add("--text", help="score a file, a glob, or a folder of .txt, .jsonl and .parquet")
+    add("--text", help="score a file, a glob, or a folder of .txt, .jsonl, .parquet and .csv")
     add("--slices", action="store_true", help="what training logs, of all held-out data")
     add("--lengths", action="store_true", help="the held-out loss beyond the training context")
     add_model_options(parser)

@@ -65,7 +65,7 @@ def save_checkpoint(
 ) -> None:
     """Write the model of a config as a checkpoint. Ends with exit code 4 unless it is finite."""
     for name, weight in weights.items():
-        if not weight.isfinite().all():
+        if not weight.float().isfinite().all():
             errors.exit_with(
                 errors.DIVERGED,
                 f"weights contain NaN or infinity ({source}: {name}). "

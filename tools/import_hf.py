@@ -4,7 +4,6 @@ python -m tools.import_hf my/SmolLM2-135M --out models/smollm2
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from model.build import build_model
@@ -12,7 +11,7 @@ from run import errors
 from run.cli import Parser
 from tools.export_hf import into_new_folder, save_checkpoint
 from tools.formats.hf_config import from_hf_config
-from tools.formats.special_tokens import import_tokenizer, malformed
+from tools.formats.special_tokens import import_tokenizer, malformed, read_json
 from tools.formats.weights import read_weights
 
 
@@ -29,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
 def main(args: argparse.Namespace) -> str:
     # All that can be wrong with the folder is found before a file is written.
     with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
-        architecture, tree = from_hf_config(json.loads((args.folder / "config.json").read_text()))
+        architecture, tree = from_hf_config(read_json(args.folder / "config.json"))
         tokenizer = import_tokenizer(args.folder)
         sizes = (tokenizer.vocab_size, tree["vocab_size"])
         # An embedding may be padded beyond the vocabulary, for speed.

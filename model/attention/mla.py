@@ -17,6 +17,8 @@ from model.context import ForwardContext, Visibility
 from model.layers import Linear, RMSNorm, apply_rope
 from model.rope import Scaling
 
+NORM_EPS = 1e-6  # of the latents, as in DeepSeek's code, whatever that of the model is
+
 
 class LatentAttention(Attention):
     """`head_dim` is the part of a key without position, `rope_dim` the part with one (R in shapes).
@@ -72,12 +74,12 @@ class LatentAttention(Attention):
         self.q_down_norm = None
         if query_rank is not None:
             self.q_down_proj = Linear(dim, query_rank, bias)
-            self.q_down_norm = RMSNorm(query_rank, spec.norm_eps)
+            self.q_down_norm = RMSNorm(query_rank, NORM_EPS)
         self.q_proj = Linear(query_rank or dim, heads * (head_dim + rope_dim))
 
         # The latent of keys and values, and the key with position that all heads share.
         self.latent_proj = Linear(dim, rank, bias)
-        self.latent_norm = RMSNorm(rank, spec.norm_eps)
+        self.latent_norm = RMSNorm(rank, NORM_EPS)
         self.rope_proj = Linear(dim, rope_dim, bias)
         self.kv_proj = Linear(rank, heads * (head_dim + self.value_dim))
         self.o_proj = Linear(heads * self.value_dim, dim, bias)

@@ -43,7 +43,6 @@ NONE = {
     "fox": "attention.forgetting.ForgettingAttention",
     "gqa attention.rope_fraction=0.5": "attention.rope_fraction=0.5",
     "gdn attention.kinds.full.gated=false": "attention.gated=False",
-    "mla model.norm_eps=0.001": "norm_eps=1e-6",
     "local_global attention.kinds.full.rope_base=1000000.0": "layers of different rope_base",
     "gdn attention.pattern=[recurrent]": "no layer of softmax attention",
     "kda model.tied=true": "tied=True",

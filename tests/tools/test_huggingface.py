@@ -71,7 +71,9 @@ def test_a_config_is_read_as_it_was_written(variant):
         assert plain[0] == plain[1]
 
 
-@pytest.mark.parametrize("variant", ["gqa", "l2norm", "differential attention.qk_norm=null"])
+@pytest.mark.parametrize(
+    "variant", ["gqa", "l2norm", "differential attention.qk_norm=null", "mla", "kda"]
+)
 def test_norms_are_computed_with_their_epsilon(variant):
     """In a folder of transformers it is rms_norm_eps: of every norm, of those without weights too."""
     import transformers

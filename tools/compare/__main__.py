@@ -63,9 +63,9 @@ def announce(variants: list[Variant], has_search: bool) -> None:
         searched = len(FACTORS) * len(variants)
         count += searched
         text += f", after {searched} or more that look for learning rates"
-    minutes = compose(variants[0].overrides).max_minutes
-    if minutes is not None:
-        text += f"; about {count * minutes / 60:.1f} hours on one device, if minutes end the runs"
+    settings = compose(variants[0].overrides)
+    if settings.steps is None and settings.max_minutes is not None:
+        text += f"; about {count * settings.max_minutes / 60:.1f} hours on one device"
     print(text, file=sys.stderr)
 
 

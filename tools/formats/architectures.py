@@ -182,12 +182,6 @@ class DeepseekV3(Architecture):
     }
 
     def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
-        if tree["norm_eps"] != 1e-6:
-            # `transformers` uses 1e-6 in the norms of the latents, whatever config.json says.
-            raise ValueError(
-                f"DeepseekV3 needs an epsilon of 1e-6 in its norms (got {tree['norm_eps']}). "
-                "fix: train again with model.norm_eps=1e-6"
-            )
         return super().own_config(tree, layers) | {"first_k_dense_replace": tree["depth"]}
 
     def attention_names(self, attention: nn.Module) -> dict:

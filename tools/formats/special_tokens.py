@@ -44,14 +44,14 @@ def import_tokenizer(folder: Path) -> Tokenizer:
     for name in CONFIGS:
         if (folder / name).exists():
             files[name] = (folder / name).read_bytes()
-            content = json.loads(files[name])
+            content = read_json(folder / name)
             settings |= {key: value for key, value in content.items() if value is not None}
     files.pop("config.json", None)  # of the model
 
     # What it puts in front of a prompt: BOS or nothing.
     if (folder / "tokenizer.json").exists():
         files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
-        check_growth(json.loads(files["tokenizer.json"]))
+        check_growth(read_json(folder / "tokenizer.json"))
         tokenizer = with_special_ids(JsonTokenizer, files, {"eos_token_id": 0})
         tokenizer.decode(tokenizer.encode(UNUSUAL))
         vocabulary = tokenizer.processor.get_vocab()
@@ -80,6 +80,14 @@ def import_tokenizer(folder: Path) -> Tokenizer:
         )
     special = {"bos_token_id": bos[0], "eos_token_id": eos_ids, "add_bos_token": bool(prefix)}
     return with_special_ids(type(tokenizer), files, special)
+
+
+def read_json(file: Path) -> dict:
+    """What a file holds, or should hold. Raises ValueError with its name where it is no JSON."""
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"no JSON ({file}: {error}). fix: get it again") from None
 
 
 def check_growth(content: dict) -> None:
