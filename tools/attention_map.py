@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from inference.load import load
+from inference.prompts import new_sequences
 from model.attention.kernels import AttentionKernel
 from model.transformer import Transformer
 from run import errors
@@ -34,11 +35,11 @@ def main() -> None:
     args = parser.parse_args()
     with errors.report_errors(), errors.user_input(), waiting("drawing a square for each head"):
         model, tokenizer, name = load(args.run, args.device, args.dtype)
-        tokens = tokenizer.encode_prompt(args.prompt)[: model.context]
-        maps = attention_weights(model, tokens)
+        (sequence,) = new_sequences(tokenizer, [args.prompt], model.context, max_new_tokens=1)
+        maps = attention_weights(model, sequence.tokens)
         if not maps:
             raise ValueError("no layer of this model is a softmax. fix: --run of another")
-        labels = [tokenizer.decode([token]) or str(token) for token in tokens]
+        labels = [tokenizer.decode([token]) or str(token) for token in sequence.tokens]
         others = sorted(set(range(len(model.blocks))) - maps.keys())
         title = f"{name}: {args.prompt!r:.60}\nlayers without softmax: {others or 'none'}"
         draw(maps, labels, title, args.out)

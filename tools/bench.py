@@ -3,7 +3,8 @@
     python -m tools.bench train model=15m attention=llama optimizer=adamw
         an optimizer step, and one of `transformers`' Llama
     python -m tools.bench decode model=15m attention=llama precision=bf16
-        greedy text, and `generate` of `transformers` with its default cache and compiled
+        greedy text, of several rows and lengths, and `generate` of `transformers` with its default
+        cache and compiled
 
 Overrides are those of train.py. Competitors are processes that live side by side and take turns, so
 that a slow moment of the machine meets all of them. Each gets a JSON line, and so does the ratio.
@@ -71,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
         for rows, length in DECODE_CASES:
             context = length + 1
             sizes = [f"context={context}", f"batch_tokens={rows * context}"]
-            compare("decode", [*sizes, *args.overrides], {"rows": rows, "length": length})
+            compare("decode", [*args.overrides, *sizes], {"rows": rows, "length": length})
     say("next: another size, attention or precision; python -m tools.bench --help")
 
 
@@ -85,7 +86,7 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     workers = {name: start_worker(kind, name, overrides) for name in COMPETITORS[kind]}
     turns = {name: [] for name in workers}
     ceiling = 0.0  # FLOP/s
-    advice = f"{kind}: the first turn of each compiles; to leave that out: compile=false"
+    advice = f"{kind}: the first turn of each compiles, unless compile=false"
     with waiting(advice, (NUM_TURNS + 1) * len(workers)) as bar:
         for number in range(NUM_TURNS + 1):
             for name, worker in workers.items():
@@ -303,24 +304,29 @@ def transformers_llama(settings: Settings) -> nn.Module:
     """LlamaForCausalLM of the same shape, with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    with errors.user_input():
-        config = hf_config.to_hf_config(settings.model)
-        if config["model_type"] != "llama" or settings.document_mask:
-            raise ValueError(
-                "LlamaForCausalLM has another shape. fix: attention=llama, and nothing else of ours"
-            )
     # Decoding must not end early.
-    config |= {"bos_token_id": None, "eos_token_id": None}
+    config = llama_config(settings) | {"bos_token_id": None, "eos_token_id": None}
     return LlamaForCausalLM(LlamaConfig(**config))
+
+
+def llama_config(settings: Settings) -> dict:
+    """Raises ValueError where LlamaForCausalLM has no such shape."""
+    config = hf_config.to_hf_config(settings.model)
+    if config["model_type"] != "llama" or settings.document_mask:
+        raise ValueError(
+            "LlamaForCausalLM has another shape. fix: attention=llama, and nothing else of ours"
+        )
+    return config
 
 
 def bench_settings(overrides: list[str]) -> tuple[dict, torch.device, torch.dtype]:
     """Settings, device and the dtype of matrix products. Ends with exit code 2."""
-    settings = compose(
-        ["name=bench", "max_minutes=null", "steps=1000000", "micro_batch=8", *overrides]
-    )
     with errors.user_input():
+        settings = compose(
+            ["name=bench", "max_minutes=null", "steps=1000000", "micro_batch=8", *overrides]
+        )
         check_buildable(settings)
+        llama_config(settings)
         device = hardware.pick_device(settings.device)
         return settings, device, hardware.pick_precision(settings.precision, device)
 

@@ -112,7 +112,9 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
     if isinstance(tokenizer, JsonTokenizer):
         return tokenizer.files
     if isinstance(tokenizer, IdTokenizer):
-        raise ValueError(f"its tokens have no text ({path}). fix: train with data.tokenizer=FILE")
+        raise ValueError(
+            f"its tokens have no text ({path}). fix: train on text, with data.tokenizer=FILE"
+        )
     vocabulary = ModelProto.FromString(tokenizer.files["tokenizer.model"])
     trainer = vocabulary.trainer_spec
     normalizer = vocabulary.normalizer_spec

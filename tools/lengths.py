@@ -45,7 +45,7 @@ def last_loss(model: Transformer, corpus: Corpus, settings: dict) -> float:
     if len(corpus.validation) < longest:
         raise ValueError(
             f"only {len(corpus.validation)} held-out tokens (a window has {longest}). "
-            "fix: a larger text"
+            "fix: a larger text; of a task: --slices --context N"
         )
     num_targets = settings["context"] // 2  # of a window
     ends = range(longest, len(corpus.validation) + 1, num_targets)

@@ -32,7 +32,10 @@ def count_fitting_sequences(trainer) -> int:
     peaks = []
     for sequences in (1, 1, 2):
         torch.cuda.reset_peak_memory_stats(device)
-        trainer.accumulate(slice(sequences), is_last=False)
+        try:
+            trainer.accumulate(slice(sequences), is_last=False)
+        except torch.OutOfMemoryError:
+            return 1  # where even that is too much, the first step says it
         peaks.append(torch.cuda.max_memory_allocated(device))
     trainer.model.zero_grad()
     _, with_one, with_two = peaks

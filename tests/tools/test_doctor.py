@@ -10,7 +10,7 @@ from run import compilation, hardware
 from tools import doctor
 
 GB = 10**9
-NOTHING = "nothing found that stops or slows training"
+NOTHING = "nothing found that slows training"
 
 
 @pytest.fixture
@@ -63,13 +63,6 @@ def test_a_gpu_that_torch_does_not_see_is_found(machine, capsys, cuda):
     machine("535.161.08", cuda=cuda)
     doctor.main()
     assert f"(driver 535.161.08, torch for CUDA {cuda}). fix: " in capsys.readouterr().out
-
-
-def test_a_folder_that_cannot_be_written_stops_training(diagnose, monkeypatch):
-    Path("runs").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: path != Path("runs"))
-    result = diagnose()
-    assert result.code == 2 and result.out.count("stops: ") == 1 and "runs" in result.out
 
 
 def test_a_missing_compiler_slows_training(diagnose, monkeypatch):

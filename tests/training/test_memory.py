@@ -20,6 +20,7 @@ class FakeGPU:
 
     def __init__(self, monkeypatch, free_bytes: int, sequence_bytes: int):
         self.sequence_bytes = sequence_bytes
+        self.free_bytes = free_bytes
         self.peak = 0
         self.measured = []
         functions = {
@@ -32,6 +33,8 @@ class FakeGPU:
             monkeypatch.setattr(torch.cuda, name, function)
 
     def accumulate(self, rows: slice, *, is_last: bool) -> None:
+        if rows.stop * self.sequence_bytes > self.free_bytes:
+            raise torch.OutOfMemoryError
         self.measured.append(rows.stop)
         self.peak = 8 * WEIGHTS + rows.stop * self.sequence_bytes
 
@@ -65,6 +68,11 @@ def test_a_micro_batch_fills_the_memory_and_divides_the_batch(monkeypatch):
             sizes.append(size)
         assert sizes == sorted(sizes) and sizes[-1] == batch
         assert gpu.measured == [1, 1, 2]
+
+
+def test_a_micro_batch_is_one_sequence_where_two_have_no_room(monkeypatch):
+    gpu = FakeGPU(monkeypatch, 8 * GB, sequence_bytes=5 * GB)
+    assert chosen(gpu, DistEnv(0, 1, torch.device("cuda")), "batch_tokens=1024") == 1
 
 
 def test_all_ranks_take_what_fits_on_the_one_with_the_least_memory(monkeypatch):

@@ -85,7 +85,7 @@ def read_runs(folders: list[Path], problems: dict[str, str]) -> list[Run]:
             if run.done:
                 runs.append(run)
             else:
-                problems[folder.name] = f"at {run.last['tokens']:,} tokens"
+                problems[folder.name] = f"unfinished, at {run.last['tokens']:,} tokens"
         except IntegrityError as error:
             problems[folder.name] = str(error)
     return runs
