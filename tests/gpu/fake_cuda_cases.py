@@ -348,7 +348,7 @@ FAULTS = {
         ("training", "products are in fp32"),
     ),
     "a graph break": (
-        (Transformer.hidden, EMBED, f"print(len(tokens)); {EMBED}"),
+        (Transformer.hidden_states, EMBED, f"print(len(tokens)); {EMBED}"),
         ("compiled training", "the graphs of a training step"),
     ),
 }
