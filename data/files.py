@@ -102,7 +102,7 @@ def read_text(file: Path, separator: str) -> Iterator[str]:
                     lines.append(line)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"not UTF-8 ({file}: {error.reason}). fix: iconv -f latin1 -t utf8"
+            f"not UTF-8 ({file}: {error.reason}). fix: iconv -f ENCODING -t utf8"
         ) from None
     # What follows the last separator is a document too.
     yield "".join(lines)

@@ -50,8 +50,6 @@ class Task(Source):
     length_name = "distance"  # of the slices
 
     def __post_init__(self):
-        if len({*self.sizes}) < len(self.sizes):
-            raise ValueError(f"a size comes twice (got {self.sizes}). fix: leave data.pairs out")
         # The largest rows say whether all fit.
         try:
             self.row(np.random.default_rng(0), max(self.sizes))
@@ -131,6 +129,11 @@ class Recall(Task):
 
     pairs: list[int]
     power: float
+
+    def __post_init__(self):
+        if len({*self.pairs}) < len(self.pairs):
+            raise ValueError(f"a number comes twice (got {self.pairs}). fix: leave data.pairs out")
+        super().__post_init__()
 
     @property
     def sizes(self) -> list[int]:

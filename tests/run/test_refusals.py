@@ -65,7 +65,7 @@ CONFIGS = {
     "attention=null": (2, "must be a string or a list"),
     "model=[1]": (1, "unknown (model=[1]). fix: model=124m or "),
     "attention=[gqa,mla]": (1, "unknown (attention=[gqa,mla])"),
-    "data=recall data.pairs=[4,4]": (2, "a size comes twice (got [4, 4])"),
+    "data=recall data.pairs=[4,4]": (2, "a number comes twice (got [4, 4])"),
     "run_dir=it's": (1, """fix: 'run_dir="it'"'"'s"'"""),
     "steps=${stepps}": (1, "stepps"),
     "distill_weight=0.9": (2, "fix: leave distill_weight out"),
