@@ -33,8 +33,8 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
     files = sorted(filter(Path.is_file, files))
     if not files:
         raise ValueError(
-            f"no files ({path=}). fix: a path of a file, a glob, or a folder of "
-            f"{' '.join(suffixes)}, as in data.path=my/texts"
+            f"no files ({path=}). fix: a file, a glob, or a folder of {' '.join(suffixes)}; "
+            "train.py takes it as data.path=my/texts"
         )
     return files
 

@@ -27,7 +27,11 @@ from run.instantiate import ROOT
 CONFIGS = ROOT / "configs"
 CPU_MICRO_BATCH = 8  # sequences, at most; more of them are not faster on a CPU
 GROUPS = ("model", "attention", "ffn", "norm", "data", "optimizer", "schedule")
-PARTS = ("attention", "ffn", "norm")  # groups that the model takes in
+PARTS = {  # groups that the model takes in
+    "attention": "what mixes tokens, in each layer",
+    "ffn": "the feed-forward network of each layer",
+    "norm": "in front of attention and feed-forward, and at the end",
+}
 
 HELP = "python train.py --help, which lists all"
 EXAMPLES = """Train a language model.
@@ -315,5 +319,6 @@ def help_text() -> str:
         if not kinds:
             for kind in schema.get("anyOf", [schema]):
                 kinds += map(as_typed, kind.get("enum", [kind.get("type")]))
-        lines.append(f"  {key}={value}  ({', '.join(kinds)})  {schema.get('description', '')}")
+        text = schema.get("description", PARTS.get(key, "settings of other keys, all at once"))
+        lines.append(f"  {key}={value}  ({', '.join(kinds)})  {text}")
     return "\n".join(lines)

@@ -3,12 +3,13 @@
     python -m tools.bench train model=15m attention=llama optimizer=adamw
         an optimizer step, and one of `transformers`' Llama
     python -m tools.bench decode model=15m attention=llama precision=bf16
-        greedy text, of several rows and lengths, and `generate` of `transformers` with its default
-        cache and compiled
+        greedy text of 1 and 8 rows, each 256 and 2,048 tokens long, and `generate` of
+        `transformers` with its default cache and compiled
 
-Overrides are those of train.py. Competitors are processes that live side by side and take turns, so
-that a slow moment of the machine meets all of them. Each gets a JSON line, and so does the ratio.
-The first turns compile, which may take minutes: compile=false leaves that out.
+Overrides are those of train.py, but for context and batch_tokens of decoding, which are set here.
+Competitors are processes that live side by side and take turns, so that a slow moment of the
+machine meets all of them. Each gets a JSON line, and so does the ratio. The first turns compile,
+which may take minutes: compile=false leaves that out.
 """
 
 import argparse

@@ -67,10 +67,11 @@ def evaluate(
     title: str,
     measure: Callable[[Run], float | None],
     groups: Groups,
+    baseline: str,
     margin: float,
     num_measures: int = 1,
 ) -> Result:
-    """Measure all runs, and judge the variants beside the first, the baseline, if it has a value.
+    """Measure all runs, and judge the variants beside the baseline if that has a value.
 
     Of `num_measures` in one table, each is judged at so much smaller a level.
     """
@@ -80,9 +81,9 @@ def evaluate(
         if None not in values:
             samples[name] = values
     others = dict(samples)
-    baseline = others.pop(next(iter(groups)), [])
-    verdicts = judge(baseline, others, margin, LEVEL / num_measures) if baseline else {}
-    return Result(title, samples, verdicts, spreads_differ(baseline, others))
+    theirs = others.pop(baseline, [])
+    verdicts = judge(theirs, others, margin, LEVEL / num_measures) if theirs else {}
+    return Result(title, samples, verdicts, spreads_differ(theirs, others))
 
 
 def num_solved(runs: list[Run]) -> int:

@@ -22,6 +22,7 @@ from tools.compare.measures import (
 from tools.compare.page import Page, plain_table
 from tools.compare.plots import draw_forest, draw_searches, in_bytes
 from tools.compare.runs import Groups, Run, changes, group_by_variant
+from tools.compare.statistics import Verdict
 from tools.compare.tuning import Losses, find_optimum, rate_losses
 
 # What a choice takes at least. With fewer seeds, only large differences show. With fewer tokens,
@@ -49,10 +50,11 @@ training context exceeds that of the same tokens behind one training context, wi
 or scaled positions. The intervals of all these columns hold together.
 """
 COSTS = """
-The cache holds one row of a full context in bf16. Training speed is the median over the lines of a
-log. Decoding is measured at full context with the first seed's model as generate.py loads it, and
-not compiled. FLOPs are those of forward and backward. Of all settings, the last column has those
-that differ from the baseline's; where sizes are matched, the width of the feed-forward does that.
+The first line of configs/attention/NAME.yaml says what an attention is. The cache holds one row of
+a full context in bf16. Training speed is the median over the lines of a log. Decoding is measured
+at full context with the first seed's model as generate.py loads it, and not compiled. FLOPs are
+those of forward and backward. Of all settings, the last column has those that differ from the
+baseline's; where sizes are matched, the width of the feed-forward does that.
 """
 TUNING = """
 Each variant was trained at several factors of all learning rates, with a seed that judges nothing.
@@ -82,7 +84,7 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for (task, dim), members in parts.items():
-        page.paragraph(f"{task}, models of dim {dim}", "h2")
+        page.paragraph(f"{task}, models of dim {dim}, context {members[0].model.context}", "h2")
         figure, text = add_comparison(page, members, margin)
         if figure:
             (folder / f"{task}-{dim}.svg").write_text(figure)
@@ -122,21 +124,27 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
         )
     groups = group_by_variant(judged)
     baseline = next(iter(groups))
+    first = groups[baseline][0]
+    means = {name: fmean(run.loss for run in runs) for name, runs in groups.items()}
+    best_first = sorted(means, key=means.get, reverse=first.floor is not None)
+    groups = {name: groups[name] for name in best_first}
 
     # A task is solved or not, which has no mean; a loss has a difference, and a verdict.
-    first = groups[baseline][0]
     notes = [COSTS]
     if first.floor is None:
-        result = evaluate(first.metric_name, attrgetter("loss"), groups, margin)
+        result = evaluate(first.metric_name, attrgetter("loss"), groups, baseline, margin)
         withhold_verdicts(result, losses, baseline, diverged)
         caption = "a dot for each seed, and 95 % intervals of all variants together"
-        figure = draw_differences(result, groups, margin)
+        title = f"{result.title}: difference to {baseline}, less is better"
+        lines = {"equal": 0.0, f"margin {margin:g}": margin}
+        figure = draw_losses(groups, title, lines, means[baseline], result.verdicts)
         cells = result.cells
         clauses = verdict_clauses(result, margin)
         notes = [VERDICTS, UNEQUAL if result.is_unequal else EQUAL, COSTS]
     else:
         caption = "a dot for each seed"
-        figure = draw_accuracies(groups, first)
+        lines = {f"floor {first.floor:.3f}": first.floor, f"solved {SOLVED:g}": SOLVED}
+        figure = draw_losses(groups, first.metric_name, lines, 0.0, {})
         cells = partial(accuracy_cells, groups, diverged)
         clauses = accuracy_clauses(groups, first, diverged)
     summary = f"{doubts(groups)}Beside {baseline} ({len(groups[baseline])} seeds), {clauses}"
@@ -156,11 +164,11 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
         page.paragraph(note)
 
     if first.task == "text":
-        add_parts(page, groups, losses, diverged)
+        add_parts(page, groups, baseline, losses, diverged)
     if losses:
         add_searches(page, losses)
-    machine = first.settings.get("machine", {})
-    page.paragraph(" ".join(f"{key}: {value}." for key, value in machine.items()))
+    settings = ", ".join(f"{key}={value}" for key, value in first.settings_except(()).items())
+    page.paragraph(f"The settings of {baseline}, and its machine: {settings}")
     return svg, f"{summary}\n{plain_table(rows)}"
 
 
@@ -171,6 +179,9 @@ def doubts(groups: Groups) -> str:
     if seeds < MIN_SEEDS:
         found.append(f"{seeds} of {MIN_SEEDS} seeds")
     firsts = [runs[0] for runs in groups.values()]
+    tokens = [run.last["tokens"] for run in firsts]
+    if min(tokens) < max(tokens):
+        found.append(f"{min(tokens):,} of {max(tokens):,} tokens")
     ratio = min(run.last["tokens"] / run.model.num_parameters() for run in firsts)
     # Rounded, since parameters are matched to a few in a thousand.
     if round(ratio, 1) < MIN_TOKENS and firsts[0].task == "text":
@@ -249,36 +260,26 @@ def cost_cells(runs: list[Run]) -> dict[str, str]:
     }
 
 
-def draw_differences(result: Result, groups: Groups, margin: float) -> Figure:
-    """The forest plot of a loss: the differences to the baseline, the best at the top."""
-    baseline = next(iter(groups))
-    center = fmean(result.samples[baseline])
+def draw_losses(
+    groups: Groups, title: str, lines: dict[str, float], center: float, verdicts: dict[str, Verdict]
+) -> Figure:
+    """The forest plot of the metric less `center`, with the values that `lines` mark."""
     rows = []
-    for name in sorted(result.samples, key=lambda name: fmean(result.samples[name])):
-        label = f"{name}, {in_bytes(groups[name][0].cache_bytes)}"
-        dots = [value - center for value in result.samples[name]]
-        verdict = result.verdicts.get(name)
-        rows.append((label, dots, verdict and verdict[1:3]))
-    title = f"{result.title}: difference to {baseline}, less is better"
-    return draw_forest(rows, title, {"equal": 0.0, f"margin {margin:g}": margin})
+    for name, runs in groups.items():
+        label = f"{name}, {in_bytes(runs[0].cache_bytes)}"
+        verdict = verdicts.get(name)
+        rows.append((label, [run.loss - center for run in runs], verdict and verdict[1:3]))
+    return draw_forest(rows, title, lines)
 
 
-def draw_accuracies(groups: Groups, first: Run) -> Figure:
-    """The forest plot of the task of `first`: the accuracy of each seed, the best at the top."""
-    rows = []
-    for name in sorted(groups, key=lambda name: -fmean(run.loss for run in groups[name])):
-        label = f"{name}, {in_bytes(groups[name][0].cache_bytes)}"
-        rows.append((label, [run.loss for run in groups[name]], None))
-    lines = {f"floor {first.floor:.3f}": first.floor, f"solved {SOLVED:g}": SOLVED}
-    return draw_forest(rows, first.metric_name, lines)
-
-
-def add_parts(page: Page, groups: Groups, losses: dict[str, Losses], diverged: Counter) -> None:
+def add_parts(
+    page: Page, groups: Groups, baseline: str, losses: dict[str, Losses], diverged: Counter
+) -> None:
     """Add the table of the parts of the loss on text, which have no margin."""
     rows = [{"variant": name} for name in groups]
     for title, measure in TEXT_PARTS.items():
-        result = evaluate(title, measure, groups, 0.0, len(TEXT_PARTS))
-        withhold_verdicts(result, losses, next(iter(groups)), diverged)
+        result = evaluate(title, measure, groups, baseline, 0.0, len(TEXT_PARTS))
+        withhold_verdicts(result, losses, baseline, diverged)
         for row in rows:
             row |= result.cells(row["variant"])
     page.table(rows)
