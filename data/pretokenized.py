@@ -36,8 +36,8 @@ class Pretokenized(Source):
             self.ids_of = Tokenizer.load(self.tokenizer)
 
     def identity(self) -> str:
-        hashes = [content_hash(self.train_files), content_hash(self.val_files)]
-        return " ".join([*hashes, str(self.validation_tokens)])
+        train = content_hash(self.train_files)
+        return f"{train} {content_hash(self.val_files)} {self.validation_tokens}"
 
     def corpus(self) -> Corpus:
         """Map the files where they are, without a copy in the cache."""
@@ -67,6 +67,7 @@ class Pretokenized(Source):
         if highest >= self.ids_of.vocab_size:
             raise ValueError(
                 f"a token outside the vocabulary ({file} has {highest}, "
-                f"of {self.ids_of.vocab_size}). fix: data.vocab_size or data.tokenizer"
+                f"of {self.ids_of.vocab_size}). fix: data.vocab_size or data.tokenizer; for "
+                "text, data=text"
             )
         return tokens

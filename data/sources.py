@@ -83,8 +83,15 @@ class Text(Source):
         self.train_files, self.val_files = split_files(self.path, TEXT_SUFFIXES)
 
     def identity(self) -> str:
-        hashes = [content_hash(self.train_files), content_hash(self.val_files)]
-        return json.dumps([*hashes, self.text_field, self.separator, self.holdout])
+        return json.dumps(
+            [
+                content_hash(self.train_files),
+                content_hash(self.val_files),
+                self.text_field,
+                self.separator,
+                self.holdout,
+            ]
+        )
 
     def documents(self) -> Documents:
         # Files that are held out by their names.

@@ -104,7 +104,7 @@ class Tokenizer:
         except RuntimeError:
             raise ValueError(
                 f"no tokenizer from this text ({vocab_size=}). "
-                "fix: more text, or another data.vocab_size"
+                "fix: more text; or a data.vocab_size that is smaller, but above 300"
             ) from None
         return cls({"tokenizer.model": model.getvalue()})
 
@@ -185,7 +185,8 @@ class IdTokenizer(Tokenizer):
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.vocab_size:
                 raise ValueError(
-                    f"not a token id below {self.vocab_size} ({word}). fix: numbers, as in 464 3290"
+                    f"not a token id below {self.vocab_size} ({word}). fix: numbers such as 2, or "
+                    "--run of a model of text"
                 )
             tokens.append(int(word))
         return tokens

@@ -21,7 +21,11 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, description: str, hint: str):
         super().__init__(
-            command, description=description, epilog=hint, formatter_class=HelpFormatter
+            command,
+            description=description,
+            epilog=hint,
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
         )
 
     def error(self, message: str) -> NoReturn:

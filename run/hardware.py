@@ -51,7 +51,7 @@ def pick_device(wanted: str) -> torch.device:
             return torch.device(kind)
     raise ValueError(
         f"torch can use no such device here (device={wanted}). "
-        "fix: what python -m tools.doctor says, or device=auto"
+        "fix: what python -m tools.doctor says, or device=auto (--device auto)"
     )
 
 

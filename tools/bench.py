@@ -8,8 +8,9 @@
 
 Overrides are those of train.py, but for context and batch_tokens of decoding, which are set here.
 Competitors are processes that live side by side and take turns, so that a slow moment of the
-machine meets all of them. Each gets a JSON line, and so does the ratio. The first turns compile,
-which may take minutes: compile=false leaves that out.
+machine meets all of them. Each gets a JSON line of medians, and the last line has the ratio of
+speeds, which is the median over the turns. The first turns compile, which may take minutes:
+compile=false leaves that out, but for the compiled competitor of decoding.
 """
 
 import argparse

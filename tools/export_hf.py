@@ -79,9 +79,9 @@ def main(args: argparse.Namespace) -> str:
     # All that can be wrong with the model or the arguments is found before a file is written.
     with errors.user_input():
         path = checkpoint.find_model(args.run)
-        config = to_hf_config(checkpoint.load_model_config(path))
         tokenizer = Tokenizer.load(tokenizer_file(path))
         files = tokenizer_files(tokenizer, path)
+        config = to_hf_config(checkpoint.load_model_config(path))
         model = load_model(path, "cpu")
 
     dtype = DTYPES[args.dtype]
@@ -113,7 +113,8 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
         return tokenizer.files
     if isinstance(tokenizer, IdTokenizer):
         raise ValueError(
-            f"its tokens have no text ({path}). fix: train on text, with data.tokenizer=FILE"
+            f"its tokens have no text ({path}). fix: train on text, or on tokens with "
+            "data.tokenizer=FILE"
         )
     vocabulary = ModelProto.FromString(tokenizer.files["tokenizer.model"])
     trainer = vocabulary.trainer_spec

@@ -58,7 +58,7 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
     if refused:
         raise ValueError(
             f"{path} was made with another {', '.join(refused)}. fix: the overrides used then to "
-            "resume it, or another run_dir, with init_from= to begin with its weights"
+            "resume it; to begin another run, resume=false, and init_from= for its weights"
         )
     return f"changed since {path.name}: {', '.join(changed)}" if changed else ""
 

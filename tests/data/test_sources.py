@@ -117,6 +117,16 @@ def test_files_of_a_split_are_its_documents(tmp_path):
     assert source(tmp_path).identity() != before
 
 
+def test_a_file_with_another_suffix_is_another_text(tmp_path):
+    """It is read in another way, so what was prepared of it must not be found again."""
+    content = '{"text": "first"}\n{"text": "second"}\n'
+    found = set()
+    for name in ("a.jsonl", "a.txt", "b.txt"):
+        (tmp_path / name).write_text(content)
+        found.add(source(tmp_path / name).identity())
+    assert len(found) == 2  # the name alone changes nothing
+
+
 def test_documents_are_held_out_by_their_own_hash(tmp_path):
     documents = [f"document {i}" for i in range(200)]
     for order in (documents, documents[::-1]):

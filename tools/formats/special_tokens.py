@@ -89,7 +89,8 @@ def read_json(file: Path) -> dict:
         return json.loads(file.read_text())
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"no JSON ({file}: {error}). fix: get it again, as part of a folder of Hugging Face"
+            f"no JSON ({file}: {error}). fix: a folder on this disk with all files of the "
+            "model; one of ours is used as it is"
         ) from None
 
 
