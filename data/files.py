@@ -141,7 +141,7 @@ def read_rows(file: Path, field: str) -> Iterator[str]:
 
 
 def content_hash(files: list[Path]) -> str:
-    """SHA-256 over that of each file and its suffix, by which it is read; of any name and time."""
+    """SHA-256 over the SHA-256 and the suffix of each file, whatever its name or time."""
     total = sha256()
     for file in files:
         total.update((sha256_of(file) + file.suffix).encode())

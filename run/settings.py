@@ -249,7 +249,10 @@ def describe(problem: dict) -> str:
     """A line for a problem that pydantic found: what is wrong with which value, and a fix."""
     key = str(problem["loc"][0])
     rule = re.sub("^(Input|String) should", "must", problem["msg"])
-    return f"{key} {rule} (got {problem['input']!r}). fix: {key}={defaults()[key]}, or what --help lists"
+    return (
+        f"{key} {rule} (got {problem['input']!r}). "
+        f"fix: {key}={defaults()[key]}, or what --help lists"
+    )
 
 
 def unknown(word: str, value: str = "VALUE", own: Collection[str] = ()) -> str:

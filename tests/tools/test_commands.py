@@ -56,6 +56,12 @@ def test_a_module_that_is_no_command_says_so(monkeypatch, capfd, name):
     assert all(command in line for command in tools.COMMANDS)
 
 
+def test_an_option_is_not_abbreviated(command):
+    """generate.py --prompt would be its --prompt-file."""
+    result = command("generate.py", "--prompt", "Once")
+    assert result.code == 2 and "unrecognized arguments: --prompt" in result.err
+
+
 def test_python_asks_the_package_first():
     words = [sys.executable, "-m", "tools.latency"]
     result = subprocess.run(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)

@@ -239,7 +239,11 @@ DAMAGES = {
     "no JSON": (2, write("config.json", "{}}"), "config.json: Extra data"),
     "no object": (2, write("config.json", "[]"), "missing or of other types"),
     "layers of another depth": (2, change(layer_types=["full_attention"]), "of another depth"),
-    "one of ours": (2, lambda folder: (folder / "config.json").unlink(), "one of ours is used"),
+    "one of ours": (
+        2,
+        lambda folder: (folder / "config.json").unlink(),
+        "a run of ours needs no import",
+    ),
     "no tokenizer": (2, no_tokenizer, "tokenizer.model"),
 }
 # Their own features are not read back.

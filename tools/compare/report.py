@@ -179,7 +179,7 @@ def doubts(groups: Groups) -> str:
     if seeds < MIN_SEEDS:
         found.append(f"{seeds} of {MIN_SEEDS} seeds")
     firsts = [runs[0] for runs in groups.values()]
-    tokens = [run.last["tokens"] for run in firsts]
+    tokens = [run.last["tokens"] for runs in groups.values() for run in runs]
     if min(tokens) < max(tokens):
         found.append(f"{min(tokens):,} of {max(tokens):,} tokens")
     ratio = min(run.last["tokens"] / run.model.num_parameters() for run in firsts)

@@ -76,21 +76,21 @@ def import_tokenizer(folder: Path) -> Tokenizer:
     if not eos_ids or max(bos) >= tokenizer.vocab_size or len(prefix) > 1 or not is_in_front:
         raise ValueError(
             f"a tokenizer needs EOS, and may add only BOS, in front (EOS {eos_ids}, adds {prefix}, "
-            f"{tokenizer.vocab_size} tokens). fix: eos_token in tokenizer_config.json, or eos_token_id in "
-            "config.json or generation_config.json"
+            f"{tokenizer.vocab_size} tokens). fix: eos_token in tokenizer_config.json, or "
+            "eos_token_id in config.json or generation_config.json"
         )
     special = {"bos_token_id": bos[0], "eos_token_id": eos_ids, "add_bos_token": bool(prefix)}
     return with_special_ids(type(tokenizer), files, special)
 
 
 def read_json(file: Path) -> dict:
-    """What a file holds, or should hold. Raises ValueError with its name where it is no JSON."""
+    """What a file holds. Raises ValueError with its name where it is missing or no JSON."""
     try:
         return json.loads(file.read_text())
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"no JSON ({file}: {error}). fix: a folder on this disk with all files of the "
-            "model; one of ours is used as it is"
+            f"no JSON ({file}: {error}). fix: get all files of the model; a run of ours "
+            "needs no import"
         ) from None
 
 
