@@ -42,7 +42,7 @@ def test_jobs_compose_to_what_was_asked(plan_jobs):
     settings = [compose(job.overrides) for job in jobs]
     for job, each in zip(jobs, settings, strict=True):
         assert each.run_dir == str(job.run_dir) and each.resume
-        assert each.name == job.variant and each.optimizer["lr"] == 0.01
+        assert job.run_dir.name.startswith(each.name) and each.optimizer["lr"] == 0.01
     assert [each.seed for each in settings] == [0, 0, 3, 3]
 
 
@@ -71,7 +71,7 @@ def test_matching_changes_the_feed_forward_alone(plan_jobs):
 
 def test_sizes_are_matched_within_each_model_size(plan_jobs):
     jobs = plan_jobs(["attention=gqa,mla", "model=tiny,small"], "params", Path("out"))
-    sizes = {job.variant: num_parameters(job.overrides) for job in jobs}
+    sizes = {compose(job.overrides).name: num_parameters(job.overrides) for job in jobs}
     assert list(sizes) == ["gqa-tiny", "gqa-small", "mla-tiny", "mla-small"]
     for size in ("tiny", "small"):
         assert sizes[f"mla-{size}"] == pytest.approx(sizes[f"gqa-{size}"], rel=0.01)
@@ -91,9 +91,9 @@ def test_the_search_finds_the_rates_of_each_variant(monkeypatch, diverges_from):
             settings = compose(job.overrides).model_dump()
             factor = settings["optimizer"]["lr"] / 0.01
             assert settings["optimizer"]["embedding_lr"] == pytest.approx(0.04 * factor, rel=1e-3)
-            rates.append((job.variant, settings["seed"], factor))
+            rates.append((settings["name"], settings["seed"], factor))
             assert job.factor is None or job.factor == pytest.approx(factor, rel=1e-3)
-            loss = 3 + 0.1 * math.log2(factor / BOWL[job.variant]) ** 2
+            loss = 3 + 0.1 * math.log2(factor / BOWL[settings["name"]]) ** 2
             lines = [{"val_loss": loss, "tokens": 1}] if factor < diverges_from else []
             job.run = Run(job.run_dir, settings, lines, True, factor=job.factor)
 
@@ -112,7 +112,9 @@ def test_the_search_finds_the_rates_of_each_variant(monkeypatch, diverges_from):
     best = BOWL | ({"mqa": 2.0} if diverges_from == 4 else {})
     for name, seed, factor in rates[-6:]:
         assert seed in (0, 1) and factor == pytest.approx(best[name], rel=0.01)
-    assert jobs[0].factor == 1.0 and jobs[0].variant == "gqa" and jobs[0].baseline is None
+    assert (
+        jobs[0].factor == 1.0 and jobs[0].run_dir.name == "gqa-x1-1000" and jobs[0].baseline is None
+    )
     assert all(job.baseline is jobs[0] for job in jobs[1:])
     assert len({job.run_dir for job in jobs}) == len(jobs)
 

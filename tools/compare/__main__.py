@@ -14,7 +14,6 @@ one that is still running. It ends with a report, which --report writes of any r
 """
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from run.settings import compose
 from tools.compare.measures import measure_checkpoints
 from tools.compare.plan import SIZES, Variant, plan_variants, train_variants
 from tools.compare.report import write_report
-from tools.compare.runs import RECORDS, Run, read_records
+from tools.compare.runs import RECORDS, Run, command, read_records
 from tools.compare.tuning import FACTORS
 
 
@@ -50,9 +49,8 @@ def main(args: argparse.Namespace) -> None:
             problems[run.folder.name] = "diverged"
     if not args.quick:
         measure_checkpoints(runs)
-    command = f"python -m tools.compare {shlex.join(sys.argv[1:])}"
     with errors.user_input():
-        print(write_report(folder, runs, problems, command, args.margin))
+        print(write_report(folder, runs, problems, command(), args.margin))
 
 
 def announce(variants: list[Variant], has_search: bool) -> None:

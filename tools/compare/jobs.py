@@ -18,7 +18,7 @@ from run.instantiate import ROOT
 from run.progress import say, waiting
 from run.settings import compose
 from run.signals import Signals
-from tools.compare.runs import Run, commit, read_records
+from tools.compare.runs import Run, command, commit, read_records
 
 FINISHED = "finished before"  # the outcome of a run that an earlier call has trained
 Environment = dict[str, str]  # variables, which may give a run a GPU
@@ -32,7 +32,6 @@ class Job:
     Its baseline is trained before it, and decides how long it trains and whether it is compiled.
     """
 
-    variant: str
     run_dir: Path
     overrides: list[str]
     baseline: "Job | None" = None
@@ -142,6 +141,7 @@ class Job:
             self.run.factor = self.factor
             self.run.baseline = self.compared_with
             self.run.commit = commit()
+            self.run.command = command()
             self.run.overrides = self.overrides
             self.run.append_to_records()
         self.lock.close()

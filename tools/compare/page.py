@@ -30,14 +30,14 @@ Rows = list[dict[str, str]]  # by the titles of the columns; a row may lack some
 
 
 class Page:
-    """The blocks of a page, in order, as HTML."""
+    """The blocks of the page of a comparison, in order, as HTML."""
 
-    def __init__(self, title: str):
+    def __init__(self):
         self.blocks = [
             '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width">'
-            f"<title>{escape(title)}</title><style>{STYLE}</style>",
-            f"<h1>{escape(title)}</h1>",
+            f"<title>Comparison</title><style>{STYLE}</style>",
+            "<h1>Comparison</h1>",
         ]
 
     def html(self) -> str:

@@ -47,7 +47,7 @@ class Variant:
         path = json.dumps(str(run_dir), ensure_ascii=False)
         rates = scaled_rates(self.overrides, scale)
         words = [*self.overrides, *rates, f"seed={seed}", f"run_dir={path}", "resume=true"]
-        return Job(self.name, run_dir, words, factor=factor, compared_with=self.baseline)
+        return Job(run_dir, words, factor=factor, compared_with=self.baseline)
 
     def search(self) -> list[Job]:
         """The runs that the search for the best factor needs next; none once it has ended."""

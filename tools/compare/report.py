@@ -77,7 +77,7 @@ def write_report(
         raise ValueError(f"no run finished ({without_fix('; '.join(missing))}). fix: train one")
 
     # Models of one size are compared with each other, task by task.
-    page = Page("Comparison")
+    page = Page()
     parts = defaultdict(list)
     for run in runs:
         parts[run.task, run.settings["model"]["dim"]].append(run)
@@ -90,9 +90,8 @@ def write_report(
             (folder / f"{task}-{dim}.svg").write_text(figure)
         lines.append(text)
 
-    if problems:
-        page.paragraph("Not in the tables:")
-        page.table([{"run": name, "why": why} for name, why in problems.items()])
+    for line in missing:
+        page.paragraph(line)
     commits = sorted({str(run.commit) for run in runs})
     page.paragraph(f"Made by {command}; trained at commit {', '.join(commits)}.")
     file = folder / "report.html"
@@ -168,7 +167,9 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
     if losses:
         add_searches(page, losses)
     settings = ", ".join(f"{key}={value}" for key, value in first.settings_except(()).items())
-    page.paragraph(f"The settings of {baseline}, and its machine: {settings}")
+    command = first.command or "train.py"
+    page.paragraph(f"{baseline} was trained by {command}, with these settings and on this machine:")
+    page.paragraph(settings)
     return svg, f"{summary}\n{plain_table(rows)}"
 
 

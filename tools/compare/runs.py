@@ -2,7 +2,9 @@
 
 import json
 import math
+import shlex
 import subprocess
+import sys
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -63,6 +65,7 @@ class Run:
     factor: float | None = None  # of the learning rates, in a run that looks for the best of these
     baseline: str | None = None  # the variant that it is compared with
     commit: str | None = None
+    command: str | None = None  # the comparison that trained it, with its margin
     overrides: list[str] = field(default_factory=list)
     # Measured with the last checkpoint: losses by multiples of the context, and ms by the title.
     lengths: dict[str, float] = field(default_factory=dict)
@@ -168,6 +171,11 @@ class Run:
     def identity(self) -> dict[str, str]:
         """The settings that make the run this variant."""
         return self.settings_except(NOT_IDENTITY)
+
+
+def command() -> str:
+    """The call of this process."""
+    return f"python -m tools.compare {shlex.join(sys.argv[1:])}"
 
 
 @cache
