@@ -93,16 +93,17 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def adamw(
-    model: nn.Module, *, lr: float, betas: list[float], weight_decay: float
+    model: nn.Module, *, lr: float, embedding_lr: float, betas: list[float], weight_decay: float
 ) -> list[Optimizer]:
     """AdamW with decay on matrices only. Loshchilov, 1711.05101."""
     check_options(lr, betas)
-    matrices, vectors = split_parameters(model)
+    hidden, embeddings, vectors = split_parameters(model)
     groups = [
-        {"params": matrices, "weight_decay": weight_decay},
+        {"params": hidden},
+        {"params": embeddings, "lr": embedding_lr},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return [AdamW(groups, lr=lr, betas=betas, fused=True)]
+    return [AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)]
 
 
 def muon(
@@ -116,10 +117,7 @@ def muon(
 ) -> list[Optimizer]:
     """Muon for matrices inside the blocks, AdamW without decay for embedding, head and vectors."""
     check_options(lr, betas)
-    matrices, vectors = split_parameters(model)
-    in_blocks = set(model.blocks.parameters())
-    hidden = [p for p in matrices if p in in_blocks]
-    embeddings = [p for p in matrices if p not in in_blocks]
+    hidden, embeddings, vectors = split_parameters(model)
     groups = [{"params": embeddings, "lr": embedding_lr}, {"params": vectors}]
     return [
         Muon(hidden, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}),
@@ -136,8 +134,10 @@ def check_options(lr: float, betas: list[float]) -> None:
         )
 
 
-def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """The matrices of a model, and its other parameters."""
+def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The matrices inside the blocks, those of embedding and head, and all other parameters."""
+    hidden = [p for p in model.blocks.parameters() if p.ndim == 2]
     matrices = [p for p in model.parameters() if p.ndim == 2]
+    embeddings = [p for p in matrices if p not in {*hidden}]
     vectors = [p for p in model.parameters() if p.ndim != 2]
-    return matrices, vectors
+    return hidden, embeddings, vectors

@@ -24,6 +24,7 @@ OVERRIDES = {
     "sgd": (
         "optimizer=adamw",
         "~optimizer.betas",
+        "~optimizer.embedding_lr",
         "~optimizer.weight_decay",
         "optimizer._target_=training.optimizers.sgd",
         "optimizer.lr=0.1",
@@ -80,7 +81,7 @@ def test_a_resumed_run_has_the_learning_rate_that_it_asks_for(trainer_of):
         trainer.train_step()
         trainer.save()
         peaks.append([group["peak"] for group in trainer.optimizers[0].param_groups])
-    assert trainer.step == 2 and peaks == [[0.01, 0.01], [0.02, 0.02]]
+    assert trainer.step == 2 and peaks == [[0.01] * 3, [0.02] * 3]
 
 
 def test_an_optimizer_that_never_stepped_has_no_state(trainer_of):
@@ -128,8 +129,8 @@ def test_newton_schulz_steps_are_those_of_float64(monkeypatch, is_fast, error):
 @pytest.mark.parametrize("kind", [adamw, muon])
 def test_only_matrices_decay(kind):
     model = instantiate(settings_of("model=tiny", "data.vocab_size=400").model)
-    more = {"momentum": 0.9, "embedding_lr": 0.1} if kind is muon else {}
-    steppers = kind(model, lr=0.1, betas=[0.9, 0.95], weight_decay=0.5, **more)
+    more = {"momentum": 0.9} if kind is muon else {}
+    steppers = kind(model, lr=0.1, embedding_lr=0.1, betas=[0.9, 0.95], weight_decay=0.5, **more)
     for p in model.parameters():
         p.data.fill_(1.0)
         p.grad = torch.zeros_like(p)
@@ -142,6 +143,23 @@ def test_only_matrices_decay(kind):
     assert decayed == matrices
     stepped = [p for stepper in steppers for group in stepper.param_groups for p in group["params"]]
     assert len(stepped) == len([*model.parameters()])
+
+
+@pytest.mark.parametrize("kind", [adamw, muon])
+def test_embedding_and_head_have_a_rate_of_their_own(kind):
+    model = instantiate(settings_of("model=tiny", "data.vocab_size=400").model)
+    more = {"momentum": 0.9} if kind is muon else {}
+    steppers = kind(model, lr=0.1, embedding_lr=0.5, betas=[0.9, 0.95], weight_decay=0.0, **more)
+    for p in model.parameters():
+        p.data.fill_(1.0)
+        p.grad = torch.ones_like(p)
+    for stepper in steppers:
+        stepper.step()
+    # AdamW's first step is the rate times the sign of the gradient.
+    for name, p in model.named_parameters():
+        rate = 0.1 if name.startswith("blocks.") or p.ndim != 2 else 0.5
+        if kind is adamw or rate == 0.5 or p.ndim != 2:
+            close(p, torch.full_like(p, 1 - rate), rtol=0, atol=1e-6)
 
 
 def test_a_step_on_a_gpu_launches_as_much_for_many_matrices_as_for_few():

@@ -167,9 +167,10 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
     if losses:
         add_searches(page, losses)
     settings = ", ".join(f"{key}={value}" for key, value in first.settings_except(()).items())
-    command = first.command or "train.py"
-    page.paragraph(f"{baseline} was trained by {command}, with these settings and on this machine:")
-    page.paragraph(settings)
+    page.paragraph(
+        f"{baseline} was trained by {first.command or 'train.py'}, with these settings and on this "
+        f"machine: {settings}"
+    )
     return svg, f"{summary}\n{plain_table(rows)}"
 
 
