@@ -119,6 +119,14 @@ def test_the_search_finds_the_rates_of_each_variant(monkeypatch, diverges_from):
     assert len({job.run_dir for job in jobs}) == len(jobs)
 
 
+def test_nothing_is_judged_where_every_search_has_failed(monkeypatch):
+    counts = []
+    monkeypatch.setattr(plan, "train_all", lambda jobs: counts.append(len(jobs)))
+    variants = plan_variants(["model=tiny"], "none", Path("out"), has_search=True)
+    jobs = train_variants(variants, has_search=True)
+    assert counts == [len(jobs)] == [5]
+
+
 def test_the_seed_of_the_search_judges_nothing():
     with pytest.raises(ValueError, match="fix: seed=0"):
         plan_variants(["seed=0,1000"], "none", Path("out"), has_search=True)

@@ -120,7 +120,8 @@ def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
         jobs.extend(new_jobs)
         for job in new_jobs:
             job.baseline = None if job is jobs[0] else jobs[0]
-        train_all(new_jobs)
+        if new_jobs:  # none where every search has failed
+            train_all(new_jobs)
 
     # The search goes on until no variant has its best rate at the edge of what was tried.
     while has_search:
