@@ -136,8 +136,9 @@ def check_options(lr: float, betas: list[float]) -> None:
 
 def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """The matrices inside the blocks, those of embedding and head, and all other parameters."""
-    hidden = [p for p in model.blocks.parameters() if p.ndim == 2]
+    in_blocks = {*model.blocks.parameters()}
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    embeddings = [p for p in matrices if p not in {*hidden}]
+    hidden = [p for p in matrices if p in in_blocks]
+    embeddings = [p for p in matrices if p not in in_blocks]
     vectors = [p for p in model.parameters() if p.ndim != 2]
     return hidden, embeddings, vectors

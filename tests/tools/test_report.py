@@ -78,7 +78,7 @@ def write(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
 
     def written(runs: list[Run], **problems: str) -> tuple[str, str]:
-        summary = report.write_report(folder, runs, problems, "the command", margin=0.01)
+        summary = report.write_report(folder, runs, problems, margin=0.01)
         return (folder / "report.html").read_text(), summary
 
     return written

@@ -24,7 +24,7 @@ from run.settings import compose
 from tools.compare.measures import measure_checkpoints
 from tools.compare.plan import SIZES, Variant, plan_variants, train_variants
 from tools.compare.report import write_report
-from tools.compare.runs import RECORDS, Run, command, read_records
+from tools.compare.runs import RECORDS, Run, read_records
 from tools.compare.tuning import FACTORS
 
 
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
     if not args.quick:
         measure_checkpoints(runs)
     with errors.user_input():
-        print(write_report(folder, runs, problems, command(), args.margin))
+        print(write_report(folder, runs, problems, args.margin))
 
 
 def announce(variants: list[Variant], has_search: bool) -> None:

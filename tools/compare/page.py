@@ -36,8 +36,7 @@ class Page:
         self.blocks = [
             '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width">'
-            f"<title>Comparison</title><style>{STYLE}</style>",
-            "<h1>Comparison</h1>",
+            f"<title>Comparison</title><style>{STYLE}</style>\n<h1>Comparison</h1>"
         ]
 
     def html(self) -> str:

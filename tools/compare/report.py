@@ -21,7 +21,7 @@ from tools.compare.measures import (
 )
 from tools.compare.page import Page, plain_table
 from tools.compare.plots import draw_forest, draw_searches, in_bytes
-from tools.compare.runs import Groups, Run, changes, group_by_variant
+from tools.compare.runs import Groups, Run, changes, command, group_by_variant
 from tools.compare.statistics import Verdict
 from tools.compare.tuning import Losses, find_optimum, rate_losses
 
@@ -63,9 +63,7 @@ much a rate of half or twice the optimum raises the loss.
 """
 
 
-def write_report(
-    folder: Path, runs: list[Run], problems: dict[str, str], command: str, margin: float
-) -> str:
+def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin: float) -> str:
     """Write report.html and the figures of its verdicts into `folder`, and return the summary.
 
     `runs` are finished, and the variant of the first is the baseline; `problems` says why others
@@ -93,7 +91,7 @@ def write_report(
     for line in missing:
         page.paragraph(line)
     commits = sorted({str(run.commit) for run in runs})
-    page.paragraph(f"Made by {command}; trained at commit {', '.join(commits)}.")
+    page.paragraph(f"Made by {command()}; trained at commit {', '.join(commits)}.")
     file = folder / "report.html"
     file.write_text(page.html())
     return "\n".join([*lines, *missing, f"written: {file}, which any browser opens"])

@@ -173,8 +173,8 @@ class Run:
         return self.settings_except(NOT_IDENTITY)
 
 
-# The call of this process, with its options.
 def command() -> str:
+    """The call of this process, with its options."""
     return f"python -m tools.compare {shlex.join(sys.argv[1:])}"
 
 
