@@ -142,7 +142,7 @@ def test_a_compiled_backward_is_as_precise_as_the_forward(preset, trainer_of):
     close(with_gradients(lambda *inputs: (y, state), inputs), expected)
 
 
-if __name__ == "__main__":  # python -m tests.model.test_recurrence: the table of docs/results.md
+if __name__ == "__main__":  # python -m tests.model.test_recurrence: the table of docs/formats.md
     print("| attention= | file in fla/ops | largest difference |\n|---|---|---|")
     for preset, name in FLA.items():
         print(f"| `{preset}` | {name}/naive.py | {compare(preset):.0e} |")

@@ -130,7 +130,7 @@ def test_a_softcap_equals_that_of_gemma():
     assert compare_softcap() < 1e-4
 
 
-if __name__ == "__main__":  # python -m tests.tools.test_parity: the table of docs/results.md
+if __name__ == "__main__":  # python -m tests.tools.test_parity: the table of docs/formats.md
     print(
         "| attention= | class of transformers | largest difference | cached to full |\n|---|---|---|---|"
     )
