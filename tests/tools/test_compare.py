@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -271,8 +270,8 @@ def test_each_gpu_has_a_run_of_its_own(monkeypatch, tmp_path):
     (tmp_path / "train.py").write_text(MEETING)
     monkeypatch.chdir(tmp_path)
     both = [jobs.Job(tmp_path / name, []) for name in ("a", "b")]
-    run = SimpleNamespace(loss=1.0, metric_name="bits per byte", append_to_records=lambda: None)
-    monkeypatch.setattr(Run, "read", lambda _: run)
+    settings = settings_of(*TINY).model_dump()
+    monkeypatch.setattr(Run, "read", lambda folder: Run(folder, settings, [{"val_bpb": 1.0}], True))
     jobs.train_all(both)
-    assert [job.run for job in both] == [run, run]
+    assert [job.run.folder for job in both] == [job.run_dir for job in both]
     assert {"3", "5"} <= {path.name for path in tmp_path.iterdir()}

@@ -245,7 +245,9 @@ def test_the_settings_of_a_variant_are_those_that_its_baseline_has_otherwise():
     gqa = text_run("gqa", 0, 1.0)
     assert changes(text_run("gqa", 1, 1.0), gqa) == ""
     assert changes(text_run("mha", 0, 1.0, "model.hidden=100"), gqa) == "hidden=100, kv_heads=4"
-    assert "gated=True" in changes(text_run("gdn", 0, 1.0), gqa)
+    # Each kind of layers beside the only kind that the baseline has.
+    window_nope = changes(text_run("window_nope", 0, 1.0), gqa)
+    assert window_nope.startswith("kinds.local.window=128, kinds.full.rope_base=None, _target_=")
 
 
 @pytest.mark.parametrize("count", [3, 30])

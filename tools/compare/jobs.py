@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import sleep
 from typing import IO
@@ -138,11 +138,14 @@ class Job:
         if code == errors.DIVERGED:
             self.run = Run(self.run_dir, compose(self.overrides).model_dump(), [], done=True)
         if self.run is not None:
-            self.run.factor = self.factor
-            self.run.baseline = self.compared_with
-            self.run.commit = commit()
-            self.run.command = command()
-            self.run.overrides = self.overrides
+            self.run = replace(
+                self.run,
+                factor=self.factor,
+                baseline=self.compared_with,
+                commit=commit(),
+                command=command(),
+                overrides=self.overrides,
+            )
             self.run.append_to_records()
         self.lock.close()
         self.end(outcome)

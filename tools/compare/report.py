@@ -54,7 +54,8 @@ The first line of configs/attention/NAME.yaml says what an attention is. The cac
 a full context in bf16. Training speed is the median over the lines of a log. Decoding is measured
 at full context with the first seed's model as generate.py loads it, and not compiled. FLOPs are
 those of forward and backward. Of all settings, the last column has those that differ from the
-baseline's; where sizes are matched, the width of the feed-forward does that.
+baseline's (kinds.NAME: of the layers of one kind); where sizes are matched, the width of the
+feed-forward does that.
 """
 TUNING = """
 Each variant was trained at several factors of all learning rates, with a seed that judges nothing.
@@ -295,14 +296,15 @@ def add_searches(page: Page, losses: dict[str, Losses]) -> None:
     rows = []
     for name, each in losses.items():
         optimum = find_optimum(each)
-        row = {
-            "variant": name,
-            "optimum x": f"{optimum.factor:.3g}",
-            "off by two, nats": f"{optimum.sensitivity:+.4f}",
-            "tried": ", ".join(f"{factor:g}" for factor in sorted(each)),
-            "diverged": str([*each.values()].count(math.inf)),
-            "nats at the common rates": f"{each.get(1.0, math.nan):.4f}",
-            "nats at the best tried": f"{min(each.values()):.4f}",
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "variant": name,
+                "optimum x": f"{optimum.factor:.3g}",
+                "off by two, nats": f"{optimum.sensitivity:+.4f}",
+                "tried": ", ".join(f"{factor:g}" for factor in sorted(each)),
+                "diverged": str([*each.values()].count(math.inf)),
+                "nats at the common rates": f"{each.get(1.0, math.nan):.4f}",
+                "nats at the best tried": f"{min(each.values()):.4f}",
+            }
+        )
     page.table(rows)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -239,11 +240,15 @@ def group_by_variant(runs: list[Run]) -> Groups:
 
 
 def changes(run: Run, baseline: Run) -> str:
-    """The settings of a run that its baseline has otherwise or does not have."""
+    """The settings of a run that its baseline has otherwise or does not have.
+
+    Where the baseline lacks a kind of layers, that kind is compared with all of its layers.
+    """
     theirs = baseline.settings_except(NOT_COMPARED)
     words = []
     for key, value in run.settings_except(NOT_COMPARED).items():
-        if theirs.get(key) != value:
+        plain = re.sub(r"kinds\.\w+\.", "", key)
+        if theirs.get(key, theirs.get(plain, "None")) != value:
             name = key.removeprefix("model.").removeprefix("attention.")
             words.append(f"{name}={value}")
     return ", ".join(words)
