@@ -227,8 +227,7 @@ class JsonTokenizer(Tokenizer):
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Encode each text; what looks like a special token is text."""
         self.processor.encode_special_tokens = True
-        encodings = self.processor.encode_batch(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return [each.ids for each in self.processor.encode_batch(texts, add_special_tokens=False)]
 
 
 def tokenizer_file(folder: Path) -> Path:

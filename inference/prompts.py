@@ -30,12 +30,13 @@ def new_sequences(
             print(f"warning: a text of {lengths}: its end is used", file=sys.stderr)
             tokens = tokens[1 - context :]
         for sample in range(num_samples):
-            sequence = Sequence(
-                [*tokens],
-                max_new_tokens,
-                seed=(seed * 1_000_003 + sample) % 2**63,
-                eos=tokenizer.eos_ids,
-                prompt=prompt,
+            sequences.append(
+                Sequence(
+                    [*tokens],
+                    max_new_tokens,
+                    seed=(seed * 1_000_003 + sample) % 2**63,
+                    eos=tokenizer.eos_ids,
+                    prompt=prompt,
+                )
             )
-            sequences.append(sequence)
     return sequences

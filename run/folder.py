@@ -113,7 +113,9 @@ def changes_since(then: dict, now: dict) -> tuple[list[str], list[str]]:
     changed = []
     refused = []
     for key in then | now:
-        if then.get(key) != now.get(key) and not key.startswith(IGNORED_ON_RESUME):
+        # An option that is newer than the run is no change as long as it is off.
+        differs = (then.get(key) or None) != (now.get(key) or None)
+        if differs and not key.startswith(IGNORED_ON_RESUME):
             change = f"{key} (then {then.get(key)}, now {now.get(key)})"
             changed.append(change)
             if key.startswith(FIXED_ON_RESUME):

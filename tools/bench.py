@@ -287,8 +287,7 @@ def decode_transformers(
             stopping_criteria=[record_time],
         )
         tokens.tolist()  # waits for a GPU
-        end = perf_counter()
-        return {"seconds": end - times[0], "first_token_seconds": times[0] - start}
+        return {"seconds": perf_counter() - times[0], "first_token_seconds": times[0] - start}
 
     return run
 
@@ -298,8 +297,8 @@ def decode_transformers(
 
 def random_tokens(settings: Settings, length: int, device: torch.device) -> Tensor:
     """Tokens (B, T): as many rows as a batch has, each of this length."""
-    shape = (settings.sequences_per_process(1), length)
-    return torch.randint(settings.model["vocab_size"], shape, device=device)
+    size = (settings.sequences_per_process(1), length)
+    return torch.randint(settings.model["vocab_size"], size, device=device)
 
 
 def transformers_llama(settings: Settings) -> nn.Module:

@@ -61,8 +61,9 @@ def main(arguments: list[str]) -> None:
 def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
     """The cells of COLUMNS for a run with these overrides of train.py."""
     # One sequence is a valid batch at every context.
-    batch = "batch_tokens=${context}"
-    settings = compose(["name=cost", batch, *overrides, f"attention={attention}"])
+    settings = compose(
+        ["name=cost", "batch_tokens=${context}", *overrides, f"attention={attention}"]
+    )
     model = build_model(check_buildable(settings).model, "meta")
     cache_bytes = [model.cache_bytes(length, torch.bfloat16) for length in (1, 2, model.context)]
     return (

@@ -62,8 +62,7 @@ def evaluate_model(args: argparse.Namespace) -> dict:
     if args.slices:
         _, settings = open_run(args.run)
         return result | evaluate_corpus(model, open_corpus(settings["data"]), settings)
-    files = find_files(args.text, TEXT_SUFFIXES)
-    documents = read_documents(files, "text", args.separator)
+    documents = read_documents(find_files(args.text, TEXT_SUFFIXES), "text", args.separator)
     return result | evaluate_text(model, tokenizer, documents, args.batch_size)
 
 

@@ -79,10 +79,11 @@ def blockwise_attention(
     for start in range(0, q.shape[2], BLOCK_SIZE):
         end = min(start + BLOCK_SIZE, q.shape[2])
         mask = positions[:end] <= positions[start:end, None]
-        block = attend_block(
-            q[:, :, start:end], k[:, :, :end], v[:, :, :end], mask[None, None], options, start
+        blocks.append(
+            attend_block(
+                q[:, :, start:end], k[:, :, :end], v[:, :, :end], mask[None, None], options, start
+            )
         )
-        blocks.append(block)
     return torch.cat(blocks, dim=2)
 
 

@@ -9,6 +9,7 @@ import pytest
 from inference.load import load_model
 from run import checkpoint, errors
 from run.errors import IntegrityError
+from run.folder import changes_since
 from run.instantiate import instantiate
 from tests.conftest import settings_of
 
@@ -112,3 +113,14 @@ def test_a_hostile_pickle_is_damage(tmp_path, pickled):
         archive.writestr("archive/version", "3\n")
     with pytest.raises(IntegrityError, match=r"state\.pt"):
         checkpoint.load_state(tmp_path, ["step"])
+
+
+def test_an_option_that_is_newer_than_the_run_is_no_change_while_it_is_off():
+    then = {"model": {"attention": {"gated": True}}}
+    for off in (False, None):
+        assert changes_since(then, {"model": {"attention": {"gated": True, "new": off}}}) == (
+            [],
+            [],
+        )
+    changed, refused = changes_since(then, {"model": {"attention": {"gated": False, "new": True}}})
+    assert len(changed) == 2 and refused == changed

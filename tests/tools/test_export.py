@@ -14,7 +14,7 @@ from inference.load import load_model
 from run import checkpoint
 from tests.conftest import VARIANTS, assert_greedy, close, continued, saved, tree_of
 from tools.formats.architectures import ARCHITECTURES
-from tools.formats.hf_config import IMPORTED, to_hf_config
+from tools.formats.hf_config import IMPORTED, choose_architecture, to_hf_config
 
 NASTY = (
     "", " ", " a", "  two  spaces  ", "\ttab\t\t", "\n\nlines\r\n", "emoji 😀👩‍👩‍👧", "NUL\0!", "Привет, мир", "</s>",
@@ -105,6 +105,16 @@ def test_every_preset_is_exported_or_refused(variant):
         assert str(error).count(". fix: ") == 1
     else:
         assert config["architectures"][0] in ARCHITECTURES
+
+
+def test_an_option_that_no_class_knows_is_refused_unless_it_is_off():
+    gqa = tree_of("gqa")
+    for off in (False, None):
+        gqa["attention"]["v_norm"] = off
+        assert choose_architecture(gqa, [gqa["attention"]]) == "Qwen3ForCausalLM"
+    gqa["attention"]["v_norm"] = True
+    with pytest.raises(ValueError, match=r"attention\.v_norm=True"):
+        choose_architecture(gqa, [gqa["attention"]])
 
 
 def test_where_it_is_written_and_in_which_dtype(command, trained):

@@ -53,7 +53,8 @@ def draw_searches(losses: dict[str, Losses]) -> Figure:
     figure, axes = new_figure("factor of the learning rates", "val_loss, nats", 4.0)
     axes.set_xscale("log", base=2)
     for name, by_factor in losses.items():
-        points = sorted(by_factor.items())
-        axes.plot(*zip(*points, strict=True), label=name, markersize=3, linewidth=1)
+        axes.plot(
+            *zip(*sorted(by_factor.items()), strict=True), label=name, markersize=3, linewidth=1
+        )
     figure.legend(loc="outside lower center", ncols=4, fontsize=7, frameon=False)
     return figure

@@ -232,8 +232,10 @@ def accuracy_clauses(groups: Groups, first: Run, diverged: Counter) -> str:
         if max(run.loss for run in runs) < first.floor + NEAR_FLOOR:
             text += " (at the floor)"
         texts.append(text)
-    title = f"{first.metric_name} (floor {first.floor:.3f})"
-    return f"{title}, seeds that reach {SOLVED:.0%}: {', '.join(texts)}."
+    return (
+        f"{first.metric_name} (floor {first.floor:.3f}), seeds that reach {SOLVED:.0%}: "
+        f"{', '.join(texts)}."
+    )
 
 
 def accuracy_cells(groups: Groups, diverged: Counter, name: str) -> dict[str, str]:

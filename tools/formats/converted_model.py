@@ -135,9 +135,12 @@ def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Chan
 
     def read(layer: int) -> Weights:
         prefix = f"blocks.{layer}.attention."
-        names = [name for name in stored if name.startswith(prefix)]
         # Means are computed in fp32 at least.
-        return {name.removeprefix(prefix): stored[name].float() for name in names}
+        return {
+            name.removeprefix(prefix): weight.float()
+            for name, weight in stored.items()
+            if name.startswith(prefix)
+        }
 
     # Inputs are taken to be white noise, which the norm before scales and shifts.
     def moment(layer: int) -> Tensor:

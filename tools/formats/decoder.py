@@ -25,6 +25,21 @@ PLAIN_SOFTMAX = {
     "gated": False,
     "bias": False,
 }
+# Knobs that every class with their mechanism has an entry for, or that change no logits.
+EXPRESSED = {
+    "_target_",
+    "_partial_",
+    "kv_heads",
+    "head_dim",
+    "rope_base",
+    "rope_scaling",
+    "dropout",
+    "rank",
+    "rope_dim",
+    "query_rank",
+    "kernel",
+    "chunk",
+}
 GATED_FFN = "model.layers.GatedFeedForward"
 RMS_NORM = "model.layers.RMSNorm"
 # Parts of our parameter names -> those of Llama.
@@ -73,8 +88,10 @@ class Architecture:
             needed = self.required_knobs(layer)
             if "rope_base" not in (*self.free_knobs, *needed) and layer.get("rope_base", 1) is None:
                 needed["rope_base"] = 10000.0
-            for knob in needed.keys() & layer.keys() - {*self.free_knobs}:
-                if layer[knob] != needed[knob]:
+            # A knob that is in none of the lists, such as a new one, must be off.
+            for knob in layer.keys() - {*self.free_knobs} - (EXPRESSED - needed.keys()):
+                wanted = needed.get(knob)
+                if layer[knob] != wanted and (layer[knob] or wanted):
                     found.add(f"attention.{knob}={layer[knob]}")
         if all(layer["_target_"] == RECURRENT for layer in layers):
             found.add("no layer of softmax attention")
