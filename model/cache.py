@@ -1,10 +1,10 @@
-"""What a model remembers between forwards: buffers allocated once, whose rows are independent.
+"""What a model remembers between forwards: tensors allocated once, whose rows are independent.
 
 The number of tokens in each row is one tensor for all layers. So a step changes no Python value,
 and a decode step compiled once serves every length.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 
 import torch
@@ -13,121 +13,135 @@ from torch.types import Device
 
 from model.context import ForwardContext, Visibility
 
-Shape = tuple[int, ...]  # without the batch
+Shape = tuple[int, ...]  # of the feature of one token, or of the state of one row
 
 
 class LayerCache:
-    """The buffers (B, ...) of one layer; a layer that remembers nothing has none."""
+    """What one layer remembers of each row; a layer that remembers nothing has no tensors.
 
-    def __init__(self, *buffers: Tensor):
-        self.buffers = buffers
-
-    def first(self, count: int) -> "LayerCache":
-        """A view for rows of up to `count` tokens: it shares the memory, and less of it is read."""
-        return self
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "LayerCache":
-        """A copy of this object with `change(buffer)` in place of each buffer."""
-        other = copy(self)
-        other.buffers = tuple(map(change, self.buffers))
-        return other
-
-
-class KVCache(LayerCache):
-    """Features of the newest tokens: position p is in slot p % size (see ForwardContext).
-
-    `size` is the smallest of capacity, window and chunk. If it is below the capacity, the cache is a
-    ring; otherwise every position has its own slot, and a caller that exceeds the capacity, which
-    nothing checks, overwrites the oldest. A feature of shape (K, D), such as the keys, has a
-    buffer (B, size, K, D). In int8, a second buffer (B, size, K, 1) holds an fp16 scale for each
-    vector of D values; a feature with D = 1 stays in fp32. `state` has the shapes of fp32 buffers
-    that a row has once, whatever its length.
+    `features`: by name, what it stores of each token in reach, such as keys and values. A feature
+    of shape (K, D) has a tensor (B, size, K, D): position p is in slot p % size, where `size` is
+    the smallest of capacity, window and chunk. If that is below the capacity, the cache is a ring;
+    otherwise every position has a slot of its own, and a row must not outgrow the capacity.
+    `scales`: in an int8 cache, an fp16 scale (B, size, K, 1) for each vector of a feature. A
+    feature with D = 1 stays in fp32.
+    `states`: by name, what it stores of a row whatever its length, (B, ...) in fp32 or wider. The
+    layer writes to it in place.
     """
 
     def __init__(
         self,
         batch: int,
         capacity: int,
-        window: int | None,
-        chunk: int | None,
-        features: Sequence[Shape],
-        state: Sequence[Shape],
         dtype: torch.dtype,
         device: Device,
+        *,
+        features: dict[str, Shape],
+        states: dict[str, Shape],
+        window: int | None = None,
+        chunk: int | None = None,
     ):
         self.window = window
         self.chunk = chunk
         self.size = min(n for n in (capacity, window, chunk) if n is not None)
         self.is_ring = self.size < capacity
+        wide_dtype = torch.promote_types(dtype, torch.float32)
 
-        # Buffers of the features, of their scales and of the state.
-        exact = torch.promote_types(dtype, torch.float32)
-        buffers = []
-        for shape in features:
-            stored = exact if shape[-1] == 1 else dtype
-            buffers.append(torch.zeros(batch, self.size, *shape, dtype=stored, device=device))
-        for buffer in buffers[:]:
-            if buffer.dtype == torch.int8:
-                buffers.append(torch.zeros_like(buffer[..., :1], dtype=torch.float16))
-        self.num_slotted = len(buffers)  # those with a slot for each token; the state is behind
-        for shape in state:
-            buffers.append(torch.zeros(batch, *shape, dtype=exact, device=device))
-        super().__init__(*buffers)
+        # The features of tokens, and their scales.
+        self.features: dict[str, Tensor] = {}
+        self.scales: dict[str, Tensor] = {}
+        for name, shape in features.items():
+            stored = wide_dtype if shape[-1] == 1 else dtype
+            slots = torch.zeros(batch, self.size, *shape, dtype=stored, device=device)
+            self.features[name] = slots
+            if stored == torch.int8:
+                self.scales[name] = torch.zeros_like(slots[..., :1], dtype=torch.float16)
+
+        # The states of rows.
+        self.states: dict[str, Tensor] = {}
+        for name, shape in states.items():
+            self.states[name] = torch.zeros(batch, *shape, dtype=wide_dtype, device=device)
 
     @property
-    def state(self) -> tuple[Tensor, ...]:
-        """The buffers that have no slots; a layer writes to them in place."""
-        return self.buffers[self.num_slotted :]
+    def buffers(self) -> list[Tensor]:
+        """All tensors (B, ...) of the layer."""
+        return [*self.features.values(), *self.scales.values(), *self.states.values()]
 
-    def update(self, ctx: ForwardContext, *new: Tensor) -> tuple[list[Tensor], Visibility]:
-        """Store new features (B, T, ...), and return what the new tokens attend to.
+    def update(self, ctx: ForwardContext, **new: Tensor) -> tuple[dict[str, Tensor], Visibility]:
+        """Store features (B, T, ...) of the new tokens, each by its name.
 
-        That is each feature of all S tokens in reach, (B, S, ...), and their Visibility.
+        Returns the features (B, S, ...) of all S tokens in reach, stored and new ones, in the
+        dtypes of the new ones, and which of them each new token attends to.
         """
-        num_new = new[0].shape[1]
+        assert new.keys() == self.features.keys(), (new.keys(), self.features.keys())
+        for name, x in new.items():
+            assert x.shape[2:] == self.features[name].shape[2:], (name, x.shape)
+        num_new = ctx.positions.shape[1]
         if self.is_ring and num_new > 1:
-            # Read before writing: new tokens overwrite what the first of them attend to.
-            cached = self._read(new)
-            features = [torch.cat(pair, dim=1) for pair in zip(cached, new, strict=True)]
+            # Copy before writing: new tokens overwrite what the first of them attend to.
+            stored = self._read(new)
+            features = {name: torch.cat((stored[name], x), dim=1) for name, x in new.items()}
             self._write(ctx, new)
             return features, ctx.visible_in_ring(self.size, self.window, self.chunk)
 
+        assert num_new <= self.size, f"{num_new} tokens exceed the cache's capacity of {self.size}"
         self._write(ctx, new)
         if num_new == self.size and not ctx.has_padding:
-            # As many new tokens as slots: the cache was empty, and they are all there is to see.
-            return list(new), ctx.visible(self.window, self.chunk)
+            # The new tokens fill the cache: attend to them directly.
+            return new, ctx.visible(self.window, self.chunk)
         return self._read(new), ctx.visible_in_cache(self.size, self.window, self.chunk)
 
-    def first(self, count: int) -> "KVCache":
-        if count >= self.size:
+    def newest(self, name: str, ctx: ForwardContext) -> Tensor:
+        """Return a feature of each row's newest stored token, (B, 1, ...); zeros in an empty row.
+
+        Call it before `update`.
+        """
+        assert name not in self.scales, f"{name} is stored in int8"
+        stored = self.features[name]
+        rows = torch.arange(len(stored), device=stored.device)
+        feature = stored[rows, (ctx.cached_lengths - 1) % self.size]  # (B, ...)
+        is_empty = (ctx.cached_lengths == 0).view(-1, *[1] * (feature.ndim - 1))
+        return feature.masked_fill(is_empty, 0.0)[:, None]
+
+    def first(self, count: int) -> "LayerCache":
+        """A view for rows of up to `count` tokens: it shares the memory, and less of it is read."""
+        if not self.features or count >= self.size:
             return self
-        view = self.map(lambda buffer: buffer[:, :count])
-        view.buffers = view.buffers[: self.num_slotted] + self.state
+        view = copy(self)
+        view.features = {name: x[:, :count] for name, x in self.features.items()}
+        view.scales = {name: x[:, :count] for name, x in self.scales.items()}
         view.size = count
         view.is_ring = False
         return view
 
-    def _read(self, new: tuple[Tensor, ...]) -> list[Tensor]:
+    def map(self, change: Callable[[Tensor], Tensor]) -> "LayerCache":
+        """A copy of this object with `change(tensor)` in place of each tensor."""
+        other = copy(self)
+        other.features = {name: change(x) for name, x in self.features.items()}
+        other.scales = {name: change(x) for name, x in self.scales.items()}
+        other.states = {name: change(x) for name, x in self.states.items()}
+        return other
+
+    def _read(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
         """The stored features, in the dtypes of new ones."""
-        scales = iter(self.buffers[len(new) :])
-        features = []
-        for like, x in zip(new, self.buffers, strict=False):
-            if x.dtype == torch.int8:
-                x = x * next(scales)
-            features.append(x.type_as(like))
+        features = {}
+        for name, x in self.features.items():
+            if name in self.scales:
+                x = x * self.scales[name]
+            features[name] = x.type_as(new[name])
         return features
 
-    def _write(self, ctx: ForwardContext, new: tuple[Tensor, ...]) -> None:
+    def _write(self, ctx: ForwardContext, new: dict[str, Tensor]) -> None:
         """Store new features in the slots of their positions."""
         slots = ctx.cache_slots(self.size)  # (B, T), or fewer where not all tokens fit
         rows = torch.arange(len(slots), device=slots.device)[:, None]
-        scales = iter(self.buffers[len(new) :])
-        for x, buffer in zip(new, self.buffers, strict=False):
+        for name, x in new.items():
             x = x[:, -self.size :]
-            if buffer.dtype == torch.int8:
+            if name in self.scales:
                 x, scale = quantize(x)
-                next(scales)[rows, slots] = scale
-            buffer[rows, slots] = x.to(buffer.dtype)
+                self.scales[name][rows, slots] = scale
+            stored = self.features[name]
+            stored[rows, slots] = x.to(stored.dtype)
 
 
 def quantize(x: Tensor, scale_dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
@@ -140,15 +154,17 @@ def quantize(x: Tensor, scale_dtype: torch.dtype = torch.float16) -> tuple[Tenso
 class Cache:
     """The cache of a whole model: a LayerCache for each layer, and the tokens of each row, (B,).
 
-    Each layer makes its own, in `Attention.new_cache`; the caller owns them all.
+    Each layer makes its own, in `Attention.new_cache`; the caller owns them all. A row has room
+    for `capacity` tokens. Lengths are on the device, so it is the caller that counts them.
     """
 
-    def __init__(self, lengths: Tensor, layers: list[LayerCache]):
+    def __init__(self, lengths: Tensor, layers: list[LayerCache], capacity: int):
         self.lengths = lengths
         self.layers = layers
+        self.capacity = capacity
 
     def buffers(self) -> list[Tensor]:
-        """The buffers of all layers."""
+        """The tensors of all layers."""
         return [buffer for layer in self.layers for buffer in layer.buffers]
 
     @property
@@ -158,11 +174,12 @@ class Cache:
     def rows(self, rows: slice) -> "Cache":
         """A view of some rows: what is written to it is written here."""
         layers = [layer.map(lambda buffer: buffer[rows]) for layer in self.layers]
-        return Cache(self.lengths[rows], layers)
+        return Cache(self.lengths[rows], layers, self.capacity)
 
     def first(self, count: int) -> "Cache":
         """A view for rows of up to `count` tokens: it shares the memory, and less of it is read."""
-        return Cache(self.lengths, [layer.first(count) for layer in self.layers])
+        layers = [layer.first(count) for layer in self.layers]
+        return Cache(self.lengths, layers, min(count, self.capacity))
 
     def gather_rows(self, sources: Tensor) -> None:
         """Let each row be a copy of the row with its number in `sources` (B,)."""

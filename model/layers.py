@@ -1,5 +1,6 @@
 """The parts that decoder layers are made of: rotary positions, norms, feed-forwards."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -10,6 +11,18 @@ from torch import Tensor, nn
 def fp32(x: Tensor) -> Tensor:
     """Cast x to fp32, or leave it in fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager:
+    """Context manager that disables autocast, so that results have the dtype of their inputs."""
+    if device.type == "meta":
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """x (B, T, H E) -> (B, T, H, E)"""
+    return x.unflatten(-1, (heads, -1))
 
 
 def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
@@ -26,6 +39,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x (B, T, H, E), cos and sin (B, T, 1, R/2) -> (B, T, H, E). The features after R stay.
     """
     rotary_dim = 2 * cos.shape[-1]
+    assert rotary_dim <= x.shape[-1], (x.shape, cos.shape)
+    assert cos.shape[1] == x.shape[1], (x.shape, cos.shape)
     a, b = fp32(x[..., :rotary_dim]).chunk(2, dim=-1)
     rotated_a = (a * cos - b * sin).type_as(x)
     rotated_b = (b * cos + a * sin).type_as(x)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from model.attention.base import Attention, CrossLayer, LayerSpec
+from model.attention.base import Attention, AuxLoss, CrossLayer, LayerSpec
 from model.cache import Cache, LayerCache
 from model.context import ForwardContext
 from model.layers import Embedding, Linear, apply_softcap
@@ -102,11 +102,16 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """tokens (B, T) -> the input of the head (B, T, D), and the losses of `loss_names` (B, T).
+    ) -> tuple[Tensor, dict[str, AuxLoss]]:
+        """tokens (B, T) -> the input of the head (B, T, D), and auxiliary losses (B, T) by name.
 
         A loss is the sum over layers. There are none where no layer computes them, as in decoding.
         """
+        assert tokens.ndim == 2, tokens.shape
+        if cache is not None:
+            num_rows, num_new = tokens.shape
+            assert num_rows == len(cache.lengths), (tokens.shape, cache.lengths.shape)
+            assert num_new <= cache.capacity, f"{num_new} tokens, {cache.capacity=}"
         cached_lengths = None if cache is None else cache.lengths
         layer_caches = [None] * len(self.blocks) if cache is None else cache.layers
         ctx = ForwardContext(tokens, cached_lengths, padding, documents)
@@ -116,8 +121,7 @@ class Transformer(nn.Module):
             x, carry = block(x, ctx, layer_cache, carry)
         if cache is not None:
             cache.lengths.copy_(ctx.lengths)
-        losses = carry.get("losses", {})
-        return self.norm(x), [losses[name] for name in self.loss_names if name in losses]
+        return self.norm(x), carry.get("losses", {})
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)"""
@@ -135,7 +139,7 @@ class Transformer(nn.Module):
         layers = []
         for block in self.blocks:
             layers.append(block.attention.new_cache(batch, capacity, dtype, device))
-        return Cache(lengths, layers)
+        return Cache(lengths, layers, capacity)
 
     def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
         """Return the bytes of one row of the cache, without allocating it."""

@@ -8,10 +8,10 @@ import math
 import torch
 from torch import Tensor
 
-from model.attention.base import LayerSpec
-from model.attention.kernels import ScoreBias
-from model.attention.softmax import Seen, SoftmaxAttention
-from model.context import Visibility
+from model.attention.base import CrossLayer, LayerSpec
+from model.attention.softmax import SoftmaxAttention
+from model.cache import LayerCache
+from model.context import ForwardContext, Visibility
 
 
 class ALiBi(SoftmaxAttention):
@@ -24,10 +24,18 @@ class ALiBi(SoftmaxAttention):
         super().__init__(spec, **knobs)
         self.register_buffer("slopes", alibi_slopes(spec.heads), persistent=False)  # (H,)
 
-    def score_bias(self, seen: Seen) -> ScoreBias:
-        """Minus slope x distance, by the indices of row, head, query and key."""
-        visible = seen.visible
-        return lambda row, head, query, key: -self.slopes[head] * distance(visible, row, query, key)
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        q, k, v = self.project_qkv(x, ctx)
+        kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
+
+        def bias(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return -self.slopes[head] * distance(visible, row, query, key)
+
+        y = self.attend(q, kv["k"], kv["v"], visible, bias)
+        return self.project_out(y, x), carry
 
 
 def distance(visible: Visibility, row: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -3,17 +3,17 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from model.cache import LayerCache
-from model.context import ForwardContext
+from model.cache import LayerCache, Shape
+from model.context import ForwardContext, Visibility
 
-# What earlier layers of this forward hand on to later ones, such as keys and values, by name.
-# The entry "losses" has the auxiliary losses by their names; `add_loss` adds to it.
+# What a layer hands on to later layers of the same forward, by name, such as keys and values.
+# The entry "losses" is a dict of AuxLoss by name; `add_loss` adds to it.
 CrossLayer = dict[str, Any]
 
 
@@ -41,6 +41,8 @@ class Attention(nn.Module, ABC):
     """
 
     losses: tuple[str, ...] = ()
+    window: int | None = None  # a token attends to this many tokens at most, itself included
+    chunk: int | None = None  # it attends within its own chunk of this many tokens
 
     @abstractmethod
     def forward(
@@ -52,34 +54,74 @@ class Attention(nn.Module, ABC):
         """
 
     @abstractmethod
+    def attention_flops(self, context: int) -> float:
+        """Return a token's forward FLOPs besides those of the weights, averaged over a context."""
+
+    def cache_shapes(self) -> dict[str, Shape]:
+        """Return, by name, the shapes of what the cache stores of each token."""
+        return {}
+
+    def state_shapes(self, capacity: int) -> dict[str, Shape]:
+        """Return, by name, the shapes of what the cache stores of a row of up to `capacity` tokens.
+
+        A state starts at zero, and a row that is used again keeps what it held: the token at
+        position 0 must not depend on it. A state that starts at another value is set there, as in
+        recurrent.py.
+        """
+        return {}
+
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: Device
     ) -> LayerCache:
-        """Allocate an empty cache for `capacity` tokens in each of `batch` rows.
+        """Allocate an empty cache for `capacity` tokens in each of `batch` rows."""
+        return LayerCache(
+            batch,
+            capacity,
+            dtype,
+            device,
+            features=self.cache_shapes(),
+            states=self.state_shapes(capacity),
+            window=self.window,
+            chunk=self.chunk,
+        )
 
-        Buffers start at zero. State that must start at another value is set at position 0, as in
-        recurrent.py.
+    def extend_cache(
+        self, cache: LayerCache | None, ctx: ForwardContext, **new: Tensor
+    ) -> tuple[dict[str, Tensor], Visibility]:
+        """Add features (B, T, ...) of the new tokens to the cache, each by its name.
+
+        Returns the features (B, S, ...) of all tokens in reach, and which new token attends to
+        which of them. Without a cache these are the new tokens themselves.
         """
-
-    @abstractmethod
-    def attention_flops(self, context: int) -> float:
-        """Return a token's forward FLOPs besides those of the weights, averaged over a context."""
+        if cache is None:
+            return new, ctx.visible(self.window, self.chunk)
+        return cache.update(ctx, **new)
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
         """Return the first value of a parameter that belongs to no torch module: zeros."""
         return torch.zeros(getattr(self, name).shape)
 
 
+class AuxLoss(NamedTuple):
+    """An auxiliary loss of each token (B, T), summed over the layers so far."""
+
+    objective: Tensor  # times its weight: what training minimizes
+    value: Tensor  # without the weight and without a gradient: what training reports
+
+
 def add_loss(carry: CrossLayer, name: str, loss: Tensor, weight: float) -> CrossLayer:
     """Return `carry` with an auxiliary loss (B, T) of each token added to that of earlier layers.
 
-    Training adds `weight` times its gradient, summed over the tokens that have a target, to that of
-    the cross-entropy, and logs the loss itself by its name.
+    Training adds `weight` times the loss, summed over the tokens that have a target, to the
+    cross-entropy that it minimizes, and logs the loss itself by its name.
     """
-    weighted = weight * loss
-    loss = weighted + (loss - weighted).detach()
+    objective = weight * loss
+    value = loss.detach()
     losses = carry.get("losses", {})
-    return carry | {"losses": losses | {name: losses.get(name, 0.0) + loss}}
+    if name in losses:
+        objective = losses[name].objective + objective
+        value = losses[name].value + value
+    return carry | {"losses": losses | {name: AuxLoss(objective, value)}}
 
 
 def validate_knobs(base: float | None, dropout: float = 0.0) -> None:

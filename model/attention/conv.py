@@ -6,10 +6,12 @@ A short causal convolution follows the projections, before norm and RoPE: Canon 
 import torch
 from torch import Tensor
 
-from model.attention.base import LayerSpec
+from model.attention.base import CrossLayer, LayerSpec
 from model.attention.short_conv import ShortConv
-from model.attention.softmax import Inputs, SoftmaxAttention
-from model.cache import Shape
+from model.attention.softmax import SoftmaxAttention
+from model.cache import LayerCache, Shape
+from model.context import ForwardContext
+from model.layers import split_heads
 
 
 class ConvAttention(SoftmaxAttention):
@@ -17,19 +19,30 @@ class ConvAttention(SoftmaxAttention):
 
     def __init__(self, spec: LayerSpec, *, kernel: int, **knobs):
         super().__init__(spec, **knobs)
-        self.sizes = [self.heads, self.kv_heads, self.kv_heads]
-        self.conv = ShortConv(sum(self.sizes) * self.head_dim, kernel)
+        num_heads = self.heads + 2 * self.kv_heads
+        self.conv = ShortConv(num_heads * self.head_dim, kernel)
 
-    def project(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """Return queries (B, T, H, E), keys and values (B, T, K, E)."""
-        x = torch.cat(super().project(inputs), dim=2).flatten(-2)  # (B, T, (H + 2 K) E)
-        past = None if inputs.cache is None else inputs.cache.state[0]
-        x = self.conv(x, inputs.ctx, past)
-        return x.unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=2)
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        # Project and convolve.
+        qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+        past = None if cache is None else cache.states["conv"]
+        qkv = split_heads(self.conv(qkv, ctx, past), self.heads + 2 * self.kv_heads)
 
-    def cached_state(self, capacity: int) -> list[Shape]:
-        """The last inputs of the convolution."""
-        return [(self.conv.kernel - 1, len(self.conv.taps))]
+        # Normalize and rotate.
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        q = self.norm_and_rope(q, self.q_norm, ctx)
+        k = self.norm_and_rope(k, self.k_norm, ctx)
+
+        # Attend, gate and project back.
+        kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
+        y = self.attend(q, kv["k"], kv["v"], visible)
+        return self.project_out(y, x), carry
+
+    def state_shapes(self, capacity: int) -> dict[str, Shape]:
+        return {"conv": self.conv.state_shape}
 
     def attention_flops(self, context: int) -> float:
         return super().attention_flops(context) + self.conv.flops

@@ -4,11 +4,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.types import Device
 
 from model.attention.base import CrossLayer, LayerSpec
-from model.attention.softmax import Features, Inputs, Seen, SoftmaxAttention
-from model.cache import LayerCache
+from model.attention.softmax import SoftmaxAttention
+from model.cache import LayerCache, Shape
+from model.context import ForwardContext
 
 
 class SharedAttention(SoftmaxAttention):
@@ -31,24 +31,22 @@ class SharedAttention(SoftmaxAttention):
             self.v_proj = None
             self.k_norm = None
 
-    def project(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
         if self.reuses_kv:
-            return self.q_proj(inputs.x).unflatten(-1, (self.heads, -1)), None, None
-        return super().project(inputs)
+            q = self.project_q(x, ctx)
+            kv, visible = take(carry, "kv", self.layer)
+        else:
+            q, k, v = self.project_qkv(x, ctx)
+            kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
+            carry = carry | {"kv": (kv, visible)}
+        y = self.attend(q, kv["k"], kv["v"], visible)
+        return self.project_out(y, x), carry
 
-    def see(self, inputs: Inputs, k: Tensor | None, v: Tensor | None) -> tuple[Seen, CrossLayer]:
-        """Keys and values, as in SoftmaxAttention, which are carried to later layers."""
-        if self.reuses_kv:
-            return take(inputs.carry, "kv", self.layer), inputs.carry
-        seen, carry = super().see(inputs, k, v)
-        return seen, carry | {"kv": seen}
-
-    def new_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: Device
-    ) -> LayerCache:
-        if self.reuses_kv:
-            return LayerCache()
-        return super().new_cache(batch, capacity, dtype, device)
+    def cache_shapes(self) -> dict[str, Shape]:
+        return {} if self.reuses_kv else super().cache_shapes()
 
 
 class ValueResidualAttention(SoftmaxAttention):
@@ -62,12 +60,19 @@ class ValueResidualAttention(SoftmaxAttention):
         self.layer = spec.layer
         self.share = nn.Parameter(torch.empty(1)) if spec.layer > 0 else None
 
-    def features(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Features, CrossLayer]:
-        new, carry = super().features(inputs, k, v)
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        q, k, v = self.project_qkv(x, ctx)
         if self.share is None:
-            return new, carry | {"values": v}
-        first_v = take(carry, "values", self.layer)
-        return (new[0], v + self.share.type_as(v) * (first_v - v)), carry
+            carry = carry | {"values": v}
+        else:
+            first_v = take(carry, "values", self.layer)
+            v = v + self.share.type_as(v) * (first_v - v)
+        kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
+        y = self.attend(q, kv["k"], kv["v"], visible)
+        return self.project_out(y, x), carry
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
         if name == "share":

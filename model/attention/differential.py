@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import CrossLayer, LayerSpec
-from model.attention.softmax import Inputs, Seen, SoftmaxAttention
+from model.attention.softmax import SoftmaxAttention
+from model.cache import LayerCache
+from model.context import ForwardContext
 from model.layers import fp32, rms
 
 
@@ -34,17 +36,21 @@ class DifferentialAttention(SoftmaxAttention):
         self.q2 = nn.Parameter(torch.empty(head_dim))
         self.k2 = nn.Parameter(torch.empty(head_dim))
 
-    def attend(self, inputs: Inputs, q: Tensor, seen: Seen) -> tuple[Tensor, CrossLayer]:
-        """q (B, T, H, E), keys and values (B, S, K, E) -> (B, T, H/2, 2 E), carry"""
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        q, k, v = self.project_qkv(x, ctx)
+        kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
+
         # Both heads of a pair weigh the values of both, one half of these at a time.
-        k, v = seen.features
-        v1, v2 = v.chunk(2, dim=2)
-        v1 = v1.repeat(1, 1, 2, 1)
+        v1, v2 = kv["v"].chunk(2, dim=2)
+        v1 = v1.repeat(1, 1, 2, 1)  # (B, S, K, E)
         v2 = v2.repeat(1, 1, 2, 1)
-        y1, _ = super().attend(inputs, q, seen._replace(features=(k, v1)))  # (B, T, H, E)
-        y2, _ = super().attend(inputs, q, seen._replace(features=(k, v2)))
+        y1 = self.attend(q, kv["k"], v1, visible)  # (B, T, H, E)
+        y2 = self.attend(q, kv["k"], v2, visible)
         y = torch.cat((y1, y2), dim=-1)
-        signal, noise = y.chunk(2, dim=2)
+        signal, noise = y.chunk(2, dim=2)  # (B, T, H/2, 2 E)
 
         # lambda = exp(q1 . k1) - exp(q2 . k2) + lambda_init
         q1 = fp32(self.q1)
@@ -53,8 +59,11 @@ class DifferentialAttention(SoftmaxAttention):
         k2 = fp32(self.k2)
         lambda_ = (q1 * k1).sum().exp() - (q2 * k2).sum().exp()
         lambda_ = (lambda_ + self.lambda_init).type_as(signal)
+
+        # Subtract, normalize, gate and project back.
         y = rms(signal - lambda_ * noise, self.norm_eps)
-        return (1 - self.lambda_init) * y, inputs.carry
+        y = (1 - self.lambda_init) * y
+        return self.project_out(y, x), carry
 
     def attention_flops(self, context: int) -> float:
         return 1.5 * super().attention_flops(context)  # the values are twice as wide

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention.base import CrossLayer
-from model.attention.softmax import Inputs, Seen, SoftmaxAttention
+from model.attention.softmax import SoftmaxAttention
+from model.cache import LayerCache
+from model.context import ForwardContext
 from model.layers import fp32
 
 
@@ -17,20 +19,17 @@ class ExclusiveAttention(SoftmaxAttention):
     Takes the knobs of SoftmaxAttention.
     """
 
-    def attend(self, inputs: Inputs, q: Tensor, seen: Seen) -> tuple[Tensor, CrossLayer]:
-        """q (B, T, H, E) -> (B, T, H, E), carry"""
-        y, carry = super().attend(inputs, q, seen)
-        own_v = own_feature(inputs, seen, 1)  # (B, T, K, E)
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        q, k, v = self.project_qkv(x, ctx)
+        kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
+        y = self.attend(q, kv["k"], kv["v"], visible)
+
+        # Subtract the component along the token's own value, as the cache has stored it.
+        own_v = self.own_feature(cache, ctx, new=v, in_reach=kv["v"])  # (B, T, K, E)
         direction = F.normalize(fp32(own_v), dim=-1).type_as(y)
         direction = direction.repeat_interleave(self.heads // self.kv_heads, dim=2)
-        return y - (y * direction).sum(dim=-1, keepdim=True) * direction, carry
-
-
-def own_feature(inputs: Inputs, seen: Seen, index: int) -> Tensor:
-    """The new tokens' feature of this index, as the cache has stored it, which may be in int8."""
-    cache = inputs.cache
-    stored = seen.features[index]
-    if cache is None or stored.shape[1] != cache.size:
-        return seen.new[index]
-    slots = inputs.ctx.cache_slots(cache.size)
-    return stored.take_along_dim(slots[..., None, None], dim=1)
+        y = y - (y * direction).sum(dim=-1, keepdim=True) * direction
+        return self.project_out(y, x), carry

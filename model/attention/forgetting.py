@@ -3,14 +3,13 @@
 Lin et al., 2503.02130: score(i, j) + log f_(j+1) + ... + log f_i, with forget gates f of each head.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention.base import CrossLayer, LayerSpec
-from model.attention.kernels import ScoreBias
-from model.attention.softmax import Features, Inputs, Seen, SoftmaxAttention
-from model.cache import Shape
+from model.attention.softmax import SoftmaxAttention
+from model.cache import LayerCache, Shape
+from model.context import ForwardContext
 from model.layers import Linear, fp32
 
 
@@ -24,28 +23,29 @@ class ForgettingAttention(SoftmaxAttention):
         super().__init__(spec, **knobs)
         self.forget_proj = Linear(spec.dim, self.heads, bias=True)
 
-    def features(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Features, CrossLayer]:
-        kv, carry = super().features(inputs, k, v)
-        ctx = inputs.ctx
-        gates = F.logsigmoid(fp32(self.forget_proj(inputs.x)))  # (B, T, H)
-        gates = gates.masked_fill(ctx.positions[..., None] < 0, 0.0)
-        total = gates.cumsum(dim=1)
-        if inputs.cache is not None:
-            # Go on from the newest cached token.
-            stored = inputs.cache.buffers[2].squeeze(-1)  # (B, size, H)
-            rows = torch.arange(len(stored), device=stored.device)
-            newest = stored[rows, (ctx.cached_lengths - 1) % inputs.cache.size]
-            is_first = ctx.cached_lengths[:, None] == 0
-            total = total + newest.masked_fill(is_first, 0.0).type_as(total)[:, None]
-        return (*kv, total.unsqueeze(-1)), carry
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        q, k, v = self.project_qkv(x, ctx)
 
-    def score_bias(self, seen: Seen) -> ScoreBias:
-        """The sums of log f over the tokens after a key, up to the query."""
-        query_total = seen.new[2].squeeze(-1)  # (B, T, H)
-        key_total = seen.features[2].squeeze(-1)  # (B, S, H)
-        return lambda row, head, query, key: (
-            query_total[row, query, head] - key_total[row, key, head]
-        )
+        # log f_1 + ... + log f_t of each head, continued from the newest cached token.
+        log_f = F.logsigmoid(fp32(self.forget_proj(x)))[..., None]  # (B, T, H, 1)
+        log_f = log_f.masked_fill(ctx.positions[..., None, None] < 0, 0.0)
+        sum_log_f = log_f.cumsum(dim=1)
+        if cache is not None:
+            sum_log_f = sum_log_f + cache.newest("sum_log_f", ctx).type_as(sum_log_f)
+        kv, visible = self.extend_cache(cache, ctx, k=k, v=v, sum_log_f=sum_log_f)
 
-    def cached_features(self) -> list[Shape]:
-        return [*super().cached_features(), (self.heads, 1)]
+        # log f_(j+1) + ... + log f_i: the difference of the sums at the query and at the key.
+        query_sum = sum_log_f.squeeze(-1)  # (B, T, H)
+        key_sum = kv["sum_log_f"].squeeze(-1)  # (B, S, H)
+
+        def decay(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return query_sum[row, query, head] - key_sum[row, key, head]
+
+        y = self.attend(q, kv["k"], kv["v"], visible, decay)
+        return self.project_out(y, x), carry
+
+    def cache_shapes(self) -> dict[str, Shape]:
+        return super().cache_shapes() | {"sum_log_f": (self.heads, 1)}

@@ -8,13 +8,12 @@ from the S cached tokens to the T new ones.
 
 import torch
 from torch import Tensor
-from torch.types import Device
 
 from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
 from model.attention.kernels import AttentionKernel
-from model.cache import KVCache
+from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
-from model.layers import Linear, RMSNorm, apply_rope
+from model.layers import Linear, RMSNorm, apply_rope, split_heads
 from model.rope import Scaling
 
 NORM_EPS = 1e-6  # of the latents, as in DeepSeek's code, whatever that of the model is
@@ -67,7 +66,7 @@ class LatentAttention(Attention):
         self.rope_dim = rope_dim
         self.value_dim = head_dim + rope_dim  # as wide as a key
         self.rope_base = rope_base
-        self.rotary = (rope_dim, rope_base, rope_scaling)  # which tables of cos and sin
+        self.rope_scaling = rope_scaling
 
         # Queries, through a latent of their own where there is a `query_rank`.
         self.q_down_proj = None
@@ -86,28 +85,26 @@ class LatentAttention(Attention):
         self.kernel = AttentionKernel(dropout=dropout)
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
         # Queries: a part without position (B, T, H, head_dim) and one with it (B, T, H, R).
         q_input = x
         if self.q_down_proj is not None:
             q_input = self.q_down_norm(self.q_down_proj(x))
-        q = self.q_proj(q_input).unflatten(-1, (self.heads, -1))
+        q = split_heads(self.q_proj(q_input), self.heads)
         q, q_rope = q.split([self.head_dim, self.rope_dim], dim=-1)
         k_rope = self.rope_proj(x).unsqueeze(2)
         if self.rope_base is not None:
-            cos, sin = ctx.rotary(*self.rotary)
+            cos, sin = ctx.rotary(self.rope_dim, self.rope_base, self.rope_scaling)
             q_rope = apply_rope(q_rope, cos, sin)
             k_rope = apply_rope(k_rope, cos, sin)
 
         # The latent and the rotary key, side by side as one feature of one head.
         latent = self.latent_norm(self.latent_proj(x)).unsqueeze(2)
         latent = torch.cat((latent, k_rope), dim=-1)  # (B, T, 1, rank + R)
-        if cache is None:
-            visible = ctx.visible(None, None)
-        else:
-            (latent,), visible = cache.update(ctx, latent)  # (B, S, 1, rank + R)
+        in_reach, visible = self.extend_cache(cache, ctx, latent=latent)
+        latent = in_reach["latent"]  # (B, S, 1, rank + R)
 
         # Multiplications for each cached token and head, roughly: T (2 rank + R) absorbed,
         # 2 rank head_dim + T (2 head_dim + R) expanded. Take the way that needs fewer.
@@ -123,7 +120,7 @@ class LatentAttention(Attention):
     ) -> Tensor:
         """latent (B, S, 1, rank + R) -> (B, T, H, E), through keys and values of every head."""
         latent, k_rope = latent.split([self.rank, self.rope_dim], dim=-1)
-        kv = self.kv_proj(latent.squeeze(2)).unflatten(-1, (self.heads, -1))
+        kv = split_heads(self.kv_proj(latent.squeeze(2)), self.heads)
         k, v = kv.split([self.head_dim, self.value_dim], dim=-1)
         k_rope = k_rope.expand(-1, -1, self.heads, -1)
         k = torch.cat((k, k_rope), dim=-1)  # (B, S, H, head_dim + R)
@@ -144,9 +141,8 @@ class LatentAttention(Attention):
         y = self.kernel(q, latent, latent, visible, scale=self.value_dim**-0.5)
         return torch.einsum("bthr,her->bthe", y[..., : self.rank], w_v)
 
-    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: Device) -> KVCache:
-        features = [(1, self.rank + self.rope_dim)]
-        return KVCache(batch, capacity, None, None, features, [], dtype, device)
+    def cache_shapes(self) -> dict[str, Shape]:
+        return {"latent": (1, self.rank + self.rope_dim)}
 
     def attention_flops(self, context: int) -> float:
         return 2 * self.heads * self.value_dim * (context + 1)

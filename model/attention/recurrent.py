@@ -10,7 +10,6 @@ chunk, N the number of chunks.
 """
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -20,16 +19,16 @@ from torch.types import Device
 
 from model.attention.base import Attention, CrossLayer, LayerSpec
 from model.attention.short_conv import ShortConv
-from model.cache import LayerCache
+from model.cache import LayerCache, Shape
 from model.context import ForwardContext
-from model.layers import ACTIVATIONS, Linear, RMSNorm, fp32
+from model.layers import ACTIVATIONS, Linear, RMSNorm, fp32, no_autocast, split_heads
 
 # The log decay at the first token of a row or a document: e^-60 of what came before remains.
 FORGET_ALL = -60.0
 
 
 class RecurrentAttention(Attention):
-    """Attention whose cache has the state (B, H, D, E) as its first buffer, whatever the length.
+    """Attention whose cache is a state (B, H, D, E), whatever the length.
 
     `chunk` tokens are computed at once, rounded up to a power of two; it changes no result.
     """
@@ -58,18 +57,15 @@ class RecurrentAttention(Attention):
         if cache is None:
             state = g.new_zeros(len(g), self.heads, self.head_dim, self.value_dim)
         else:
-            state = cache.buffers[0].type_as(g)
+            state = cache.states["state"].type_as(g)
         with no_autocast(g.device):
             y, state = recurrence(q, k, v, erase, g, state, self.chunk)
         if cache is not None:
-            cache.buffers[0].copy_(state)
+            cache.states["state"].copy_(state)
         return y
 
-    def new_state(self, batch: int, dtype: torch.dtype, device: Device) -> Tensor:
-        """Allocate a state, in fp32 or more: it accumulates over all tokens."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        shape = (batch, self.heads, self.head_dim, self.value_dim)
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def state_shapes(self, capacity: int) -> dict[str, Shape]:
+        return {"state": (self.heads, self.head_dim, self.value_dim)}
 
     def attention_flops(self, context: int) -> float:
         # Of each head: scores and their product with values in a chunk, state written and read.
@@ -140,14 +136,14 @@ class GatedRecurrence(RecurrentAttention):
         """x (B, T, D) -> (B, T, D)"""
         # Project and convolve.
         qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)  # (B, T, W)
-        past = None if cache is None else cache.buffers[1]
+        past = None if cache is None else cache.states["conv"]
         qkv = F.silu(self.conv(qkv, ctx, past))
         qkv = fp32(qkv).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.unbind(dim=2)  # (B, T, H, D)
 
         # The log decay g, (B, T, H, 1) or (B, T, H, D).
         step = fp32(self.decay_proj(self.decay_latent(x))) + fp32(self.decay_bias)
-        step = F.softplus(step).unflatten(-1, (self.heads, -1))
+        step = split_heads(F.softplus(step), self.heads)
         g = -fp32(self.decay_rate).exp()[:, None] * step
 
         # How much of a value is written, and of the state erased.
@@ -170,11 +166,14 @@ class GatedRecurrence(RecurrentAttention):
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype, device: Device
     ) -> LayerCache:
-        if not dtype.is_floating_point:
-            dtype = torch.bfloat16
-        shape = (batch, self.conv.kernel - 1, len(self.conv.taps))
-        conv_state = torch.zeros(shape, dtype=dtype, device=device)
-        return LayerCache(self.new_state(batch, dtype, device), conv_state)
+        cache = super().new_cache(batch, capacity, dtype, device)
+        # Nothing accumulates in the inputs of the convolution: they need no more than bf16.
+        conv_dtype = dtype if dtype.is_floating_point else torch.bfloat16
+        cache.states["conv"] = cache.states["conv"].to(conv_dtype)
+        return cache
+
+    def state_shapes(self, capacity: int) -> dict[str, Shape]:
+        return super().state_shapes(capacity) | {"conv": self.conv.state_shape}
 
     def attention_flops(self, context: int) -> float:
         flops = super().attention_flops(context) + self.conv.flops
@@ -209,6 +208,10 @@ def recurrence(
     chunk have to wait for S.
     """
     length = q.shape[1]
+    assert k.shape == q.shape, (k.shape, q.shape)
+    assert v.shape[:3] == g.shape[:3] == q.shape[:3], (v.shape, g.shape, q.shape)
+    assert g.shape[3] in (1, q.shape[3]), (g.shape, q.shape)
+    assert state.shape[2:] == (q.shape[3], v.shape[3]), (state.shape, q.shape, v.shape)
     chunk = 1 << (min(chunk, length) - 1).bit_length()
     q = split_chunks(q, chunk)  # (B, H, N, C, D)
     k = split_chunks(k, chunk)
@@ -284,10 +287,3 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
         second = torch.cat((x_second @ k_first.mT, second), dim=-1)
         products = torch.cat((F.pad(first, (0, size)), second), dim=-2)
     return products.squeeze(-3)
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager:
-    """Context manager that disables autocast, so that results have the dtype of their inputs."""
-    if device.type == "meta":
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)

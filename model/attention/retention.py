@@ -6,13 +6,12 @@ S_t = a S_{t-1} + k_t v_t',   output S_t' q_t,   with a decay a for each head
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.types import Device
 
 from model.attention.base import CrossLayer, LayerSpec, validate_knobs
 from model.attention.recurrent import RecurrentAttention
 from model.cache import LayerCache
 from model.context import ForwardContext
-from model.layers import Linear, apply_rope, fp32, rms
+from model.layers import Linear, apply_rope, fp32, rms, split_heads
 
 
 class Retention(RecurrentAttention):
@@ -33,7 +32,7 @@ class Retention(RecurrentAttention):
             )
         super().__init__(heads, head_dim, expansion * head_dim, chunk)
         self.norm_eps = spec.norm_eps
-        self.rotary = (head_dim, rope_base)  # which tables of cos and sin
+        self.rope_base = rope_base
 
         self.q_proj = Linear(dim, dim)
         self.k_proj = Linear(dim, dim)
@@ -49,11 +48,10 @@ class Retention(RecurrentAttention):
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
         # Project to (B, T, H, D) or (B, T, H, E), and rotate.
-        per_head = (self.heads, -1)
-        q = fp32(self.q_proj(x)).unflatten(-1, per_head)
-        k = fp32(self.k_proj(x)).unflatten(-1, per_head)
-        v = fp32(self.v_proj(x)).unflatten(-1, per_head)
-        cos, sin = ctx.rotary(*self.rotary)
+        q = split_heads(fp32(self.q_proj(x)), self.heads)
+        k = split_heads(fp32(self.k_proj(x)), self.heads)
+        v = split_heads(fp32(self.v_proj(x)), self.heads)
+        cos, sin = ctx.rotary(self.head_dim, self.rope_base)
         q = apply_rope(q, cos, sin)
         k = apply_rope(k, cos, sin)
         k = k * self.head_dim**-0.5
@@ -64,8 +62,3 @@ class Retention(RecurrentAttention):
         y = rms(y, self.norm_eps).type_as(x)
         gate = F.silu(self.gate_proj(x))
         return self.o_proj(gate * y.flatten(-2)), carry
-
-    def new_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: Device
-    ) -> LayerCache:
-        return LayerCache(self.new_state(batch, dtype, device))

@@ -20,6 +20,7 @@ class ShortConv(nn.Module):
         super().__init__()
         self.kernel = kernel
         self.flops = 2 * width * kernel  # of a token's forward
+        self.state_shape = (kernel - 1, width)  # of the inputs that a row remembers
         self.taps = nn.Parameter(torch.empty(width, 1, kernel))  # newest token last
 
     def forward(self, x: Tensor, ctx: ForwardContext, past: Tensor | None = None) -> Tensor:
@@ -28,6 +29,7 @@ class ShortConv(nn.Module):
         `past` (B, kernel - 1, W) holds the inputs before x, and is updated in place.
         """
         length = x.shape[1]
+        assert x.shape[-1] == len(self.taps), (x.shape, self.taps.shape)
         if past is None:
             inputs = F.pad(x, (0, 0, self.kernel - 1, 0))
         else:

@@ -9,39 +9,17 @@ Output: plain or gated (Qiu et al., 2505.06708).
 """
 
 import math
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.types import Device
 
 from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
 from model.attention.kernels import AttentionKernel, ScoreBias
-from model.cache import KVCache, Shape
+from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
-from model.layers import Linear, RMSNorm, apply_rope, rms
+from model.layers import Linear, RMSNorm, apply_rope, rms, split_heads
 from model.rope import Scaling
-
-# Keys, values and what else a mechanism needs of each token: tensors (B, T, ...).
-Features = Sequence[Tensor]
-
-
-class Inputs(NamedTuple):
-    """What the layer is called with; see `Attention.forward`."""
-
-    x: Tensor
-    ctx: ForwardContext
-    cache: KVCache | None
-    carry: CrossLayer
-
-
-class Seen(NamedTuple):
-    """What the new tokens attend to, which are some or all of the tokens in reach."""
-
-    new: Features  # of the T new tokens
-    features: Features  # of all S tokens in reach
-    visible: Visibility  # which of the new attends to which of all
 
 
 class SoftmaxAttention(Attention):
@@ -106,7 +84,8 @@ class SoftmaxAttention(Attention):
         self.qk_norm = qk_norm
         self.norm_eps = spec.norm_eps
         self.rope_base = rope_base
-        self.rotary = (rotary_dim, rope_base, rope_scaling)  # which tables of cos and sin
+        self.rope_scaling = rope_scaling
+        self.rotary_dim = rotary_dim
 
         # Projections and their norms.
         self.q_proj = Linear(dim, heads * head_dim, bias)
@@ -125,44 +104,34 @@ class SoftmaxAttention(Attention):
         self.kernel = AttentionKernel(softcap, dropout)
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: KVCache | None, carry: CrossLayer
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
-        inputs = Inputs(x, ctx, cache, carry)
-        q, k, v = self.project(inputs)
-        q = self.norm_and_rope(q, self.q_norm, ctx)
-        seen, carry = self.see(inputs, k, v)
+        # Queries, keys and values of the T new tokens; then keys and values of all S in reach.
+        q, k, v = self.project_qkv(x, ctx)
+        kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
 
         # Attend, gate and project back.
-        y, carry = self.attend(inputs._replace(carry=carry), q, seen)
-        y = y.flatten(-2)  # (B, T, H E)
-        if self.gate_proj is not None:
-            y = y * self.gate_proj(x).sigmoid()
-        return self.o_proj(y), carry
+        y = self.attend(q, kv["k"], kv["v"], visible)
+        return self.project_out(y, x), carry
 
-    def project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (B, T, H, E), keys and values (B, T, K, E), before norm and RoPE.
+    # The steps, which other variants share.
 
-        Without `v_proj`, values are these keys.
+    def project_qkv(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, D) -> queries (B, T, H, E), keys and values (B, T, K, E).
+
+        Queries and keys are normalized and rotated.
         """
-        x = inputs.x
-        q = self.q_proj(x).unflatten(-1, (self.heads, -1))
-        k = self.k_proj(x).unflatten(-1, (self.kv_heads, -1))
-        v = k
-        if self.v_proj is not None:
-            v = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
+        q = self.project_q(x, ctx)
+        k = split_heads(self.k_proj(x), self.kv_heads)
+        k = self.norm_and_rope(k, self.k_norm, ctx)
+        v = split_heads(self.v_proj(x), self.kv_heads)
         return q, k, v
 
-    def see(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Seen, CrossLayer]:
-        """Return what the new tokens attend to, once they are in the cache, and carry."""
-        new, carry = self.features(inputs, k, v)
-        if inputs.cache is None:
-            return Seen(new, new, inputs.ctx.visible(self.window, self.chunk)), carry
-        return Seen(new, *inputs.cache.update(inputs.ctx, *new)), carry
-
-    def features(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Features, CrossLayer]:
-        """Return what the cache is to hold of the new tokens (`cached_features`), and carry."""
-        return (self.norm_and_rope(k, self.k_norm, inputs.ctx), v), inputs.carry
+    def project_q(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x (B, T, D) -> queries (B, T, H, E), normalized and rotated."""
+        q = split_heads(self.q_proj(x), self.heads)
+        return self.norm_and_rope(q, self.q_norm, ctx)
 
     def norm_and_rope(
         self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, positions: Tensor | None = None
@@ -171,36 +140,54 @@ class SoftmaxAttention(Attention):
 
         `positions` (B, T) are those of other tokens.
         """
+        if positions is ctx.positions:
+            positions = None  # tables of new tokens are shared by queries and keys
         if norm is not None:
             x = norm(x)
         if self.rope_base is not None:
-            cos, sin = ctx.rotary(*self.rotary, positions)
+            cos, sin = ctx.rotary(self.rotary_dim, self.rope_base, self.rope_scaling, positions)
             x = apply_rope(x, cos, sin)
         if self.qk_norm == "after_rope":
             x = rms(x, self.norm_eps)
         return x
 
-    def attend(self, inputs: Inputs, q: Tensor, seen: Seen) -> tuple[Tensor, CrossLayer]:
-        """q (B, T, H, E) -> (B, T, H, E), carry"""
-        k, v = seen.features[:2]
-        bias = self.score_bias(seen)
-        return self.kernel(q, k, v, seen.visible, sink=self.sink, score_bias=bias), inputs.carry
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Visibility,
+        score_bias: ScoreBias | None = None,
+    ) -> Tensor:
+        """q (B, T, H, E), k and v (B, S, K, E) -> (B, T, H, E).
 
-    def score_bias(self, seen: Seen) -> ScoreBias | None:
-        """Return what is added to the scores, a function of indices; it may depend on features."""
-        return None
+        `score_bias` is added to the scores; see kernels.py.
+        """
+        return self.kernel(q, k, v, visible, sink=self.sink, score_bias=score_bias)
 
-    def cached_features(self) -> list[Shape]:
-        """The shapes of what the cache holds of a token: keys, values."""
-        return [(self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim)]
+    def project_out(self, y: Tensor, x: Tensor) -> Tensor:
+        """Gate the heads' outputs y (B, T, H, E) by x (B, T, D), if gated, and project to D."""
+        y = y.flatten(-2)
+        if self.gate_proj is not None:
+            y = y * self.gate_proj(x).sigmoid()
+        return self.o_proj(y)
 
-    def cached_state(self, capacity: int) -> list[Shape]:
-        """The shapes of what the cache holds of a row whatever its length; in `cache.state`."""
-        return []
+    def own_feature(
+        self, cache: LayerCache | None, ctx: ForwardContext, *, new: Tensor, in_reach: Tensor
+    ) -> Tensor:
+        """Return the new tokens' own feature (B, T, K, E) as they attend to it.
 
-    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: Device) -> KVCache:
-        shapes = (self.cached_features(), self.cached_state(capacity))
-        return KVCache(batch, capacity, self.window, self.chunk, *shapes, dtype, device)
+        `new` (B, T, K, E) was given to `extend_cache`, and `in_reach` (B, S, K, E) came back. They
+        differ where the cache is in int8.
+        """
+        if cache is None or in_reach.shape[1] != cache.size:
+            return new
+        slots = ctx.cache_slots(cache.size)
+        return in_reach.take_along_dim(slots[..., None, None], dim=1)
+
+    def cache_shapes(self) -> dict[str, Shape]:
+        kv_shape = (self.kv_heads, self.head_dim)
+        return {"k": kv_shape, "v": kv_shape}
 
     def attention_flops(self, context: int) -> float:
         # A product with a key and one with a value, for each token that a token sees.

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from model.attention.base import CrossLayer, LayerSpec, add_loss
 from model.attention.kernels import ScoreOptions, attention_weights
-from model.attention.recurrent import no_autocast
-from model.attention.softmax import Features, Inputs, Seen, SoftmaxAttention
-from model.cache import Shape
-from model.context import Visibility
-from model.layers import LayerNorm, Linear, apply_rope, fp32
+from model.attention.softmax import SoftmaxAttention
+from model.cache import LayerCache, Shape
+from model.context import ForwardContext, Visibility
+from model.layers import LayerNorm, Linear, apply_rope, fp32, no_autocast, split_heads
 
 
 class SparseAttention(SoftmaxAttention):
@@ -33,26 +32,32 @@ class SparseAttention(SoftmaxAttention):
                 "fix: attention.window=null attention.chunk=null"
             )
 
-    def attend_to(self, inputs: Inputs, q: Tensor, seen: Seen, mask: Tensor) -> Tensor:
-        """q (B, T, H, E) -> (B, T, H, E), to the keys that a mask (B, 1 or K, T, S) has chosen.
+    def attend_chosen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chosen: Tensor,
+        visible: Visibility,
+        cache: LayerCache | None,
+    ) -> Tensor:
+        """q (B, T, H, E), k and v (B, S, K, E) -> (B, T, H, E), with the chosen keys alone.
 
-        It includes the mask of `seen`.
+        `chosen` (B, 1 or K, T, S) is true for keys that are visible and chosen.
         """
-        features = seen.features[:2]
-        cache = inputs.cache
-        if cache is not None and len(q[0]) == 1 and self.num_chosen < cache.size:
+        if cache is not None and q.shape[1] == 1 and self.num_chosen < cache.size:
             # Read the slots of the chosen tokens, L of them.
-            slots = mask.int().topk(self.num_chosen, dim=-1).indices  # (B, 1 or K, 1, L)
-            mask = mask.take_along_dim(slots, dim=-1)
+            slots = chosen.int().topk(self.num_chosen, dim=-1).indices  # (B, 1 or K, 1, L)
+            chosen = chosen.take_along_dim(slots, dim=-1)
             index = slots.transpose(1, 3)[:, :, 0, :, None]  # (B, L, 1 or K, 1)
-            features = [x.take_along_dim(index, dim=1) for x in features]
+            k = k.take_along_dim(index, dim=1)
+            v = v.take_along_dim(index, dim=1)
 
         # Queries that share a key head share its mask. Padding attends to everything.
-        if mask.shape[1] > 1:
-            mask = mask.repeat_interleave(self.heads // self.kv_heads, dim=1)
-        mask = mask | (seen.visible.query_positions < 0)[:, None, :, None]
-        visible = seen.visible._replace(mask=mask)
-        return super().attend(inputs, q, Seen(seen.new, features, visible))[0]
+        if chosen.shape[1] > 1:
+            chosen = chosen.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        mask = chosen | (visible.query_positions < 0)[:, None, :, None]
+        return self.attend(q, k, v, visible._replace(mask=mask))
 
 
 def visible_mask(visible: Visibility) -> Tensor:
@@ -76,37 +81,54 @@ class BlockAttention(SparseAttention):
         self.block = block
         self.topk = topk
 
-    def features(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Features, CrossLayer]:
-        (k, v), carry = super().features(inputs, k, v)
-        if inputs.cache is not None:
-            # Add the new keys to the sums. A block that begins anew forgets those of another text.
-            (sums,) = inputs.cache.state
-            positions = inputs.ctx.positions
-            is_start = positions % self.block == 0
-            new_sums, begins = sum_blocks(k, positions // self.block, is_start, sums.shape[1])
-            sums.copy_(sums.masked_fill(begins[..., None, None], 0.0) + new_sums)
-        return (k, v), carry
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        q, k, v = self.project_qkv(x, ctx)
+        kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
 
-    def attend(self, inputs: Inputs, q: Tensor, seen: Seen) -> tuple[Tensor, CrossLayer]:
-        """q (B, T, H, E) -> (B, T, H, E), carry"""
-        # The numbers of the blocks of queries and keys, and the sums of keys (B, N, K, E).
-        ctx = inputs.ctx
-        if inputs.cache is not None:
-            (sums,) = inputs.cache.state
-            query_block = ctx.positions // self.block  # (B, T)
-            key_block = seen.visible.key_positions // self.block  # (B, S)
-        else:
+        # The numbers of the blocks of queries (B, T) and keys (B, S), and the sums of keys
+        # (B, N, K, E).
+        if cache is None:
             # Packed documents have blocks of their own.
             is_start = (ctx.positions % self.block == 0) & (ctx.positions >= 0)
             query_block = is_start.cumsum(dim=1) - 1
             key_block = query_block
-            length = inputs.x.shape[1]
+            length = x.shape[1]
             count = length if ctx.documents is not None else -(-length // self.block)
-            sums, _ = sum_blocks(seen.features[0], key_block, is_start, count)
+            sums, _ = sum_blocks(k, key_block, is_start, count)
+        else:
+            query_block = ctx.positions // self.block
+            key_block = visible.key_positions // self.block
+            sums = self.extend_sums(cache, ctx, k)
 
-        # The earlier blocks of the same text that are most similar.
-        first_block = query_block - ctx.positions // self.block
+        # The keys of the chosen blocks and of the query's own.
+        is_chosen = self.choose_blocks(q, sums, query_block, ctx.positions // self.block)
+        chosen = is_chosen.take_along_dim(key_block.clamp(min=0)[:, None, None], dim=-1)
+        chosen = chosen & visible_mask(visible)
+        y = self.attend_chosen(q, kv["k"], kv["v"], chosen, visible, cache)
+        return self.project_out(y, x), carry
+
+    def extend_sums(self, cache: LayerCache, ctx: ForwardContext, k: Tensor) -> Tensor:
+        """Add new keys (B, T, K, E) to the cached sums of their blocks; return all (B, N, K, E)."""
+        sums = cache.states["block_sums"]
+        is_start = ctx.positions % self.block == 0
+        new_sums, begins = sum_blocks(k, ctx.positions // self.block, is_start, sums.shape[1])
+        # A block that begins anew forgets the keys of another text.
+        sums.copy_(sums.masked_fill(begins[..., None, None], 0.0) + new_sums)
+        return sums
+
+    def choose_blocks(
+        self, q: Tensor, sums: Tensor, query_block: Tensor, num_before: Tensor
+    ) -> Tensor:
+        """q (B, T, H, E), sums of keys (B, N, K, E) -> which blocks are chosen (B, K, T, N).
+
+        `query_block` (B, T) numbers the block of each query in its row, `num_before` (B, T) in its
+        document: of that many earlier blocks the most similar are chosen.
+        """
         number = torch.arange(sums.shape[1], device=q.device)
+        first_block = query_block - num_before
         is_earlier = (number < query_block[..., None]) & (number >= first_block[..., None])
         is_earlier = is_earlier[:, None]  # (B, 1, T, N)
         grouped = fp32(q).unflatten(2, (self.kv_heads, -1)).mean(dim=3)  # (B, T, K, E)
@@ -114,21 +136,16 @@ class BlockAttention(SparseAttention):
             similarity = torch.einsum("btke,bnke->bktn", grouped, sums.type_as(grouped))
         similarity = similarity.masked_fill(~is_earlier, -torch.inf)
         best = similarity.topk(min(self.topk, len(number)), dim=-1).indices  # (B, K, T, topk)
-
-        # The keys of these blocks and of its own.
         is_chosen = torch.zeros_like(similarity, dtype=torch.bool).scatter(-1, best, True)
-        is_chosen = is_chosen & is_earlier | (number == query_block[..., None])[:, None]
-        mask = is_chosen.take_along_dim(key_block.clamp(min=0)[:, None, None], dim=-1)
-        mask = mask & visible_mask(seen.visible)
-        return self.attend_to(inputs, q, seen, mask), inputs.carry
+        return is_chosen & is_earlier | (number == query_block[..., None])[:, None]
 
     @property
     def num_chosen(self) -> int:
         return (self.topk + 1) * self.block
 
-    def cached_state(self, capacity: int) -> list[Shape]:
-        """The sum of the keys of each block."""
-        return [(-(-capacity // self.block), self.kv_heads, self.head_dim)]
+    def state_shapes(self, capacity: int) -> dict[str, Shape]:
+        num_blocks = -(-capacity // self.block)
+        return {"block_sums": (num_blocks, self.kv_heads, self.head_dim)}
 
 
 def sum_blocks(k: Tensor, block: Tensor, is_start: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -175,68 +192,74 @@ class IndexedAttention(SparseAttention):
         self.index_weight = index_weight
         self.index_heads = index_heads
         self.index_dim = index_dim
-        self.index_rotary = (index_dim, *self.rotary[1:])
         self.index_q_proj = Linear(spec.dim, index_heads * index_dim)
         self.index_k_proj = Linear(spec.dim, index_dim)
         self.index_k_norm = LayerNorm(index_dim, spec.norm_eps)
         self.index_weight_proj = Linear(spec.dim, index_heads)
 
-    def features(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Features, CrossLayer]:
-        kv, carry = super().features(inputs, k, v)
-        index_k = self.index_k_norm(self.index_k_proj(inputs.x.detach()))
-        return (*kv, self.index_rope(index_k[:, :, None], inputs)), carry
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        q, k, v = self.project_qkv(x, ctx)
+        # The indexer reads x without a gradient: it learns from its own loss alone.
+        index_k = self.index_k_norm(self.index_k_proj(x.detach()))
+        index_k = self.index_rope(index_k[:, :, None], ctx)  # (B, T, 1, d)
+        in_reach, visible = self.extend_cache(cache, ctx, k=k, v=v, index_k=index_k)
 
-    def attend(self, inputs: Inputs, q: Tensor, seen: Seen) -> tuple[Tensor, CrossLayer]:
-        """q (B, T, H, E) -> (B, T, H, E), carry"""
-        mask = visible_mask(seen.visible)[:, 0]  # (B, T, S)
-        index = self.index(inputs, seen.features[2].squeeze(2))  # (B, T, S)
-        # Of keys that match no query, all of which score 0, the newest is taken.
-        query, key = seen.visible.query_positions, seen.visible.key_positions
-        index = index - 1e-12 * (query[:, :, None] - key[:, None])
-        index = index.masked_fill(~mask, -torch.inf)
-        best = index.topk(min(self.topk, index.shape[-1]), dim=-1).indices  # (B, T, topk)
-        is_chosen = torch.zeros_like(index, dtype=torch.bool).scatter(-1, best, True) & mask
-        y = self.attend_to(inputs, q, seen, is_chosen[:, None])
-        if inputs.cache is not None or not torch.is_grad_enabled():
-            return y, inputs.carry
-        loss = self.divergence(q, seen, index, is_chosen)
-        return y, add_loss(inputs.carry, "indexer_kl", loss, self.index_weight)
+        # The keys with the highest scores. Keys that match no query all score 0: of these, take
+        # the newest.
+        mask = visible_mask(visible)[:, 0]  # (B, T, S)
+        scores = self.index_scores(x, in_reach["index_k"].squeeze(2), ctx)  # (B, T, S)
+        distance = visible.query_positions[:, :, None] - visible.key_positions[:, None]
+        scores = (scores - 1e-12 * distance).masked_fill(~mask, -torch.inf)
+        best = scores.topk(min(self.topk, scores.shape[-1]), dim=-1).indices  # (B, T, topk)
+        is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & mask
+
+        y = self.attend_chosen(q, in_reach["k"], in_reach["v"], is_chosen[:, None], visible, cache)
+        if cache is None and torch.is_grad_enabled():
+            loss = self.divergence(q, k, scores, is_chosen)
+            carry = add_loss(carry, "indexer_kl", loss, self.index_weight)
+        return self.project_out(y, x), carry
 
     @property
     def num_chosen(self) -> int:
         return self.topk
 
-    def index(self, inputs: Inputs, index_k: Tensor) -> Tensor:
-        """index_k (B, S, d) -> the indexer's scores of all keys (B, T, S)"""
-        x = inputs.x.detach()
-        index_q = self.index_q_proj(x).unflatten(-1, (self.index_heads, -1))
-        index_q = self.index_rope(index_q, inputs)  # (B, T, J, d)
+    def index_scores(self, x: Tensor, index_k: Tensor, ctx: ForwardContext) -> Tensor:
+        """x (B, T, D), keys of the indexer (B, S, d) -> the scores of all keys (B, T, S)."""
+        x = x.detach()
+        index_q = split_heads(self.index_q_proj(x), self.index_heads)
+        index_q = self.index_rope(index_q, ctx)  # (B, T, J, d)
         scores = fp32(torch.einsum("btjd,bsd->btjs", index_q, index_k)).relu()
         weight = fp32(self.index_weight_proj(x)) * (self.index_heads * self.index_dim) ** -0.5
         return (weight[..., None] * scores).sum(dim=2)
 
-    def index_rope(self, x: Tensor, inputs: Inputs) -> Tensor:
+    def index_rope(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Rotate queries or keys of the indexer (B, T, J, d), where attention has positions."""
         if self.rope_base is None:
             return x
-        return apply_rope(x, *inputs.ctx.rotary(*self.index_rotary))
+        cos, sin = ctx.rotary(self.index_dim, self.rope_base, self.rope_scaling)
+        return apply_rope(x, cos, sin)
 
-    def divergence(self, q: Tensor, seen: Seen, index: Tensor, is_chosen: Tensor) -> Tensor:
-        """KL(weights of attention || softmax of the index) over the chosen keys, (B, T)."""
+    def divergence(self, q: Tensor, k: Tensor, scores: Tensor, is_chosen: Tensor) -> Tensor:
+        """KL(weights of attention || softmax of the indexer's scores), over the chosen keys, (B, T).
+
+        q (B, T, H, E), k (B, S, K, E), scores and is_chosen (B, T, S).
+        """
         with torch.no_grad():
-            k = seen.features[0].transpose(1, 2)
-            options = ScoreOptions(
-                self.head_dim**-0.5, self.kernel.softcap, self.score_bias(seen), self.sink
+            options = ScoreOptions(self.head_dim**-0.5, self.kernel.softcap, sink=self.sink)
+            weights = attention_weights(
+                q.transpose(1, 2), k.transpose(1, 2), is_chosen[:, None], options
             )
-            weights = attention_weights(q.transpose(1, 2), k, is_chosen[:, None], options)
             weights = weights.mean(dim=1)  # (B, T, S)
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        index = index.masked_fill(~is_chosen, -torch.inf).log_softmax(dim=-1)
-        index = index.masked_fill(~is_chosen, 0.0)
-        return (torch.xlogy(weights, weights) - weights * index).sum(dim=-1)
+        log_p = scores.masked_fill(~is_chosen, -torch.inf).log_softmax(dim=-1)
+        log_p = log_p.masked_fill(~is_chosen, 0.0)
+        return (torch.xlogy(weights, weights) - weights * log_p).sum(dim=-1)
 
-    def cached_features(self) -> list[Shape]:
-        return [*super().cached_features(), (1, self.index_dim)]
+    def cache_shapes(self) -> dict[str, Shape]:
+        return super().cache_shapes() | {"index_k": (1, self.index_dim)}
 
     def attention_flops(self, context: int) -> float:
         return super().attention_flops(context) + self.index_heads * self.index_dim * (context + 1)

@@ -3,9 +3,10 @@
 from torch import Tensor
 
 from model.attention.base import CrossLayer, LayerSpec
-from model.attention.softmax import Features, Inputs, Seen, SoftmaxAttention
-from model.cache import Shape
-from model.layers import rms
+from model.attention.softmax import SoftmaxAttention
+from model.cache import LayerCache, Shape
+from model.context import ForwardContext
+from model.layers import rms, split_heads
 
 
 class TiedAttention(SoftmaxAttention):
@@ -19,18 +20,21 @@ class TiedAttention(SoftmaxAttention):
         super().__init__(spec, **knobs)
         self.v_proj = None
 
-    def features(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Features, CrossLayer]:
-        return (k,), inputs.carry
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
+    ) -> tuple[Tensor, CrossLayer]:
+        """x (B, T, D) -> (B, T, D)"""
+        q = self.project_q(x, ctx)
+        kv = split_heads(self.k_proj(x), self.kv_heads)
+        in_reach, visible = self.extend_cache(cache, ctx, kv=kv)
 
-    def attend(self, inputs: Inputs, q: Tensor, seen: Seen) -> tuple[Tensor, CrossLayer]:
-        """q (B, T, H, E) -> (B, T, H, E), carry"""
-        (kv,) = seen.features
-        positions = seen.visible.key_positions
-        if positions is inputs.ctx.positions:
-            positions = None  # those of new tokens, whose tables the queries have
-        k = self.norm_and_rope(kv, self.k_norm, inputs.ctx, positions)
+        # Keys and values of all tokens in reach, (B, S, K, E).
+        kv = in_reach["kv"]
+        k = self.norm_and_rope(kv, self.k_norm, ctx, visible.key_positions)
         v = rms(kv, self.norm_eps)
-        return super().attend(inputs, q, seen._replace(features=(k, v)))
 
-    def cached_features(self) -> list[Shape]:
-        return [(self.kv_heads, self.head_dim)]
+        y = self.attend(q, k, v, visible)
+        return self.project_out(y, x), carry
+
+    def cache_shapes(self) -> dict[str, Shape]:
+        return {"kv": (self.kv_heads, self.head_dim)}

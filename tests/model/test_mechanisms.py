@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.attention.alibi import alibi_slopes
 from model.attention.base import Attention, LayerSpec
 from model.attention.mla import LatentAttention
-from model.attention.softmax import Inputs, SoftmaxAttention
+from model.attention.softmax import SoftmaxAttention
 from model.context import ForwardContext
 from run.instantiate import instantiate
 from tests.conftest import close, drawn, redraw, settings_of, tree_of
@@ -128,10 +128,8 @@ def test_shared_keys_and_values_are_those_of_the_layer_before():
     _, carry = first(x, ctx, None, {})
     y, _ = second(later, ctx, None, carry)
 
-    plain = Inputs(x, ctx, None, {})
-    seen, _ = first.see(plain, *first.project(plain)[1:])
-    q, *_ = second.project(plain._replace(x=later))
-    expected, _ = second.attend(plain, second.norm_and_rope(q, second.q_norm, ctx), seen)
+    _, k, v = first.project_qkv(x, ctx)
+    expected = second.attend(second.project_q(later, ctx), k, v, ctx.visible(None, None))
     close(y, second.o_proj(expected.flatten(-2)))
     with pytest.raises(ValueError, match="layer=1"):
         second(later, ctx, None, {})

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention.recurrent import FORGET_ALL, no_autocast, recurrence
+from model.attention.recurrent import FORGET_ALL, recurrence
 from model.context import ForwardContext
+from model.layers import no_autocast
 from tests.conftest import close, drawn, tree_of
 from tests.training.test_optimizers import Operations
 

@@ -13,7 +13,8 @@ from transformers.models.neomme.configuration_neomme import NeoMMEConfig
 from transformers.models.neomme.modeling_neomme import NeoMMEExclusiveSelfAttention
 
 from model.attention.short_conv import ShortConv
-from model.attention.softmax import Inputs, SoftmaxAttention
+from model.attention.softmax import SoftmaxAttention
+from model.attention.sparse import sum_blocks
 from model.context import ForwardContext
 from tests.conftest import close
 from tests.model.test_layers import random
@@ -23,25 +24,28 @@ from tests.model.test_recurrence import naive
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 
 
-def attended(layer: SoftmaxAttention, x: Tensor) -> tuple:
-    """The inputs of `attend`: q, and what is seen without a cache."""
-    ctx = ForwardContext(x[..., 0])
-    inputs = Inputs(x, ctx, None, {})
-    q, k, v = layer.project(inputs)
-    return inputs, layer.norm_and_rope(q, layer.q_norm, ctx), layer.see(inputs, k, v)[0]
+def heads_of(layer: SoftmaxAttention, x: Tensor) -> Tensor:
+    """The outputs of the heads (B, T, H, E): what o_proj is called with."""
+    inputs = []
+    hook = layer.o_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    layer(x, ForwardContext(x[..., 0]), None, {})
+    hook.remove()
+    return inputs[0].unflatten(-1, (layer.heads, -1))
 
 
 def test_exclusive_attention_is_neommes_and_has_no_part_along_the_own_value():
     layer = layers_of("exclusive")[0]
-    inputs, q, seen = attended(layer, random(2, 9, 64))
-    y, _ = SoftmaxAttention.attend(layer, inputs, q, seen)
+    x = random(2, 9, 64)
+    ctx = ForwardContext(x[..., 0])
+    q, k, v = layer.project_qkv(x, ctx)
+    y = layer.attend(q, k, v, ctx.visible(None, None))
     config = NeoMMEConfig(num_attention_heads=layer.heads, num_key_value_heads=layer.kv_heads)
     theirs = NeoMMEExclusiveSelfAttention(config).double()
     torch.nn.init.constant_(theirs.alpha, 30.0)  # its tanh is 1
 
-    ours, _ = layer.attend(inputs, q, seen)
-    close(ours, theirs(y, seen.new[1].transpose(1, 2)), **TOLERANCE)
-    own_v = seen.new[1].repeat_interleave(layer.heads // layer.kv_heads, dim=2)
+    ours = heads_of(layer, x)
+    close(ours, theirs(y, v.transpose(1, 2)), **TOLERANCE)
+    own_v = v.repeat_interleave(layer.heads // layer.kv_heads, dim=2)
     close((ours * own_v).sum(dim=-1), torch.zeros(2, 9, layer.heads).double(), rtol=0, atol=1e-5)
 
 
@@ -86,7 +90,9 @@ def test_tied_keys_and_values_are_gemma_4s_in_half_the_cache():
     theirs.load_state_dict(weights)
     x = random(2, 9, 64)
     ctx = ForwardContext(x[..., 0])
-    tables = [table[:, :, 0].repeat(1, 1, 2) for table in ctx.rotary(*layer.rotary)]
+    tables = [
+        table[:, :, 0].repeat(1, 1, 2) for table in ctx.rotary(layer.rotary_dim, layer.rope_base)
+    ]
     future = torch.full((9, 9), -torch.inf).triu(1).double()
     close(output(layer, x), theirs(x, tables, future[None, None], {})[0], **TOLERANCE)
     ctx = ForwardContext(x[..., 0])
@@ -104,10 +110,10 @@ def test_tied_keys_and_values_are_gemma_4s_in_half_the_cache():
 def test_forgetting_attention_is_that_of_fla_and_with_open_gates_its_parent():
     layer = layers_of("fox")[0]
     x = random(2, 9, 64)
-    inputs, q, seen = attended(layer, x)
+    q, k, v = layer.project_qkv(x, ForwardContext(x[..., 0]))
     gates = F.logsigmoid(layer.forget_proj(x))
-    theirs = naive("forgetting_attn", "naive_forgetting_attn")(q, *seen.new[:2], gates)
-    close(layer.attend(inputs, q, seen)[0].float(), theirs, **TOLERANCE)
+    theirs = naive("forgetting_attn", "naive_forgetting_attn")(q, k, v, gates)
+    close(heads_of(layer, x).float(), theirs, **TOLERANCE)
 
     layer.forget_proj.weight.data.zero_()
     layer.forget_proj.bias.data.fill_(40.0)
@@ -141,18 +147,26 @@ def block_attention(layer: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor) ->
 def test_block_attention_is_that_of_its_paper():
     layer = layers_of("moba")[0]
     layer.block, layer.topk = 3, 2
-    inputs, q, seen = attended(layer, random(2, 17, 64))
-    close(layer.attend(inputs, q, seen)[0], block_attention(layer, q, *seen.new))
+    x = random(2, 17, 64)
+    q, k, v = layer.project_qkv(x, ForwardContext(x[..., 0]))
+    close(heads_of(layer, x), block_attention(layer, q, k, v))
 
 
 def test_blocks_are_chosen_in_fp32_under_autocast():
     layer = layers_of("moba")[0].float()
     layer.block, layer.topk = 3, 2
-    layer.attend_to = lambda inputs, q, seen, mask: mask
-    attention = attended(layer, random(2, 99, 64).float())
-    expected, _ = layer.attend(*attention)
+    x = random(2, 99, 64).float()
+    ctx = ForwardContext(x[..., 0])
+    q, k, _ = layer.project_qkv(x, ctx)
+    block = ctx.positions // 3
+
+    def chosen() -> Tensor:
+        sums, _ = sum_blocks(k, block, ctx.positions % 3 == 0, 33)
+        return layer.choose_blocks(q, sums, block, block)
+
+    expected = chosen()
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(layer.attend(*attention)[0], expected)
+        assert torch.equal(chosen(), expected)
 
 
 def indexed(topk: int) -> SoftmaxAttention:
@@ -165,7 +179,8 @@ def indexed(topk: int) -> SoftmaxAttention:
 def test_the_indexer_is_deepseeks_and_its_attention_that_of_fla():
     layer = indexed(4)
     x = random(2, 17, 64)
-    inputs, q, seen = attended(layer, x)
+    ctx = ForwardContext(x[..., 0])
+    q, k, v = layer.project_qkv(x, ctx)
     config = DeepseekV32Config(
         hidden_size=64,
         q_lora_rank=64,
@@ -184,12 +199,14 @@ def test_the_indexer_is_deepseeks_and_its_attention_that_of_fla():
             "weights_proj.weight": layer.index_weight_proj.weight,
         }
     )
-    tables = [table[:, :, 0].repeat(1, 1, 2) for table in inputs.ctx.rotary(*layer.index_rotary)]
+    tables = [
+        table[:, :, 0].repeat(1, 1, 2) for table in ctx.rotary(layer.index_dim, layer.rope_base)
+    ]
     causal = torch.ones(17, 17, dtype=torch.bool).tril()
     chosen = theirs(x, x, tables, causal[None], None)
     chosen = chosen.long().masked_fill(chosen > torch.arange(17)[:, None], -1)
-    attention = naive("dsa", "naive_dsa")(q, *seen.new[:2], None, None, indices=chosen)
-    close(layer.attend(inputs, q, seen)[0], attention, **TOLERANCE)
+    attention = naive("dsa", "naive_dsa")(q, k, v, None, None, indices=chosen)
+    close(heads_of(layer, x), attention, **TOLERANCE)
 
 
 @pytest.mark.parametrize("variant", ["moba", "dsa"])
@@ -199,7 +216,8 @@ def test_a_decode_step_reads_what_it_chose(variant):
     x = random(2, 33, 64)
     cache = layer.new_cache(2, 33, torch.float64, "cpu")
     layer(x[:, :32], ForwardContext(x[:, :32, 0], torch.zeros(2, dtype=torch.int64)), cache, {})
-    keys, values = (buffer.clone() for buffer in cache.buffers[:2])
+    keys = cache.features["k"].clone()
+    values = cache.features["v"].clone()
     ctx = ForwardContext(x[:, 32:, 0], torch.full((2,), 32))
     shapes = []
     layer.kernel.register_forward_pre_hook(lambda _, about: shapes.append(about[1].shape[1]))
@@ -208,9 +226,9 @@ def test_a_decode_step_reads_what_it_chose(variant):
 
     num_read = 0
     for slot in range(32):
-        for buffer, clean in zip(cache.buffers[:2], (keys, values), strict=True):
-            buffer.copy_(clean)
-            buffer[:, slot] = torch.nan
+        for name, clean in (("k", keys), ("v", values)):
+            cache.features[name].copy_(clean)
+            cache.features[name][:, slot] = torch.nan
         y, _ = layer(x[:, 32:], ctx, cache, {})
         num_read += not y.isfinite().all()
     assert num_read <= 2 * layer.num_chosen * layer.kv_heads
@@ -237,25 +255,28 @@ def test_the_indexer_learns_from_the_divergence_alone_and_nothing_else_does():
 
     layer.zero_grad()
     x.grad = None
-    carry["losses"]["indexer_kl"].sum().backward()
+    carry["losses"]["indexer_kl"].objective.sum().backward()
     learned = {name for name, p in layer.named_parameters() if p.grad is not None}
     assert learned == index_names and x.grad is None
 
 
 def test_the_divergence_is_that_of_the_weights_from_the_softmax_of_the_index():
     layer = indexed(4)
-    inputs, q, seen = attended(layer, random(2, 17, 64))
-    _, carry = layer.attend(inputs, q, seen)
-    index = layer.index(inputs, seen.features[2].squeeze(2))
+    x = random(2, 17, 64)
+    ctx = ForwardContext(x[..., 0])
+    q, k, _ = layer.project_qkv(x, ctx)
+    _, carry = layer(x, ctx, None, {})
+    index_k = layer.index_rope(layer.index_k_norm(layer.index_k_proj(x))[:, :, None], ctx)
+    index = layer.index_scores(x, index_k.squeeze(2), ctx)
     for row in range(2):
         for t in range(17):
             visible = index[row, t, : t + 1]
             chosen = visible.topk(min(4, t + 1)).indices
             weights = torch.stack(
                 [
-                    (seen.new[0][row, chosen, h // 2] @ q[row, t, h] * 0.25).softmax(dim=0)
+                    (k[row, chosen, h // 2] @ q[row, t, h] * 0.25).softmax(dim=0)
                     for h in range(layer.heads)
                 ]
             ).mean(dim=0)
             expected = F.kl_div(visible[chosen].log_softmax(dim=0), weights, reduction="sum")
-            close(carry["losses"]["indexer_kl"][row, t], expected, rtol=0, atol=1e-6)
+            close(carry["losses"]["indexer_kl"].value[row, t], expected, rtol=0, atol=1e-6)

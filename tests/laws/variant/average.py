@@ -5,10 +5,9 @@ s_t = f_t s_{t-1} + (1 - f_t) v_t   with   f_t = sigmoid(forget(x_t)),   s_0 = i
 
 import torch
 from torch import Tensor
-from torch.types import Device
 
 from model.attention.base import Attention, CrossLayer, LayerSpec
-from model.cache import LayerCache
+from model.cache import LayerCache, Shape
 from model.context import ForwardContext
 from model.layers import Linear, fp32
 
@@ -32,7 +31,7 @@ class RunningAverage(Attention):
         v = fp32(self.v_proj(x))
         forget = fp32(self.forget_proj(x)).sigmoid()
         initial = self.initial_state.type_as(v)
-        state = initial if cache is None else cache.buffers[0].type_as(v)
+        state = initial if cache is None else cache.states["average"].type_as(v)
 
         # The first token of a row or a document starts anew, whatever came before.
         is_first = (ctx.positions == 0)[:, :, None]
@@ -42,14 +41,11 @@ class RunningAverage(Attention):
             state = forget[:, t] * state + (1 - forget[:, t]) * v[:, t]
             states.append(state)
         if cache is not None:
-            cache.buffers[0].copy_(state)
+            cache.states["average"].copy_(state)
         return self.o_proj(torch.stack(states, dim=1).type_as(x)), carry
 
-    def new_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: Device
-    ) -> LayerCache:
-        dtype = torch.promote_types(torch.float32, dtype)
-        return LayerCache(torch.zeros(batch, self.dim, dtype=dtype, device=device))
+    def state_shapes(self, capacity: int) -> dict[str, Shape]:
+        return {"average": (self.dim,)}
 
     def attention_flops(self, context: int) -> float:
         return 5 * self.dim
