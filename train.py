@@ -12,14 +12,14 @@ if __name__ == "__main__" and sys.stderr.isatty():
     print("loading PyTorch", end="", file=sys.stderr, flush=True)
 
 import os
-from pathlib import Path
 
-from run import distributed, errors, folder, hardware, progress
+from run import distributed, errors, folder, hardware
+from run.progress import say
 from run.settings import compose, help_text
 from run.signals import Signals
 from training import setup
-from training.budget import Clock
-from training.trainer import Trainer
+from training.clock import Clock
+from training.distillation import find_teacher
 
 IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # which max_minutes counts too
 
@@ -33,63 +33,90 @@ def main(overrides: list[str]) -> None:
             settings = compose(overrides)
             pretrained, device = setup.set_up_run(settings, overrides)
             corpus, loader = setup.load_corpus(settings)
+            teacher = find_teacher(settings, corpus)
             ranks = distributed.init_distributed(device)
         hardware.prepare_for_training(device)
 
         # The folder is locked until the run ends.
         with (
-            folder.open_run_dir(settings, ranks, corpus.sha256) as run,
+            folder.open_run_dir(settings, ranks, corpus.sha256) as run_dir,
             setup.report_machine_errors(),
         ):
-            trainer = Trainer(settings, corpus, loader, run, ranks, signals, clock)
-            exit_code = train(trainer, pretrained)
+            run = setup.build_run(
+                settings,
+                corpus,
+                loader,
+                run_dir,
+                ranks,
+                signals,
+                clock,
+                pretrained=pretrained,
+                teacher=teacher,
+            )
+            exit_code = train(run)
             ranks.barrier()
     if exit_code:
         raise SystemExit(exit_code)
 
 
-def train(trainer: Trainer, pretrained: Path | None = None) -> int:
-    """Train to the last step -> 0, or the exit code that a signal asks for.
+def train(run: setup.Run) -> int:
+    """Train to the last step. Returns 0, or the exit code that a signal asks for."""
+    settings = run.settings
+    progress = run.progress
+    say(setup.summary(run))
+    if progress.step == 0 and settings.init_from is not None:
+        run.evaluator.evaluate(progress)
+    if progress.is_finished:
+        say(f"already at step {progress.step} of {progress.total_steps}. To go on: steps=N")
 
-    The run starts with `pretrained` weights if they are given, or resumes.
-    """
-    settings = trainer.settings
-    trainer.restore_or_start(pretrained)
-    progress.say(setup.summary(trainer))
-    if trainer.step == 0 and pretrained is not None:
-        trainer.evaluate()
-    if trainer.is_finished:
-        progress.say(f"already at step {trainer.step} of {trainer.steps}. To go on: steps=N")
-
-    # A checkpoint is saved before the sample and the evaluation of its step: where these are cut
-    # off, a resumed run does them again.
+    # A checkpoint is saved before the sample and the evaluation of its step: if these are cut off,
+    # a resumed run does them again.
     while True:
-        if trainer.is_due(settings.save_every):
-            trainer.save()
-        if trainer.is_due(settings.sample_every):
-            trainer.sample()
-        if trainer.is_due(settings.eval_every):
-            trainer.evaluate()
-        if trainer.is_finished or trainer.exit_code:
+        if progress.is_due(settings.save_every):
+            run.checkpointer.save(progress)
+        if progress.is_due(settings.sample_every):
+            run.evaluator.sample(progress)
+        if progress.is_due(settings.eval_every):
+            run.evaluator.evaluate(progress)
+        exit_code = run.signals.requested(run.ranks)
+        if progress.is_finished or exit_code:
             break
-        trainer.train_step()
-        trainer.fit_steps()
-        if trainer.is_due(settings.log_every):
-            trainer.report()
+
+        take_step(run)
+        run.budget.fit(progress)
+        if progress.is_due(settings.log_every):
+            report(run)
+        run.log.commit()
 
     # A signal asks to save what was trained and to end.
-    if trainer.exit_code:
-        trainer.save()
-        trainer.log.close()
-        progress.say(
-            f"step {trainer.step} is saved in {trainer.run_dir}. "
+    if exit_code:
+        run.checkpointer.save(progress)
+        run.log.close()
+        say(
+            f"step {progress.step} is saved in {run.run_dir}. "
             "To go on: the same overrides and resume=true"
         )
-        return trainer.exit_code
-    trainer.log.close()
-    trainer.log.plot()
-    progress.say(f'done. Now try: python generate.py --run {trainer.run_dir} "PROMPT"')
+        return exit_code
+    run.log.close()
+    run.log.plot()
+    say(f'done. Now try: python generate.py --run {run.run_dir} "PROMPT"')
     return 0
+
+
+def take_step(run: setup.Run) -> None:
+    """Take an optimizer step, and count it."""
+    result = run.trainer.step(run.progress, run.micro_batch_size)
+    run.meter.add(result, run.progress)
+    run.progress.step += 1
+    run.log.advance(run.progress)
+    run.signals.arm()  # from now on there is something to save
+
+
+def report(run: setup.Run) -> None:
+    """Log the metrics of the steps since the last report."""
+    metrics = run.meter.report(run.progress)
+    seconds_left = run.budget.time_to_end(run.progress, metrics["tokens_per_second"])
+    run.log.report(run.progress, metrics, seconds_left)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,10 @@ class DistEnv:
         """The maximum over all ranks, on the CPU, so that no GPU is synchronized."""
         return self.all_reduce(torch.tensor(number), dist.ReduceOp.MAX).item()
 
+    def all_reduce_min(self, number: int) -> int:
+        """The minimum over all ranks, computed on the CPU."""
+        return self.all_reduce(torch.tensor(number), dist.ReduceOp.MIN).item()
+
     def all_reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
         """Reduce x over all ranks, in place, and return it."""
         if self.world_size > 1:

@@ -5,6 +5,7 @@ import signal
 from types import FrameType
 
 from run import errors
+from run.distributed import DistEnv
 
 EXIT_CODES = {
     signal.SIGTERM: errors.PREEMPTED,
@@ -15,14 +16,15 @@ EXIT_CODES = {
 
 
 class Signals:
-    """Inside `with`, a signal ends the process at once, or sets `code` instead if `is_armed`.
+    """Inside `with`, a signal ends the process at once, or is only recorded once `arm` is called.
 
     A second Ctrl-C ends a lone process at once; torchrun may send its processes the same one twice.
     """
 
     def __init__(self):
-        self.code = 0  # the exit code that a signal asked for
-        self.is_armed = False  # true once there is something to save
+        self.code = 0  # the exit code that a signal to this process asked for
+        self.exit_code = 0  # the one that all ranks have agreed on
+        self.is_armed = False
         self.previous_handlers = {}
 
     def __enter__(self) -> "Signals":
@@ -36,6 +38,18 @@ class Signals:
             return
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
+
+    def arm(self) -> None:
+        """Let signals ask for a save, now that there is something to save."""
+        self.is_armed = True
+
+    def requested(self, ranks: DistEnv) -> int:
+        """Return the exit code that a signal to any rank has asked for, or 0.
+
+        All ranks call this together.
+        """
+        self.exit_code = ranks.all_reduce_max(self.code)
+        return self.exit_code
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         is_repeated = self.code != 0 and number == signal.SIGINT and "RANK" not in os.environ

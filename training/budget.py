@@ -1,16 +1,30 @@
-"""The clock of a run, and how many optimizer steps fit into max_minutes and max_epochs."""
+"""How many optimizer steps fit into max_epochs and max_minutes."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from time import monotonic
 
+from data.corpus import Corpus
 from data.loader import Loader
+from run.distributed import DistEnv
+from run.progress import say
+from run.settings import Settings
+from training.clock import Clock
+from training.evaluation import count_eval_tokens
+from training.steps import Progress
 
 UNTIMED_STEPS = 3  # steps that compile and fill caches, and are not timed
 TIMED_FRACTION = 0.1  # of the limit, during which steps are timed
 RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot
 SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
+EVALUATION_COST = 0.5  # time to evaluate a token, relative to training on it: 0.4 to 0.6 on CPUs
+
+
+def planned_steps(settings: Settings, loader: Loader) -> float:
+    """The optimizer steps of a run, not counting `max_minutes`; infinite without a bound."""
+    if settings.steps is not None:
+        return settings.steps
+    if settings.max_epochs is not None:
+        return count_epoch_steps(loader, settings.max_epochs)
+    return math.inf
 
 
 def count_epoch_steps(loader: Loader, epochs: int) -> float:
@@ -23,40 +37,47 @@ def count_epoch_steps(loader: Loader, epochs: int) -> float:
     return max(1, epochs * loader.rows_per_epoch // loader.batch_size)
 
 
-class Clock:
-    """Seconds since `started`, a monotonic time: of the run, and of training alone."""
-
-    def __init__(self, started: float):
-        self.started = started  # earlier by the time of the processes that this one resumes
-        self.paused = 0.0
-
-    def total(self) -> float:
-        return monotonic() - self.started
-
-    def training(self) -> float:
-        return self.total() - self.paused
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Inside, something other than training goes on."""
-        start = monotonic()
-        yield
-        self.paused += monotonic() - start
-
-
 class TimeBudget:
-    """Times the first steps of a process, then says how many more there is time for."""
+    """Fits the number of steps to `max_minutes`: times the first steps, then fits once."""
 
-    def __init__(self, minutes: float, clock: Clock):
-        self.limit = 60 * minutes  # seconds
+    def __init__(self, settings: Settings, corpus: Corpus, ranks: DistEnv, clock: Clock):
+        self.settings = settings
+        self.corpus = corpus
+        self.ranks = ranks
         self.clock = clock
+        self.has_limit = settings.max_minutes is not None
+        self.limit = 60 * settings.max_minutes if self.has_limit else math.inf  # seconds
+        self.is_fitted = False
         self.timed_steps = -UNTIMED_STEPS
         self.timed_from = 0.0
 
-    def seconds_left(self) -> float:
-        """Seconds that are left for steps, and for what goes on between them."""
-        left = self.limit - self.clock.total()
-        return max(0.0, (1 - SAFETY_MARGIN) * left - RESERVED_SECONDS)
+    @property
+    def is_open(self) -> bool:
+        """Whether the number of steps is still to be fitted."""
+        return self.has_limit and not self.is_fitted
+
+    def keep(self) -> None:
+        """Take the number of steps as it is, fitted by an earlier process."""
+        self.is_fitted = True
+
+    def fit(self, progress: Progress) -> None:
+        """After each step: once enough steps are timed, set how many fit into `max_minutes`."""
+        if not self.is_open:
+            return
+        steps_left = self.ranks.on_rank0(self.count_steps)
+        if steps_left is None:
+            return
+        # Every evaluation takes the time of some steps.
+        eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.step + steps_left)
+        eval_steps = EVALUATION_COST * eval_tokens / self.settings.batch_tokens
+        steps_left = (steps_left - eval_steps) / (1 + eval_steps / self.settings.eval_every)
+        fitted_steps = progress.step + max(1, int(steps_left))
+        progress.total_steps = min(progress.total_steps, fitted_steps)
+        self.is_fitted = True
+        say(
+            f"max_minutes={self.settings.max_minutes:g} has room for {fitted_steps} steps: "
+            f"the run ends at step {progress.total_steps}"
+        )
 
     def count_steps(self) -> float | None:
         """Called after each step: how many more fit, or None while more have to be timed.
@@ -71,3 +92,19 @@ class TimeBudget:
         if timed_seconds < TIMED_FRACTION * self.limit and self.clock.total() < 0.5 * self.limit:
             return None
         return self.seconds_left() * self.timed_steps / timed_seconds
+
+    def seconds_left(self) -> float:
+        """Seconds that are left for steps, and for what goes on between them."""
+        left = self.limit - self.clock.total()
+        return max(0.0, (1 - SAFETY_MARGIN) * left - RESERVED_SECONDS)
+
+    def time_to_end(self, progress: Progress, tokens_per_second: float | None) -> float:
+        """Seconds to the last step at this speed; infinite if it is not known."""
+        seconds = math.inf
+        if tokens_per_second is not None:
+            steps_left = progress.total_steps - progress.step
+            seconds = steps_left * self.settings.batch_tokens / tokens_per_second
+        # Before the number of steps is fitted, the clock may end the run earlier.
+        if self.is_open:
+            seconds = min(seconds, self.seconds_left())
+        return seconds

@@ -1,7 +1,7 @@
 """Training against the predictions of another model, the teacher: Hinton et al., 1503.02531."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -13,37 +13,40 @@ from run import checkpoint
 from run.settings import Settings
 
 
-class Distillation(NamedTuple):
+@dataclass(frozen=True)
+class Distillation:
     """A model to learn from, which is not trained.
 
-    The gradient is that of weight * KL(teacher || model) + (1 - weight) * cross-entropy. The value
-    of the loss that is reported remains the cross-entropy.
+    Training minimizes weight * KL(teacher || model) + (1 - weight) * cross-entropy. It reports the
+    cross-entropy.
     """
 
+    # In a dataclass, the teacher is no submodule of the loss: `train()` does not switch it to
+    # training mode, and it is neither trained nor saved.
     teacher: Transformer
     weight: float
 
 
 def load_distillation(
-    settings: Settings, device: torch.device, precision: torch.dtype
+    settings: Settings, teacher: Path | None, device: torch.device, precision: torch.dtype
 ) -> Distillation | None:
-    """The teacher, if any, that `check_teacher` has found; each device has all of it."""
-    if settings.distill is None:
+    """Load the checkpoint of `find_teacher`, if there is one; each device has all of it."""
+    if teacher is None:
         return None
     dtype = torch.float32
     if precision == torch.bfloat16:  # fp16 has too small a range for weights that are not scaled
         dtype = precision
-    teacher = load_model(Path(settings.distill), device, dtype, settings.context)
-    return Distillation(teacher.requires_grad_(False), settings.distill_weight)
+    model = load_model(teacher, device, dtype, settings.context)
+    return Distillation(model.requires_grad_(False), settings.distill_weight)
 
 
-def check_teacher(settings: Settings, corpus: Corpus) -> None:
-    """Let `distill` name the teacher's checkpoint, which is verified once.
+def find_teacher(settings: Settings, corpus: Corpus) -> Path | None:
+    """Return the checkpoint that `distill` names, verified; None without one.
 
     Raises ValueError for a teacher whose tokens are not those of the model.
     """
     if settings.distill is None:
-        return
+        return None
     path = checkpoint.find_model(settings.distill)
     model = settings.model
     teacher = checkpoint.load_model_config(path)
@@ -60,4 +63,4 @@ def check_teacher(settings: Settings, corpus: Corpus) -> None:
             f"the teacher has another vocabulary ({named}: {teacher['vocab_size']} tokens, the "
             f"model {model['vocab_size']}). fix: a teacher with the same tokenizer"
         )
-    settings.distill = str(path)
+    return path

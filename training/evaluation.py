@@ -1,59 +1,186 @@
-"""What a model is judged by while it trains: the loss on held-out text."""
+"""What a model is judged by while it trains: the loss on held-out text, and a sample of its text."""
 
-from collections.abc import Callable
+import math
 
 import torch
-from torch import nn
 
 from data.corpus import Corpus
 from data.loader import IGNORE_INDEX
 from data.slices import NUM_BINS
-from run.distributed import DistEnv
-from run.hardware import autocast, to_device
+from inference.text import stream_text
+from run import hardware
+from run.progress import say, waiting
+from run.settings import Settings
+from run.signals import Signals
+from training.clock import Clock
+from training.logger import Logger
+from training.loss import SCORES
+from training.metrics import corpus_metrics
+from training.steps import Progress, end_diverged
+from training.trainer import Trainer
+
+# Tokens of an evaluation, as a fraction of those trained on between two evaluations.
+EVALUATED_FRACTION = 0.1
+MIN_EVAL_TOKENS = 8192  # even if that is a larger fraction
+SAMPLE_TOKENS = 192  # at most, BOS included
+SIGNAL_INTERVAL = 16  # tokens of a sample between two looks for signals
 
 
-def evaluate(
-    loss_module: nn.Module,
-    corpus: Corpus,
-    num_tokens: int,
-    context: int,
-    batch_size: int,
-    precision: torch.dtype,
-    ranks: DistEnv,
-    stop: Callable[[], int],
-    *,
-    with_gradients: bool,
-) -> dict | None:
-    """Evaluate on held-out tokens -> the metrics of the corpus, such as `val_loss`.
+def count_eval_tokens(settings: Settings, corpus: Corpus, steps: float) -> int:
+    """The number of held-out tokens that an evaluation reads, in a run of `steps` steps.
 
-    The first `num_tokens` tokens are read in windows of `context` tokens that do not overlap,
-    `batch_size` of them at a time. Return None once `stop()`, called by all ranks after each batch,
-    is not 0. `with_gradients` runs the graph that was compiled for training, instead of compiling
-    one without gradients; the head's gradients are discarded.
+    It does not depend on the model, so all runs of at least eval_every steps read the same.
     """
-    loss_module.eval()
-    batches = list(corpus.evaluation(num_tokens, context, batch_size))
-    scores = []
-    cells = []
-    for start in range(0, len(batches), ranks.world_size):
-        # Ranks compute together: one without a batch of its own repeats the last, without targets.
-        number = start + ranks.rank
-        inputs, targets, batch_cells, *positions = batches[min(number, len(batches) - 1)]
-        if number >= len(batches):
-            targets = torch.full_like(targets, IGNORE_INDEX)
-        with autocast(ranks.device, precision), torch.set_grad_enabled(with_gradients):
-            _, batch_scores = loss_module(*to_device(ranks.device, inputs, targets, *positions))
-        scores.append(batch_scores)
-        cells.append(batch_cells.flatten())
-        if stop():
-            loss_module.train()
-            return None
-    loss_module.train()
+    eval_tokens = settings.eval_tokens
+    if eval_tokens is None:
+        trained_tokens = min(settings.eval_every, steps) * settings.batch_tokens
+        eval_tokens = max(MIN_EVAL_TOKENS, int(EVALUATED_FRACTION * trained_tokens))
+    return min(eval_tokens, corpus.validation_tokens(settings.context))
 
-    # Sum nats, correct predictions and targets by cell, in fp64. The host waits for the device
-    # once, here, and not for each batch.
-    values = torch.cat(scores, dim=1).cpu().double()
-    totals = torch.zeros(3, corpus.num_classes * NUM_BINS, dtype=torch.float64)
-    totals.index_add_(1, torch.cat(cells), values)
-    totals = ranks.all_reduce(totals).view(3, -1, NUM_BINS)
-    return corpus.metrics(totals.numpy(), num_tokens)
+
+class Evaluator:
+    """Evaluates and samples the model of a trainer, and logs the results.
+
+    All ranks call the same methods. A signal that asks the run to end cuts them short: then nothing
+    is logged, and a resumed run does them again. `batch_size` is in sequences.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        corpus: Corpus,
+        trainer: Trainer,
+        log: Logger,
+        signals: Signals,
+        clock: Clock,
+        *,
+        batch_size: int,
+    ):
+        self.settings = settings
+        self.corpus = corpus
+        self.trainer = trainer
+        self.ranks = trainer.ranks
+        self.log = log
+        self.signals = signals
+        self.clock = clock
+        self.batch_size = batch_size
+
+    def evaluate(self, progress: Progress) -> None:
+        """Log the loss on the held-out text. Ends with exit code 4 if it is not finite."""
+        if self.signals.requested(self.ranks):
+            return
+        eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.total_steps)
+        # A graph without gradients would take a CPU up to a minute to compile: run the one that was
+        # compiled for training. At the first step of a process nothing is compiled yet.
+        with_gradients = (
+            self.trainer.is_compiled
+            and progress.step > progress.first_step
+            and self.ranks.device.type != "cuda"
+        )
+        message = f"evaluating on {eval_tokens:,} held-out tokens (less often: eval_every)"
+        with self.clock.pause(), waiting(message):
+            metrics = self.score(eval_tokens, with_gradients=with_gradients)
+        if metrics is None:
+            return
+        if not math.isfinite(metrics["val_loss"]):
+            end_diverged(f"step {progress.step}: evaluation is not finite", progress)
+
+        self.log.write(progress, metrics | {"eval_tokens": eval_tokens})
+        numbers = []
+        for name, value in metrics.items():
+            if isinstance(value, float):
+                numbers.append(f"{name} {value:.4f}")
+        say(f"step {progress.step}  held out: {', '.join(numbers)}")
+
+    def score(self, num_tokens: int, *, with_gradients: bool) -> dict | None:
+        """Return the metrics of the corpus, such as `val_loss`, or None if a signal came.
+
+        The first `num_tokens` held-out tokens are read in windows that do not overlap. With
+        gradients, the graph that was compiled for training runs, and gradients are discarded.
+        """
+        loss_module = self.trainer.loss_module
+        device = self.ranks.device
+        batches = list(self.corpus.evaluation(num_tokens, self.settings.context, self.batch_size))
+        scores = []
+        cells = []
+        loss_module.eval()
+        for start in range(0, len(batches), self.ranks.world_size):
+            # Ranks compute together: one without a batch of its own repeats the last, without
+            # targets.
+            number = start + self.ranks.rank
+            inputs, targets, batch_cells, *positions = batches[min(number, len(batches) - 1)]
+            if number >= len(batches):
+                targets = torch.full_like(targets, IGNORE_INDEX)
+            batch = hardware.to_device(device, inputs, targets, *positions)
+            with (
+                hardware.autocast(device, self.trainer.precision),
+                torch.set_grad_enabled(with_gradients),
+            ):
+                _, metrics = loss_module(*batch)
+            scores.append(torch.stack([metrics[name] for name in SCORES]))
+            cells.append(batch_cells.flatten())
+            if self.signals.requested(self.ranks):
+                break
+        loss_module.train()
+        if self.signals.exit_code:
+            return None
+
+        # Sum nats, correct predictions and targets by cell, in fp64. The host waits for the device
+        # once, here, and not for each batch.
+        values = torch.cat(scores, dim=1).cpu().double()
+        totals = torch.zeros(len(SCORES), self.corpus.num_classes * NUM_BINS, dtype=torch.float64)
+        totals.index_add_(1, torch.cat(cells), values)
+        totals = self.ranks.all_reduce(totals).view(len(SCORES), -1, NUM_BINS)
+        return corpus_metrics(self.corpus, totals.numpy(), num_tokens)
+
+    def sample(self, progress: Progress) -> None:
+        """Write a sample of text to samples.txt, and show it."""
+        if self.signals.requested(self.ranks):
+            return
+        with self.clock.pause(), waiting("sampling text (less often: sample_every)"):
+            text = self.generate(seed=progress.step)
+        if self.signals.requested(self.ranks):
+            return
+        self.log.append("samples.txt", f"--- step {progress.step}\n{text}\n")
+        say(f"--- a sample at step {progress.step}\n{text}\n---")
+
+    def generate(self, seed: int) -> str:
+        """Return a text that begins a document, up to where a signal comes.
+
+        All ranks compute the same text; those of a sharded model compute every token together.
+        """
+        model = self.trainer.model
+        precision = torch.float32
+        if self.settings.sharded:
+            precision = self.trainer.precision
+            gather_once(model)
+        text = ""
+        # Blocks that were compiled for training would be compiled again for single tokens.
+        eager = torch.compiler.set_stance("force_eager")
+        model.eval()
+        with eager, hardware.autocast(self.ranks.device, precision):
+            stream = stream_text(
+                model,
+                self.corpus.tokenizer,
+                "",
+                max_new_tokens=min(SAMPLE_TOKENS, model.context) - 1,
+                temperature=0.8,
+                top_k=50,
+                seed=seed,
+            )
+            for num_tokens, streaming in enumerate(stream, start=1):
+                text = streaming.text
+                if num_tokens % SIGNAL_INTERVAL == 0 and self.signals.requested(self.ranks):
+                    break
+        model.train()
+        return text
+
+
+def gather_once(model: torch.nn.Module) -> None:
+    """Let FSDP allocate the buffers of its first all-gather, which it keeps.
+
+    If inference mode, in which text is generated, allocated them, training could not write to them.
+    """
+    for module in (model, *model.blocks):
+        module.unshard()
+        module.reshard()

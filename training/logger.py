@@ -10,8 +10,10 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from run import progress
+from run.progress import duration, say, waiting
 from run.settings import Settings
+from training.clock import Clock
+from training.steps import Progress
 
 METRICS = "metrics.jsonl"
 FILES = (METRICS, "samples.txt")
@@ -21,18 +23,26 @@ MIN_RISE = 1.01  # of the held-out loss, as a factor: smaller ones are noise
 class Logger:
     """The files and the messages of a run; silent unless it is enabled, as on rank 0 alone."""
 
-    def __init__(self, run_dir: Path, settings: Settings, *, is_enabled: bool):
+    def __init__(self, run_dir: Path, settings: Settings, clock: Clock, *, is_enabled: bool):
         self.run_dir = run_dir
         self.settings = settings
+        self.clock = clock
         self.is_enabled = is_enabled
         self.sizes = dict.fromkeys(FILES, 0)  # bytes
+        # What a checkpoint of this step stores: sizes of the files, and the id of the run at wandb.
+        # Resuming truncates the files to these sizes.
+        self.committed: dict[str, int | str | None] = {}
         self.is_disk_full = False
         self.bar = None  # a silent one where nobody watches
         self.wandb = None
         self.wandb_id = None
 
-    def open(self, state: dict) -> None:
-        """Cut the files to the sizes in `state`, a checkpoint's: what came later is done again."""
+    def open(self, state: dict[str, int | str | None]) -> None:
+        """Truncate the files to the sizes in the `state` of a checkpoint, and go on there.
+
+        What a run had logged after its last save is done again. A new run has no state.
+        """
+        self.committed = state
         if not self.is_enabled:
             return
         for name in FILES:
@@ -62,31 +72,50 @@ class Logger:
                 )
                 self.wandb_id = self.wandb.id
 
-    def state(self) -> dict:
-        """What a checkpoint stores: the sizes of the files, and the id of the run at wandb."""
-        return {**self.sizes, "wandb": self.wandb_id}
+    def commit(self) -> None:
+        """Let a checkpoint of this step store the files as they are now.
 
-    def advance(self, step: int, steps: float) -> None:
-        """Move the bar of a terminal, at most once a second. `steps` may be infinite."""
+        Called after a step and its report. The sample and the evaluation of the step come later,
+        so that a run resumed from its checkpoint does them again.
+        """
+        self.committed = {**self.sizes, "wandb": self.wandb_id}
+
+    def advance(self, progress: Progress) -> None:
+        """Move the bar of a terminal, at most once a second."""
         if self.bar is not None:
-            self.bar.n = step
-            self.bar.total = None if steps == math.inf else steps
+            total = progress.total_steps
+            self.bar.n = progress.step
+            self.bar.total = None if total == math.inf else total
             self.bar.update(0)
 
-    def progress(self, text: str) -> None:
-        """Show metrics: behind the bar of a terminal, else in a line."""
+    def report(
+        self, progress: Progress, metrics: dict[str, float | int | None], seconds_left: float
+    ) -> None:
+        """Log the metrics of training, and show them: next to the bar of a terminal, or a line."""
+        self.write(progress, metrics)
         if self.bar is None:
             return
+        text = f"loss {metrics['train_loss']:.3f}  "
+        if metrics["tokens_per_second"] is not None:
+            text += f"{metrics['tokens_per_second']:,.0f} tokens/s  "
+        if metrics["mfu"] is not None:
+            text += f"mfu {metrics['mfu']:.1%}  "
+        text += f"{metrics['peak_memory_bytes'] / 2**30:.1f} GiB  {duration(seconds_left)} left"
         self.bar.set_description_str(text)
         if self.bar.disable:
-            progress.say(f"step {self.bar.n}/{self.bar.total or '?'}  {text}")
+            say(f"step {self.bar.n}/{self.bar.total or '?'}  {text}")
 
-    def write(self, step: int, **values: float | dict | None) -> None:
+    def write(self, progress: Progress, metrics: dict[str, float | dict | None]) -> None:
         """Write a line of metrics.jsonl, to wandb too."""
-        self.append(METRICS, json.dumps({"step": step, **values}) + "\n")
+        values = {
+            "tokens": progress.step * self.settings.batch_tokens,
+            "seconds": round(self.clock.total(), 3),
+            **metrics,
+        }
+        self.append(METRICS, json.dumps({"step": progress.step, **values}) + "\n")
         if self.wandb is not None:
             with self._wandb_may_fail():
-                self.wandb.log(values, step=step)
+                self.wandb.log(values, step=progress.step)
 
     def append(self, name: str, text: str) -> None:
         """Write all of a text or nothing. A full disk costs a warning, and not the run."""
@@ -101,7 +130,7 @@ class Logger:
             with suppress(OSError):  # a part may have been written
                 os.truncate(path, self.sizes[name])
             if not self.is_disk_full:
-                progress.say(f"warning: not written ({path}: {error.strerror}): training goes on")
+                say(f"warning: not written ({path}: {error.strerror}): training goes on")
             self.is_disk_full = True
 
     def close(self) -> None:
@@ -109,7 +138,7 @@ class Logger:
         if self.bar is not None:
             self.bar.close()
         if self.wandb is not None:
-            with self._wandb_may_fail(), progress.waiting("finishing wandb"):
+            with self._wandb_may_fail(), waiting("finishing wandb"):
                 self.wandb.finish()
 
     def plot(self) -> None:
@@ -117,16 +146,16 @@ class Logger:
         if not self.is_enabled:
             return
         try:
-            with progress.waiting("drawing loss.png"):
+            with waiting("drawing loss.png"):
                 losses = draw_loss(self.run_dir / METRICS, self.run_dir / "loss.png")
             lowest = min(losses)
             if losses[-1] > MIN_RISE * lowest:
-                progress.say(
+                say(
                     f"overfitting: the held-out loss rose from {lowest:.3f} to {losses[-1]:.3f} "
                     "nats per token. fix: more text, or fewer steps"
                 )
         except (OSError, ValueError, LookupError) as error:
-            progress.say(f"warning: no loss.png: {error}")
+            say(f"warning: no loss.png: {error}")
 
     @contextmanager
     def _wandb_may_fail(self) -> Iterator[None]:
@@ -134,7 +163,7 @@ class Logger:
         try:
             yield
         except Exception as error:
-            progress.say(f"warning: no wandb: {' '.join(str(error).split())}")
+            say(f"warning: no wandb: {' '.join(str(error).split())}")
             self.wandb = None
 
 

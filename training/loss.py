@@ -1,6 +1,9 @@
-"""The loss of a language model: cross-entropy of the next token, summed over targets, in nats."""
+"""The loss of a language model: cross-entropy of the next token, summed over targets, in nats.
 
-from typing import Any
+What training minimizes, the objective, and what it reports, the metrics, are separate values.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,9 @@ MAX_LOGITS = {"cpu": 2**25, "cuda": 2**27, "mps": 2**24}  # logits in memory at 
 # their tiles best at multiples of 128. nanoGPT pads GPT-2's 50,257 tokens in its weights instead.
 VOCAB_MULTIPLE = {"cpu": 1, "cuda": 128, "mps": 1}
 ALL = slice(None)  # positions
+# Of each target: its nats, whether no token has a higher logit, whether it counts (is no
+# IGNORE_INDEX).
+SCORES = ("nats", "is_correct", "is_counted")
 
 
 def cross_entropy(
@@ -26,16 +32,16 @@ def cross_entropy(
     teacher_logits: Tensor | None = None,
     distill_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """logits (N, V) after the soft-cap, targets (N,) -> what training minimizes, scores (3, N).
+    """logits (N, V) after the soft-cap, targets (N,) -> the objective, SCORES (3, N).
 
-    The first is summed over targets. Each has its nats or, at `distill_weight`, the cross-entropy
-    with the probabilities of a teacher's logits (Hinton et al., 1503.02531); beside that the
+    The objective is summed over targets. Each target has its nats or, at `distill_weight`, the
+    cross-entropy with the probabilities of a teacher's logits (Hinton et al., 1503.02531), plus the
     penalty z_loss * log(Z)^2, Z the sum of exponentials (PaLM, 2204.02311).
 
-    The scores have no gradient: the nats of each target, then 1 where no token is more likely,
-    which may be true of several in bf16, and 1 where there is a target. All are 0 where the target
-    is IGNORE_INDEX.
+    The scores have no gradient, and are 0 where the target is IGNORE_INDEX. In bf16 several tokens
+    may share the highest logit; a target that is one of them is correct.
     """
+    assert logits.ndim == 2 and targets.shape == logits.shape[:1], (logits.shape, targets.shape)
     is_counted = targets != IGNORE_INDEX
     nats = target_nats(logits, targets) * is_counted
     objective = nats
@@ -55,7 +61,7 @@ def cross_entropy(
 def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """logits (N, V), targets (N,) -> -log of the probability of each target (N,).
 
-    Of IGNORE_INDEX it is any number.
+    Undefined where the target is IGNORE_INDEX.
     """
     if not torch.compiler.is_compiling():
         return F.cross_entropy(logits, targets, reduction="none")
@@ -68,10 +74,7 @@ def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """hidden (N, D), weight (V, D), targets (N,) -> the summed nats and scores of `cross_entropy`.
-
-    The gradient is that of what training minimizes. The value has neither penalty nor teacher in
-    it, so that runs with and without these report comparable losses.
+    """hidden (N, D), weight (V, D), targets (N,) -> the objective and scores of `cross_entropy`.
 
     At most MAX_LOGITS logits are in memory: the forward takes a chunk of rows at a time and
     computes their gradient at once, so that nothing of size (N, V) is kept for the backward.
@@ -89,11 +92,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         softcap: float | None,
         z_loss: float,
-        teacher_hidden: Tensor | None = None,
-        teacher_weight: Tensor | None = None,
-        teacher_softcap: float | None = None,
-        distill_weight: float = 0.0,
+        teacher_hidden: Tensor | None,
+        teacher_weight: Tensor | None,
+        teacher_softcap: float | None,
+        distill_weight: float,
     ) -> tuple[Tensor, Tensor]:
+        assert len(hidden) == len(targets), (hidden.shape, targets.shape)
         # The weight in the dtype of matrix products, with rows of zeros below it on a GPU.
         needs_grad = ctx.needs_input_grad[0]
         device_type = weight.device.type
@@ -109,6 +113,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # Products whose sizes are not multiples of 128 take a tenth longer.
         chunk_size = MAX_LOGITS[device_type] // vocab_size
         chunk_size = chunk_size // 128 * 128 or max(chunk_size, 1)
+        objective_sum = torch.zeros((), device=weight.device)
         grads = []
         scores = []
         for start in range(0, len(hidden), chunk_size):
@@ -125,6 +130,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     teacher_logits=teacher_logits,
                     distill_weight=distill_weight,
                 )
+            objective_sum = objective_sum + objective.detach()
             scores.append(chunk_scores)
             if needs_grad:
                 grad_chunk, grad_chunk_weight = torch.autograd.grad(objective, (chunk, weight))
@@ -134,12 +140,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(torch.cat(grads), grad_weight)
         scores = torch.cat(scores, dim=1)
         ctx.mark_non_differentiable(scores)
-        return scores[0].sum(), scores
+        return objective_sum, scores
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        no_gradients = [None] * (len(ctx.needs_input_grad) - 2)
+        no_gradients = [None] * (len(ctx.needs_input_grad) - 2)  # of all arguments but these two
         return grad * grad_hidden, grad * grad_weight, *no_gradients
 
 
@@ -148,21 +154,58 @@ def head(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
     return apply_softcap(fp32(F.linear(hidden, weight)), softcap)
 
 
+class TeacherHead(NamedTuple):
+    """What the logits of a teacher are computed from."""
+
+    hidden: Tensor  # (N, D)
+    weight: Tensor  # (V, D)
+    softcap: float | None
+
+
 class HeadLoss(nn.Module):
     """ChunkedCrossEntropy as a module, which can be compiled apart from the blocks."""
 
-    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        return ChunkedCrossEntropy.apply(*arguments)
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        softcap: float | None,
+        z_loss: float,
+        teacher: TeacherHead | None = None,
+        distill_weight: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden (N, D), weight (V, D), targets (N,) -> the objective (), SCORES (3, N)"""
+        teacher_hidden = None
+        teacher_weight = None
+        teacher_softcap = None
+        if teacher is not None:
+            teacher_hidden, teacher_weight, teacher_softcap = teacher
+        # An autograd function takes its arguments by position.
+        return ChunkedCrossEntropy.apply(
+            hidden,
+            weight,
+            targets,
+            softcap,
+            z_loss,
+            teacher_hidden,
+            teacher_weight,
+            teacher_softcap,
+            distill_weight,
+        )
 
 
 class LanguageModelLoss(nn.Module):
-    """inputs, targets (B, T) -> losses (1 + L,) summed over targets, and scores (3, B T).
+    """inputs, targets (B, T) -> the objective (), and metrics (B T,) by name.
 
-    The gradient of the first loss is that of all that training minimizes; its value is that of
-    ChunkedCrossEntropy alone. The others are the values of the model's L auxiliary losses.
+    The objective is what training minimizes, summed over targets: the cross-entropy, mixed with
+    that of a teacher, its penalty, and the model's auxiliary losses by their weights. The metrics
+    have a number a target and no gradient: SCORES, and the auxiliary losses by their names. They
+    contain neither penalty nor teacher, so that runs with and without these are comparable.
 
-    With positions (N,), the indices of some tokens in inputs.flatten(), N targets and scores are of
-    these tokens, such as the questions of a task, and the head computes no other logits.
+    With positions (N,), the indices of some tokens in inputs.flatten(), N targets and metrics are
+    of these tokens, such as the questions of a task, and the head computes no other logits.
 
     This is the module that is made parallel, and compiled where its parts are not.
 
@@ -179,38 +222,48 @@ class LanguageModelLoss(nn.Module):
     ):
         super().__init__()
         self.model = model
-        self.distillation = distillation  # in a tuple, so that no parameter of it is trained
+        self.distillation = distillation
         self.z_loss = z_loss
         self.bos = bos
         self.head_loss = HeadLoss()
 
     def forward(
         self, inputs: Tensor, targets: Tensor, positions: Tensor | slice = ALL
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         documents = None
         if self.bos is not None:
             documents = document_ids(inputs, self.bos)
         model = self.model
-        hidden, losses = model.hidden_states(inputs, documents=documents)
-        hidden = hidden.flatten(0, 1)[positions]
+        hidden, aux_losses = model.hidden_states(inputs, documents=documents)
         targets = targets.flatten()
-        arguments = [hidden, model.unembedding, targets, model.softcap, self.z_loss]
+
+        # The teacher needs no gradient, and an evaluation no teacher.
+        teacher = None
+        distill_weight = 0.0
         if self.distillation is not None and torch.is_grad_enabled():
-            teacher, weight = self.distillation
-            # The teacher needs no gradient.
-            teacher_hidden, _ = teacher.hidden_states(inputs, documents=documents)
-            arguments += [
+            teacher_model = self.distillation.teacher
+            distill_weight = self.distillation.weight
+            teacher_hidden, _ = teacher_model.hidden_states(inputs, documents=documents)
+            teacher = TeacherHead(
                 teacher_hidden.flatten(0, 1)[positions],
-                teacher.unembedding,
-                teacher.softcap,
-                weight,
-            ]
-        loss_sum, scores = self.head_loss(*arguments)
+                teacher_model.unembedding,
+                teacher_model.softcap,
+            )
+        objective, scores = self.head_loss(
+            hidden.flatten(0, 1)[positions],
+            model.unembedding,
+            targets,
+            softcap=model.softcap,
+            z_loss=self.z_loss,
+            teacher=teacher,
+            distill_weight=distill_weight,
+        )
+        metrics = dict(zip(SCORES, scores, strict=True))
 
         # Auxiliary losses count where there is a target, as the cross-entropy does.
-        sums = [loss_sum]
-        for loss in losses:
-            aux_sum = (fp32(loss).flatten()[positions] * (targets != IGNORE_INDEX)).sum()
-            sums[0] = sums[0] + aux_sum - aux_sum.detach()  # adds its gradient, not its value
-            sums.append(aux_sum.detach())
-        return torch.stack(sums), scores
+        is_counted = targets != IGNORE_INDEX
+        for name, loss in aux_losses.items():
+            aux_objective = fp32(loss.objective).flatten()[positions] * is_counted
+            objective = objective + aux_objective.sum()
+            metrics[name] = fp32(loss.value).flatten()[positions] * is_counted
+        return objective, metrics

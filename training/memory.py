@@ -2,27 +2,29 @@
 
 import torch
 
+from run.settings import Settings
+from training.trainer import Trainer
+
 MARGIN = 0.1  # of the memory, for fragmentation, workspaces of libraries and communication
 STATE_PER_WEIGHT = 2  # values of an optimizer for each weight, at most
 
 
-def choose_micro_batch(trainer) -> int:
+def choose_micro_batch(trainer: Trainer, settings: Settings) -> int:
     """Sequences in a forward on one device, which divide a batch evenly, equal on all ranks.
 
     With micro_batch=null a GPU takes as many as its memory holds, and a CPU a few.
     """
     ranks = trainer.ranks
-    settings = trainer.settings
     rows = settings.sequences_per_process(ranks.world_size)
     if settings.micro_batch is not None or ranks.device.type != "cuda" or rows == 1:
         return settings.micro_batch_size(ranks.world_size)
 
     # Measured, not computed: peaks differ with the attention, the precision and the kernels.
-    most = -ranks.all_reduce_max(-count_fitting_sequences(trainer))
-    return settings.micro_batch_size(ranks.world_size, min(rows, most))
+    fitting = ranks.all_reduce_min(count_fitting_sequences(trainer, settings))
+    return settings.micro_batch_size(ranks.world_size, min(rows, fitting))
 
 
-def count_fitting_sequences(trainer) -> int:
+def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
     """How many sequences fit into the memory of this rank's GPU, at least 1.
 
     Steps are measured as they are without torch.compile, which keeps less for the backward.
@@ -33,7 +35,7 @@ def count_fitting_sequences(trainer) -> int:
     for sequences in (1, 1, 2):
         torch.cuda.reset_peak_memory_stats(device)
         try:
-            trainer.accumulate(slice(sequences), is_last=False)
+            trainer.accumulate(0, slice(sequences), is_last=False)
         except torch.OutOfMemoryError:
             return 1  # where even that is too much, the first step says it
         peaks.append(torch.cuda.max_memory_allocated(device))
@@ -44,7 +46,7 @@ def count_fitting_sequences(trainer) -> int:
     free_bytes, _ = torch.cuda.mem_get_info(device)
     free_bytes += torch.cuda.memory_reserved(device)
     weight_bytes = sum(weight.nbytes for weight in trainer.model.parameters())
-    if trainer.settings.sharded:
+    if settings.sharded:
         weight_bytes /= trainer.ranks.world_size
     needed_bytes = with_one + STATE_PER_WEIGHT * weight_bytes
     room = (1 - MARGIN) * free_bytes - needed_bytes

@@ -29,6 +29,14 @@ def optimizer_state(model: nn.Module, optimizers: list[Optimizer]) -> StateByNam
     return state_dict.get_optimizer_state_dict(model, optimizers, options=options).get("state", {})
 
 
+def check_optimizer_state(model: nn.Module, state: StateByName) -> None:
+    """Raise ValueError if a state, unless empty, does not have exactly the model's parameters."""
+    names = {name for name, _ in model.named_parameters()}
+    different = sorted(names ^ state.keys())
+    if state and different:
+        raise ValueError(f"optimizer has other parameters than the model: {different[:3]}")
+
+
 def load_optimizer_state(model: nn.Module, optimizers: list[Optimizer], state: StateByName) -> None:
     """Give each optimizer what `optimizer_state` returned, sharded as its parameters are.
 

@@ -1,6 +1,7 @@
 """The model as it is trained: activation checkpointing, FSDP2 and DDP."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,12 +17,17 @@ from training.loss import LanguageModelLoss
 
 
 def build_parallel(
-    settings: Settings, bos: int | None, ranks: DistEnv, precision: torch.dtype
+    settings: Settings,
+    ranks: DistEnv,
+    precision: torch.dtype,
+    *,
+    bos: int | None,
+    teacher: Path | None,
 ) -> tuple[LanguageModelLoss, nn.Module]:
     """The loss module of a model with its initial weights, and what a training step calls.
 
     The two are the same module, unless DDP wraps the first. `bos` begins each document, where
-    tokens must not attend to other documents.
+    tokens must not attend to other documents. `teacher` is the checkpoint of a model to learn from.
     """
     # A model to be sharded is built without memory: no device holds all of it.
     device = "meta" if settings.sharded else ranks.device
@@ -40,7 +46,7 @@ def build_parallel(
         model,
         z_loss=settings.z_loss,
         bos=bos,
-        distillation=load_distillation(settings, ranks.device, precision),
+        distillation=load_distillation(settings, teacher, ranks.device, precision),
     )
     parallel = loss_module
     if ranks.world_size > 1 and not settings.sharded:

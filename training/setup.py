@@ -1,9 +1,10 @@
-"""From a config to what a run needs: a model that can be built, a corpus, and batches."""
+"""From a config to a run: a model that can be built, a corpus, batches, and all parts together."""
 
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,9 +14,19 @@ from data.loader import Loader
 from data.prepare import prepare
 from data.tokenizer import tokenizer_file
 from run import checkpoint, compilation, errors, hardware
+from run.distributed import DistEnv
 from run.instantiate import instantiate
+from run.progress import say
 from run.settings import Settings
-from training.distillation import check_teacher
+from run.signals import Signals
+from training.budget import TimeBudget, planned_steps
+from training.checkpointer import Checkpointer, read_saved_run
+from training.clock import Clock
+from training.evaluation import Evaluator
+from training.logger import Logger
+from training.memory import choose_micro_batch
+from training.meter import Meter
+from training.steps import Progress
 from training.trainer import Trainer
 
 PRETRAINED = ("model", "attention", "ffn", "norm", "data.tokenizer")  # overrides that it refuses
@@ -99,7 +110,6 @@ def load_corpus(settings: Settings) -> tuple[Corpus, Loader]:
     # A pretrained model may have more rows than its tokenizer has tokens.
     if settings.init_from is None:
         settings.model["vocab_size"] = corpus.tokenizer.vocab_size
-    check_teacher(settings, corpus)
     batch_size = settings.batch_tokens // settings.context
     loader = corpus.loader(settings.context, batch_size, settings.seed)
     return corpus, loader
@@ -123,16 +133,129 @@ def report_machine_errors() -> Iterator[None]:
         errors.exit_with(errors.INPUT, f"{problem}. fix: {fix}")
 
 
-def summary(trainer: Trainer) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The parts of a run."""
+
+    settings: Settings
+    corpus: Corpus
+    run_dir: Path
+    ranks: DistEnv
+    signals: Signals
+    clock: Clock
+    progress: Progress
+    trainer: Trainer  # takes the steps
+    micro_batch_size: int  # sequences of a forward on one device
+    meter: Meter  # sums and times what they report
+    budget: TimeBudget  # fits their number to max_minutes
+    log: Logger
+    evaluator: Evaluator  # evaluates and samples
+    checkpointer: Checkpointer  # saves and restores
+
+
+def build_run(
+    settings: Settings,
+    corpus: Corpus,
+    loader: Loader,
+    run_dir: Path,
+    ranks: DistEnv,
+    signals: Signals,
+    clock: Clock,
+    *,
+    pretrained: Path | None = None,
+    teacher: Path | None = None,
+) -> Run:
+    """Build the parts of a run, and restore its newest checkpoint if it is resumed.
+
+    A new run starts with the `pretrained` weights if they are given. `teacher` is the checkpoint of
+    a model to learn from.
+    """
+    newest = ranks.on_rank0(checkpoint.prepare_run, run_dir, settings.resume)
+    saved = None if newest is None else read_saved_run(newest)
+    progress = Progress(total_steps=planned_steps(settings, loader))
+
+    # A resumed run is compiled if it was before: it computes the same bits.
+    is_long = compilation.is_long_run(progress.total_steps, settings.max_minutes)
+    is_compiled = compilation.pick_compile(settings.compile, ranks.device, is_long)
+    if saved is not None and settings.compile == "auto":
+        is_compiled = saved.machine.compiled
+    trainer = Trainer(
+        settings,
+        loader,
+        ranks,
+        bos=corpus.tokenizer.bos if settings.document_mask else None,
+        is_compiled=is_compiled,
+        teacher=teacher,
+    )
+
+    # It keeps its micro-batch too, which affects rounding, unless this number of processes has
+    # another share of the batch.
+    rows = settings.sequences_per_process(ranks.world_size)
+    keeps_micro_batch = saved is not None and settings.micro_batch is None
+    if keeps_micro_batch and rows % saved.machine.micro_batch == 0:
+        micro_batch_size = saved.machine.micro_batch
+    else:
+        micro_batch_size = choose_micro_batch(trainer, settings)
+
+    flops_per_token = trainer.model.training_flops()
+    meter = Meter(trainer.loss_names, flops_per_token, settings.batch_tokens, loader, ranks, clock)
+    budget = TimeBudget(settings, corpus, ranks, clock)
+    log = Logger(run_dir, settings, clock, is_enabled=ranks.is_main)
+    evaluator = Evaluator(
+        settings, corpus, trainer, log, signals, clock, batch_size=micro_batch_size
+    )
+    checkpointer = Checkpointer(
+        settings,
+        run_dir,
+        corpus,
+        trainer,
+        meter,
+        budget,
+        log,
+        clock,
+        micro_batch_size=micro_batch_size,
+    )
+
+    # Restore or start.
+    if saved is not None:
+        checkpointer.restore(saved, progress)
+    else:
+        if pretrained is not None:
+            checkpoint.load_weights(trainer.model, pretrained)
+            say(f"starting with the weights of {pretrained}")
+        elif settings.resume:
+            say(f"nothing to resume in {run_dir}: a fresh start")
+        log.open({})
+    return Run(
+        settings=settings,
+        corpus=corpus,
+        run_dir=run_dir,
+        ranks=ranks,
+        signals=signals,
+        clock=clock,
+        progress=progress,
+        trainer=trainer,
+        micro_batch_size=micro_batch_size,
+        meter=meter,
+        budget=budget,
+        log=log,
+        evaluator=evaluator,
+        checkpointer=checkpointer,
+    )
+
+
+def summary(run: Run) -> str:
     """Lines about a run before it starts: sizes, what it is computed with, and what ends it."""
-    settings = trainer.settings
-    passes = trainer.steps * trainer.loader.batch_size / trainer.loader.rows_per_epoch
+    settings = run.settings
+    trainer = run.trainer
+    total_steps = run.progress.total_steps
+    passes = total_steps * trainer.loader.batch_size / trainer.loader.rows_per_epoch
     text = (
-        f"{trainer.run_dir}: {trainer.model.num_parameters() / 1e6:.1f} M parameters, "
-        f"{trainer.flops_per_token / 1e6:.0f} MFLOP per token, {trainer.corpus.description}\n"
-        f"{trainer.ranks.world_size} x {trainer.ranks.device}, {trainer.precision}, "
-        f"compile={trainer.is_compiled}, micro_batch={trainer.micro_batch_size}\n"
-        f"ends after steps={trainer.steps} or max_minutes={settings.max_minutes}"
+        f"{run.run_dir}: {trainer.model.num_parameters() / 1e6:.1f} M parameters, "
+        f"{run.meter.flops_per_token / 1e6:.0f} MFLOP per token, {run.corpus.description}\n"
+        f"{run.ranks.world_size} x {run.ranks.device}, {trainer.precision}, "
+        f"compile={trainer.is_compiled}, micro_batch={run.micro_batch_size}\n"
+        f"ends after steps={total_steps} or max_minutes={settings.max_minutes}"
     )
     if passes > 1:
         text += f", in at most {passes:.1f} passes over the text"

@@ -1,0 +1,224 @@
+"""What a run saves and restores, and what must not change when it is resumed."""
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from data.corpus import Corpus
+from run import checkpoint, errors
+from run.folder import changes_since
+from run.hardware import processor
+from run.progress import say, waiting
+from run.settings import Settings
+from training.budget import TimeBudget
+from training.clock import Clock
+from training.logger import Logger
+from training.meter import Meter
+from training.optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
+from training.steps import Progress, end_diverged
+from training.trainer import Trainer
+
+
+class SavedMachine(BaseModel):
+    """What a resumed run takes over from the machine that its config.json describes."""
+
+    model_config = ConfigDict(strict=True)
+
+    compiled: bool
+    micro_batch: PositiveInt
+
+
+class SavedState(BaseModel):
+    """The state of a run besides its weights and its config."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    step: NonNegativeInt
+    steps: int | float  # at which the run ends
+    is_fitted: bool  # whether `steps` is fitted to max_minutes
+    seconds: float  # since the run began, without the time between its processes
+    optimizer: dict[str, dict[str, Any]]  # by parameter
+    scaler: dict[str, int | float]
+    loss_sum: Tensor  # of the steps since the last report, over all ranks
+    reported_step: NonNegativeInt
+    log: dict[str, int | str | None]  # sizes of the log files, which resuming truncates to these
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """The checkpoint from which a run is resumed, and its config."""
+
+    path: Path
+    config: dict
+    machine: SavedMachine
+
+
+def read_saved_run(path: Path) -> SavedRun:
+    """Read the config of a checkpoint. Raises IntegrityError if no run of ours wrote it."""
+    config = checkpoint.load_config(path)
+    with checkpoint.report_unreadable(path / "config.json"):
+        for key in ("steps", "max_epochs"):
+            config[key]  # raises KeyError
+        machine = SavedMachine.model_validate(config["machine"])
+    return SavedRun(path, config, machine)
+
+
+class Checkpointer:
+    """Saves the state of a run's parts to its folder, and restores it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        run_dir: Path,
+        corpus: Corpus,
+        trainer: Trainer,
+        meter: Meter,
+        budget: TimeBudget,
+        log: Logger,
+        clock: Clock,
+        *,
+        micro_batch_size: int,
+    ):
+        self.settings = settings
+        self.run_dir = run_dir
+        self.corpus = corpus
+        self.trainer = trainer
+        self.ranks = trainer.ranks
+        self.meter = meter
+        self.budget = budget
+        self.log = log
+        self.clock = clock
+        self.micro_batch_size = micro_batch_size
+
+    def save(self, progress: Progress) -> None:
+        """Write a checkpoint, unless this step has one. Ends with exit code 4 if it diverged."""
+        if progress.saved_step == progress.step:
+            return
+        self.meter.check_finite(progress)
+        with self.clock.pause(), waiting("saving a checkpoint (less often: save_every)"):
+            weights = {}
+            for name, tensor in self.trainer.model.state_dict().items():
+                weights[name] = self.ranks.gather_to_rank0(tensor)
+            state = self.state(progress)
+            self.ranks.on_rank0(self.write, weights, state, progress)
+        progress.saved_step = progress.step
+
+    def write(self, weights: dict[str, Tensor], state: SavedState, progress: Progress) -> None:
+        """Write a checkpoint on rank 0. Ends with exit code 4 for values that are not finite."""
+        # The update itself may have overflowed, though loss and gradient were finite.
+        parameters = [weights[name] for name, _ in self.trainer.model.named_parameters()]
+        for value in tree_leaves([parameters, state.optimizer]):
+            if isinstance(value, Tensor) and not value.isfinite().all():
+                step = progress.step
+                end_diverged(f"step {step} made weights or optimizer infinite", progress)
+        checkpoint.save(
+            self.run_dir,
+            progress.step,
+            weights,
+            self.saved_config(),
+            self.corpus.tokenizer.files,
+            dict(state),
+        )
+
+    def state(self, progress: Progress) -> SavedState:
+        """Collect the state of all parts. All ranks call this together."""
+        loss_sum = self.meter.share_losses()
+        return SavedState(
+            step=progress.step,
+            steps=progress.total_steps,
+            is_fitted=self.budget.has_limit and self.budget.is_fitted,
+            seconds=self.clock.total(),
+            optimizer=optimizer_state(self.trainer.model, self.trainer.optimizers),
+            scaler=self.trainer.scaler.state_dict(),
+            loss_sum=loss_sum,
+            reported_step=self.meter.reported_step,
+            log=self.log.committed,
+        )
+
+    def saved_config(self) -> dict:
+        """The settings, the text and the machine, with which a resumed run is compared."""
+        machine = fingerprint(self.trainer, self.micro_batch_size)
+        return self.settings.model_dump() | {"text": self.corpus.sha256, "machine": machine}
+
+    def restore(self, saved: SavedRun, progress: Progress) -> None:
+        """Load a checkpoint into all parts, and open the log where it ended.
+
+        Ends with exit code 2 if the checkpoint is from another run.
+        """
+        with errors.user_input():
+            changes = check_resumed(saved.config, self.saved_config(), saved.path)
+        state = self.read_state(saved.path)
+
+        # Weights, optimizer and scaler.
+        trainer = self.trainer
+        checkpoint.load_weights(trainer.model, saved.path)
+        load_optimizer_state(trainer.model, trainer.optimizers, state.optimizer)
+        if trainer.scaler.is_enabled() and state.scaler:
+            trainer.scaler.load_state_dict(state.scaler)
+
+        # Position, metrics and clock.
+        progress.step = state.step
+        progress.first_step = state.step
+        progress.saved_step = state.step
+        self.clock.add_earlier(state.seconds)
+        self.meter.restore(state.loss_sum, state.reported_step, state.step)
+        self.log.open(state.log)
+
+        # Keep the fitted number of steps, unless another is asked for: changing max_minutes does
+        # not fit it again, since the schedule follows the time that was planned.
+        settings = self.settings
+        is_same = saved.config["steps"] == settings.steps
+        is_same = is_same and saved.config["max_epochs"] == settings.max_epochs
+        if is_same:
+            progress.total_steps = state.steps
+        if state.is_fitted and (is_same or settings.steps is not None):
+            self.budget.keep()
+        say(f"resuming step {progress.step}\n{changes}".rstrip())
+
+    def read_state(self, path: Path) -> SavedState:
+        """Read the training state of a checkpoint. Raises IntegrityError if it is not ours."""
+        content = checkpoint.load_state(path, SavedState.model_fields)
+        with checkpoint.report_unreadable(path / "state.pt"):
+            state = SavedState.model_validate(content)
+            check_optimizer_state(self.trainer.model, state.optimizer)
+            if state.loss_sum.shape != self.meter.loss_sum.shape:
+                raise ValueError(f"loss_sum has the shape {[*state.loss_sum.shape]}")
+            scaler = self.trainer.scaler.state_dict()
+            if scaler and state.scaler and scaler.keys() != state.scaler.keys():
+                raise ValueError(f"scaler has the keys {[*state.scaler]}")
+        return state
+
+
+def check_resumed(then: dict, now: dict, path: Path) -> str:
+    """What has changed, and may, as a line. Raises ValueError for what may not."""
+    changed, refused = changes_since(then, now)
+    if refused:
+        raise ValueError(
+            f"{path} was made with another {', '.join(refused)}. fix: the overrides used then to "
+            "resume it; to begin another run, resume=false, and init_from= for its weights"
+        )
+    return f"changed since {path.name}: {', '.join(changed)}" if changed else ""
+
+
+def fingerprint(trainer: Trainer, micro_batch_size: int) -> dict[str, str | int | bool]:
+    """What determines the last bits of a result, besides the program and its config."""
+    ranks = trainer.ranks
+    if ranks.device.type == "cuda":
+        chip = torch.cuda.get_device_name(ranks.device)
+    else:
+        chip = f"{processor()} {torch.backends.cpu.get_cpu_capability()}"
+    return {
+        "torch": torch.__version__,
+        "device": f"{ranks.device.type} {platform.machine()} {chip}",
+        "threads": torch.get_num_threads(),
+        "processes": ranks.world_size,
+        "precision": str(trainer.precision).removeprefix("torch."),
+        "compiled": trainer.is_compiled,
+        "micro_batch": micro_batch_size,
+    }

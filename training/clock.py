@@ -1,0 +1,30 @@
+"""The clock of a run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+
+class Clock:
+    """Seconds since `started`, a monotonic time: of the run, and of training alone."""
+
+    def __init__(self, started: float):
+        self.started = started
+        self.paused = 0.0
+
+    def add_earlier(self, seconds: float) -> None:
+        """Count the seconds of the processes that this one resumes."""
+        self.started -= seconds
+
+    def total(self) -> float:
+        return monotonic() - self.started
+
+    def training(self) -> float:
+        return self.total() - self.paused
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, something other than training goes on."""
+        start = monotonic()
+        yield
+        self.paused += monotonic() - start

@@ -1,0 +1,128 @@
+"""What a run measures between two reports: losses, gradient norm and throughput."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from data.loader import Loader
+from run import hardware
+from run.distributed import DistEnv
+from training.clock import Clock
+from training.steps import Progress, end_diverged
+from training.trainer import StepResult
+
+
+class Meter:
+    """Sums the losses of steps, and times them, until they are reported.
+
+    `flops_per_token` is the work of a training step on a token, for the MFU.
+    """
+
+    def __init__(
+        self,
+        loss_names: tuple[str, ...],
+        flops_per_token: float,
+        batch_tokens: int,
+        loader: Loader,
+        ranks: DistEnv,
+        clock: Clock,
+    ):
+        self.loss_names = loss_names
+        self.flops_per_token = flops_per_token
+        self.batch_tokens = batch_tokens
+        self.loader = loader
+        self.ranks = ranks
+        self.clock = clock
+
+        # Since the last report. Losses (1 + L,) are summed over the targets of this rank; a
+        # checkpoint has the sum over all ranks.
+        device = ranks.device
+        self.loss_sum = torch.zeros(len(loss_names), device=device)
+        self.reported_step = 0
+
+        # Of the last step, and whether all gradients were finite.
+        self.grad_norm = torch.zeros((), device=device)
+        self.lr = 0.0
+        self.is_finite = torch.ones((), dtype=torch.bool, device=device)
+
+        # Steps after this one are timed, from this time on.
+        self.timed_step = 0
+        self.timed_from = clock.training()
+
+    def add(self, result: StepResult, progress: Progress) -> None:
+        """Count a step, of which `progress` does not know yet."""
+        assert result.losses.shape == self.loss_sum.shape, result.losses.shape
+        self.loss_sum += result.losses
+        self.grad_norm = result.grad_norm
+        self.lr = result.lr
+        self.is_finite = self.is_finite & result.is_finite
+        if result.has_compiled:
+            self.restart_clock(progress.step + 1)
+
+    def restart_clock(self, step: int) -> None:
+        """Time the steps after this one."""
+        self.timed_step = step
+        self.timed_from = self.clock.training()
+
+    def report(self, progress: Progress) -> dict[str, float | int | None]:
+        """Return the metrics of the steps since the last report, and begin the next.
+
+        Losses are means over targets, in nats. Throughput is None where no step was timed, as
+        while the first one is compiled, and so is the model FLOP utilization where the peak of the
+        device is not known. Ends with exit code 4 if the run has diverged.
+        """
+        self.check_finite(progress)
+        loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
+        steps = range(self.reported_step, progress.step)
+        losses = loss_sum / sum(map(self.loader.num_targets, steps))
+
+        tokens_per_second = None
+        mfu = None
+        now = self.clock.training()
+        if progress.step > self.timed_step:
+            steps_per_second = (progress.step - self.timed_step) / (now - self.timed_from)
+            tokens_per_second = steps_per_second * self.batch_tokens
+            peak_flops = hardware.peak_flops(self.ranks.device)
+            if peak_flops is not None:
+                flops = tokens_per_second * self.flops_per_token
+                mfu = flops / peak_flops / self.ranks.world_size
+
+        grad_norm = self.grad_norm.item()
+        metrics = dict(zip(self.loss_names, losses.tolist(), strict=True))
+        metrics |= {
+            "lr": self.lr,
+            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "tokens_per_second": tokens_per_second,
+            "mfu": mfu,
+            "peak_memory_bytes": hardware.peak_memory(self.ranks.device),
+        }
+
+        # Begin the next report.
+        self.loss_sum.zero_()
+        self.reported_step = progress.step
+        self.timed_step = progress.step
+        self.timed_from = now
+        return metrics
+
+    def check_finite(self, progress: Progress) -> None:
+        """End with exit code 4 if a step was not finite."""
+        is_finite = self.is_finite & self.loss_sum.isfinite().all()
+        if self.ranks.all_reduce_max(int(not is_finite)):
+            end_diverged(f"by step {progress.step}", progress)
+
+    def share_losses(self) -> Tensor:
+        """Give each rank an equal share of the losses since the last report; return their sum.
+
+        So a rank goes on with the same number as when the run is resumed from a checkpoint.
+        """
+        world_size = self.ranks.world_size
+        loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
+        self.loss_sum.copy_(loss_sum / world_size)
+        return self.loss_sum.cpu() * world_size
+
+    def restore(self, loss_sum: Tensor, reported_step: int, step: int) -> None:
+        """Go on at `step` with the losses, over all ranks, of the steps since `reported_step`."""
+        self.loss_sum.copy_(loss_sum / self.ranks.world_size)
+        self.reported_step = reported_step
+        self.restart_clock(step)

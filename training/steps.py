@@ -1,0 +1,35 @@
+"""How far a run is: its step, the step at which it ends, and what is due."""
+
+import math
+from dataclasses import dataclass
+from typing import NoReturn
+
+from run import errors
+
+
+@dataclass
+class Progress:
+    """The position of a run, in optimizer steps."""
+
+    step: int = 0  # that are done
+    total_steps: float = math.inf  # at which the run ends; infinite until fitted to max_minutes
+    first_step: int = 0  # where this process began
+    saved_step: int = 0  # of the newest checkpoint
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step >= self.total_steps
+
+    def is_due(self, interval: int) -> bool:
+        """True every `interval` steps and at the last step."""
+        return self.step > 0 and (self.step % interval == 0 or self.is_finished)
+
+
+def end_diverged(where: str, progress: Progress) -> NoReturn:
+    """End with exit code 4. No checkpoint has weights that are not finite."""
+    errors.exit_with(
+        errors.DIVERGED,
+        f"training diverged ({where}). fix: a lower optimizer.lr, or precision=fp32; "
+        f"resume=true goes on from step {progress.saved_step}",
+        rank0_only=True,
+    )
