@@ -1,6 +1,5 @@
 """What a run reads: batches to train on, and held-out batches to evaluate on."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from data.loader import Loader, eval_windows
-from data.slices import slice_means, text_cells
+from data.slices import text_cells
 from data.tokenizer import Tokenizer
 
 
@@ -23,7 +22,16 @@ class Corpus:
     validation: np.ndarray
     tokenizer: Tokenizer
     sha256: str
-    num_classes = 2  # of targets in an evaluation (data/slices.py)
+
+    # Names for the cells of targets (data/slices.py), as metrics show them.
+    class_names = ("new", "repeated")
+    length_name = "position"
+    task_name = None  # a text is no task
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes of targets in an evaluation."""
+        return len(self.class_names)
 
     @property
     def description(self) -> str:
@@ -49,18 +57,6 @@ class Corpus:
         for inputs, targets in eval_windows(tokens, context, batch_size):
             yield inputs, targets, text_cells(inputs, targets)
 
-    def metrics(self, totals: np.ndarray, num_tokens: int) -> dict:
-        """Metrics of an evaluation of `num_tokens` tokens, from its totals per cell.
-
-        The totals (3, num_classes, NUM_BINS) are nats, correct predictions and targets.
-        """
-        nats, _, targets = totals
-        num_bytes = self.tokenizer.nbytes(self.validation[:num_tokens])
-        bits_per_byte = None
-        if num_bytes is not None:
-            bits_per_byte = nats.sum() / math.log(2) / num_bytes
-        return {
-            "val_loss": nats.sum() / targets.sum(),
-            "val_bpb": bits_per_byte,
-            "slices": slice_means(nats, targets, ("new", "repeated"), "position", "loss"),
-        }
+    def validation_bytes(self, num_tokens: int) -> int | None:
+        """UTF-8 bytes of the first `num_tokens` held-out tokens; None if their text is unknown."""
+        return self.tokenizer.nbytes(self.validation[:num_tokens])

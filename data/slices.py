@@ -5,7 +5,6 @@ repeats something in its context, and its column the bin of a length, such as it
 is a row or a column of the table.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,20 +42,3 @@ def text_cells(inputs: Tensor, targets: Tensor) -> Tensor:
 
     positions = torch.arange(1, inputs.shape[1] + 1)
     return cells(is_repeated, positions)
-
-
-def slice_means(
-    sums: np.ndarray, counts: np.ndarray, classes: tuple[str, ...], length: str, value: str
-) -> dict[str, dict[str, float]]:
-    """Name the slices of sums and counts (classes, NUM_BINS), with the mean of each as `value`."""
-    bins = [f"{length} {bin_name(index)}" for index in range(NUM_BINS)]
-    slices = {}
-    # The rows of the table, then its columns.
-    for axis, names in ((1, classes), (0, bins)):
-        totals = sums.sum(axis)
-        tokens = counts.sum(axis)
-        for index, name in enumerate(names):
-            if tokens[index] > 0:  # there are no targets beyond the context, for example
-                mean = float(totals[index] / tokens[index])
-                slices[name] = {value: mean, "tokens": int(tokens[index])}
-    return slices

@@ -21,7 +21,7 @@ from torch import Tensor
 from data.corpus import Corpus
 from data.loader import IGNORE_INDEX
 from data.prepare import Source, text_hash
-from data.slices import cells, slice_means
+from data.slices import cells
 from data.tokenizer import IdTokenizer
 
 VALIDATION_ROWS = 512  # of all sizes together
@@ -225,8 +225,17 @@ class TaskCorpus(Corpus):
     task: Task
 
     @property
-    def num_classes(self) -> int:
-        return len(self.task.sizes)
+    def class_names(self) -> tuple[str, ...]:
+        """The class of an answer is the size of its row."""
+        return tuple(str(size) for size in self.task.sizes)
+
+    @property
+    def length_name(self) -> str:
+        return self.task.length_name
+
+    @property
+    def task_name(self) -> str:
+        return self.task.name
 
     @property
     def description(self) -> str:
@@ -251,18 +260,3 @@ class TaskCorpus(Corpus):
             batch = self.task.rows(0, numbers, is_held_out=True)
             batch[1][num_rows - first :] = IGNORE_INDEX
             yield batch
-
-    def metrics(self, totals: np.ndarray, num_tokens: int) -> dict:
-        """The loss of answers, and accuracies: of each size, of their mean, and by distance."""
-        nats, correct, targets = totals
-        sizes = tuple(map(str, self.task.sizes))
-        slices = slice_means(correct, targets, sizes, self.task.length_name, "accuracy")
-        key = f"{self.task.name}_accuracy"
-        accuracies = {f"{key}_{size}": slices.pop(size)["accuracy"] for size in sizes}
-        return {
-            "val_loss": nats.sum() / targets.sum(),
-            "val_bpb": None,
-            key: fmean(accuracies.values()),
-            **accuracies,
-            "slices": slices,
-        }

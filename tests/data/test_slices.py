@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from data.slices import NUM_BINS, bin_name, slice_means, text_cells
+from data.slices import NUM_BINS, bin_name, text_cells
 from tests.tools.test_evaluate import nats_by_token
 from tests.training.test_train_command import metrics
+from training.metrics import slice_means
 
 
 def test_bins_end_at_powers_of_two():

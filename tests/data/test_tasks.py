@@ -16,6 +16,7 @@ from data.slices import NUM_BINS, bin_name
 from data.tasks import Recall, Track
 from tests.conftest import TINY
 from tests.training.test_train_command import metrics
+from training.metrics import corpus_metrics
 
 CONTEXT = 75
 COMMON = {"context": CONTEXT, "vocab_size": 64}
@@ -152,7 +153,7 @@ def test_accuracies_are_those_of_a_loop_over_the_rows():
             row_index, column = divmod(int(cells[index]), NUM_BINS)
             totals[:, row_index, column] += (2.0, is_right[index], 1)
             by_distance.setdefault(f"distance {bin_name(column)}", []).append(is_right[index])
-    metrics = corpus.metrics(totals, 10 * CONTEXT)
+    metrics = corpus_metrics(corpus, totals, 10 * CONTEXT)
     for size in sizes:
         found = metrics[f"recall_accuracy_{size}"]
         assert found == pytest.approx(correct[size] / asked[size])

@@ -1,0 +1,75 @@
+"""What an evaluation reports: metrics of a text or of a task, from its sums over targets by cell.
+
+The cells are those of data/slices.py. The totals (3, num_classes, NUM_BINS) of an evaluation are
+the loss in nats, the number of correct predictions and the number of targets in each cell.
+"""
+
+import math
+from statistics import fmean
+
+import numpy as np
+
+from data.corpus import Corpus
+from data.slices import NUM_BINS, bin_name
+
+
+def corpus_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
+    """Metrics by name of an evaluation on the first `num_tokens` held-out tokens of a corpus."""
+    assert totals.shape == (3, corpus.num_classes, NUM_BINS)
+    if corpus.task_name is None:
+        return text_metrics(corpus, totals, num_tokens)
+    return task_metrics(corpus, totals)
+
+
+def text_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
+    """The loss in nats per token and in bits per byte, and the loss of each slice."""
+    nats, _, targets = totals
+    num_bytes = corpus.validation_bytes(num_tokens)
+    bits_per_byte = None
+    if num_bytes is not None:
+        bits_per_byte = nats.sum() / math.log(2) / num_bytes
+    return {
+        "val_loss": nats.sum() / targets.sum(),
+        "val_bpb": bits_per_byte,
+        "slices": slice_means(nats, targets, corpus.class_names, corpus.length_name, "loss"),
+    }
+
+
+def task_metrics(corpus: Corpus, totals: np.ndarray) -> dict:
+    """The loss of answers in nats, and accuracies: by size, their mean, and by slice of length."""
+    nats, correct, targets = totals
+    slices = slice_means(correct, targets, corpus.class_names, corpus.length_name, "accuracy")
+    # The classes of a task are its sizes: their accuracies are metrics of their own.
+    key = f"{corpus.task_name}_accuracy"
+    accuracies = {}
+    for size in corpus.class_names:
+        accuracies[f"{key}_{size}"] = slices.pop(size)["accuracy"]
+    return {
+        "val_loss": nats.sum() / targets.sum(),
+        "val_bpb": None,
+        key: fmean(accuracies.values()),
+        **accuracies,
+        "slices": slices,
+    }
+
+
+def slice_means(
+    sums: np.ndarray, counts: np.ndarray, classes: tuple[str, ...], length: str, value: str
+) -> dict[str, dict[str, float]]:
+    """Name the slices of sums and counts (num_classes, NUM_BINS) -> the mean of each as `value`.
+
+    A slice is a row of the table, named by its class, or a column, named by its bin of `length`.
+    Slices without targets are left out, such as the positions beyond the context.
+    """
+    assert sums.shape == counts.shape == (len(classes), NUM_BINS)
+    bins = [f"{length} {bin_name(index)}" for index in range(NUM_BINS)]
+    slices = {}
+    # The rows of the table, then its columns.
+    for axis, names in ((1, classes), (0, bins)):
+        totals = sums.sum(axis)
+        tokens = counts.sum(axis)
+        for index, name in enumerate(names):
+            if tokens[index] > 0:
+                mean = float(totals[index] / tokens[index])
+                slices[name] = {value: mean, "tokens": int(tokens[index])}
+    return slices
