@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -11,11 +12,19 @@ from data.slices import text_cells
 from data.tokenizer import Tokenizer
 
 
+class EvaluationBatch(NamedTuple):
+    """A batch of held-out text, and the cell of data/slices.py that each target counts in."""
+
+    inputs: Tensor  # (B, T)
+    targets: Tensor  # (B, T)
+    cells: Tensor  # (B, T)
+
+
 @dataclass
 class Corpus:
-    """Token ids of both splits of a text, of training in shards, and their tokenizer.
+    """Token ids of the two splits of a text, and their tokenizer. Training tokens are in shards.
 
-    `sha256` identifies the tokens: a run resumes on a corpus of the same hash only.
+    `sha256` identifies the tokens: a run resumes only on a corpus with the same hash.
     """
 
     train: list[np.ndarray]
@@ -35,27 +44,24 @@ class Corpus:
 
     @property
     def description(self) -> str:
-        """What there is to train on."""
+        """The amount of training data, for the summary of a run."""
         return f"{sum(map(len, self.train)):,} tokens of text"
 
     def loader(self, context: int, batch_size: int, seed: int) -> Loader:
-        """Return the batches of training. Raises ValueError for too little text."""
+        """Return the training batches. Raises ValueError if the text is too short for one."""
         return Loader(self.train, context, batch_size, seed)
 
     def validation_tokens(self, context: int) -> int:
-        """The tokens of an evaluation that reads all there is."""
+        """Number of tokens in an evaluation on all held-out data."""
         return len(self.validation)
 
     def evaluation(
         self, num_tokens: int, context: int, batch_size: int
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield inputs, targets and the cells of data/slices.py (B, T) of the held-out text.
-
-        Its first `num_tokens` tokens are cut into windows that do not overlap.
-        """
+    ) -> Iterator[EvaluationBatch]:
+        """Yield the first `num_tokens` held-out tokens in windows that do not overlap."""
         tokens = self.validation[:num_tokens]
         for inputs, targets in eval_windows(tokens, context, batch_size):
-            yield inputs, targets, text_cells(inputs, targets)
+            yield EvaluationBatch(inputs, targets, text_cells(inputs, targets))
 
     def validation_bytes(self, num_tokens: int) -> int | None:
         """UTF-8 bytes of the first `num_tokens` held-out tokens; None if their text is unknown."""

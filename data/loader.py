@@ -2,14 +2,21 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) int64
 IGNORE_INDEX = -100  # a target that does not count, as in torch's cross_entropy
+
+
+class Batch(NamedTuple):
+    """Token ids and the token that follows each of them, int64."""
+
+    inputs: Tensor  # (B, T)
+    targets: Tensor  # (B, T)
 
 
 class Loader:
@@ -21,6 +28,7 @@ class Loader:
     """
 
     def __init__(self, shards: list[np.ndarray], context: int, batch_size: int, seed: int):
+        assert all(shard.ndim == 1 for shard in shards)
         self.shards = shards
         self.context = context
         self.batch_size = batch_size
@@ -37,15 +45,16 @@ class Loader:
             )
 
     def __call__(self, step: int, rows: slice = slice(None)) -> Batch:
-        """Return inputs (B, T) and their next tokens (B, T), int64, of these rows of a batch."""
+        """Return the batch of a step, or those `rows` of it."""
         first = step * self.batch_size
         numbers = range(first, first + self.batch_size)[rows]
         tokens = np.stack([self._row(number) for number in numbers])
+        assert tokens.shape == (len(numbers), self.context + 1)
         tokens = torch.from_numpy(tokens.astype(np.int64))
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return Batch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
 
     def num_targets(self, step: int) -> int:
-        """The targets of a batch, over which its loss is averaged."""
+        """Number of targets in a batch, over which its loss is averaged."""
         return self.batch_size * self.context
 
     def _row(self, number: int) -> np.ndarray:
@@ -54,7 +63,8 @@ class Loader:
         offset, order = epoch_rows(self.seed, epoch, self.context, self.rows_per_epoch)
         start = offset + int(order[index]) * self.context
 
-        # Both ends are counted from the beginning of each shard: one may lie before or behind it.
+        # Count start and end from the beginning of each shard in turn. A negative start is in an
+        # earlier shard, an end past the length of the shard is in a later one.
         end = start + self.context + 1
         pieces = []
         for shard in self.shards:
@@ -81,13 +91,17 @@ def document_ids(inputs: Tensor, bos: int) -> Tensor:
 def eval_windows(tokens: np.ndarray, context: int, batch_size: int) -> Iterator[Batch]:
     """Iterate once over all text, in order, in windows that do not overlap.
 
-    Yields inputs (B, T) and targets (B, T), all of one shape: the last batch is padded, and its
-    padding has the target IGNORE_INDEX.
+    All batches have the same shape: the last one is padded, with IGNORE_INDEX as targets.
     """
+    assert tokens.ndim == 1
     text = torch.from_numpy(tokens.astype(np.int64))
-    padding = (0, -(len(text) - 1) % (batch_size * context))
-    inputs = pad(text[:-1], padding)
-    targets = pad(text[1:], padding, value=IGNORE_INDEX)
+    batch_tokens = batch_size * context
+    num_targets = len(text) - 1
+    num_padding = -num_targets % batch_tokens  # up to a multiple of batch_tokens
+    all_inputs = pad(text[:-1], (0, num_padding))
+    all_targets = pad(text[1:], (0, num_padding), value=IGNORE_INDEX)
+
     # Cut them into batches of windows.
     shape = (-1, batch_size, context)
-    return zip(inputs.view(shape), targets.view(shape), strict=True)
+    for inputs, targets in zip(all_inputs.view(shape), all_targets.view(shape), strict=True):
+        yield Batch(inputs, targets)

@@ -1,6 +1,6 @@
 """Turn documents into token shards, once: later runs find them in a cache, by a hash.
 
-A corpus is built under a lock, in an atomic directory: a folder that has its name is complete.
+A corpus is built under a lock, in an atomic directory: if the folder exists, it is complete.
 """
 
 import fcntl
@@ -24,44 +24,45 @@ TRAIN_SHARD = "train-00000.bin"
 VALIDATION_SHARD = "validation-00000.bin"
 DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
 MAX_TOKENIZER_CHARS = 50_000_000  # characters of training text that a tokenizer is trained on
-MAX_VALIDATION_BYTES = 2_000_000  # UTF-8 bytes held out at most, in whole documents
+MAX_VALIDATION_BYTES = 2_000_000  # UTF-8 bytes held out, in whole documents
 
 
 @dataclass(kw_only=True)
 class Source:
-    """Documents and their tokenizer: the file `tokenizer`, or else one of `vocab_size` pieces.
+    """Documents and their tokenizer.
 
-    A tokenizer that is not a file is trained on the training documents.
+    The tokenizer is the file `tokenizer`; without one, a tokenizer of `vocab_size` pieces is
+    trained on the training documents.
     """
 
-    tokens = None  # training tokens to stop at; None: take all
-    is_endless = False  # whether no row comes twice
+    tokens = None  # stop after this many training tokens; None: take all
+    is_endless = False  # True if no row comes twice
     vocab_size: int
     tokenizer: str | None
 
     def corpus(self) -> Corpus | None:
-        """Return the corpus of a source without documents; None if prepare() has to build it."""
+        """Return the corpus of a source that has it ready; None if prepare() has to build it."""
         return None
 
     def identity(self) -> str:
-        """Return a text that is equal for equal documents and differs for others."""
+        """Return a text that is equal if and only if the documents are equal."""
         return json.dumps(vars(self))
 
     def documents(self) -> Iterator[tuple[str, bool]]:
-        """Yield each document and whether it is held out, in an order that never changes."""
+        """Yield each document with whether it is held out, in an order that never changes."""
         return iter(())
 
 
 def text_hash(text: str) -> str:
-    """SHA-256 in hexadecimal: the same in every process, as Python's own hash is not."""
+    """SHA-256 in hexadecimal. Unlike Python's hash(), it is the same in every process."""
     return sha256(text.encode()).hexdigest()
 
 
 def prepare(source: Source, cache_dir: Path) -> Corpus:
     """Open the corpus of a source, after building it in `cache_dir` if it is not there.
 
-    Of processes that call this at once, one builds and the others wait. Raises ValueError for text
-    that cannot be used, and IntegrityError for a corpus that was changed on disk.
+    If several processes call this at once, one builds and the others wait. Raises ValueError for
+    text that cannot be used, and IntegrityError for a corpus that was changed on disk.
     """
     corpus = source.corpus()
     if corpus is not None:
@@ -86,14 +87,14 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
             if not folder.exists():
                 build_corpus(source, tokenizer, folder)
 
-    # Verify what was built, and map its shards.
+    # Verify the files, and map the shards.
     files = verify(folder, f"delete {folder}, it is made again")
     tokenizer = Tokenizer.load(tokenizer_file(folder))
     dtype = dtype_of(tokenizer)
     train = np.memmap(folder / TRAIN_SHARD, dtype, "r")
     validation = np.memmap(folder / VALIDATION_SHARD, dtype, "r")
     tokens_hash = text_hash(files[TRAIN_SHARD] + files[VALIDATION_SHARD])
-    return Corpus([train], validation, tokenizer, tokens_hash)
+    return Corpus(train=[train], validation=validation, tokenizer=tokenizer, sha256=tokens_hash)
 
 
 def build_corpus(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
@@ -120,8 +121,10 @@ def tokenizer_corpus(source: Source) -> Iterator[str]:
 def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     """Tokenize the documents into a file for each split.
 
-    Raises ValueError if a split has no document, OverflowError for a token that is no token's id.
+    Raises ValueError if a split has no document, OverflowError for a token id that is outside of
+    the vocabulary and does not fit the dtype.
     """
+    dtype = dtype_of(tokenizer)
     train_tokens = 0
     held_out_bytes = 0
     with (
@@ -129,7 +132,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         (folder / VALIDATION_SHARD).open("wb") as validation,
     ):
         for text, is_held_out, tokens in tokenized(source, tokenizer):
-            raw = np.array(tokens, dtype_of(tokenizer)).tobytes()
+            raw = np.array(tokens, dtype).tobytes()
             if is_held_out:
                 # The first held-out document is taken whatever its size. The first that does not
                 # fit ends the split.
@@ -137,11 +140,11 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
                 held_out_bytes += len(text.encode())
                 if is_first or held_out_bytes <= MAX_VALIDATION_BYTES:
                     validation.write(raw)
-                continue
-            train.write(raw)
-            train_tokens += len(tokens)
-            if source.tokens is not None and train_tokens >= source.tokens:
-                break
+            else:
+                train.write(raw)
+                train_tokens += len(tokens)
+                if source.tokens is not None and train_tokens >= source.tokens:
+                    break
     if train_tokens == 0 or held_out_bytes == 0:
         raise ValueError(
             f"no text to train on, or none held out ({train_tokens} tokens, {held_out_bytes} "
@@ -151,7 +154,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
 
 def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[str, bool, list[int]]]:
     """Yield each document, whether it is held out, and its tokens."""
-    # Batches use all cores without the whole text in memory.
+    # A batch of documents is tokenized on all cores, and the whole text is never in memory.
     documents = source.documents()
     while batch := list(islice(documents, DOCUMENTS_PER_BATCH)):
         encoded = tokenizer.encode_documents([text for text, _ in batch])
@@ -160,4 +163,7 @@ def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[str, bool,
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
-    return np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+    """The dtype of token ids in a shard."""
+    if tokenizer.vocab_size <= 2**16:
+        return np.dtype("uint16")
+    return np.dtype("uint32")

@@ -1,4 +1,4 @@
-"""Token ids prepared by others: .bin files of nanoGPT and llm.c, memory-mapped where they are."""
+"""Token ids in .bin files of nanoGPT and llm.c, memory-mapped in place."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +10,19 @@ from data.files import content_hash, split_files
 from data.prepare import Source, text_hash
 from data.tokenizer import IdTokenizer, Tokenizer
 
-# A file of llm.c begins with 256 int32: magic, version and number of tokens come first.
+# A file of llm.c begins with a header of 256 int32, of which three are used.
 HEADER_BYTES = 1024
-LLMC_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by the magic: of GPT-2 and of Llama 3
+HEADER_FIELDS = ("magic", "version", "num_tokens")
+LLMC_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by magic number: GPT-2's ids and Llama 3's
 
 
 @dataclass(kw_only=True)
 class Pretokenized(Source):
-    """Ids of `tokenizer`, or of an unknown one with `vocab_size` ids and `bos` between documents.
+    """Token ids of `tokenizer`, or of an unknown one with `vocab_size` ids and the BOS id `bos`.
 
     At most `validation_tokens` tokens are held out: the beginning of the first file that
-    split_files() holds out. If there is none, the end of the last file is held out, at most 5 % of
-    it. Raises ValueError for a damaged file.
+    split_files() holds out. If there is no such file, the end of the last file is held out, at most
+    5 % of it. Raises ValueError for a damaged file.
     """
 
     path: str | None
@@ -49,20 +50,34 @@ class Pretokenized(Source):
             count = min(self.validation_tokens, max(2, len(train[-1]) // 20))
             validation = train[-1][-count:]
             train[-1] = train[-1][:-count]
-        return Corpus(train, validation, self.ids_of, text_hash(self.identity()))
+        return Corpus(
+            train=train,
+            validation=validation,
+            tokenizer=self.ids_of,
+            sha256=text_hash(self.identity()),
+        )
 
     def open_bin(self, file: Path) -> np.ndarray:
-        """Memory-map the tokens of a file, checking its length and its ids."""
+        """Memory-map the tokens of a file, and check its length and its ids."""
         # A file without llm.c's magic number is nanoGPT's: tokens from the first byte on.
-        magic, _, num_tokens, *_ = [*np.fromfile(file, "<u4", 3), 0, 0, 0]
-        dtype = np.dtype(LLMC_DTYPES.get(magic, "<u2"))
-        start = HEADER_BYTES if magic in LLMC_DTYPES else 0
+        header = read_header(file)
+        is_llmc = header.get("magic") in LLMC_DTYPES
+        if is_llmc:
+            dtype = np.dtype(LLMC_DTYPES[header["magic"]])
+            start = HEADER_BYTES
+        else:
+            dtype = np.dtype("<u2")
+            start = 0
         count, rest = divmod(file.stat().st_size - start, dtype.itemsize)
-        if count < 2 or rest != 0 or (start > 0 and num_tokens != count):
+        is_whole = count >= 2 and rest == 0
+        if is_whole and is_llmc:
+            is_whole = count == header["num_tokens"]
+        if not is_whole:
             raise ValueError(f"an incomplete .bin file ({file}: {count} tokens). fix: get it again")
 
         # An id outside the vocabulary would index past the end of the embedding.
         tokens = np.memmap(file, dtype, "r", start)
+        assert len(tokens) == count
         highest = tokens.max()
         if highest >= self.ids_of.vocab_size:
             raise ValueError(
@@ -71,3 +86,9 @@ class Pretokenized(Source):
                 "text, data=text"
             )
         return tokens
+
+
+def read_header(file: Path) -> dict[str, int]:
+    """Read the first numbers of a file as HEADER_FIELDS, or fewer if the file is shorter."""
+    numbers = np.fromfile(file, "<u4", count=len(HEADER_FIELDS)).tolist()
+    return dict(zip(HEADER_FIELDS, numbers, strict=False))

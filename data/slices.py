@@ -1,8 +1,8 @@
-"""Slices of an evaluation: which targets its loss and its accuracy are averaged over.
+"""Slices of an evaluation: groups of targets whose mean loss or accuracy is reported.
 
-Each target is counted in one cell of a table: its row is a class, such as whether the target
-repeats something in its context, and its column the bin of a length, such as its position. A slice
-is a row or a column of the table.
+Each target is counted in one cell of a table. The row of the cell is the target's class, such as
+whether it repeats something in its context. The column is the bin of a length, such as its
+position. A slice is a row or a column of the table.
 """
 
 import torch
@@ -13,13 +13,16 @@ NUM_BINS = 32  # 1, 2, 3-4, 5-8, ...
 
 def cells(classes: Tensor, lengths: Tensor) -> Tensor:
     """Number the cells of targets by class and by bin of a length of at least 1, all int64."""
-    # Bins end at powers of two: the bin of a length is the number of bits of one less.
+    assert classes.dtype == lengths.dtype == torch.int64
+    assert lengths.min() >= 1
+    # Bins end at powers of two: the bin of a length is the number of bits of length - 1.
     bins = (lengths - 1).double().frexp().exponent
     return classes * NUM_BINS + bins
 
 
 def bin_name(index: int) -> str:
-    """Name a bin by the lengths that belong to it."""
+    """Name a bin by the lengths in it, such as 5-8."""
+    assert 0 <= index < NUM_BINS
     if index < 2:
         return str(index + 1)
     return f"{2 ** (index - 1) + 1}-{2**index}"
@@ -28,11 +31,12 @@ def bin_name(index: int) -> str:
 def text_cells(inputs: Tensor, targets: Tensor) -> Tensor:
     """Map inputs and targets (B, T) of a text to the cells (B, T) of the targets.
 
-    The class is 1 where a target completes a bigram that occurred earlier in its row, which a model
-    can look up: the AR hits of Zoology (Arora et al., 2312.04927), here of bigrams of any frequency
-    in training. The length is the number of tokens in front of the target. Both are counted over
-    the whole row, also where documents are masked.
+    The class is 1 if the target completes a bigram that occurred earlier in its row, which a model
+    can look up: the AR hits of Zoology (Arora et al., 2312.04927), but without its condition that
+    the bigram is rare in training. The length is the number of tokens in front of the target. Both
+    are counted over the whole row, even if documents are masked.
     """
+    assert inputs.shape == targets.shape
     # A stable sort puts equal bigrams side by side, in the order of their positions.
     bigrams = inputs * (targets.max() + 1) + targets
     ordered, order = bigrams.sort(dim=1, stable=True)

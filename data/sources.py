@@ -7,7 +7,6 @@ import sysconfig
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 
 from data.files import TEXT_SUFFIXES, content_hash, read_documents, split_files
@@ -17,7 +16,7 @@ Documents = Iterator[tuple[str, bool]]  # (text, whether it is held out)
 
 
 def is_held_out(identity: str, holdout: int) -> bool:
-    """Whether a document is held out: one in `holdout` is, by its hash, in any order."""
+    """Whether a document is held out: one in `holdout` is, chosen by its hash."""
     return int(text_hash(identity), 16) % holdout == 0
 
 
@@ -28,7 +27,7 @@ class Stdlib(Source):
     A document is a file; one in 20 is held out.
     """
 
-    # Tests and tables of encodings are not typical code, site-packages differ by machine.
+    # Tests and encoding tables are not typical code, and site-packages differ between machines.
     SKIPPED = {
         "test",
         "tests",
@@ -42,15 +41,17 @@ class Stdlib(Source):
 
     def __post_init__(self):
         self.root = Path(sysconfig.get_paths()["stdlib"])
-        # site-packages may have tens of thousands of files: do not look into it.
+        # Skipped folders are not searched: site-packages may have tens of thousands of files.
         paths = list(self.root.glob("*.py"))
         for folder in self.root.iterdir():
             if folder.is_dir() and folder.name not in self.SKIPPED:
                 paths += folder.rglob("*.py")
-        files = [file.relative_to(self.root) for file in paths]
-        self.files = sorted(
-            file.as_posix() for file in files if self.SKIPPED.isdisjoint(file.parts)
-        )
+        self.files = []
+        for path in paths:
+            file = path.relative_to(self.root)
+            if self.SKIPPED.isdisjoint(file.parts):
+                self.files.append(file.as_posix())
+        self.files.sort()
 
     def identity(self) -> str:
         return f"{sys.version} {self.root}"
@@ -69,7 +70,7 @@ class Text(Source):
     A .txt is cut into documents at lines equal to `separator`; the others have one document per
     row, in `text_field`. The files that split_files() holds out are for validation. If there are
     none, one document in `holdout` is held out, chosen by hash (at least one), or the last 5 % of
-    a single document. Raises ValueError for what cannot be read as text.
+    a single document. Raises ValueError for a file that cannot be read as text.
     """
 
     path: str | None
@@ -96,8 +97,10 @@ class Text(Source):
     def documents(self) -> Documents:
         # Files that are held out by their names.
         if self.val_files:
-            yield from zip(self.texts(self.val_files), repeat(True))
-            yield from zip(self.texts(self.train_files), repeat(False))
+            for text in self.texts(self.val_files):
+                yield text, True
+            for text in self.texts(self.train_files):
+                yield text, False
             return
 
         # Read everything once to know which documents are held out, then again to yield them.
@@ -105,7 +108,7 @@ class Text(Source):
         if not digests:
             raise ValueError(f"no documents (in {self.path}). fix: a file that is not empty")
 
-        # A lone document: hold out its end.
+        # A single document: hold out its end.
         if len(digests) == 1:
             text = next(self.texts(self.train_files))
             cut = len(text) - max(1, len(text) // 20)
@@ -126,10 +129,10 @@ class Text(Source):
 class Hub(Source):
     """A public dataset of the Hugging Face hub, read with `datasets`.
 
-    With `tokens`, the dataset is streamed until there are so many, instead of downloaded.
-    `validation` names the dataset's own split; without one, a document in `holdout` is held out, by
-    its hash. If rows are lines, `starts` is a regular expression of those that begin a document.
-    What was prepared is found again by these settings: a `revision` that moves is read once.
+    With `tokens`, the dataset is not downloaded but streamed, until there are that many tokens.
+    `validation` names the dataset's own split; without one, one document in `holdout` is held out,
+    chosen by its hash. If rows are lines, the regular expression `starts` matches the lines that
+    begin a document. The cache key is these settings: a branch as `revision` is read only once.
     """
 
     repo: str
@@ -144,16 +147,16 @@ class Hub(Source):
 
     def documents(self) -> Documents:
         if self.validation is not None:
-            yield from zip(self.texts(self.validation), repeat(True))
+            for text in self.texts(self.validation):
+                yield text, True
         for text in self.texts(self.train):
             yield text, self.validation is None and is_held_out(text, self.holdout)
 
     def texts(self, split: str) -> Iterator[str]:
-        """Yield the documents of a split: one row each, or the rows up to the next beginning."""
+        """Yield the documents of a split: each row, or with `starts`, rows up to the next start."""
         from datasets import load_dataset
 
-        # Join rows until the next one begins a document. Without a pattern, each row does.
-        parts = []
+        parts = []  # rows of the current document
         try:
             rows = load_dataset(
                 self.repo,
@@ -164,13 +167,15 @@ class Hub(Source):
             )
             for row in rows:
                 text = row[self.text_field]
-                if parts and re.match(self.starts or "", text):
+                begins_document = self.starts is None or re.match(self.starts, text) is not None
+                if parts and begins_document:
                     yield "".join(parts)
                     parts = []
                 parts.append(text)
         # The hub's client libraries raise errors of many kinds, whose messages have many lines.
         except Exception as error:
-            reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+            first_line, _, _ = str(error).partition("\n")
+            reason = first_line.rstrip(".") or type(error).__name__
             raise ValueError(
                 f"cannot read the dataset ({self.repo}: {reason}). "
                 "fix: check the network and data.repo"

@@ -1,8 +1,8 @@
-"""Synthetic tasks that show what a mixer can look up or keep track of; rows come from the seed.
+"""Synthetic tasks that test what a mixer can look up or keep track of; rows come from the seed.
 
-A task counts the loss of its answers only. The size of a row is its number of answers; the
+Only the answers of a task count in its loss. The size of a row is its number of answers; the
 configured sizes alternate from row to row. An evaluation reports the accuracy for each size, and
-for each distance from an answer to its source. `Task.floor` is what needs no mixer.
+for each distance between an answer and its source. `Task.floor` is the accuracy without any mixer.
 """
 
 import itertools
@@ -31,17 +31,34 @@ class Row(NamedTuple):
     """A row of a task, and its A answers; all int64."""
 
     inputs: np.ndarray  # (T,)
-    positions: np.ndarray  # (A,), of the tokens after which an answer is due
+    positions: np.ndarray  # (A,), of the tokens that are followed by an answer
     answers: np.ndarray  # (A,)
-    distances: np.ndarray  # (A,), from the source of the answer to it, in tokens
+    distances: np.ndarray  # (A,), in tokens, from the source of the answer to the answer
+
+
+class TaskBatch(NamedTuple):
+    """B rows of a task to train on. A is the largest number of answers of a row; all int64."""
+
+    inputs: Tensor  # (B, T)
+    targets: Tensor  # (B, A), the answers; rows with fewer are padded with IGNORE_INDEX
+    positions: Tensor  # (B A,), of the answers, in inputs.flatten()
+
+
+class TaskEvaluationBatch(NamedTuple):
+    """A TaskBatch, and the cell of data/slices.py that each answer counts in."""
+
+    inputs: Tensor  # (B, T)
+    targets: Tensor  # (B, A)
+    cells: Tensor  # (B, A)
+    positions: Tensor  # (B A,)
 
 
 @dataclass(kw_only=True)
 class Task(Source):
     """Rows of `context` ids below `vocab_size`, with questions that the row itself answers.
 
-    The last id is BOS, which begins a prompt and stands in no row. Raises ValueError for rows that
-    do not fit.
+    The last id is BOS, which begins a prompt and is in no row. Raises ValueError if a row does not
+    fit.
     """
 
     context: int
@@ -50,7 +67,7 @@ class Task(Source):
     length_name = "distance"  # of the slices
 
     def __post_init__(self):
-        # The largest rows say whether all fit.
+        # If a row of the largest size fits, all do.
         try:
             self.row(np.random.default_rng(0), max(self.sizes))
         except (ValueError, IndexError):
@@ -68,28 +85,38 @@ class Task(Source):
     def row(self, generator: np.random.Generator, size: int) -> Row:
         """Draw a row with `size` answers."""
 
-    def rows(self, seed: int, numbers: range, is_held_out: bool = False) -> tuple[Tensor, ...]:
-        """Draw rows by their numbers.
-
-        Returns inputs (B, T), answers (B, A), the cells of data/slices.py (B, A), and where in
-        inputs.flatten() the answers are due (B A,). A is the largest size: rows with fewer answers
-        are padded with IGNORE_INDEX.
-        """
+    def rows(self, seed: int, numbers: range, is_held_out: bool = False) -> TaskEvaluationBatch:
+        """Draw rows by their numbers."""
+        # The initial values are the padding of rows with fewer answers.
+        shape = (len(numbers), max(self.sizes))
         inputs = np.empty((len(numbers), self.context), np.int64)
-        # Positions, answers and distances, and what stands for them where a row has fewer.
-        padding = [[[0]], [[IGNORE_INDEX]], [[1]]]
-        padded = np.full((3, len(numbers), max(self.sizes)), padding)
+        positions = np.zeros(shape, np.int64)
+        targets = np.full(shape, IGNORE_INDEX, np.int64)
+        distances = np.ones(shape, np.int64)
         for index, number in enumerate(numbers):
             # Rows that are held out come from streams of their own, whatever the seed.
             generator = np.random.default_rng((seed, number, int(is_held_out)))
             size = self.size_of(number)
-            inputs[index], *columns = self.row(generator, size)
-            padded[:, index, :size] = columns
-        positions, targets, distances = torch.from_numpy(padded)
-        positions += self.context * torch.arange(len(numbers))[:, None]
+            row = self.row(generator, size)
+            assert row.inputs.shape == (self.context,)
+            assert row.positions.shape == row.answers.shape == row.distances.shape == (size,)
+            assert (row.inputs < self.vocab_size).all() and (row.answers < self.vocab_size).all()
+            inputs[index] = row.inputs
+            positions[index, :size] = row.positions
+            targets[index, :size] = row.answers
+            distances[index, :size] = row.distances
+
+        # Positions in the flattened inputs.
+        first_positions = self.context * np.arange(len(numbers))
+        positions += first_positions[:, None]
+        # The class of an answer is the size of its row.
         classes = torch.tensor(numbers) % len(self.sizes)
-        row_cells = cells(classes[:, None], distances)
-        return torch.from_numpy(inputs), targets, row_cells, positions.flatten()
+        return TaskEvaluationBatch(
+            inputs=torch.from_numpy(inputs),
+            targets=torch.from_numpy(targets),
+            cells=cells(classes[:, None], torch.from_numpy(distances)),
+            positions=torch.from_numpy(positions.flatten()),
+        )
 
     def size_of(self, number: int) -> int:
         """Return the number of answers of a row."""
@@ -98,19 +125,28 @@ class Task(Source):
     def floor(self) -> float:
         """The accuracy of giving the most frequent answer of a row to all of its questions.
 
-        It is that of the held-out rows, averaged over sizes as the accuracy of a model is.
+        It is measured on the held-out rows, and averaged over sizes like the accuracy of a model.
         """
-        _, targets, _, _ = self.rows(0, range(VALIDATION_ROWS), is_held_out=True)
+        batch = self.rows(0, range(VALIDATION_ROWS), is_held_out=True)
         accuracies = []
-        for row in targets.numpy():
+        for row in batch.targets.numpy():
             counts = np.bincount(row[row != IGNORE_INDEX])
             accuracies.append(counts.max() / counts.sum())
+
+        # Sizes alternate from row to row.
         num_sizes = len(self.sizes)
-        return fmean(fmean(accuracies[first::num_sizes]) for first in range(num_sizes))
+        means = [fmean(accuracies[first::num_sizes]) for first in range(num_sizes)]
+        return fmean(means)
 
     def corpus(self) -> "TaskCorpus":
         tokenizer = IdTokenizer(self.vocab_size, self.vocab_size - 1)
-        return TaskCorpus([], np.empty(0), tokenizer, text_hash(self.identity()), self)
+        return TaskCorpus(
+            train=[],
+            validation=np.empty(0),
+            tokenizer=tokenizer,
+            sha256=text_hash(self.identity()),
+            task=self,
+        )
 
     @property
     def name(self) -> str:
@@ -122,7 +158,7 @@ class Recall(Task):
     """Multi-query associative recall: Arora et al., Zoology, 2312.04927, appendix C.1.
 
     A row begins with keys, each followed by its value. Later each key comes once more, as a query,
-    and its value is the answer. Slots for queries are drawn without replacement, the i-th with a
+    and its value is the answer. Slots for queries are drawn without replacement, slot i with a
     probability proportional to i^(power - 1). All other tokens are 0. Keys are drawn without
     replacement from the lower half of the vocabulary, and values from the upper half.
     """
@@ -131,7 +167,7 @@ class Recall(Task):
     power: float
 
     def __post_init__(self):
-        if len({*self.pairs}) < len(self.pairs):
+        if len(set(self.pairs)) < len(self.pairs):
             raise ValueError(f"a number comes twice (got {self.pairs}). fix: leave data.pairs out")
         super().__post_init__()
 
@@ -142,7 +178,7 @@ class Recall(Task):
     def row(self, generator: np.random.Generator, size: int) -> Row:
         inputs = np.zeros(self.context, np.int64)
 
-        # The pairs. Of either half, one id is used otherwise: 0 and BOS.
+        # The pairs. Two ids are neither key nor value: 0 in the lower half, BOS in the upper one.
         half = self.vocab_size // 2
         keys = 1 + generator.choice(half - 1, size, replace=False)
         values = half + generator.choice(half - 1, size, replace=False)
@@ -156,7 +192,8 @@ class Recall(Task):
         slots = generator.choice(num_slots, size, replace=False, p=weights / weights.sum())
         queries = first + 2 * slots
         inputs[queries] = keys
-        return Row(inputs, queries, values, queries - 2 * np.arange(size))
+        key_positions = 2 * np.arange(size)
+        return Row(inputs, queries, values, distances=queries - key_positions)
 
 
 @dataclass(kw_only=True)
@@ -164,8 +201,8 @@ class Track(Task):
     """State tracking, the word problem of S_n: Merrill et al., 2404.08819.
 
     Each token is a permutation of `elements` things, by its lexicographic number. The answer after
-    it is the permutation that all tokens so far amount to, one applied after the other. That of
-    two things is the parity of the swaps.
+    it is the composition of all permutations so far, the first one applied first. For two things,
+    that is the parity of the swaps.
     """
 
     elements: int
@@ -180,19 +217,24 @@ class Track(Task):
             raise ValueError("too few ids")
         permutations = permutations_of(self.elements)
         inputs = generator.integers(len(permutations), size=size)
-        states = itertools.accumulate(permutations[inputs], lambda state, step: step[state])
+        state = np.arange(self.elements)
+        states = []
+        for permutation in permutations[inputs]:
+            state = permutation[state]
+            states.append(state)
 
-        # The elements of a permutation are digits of a number, which grows with its own number.
-        digits = self.elements ** np.arange(self.elements)[::-1]
-        answers = np.searchsorted(permutations @ digits, np.stack([*states]) @ digits)
+        # Look up the number of each state. Read as the digits of a number, permutations in
+        # lexicographic order are sorted.
+        place_values = self.elements ** np.arange(self.elements)[::-1]
+        answers = np.searchsorted(permutations @ place_values, np.stack(states) @ place_values)
         positions = np.arange(size)
-        return Row(inputs, positions, answers, positions + 1)
+        return Row(inputs, positions, answers, distances=positions + 1)
 
 
 @lru_cache
 def permutations_of(elements: int) -> np.ndarray:
     """All permutations (elements!, elements), in lexicographic order."""
-    return np.array([*itertools.permutations(range(elements))])
+    return np.array(list(itertools.permutations(range(elements))))
 
 
 @dataclass
@@ -204,14 +246,14 @@ class TaskLoader:
     seed: int
     rows_per_epoch = math.inf  # no row comes twice
 
-    def __call__(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, ...]:
-        """Return inputs, targets and positions, as Task.rows has them, of these rows of a batch."""
-        inputs, targets, _, positions = self.task.rows(self.seed, self.row_numbers(step)[rows])
-        return inputs, targets, positions
+    def __call__(self, step: int, rows: slice = slice(None)) -> TaskBatch:
+        """Return the batch of a step, or those `rows` of it."""
+        batch = self.task.rows(self.seed, self.row_numbers(step)[rows])
+        return TaskBatch(batch.inputs, batch.targets, batch.positions)
 
     def num_targets(self, step: int) -> int:
-        """The answers of a batch."""
-        return sum(map(self.task.size_of, self.row_numbers(step)))
+        """Number of answers in a batch, over which its loss is averaged."""
+        return sum(self.task.size_of(number) for number in self.row_numbers(step))
 
     def row_numbers(self, step: int) -> range:
         first = step * self.batch_size
@@ -220,7 +262,7 @@ class TaskLoader:
 
 @dataclass
 class TaskCorpus(Corpus):
-    """A task in place of a text."""
+    """A task instead of a text: it has a loader and an evaluation, but no token ids."""
 
     task: Task
 
@@ -249,8 +291,8 @@ class TaskCorpus(Corpus):
 
     def evaluation(
         self, num_tokens: int, context: int, batch_size: int
-    ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield batches of Task.rows that no run trains on, with a row of each size at least.
+    ) -> Iterator[TaskEvaluationBatch]:
+        """Yield batches of rows that no run trains on: at least one row of each size.
 
         The last batch is filled up with rows whose answers do not count.
         """
@@ -258,5 +300,5 @@ class TaskCorpus(Corpus):
         for first in range(0, num_rows, batch_size):
             numbers = range(first, first + batch_size)
             batch = self.task.rows(0, numbers, is_held_out=True)
-            batch[1][num_rows - first :] = IGNORE_INDEX
+            batch.targets[num_rows - first :] = IGNORE_INDEX
             yield batch

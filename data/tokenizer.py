@@ -1,7 +1,7 @@
 """Text to token ids and back.
 
-Our own are byte pairs of SentencePiece, lossless for UTF-8 text: Kudo and Richardson, 1808.06226.
-Those of imported models may be a tokenizer.json, as huggingface.co/docs/tokenizers has it.
+Our own tokenizers are byte-pair encodings by SentencePiece, lossless for UTF-8 text: Kudo and
+Richardson, 1808.06226. Imported models may have a tokenizer.json: huggingface.co/docs/tokenizers.
 """
 
 import io
@@ -16,55 +16,61 @@ import numpy as np
 import sentencepiece as spm
 import tokenizers
 
-# Pieces of up to 4000 characters, which end at a line end if there is one: the time that the
-# trainer takes grows with their length.
+# Training text is cut into pieces of up to 4000 characters, at line ends if there are any, because
+# SentencePiece's trainer gets slower with their length.
 MAX_PIECE_CHARS = 4000
 PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\n|.{1,4000}", re.DOTALL)
-SPACE = "\u2581"  # SentencePiece's sign for a space: in a text, it would be decoded to a space
+SPACE = "\u2581"  # SentencePiece's sign for a space; if a text has one, it would decode to a space
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
-# The files beside a tokenizer's own. The second one may have the ids of BOS and EOS.
+# Files next to a tokenizer's own. generation_config.json may have the ids of BOS and EOS.
 CONFIGS = ("tokenizer_config.json", "generation_config.json")
 
 
 class Tokenizer:
-    """A SentencePiece model, with BOS and EOS of the generation_config.json beside it, if any.
+    """A SentencePiece model. BOS and EOS are those of a generation_config.json next to it, if any.
 
-    A document begins with `bos` and ends with `eos`; where `bos` is among `eos_ids`, which end a
-    generation, it stands between documents. `files` are what load() reads, by their names.
+    A document begins with `bos` and ends with `eos`. If `bos` is one of `eos_ids`, which end a
+    generation, it is written once between two documents. `files` are the contents of the files that
+    load() reads, by name.
     """
 
-    # Where a run of bytes is decoded as a whole, the tokens after which it may go on.
+    FILE = "tokenizer.model"  # the name of the tokenizer's own file
+    # Tokens after which the text decoded so far may still change: a run of byte tokens is decoded
+    # as a whole.
     unstable_tokens = frozenset()
 
     def __init__(self, files: dict[str, bytes]):
         self.files = files
-        self.processor = spm.SentencePieceProcessor(model_proto=files["tokenizer.model"])
+        self.processor = spm.SentencePieceProcessor(model_proto=files[self.FILE])
         self.vocab_size = self.processor.vocab_size()
-        own = {"bos_token_id": self.processor.bos_id(), "eos_token_id": self.processor.eos_id()}
-        self.set_special_ids(own | json.loads(files.get("generation_config.json", "{}")))
-        # A SPACE in a text is encoded as its bytes, so that it comes back.
+        special = {"bos_token_id": self.processor.bos_id(), "eos_token_id": self.processor.eos_id()}
+        special |= json.loads(files.get("generation_config.json", "{}"))
+        self.set_special_ids(special)
+        # A SPACE in a text is encoded as its bytes, so that it decodes to itself.
         self.space_tokens = self.processor.piece_to_id(SPACE_BYTES)
+        assert len(self.space_tokens) == len(SPACE_BYTES)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
         """Read a tokenizer.model, which may be that of an IdTokenizer, or a tokenizer.json.
 
-        Raises OSError where there is none, and ValueError for what is none.
+        Raises OSError if the file cannot be read, and ValueError if it is not a tokenizer.
         """
         path = Path(path).expanduser()
         content = path.read_bytes()
-        files = {}
-        for file in map(path.with_name, CONFIGS):
+        configs = {}
+        for name in CONFIGS:
+            file = path.with_name(name)
             if file.exists():
-                files[file.name] = file.read_bytes()
+                configs[name] = file.read_bytes()
         try:
             if content.startswith(IdTokenizer.MAGIC):
                 vocab_size, bos = content.removeprefix(IdTokenizer.MAGIC).split()
                 return IdTokenizer(int(vocab_size), int(bos))
             if path.suffix == ".json":
-                return JsonTokenizer({"tokenizer.json": content, **files})
-            return cls({"tokenizer.model": content, **files})
-        except Exception as error:  # which tokenizers raises itself
+                return JsonTokenizer({JsonTokenizer.FILE: content, **configs})
+            return cls({cls.FILE: content, **configs})
+        except Exception as error:  # the library tokenizers raises Exception itself
             raise ValueError(
                 f"not a tokenizer with BOS and EOS ({path}: {error}). "
                 "fix: data.tokenizer=PATH of another, or tools.import_hf of its folder"
@@ -75,10 +81,10 @@ class Tokenizer:
         """Train on texts, to at most `vocab_size` tokens.
 
         Among them are the control tokens, all 256 bytes, newlines and runs of spaces. Raises
-        ValueError for text that no such tokenizer can be trained on.
+        ValueError if the text is not enough for such a tokenizer.
         """
-        # Read them first: SentencePiece turns an exception of its iterator, a signal's too, into a
-        # RuntimeError.
+        # Read all texts first: SentencePiece turns an exception of its iterator into a
+        # RuntimeError, even one that a signal handler raises.
         pieces = []
         for text in texts:
             pieces += PIECES.findall(text)
@@ -106,36 +112,43 @@ class Tokenizer:
                 f"no tokenizer from this text ({vocab_size=}). "
                 "fix: more text; or a data.vocab_size that is smaller, but above 300"
             ) from None
-        return cls({"tokenizer.model": model.getvalue()})
+        return cls({cls.FILE: model.getvalue()})
 
     def set_special_ids(self, special: dict) -> None:
-        """Set EOS, one or more, and BOS, as a generation_config.json has them."""
+        """Set BOS and one or more EOS from the keys of a generation_config.json."""
         eos_ids = special["eos_token_id"]
-        self.eos_ids = tuple(eos_ids) if isinstance(eos_ids, list) else (eos_ids,)
+        if not isinstance(eos_ids, list):
+            eos_ids = [eos_ids]
+        self.eos_ids = tuple(eos_ids)
         self.eos = self.eos_ids[0]
         self.bos = special.get("bos_token_id", self.eos)
-        self.starts_with_bos = special.get("add_bos_token", True)  # of a prompt
+        self.starts_with_bos = special.get("add_bos_token", True)  # whether a prompt does
 
     def encode(self, text: str) -> list[int]:
         """Encode without BOS and EOS; a text that looks like one of them is ordinary text."""
-        # Encode what is between the SPACEs, and put the bytes of one between the parts.
-        parts = self.processor.encode(text.split(SPACE))
-        tokens = parts[0]
-        for part in parts[1:]:
+        # Encode the parts between SPACEs, and join them by the byte tokens of a SPACE.
+        first, *others = self.processor.encode(text.split(SPACE))
+        tokens = first
+        for part in others:
             tokens += self.space_tokens + part
         return tokens
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a text that is continued: one token at least."""
+        """Encode a text to be continued, as at least one token."""
         tokens = self.encode(text)
         if self.starts_with_bos or not tokens:
             tokens = [self.bos, *tokens]
         return tokens
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text, as text alone, between BOS and EOS, which may be one."""
-        ends = [self.eos][self.bos in self.eos_ids :]
-        return [[self.bos, *tokens, *ends] for tokens in self.encode_batch(texts)]
+        """Encode each text as a document. Text that looks like a special token is ordinary text."""
+        # If BOS is also an EOS, the BOS of the next document ends this one.
+        ends = [self.eos]
+        if self.bos in self.eos_ids:
+            ends = []
+        documents = self.encode_batch(texts)
+        assert len(documents) == len(texts)
+        return [[self.bos, *tokens, *ends] for tokens in documents]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Encode each text, on all cores."""
@@ -146,11 +159,12 @@ class Tokenizer:
         return documents
 
     def decode(self, tokens: list[int]) -> str:
-        """Decode; bytes that are not UTF-8 become U+FFFD, BOS and EOS nothing."""
+        """Decode. Bytes that are not UTF-8 become U+FFFD; BOS and EOS are left out."""
         return self.processor.decode(tokens)
 
     def nbytes(self, tokens: np.ndarray) -> int | None:
-        """Count the UTF-8 bytes of the documents in `tokens`; None if there is no text of them."""
+        """Count the UTF-8 bytes of the documents in `tokens`; None if their text is unknown."""
+        assert tokens.ndim == 1
         # Cut at BOS and EOS, so that each text is decoded by itself, as it was encoded.
         starts = np.flatnonzero(np.isin(tokens, (self.bos, *self.eos_ids)))
         num_bytes = 0
@@ -161,21 +175,21 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """Identifies the tokenizer, and its BOS and EOS."""
-        name = next(iter(self.files))
-        return sha256(self.files[name] + f"{self.bos} {self.eos_ids}".encode()).hexdigest()
+        """SHA-256 that identifies the tokenizer with its BOS and EOS."""
+        special_ids = f"{self.bos} {self.eos_ids}"
+        return sha256(self.files[self.FILE] + special_ids.encode()).hexdigest()
 
 
 class IdTokenizer(Tokenizer):
-    """Stands in for an unknown tokenizer: the text of tokens is their ids, as in 464 3290.
+    """Stands in for an unknown tokenizer: the text of tokens is their ids, such as "464 3290".
 
-    Its file is one line: MAGIC, the size of the vocabulary, BOS, which is EOS too.
+    Its file is one line: MAGIC, the size of the vocabulary, and the id of BOS, which is also EOS.
     """
 
     MAGIC = b"ids "  # no SentencePiece model begins with it
 
     def __init__(self, vocab_size: int, bos: int):
-        self.files = {"tokenizer.model": self.MAGIC + f"{vocab_size} {bos}\n".encode()}
+        self.files = {self.FILE: self.MAGIC + f"{vocab_size} {bos}\n".encode()}
         self.vocab_size = vocab_size
         self.set_special_ids({"eos_token_id": bos})
 
@@ -199,40 +213,43 @@ class IdTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json, with the BOS and EOS ids of the generation_config.json beside it.
+    """A tokenizer.json, with the BOS and EOS ids of the generation_config.json next to it.
 
-    tools/formats/special_tokens.py writes such files for a folder of Hugging Face that says it in
-    another way.
+    For a folder of Hugging Face that has these ids elsewhere, tools/formats/special_tokens.py
+    writes such a file.
     """
+
+    FILE = "tokenizer.json"
 
     def __init__(self, files: dict[str, bytes]):
         self.files = files
-        self.processor = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+        self.processor = tokenizers.Tokenizer.from_str(files[self.FILE].decode())
         self.processor.no_padding()
         self.processor.no_truncation()
         vocabulary = self.processor.get_vocab()
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
-        # Bytes, and special tokens, which are decoded to nothing.
+        # Byte tokens, and special tokens, which decode to nothing.
         byte_tokens = {vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)}
         self.unstable_tokens = byte_tokens.union(self.processor.get_added_tokens_decoder())
         self.set_special_ids(json.loads(files["generation_config.json"]))
-        # Its template may put BOS in front of a text.
+        # The tokenizer's template may put BOS in front of a text.
         self.starts_with_bos = self.processor.encode("").ids == [self.bos]
 
     def encode(self, text: str) -> list[int]:
-        """Encode without BOS and EOS; a text that looks like a special token is that token."""
+        """Encode without BOS and EOS. Text that looks like a special token is that token."""
         self.processor.encode_special_tokens = False
         return self.processor.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text; what looks like a special token is text."""
+        """Encode each text. Text that looks like a special token is ordinary text."""
         self.processor.encode_special_tokens = True
-        return [each.ids for each in self.processor.encode_batch(texts, add_special_tokens=False)]
+        encodings = self.processor.encode_batch(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """The tokenizer of a folder: tokenizer.model, or where there is none, tokenizer.json."""
-    file = folder / "tokenizer.model"
+    """The tokenizer of a folder: tokenizer.model, or tokenizer.json if that does not exist."""
+    file = folder / Tokenizer.FILE
     if file.exists():
         return file
-    return folder / "tokenizer.json"
+    return folder / JsonTokenizer.FILE
