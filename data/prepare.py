@@ -3,7 +3,6 @@
 A corpus is built under a lock, in an atomic directory: if the folder exists, it is complete.
 """
 
-import fcntl
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
 from data.corpus import Corpus
 from data.tokenizer import Tokenizer, tokenizer_file
@@ -78,10 +78,10 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
     folder = cache_dir / f"{type(source).__name__.lower()}-{key[:16]}"
     if not folder.exists():
         cache_dir.mkdir(parents=True, exist_ok=True)
-        # The lock ends with the process, however that ends.
-        with (cache_dir / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # What is unfinished under the lock was left by a process that was killed.
+        # The system releases the lock if the process is killed, which a soft lock, the mere
+        # existence of a file, would not guarantee.
+        with FileLock(cache_dir / ".lock", fallback_to_soft=False):
+            # An unfinished folder was left by a process that was killed: others hold the lock.
             remove_leftovers(cache_dir)
             # Another process may have built it while this one was waiting.
             if not folder.exists():

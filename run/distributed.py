@@ -23,6 +23,9 @@ class DistEnv:
     world_size: int
     device: torch.device
 
+    def __post_init__(self):
+        assert 0 <= self.rank < self.world_size
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0
@@ -32,7 +35,7 @@ class DistEnv:
             dist.barrier()
 
     def all_reduce_max(self, number: int) -> int:
-        """The maximum over all ranks, on the CPU, so that no GPU is synchronized."""
+        """The maximum over all ranks, computed on the CPU, so that no GPU is synchronized."""
         return self.all_reduce(torch.tensor(number), dist.ReduceOp.MAX).item()
 
     def all_reduce_min(self, number: int) -> int:
@@ -50,21 +53,23 @@ class DistEnv:
         x = full_tensor(x)
         return x.cpu() if self.is_main else None
 
-    def on_rank0(self, action: Callable) -> object:
-        """Run `action` on rank 0 and return its result on all ranks.
+    def on_rank0(self, action: Callable, *arguments: object) -> object:
+        """Run action(*arguments) on rank 0 and return its result, which is pickled, on all ranks.
 
-        Where it ends the process with an exit code, all ranks end with that code.
+        If it ends the process with an exit code, all ranks end with that code.
         """
-        message = [None, 0]  # the result and the exit code
+        result = None
+        exit_code = 0
         if self.is_main:
             try:
                 with errors.report_errors():
-                    message[0] = action()
+                    result = action(*arguments)
             except SystemExit as exit_request:
-                message[1] = exit_request.code
+                exit_code = exit_request.code
         if self.world_size > 1:
+            message = [result, exit_code]
             dist.broadcast_object_list(message)
-        result, exit_code = message
+            result, exit_code = message
         if exit_code:
             raise SystemExit(exit_code)
         return result
@@ -85,7 +90,7 @@ def init_distributed(device: torch.device) -> DistEnv:
 
 @contextmanager
 def hard_exit(is_needed: bool = True) -> Iterator[None]:
-    """End the process by os._exit, with the exit code that it would end with, if `is_needed`."""
+    """If `is_needed`, end the process by os._exit, with the exit code it would have had."""
     if not is_needed:
         yield
         return

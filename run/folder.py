@@ -1,12 +1,12 @@
 """The folder of a run: which one it is, and the lock that keeps other processes out of it."""
 
-import fcntl
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
 
 from run import errors
 from run.checkpoint import load_config
@@ -16,8 +16,8 @@ from run.settings import Settings, flatten
 
 RUNS = Path("runs")
 
-# With another value of these it would be another run. All else may change, and is reported. `text`
-# is the SHA-256 of the text.
+# A run cannot be resumed with another value of these. All other keys may change, and the changes are
+# reported. `text` is the SHA-256 of the text.
 FIXED_ON_RESUME = (
     "model.",
     "optimizer._target_",
@@ -27,66 +27,96 @@ FIXED_ON_RESUME = (
     "batch_tokens",
     "document_mask",
 )
-# What does not change a result.
+# Keys that do not change a result: their changes are not even reported.
 IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb")
 
 
 @contextmanager
 def open_run_dir(settings: Settings, ranks: DistEnv, text_sha256: str = "") -> Iterator[Path]:
-    """The folder of a run on a text of this SHA-256, made and locked by rank 0 for all ranks.
+    """Make and lock the folder of a run on rank 0, and yield it on all ranks.
 
-    It is `run_dir`, else the next free runs/name, or with resume=true the newest of these that has
-    what must not change on resume as it is now, and where none has, the newest. Ends
-    with exit code 2 for a folder that is in use, holds something else, holds a run that is not to
-    be resumed, or is to be resumed and does not exist; with 74 where no folder can be made.
+    It is `run_dir`, or else the next free runs/name. With resume=true and no `run_dir`, it is the
+    newest runs/name whose run can be resumed with these settings on the text of this SHA-256; if
+    there is none, the newest, which resuming will then refuse.
+
+    Ends with exit code 2 if the folder is in use, has other files, has a run and resume=false, or
+    does not exist and resume=true. Ends with exit code 74 if it cannot be made.
     """
-    with ExitStack() as stack:
-        yield ranks.on_rank0(lambda: acquire(settings, text_sha256, stack))
+    run = ranks.on_rank0(choose_run_dir, settings, text_sha256)
+    # Of all ranks, rank 0 alone acquires the lock. The system releases it if the process is killed,
+    # which a lock by the mere existence of a file would not guarantee: hence no soft lock.
+    lock = FileLock(run / ".lock", blocking=False, fallback_to_soft=False)
+    try:
+        ranks.on_rank0(lock_run_dir, run, lock, settings.resume)
+        yield run
+    finally:
+        lock.release()
 
 
-def acquire(settings: Settings, text_sha256: str, stack: ExitStack) -> Path:
-    """The folder of a run, locked until `stack` is closed."""
+def choose_run_dir(settings: Settings, text_sha256: str) -> Path:
+    """Choose the folder of a run, and make it if it does not exist."""
+    with report_folder_errors():
+        if settings.run_dir is not None:
+            run = Path(settings.run_dir).expanduser()
+            check_run_dir(run, settings.resume)
+            run.mkdir(parents=True, exist_ok=True)
+            return run
+        run = None
+        if settings.resume:
+            run = find_run_to_resume(settings, text_sha256)
+        if run is None:
+            run = create_run_dir(settings.name)
+        return run
+
+
+def lock_run_dir(run: Path, lock: FileLock, resume: bool) -> None:
+    """Acquire the lock of a folder, and check that it has no run unless that is to be resumed."""
+    with report_folder_errors():
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"another process trains in the folder (run_dir={run}). "
+                "fix: wait, or another run_dir"
+            ) from None
+        if has_checkpoint(run) and not resume:
+            raise ValueError(
+                f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir"
+            )
+
+
+@contextmanager
+def report_folder_errors() -> Iterator[None]:
+    """End with exit code 2 for a ValueError inside, and with 74 for an OSError."""
     with errors.user_input():
         try:
-            run = choose_run_dir(settings, text_sha256)
-            stack.enter_context(lock_folder(run))
+            yield
         except OSError as error:
             errors.exit_with(
                 errors.STORAGE,
                 f"no run can be kept there ({error.filename}: {error.strerror}). "
                 "fix: another run_dir, or room",
             )
-        if has_checkpoint(run) and not settings.resume:
-            raise ValueError(
-                f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir"
-            )
-    return run
 
 
-def choose_run_dir(settings: Settings, text_sha256: str) -> Path:
-    """The folder of a run, which exists. Raises ValueError where it cannot be this run's."""
-    # A folder that the user names.
-    if settings.run_dir is not None:
-        run = Path(settings.run_dir).expanduser()
-        check_run_dir(run, settings.resume)
-        run.mkdir(parents=True, exist_ok=True)
-        return run
+def find_run_to_resume(settings: Settings, text_sha256: str) -> Path | None:
+    """The newest runs/name that can be resumed; if there is none, the newest; None without any."""
+    pattern = re.compile(rf"{re.escape(settings.name)}(-\d+)?")
+    now = settings.model_dump() | {"text": text_sha256}
 
-    # One that goes by the name of the run: the newest, of those that can be resumed if there are.
-    if not settings.resume:
-        return create_run_dir(settings.name)
+    def preference(run: Path) -> tuple[bool, int, str]:
+        # Of two numbers in names, the one with more digits is greater.
+        return is_same_run(run, now), len(run.name), run.name
+
     runs = []
     for run in RUNS.glob("*"):
-        if re.fullmatch(rf"{re.escape(settings.name)}(-\d+)?", run.name) and has_checkpoint(run):
+        if pattern.fullmatch(run.name) and has_checkpoint(run):
             runs.append(run)
-    now = settings.model_dump() | {"text": text_sha256}
-    # Of two numbers, the longer one is greater.
-    runs.sort(key=lambda run: (is_same_run(run, now), len(run.name), run.name))
-    return runs.pop() if runs else create_run_dir(settings.name)
+    return max(runs, key=preference, default=None)
 
 
 def check_run_dir(run: Path, resume: bool) -> None:
-    """Raises ValueError for a folder of other files, and for one that cannot be resumed."""
+    """Raise ValueError for a folder of other files, and for one to resume that does not exist."""
     if resume and not run.exists():
         raise ValueError(
             f"there is nothing to resume (run_dir={run} does not exist). "
@@ -107,13 +137,14 @@ def is_same_run(run: Path, now: dict) -> bool:
 
 
 def changes_since(then: dict, now: dict) -> tuple[list[str], list[str]]:
-    """What differs between two configs of a run, and which of it must not on resume."""
+    """List the changes between two configs of a run, and those of them that resuming refuses."""
     then = dict(flatten(then))
     now = dict(flatten(now))
     changed = []
     refused = []
     for key in then | now:
-        # An option that is newer than the run is no change as long as it is off.
+        # A key that is missing equals one that is off (null, false, 0): an option that was added
+        # after the run began is no change as long as it is off.
         differs = (then.get(key) or None) != (now.get(key) or None)
         if differs and not key.startswith(IGNORED_ON_RESUME):
             change = f"{key} (then {then.get(key)}, now {now.get(key)})"
@@ -128,26 +159,12 @@ def has_checkpoint(run: Path) -> bool:
 
 
 def create_run_dir(name: str) -> Path:
-    """Make the first of runs/name, runs/name-2 and so on that is not there."""
+    """Make the first of runs/name, runs/name-2 and so on that does not exist."""
     RUNS.mkdir(exist_ok=True)
-    for number in count(1):
-        run = RUNS / (name if number == 1 else f"{name}-{number}")
+    run = RUNS / name
+    for number in count(2):
+        # Another process may make it at the same time: mkdir() itself tells whether it is new.
         with suppress(FileExistsError):
             run.mkdir()
             return run
-
-
-def lock_folder(run: Path) -> IO:
-    """The open lock of a folder, until it is closed or the process ends.
-
-    Raises ValueError where another process has it.
-    """
-    lock = (run / ".lock").open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise ValueError(
-            f"another process trains in the folder (run_dir={run}). fix: wait, or another run_dir"
-        ) from None
-    return lock
+        run = RUNS / f"{name}-{number}"

@@ -18,7 +18,7 @@ STRANGERS = {"model": {"data"}, "data": {"model"}}
 LIBRARIES = {
     "model": {"torch"},
     "data": {"torch", "numpy", "sentencepiece", "tokenizers", "datasets", "huggingface_hub"}
-    | {"pyarrow", "tqdm"},
+    | {"filelock", "pyarrow", "tqdm"},
 }
 WITHOUT_HYDRA = ("model", "data", "inference")
 SLOW = {"datasets", "wandb", "transformers", "matplotlib", "pyarrow", "huggingface_hub"}

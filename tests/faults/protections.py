@@ -37,12 +37,7 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
         "",
     ),
     "no links": ("run/sealed.py", "path.is_symlink() or folder.is_symlink()", "False", "damage.py"),
-    "the lock": (
-        "run/folder.py",
-        "        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "        pass",
-        "storage.py -k one_run",
-    ),
+    "the lock": ("run/folder.py", "lock.acquire()", "pass", "storage.py -k one_run"),
     "nothing is unpickled": (
         "run/checkpoint.py",
         "weights_only=True",

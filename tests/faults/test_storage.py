@@ -64,7 +64,7 @@ def test_one_run_in_a_folder(job, capfd):
     job.fresh()
     assert forked(job.with_words("steps=2")) == 0
     before = {path: path.read_bytes() for path in (job.root / "run").rglob("*") if path.is_file()}
-    with (job.root / "run" / ".lock").open("r+") as lock:
+    with (job.root / "run" / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert forked(job) == 2
         told = capfd.readouterr().err
@@ -76,7 +76,7 @@ def test_one_run_in_a_folder(job, capfd):
 
 
 def test_the_test_of_the_lock_sees_that_there_is_none(job, monkeypatch, capfd):
-    monkeypatch.setattr(folder.fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(folder.FileLock, "acquire", lambda *_: None)
     with pytest.raises(AssertionError, match="assert 0 == 2"):
         test_one_run_in_a_folder(job, capfd)
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,6 +151,22 @@ assert second.optimizer["lr"] == 0.5 != first.optimizer["lr"]
 """
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_locked_until_its_run_ends(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    settings = settings_of("run_dir=a")
+    ranks = DistEnv(0, 1, torch.device("cpu"))
+    with folder.open_run_dir(settings, ranks):
+        with pytest.raises(SystemExit) as ended, folder.open_run_dir(settings, ranks):
+            pass
+        assert ended.value.code == 2
+        assert "another process trains in the folder (run_dir=a). fix: " in capsys.readouterr().err
+    # An error ends a run too.
+    with pytest.raises(KeyError), folder.open_run_dir(settings, ranks):
+        raise KeyError
+    with folder.open_run_dir(settings, ranks) as run:
+        assert run == Path("a")
 
 
 def test_run_folders_count_up_and_the_newest_is_resumed(tmp_path, monkeypatch):
