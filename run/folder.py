@@ -16,8 +16,8 @@ from run.settings import Settings, flatten
 
 RUNS = Path("runs")
 
-# A run cannot be resumed with another value of these. All other keys may change, and the changes are
-# reported. `text` is the SHA-256 of the text.
+# A run cannot be resumed with another value of these. All other keys may change, and the changes
+# are reported. `text` is the SHA-256 of the text.
 FIXED_ON_RESUME = (
     "model.",
     "optimizer._target_",

@@ -5,7 +5,6 @@ import os
 import shlex
 import subprocess
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import sleep
@@ -21,28 +20,28 @@ from run.signals import Signals
 from tools.compare.runs import Run, command, commit, read_records
 
 FINISHED = "finished before"  # the outcome of a run that an earlier call has trained
-Environment = dict[str, str]  # variables, which may give a run a GPU
+Environment = dict[str, str]  # environment variables, which may assign a GPU
 COMMAND = "$ python train.py"  # the first line of a log, followed by the overrides
 
 
 @dataclass
 class Job:
-    """A run to train: its folder, and the overrides for train.py, which say all about it.
+    """A run to train: its folder, and the overrides for train.py, which define it completely.
 
-    Its baseline is trained before it, and decides how long it trains and whether it is compiled.
+    Its baseline is trained first, and decides how long it trains and whether it is compiled.
     """
 
     run_dir: Path
     overrides: list[str]
     baseline: "Job | None" = None
-    factor: float | None = None  # of the learning rates, where it looks for the best of these
+    factor: float | None = None  # of the learning rates, in a search for the best ones
     compared_with: str | None = None  # the baseline of its size
-    run: Run | None = None  # once it has been trained, also where it diverged
-    outcome: str | None = None  # once it has ended
-    # While it trains: its process, and the environment that gives it a GPU.
+    run: Run | None = None  # set once it is trained, even if it diverged
+    outcome: str | None = None  # set once it has ended
+    # While it trains: its process, the environment that assigns it a GPU, and its locked log.
     process: subprocess.Popen | None = None
     gpu: Environment | None = None
-    lock: ExitStack | None = None
+    log: IO | None = None
 
     @property
     def log_path(self) -> Path:
@@ -64,40 +63,46 @@ class Job:
     def try_start(self, free_gpus: list[Environment]) -> None:
         """Start train.py, unless another call trains the run, or nothing is left to train."""
         self.run_dir.mkdir(parents=True, exist_ok=True)  # resume=true needs a folder
-        # The lock of the log lasts until the run is recorded, or until this process and the
-        # training process, which inherits it, have ended.
-        with ExitStack() as stack:
-            log = stack.enter_context(self.log_path.open("a+"))
-            try:
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return
+        log = open_locked(self.log_path)
+        if log is None:
+            return
+        try:
             self.match_baseline()
             self.check_previous(log)
-            if self.outcome is not None:
-                return
-            say(f"{self.run_dir.name}: training")
-            self.gpu = free_gpus.pop()
-            log.truncate(0)
-            print(COMMAND, shlex.join(self.overrides), file=log, flush=True)
-            self.process = subprocess.Popen(
-                [sys.executable, ROOT / "train.py", *self.overrides],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=os.environ | self.gpu,
-                start_new_session=True,  # Ctrl-C is for this process, which then ends the runs
-            )
-            self.lock = stack.pop_all()
+            if self.outcome is None:
+                say(f"{self.run_dir.name}: training")
+                self.gpu = free_gpus.pop()
+                self.start(log)
+        finally:
+            # The log of a process that has started stays locked until the run is recorded.
+            if self.process is None:
+                log.close()
+
+    def start(self, log: IO) -> None:
+        """Start train.py, which writes to the log."""
+        log.truncate(0)
+        print(COMMAND, shlex.join(self.overrides), file=log, flush=True)
+        self.process = subprocess.Popen(
+            [sys.executable, ROOT / "train.py", *self.overrides],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | self.gpu,
+            start_new_session=True,  # Ctrl-C is for this process, which then ends the runs
+        )
+        self.log = log
 
     def match_baseline(self) -> None:
-        """Compile if the baseline did; with the same limit of time, train on as many tokens."""
+        """Compile if the baseline did; with the same time limit, train on as many tokens."""
         if self.baseline is None:
             return
         settings = compose(self.overrides)
         others = compose(self.baseline.overrides)
-        length = (settings.max_minutes, settings.steps)
-        is_timed = length[0] is not None and length == (others.max_minutes, others.steps)
+        is_timed = (
+            settings.max_minutes is not None
+            and settings.max_minutes == others.max_minutes
+            and settings.steps == others.steps
+        )
         run = self.baseline.run
         if run is None or run.has_diverged:
             if is_timed:
@@ -113,21 +118,28 @@ class Job:
 
     def check_previous(self, log: IO) -> None:
         """End the job if the run is finished, or was trained with other overrides."""
-        # The records know a run that has finished, and the log one that has begun.
+        # A finished run is in the records. One that has begun has a log, whose first line is its
+        # command.
         run = read_records(self.run_dir.parent).get(self.run_dir.name)
         log.seek(0)
-        previous = run.overrides if run else shlex.split(log.readline().removeprefix(COMMAND))
-        # The folder may have been moved.
-        changed = {word for word in set(previous) ^ set(self.overrides) if "run_dir=" not in word}
+        first_line = log.readline()
+        if run is not None:
+            previous = run.overrides
+        else:
+            previous = shlex.split(first_line.removeprefix(COMMAND))
+
+        # The folder may have been moved: run_dir may differ.
+        different = set(previous) ^ set(self.overrides)
+        changed = sorted(word for word in different if "run_dir=" not in word)
         if previous and changed:
-            words = " ".join(sorted(changed))
+            words = " ".join(changed)
             self.end(f"the run there has other overrides ({words}). fix: another --dir")
-        elif run:
+        elif run is not None:
             self.run = run
             self.end(FINISHED)
 
     def finish(self) -> None:
-        """End the job by how its process has ended, and record what it has trained."""
+        """Record the run that the process has trained, and end the job with its outcome."""
         code = self.process.returncode
         if code == 0:
             self.run = Run.read(self.run_dir)
@@ -147,22 +159,33 @@ class Job:
                 overrides=self.overrides,
             )
             self.run.append_to_records()
-        self.lock.close()
+        self.log.close()
         self.end(outcome)
+
+
+def open_locked(path: Path) -> IO | None:
+    """Open the log of a run, and lock it; None if another call has locked it.
+
+    The training process inherits the lock with its standard output. So if this process is killed
+    while the run trains, the log stays locked until the training process has ended as well. This is
+    why the lock is not a FileLock of the library filelock: children do not inherit that.
+    """
+    log = path.open("a+")
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.close()
+        return None
+    return log
 
 
 def train_all(jobs: list[Job]) -> None:
     """Train the jobs that are not finished, as many at a time as there are GPUs.
 
-    Runs that another call trains are waited for. On a signal, all runs save, and the process exits.
+    Waits for runs that another call trains. On a signal, all runs save, and the process exits.
     """
-    # The environment of each run that trains at the same time: a GPU if there are several.
-    free_gpus = [{}]
     device = compose(jobs[0].overrides).device
-    count = torch.cuda.device_count() if device in ("auto", "cuda") else 0
-    if count > 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-        free_gpus = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible.split(",")]
+    free_gpus = gpu_environments(device)
     with Signals() as signals, waiting("what each run reports is in its .log", len(jobs)) as bar:
         signals.is_armed = True
         try:
@@ -170,13 +193,16 @@ def train_all(jobs: list[Job]) -> None:
                 for job in jobs:
                     if job.outcome is None:
                         job.update(free_gpus)
-                # The time left follows from the runs that this call has trained.
+                # The bar estimates the time left from the runs that this call has trained.
                 bar.initial = sum(job.outcome == FINISHED for job in jobs)
                 bar.n = sum(job.outcome is not None for job in jobs)
                 sleep(0.5)
         finally:
             # Signal all before waiting for any, so that they save at the same time.
-            running = [job.process for job in jobs if job.process and job.outcome is None]
+            running = []
+            for job in jobs:
+                if job.process is not None and job.outcome is None:
+                    running.append(job.process)
             for process in running:
                 process.terminate()
             for process in running:
@@ -185,3 +211,20 @@ def train_all(jobs: list[Job]) -> None:
         errors.exit_with(
             signals.code, "stopped, what was trained is saved. fix: the same call goes on"
         )
+
+
+def gpu_environments(device: str) -> list[Environment]:
+    """The environment of each run that trains at the same time, with a GPU each.
+
+    Without several GPUs, one run trains at a time, in an unchanged environment.
+    """
+    count = 0
+    if device in ("auto", "cuda"):
+        count = torch.cuda.device_count()
+    if count < 2:
+        return [{}]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(index) for index in range(count)]
+    if visible:
+        gpus = visible.split(",")
+    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
