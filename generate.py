@@ -10,34 +10,31 @@ import sys
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from run import errors
 from run.cli import Parser, add_model_options, bounded_number
 from run.progress import waiting
+
+# torch is imported only in functions, so that --help and wrong options are answered at once.
+if TYPE_CHECKING:
+    from inference.batch import Sequence
+    from inference.engine import Engine
+    from model.transformer import Transformer
 
 MIN_STEPS_TO_COMPILE = 4000  # decode steps that take as long as compiling
 
 
 def main(args: argparse.Namespace) -> None:
     """Read prompts, load a model, generate, and print."""
-    # torch is imported only now, so that --help and wrong options are answered at once.
-    import torch
-
-    from inference.engine import Engine, new_cache
     from inference.load import load
     from inference.prompts import new_sequences
-    from inference.sampling import sample
-    from inference.text import print_texts, stream_texts
-    from run import compilation, hardware
+    from inference.text import detokenize, print_texts
 
     # Read and check all input; a ValueError ends the process with exit code 2.
     with errors.user_input():
         prompts = read_prompts(args)
-        device = hardware.pick_device(args.device)
-        num_texts = len(prompts) * args.num_samples
-        num_steps = args.max_new_tokens * num_texts / min(args.batch_size, num_texts)
-        wanted = {"true": True, "false": False}.get(args.compile, "auto")
-        is_compiled = compilation.pick_compile(wanted, device, num_steps >= MIN_STEPS_TO_COMPILE)
+        is_compiled = pick_compile(args, len(prompts))
         model, tokenizer, name = load(args.run, args.device, args.dtype)
         sequences = new_sequences(
             tokenizer,
@@ -49,6 +46,47 @@ def main(args: argparse.Namespace) -> None:
         )
 
     # Set up decoding.
+    engine = new_engine(args, model, sequences)
+    if is_compiled and engine.cache is not None:
+        compile_engine(engine, is_required=args.compile == "true")
+
+    # Generate and print. On a terminal, the prompt stands in front of its only text, dimmed.
+    if sys.stderr.isatty() and len(sequences) == 1:
+        end = "" if sys.stdout.isatty() else "\n"
+        print(f"\033[2m{prompts[0]}\033[0m", end=end, file=sys.stderr, flush=True)
+    start = perf_counter()
+    texts = detokenize(engine.generate(sequences), tokenizer, args.stop)
+    num_tokens = print_texts(texts, has_headings=len(sequences) > 1)
+
+    # Report speed and memory.
+    speed = num_tokens / (perf_counter() - start)
+    memory = "no cache"
+    if engine.cache is not None:
+        memory = f"{engine.cache.nbytes:,} bytes of cache"
+    print(f"{name}: {num_tokens} tokens, {speed:,.0f} tokens/s, {memory}", file=sys.stderr)
+
+
+def pick_compile(args: argparse.Namespace, num_prompts: int) -> bool:
+    """Whether to compile the decode step. Raises ValueError for a device that cannot be used."""
+    from run import compilation, hardware
+
+    device = hardware.pick_device(args.device)
+    num_texts = num_prompts * args.num_samples
+    num_steps = args.max_new_tokens * num_texts / min(args.batch_size, num_texts)
+    is_long = num_steps >= MIN_STEPS_TO_COMPILE
+    wanted = {"auto": "auto", "true": True, "false": False}[args.compile]
+    return compilation.pick_compile(wanted, device, is_long)
+
+
+def new_engine(
+    args: argparse.Namespace, model: "Transformer", sequences: list["Sequence"]
+) -> "Engine":
+    """An engine that samples as the options say, with a cache unless there is to be none."""
+    import torch
+
+    from inference.engine import Engine, new_cache
+    from inference.sampling import sample
+
     sampler = partial(
         sample,
         temperature=args.temperature,
@@ -61,25 +99,17 @@ def main(args: argparse.Namespace) -> None:
     if not args.no_cache:
         cache_dtype = torch.int8 if args.cache_dtype == "int8" else None
         cache = new_cache(model, sequences, args.batch_size, cache_dtype)
-    engine = Engine(model, sampler, cache)
-    if is_compiled and cache is not None:
-        compilation.clean_cache()
-        option = "--compile false"
-        with waiting(f"compiling the decode step (to begin at once: {option})"):
-            compilation.compile_and_run(engine.compile, is_required=wanted is True, option=option)
+    return Engine(model, sampler, cache)
 
-    # Generate and print. On a terminal, the prompt stands in front of its only text, dimmed.
-    if sys.stderr.isatty() and len(sequences) == 1:
-        end = "" if sys.stdout.isatty() else "\n"
-        print(f"\033[2m{prompts[0]}\033[0m", end=end, file=sys.stderr, flush=True)
-    start = perf_counter()
-    texts = stream_texts(engine.generate(sequences), tokenizer, args.stop)
-    num_tokens = print_texts(texts, has_headings=len(sequences) > 1)
 
-    # Report speed and memory.
-    speed = num_tokens / (perf_counter() - start)
-    memory = "no cache" if cache is None else f"{cache.nbytes:,} bytes of cache"
-    print(f"{name}: {num_tokens} tokens, {speed:,.0f} tokens/s, {memory}", file=sys.stderr)
+def compile_engine(engine: "Engine", *, is_required: bool) -> None:
+    """Compile the decode step; if that fails, end the process or decode without."""
+    from run import compilation
+
+    compilation.clean_cache()
+    option = "--compile false"
+    with waiting(f"compiling the decode step (to begin at once: {option})"):
+        compilation.compile_and_run(engine.compile, is_required=is_required, option=option)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -125,9 +155,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """Read the prompts. Raises ValueError for what is not a prompt."""
-    if args.prompt_file is None:
-        data = sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)
-        return [data.decode()]
+    if args.prompt == "-":
+        return [sys.stdin.buffer.read().decode()]
+    if args.prompt is not None:
+        # Raises UnicodeDecodeError, a ValueError, for an argument that is not UTF-8.
+        return [os.fsencode(args.prompt).decode()]
 
     # A prompt file has a prompt a line; empty lines are skipped.
     lines = args.prompt_file.read_text("utf-8-sig").split("\n")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +17,8 @@ class Sequence:
     """A prompt and what is generated after it, until `finish_reason` is "eos", "stop" or "length".
 
     `tokens` starts with those of the prompt, and loses its older half when it outgrows the
-    context. `seed` determines what is drawn. `prompt` is the prompt's text, for output.
+    context. `seed` determines what is drawn. `prompt` is the prompt's text, and `index` the number
+    of the sequence among those of a call, for output.
     """
 
     tokens: list[int]
@@ -27,6 +27,7 @@ class Sequence:
     seed: int = 0
     eos: Collection[int] = ()
     prompt: str = ""
+    index: int = 0
     num_generated: int = 0
     finish_reason: str | None = None
 
@@ -35,15 +36,21 @@ class Sequence:
         return self.max_new_tokens - self.num_generated
 
     def append(self, token: int) -> None:
+        """Add a generated token, and finish at EOS or at the maximum length."""
         self.tokens.append(token)
         self.num_generated += 1
         if token in self.eos:
-            self.finish_reason = "eos"
+            self.finish("eos")
         elif self.num_left == 0:
-            self.finish_reason = "length"
+            self.finish("length")
+
+    def finish(self, reason: str) -> None:
+        """Generate no more tokens: the engine gives the row to another sequence."""
+        self.finish_reason = reason
 
 
-class SamplerState(NamedTuple):
+@dataclass
+class SamplerState:
     """What the next draw of each row depends on besides logits. Draws update it in place."""
 
     tokens: Tensor  # (B, 1), drawn last: what is decoded next
@@ -51,9 +58,27 @@ class SamplerState(NamedTuple):
     draw_indices: Tensor  # (B,), of the next draw
     seen_tokens: Tensor  # (B, V), true for tokens of the prompt or drawn
 
+    @classmethod
+    def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> "SamplerState":
+        """Allocate the state of rows that have no sequence yet."""
+        return cls(
+            tokens=torch.zeros(num_rows, 1, dtype=torch.int64, device=device),
+            seeds=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            draw_indices=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            seen_tokens=torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        return [self.tokens, self.seeds, self.draw_indices, self.seen_tokens]
+
     def rows(self, rows: slice) -> "SamplerState":
         """A view of some rows: what is written to it is written here."""
-        return SamplerState(*[tensor[rows] for tensor in self])
+        return SamplerState(
+            tokens=self.tokens[rows],
+            seeds=self.seeds[rows],
+            draw_indices=self.draw_indices[rows],
+            seen_tokens=self.seen_tokens[rows],
+        )
 
     def start(self, row: int, sequence: Sequence) -> None:
         """Let a row draw the next token of a sequence."""
@@ -64,7 +89,10 @@ class SamplerState(NamedTuple):
 
     def draw(self, sampler: Sampler, logits: Tensor) -> None:
         """Draw the next token of each row from logits (B, V)."""
+        assert logits.shape == self.seen_tokens.shape
         drawn = sampler(logits, self.seeds, self.draw_indices, self.seen_tokens)  # (B,)
+        # Another shape would be broadcast to the rows, and another dtype rounded.
+        assert drawn.shape == self.seeds.shape and drawn.dtype == torch.int64
         self.tokens.copy_(drawn[:, None])
         self.draw_indices.add_(1)
         self.seen_tokens.scatter_(1, self.tokens, True)

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -33,17 +33,16 @@ class Engine:
         cache: Cache | None = None,
         prefill_chunk: int = 2048,
     ):
+        assert prefill_chunk > 0
         self.model = model
         self.sampler = sampler
         self.cache = cache
         self.prefill_chunk = prefill_chunk
         self.num_rows = 1 if cache is None else len(cache.lengths)
-        # The state of rows that have no sequence yet.
         weight = model.embed.weight
-        zeros = torch.zeros(3, self.num_rows, dtype=torch.int64, device=weight.device)
-        seen_tokens = zeros.new_zeros(self.num_rows, len(weight), dtype=torch.bool)
-        self.state = SamplerState(zeros[0, :, None], zeros[1], zeros[2], seen_tokens)
-        self.step = self.decode_step
+        self.state = SamplerState.empty(self.num_rows, len(weight), weight.device)
+        # What `compile` makes: the decode step on CUDA, its model alone on a CPU.
+        self.compiled_step: Callable[[], Tensor] | None = None
 
     @torch.inference_mode()
     def generate(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
@@ -75,11 +74,11 @@ class Engine:
             if self.state.tokens.is_cuda:
                 copied = torch.cuda.current_stream().record_event()
             if self.cache is not None and any(s.num_left > 1 for s in active.values()):
-                self.step()
+                self.advance()
             if copied is not None:
                 copied.synchronize()
 
-            for row, sequence in [*active.items()]:
+            for row, sequence in list(active.items()):
                 sequence.append(int(host_tokens[row]))
                 yield sequence
                 if sequence.finish_reason is not None:
@@ -91,9 +90,14 @@ class Engine:
         A sequence that has outgrown the context loses its oldest half. Each distinct prompt is
         computed once, in a batch padded on the left, and then copied.
         """
+        assert 0 < len(sequences) <= self.num_rows - first_row
+        context = self.model.context
         for sequence in sequences:
-            if len(sequence.tokens) > self.model.context:
-                del sequence.tokens[: self.model.context // 2]
+            assert len(sequence.tokens) > 0
+            if len(sequence.tokens) > context:
+                del sequence.tokens[: context // 2]
+
+        # Compute the distinct prompts; the prompt of sequence i is number sources[i] of them.
         prompts = [tuple(sequence.tokens) for sequence in sequences]
         distinct = list(dict.fromkeys(prompts))
         sources = [distinct.index(prompt) for prompt in prompts]
@@ -106,28 +110,51 @@ class Engine:
         is_ragged = bool((tokens < 0).any())
         device = self.state.tokens.device
         tokens, sources = hardware.to_device(device, tokens, torch.tensor(sources))
-
         rows = slice(first_row, first_row + len(sequences))
         if self.cache is None:
+            assert not is_ragged
             hidden, _ = self.model.hidden_states(tokens)
         else:
             cache = self.cache.rows(rows)
-            cache.reset()
-            # Attend to no more slots of the cache than are filled after each part.
-            distinct_rows = cache.rows(slice(len(distinct)))
-            end = 0
-            for part in tokens.split(self.prefill_chunk, dim=1):
-                end += part.shape[1]
-                padding = (part < 0).sum(dim=1) if is_ragged else None
-                filled = distinct_rows.first(end)
-                hidden, _ = self.model.hidden_states(part.clamp(min=0), filled, padding)
+            hidden = self.fill_cache(cache, tokens, is_ragged)
             if len(distinct) < len(prompts):
                 cache.gather_rows(sources)
+        assert len(hidden) == len(distinct)
 
+        # Draw the first token of each sequence.
         state = self.state.rows(rows)
         for row, sequence in enumerate(sequences):
             state.start(row, sequence)
-        state.draw(self.sampler, self.model.logits(hidden[:, -1])[sources])
+        logits = self.model.logits(hidden[:, -1])  # (distinct prompts, V)
+        state.draw(self.sampler, logits[sources])
+
+    def fill_cache(self, cache: Cache, tokens: Tensor, is_ragged: bool) -> Tensor:
+        """Run prompts (N, T) through the model into the first N rows of a cache, which is emptied.
+
+        Padding is -1; only `is_ragged` prompts have some. Returns the hidden states (N, P, D) of
+        the last `prefill_chunk` or fewer tokens.
+        """
+        cache.reset()
+        cache = cache.rows(slice(len(tokens)))
+        end = 0
+        for part in tokens.split(self.prefill_chunk, dim=1):
+            end += part.shape[1]
+            padding = None
+            if is_ragged:
+                padding = (part < 0).sum(dim=1)
+            # Attend to no more slots of the cache than are filled after this part.
+            filled = cache.first(end)
+            hidden, _ = self.model.hidden_states(part.clamp(min=0), filled, padding)
+        return hidden
+
+    def advance(self) -> None:
+        """Decode the newest token of each row and draw the next one, compiled if `compile` ran."""
+        if self.compiled_step is None:
+            self.decode_step()
+        else:
+            # Nothing can have changed since `compile` ran the step, and guards take time.
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                self.run_compiled(self.compiled_step)
 
     def decode_step(self) -> Tensor:
         """Decode the newest token of each row and draw the next one; return its logits (B, V)."""
@@ -147,6 +174,7 @@ class Engine:
         cache and state at the addresses that it was recorded with: prefill writes there between two
         steps, in the order of the stream.
         """
+        assert self.cache is not None
         is_cuda = self.state.tokens.is_cuda
         # With this tuning, Inductor compiles products of a single token together with what
         # surrounds them; they reach peak bandwidth only then (`mm` in
@@ -156,23 +184,20 @@ class Engine:
         function = self.decode_step if is_cuda else self.next_logits
         compiled = torch.compile(function, dynamic=False, fullgraph=True, options=options)
 
-        def step() -> None:
-            if is_cuda:
-                torch.compiler.cudagraph_mark_step_begin()
-                compiled()
-            else:
-                self.state.draw(self.sampler, compiled())
-
-        def step_without_guards() -> None:
-            # Nothing can have changed since the first step, and guards take time.
-            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-                step()
-
-        for tensor in (self.cache.lengths, *self.cache.buffers(), *self.state):
+        for tensor in (self.cache.lengths, *self.cache.buffers(), *self.state.tensors()):
             torch._dynamo.mark_static_address(tensor)
-        step()
-        self.step = step_without_guards
+        # The first call compiles. If it fails, the engine goes on without.
+        self.run_compiled(compiled)
+        self.compiled_step = compiled
         self.cache.reset()
+
+    def run_compiled(self, compiled: Callable[[], Tensor]) -> None:
+        """Run a decode step with what `compile` has compiled of it."""
+        if self.state.tokens.is_cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled()
+        else:
+            self.state.draw(self.sampler, compiled())
 
 
 def new_cache(

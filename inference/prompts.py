@@ -37,6 +37,7 @@ def new_sequences(
                     seed=(seed * 1_000_003 + sample) % 2**63,
                     eos=tokenizer.eos_ids,
                     prompt=prompt,
+                    index=len(sequences),
                 )
             )
     return sequences

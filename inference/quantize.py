@@ -41,7 +41,8 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
 
     # Processors, versions of torch and of the source have a library each.
     identity = f"{torch.__version__} {processor_features()} {FLAGS}".encode() + SOURCE.read_bytes()
-    library = folder / f"matvec-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    digest = hashlib.sha256(identity).hexdigest()
+    library = folder / f"matvec-{digest[:16]}.so"
     try:
         if not library.exists():
             if compiler is None:
@@ -53,13 +54,20 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
         print(f"note: without {SOURCE.name} ({error}), torch multiplies", file=sys.stderr)
         return False
 
-    # torch.compile needs the shape of its result.
-    torch.library.register_fake("attend::matvec")(lambda x, w: x.new_empty(*x.shape[:-1], len(w)))
+    torch.library.register_fake("attend::matvec", matvec_result)
     return True
 
 
+def matvec_result(x: Tensor, w: Tensor) -> Tensor:
+    """x (..., N), w (M, N) -> an empty tensor (..., M): all that torch.compile needs to know."""
+    return x.new_empty(*x.shape[:-1], len(w))
+
+
 def compile_matvec(library: Path, compiler: str) -> None:
-    """Compile the kernel to a library that is complete once it has its name. Raises OSError."""
+    """Compile the kernel to a library that is complete once it has its name. Raises OSError.
+
+    torch.utils.cpp_extension.load would need ninja, even to load a library that is compiled.
+    """
     torch_folder = Path(torch.__file__).parent
     temporary = library.with_suffix(f".{os.getpid()}")
     command = [
@@ -91,7 +99,7 @@ def optimize_for_decoding(model: Transformer, int8: bool) -> None:
         return
     decoding = Int8Linear if int8 else MatvecLinear
     model.head = decoding(model.unembedding.detach(), None)
-    for parent in [*model.modules()]:
+    for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, Linear):
                 setattr(parent, name, decoding(child.weight.detach(), child.bias))
@@ -101,6 +109,7 @@ class MatvecLinear(nn.Module):
     """x (..., N) -> (..., M), for inference only: a few tokens by the kernel in matvec.cpp."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
+        check_shapes(weight, bias)
         super().__init__()
         self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)  # (M, N)
         self.bias = bias
@@ -109,13 +118,16 @@ class MatvecLinear(nn.Module):
         if not is_few_on_cpu(x):
             return F.linear(x, self.weight, self.bias)
         y = torch.ops.attend.matvec(x.contiguous(), self.weight)
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias
+        return y
 
 
 class Int8Linear(nn.Module):
     """x (..., N) -> (..., M) for inference: int8 weights, with a scale for each output."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
+        check_shapes(weight, bias)
         super().__init__()
         levels, scale = quantize(weight, weight.dtype)
         self.register_buffer("scale", scale[:, 0])  # (M,)
@@ -127,12 +139,21 @@ class Int8Linear(nn.Module):
         return self.levels.to(self.scale.dtype) * self.scale[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_few_on_cpu(x) and x.shape[-1] % 16 == 0:  # torch's kernel is wrong for other sizes
+        # Torch's kernel is wrong for sizes that are no multiple of 16.
+        if is_few_on_cpu(x) and x.shape[-1] % 16 == 0:
             y = torch._weight_int8pack_mm(x.flatten(0, -2), self.levels, self.scale)
             y = y.view(*x.shape[:-1], -1)
         else:
             y = F.linear(x, self.levels.to(x.dtype)) * self.scale
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias
+        return y
+
+
+def check_shapes(weight: Tensor, bias: Tensor | None) -> None:
+    """A bias of another shape would be broadcast."""
+    assert weight.ndim == 2
+    assert bias is None or bias.shape == weight.shape[:1]
 
 
 def is_few_on_cpu(x: Tensor) -> bool:

@@ -25,8 +25,10 @@ def sample(
     the order top-k, top-p (1904.09751), min-p (2407.01082), each to what the one before left.
     The penalty (Keskar et al., 1909.05858) is on the tokens in `seen_tokens` (..., V).
     """
+    assert seeds.shape == draw_indices.shape == logits.shape[:-1]
     logits = logits.float()
     if repetition_penalty != 1:
+        assert seen_tokens is not None and seen_tokens.shape == logits.shape
         divided = logits / repetition_penalty
         penalized = torch.where(logits > 0, divided, logits * repetition_penalty)
         logits = torch.where(seen_tokens, penalized, logits)
@@ -36,7 +38,10 @@ def sample(
     # Sort the likeliest tokens where top-k or top-p need an order.
     vocab_size = logits.shape[-1]
     if top_p < 1 or 0 < top_k < vocab_size:
-        logits, tokens = logits.topk(min(top_k or vocab_size, vocab_size))
+        num_kept = vocab_size
+        if top_k > 0:
+            num_kept = min(top_k, vocab_size)
+        logits, tokens = logits.topk(num_kept)
     else:
         tokens = torch.arange(vocab_size, device=logits.device).expand_as(logits)
 
@@ -57,6 +62,8 @@ def sample(
 
 def exponential_noise(seeds: Tensor, draw_indices: Tensor, tokens: Tensor) -> Tensor:
     """seeds, draw_indices (...), tokens (..., V) -> (..., V) from an exponential distribution."""
+    # Another dtype would give other bits.
+    assert seeds.dtype == draw_indices.dtype == tokens.dtype == torch.int64
     row_bits = splitmix64(splitmix64(seeds) + draw_indices)
     bits = splitmix64(row_bits[..., None] + tokens)
     # Take 23 bits and a half: in fp32 neither 0 nor 1 can come out.

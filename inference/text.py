@@ -1,7 +1,7 @@
 """Text out: sequences to texts that grow with them, up to a stop text; returned or printed."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from data.tokenizer import Tokenizer
@@ -23,13 +23,43 @@ def generate_text(
     stop_texts: Iterable[str] = (),
     seed: int = 0,
     batch_size: int = 8,
-    stop: Callable[[], int] | None = None,
     **options: float,
 ) -> list[str]:
     """Continue a prompt, or each of several; return the new texts, each up to a stop text.
 
-    `stop()` is called after each token: other than 0, it ends all texts with what they have.
     `options` are those of `sampling.sample`: temperature, top_k, top_p and so on.
+    """
+    num_texts = 1 if isinstance(prompts, str) else len(prompts)
+    texts = [""] * num_texts
+    stream = stream_text(
+        model,
+        tokenizer,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        stop_texts=stop_texts,
+        seed=seed,
+        batch_size=batch_size,
+        **options,
+    )
+    for text in stream:
+        texts[text.sequence.index] = text.text
+    return texts
+
+
+def stream_text(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: str | list[str],
+    *,
+    max_new_tokens: int = 200,
+    stop_texts: Iterable[str] = (),
+    seed: int = 0,
+    batch_size: int = 8,
+    **options: float,
+) -> Iterator["StreamingText"]:
+    """Continue prompts token by token; yield the text of a prompt each time it has a new token.
+
+    The caller may stop after any token. Arguments are those of `generate_text`.
     """
     if isinstance(prompts, str):
         prompts = [prompts]
@@ -37,19 +67,14 @@ def generate_text(
         tokenizer, prompts, model.context, max_new_tokens=max_new_tokens, seed=seed
     )
     cache = new_cache(model, sequences, batch_size)
-    generated = Engine(model, partial(sample, **options), cache).generate(sequences)
-    texts = dict.fromkeys(sequences, "")
-    for text in stream_texts(generated, tokenizer, stop_texts):
-        texts[text.sequence] = text.text
-        if stop is not None and stop():
-            break
-    return list(texts.values())
+    engine = Engine(model, partial(sample, **options), cache)
+    yield from detokenize(engine.generate(sequences), tokenizer, stop_texts)
 
 
-def stream_texts(
+def detokenize(
     generated: Iterator[Sequence], tokenizer: Tokenizer, stop_texts: Iterable[str]
 ) -> Iterator["StreamingText"]:
-    """Yield the text of a sequence each time that this has a new token; stop it at a stop text."""
+    """Yield the text of a sequence each time it has a new token; finish it at a stop text."""
     texts = {}
     stop_texts = tuple(stop_texts)  # each sequence reads them
     for sequence in generated:
@@ -65,12 +90,13 @@ class StreamingText:
     It is made when the sequence has its first new token.
     """
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, stop_texts: Iterable[str]):
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, stop_texts: tuple[str, ...]):
+        assert sequence.num_generated == 1
         self.sequence = sequence
         self.tokenizer = tokenizer
         self.stop_texts = stop_texts
         self.text = ""
-        self.unprinted = ""  # what is new in `text`
+        self.num_printed = 0  # characters of `text` that `take_new` has returned
         self.decoded = ""  # `text`, and what may be the beginning of a stop text
         # New tokens are decoded behind those before them: so a word keeps the space in front of it,
         # which the tokenizer may drop at the beginning of a text.
@@ -79,38 +105,51 @@ class StreamingText:
         self.pending: list[int] = []
 
     def update(self) -> None:
-        """Add the newest token of the sequence."""
-        sequence = self.sequence
-        if sequence.finish_reason != "eos":
-            self.pending.append(sequence.tokens[-1])
-        tokens = self.previous + self.pending
-        text = self.tokenizer.decode(tokens)
-        new_text = text[len(self.previous_text) :]
-        # What the next token may change waits for it: a character whose bytes are not complete, and
-        # with byte fallback a run of bytes, all of which become U+FFFD if one does not fit.
-        is_stable = sequence.tokens[-1] not in self.tokenizer.unstable_tokens
-        if sequence.finish_reason is not None or (is_stable and not new_text.endswith("\ufffd")):
-            self.decoded += new_text
-            # A blank may be dropped at the beginning: more than that must be in front.
-            pending_text = self.tokenizer.decode(self.pending)
-            if pending_text.strip():
-                tokens = self.pending
-                text = pending_text
-            self.previous = tokens
-            self.previous_text = text
-            self.pending = []
+        """Add the newest token of the sequence, and finish the sequence at a stop text."""
+        self.decode_newest()
 
         # Pass on all but a stop text, and what may become one.
         end = len(self.decoded)
         starts = [self.decoded.find(stop) for stop in self.stop_texts if stop in self.decoded]
         if starts:
-            sequence.finish_reason = "stop"
+            self.sequence.finish("stop")
             end = min(starts)
-        elif sequence.finish_reason is None:
+        elif self.sequence.finish_reason is None:
             longest = max(map(len, self.stop_texts), default=1)
-            end = max(0, end - longest + 1)
-        self.unprinted += self.decoded[len(self.text) : end]
+            end = max(0, end - (longest - 1))
         self.text = self.decoded[:end]
+
+    def decode_newest(self) -> None:
+        """Add to `decoded` what the newest token of the sequence makes certain."""
+        is_finished = self.sequence.finish_reason is not None
+        newest = self.sequence.tokens[-1]
+        if self.sequence.finish_reason != "eos":
+            self.pending.append(newest)
+        tokens = self.previous + self.pending
+        text = self.tokenizer.decode(tokens)
+        new_text = text[len(self.previous_text) :]
+        # What the next token may change waits for it: a character whose bytes are not complete, and
+        # with byte fallback a run of bytes, all of which become U+FFFD if one does not fit.
+        is_stable = newest not in self.tokenizer.unstable_tokens
+        is_whole = is_stable and not new_text.endswith("\ufffd")
+        if not is_whole and not is_finished:
+            return
+
+        self.decoded += new_text
+        # A blank may be dropped at the beginning: more than that must be in front.
+        pending_text = self.tokenizer.decode(self.pending)
+        if pending_text.strip():
+            tokens = self.pending
+            text = pending_text
+        self.previous = tokens
+        self.previous_text = text
+        self.pending = []
+
+    def take_new(self) -> str:
+        """Return what `text` has grown by since the last call."""
+        new_text = self.text[self.num_printed :]
+        self.num_printed = len(self.text)
+        return new_text
 
 
 def print_texts(texts: Iterator[StreamingText], *, has_headings: bool) -> int:
@@ -119,25 +158,29 @@ def print_texts(texts: Iterator[StreamingText], *, has_headings: bool) -> int:
     `texts` yields a text each time it has a new token. A heading has the text's number and prompt.
     Returns the number of tokens.
     """
-    num_texts = 0
     num_tokens = 0
-    unfinished = deque()  # texts that have begun; all but the first wait
+    current = None  # the text that is being printed
+    waiting = deque()  # texts that have begun after it
     for text in texts:
         num_tokens += 1
         if text.sequence.num_generated == 1:
-            num_texts += 1
-            if has_headings:
-                prompt = " ".join(text.sequence.prompt.split())[:HEADING_WIDTH]
-                text.unprinted = f"--- {num_texts}: {prompt}\n{text.unprinted}"
-            unfinished.append(text)
+            waiting.append(text)
 
-        # Print the first text, and, where it is finished, what those behind it have so far.
-        while unfinished:
-            current = unfinished[0]
-            is_finished = current.sequence.finish_reason is not None
-            print(current.unprinted, end="\n" if is_finished else "", flush=True)
-            current.unprinted = ""
-            if not is_finished:
+        # Print the current text, and, where it is finished, what those behind it have so far.
+        while current is not None or waiting:
+            if current is None:
+                current = waiting.popleft()
+                if has_headings:
+                    print(heading(current.sequence))
+            print(current.take_new(), end="", flush=True)
+            if current.sequence.finish_reason is None:
                 break
-            unfinished.popleft()
+            print(flush=True)
+            current = None
     return num_tokens
+
+
+def heading(sequence: Sequence) -> str:
+    """The line above a text: its number and the beginning of its prompt."""
+    prompt = " ".join(sequence.prompt.split())[:HEADING_WIDTH]
+    return f"--- {sequence.index + 1}: {prompt}"

@@ -4,13 +4,14 @@ import io
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from inference import generate_text, load
+from inference import generate_text, load, stream_text
 from inference.batch import Sequence
-from inference.text import stream_texts
+from inference.text import detokenize
 from tests.conftest import LONG, ROOT, Result, saved, tree_of
 
 GREEDY = " --temperature 0 --max-new-tokens "
@@ -108,6 +109,24 @@ def test_a_call_generates_what_the_command_prints(generate, drawn_run):
     assert generate_text(model, tokenizer, "Ann", max_new_tokens=0) == [""]
 
 
+def test_a_stream_has_each_text_after_each_of_its_tokens(drawn_run):
+    model, tokenizer, _ = load(str(drawn_run), "cpu")
+    prompts = ["Ann had", "Bob", "Ann had"]
+    options = {"max_new_tokens": 9, "stop_texts": ["@@"], "batch_size": 2, "seed": 3}
+    expected = generate_text(model, tokenizer, prompts, **options)
+    stream = stream_text(model, tokenizer, prompts, **options)
+    steps = [(text.sequence.index, text.text) for text in stream]
+    assert len(steps) > len(prompts) and expected[0] == expected[2] != expected[1]
+    for index, whole in enumerate(expected):
+        texts = [text for number, text in steps if number == index]
+        assert texts[-1] == whole
+        for earlier, later in pairwise(texts):
+            assert later.startswith(earlier)
+    # The caller may stop after any token.
+    first = next(stream_text(model, tokenizer, "Ann had", **options))
+    assert first.sequence.num_generated == 1 and expected[0].startswith(first.text)
+
+
 def type_in(monkeypatch, text: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
 
@@ -138,7 +157,7 @@ def test_a_text_ends_before_its_first_stop_or_where_its_model_ends_it(
                 sequence.append(token)
                 yield sequence
 
-    for text in stream_texts(engine(), tokenizer, iter(stops)):
+    for text in detokenize(engine(), tokenizer, iter(stops)):
         assert expected.startswith(text.text)
     assert text.text == expected and sequence.finish_reason == reason
     assert (sequence.tokens[1:] == tokens) == is_ended

@@ -15,7 +15,7 @@ import torch
 from data.tokenizer import Tokenizer
 from inference.batch import Sequence
 from inference.load import load, load_model
-from inference.text import stream_texts
+from inference.text import detokenize
 from run import checkpoint, hardware
 from tests.conftest import tell
 from tests.data.test_tokenizer import NASTY
@@ -80,7 +80,7 @@ def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     generated = (sequence for token in tokens if sequence.append(token) is None)
     text = ""
     with patch.object(tokenizer, "decode", wraps=tokenizer.decode) as decode:
-        for stream in stream_texts(generated, tokenizer, []):
+        for stream in detokenize(generated, tokenizer, []):
             text = stream.text
     assert decode.call_count <= 1 + 2 * len(tokens)  # which take time at each token
     return text
