@@ -23,8 +23,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
-from hydra.conf import ConfigStore
 
 from data.corpus import Corpus
 from data.loader import Loader
@@ -81,10 +79,6 @@ greedy = partial(sample, temperature=0)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # A shell ignores SIGINT for what it starts in the background; the tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Composing takes half as long without Hydra's own groups, which its command line alone reads, and
-# with libyaml. Processes that tests start have the groups and the loader in Python.
-yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-ConfigStore.instance().repo["hydra"]["config.yaml"].node.defaults = []
 
 
 def pytest_configure(config) -> None:
