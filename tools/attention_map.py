@@ -73,6 +73,7 @@ def record_weights(
     identity = torch.eye(k.shape[1]).to(k)
     v = identity[:, None].expand(*k.shape[:3], -1)  # (B, S, K, S)
     weights = kernel.forward(q, k, v, visible, **kwargs)  # (B, T, H, S)
+    assert weights.shape == (*q.shape[:3], k.shape[1])
     maps[layer] = weights[0].transpose(0, 1).float().cpu()
 
 
@@ -80,15 +81,18 @@ def draw(maps: Maps, labels: list[str], title: str, path: Path) -> None:
     """Draw the weights of layers to a file; `labels` are the tokens."""
     from matplotlib.figure import Figure
 
-    # A square for each head. $ would begin a formula.
-    heads = max(map(len, maps.values()))
+    # $ would begin a formula.
+    title = title.replace("$", r"\$")
+    labels = [label.replace("$", r"\$") for label in labels]
+
+    # A square for each head.
+    heads = max(len(weights) for weights in maps.values())
     size = (heads * SQUARE + 1, len(maps) * SQUARE + 1)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(maps), heads, squeeze=False, sharex=True, sharey=True)
     ticks = range(len(labels))
-    title, *labels = [text.replace("$", r"\$") for text in (title, *labels)]
-    for row, (layer, layer_weights) in zip(grid, maps.items(), strict=True):
-        for head, weights in enumerate(layer_weights.numpy()):
+    for row, layer in zip(grid, maps, strict=True):
+        for head, weights in enumerate(maps[layer].numpy()):
             axes = row[head]
             image = axes.imshow(weights, cmap="magma", vmin=0, vmax=1, interpolation="nearest")
             axes.set_title(f"layer {layer} head {head}", fontsize=7)

@@ -102,21 +102,26 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     for worker in workers.values():
         worker.close()
 
+    # The first turn of each compiles, and does not count.
+    measured = {name: each[1:] for name, each in turns.items()}
     # Decoding makes all tokens but the first.
     tokens = settings.batch_tokens
     if kind == "decode":
         tokens = settings.sequences_per_process(1) * (NEW_TOKENS - 1)
-    lines = [summarize(name, turns[name], tokens) for name in turns]
-    for line in lines:
+    lines = {name: summarize(name, each, tokens) for name, each in measured.items()}
+    for line in lines.values():
         if kind == "train":
             flops = line["tokens_per_second"] * build_model(settings.model, "meta").training_flops()
             line["share_of_ceiling"] = flops / ceiling
         print(json.dumps(case | line))
+
     # Within a turn all meet the same machine, so the ratio of speeds is the median over turns.
-    best = min(lines[1:], key=lambda line: line["seconds"])["name"]
-    pairs = zip(turns["ours"][1:], turns[best][1:], strict=True)
-    speed = median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs)
-    print(json.dumps(case | {"speed": speed, "of": best}))
+    competitors = [name for name in lines if name != "ours"]
+    best = min(competitors, key=lambda name: lines[name]["seconds"])
+    ratios = []
+    for ours, theirs in zip(measured["ours"], measured[best], strict=True):
+        ratios.append(theirs["seconds"] / ours["seconds"])
+    print(json.dumps(case | {"speed": median(ratios), "of": best}))
 
 
 def start_worker(kind: str, name: str, overrides: list[str]) -> Connection:
@@ -141,9 +146,12 @@ def request_turn(name: str, worker: Connection) -> dict:
 
 
 def summarize(name: str, turns: list[dict], tokens: int) -> dict:
-    """Medians of all turns but the first, which compiles, and the rate that follows from them."""
-    medians = {key: median(turn[key] for turn in turns[1:]) for key in turns[0]}
-    return {"name": name, **medians, "tokens_per_second": tokens / medians["seconds"]}
+    """Medians of the turns, and the tokens per second that follow from them."""
+    line = {"name": name}
+    for key in turns[0]:
+        line[key] = median(turn[key] for turn in turns)
+    line["tokens_per_second"] = tokens / line["seconds"]
+    return line
 
 
 def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
@@ -254,7 +262,7 @@ def decode_ours(settings: Settings, device: torch.device, precision: torch.dtype
 
 
 def decode_transformers(
-    is_compiled: bool, settings: Settings, device: torch.device, precision: torch.dtype
+    settings: Settings, device: torch.device, precision: torch.dtype, *, is_compiled: bool
 ) -> Step:
     """`generate` with its default cache, or with a static one and a compiled forward."""
     from transformers import DynamicCache, StaticCache
@@ -287,7 +295,11 @@ def decode_transformers(
             stopping_criteria=[record_time],
         )
         tokens.tolist()  # waits for a GPU
-        return {"seconds": perf_counter() - times[0], "first_token_seconds": times[0] - start}
+        end = perf_counter()
+        # What ended early would be too fast.
+        assert tokens.shape == (len(prompts), prompts.shape[1] + NEW_TOKENS)
+        assert len(times) == NEW_TOKENS
+        return {"seconds": end - times[0], "first_token_seconds": times[0] - start}
 
     return run
 
@@ -320,7 +332,7 @@ def llama_config(settings: Settings) -> dict:
     return config
 
 
-def bench_settings(overrides: list[str]) -> tuple[dict, torch.device, torch.dtype]:
+def bench_settings(overrides: list[str]) -> tuple[Settings, torch.device, torch.dtype]:
     """Settings, device and the dtype of matrix products. Ends with exit code 2."""
     with errors.user_input():
         settings = compose(
@@ -332,13 +344,13 @@ def bench_settings(overrides: list[str]) -> tuple[dict, torch.device, torch.dtyp
         return settings, device, hardware.pick_precision(settings.precision, device)
 
 
-# Ours is the first of each kind.
+# They take turns in this order.
 COMPETITORS = {
     "train": {"ours": train_ours, "transformers": train_transformers},
     "decode": {
         "ours": decode_ours,
-        "transformers": partial(decode_transformers, False),
-        "transformers, compiled": partial(decode_transformers, True),
+        "transformers": partial(decode_transformers, is_compiled=False),
+        "transformers, compiled": partial(decode_transformers, is_compiled=True),
     },
 }
 

@@ -13,7 +13,7 @@ from data.tokenizer import Tokenizer, tokenizer_file
 from model.build import build_model
 from run import checkpoint, errors
 from run.cli import Parser
-from tools.export_hf import into_new_folder, save_checkpoint
+from tools.export_hf import new_folder, save_checkpoint
 from tools.formats import converted_model
 
 
@@ -30,8 +30,19 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@into_new_folder
-def main(args: argparse.Namespace) -> str:
+def main(args: argparse.Namespace) -> None:
+    with new_folder(args.out):
+        lines = convert(args)
+    for line in lines:
+        print(line)
+    print(
+        f"written: {args.out}. To heal it: "
+        f"python train.py init_from={args.out} distill={args.model} data=text data.path=TEXT"
+    )
+
+
+def convert(args: argparse.Namespace) -> list[str]:
+    """Write the model with another attention; return lines about what has changed."""
     # What can be wrong is found before a file is written.
     with errors.user_input():
         path = checkpoint.find_model(args.model)
@@ -43,11 +54,10 @@ def main(args: argparse.Namespace) -> str:
     before = build_model(tree, "meta").cache_bytes(tree["context"], torch.bfloat16)
     after = model.cache_bytes(tree["context"], torch.bfloat16)
     save_checkpoint(args.out, model.state_dict(), new_tree, tokenizer, path)
-    return "\n".join(converted_model.describe(changes)) + (
-        f"\ncache of a full context in bf16: {before:,} -> {after:,} bytes\n"
-        f"written: {args.out}. To heal it: "
-        f"python train.py init_from={args.out} distill={args.model} data=text data.path=TEXT"
-    )
+    return [
+        *converted_model.describe(changes),
+        f"cache of a full context in bf16: {before:,} -> {after:,} bytes",
+    ]
 
 
 if __name__ == "__main__":

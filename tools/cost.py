@@ -59,20 +59,22 @@ def main(arguments: list[str]) -> None:
 
 
 def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
-    """The cells of COLUMNS for a run with these overrides of train.py."""
+    """The cells of COLUMNS for a run with this attention and these overrides of train.py."""
     # One sequence is a valid batch at every context.
     settings = compose(
         ["name=cost", "batch_tokens=${context}", *overrides, f"attention={attention}"]
     )
     model = build_model(check_buildable(settings).model, "meta")
-    cache_bytes = [model.cache_bytes(length, torch.bfloat16) for length in (1, 2, model.context)]
+    bytes_of_one = model.cache_bytes(1, torch.bfloat16)
+    bytes_of_two = model.cache_bytes(2, torch.bfloat16)
+    bytes_of_context = model.cache_bytes(model.context, torch.bfloat16)
     return (
         attention,
         f"{len(model.embed.weight):,}",
         f"{model.num_parameters() / 1e6:.2f} M",
         f"{model.training_flops() / 1e6:.1f}",
-        f"{cache_bytes[1] - cache_bytes[0]:,}",
-        f"{cache_bytes[2] / 1e6:.2f}",
+        f"{bytes_of_two - bytes_of_one:,}",
+        f"{bytes_of_context / 1e6:.2f}",
     )
 
 

@@ -15,8 +15,11 @@ from run.cli import Parser
 def main() -> None:
     device = hardware.pick_device("auto")
     describe_machine(device)
-    findings = [f"slow: {finding}" for finding in slow(device)]
-    print(*findings or ["nothing found that slows training"], sep="\n")
+    findings = slow(device)
+    for finding in findings:
+        print(f"slow: {finding}")
+    if not findings:
+        print("nothing found that slows training")
     print("next: python train.py")
 
 

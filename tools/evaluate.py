@@ -38,10 +38,16 @@ def main(args: argparse.Namespace) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser("python -m tools.evaluate", __doc__, "--text, --slices or --lengths")
-    add = parser.add_mutually_exclusive_group(required=True).add_argument
-    add("--text", help="score a file, a glob, or a folder of .txt, .jsonl, .parquet and .csv")
-    add("--slices", action="store_true", help="what training logs, of all held-out data")
-    add("--lengths", action="store_true", help="the held-out loss beyond the training context")
+    kinds = parser.add_mutually_exclusive_group(required=True)
+    kinds.add_argument(
+        "--text", help="score a file, a glob, or a folder of .txt, .jsonl, .parquet and .csv"
+    )
+    kinds.add_argument(
+        "--slices", action="store_true", help="what training logs, of all held-out data"
+    )
+    kinds.add_argument(
+        "--lengths", action="store_true", help="the held-out loss beyond the training context"
+    )
     add_model_options(parser)
     parser.add_argument(
         "--context",
@@ -83,7 +89,7 @@ def evaluate_text(
         raise ValueError("there is no text. fix: --text PATH of another")
 
     nats = total_nats(model, rows, batch_size)
-    num_tokens = sum(len(tokens) - 1 for tokens, _ in rows)
+    num_tokens = sum(len(row.tokens) - 1 for row in rows)
     bits_per_byte = nats / math.log(2) / num_bytes
     if isinstance(tokenizer, IdTokenizer):  # the bytes of its tokens are unknown
         bits_per_byte = None

@@ -7,7 +7,8 @@ python -m tools.export_hf --out FOLDER --dtype bf16
 import argparse
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -34,30 +35,25 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def into_new_folder(command: Callable[[argparse.Namespace], str]) -> Callable:
-    """Decorate a command: it makes --out, and removes it if it fails; exit if it is not empty.
+@contextmanager
+def new_folder(out: Path) -> Iterator[None]:
+    """Make a folder for what is written inside, and remove it if that fails.
 
-    What the command returns is printed at its end.
+    Ends with exit code 2 if there is something already.
     """
-
-    def main(args: argparse.Namespace) -> None:
-        out = args.out
-        with errors.user_input():
-            is_empty_folder = out.is_dir() and not any(out.iterdir())
-            if out.is_symlink() or (out.exists() and not is_empty_folder):
-                raise ValueError(
-                    f"there is something already (--out {out}). fix: --out FOLDER, a new one"
-                )
-            out.mkdir(parents=True, exist_ok=True)
-        try:
-            with waiting(f"writing {out}"):
-                text = command(args)
-        except BaseException:
-            shutil.rmtree(out, ignore_errors=True)
-            raise
-        print(text)
-
-    return main
+    with errors.user_input():
+        is_empty_folder = out.is_dir() and not any(out.iterdir())
+        if out.is_symlink() or (out.exists() and not is_empty_folder):
+            raise ValueError(
+                f"there is something already (--out {out}). fix: --out FOLDER, a new one"
+            )
+        out.mkdir(parents=True, exist_ok=True)
+    try:
+        with waiting(f"writing {out}"):
+            yield
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
 
 
 def save_checkpoint(
@@ -74,8 +70,17 @@ def save_checkpoint(
     checkpoint.save(out, 0, weights, {"model": tree}, tokenizer.files, {})
 
 
-@into_new_folder
-def main(args: argparse.Namespace) -> str:
+def main(args: argparse.Namespace) -> None:
+    with new_folder(args.out):
+        architecture = export(args)
+    print(
+        f"written: {architecture}, {args.dtype}: {args.out}. To use it: "
+        f'transformers.AutoModelForCausalLM.from_pretrained("{args.out}")'
+    )
+
+
+def export(args: argparse.Namespace) -> str:
+    """Write the files of a model and return the name of its class."""
     # All that can be wrong with the model or the arguments is found before a file is written.
     with errors.user_input():
         path = checkpoint.find_model(args.run)
@@ -92,16 +97,14 @@ def main(args: argparse.Namespace) -> str:
         "pad_token_id": None,
     }
     (architecture,) = config["architectures"]
-    weights = {name: weight.to(dtype) for name, weight in hf_weights(model, architecture).items()}
+    weights = hf_weights(model, architecture)
+    weights = {name: weight.to(dtype) for name, weight in weights.items()}
     checkpoint.write_weights(args.out / "model.safetensors", weights)
     for name, content in files.items():
         (args.out / name).write_bytes(content)
     # The last file: no library takes a folder without it for a model.
     (args.out / "config.json").write_text(json.dumps(config, indent=1))
-    return (
-        f"written: {architecture}, {args.dtype}: {args.out}. To use it: "
-        f'transformers.AutoModelForCausalLM.from_pretrained("{args.out}")'
-    )
+    return architecture
 
 
 def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
@@ -142,10 +145,8 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
         "split_special_tokens": True,  # </s> in a text is text
         "clean_up_tokenization_spaces": False,
     }
-    return {
-        **tokenizer.files,
-        "tokenizer_config.json": json.dumps(tokenizer_config, indent=1).encode(),
-    }
+    content = json.dumps(tokenizer_config, indent=1).encode()
+    return tokenizer.files | {"tokenizer_config.json": content}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from model.build import build_model
 from run import errors
 from run.cli import Parser
-from tools.export_hf import into_new_folder, save_checkpoint
+from tools.export_hf import new_folder, save_checkpoint
 from tools.formats.hf_config import from_hf_config
 from tools.formats.special_tokens import import_tokenizer, malformed, read_json
 from tools.formats.weights import read_weights
@@ -24,23 +24,29 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@into_new_folder
-def main(args: argparse.Namespace) -> str:
+def main(args: argparse.Namespace) -> None:
+    with new_folder(args.out):
+        import_model(args)
+    print(f"written: {args.out}. To use it: python generate.py PROMPT --run {args.out}")
+
+
+def import_model(args: argparse.Namespace) -> None:
+    """Read a model of transformers and write it as a checkpoint."""
     # All that can be wrong with the folder is found before a file is written.
     with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
         architecture, tree = from_hf_config(read_json(args.folder / "config.json"))
         tokenizer = import_tokenizer(args.folder)
-        sizes = (tokenizer.vocab_size, tree["vocab_size"])
+        num_tokens = tokenizer.vocab_size
+        num_embeddings = tree["vocab_size"]
         # An embedding may be padded beyond the vocabulary, for speed.
-        is_padded = "tokenizer.json" in tokenizer.files and sizes[0] < sizes[1]
-        if sizes[0] != sizes[1] and not is_padded:
+        is_padded = "tokenizer.json" in tokenizer.files and num_tokens < num_embeddings
+        if num_tokens != num_embeddings and not is_padded:
             raise ValueError(
-                f"a tokenizer of another vocabulary ({args.folder} has {sizes[0]}, the model "
-                f"{sizes[1]}). fix: the tokenizer that it was trained with"
+                f"a tokenizer of another vocabulary ({args.folder} has {num_tokens}, the model "
+                f"{num_embeddings}). fix: the tokenizer that it was trained with"
             )
         weights = read_weights(args.folder, build_model(tree, "meta"), architecture)
     save_checkpoint(args.out, weights, tree, tokenizer, args.folder)
-    return f"written: {args.out}. To use it: python generate.py PROMPT --run {args.out}"
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ def latencies(runs: dict[str, Path]) -> Latencies:
     Models are loaded as generate.py loads them, and not compiled. They take turns, so that a
     machine that slows down does so for all of them.
     """
-    measured = defaultdict(list)  # s, by model and title
+    measured = defaultdict(list)  # seconds, by model and title
     total = TURNS * len(runs) * len(ROWS)
     with waiting(f"measuring how fast {len(runs)} models decode", total) as bar:
         for _ in range(TURNS):
             for name, run in runs.items():
-                model, *_ = load(run)
+                model, _, _ = load(run)
                 for title, num_rows in ROWS.items():
                     measured[name, title] += times(model, num_rows)
                     bar.update()
@@ -46,7 +46,7 @@ def latencies(runs: dict[str, Path]) -> Latencies:
 
 
 def times(model: Transformer, num_rows: int) -> list[float]:
-    """Measure the s from one token to the next in several runs, after a warm-up."""
+    """Measure the seconds from one token to the next in several runs, after a warm-up."""
     weight = model.embed.weight
     num_new = min(NEW_TOKENS, model.context // 2)
     prompts = torch.randint(len(weight), (num_rows, model.context - num_new)).tolist()
@@ -67,9 +67,12 @@ def time_generation(engine: Engine, prompts: list[list[int]], num_new: int) -> t
     start = perf_counter()
     generated = engine.generate(sequences)
     # All sequences run in the batch, so the first len(sequences) tokens are their first ones.
+    assert len(sequences) <= engine.num_rows
     for _ in sequences:
         next(generated)
     first = perf_counter()
     for _ in generated:
         pass
-    return first - start, perf_counter() - first
+    end = perf_counter()
+    assert all(sequence.num_left == 0 for sequence in sequences)
+    return first - start, end - first

@@ -10,7 +10,7 @@ from model.transformer import Transformer
 from run import checkpoint
 from run.distributed import DistEnv
 from run.progress import waiting
-from tools.scoring import total_nats
+from tools.scoring import Row, total_nats
 from training.evaluation import evaluate
 from training.loss import LanguageModelLoss
 from training.setup import open_corpus
@@ -30,7 +30,7 @@ def measure_lengths(run_dir: Path | None) -> dict[str, float]:
     corpus = open_corpus(settings["data"])
     losses = {}
     for multiple in MULTIPLES:
-        model, *_ = load(newest, context=multiple * settings["context"])
+        model, _, _ = load(newest, context=multiple * settings["context"])
         losses[str(multiple)] = last_loss(model, corpus, settings)
     return losses
 
@@ -52,7 +52,9 @@ def last_loss(model: Transformer, corpus: Corpus, settings: dict) -> float:
     length = model.context + 1
     rows = []
     for end in ends[: NUM_TARGETS // num_targets + 1]:
-        rows.append((corpus.validation[end - length : end].tolist(), length - num_targets))
+        tokens = corpus.validation[end - length : end].tolist()
+        assert len(tokens) == length
+        rows.append(Row(tokens, first=length - num_targets))
     batch_size = max(1, BATCH_TOKENS // model.context)
     nats = total_nats(model, rows, batch_size, document_start(corpus, settings))
     return nats / (len(rows) * num_targets)

@@ -1,5 +1,7 @@
 """The loss of a model on texts that are cut into rows of tokens."""
 
+from typing import NamedTuple
+
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
@@ -9,13 +11,16 @@ from model.layers import fp32
 from model.transformer import Transformer
 from run.progress import waiting
 
-Row = tuple[list[int], int]  # tokens, and the index of the first that is scored
+
+class Row(NamedTuple):
+    tokens: list[int]
+    first: int  # the index of the first token that is scored
 
 
 def windows(tokens: list[int], context: int) -> list[Row]:
-    """Cuts tokens into rows; every token but the first is scored once."""
+    """Cut tokens into rows; every token but the first is scored once."""
     starts = range(0, len(tokens) - 1, context)
-    return [(tokens[start : start + context + 1], 1) for start in starts]
+    return [Row(tokens[start : start + context + 1], first=1) for start in starts]
 
 
 @torch.inference_mode()
@@ -30,18 +35,23 @@ def total_nats(
     total = 0.0
     # Rows of a batch have similar lengths. They are padded on the right, which earlier tokens do
     # not attend to.
-    rows = sorted(rows, key=lambda row: len(row[0]), reverse=True)
+    rows = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
     with waiting(f"scoring {len(rows)} windows of text", len(rows)) as bar:
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
-            inputs = [torch.tensor(tokens[:-1]) for tokens, _ in batch]
+            inputs = [torch.tensor(row.tokens[:-1]) for row in batch]
             inputs = pad_sequence(inputs, batch_first=True).to(device)
-            documents = None if bos is None else document_ids(inputs, bos)
+            documents = None
+            if bos is not None:
+                documents = document_ids(inputs, bos)
             hidden, _ = model.hidden_states(inputs, documents=documents)
-            for (tokens, first), states in zip(batch, hidden, strict=True):
+            for row, states in zip(batch, hidden, strict=True):
+                # The first token has nothing in front of it that would predict it.
+                assert 1 <= row.first < len(row.tokens)
                 # The hidden state at a token predicts the next one.
-                logits = fp32(model.logits(states[first - 1 : len(tokens) - 1]))  # (targets, V)
-                targets = torch.tensor(tokens[first:], device=device)
+                logits = model.logits(states[row.first - 1 : len(row.tokens) - 1])  # (targets, V)
+                logits = fp32(logits)
+                targets = torch.tensor(row.tokens[row.first :], device=device)
                 nats = cross_entropy(logits, targets, reduction="none")
                 total += nats.double().sum().item()
                 bar.update()

@@ -13,7 +13,7 @@ from inference.load import load_model
 from run import checkpoint
 from tests.conftest import DATASETS, STORIES, saved, settings_of, stories, tree_of
 from tests.conftest import drawn as drawn_model
-from tools.scoring import total_nats
+from tools.scoring import Row, total_nats
 from training.setup import open_corpus
 
 
@@ -132,7 +132,7 @@ def test_held_out_rows_of_a_task_have_an_accuracy(command):
 def test_the_loss_of_rows_together_is_that_of_rows_alone(drawn):
     model, draw = drawn[0], torch.Generator().manual_seed(0)
     rows = [
-        (torch.randint(300, (n,), generator=draw).tolist(), first)
+        Row(torch.randint(300, (n,), generator=draw).tolist(), first)
         for n, first in ((5, 4), (40, 1), (3, 1), (9, 8))
     ]
     alone = sum(nats_of(model, *row) for row in rows)
