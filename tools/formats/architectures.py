@@ -229,7 +229,7 @@ class KimiLinear(DeepseekV3):
     def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
         tensor = super().pack(name, parts, model)
         if name.endswith("A_log"):
-            tensor = tensor[None, None, :, None]
+            tensor = tensor[None, None, :, None]  # (1, 1, H, 1)
         return tensor
 
 
@@ -280,7 +280,8 @@ class Qwen3_5(Architecture):
         # In each head, the query precedes the gate.
         if "self_attn.q_proj" in name:
             heads = model.blocks[-1].attention.heads
-            return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 1)
+            by_head = [part.unflatten(0, (heads, -1)) for part in parts]
+            return torch.cat(by_head, dim=1).flatten(0, 1)
         tensor = super().pack(name, parts, model)
         # Norms are stored less 1, but for those of the delta rule.
         if "norm" in name and "linear_attn" not in name:

@@ -80,22 +80,36 @@ class Architecture:
 
     def misfits(self, tree: dict, layers: LayerConfigs) -> set[str]:
         """What this class cannot express of a model, as KEY=VALUE."""
-        actual = tree | {part: tree[part]["_target_"] for part in ("ffn", "norm")}
         needed = {"_target_": TRANSFORMER, "softcap": None, "ffn": GATED_FFN, "norm": RMS_NORM}
         needed |= self.fixed_options
+        actual = tree | {"ffn": tree["ffn"]["_target_"], "norm": tree["norm"]["_target_"]}
         found = {f"{key}={actual[key]}" for key in needed if actual[key] != needed[key]}
         for layer in layers:
-            needed = self.required_knobs(layer)
-            if "rope_base" not in (*self.free_knobs, *needed) and layer.get("rope_base", 1) is None:
-                needed["rope_base"] = 10000.0
-            # A knob that is in none of the lists, such as a new one, must be off.
-            for knob in layer.keys() - {*self.free_knobs} - (EXPRESSED - needed.keys()):
-                wanted = needed.get(knob)
-                if layer[knob] != wanted and (layer[knob] or wanted):
-                    found.add(f"attention.{knob}={layer[knob]}")
+            for knob in self.unfit_knobs(layer):
+                found.add(f"attention.{knob}={layer[knob]}")
         if all(layer["_target_"] == RECURRENT for layer in layers):
             found.add("no layer of softmax attention")
         return found
+
+    def unfit_knobs(self, layer: dict) -> list[str]:
+        """The knobs of a layer that have values which this class cannot express."""
+        needed = dict(self.required_knobs(layer))
+        # Unless the class has layers without positions, the base of RoPE must be a number.
+        may_lack_rope = "rope_base" in self.free_knobs or "rope_base" in needed
+        if not may_lack_rope and "rope_base" in layer and layer["rope_base"] is None:
+            needed["rope_base"] = 10000.0
+
+        unfit = []
+        for knob, value in layer.items():
+            is_expressed = knob in EXPRESSED and knob not in needed
+            if knob in self.free_knobs or is_expressed:
+                continue
+            # A knob that is in none of the lists, such as a new one, must be off: null, false or 0.
+            wanted = needed.get(knob)
+            is_off = not value and not wanted
+            if value != wanted and not is_off:
+                unfit.append(knob)
+        return unfit
 
     def required_knobs(self, layer: dict) -> dict:
         """What the knobs of a layer must be, free ones aside."""
@@ -131,12 +145,15 @@ def common_value(layers: LayerConfigs, knob: str, default: object = None) -> obj
     # A layer without a window, chunk or RoPE may stand beside those with one.
     if knob in ("window", "chunk", "rope_base"):
         values = [value for value in values if value is not None]
-    if any(value != values[0] for value in values):
+    if not values:
+        return default
+    common = values[0]
+    if any(value != common for value in values):
         raise ValueError(
             f"no class of transformers has layers of different {knob} ({values}). "
             f"fix: train again with one attention.{knob} for all layers"
         )
-    return values[0] if values else default
+    return common
 
 
 def layer_types(layers: LayerConfigs) -> list[str]:

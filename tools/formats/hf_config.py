@@ -32,15 +32,47 @@ SHAPE = {
 # Entries that are not compared with those that we would write: positions, which may be written in
 # several ways, and what changes no logits. All others are: `transformers` may act on any of them.
 READ = {"rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings"}
-IGNORED = """
-    _attn_implementation_autoset _commit_hash _name_or_path attention_dropout bos_token_id
-    chunk_size_feed_forward classifier_dropout do_sample dtype eos_token_id gradient_checkpointing
-    id2label initializer_range is_encoder_decoder is_llama_config label2id max_length
-    max_sequence_length max_window_layers name_or_path no_rope_layer_interval num_labels
-    output_attentions output_hidden_states pad_token_id pretraining_tp problem_type return_dict
-    rope_interleaved sep_token_id temperature tokenizer_class top_k top_p torch_dtype
-    transformers_version unk_token_id use_cache use_mrope
-"""
+IGNORED = {
+    "_attn_implementation_autoset",
+    "_commit_hash",
+    "_name_or_path",
+    "attention_dropout",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "classifier_dropout",
+    "do_sample",
+    "dtype",
+    "eos_token_id",
+    "gradient_checkpointing",
+    "id2label",
+    "initializer_range",
+    "is_encoder_decoder",
+    "is_llama_config",
+    "label2id",
+    "max_length",
+    "max_sequence_length",
+    "max_window_layers",
+    "name_or_path",
+    "no_rope_layer_interval",
+    "num_labels",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "rope_interleaved",
+    "sep_token_id",
+    "temperature",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torch_dtype",
+    "transformers_version",
+    "unk_token_id",
+    "use_cache",
+    "use_mrope",
+}
 
 
 def to_hf_config(tree: dict, name: str | None = None) -> dict:
@@ -91,13 +123,15 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
 
 def choose_architecture(tree: dict, layers: list[dict]) -> str:
     """The first class that can express a model. Raises ValueError where none can."""
-    misfits = {name: ARCHITECTURES[name].misfits(tree, layers) for name in ARCHITECTURES}
+    misfits = {name: each.misfits(tree, layers) for name, each in ARCHITECTURES.items()}
 
     # The nearest has the right mechanism, the fewest misfits, and its norms among them: these are a
     # choice beside the mechanism.
     def distance(name: str) -> tuple[bool, int, bool]:
-        found = str(misfits[name])
-        return "_target_" in found, len(misfits[name]), "qk_norm" not in found
+        found = misfits[name]
+        has_mechanism = not any("_target_" in each for each in found)
+        has_norms_among = any("qk_norm" in each for each in found)
+        return not has_mechanism, len(found), not has_norms_among
 
     nearest = min(misfits, key=distance)
     found = sorted(misfits[nearest])
@@ -123,7 +157,8 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
     Raises ValueError for a model that our layers cannot express.
     """
     names = config.get("architectures")
-    if names not in [[name] for name in IMPORTED]:
+    is_one = isinstance(names, list) and len(names) == 1
+    if not is_one or names[0] not in IMPORTED:
         raise ValueError(
             f"an unknown architecture (config.json: {names}). fix: one of {', '.join(IMPORTED)}"
         )
@@ -136,7 +171,7 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
         different = sorted(architecture.misfits(tree, layers))
         written = {"layer_types": layer_types(layers), "is_causal": True} | to_hf_config(tree, name)
     # Compare it with what we would write.
-    for entry in sorted((entries.keys() | written.keys()) - READ - set(IGNORED.split())):
+    for entry in sorted((entries.keys() | written.keys()) - READ - IGNORED):
         if entries.get(entry) != written.get(entry):
             different.append(f"{entry}={entries.get(entry)}")
     if different:
@@ -152,9 +187,13 @@ def with_defaults(config: dict, architecture: Architecture) -> dict:
     depth = config["num_hidden_layers"]
     if depth > MOST_LAYERS:
         raise RuntimeError(f"more than {MOST_LAYERS} layers")
+    # Two entries follow from others.
     heads = config["num_attention_heads"]
     derived = {"head_dim": config["hidden_size"] // heads, "num_key_value_heads": heads}
-    entries = {key: derived.get(key, value) for key, value in architecture.defaults.items()}
+    entries = dict(architecture.defaults)
+    for entry, value in derived.items():
+        if entry in entries:
+            entries[entry] = value
     # A window of Mistral is in all layers.
     layer_type = "full_attention"
     if architecture.model_type == "mistral" and config["sliding_window"] is not None:

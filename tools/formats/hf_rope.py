@@ -1,9 +1,18 @@
 """Rotary positions (RoPE) in a config.json of `transformers`: their base and their scaling."""
 
-# rope_type: our class, and our knobs by the key that `transformers` has for them
-SCALINGS = {
-    "linear": ("model.rope.LinearScaling", {"factor": "factor"}),
-    "llama3": (
+from typing import NamedTuple
+
+
+class Scaling(NamedTuple):
+    """Our class of a scaling, and its knobs by the keys that `transformers` has for them."""
+
+    target: str
+    knobs: dict[str, str]
+
+
+SCALINGS = {  # by rope_type
+    "linear": Scaling("model.rope.LinearScaling", {"factor": "factor"}),
+    "llama3": Scaling(
         "model.rope.Llama3",
         {
             "factor": "factor",
@@ -12,7 +21,7 @@ SCALINGS = {
             "high_freq_factor": "high",
         },
     ),
-    "yarn": (
+    "yarn": Scaling(
         "model.rope.YaRN",
         {
             "factor": "factor",
@@ -29,9 +38,9 @@ def rope_to_hf(base: float, scaling: dict | None) -> dict:
     """Our base and scaling -> `rope_parameters`. Raises ValueError for an unknown scaling."""
     if scaling is None:
         return {"rope_type": "default", "rope_theta": base}
-    for rope_type, (target, knobs) in SCALINGS.items():
-        if target == scaling["_target_"]:
-            parameters = {key: scaling[knob] for key, knob in knobs.items()}
+    for rope_type, known in SCALINGS.items():
+        if known.target == scaling["_target_"]:
+            parameters = {key: scaling[knob] for key, knob in known.knobs.items()}
             return {"rope_type": rope_type, "rope_theta": base, **parameters}
     raise ValueError(
         f"no class of transformers has this scaling ({scaling}). fix: attention.rope_scaling=null"
@@ -48,14 +57,17 @@ def rope_from_hf(config: dict) -> dict:
     parameters = {key: value for key, value in parameters.items() if value is not None}
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     base = parameters.get("rope_theta") or config["rope_theta"]
-    target, knobs = SCALINGS.get(rope_type, (None, {}))
-    is_known = target is not None or rope_type == "default"
-    if not is_known or parameters.keys() - OTHER_KEYS - knobs.keys():
+    known = SCALINGS.get(rope_type)
+    unknown_keys = parameters.keys() - OTHER_KEYS
+    if known is not None:
+        unknown_keys -= known.knobs.keys()
+    is_default = rope_type == "default"
+    if unknown_keys or (known is None and not is_default):
         raise ValueError(
             f"positions of another kind (config.json: {parameters}). "
             f"fix: default or one of {', '.join(SCALINGS)}"
         )
-    if target is None:
+    if known is None:
         return {"rope_base": base, "rope_scaling": None}
     parameters = {
         "original_max_position_embeddings": config["max_position_embeddings"],
@@ -66,5 +78,5 @@ def rope_from_hf(config: dict) -> dict:
     # Where it stands outside of `rope_parameters`, transformers prefers it.
     if "original_max_position_embeddings" in config:
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    scaling = {knob: parameters[key] for key, knob in knobs.items()}
-    return {"rope_base": base, "rope_scaling": {"_target_": target, **scaling}}
+    scaling = {knob: parameters[key] for key, knob in known.knobs.items()}
+    return {"rope_base": base, "rope_scaling": {"_target_": known.target, **scaling}}

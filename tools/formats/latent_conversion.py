@@ -18,8 +18,14 @@ from tools.formats.layer_change import (
 )
 
 # The weights of softmax attention without the optional ones, which MLA and recurrences lack.
-PROJECTIONS_AND_NORMS = [f"{name}_proj.weight" for name in "qkvo"]
-PROJECTIONS_AND_NORMS += ["q_norm.weight", "k_norm.weight"]
+PROJECTIONS_AND_NORMS = (
+    "q_proj.weight",
+    "k_proj.weight",
+    "v_proj.weight",
+    "o_proj.weight",
+    "q_norm.weight",
+    "k_norm.weight",
+)
 
 
 def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted:
@@ -33,7 +39,7 @@ def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted
     new = layers.new[layer]
     check_latent(old, new, layer)
     check_all_used(layer, weights, PROJECTIONS_AND_NORMS)
-    moment = layers.moment(layer).double()
+    moment = layers.moment(layer).double()  # (D, D)
 
     # The projections of each head: q (H, E, D), k and v (K, E, D). QK-norm is folded into them.
     weights = {name: weight.double() for name, weight in weights.items()}
@@ -83,11 +89,12 @@ def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted
 
 def fixed_options(attention: SoftmaxAttention) -> dict:
     """The options of softmax attention that no conversion can change."""
+    rotary_dim, _, _ = attention.rotary
     return {
         "head_dim": attention.head_dim,
         "qk_norm": attention.qk_norm,
         "softcap": attention.kernel.softcap,
-        "rope_fraction": attention.rotary[0] / attention.head_dim,
+        "rope_fraction": rotary_dim / attention.head_dim,
     }
 
 
@@ -97,10 +104,10 @@ def check_latent(old: SoftmaxAttention, new: LatentAttention, layer: int) -> Non
         raise no_formula(layer, "to a latent", "a model with RoPE, and no QK-norm after it")
     plain = {"window": None, "chunk": None, "softcap": None, "rope_fraction": 1.0}
     check_equal(layer, vars(old) | fixed_options(old), plain)
-    for key, ours, theirs in zip(
-        ("rope_base", "rope_scaling"), old.rotary[1:], new.rotary[1:], strict=True
-    ):
-        check_equal(layer, {key: theirs}, {key: ours})
+    _, old_base, old_scaling = old.rotary
+    _, new_base, new_scaling = new.rotary
+    check_equal(layer, {"rope_base": new_base}, {"rope_base": old_base})
+    check_equal(layer, {"rope_scaling": new_scaling}, {"rope_scaling": old_scaling})
     if new.q_down_proj is not None:
         raise no_formula(layer, "queries -> a latent", "attention.query_rank=null")
     if old.head_dim % new.rope_dim or new.head_dim < old.head_dim - new.rope_dim:
@@ -111,6 +118,7 @@ def check_latent(old: SoftmaxAttention, new: LatentAttention, layer: int) -> Non
 
 def fold_norm(heads: Tensor, weight: Tensor, moment: Tensor) -> Tensor:
     """heads (K, E, D) followed by an RMSNorm of `weight` (E,) -> heads times its mean scale."""
+    assert weight.shape == heads.shape[1:2]  # else it would be broadcast
     mean_square = squared_norms(heads, moment) / heads.shape[1]
     return heads * weight[:, None] / mean_square.sqrt()[:, None, None]
 
@@ -142,7 +150,7 @@ def rotate_on_average(q: Tensor, attention: SoftmaxAttention, context: int) -> T
     # Scores depend on the distance alone; a context has `context - d` pairs at distance d.
     distances = torch.arange(context, device=q.device)
     counts = (context - distances).double()
-    cos, sin = ForwardContext(distances[None], None, None, None).rotary(*attention.rotary)
+    cos, sin = ForwardContext(distances[None]).rotary(*attention.rotary)
     # YaRN multiplies both queries and keys by cos(0); the tables have it once.
     weights = cos[0, 0, 0, 0] * counts / counts.sum()
     mean_cos = weights @ cos[0, :, 0].double()  # (E / 2,)

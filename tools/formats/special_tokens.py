@@ -62,7 +62,8 @@ def import_tokenizer(folder: Path) -> Tokenizer:
         tokenizer = Tokenizer(files)
         piece = tokenizer.processor.id_to_piece
         vocabulary = {piece(token): token for token in range(tokenizer.vocab_size)}
-        settings = {"bos_token": piece(tokenizer.bos), "eos_token": piece(tokenizer.eos)} | settings
+        pieces = {"bos_token": piece(tokenizer.bos), "eos_token": piece(tokenizer.eos)}
+        settings = pieces | settings
         settings.pop("bos_token_id", None)  # the tokenizer's is put in front, not the model's
         prefix = special_ids(settings, "bos", vocabulary)
         if not settings.get("add_bos_token", True):
@@ -72,14 +73,19 @@ def import_tokenizer(folder: Path) -> Tokenizer:
     # Without a BOS, an EOS stands between documents: the one that a model calls BOS, if any.
     eos_ids = special_ids(settings, "eos", vocabulary)
     model_bos = special_ids(settings, "bos", vocabulary)
-    bos = [*prefix, *[token for token in model_bos if token in eos_ids], *eos_ids]
-    if not eos_ids or max(bos) >= tokenizer.vocab_size or len(prefix) > 1 or not is_in_front:
+    candidates = [*prefix, *(token for token in model_bos if token in eos_ids), *eos_ids]
+    has_only_bos = len(prefix) <= 1 and is_in_front
+    if not eos_ids or max(candidates) >= tokenizer.vocab_size or not has_only_bos:
         raise ValueError(
             f"a tokenizer needs EOS, and may add only BOS, in front (EOS {eos_ids}, adds {prefix}, "
             f"{tokenizer.vocab_size} tokens). fix: eos_token in tokenizer_config.json, or "
             "eos_token_id in config.json or generation_config.json"
         )
-    special = {"bos_token_id": bos[0], "eos_token_id": eos_ids, "add_bos_token": bool(prefix)}
+    special = {
+        "bos_token_id": candidates[0],
+        "eos_token_id": eos_ids,
+        "add_bos_token": len(prefix) == 1,
+    }
     return with_special_ids(type(tokenizer), files, special)
 
 
@@ -112,6 +118,9 @@ def special_ids(settings: dict, kind: str, vocabulary: dict[str, int]) -> list[i
     if ids == []:
         # A token may be a dict of its content and options.
         token = settings.get(f"{kind}_token")
-        content = token["content"] if isinstance(token, dict) else token
-        ids = vocabulary.get(content, [])
-    return ids if isinstance(ids, list) else [ids]
+        if isinstance(token, dict):
+            token = token["content"]
+        ids = vocabulary.get(token, [])
+    if not isinstance(ids, list):
+        ids = [ids]
+    return ids

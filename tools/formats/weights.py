@@ -1,5 +1,6 @@
 """The names of a model's weights in a class of `transformers`, and the files that hold them."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -21,21 +22,25 @@ def file_names(model: Transformer, architecture: str) -> dict[str, str]:
     found = {}
     for name in model.state_dict():
         names = adapter.names
-        if ".attention." in name:
-            layer = int(name.split(".")[1])
-            names = names | adapter.attention_names(model.blocks[layer].attention)
-        found[name] = ".".join(names.get(part, part) for part in name.split("."))
+        parts = name.split(".")
+        if "attention" in parts:
+            _, layer, *_ = parts  # blocks.LAYER.attention.(...)
+            names = names | adapter.attention_names(model.blocks[int(layer)].attention)
+        found[name] = ".".join(names.get(part, part) for part in parts)
     return found
 
 
 def hf_weights(model: Transformer, architecture: str) -> dict[str, Tensor]:
     """The weights of a model under the names and in the layouts of a class of `transformers`."""
     weights = model.state_dict()
-    parts = {}  # several of our parameters may be in one tensor
+    parts = defaultdict(list)  # several of our parameters may be in one tensor
     for name, file_name in file_names(model, architecture).items():
-        parts.setdefault(file_name, []).append(weights[name])
-    pack = ARCHITECTURES[architecture].pack
-    return {name: pack(name, tensors, model) for name, tensors in parts.items()}
+        parts[file_name].append(weights[name])
+    packed = {}
+    for name, tensors in parts.items():
+        packed[name] = ARCHITECTURES[architecture].pack(name, tensors, model)
+        assert packed[name].numel() == sum(tensor.numel() for tensor in tensors)
+    return packed
 
 
 def read_weights(folder: Path, model: Transformer, architecture: str) -> dict[str, Tensor]:
@@ -65,7 +70,9 @@ def read_weights(folder: Path, model: Transformer, architecture: str) -> dict[st
 
     # Old files of `transformers` hold the frequencies of RoPE, which are computed anew, and some of
     # tied models hold the head as a copy of the embedding (Qwen3-0.6B).
-    tensors = {name: tensors[name] for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+    for name in list(tensors):
+        if name.endswith("rotary_emb.inv_freq"):
+            del tensors[name]
     embedding = tensors.get("model.embed_tokens.weight")
     has_copy = model.head is None and embedding is not None and HEAD in tensors
     if has_copy and torch.equal(tensors[HEAD], embedding):
@@ -74,11 +81,13 @@ def read_weights(folder: Path, model: Transformer, architecture: str) -> dict[st
     different = []
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, file_name in file_names(model, architecture).items():
-        weights[name] = tensors.pop(file_name, None)
-        if weights[name] is None and name.endswith(ARCHITECTURES[architecture].zeros):
-            weights[name] = torch.zeros(shapes[name])
-        if weights[name] is None or weights[name].shape != shapes[name]:
+        weight = tensors.pop(file_name, None)
+        if weight is None and name.endswith(ARCHITECTURES[architecture].zeros):
+            weight = torch.zeros(shapes[name])
+        if weight is None or weight.shape != shapes[name]:
             different.append(file_name)
+        else:
+            weights[name] = weight
     different += tensors  # which the model lacks
     if different:
         raise IntegrityError(
