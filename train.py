@@ -78,8 +78,7 @@ def train(run: setup.Run) -> int:
             run.evaluator.sample(progress)
         if progress.is_due(settings.eval_every):
             run.evaluator.evaluate(progress)
-        exit_code = run.signals.requested(run.ranks)
-        if progress.is_finished or exit_code:
+        if progress.is_finished or run.signals.exit_code:
             break
 
         take_step(run)
@@ -89,14 +88,14 @@ def train(run: setup.Run) -> int:
         run.log.commit()
 
     # A signal asks to save what was trained and to end.
-    if exit_code:
+    if run.signals.exit_code:
         run.checkpointer.save(progress)
         run.log.close()
         say(
             f"step {progress.step} is saved in {run.run_dir}. "
             "To go on: the same overrides and resume=true"
         )
-        return exit_code
+        return run.signals.exit_code
     run.log.close()
     run.log.plot()
     say(f'done. Now try: python generate.py --run {run.run_dir} "PROMPT"')
@@ -110,6 +109,7 @@ def take_step(run: setup.Run) -> None:
     run.progress.step += 1
     run.log.advance(run.progress)
     run.signals.arm()  # from now on there is something to save
+    run.signals.requested(run.ranks)
 
 
 def report(run: setup.Run) -> None:

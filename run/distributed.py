@@ -36,11 +36,13 @@ class DistEnv:
 
     def all_reduce_max(self, number: int) -> int:
         """The maximum over all ranks, computed on the CPU, so that no GPU is synchronized."""
+        if self.world_size == 1:
+            return number
         return self.all_reduce(torch.tensor(number), dist.ReduceOp.MAX).item()
 
     def all_reduce_min(self, number: int) -> int:
         """The minimum over all ranks, computed on the CPU."""
-        return self.all_reduce(torch.tensor(number), dist.ReduceOp.MIN).item()
+        return -self.all_reduce_max(-number)
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
         """Reduce x over all ranks, in place, and return it."""

@@ -41,9 +41,9 @@ from run.signals import Signals
 from tests.run.forks import LONG as LONG
 from tests.run.forks import Forked
 from tools.compare import jobs
-from training import logger
-from training.budget import Clock
-from training.trainer import Trainer
+from train import take_step
+from training import logger, setup
+from training.clock import Clock
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -385,10 +385,10 @@ def drawn_run(command, tokenizer) -> Path:
 
 
 @pytest.fixture
-def trainer_of(tmp_path, story, prepared):
-    """Makes trainers on the story, each in a run folder of its own unless one is given."""
+def run_of(tmp_path, story, prepared):
+    """Builds runs on the story, each in a folder of its own unless one is given."""
 
-    def make(*overrides: str, run: str | None = None) -> Trainer:
+    def build(*overrides: str, folder: str | None = None) -> setup.Run:
         text = ("data=text", "data.path=story.txt", "data.vocab_size=400")
         words = [word for word in overrides if word != "resume=true"]
         # Composed once for all folders, whether they are begun or resumed.
@@ -400,19 +400,17 @@ def trainer_of(tmp_path, story, prepared):
         loader = Loader(
             corpus.train, context=64, batch_size=settings.batch_tokens // 64, seed=settings.seed
         )
-        folder = tmp_path / (run or f"run{len(list(tmp_path.iterdir()))}")
-        folder.mkdir(exist_ok=True)
+        run_dir = tmp_path / (folder or f"run{len(list(tmp_path.iterdir()))}")
+        run_dir.mkdir(exist_ok=True)
         ranks = DistEnv(0, 1, torch.device(settings.device))
-        trainer = Trainer(settings, corpus, loader, folder, ranks, Signals(), Clock(monotonic()))
-        if not [*folder.glob("checkpoints/*")]:
-            trainer.log.open({})
-        return trainer
+        clock = Clock(monotonic())
+        return setup.build_run(settings, corpus, loader, run_dir, ranks, Signals(), clock)
 
-    return make
+    return build
 
 
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+def weights(run: setup.Run) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in run.trainer.model.named_parameters()}
 
 
 class FirstBatch(Loader):
@@ -422,17 +420,17 @@ class FirstBatch(Loader):
         return super().__call__(0, rows)
 
 
-def learn_by_heart(trainer: Trainer, steps: int) -> list[float]:
+def learn_by_heart(run: setup.Run, steps: int) -> list[float]:
     """Nats per token at each step on one batch. They fall at every seed, in fp32 and in bf16."""
     sizes = {
-        "context": trainer.settings.context,
-        "batch_size": trainer.loader.batch_size,
-        "seed": trainer.loader.seed,
+        "context": run.settings.context,
+        "batch_size": run.trainer.loader.batch_size,
+        "seed": run.trainer.loader.seed,
     }
-    trainer.loader = FirstBatch(trainer.corpus.train, **sizes)
+    run.trainer.loader = FirstBatch(run.corpus.train, **sizes)
     losses = []
     for _ in range(steps):
-        trainer.loss_sum.zero_()
-        trainer.train_step()
-        losses.append(trainer.loss_sum[0].item() / trainer.settings.batch_tokens)
+        run.meter.loss_sum.zero_()
+        take_step(run)
+        losses.append(run.meter.loss_sum[0].item() / run.settings.batch_tokens)
     return losses

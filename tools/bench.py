@@ -16,22 +16,19 @@ compile=false leaves that out, but for the compiled competitor of decoding.
 import argparse
 import json
 import multiprocessing
-import os
 import signal
 import timeit
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
-from time import monotonic, perf_counter
+from time import perf_counter
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.corpus import Corpus
 from data.loader import Loader
 from inference import quantize
 from inference.engine import Engine
@@ -42,11 +39,12 @@ from run.distributed import DistEnv
 from run.instantiate import ROOT
 from run.progress import say, waiting
 from run.settings import Settings, compose
-from run.signals import Signals
 from tools.formats import hf_config
 from tools.latency import greedy, time_generation
-from training.budget import Clock
+from training.budget import planned_steps
+from training.memory import choose_micro_batch
 from training.setup import check_buildable
+from training.steps import Progress
 from training.trainer import Trainer
 
 NUM_TURNS = 8  # of each competitor, after one that compiles
@@ -207,16 +205,23 @@ def train_ours(settings: Settings, device: torch.device, precision: torch.dtype)
     tokens = random_tokens(settings, 100 * settings.context, torch.device("cpu"))
     shards = [tokens.flatten().numpy().astype(np.uint32)]
     batch_size = settings.sequences_per_process(1)
+    loader = Loader(shards, context=settings.context, batch_size=batch_size, seed=0)
+    is_long = compilation.is_long_run(planned_steps(settings, loader), settings.max_minutes)
     trainer = Trainer(
         settings,
-        Corpus(shards, shards[0], None, ""),
-        Loader(shards, context=settings.context, batch_size=batch_size, seed=0),
-        Path(os.devnull),
+        loader,
         DistEnv(0, 1, device),
-        Signals(),
-        Clock(monotonic()),
+        bos=None,
+        is_compiled=compilation.pick_compile(settings.compile, device, is_long),
     )
-    return time_steps(trainer.train_step, device)
+    micro_batch_size = choose_micro_batch(trainer, settings)
+    progress = Progress()
+
+    def train_step() -> None:
+        trainer.step(progress, micro_batch_size)
+        progress.step += 1
+
+    return time_steps(train_step, device)
 
 
 def train_transformers(settings: Settings, device: torch.device, precision: torch.dtype) -> Step:

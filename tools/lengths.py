@@ -10,6 +10,7 @@ from model.transformer import Transformer
 from run import checkpoint
 from run.distributed import DistEnv
 from run.progress import waiting
+from run.signals import Signals
 from tools.scoring import Row, total_nats
 from training.evaluation import evaluate
 from training.loss import LanguageModelLoss
@@ -90,6 +91,6 @@ def evaluate_corpus(model: Transformer, corpus: Corpus, settings: dict) -> dict:
             batch_size,
             torch.float32,
             DistEnv(0, 1, model.embed.weight.device),
-            stop=lambda: 0,
+            Signals(),
             with_gradients=False,
         )

@@ -3,12 +3,14 @@
 import math
 
 import torch
+from torch import nn
 
 from data.corpus import Corpus
 from data.loader import IGNORE_INDEX
 from data.slices import NUM_BINS
 from inference.text import stream_text
 from run import hardware
+from run.distributed import DistEnv
 from run.progress import say, waiting
 from run.settings import Settings
 from run.signals import Signals
@@ -36,6 +38,54 @@ def count_eval_tokens(settings: Settings, corpus: Corpus, steps: float) -> int:
         trained_tokens = min(settings.eval_every, steps) * settings.batch_tokens
         eval_tokens = max(MIN_EVAL_TOKENS, int(EVALUATED_FRACTION * trained_tokens))
     return min(eval_tokens, corpus.validation_tokens(settings.context))
+
+
+def evaluate(
+    loss_module: nn.Module,
+    corpus: Corpus,
+    num_tokens: int,
+    context: int,
+    batch_size: int,
+    precision: torch.dtype,
+    ranks: DistEnv,
+    signals: Signals,
+    *,
+    with_gradients: bool,
+) -> dict | None:
+    """Evaluate on held-out tokens -> the metrics of the corpus, such as `val_loss`.
+
+    The first `num_tokens` tokens are read in windows of `context` tokens that do not overlap,
+    `batch_size` of them at a time. Returns None if a signal asks the run to end. With gradients,
+    the graph that was compiled for training runs, instead of one without gradients that would have
+    to be compiled; the gradients are discarded.
+    """
+    loss_module.eval()
+    batches = list(corpus.evaluation(num_tokens, context, batch_size))
+    scores = []
+    cells = []
+    for start in range(0, len(batches), ranks.world_size):
+        # Ranks compute together: one without a batch of its own repeats the last, without targets.
+        number = start + ranks.rank
+        inputs, targets, batch_cells, *positions = batches[min(number, len(batches) - 1)]
+        if number >= len(batches):
+            targets = torch.full_like(targets, IGNORE_INDEX)
+        batch = hardware.to_device(ranks.device, inputs, targets, *positions)
+        with hardware.autocast(ranks.device, precision), torch.set_grad_enabled(with_gradients):
+            _, metrics = loss_module(*batch)
+        scores.append(torch.stack([metrics[name] for name in SCORES]))
+        cells.append(batch_cells.flatten())
+        if signals.requested(ranks):
+            loss_module.train()
+            return None
+    loss_module.train()
+
+    # Sum nats, correct predictions and targets by cell, in fp64. The host waits for the device
+    # once, here, and not for each batch.
+    values = torch.cat(scores, dim=1).cpu().double()
+    totals = torch.zeros(len(SCORES), corpus.num_classes * NUM_BINS, dtype=torch.float64)
+    totals.index_add_(1, torch.cat(cells), values)
+    totals = ranks.all_reduce(totals).view(len(SCORES), -1, NUM_BINS)
+    return corpus_metrics(corpus, totals.numpy(), num_tokens)
 
 
 class Evaluator:
@@ -79,7 +129,17 @@ class Evaluator:
         )
         message = f"evaluating on {eval_tokens:,} held-out tokens (less often: eval_every)"
         with self.clock.pause(), waiting(message):
-            metrics = self.score(eval_tokens, with_gradients=with_gradients)
+            metrics = evaluate(
+                self.trainer.loss_module,
+                self.corpus,
+                eval_tokens,
+                self.settings.context,
+                self.batch_size,
+                self.trainer.precision,
+                self.ranks,
+                self.signals,
+                with_gradients=with_gradients,
+            )
         if metrics is None:
             return
         if not math.isfinite(metrics["val_loss"]):
@@ -91,47 +151,6 @@ class Evaluator:
             if isinstance(value, float):
                 numbers.append(f"{name} {value:.4f}")
         say(f"step {progress.step}  held out: {', '.join(numbers)}")
-
-    def score(self, num_tokens: int, *, with_gradients: bool) -> dict | None:
-        """Return the metrics of the corpus, such as `val_loss`, or None if a signal came.
-
-        The first `num_tokens` held-out tokens are read in windows that do not overlap. With
-        gradients, the graph that was compiled for training runs, and gradients are discarded.
-        """
-        loss_module = self.trainer.loss_module
-        device = self.ranks.device
-        batches = list(self.corpus.evaluation(num_tokens, self.settings.context, self.batch_size))
-        scores = []
-        cells = []
-        loss_module.eval()
-        for start in range(0, len(batches), self.ranks.world_size):
-            # Ranks compute together: one without a batch of its own repeats the last, without
-            # targets.
-            number = start + self.ranks.rank
-            inputs, targets, batch_cells, *positions = batches[min(number, len(batches) - 1)]
-            if number >= len(batches):
-                targets = torch.full_like(targets, IGNORE_INDEX)
-            batch = hardware.to_device(device, inputs, targets, *positions)
-            with (
-                hardware.autocast(device, self.trainer.precision),
-                torch.set_grad_enabled(with_gradients),
-            ):
-                _, metrics = loss_module(*batch)
-            scores.append(torch.stack([metrics[name] for name in SCORES]))
-            cells.append(batch_cells.flatten())
-            if self.signals.requested(self.ranks):
-                break
-        loss_module.train()
-        if self.signals.exit_code:
-            return None
-
-        # Sum nats, correct predictions and targets by cell, in fp64. The host waits for the device
-        # once, here, and not for each batch.
-        values = torch.cat(scores, dim=1).cpu().double()
-        totals = torch.zeros(len(SCORES), self.corpus.num_classes * NUM_BINS, dtype=torch.float64)
-        totals.index_add_(1, torch.cat(cells), values)
-        totals = self.ranks.all_reduce(totals).view(len(SCORES), -1, NUM_BINS)
-        return corpus_metrics(self.corpus, totals.numpy(), num_tokens)
 
     def sample(self, progress: Progress) -> None:
         """Write a sample of text to samples.txt, and show it."""
@@ -176,7 +195,7 @@ class Evaluator:
         return text
 
 
-def gather_once(model: torch.nn.Module) -> None:
+def gather_once(model: nn.Module) -> None:
     """Let FSDP allocate the buffers of its first all-gather, which it keeps.
 
     If inference mode, in which text is generated, allocated them, training could not write to them.

@@ -10,6 +10,7 @@ import torch
 from data.slices import NUM_BINS, bin_name, text_cells
 from tests.tools.test_evaluate import nats_by_token
 from tests.training.test_train_command import metrics
+from train import take_step
 from training.metrics import slice_means
 
 
@@ -42,14 +43,14 @@ def test_slices_without_targets_are_left_out():
     }
 
 
-def test_slices_of_a_run_add_up_to_its_loss_and_are_those_of_the_logits(trainer_of):
-    trainer = trainer_of()
-    tokens = trainer.corpus.validation
-    trainer.train_step()
-    trainer.evaluate()
-    line = metrics(trainer.run_dir)[-1]
+def test_slices_of_a_run_add_up_to_its_loss_and_are_those_of_the_logits(run_of):
+    run = run_of()
+    tokens = run.corpus.validation
+    take_step(run)
+    run.evaluator.evaluate(run.progress)
+    line = metrics(run.run_dir)[-1]
     slices = line["slices"]
-    nats = nats_by_token(trainer.model, tokens.tolist())
+    nats = nats_by_token(run.trainer.model, tokens.tolist())
     assert line["val_loss"] == pytest.approx(np.mean(nats), abs=1e-6)
     # From all logits.
     losses = defaultdict(list)

@@ -31,9 +31,8 @@ from run.settings import Settings
 from run.signals import Signals
 from tests.conftest import LONG, TINY, settings_of
 from train import train
-from training import logger
-from training.budget import Clock
-from training.trainer import Trainer
+from training import logger, setup
+from training.clock import Clock
 
 tqdm.set_lock(
     RLock()
@@ -83,11 +82,11 @@ class Job:
             picture,
             Signals() as signals,
             errors.report_errors(),
-            folder.open_run_dir(settings, ranks) as run,
+            folder.open_run_dir(settings, ranks) as run_dir,
         ):
             clock = Clock(monotonic())
-            trainer = Trainer(settings, self.corpus, loader, run, ranks, signals, clock)
-            return train(trainer)
+            run = setup.build_run(settings, self.corpus, loader, run_dir, ranks, signals, clock)
+            return train(run)
 
     def fresh(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)

@@ -46,15 +46,15 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
     ),
     "the older checkpoint": ("run/checkpoint.py", "NUM_KEPT = 2", "NUM_KEPT = 1", "signals.py"),
     "the optimizer": (
-        "training/resume.py",
+        "training/checkpointer.py",
         "load_optimizer_state(trainer.model",
         "(lambda *_: 0)(trainer",
         "resume.py",
     ),
     "the place in the data": (
         "training/trainer.py",
-        "self.loader(self.step, ",
-        "self.loader(self.step - self.first_step, ",
+        "losses = self.compute_gradients(progress.step, micro_batch_size)",
+        "losses = self.compute_gradients(progress.step - progress.first_step, micro_batch_size)",
         "resume.py",
     ),
     "the draw of a step": (
@@ -64,17 +64,12 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
         "resume.py",
     ),
     "what is finite": (
-        "training/trainer.py",
+        "training/meter.py",
         "is_finite = self.is_finite & self.loss_sum.isfinite().all()",
         "is_finite = True",
         "resume.py -k diverged",
     ),
-    "signals": (
-        "training/trainer.py",
-        "self.signals.is_armed = True",
-        "pass",
-        "signals.py -k saves_and_ends",
-    ),
+    "signals": ("train.py", "run.signals.arm()", "pass", "signals.py -k saves_and_ends"),
     "the log's length": (
         "training/logger.py",
         "file.truncate(self.sizes[name])",

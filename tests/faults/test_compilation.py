@@ -13,6 +13,7 @@ import torch
 
 from run import compilation
 from tests.conftest import LONG, ROOT, TINY, weights
+from train import take_step
 
 COMPILING = """
 import sys
@@ -41,6 +42,7 @@ CACHE = """
 import os
 import torch
 from run import compilation
+from train import take_step
 from torch import _dynamo
 print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 """
@@ -146,24 +148,24 @@ def broken_compiler(tmp_path, monkeypatch):
 
 
 @compiles
-def test_training_goes_on_without_a_compilation_that_fails(trainer_of, broken_compiler, capfd):
-    eager, trainer = trainer_of(), trainer_of("compile=auto")
-    trainer.is_compiled = True
+def test_training_goes_on_without_a_compilation_that_fails(run_of, broken_compiler, capfd):
+    eager, run = run_of(), run_of("compile=auto")
+    run.trainer.is_compiled = True
     for _ in range(3):
-        eager.train_step()
-        trainer.train_step()
+        take_step(eager)
+        take_step(run)
     told = capfd.readouterr().err
     assert told.count("warning: compilation failed") == 2 and "out of order" in told
-    assert not trainer.is_compiled
+    assert not run.trainer.is_compiled
     for name, weight in weights(eager).items():
-        assert torch.equal(weight, weights(trainer)[name])
+        assert torch.equal(weight, weights(run)[name])
 
 
 @compiles
-def test_a_compilation_that_was_asked_for_and_fails_is_one_line(trainer_of, broken_compiler, capfd):
-    trainer = trainer_of("compile=true")
+def test_a_compilation_that_was_asked_for_and_fails_is_one_line(run_of, broken_compiler, capfd):
+    run = run_of("compile=true")
     with pytest.raises(SystemExit) as end:
-        trainer.train_step()
+        take_step(run)
     told = capfd.readouterr().err
     assert end.value.code == 2
     assert "error: compilation failed (" in told and told.count("fix: ") == 1

@@ -16,7 +16,7 @@ from run import checkpoint
 from run.signals import Signals
 from tests.conftest import LONG, ROOT, TINY, tree_of
 from tests.faults.harness import forked
-from training import optimizers, resume, trainer
+from training import budget, checkpointer, evaluation, optimizers, setup, trainer
 from training.budget import TimeBudget
 
 
@@ -61,24 +61,24 @@ def test_a_run_cut_after_every_step_is_the_whole_run(job, precision, words, monk
     assert job.curve() == expected
 
 
-@pytest.mark.parametrize("broken", ["optimizer", "reported_step", "log_state", "reseeded"])
+@pytest.mark.parametrize("broken", ["optimizer", "reported_step", "log", "reseeded"])
 def test_the_cut_run_sees_what_is_not_restored(job, whole, broken):
     def forget() -> None:
         one_step_only()
-        begin = trainer.Trainer.restore_or_start
+        restore = checkpointer.Checkpointer.restore
 
-        def begin_without(self, start):
-            begin(self, start)
+        def restore_without(self, saved, progress):
+            restore(self, saved, progress)
             if broken == "reported_step":
-                self.reported_step = self.step
-            if broken == "log_state":
+                self.meter.reported_step = progress.step
+            if broken == "log":
                 self.log.open({})
             if broken == "reseeded":
-                self.loader.seed += self.step
+                self.trainer.loader.seed += progress.step
 
-        trainer.Trainer.restore_or_start = begin_without
+        checkpointer.Checkpointer.restore = restore_without
         if broken == "optimizer":
-            resume.load_optimizer_state = lambda *_: None
+            checkpointer.load_optimizer_state = lambda *_: None
 
     job.fresh()
     for _ in range(4):
@@ -91,11 +91,11 @@ def killed_in_step(number: int) -> None:
     """SIGKILL once the gradients of this step are there."""
     compute = trainer.Trainer.compute_gradients
 
-    def kill(self):
-        loss_sum = compute(self)
-        if self.step + 1 == number:
+    def kill(self, step, micro_batch_size):
+        losses = compute(self, step, micro_batch_size)
+        if step + 1 == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        return loss_sum
+        return losses
 
     trainer.Trainer.compute_gradients = kill
 
@@ -117,12 +117,12 @@ def spoiled_in_step(number: int) -> None:
     """A loss that is not a number."""
     accumulate = trainer.Trainer.accumulate
 
-    def spoil(self, rows, *, is_last):
-        loss_sum = accumulate(self, rows, is_last=is_last)
-        if self.step + 1 == number:
-            loss_sum.fill_(float("nan"))
+    def spoil(self, step, rows, *, is_last):
+        losses = accumulate(self, step, rows, is_last=is_last)
+        if step + 1 == number:
+            losses.fill_(float("nan"))
             next(self.model.parameters()).grad.fill_(float("nan"))
-        return loss_sum
+        return losses
 
     trainer.Trainer.accumulate = spoil
 
@@ -150,7 +150,7 @@ def test_a_run_that_diverged_goes_on_from_its_last_save(job, optimizer, monkeypa
 
 
 def test_fitted_steps_stay_though_both_bounds_are_given(job, monkeypatch):
-    monkeypatch.setattr(trainer, "EVALUATION_COST", 0.0)
+    monkeypatch.setattr(budget, "EVALUATION_COST", 0.0)
     monkeypatch.setattr(TimeBudget, "count_steps", lambda self: 3)
     job.fresh()
     assert forked(job.with_words("steps=100", "max_minutes=1"), one_step_only) == 75
@@ -164,19 +164,22 @@ def compiled_to_other_bits() -> None:
 
     def compile(self):
         self.loss_module.register_forward_hook(
-            lambda _, tokens, results: tuple(1.001 * result for result in results)
+            lambda _, batch, results: (
+                1.001 * results[0],
+                {name: 1.001 * values for name, values in results[1].items()},
+            )
         )
 
     trainer.Trainer.compile = compile
 
 
 def test_a_cut_run_goes_on_compiled_as_its_first_process_was(job, monkeypatch):
-    monkeypatch.setattr(trainer.compilation, "missing_for_compilation", lambda device: None)
+    monkeypatch.setattr(setup.compilation, "missing_for_compilation", lambda device: None)
     words = ("compile=auto", "steps=6", "eval_every=3")
     curves = []
     for is_long in (True, False):
         is_long_run = lambda steps, minutes, is_long=is_long: is_long  # noqa: E731
-        monkeypatch.setattr(trainer.compilation, "is_long_run", is_long_run)
+        monkeypatch.setattr(setup.compilation, "is_long_run", is_long_run)
         job.fresh()
         assert forked(job.with_words(*words), compiled_to_other_bits) == 0
         curves.append(job.curve())
@@ -184,7 +187,7 @@ def test_a_cut_run_goes_on_compiled_as_its_first_process_was(job, monkeypatch):
         assert forked(job.with_words(*words), compiled_to_other_bits, one_step_only) == 75
         # What the rule would say of the later processes does not matter.
         monkeypatch.setattr(
-            trainer.compilation, "is_long_run", lambda *_, is_long=is_long: not is_long
+            setup.compilation, "is_long_run", lambda *_, is_long=is_long: not is_long
         )
         assert forked(job.with_words(*words), compiled_to_other_bits, one_step_only) == 75
         assert forked(job.with_words(*words), compiled_to_other_bits) == 0
@@ -192,20 +195,20 @@ def test_a_cut_run_goes_on_compiled_as_its_first_process_was(job, monkeypatch):
     assert curves[0] != curves[1]
 
 
-@pytest.mark.parametrize("cut", ["generate_text", "evaluate"])
+@pytest.mark.parametrize("cut", ["stream_text", "evaluate"])
 def test_a_run_killed_after_its_last_save_only_samples_and_evaluates(job, whole, cut):
     def killed_at_the_end() -> None:
-        function = getattr(trainer, cut)
+        function = getattr(evaluation, cut)
 
         def kill(*arguments, **options):
             if (job.root / "run" / "checkpoints" / "step-00000004").exists():
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*arguments, **options)
 
-        setattr(trainer, cut, kill)
+        setattr(evaluation, cut, kill)
 
     def without_steps() -> None:
-        trainer.Trainer.train_step = None
+        trainer.Trainer.step = None
 
     job.fresh()
     assert forked(job, killed_at_the_end) == -signal.SIGKILL
@@ -263,15 +266,15 @@ def test_what_may_change_is_said_and_what_may_not_is_refused(key):
     now = THEN | {key: (FIXED | FREE)[key]}
     if key in FIXED:
         with pytest.raises(ValueError, match=rf"{key}[.a-z]* \(then .*, now .*\)\. fix: "):
-            resume.check_resumed(THEN, now, Path("step-00000001"))
+            checkpointer.check_resumed(THEN, now, Path("step-00000001"))
     else:
-        assert f"changed since step-00000001: {key}" in resume.check_resumed(
+        assert f"changed since step-00000001: {key}" in checkpointer.check_resumed(
             THEN, now, Path("step-00000001")
         )
 
 
 def test_another_machine_is_said():
-    said = resume.check_resumed(
+    said = checkpointer.check_resumed(
         THEN, THEN | {"machine": {"threads": 2}, "resume": True}, Path("step-00000001")
     )
     assert said == "changed since step-00000001: machine.threads (then 1, now 2)"

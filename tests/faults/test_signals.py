@@ -17,7 +17,7 @@ from run.signals import Signals
 from tests.conftest import LONG, ROOT, TINY
 from tests.faults.harness import finish, forked, source, start, wait_for
 from tests.run.forks import ranks
-from training import trainer
+from training import evaluation, trainer
 
 CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 
@@ -42,9 +42,9 @@ def sending(number: int, where: tuple[object, str], call: int, again: bool = Fal
 
 PLACES = {
     "step": ((trainer.Trainer, "accumulate"), 3, "step-00000003"),
-    "evaluation": ((trainer, "evaluate"), 1, "step-00000002"),
-    "last evaluation": ((trainer, "evaluate"), 2, "step-00000004"),
-    "sample": ((trainer, "generate_text"), 1, "step-00000002"),
+    "evaluation": ((evaluation, "evaluate"), 1, "step-00000002"),
+    "last evaluation": ((evaluation, "evaluate"), 2, "step-00000004"),
+    "sample": ((evaluation, "stream_text"), 1, "step-00000002"),
     "save": ((checkpoint, "save"), 1, "step-00000002"),
     "save before a sample": ((checkpoint, "save"), 2, "step-00000002"),
     "last save": ((checkpoint, "save"), 4, "step-00000004"),

@@ -30,7 +30,9 @@ from run.signals import Signals
 from tests import conftest
 from tests.conftest import TINY, VARIANTS, every_kind, settings_of, shortest, shrink, tree_of
 from tests.gpu.fake_cuda import FakeGPU, fake_cuda
-from training.budget import Clock
+from train import report, take_step
+from training import setup
+from training.clock import Clock
 from training.trainer import Trainer
 
 CUDA = torch.device("cuda")
@@ -58,12 +60,12 @@ EXTRAS = (
 
 # Functions that multiply in fp32 in any precision: their states accumulate over all tokens.
 FP32_FUNCTIONS = {"recurrence", "decayed_products"}
-FP32_FUNCTIONS |= {"BlockAttention.attend", "sum_blocks"}  # means of keys
+FP32_FUNCTIONS |= {"BlockAttention.choose_blocks", "sum_blocks"}  # means of keys
 
 # GradScaler has its scale on the device, and skips a step on the host, for each optimizer.
-FP16_STEP_WAITS = {"Trainer.train_step": 2}
+FP16_STEP_WAITS = {"Trainer.step": 2}
 # A line of metrics has the loss and the norm of the gradient, if no step was bad.
-METRICS_WAITS = {"Trainer.check_finite": 1, "Trainer.report": 2}
+METRICS_WAITS = {"Meter.check_finite": 1, "Meter.report": 2}
 EVALUATION_WAITS = {"evaluate": 1}
 TOKEN_WAITS = {"Engine.generate": 1}  # the copy of a token that was drawn
 # Ragged prompts for two rows.
@@ -96,10 +98,10 @@ def gpu():
 
 
 @pytest.fixture
-def trainer_of(gpu, tokenizer, tmp_path):
-    """Makes trainers for the GPU, all in one run folder."""
+def run_of(gpu, tokenizer, tmp_path):
+    """Builds runs for the GPU, all in one run folder."""
 
-    def make(precision: str, *overrides: str) -> Trainer:
+    def build(precision: str, *overrides: str) -> setup.Run:
         sizes = (
             "context=8",
             "batch_tokens=64",
@@ -116,11 +118,9 @@ def trainer_of(gpu, tokenizer, tmp_path):
         loader = Loader(text, context=8, batch_size=8, seed=0)
         ranks = DistEnv(0, 1, CUDA)
         clock = Clock(monotonic())
-        trainer = Trainer(settings, corpus, loader, tmp_path, ranks, Signals(), clock)
-        trainer.restore_or_start(None)
-        return trainer
+        return setup.build_run(settings, corpus, loader, tmp_path, ranks, Signals(), clock)
 
-    return make
+    return build
 
 
 def check(gpu: FakeGPU, waits: dict[str, int], dtype: torch.dtype) -> None:
@@ -132,15 +132,15 @@ def check(gpu: FakeGPU, waits: dict[str, int], dtype: torch.dtype) -> None:
     gpu.reset()
 
 
-def check_step(gpu: FakeGPU, trainer: Trainer) -> None:
+def check_step(gpu: FakeGPU, run: setup.Run) -> None:
     gpu.reset()
-    trainer.train_step()
+    take_step(run)
     waits = Counter()
-    if trainer.precision == torch.float16:
+    if run.trainer.precision == torch.float16:
         waits.update(FP16_STEP_WAITS)
-    check(gpu, waits, trainer.precision)
-    trainer.report()
-    check(gpu, METRICS_WAITS, trainer.precision)
+    check(gpu, waits, run.trainer.precision)
+    report(run)
+    check(gpu, METRICS_WAITS, run.trainer.precision)
 
 
 WAITING = {
@@ -177,29 +177,29 @@ STEPS = [*cases(VARIANTS), *cases(EXTRAS), *cases(WAYS, "fp16"), *cases(WAYS, "f
 
 
 @pytest.mark.parametrize("precision, overrides", STEPS)
-def test_a_step_waits_only_where_it_must(gpu, trainer_of, precision, overrides):
-    trainer = trainer_of(precision, *overrides)
-    check_step(gpu, trainer)
-    trainer.evaluate()
-    check(gpu, EVALUATION_WAITS, trainer.precision)
+def test_a_step_waits_only_where_it_must(gpu, run_of, precision, overrides):
+    run = run_of(precision, *overrides)
+    check_step(gpu, run)
+    run.evaluator.evaluate(run.progress)
+    check(gpu, EVALUATION_WAITS, run.trainer.precision)
 
 
 @pytest.mark.parametrize("precision, overrides", cases(WAYS))
-def test_a_run_is_saved_sampled_and_resumed(gpu, trainer_of, precision, overrides):
-    saved = trainer_of(precision, *overrides)
-    saved.train_step()
-    saved.save()
+def test_a_run_is_saved_sampled_and_resumed(gpu, run_of, precision, overrides):
+    saved = run_of(precision, *overrides)
+    take_step(saved)
+    saved.checkpointer.save(saved.progress)
 
     gpu.reset()
-    saved.sample()
+    saved.evaluator.sample(saved.progress)
     num_tokens = saved.settings.context - 1
     waits = {name: num * num_tokens for name, num in TOKEN_WAITS.items()}
     check(gpu, waits, torch.float32)  # it is computed in fp32
 
-    resumed = trainer_of(precision, *overrides, "resume=true")
-    assert resumed.step == 1
-    assert {p.device.type for p in resumed.model.parameters()} == {"cuda"}
-    resumed.train_step()
+    resumed = run_of(precision, *overrides, "resume=true")
+    assert resumed.progress.step == 1
+    assert {p.device.type for p in resumed.trainer.model.parameters()} == {"cuda"}
+    take_step(resumed)
 
 
 def decoding_model(variant: str, dtype: torch.dtype, *, int8: bool = False) -> Transformer:
@@ -281,9 +281,9 @@ def graphs(monkeypatch):
     torch._dynamo.reset()
 
 
-def check_compiled_training(trainer: Trainer, graphs: list) -> None:
-    trainer.is_compiled = True
-    trainer.train_step()  # of two micro-batches
+def check_compiled_training(run: setup.Run, graphs: list) -> None:
+    run.trainer.is_compiled = True
+    take_step(run)  # of two micro-batches
     assert len(graphs) == 1, "the graphs of a training step"
 
 
@@ -301,11 +301,11 @@ def check_compiled_decoding(variant: str, graphs: list) -> None:
 @pytest.mark.parametrize(
     "variant", ["gqa model.depth=1", "sink model.depth=1 document_mask=true", "gdn"]
 )
-def test_training_evaluation_and_decoding_are_a_graph_each(gpu, trainer_of, graphs, variant):
-    trainer = trainer_of("bf16", *f"attention={variant}".split())
-    check_compiled_training(trainer, graphs)
-    trainer.evaluate()  # without gradients, so by a graph of its own
-    trainer.train_step()
+def test_training_evaluation_and_decoding_are_a_graph_each(gpu, run_of, graphs, variant):
+    run = run_of("bf16", *f"attention={variant}".split())
+    check_compiled_training(run, graphs)
+    run.evaluator.evaluate(run.progress)  # without gradients, so by a graph of its own
+    take_step(run)
     assert len(graphs) == 2, "the graphs of a training step and an evaluation"
     graphs.clear()
     check_compiled_decoding(variant.removesuffix(" document_mask=true"), graphs)
@@ -328,7 +328,7 @@ EMBED = "x = self.embed(tokens)"
 # A function, a line of it, and what it is replaced with; then what is checked, and what that says.
 FAULTS = {
     "a hidden .item()": (
-        (Trainer.accumulate, "loss_sum.detach()", "loss_sum * loss_sum.item()"),
+        (Trainer.accumulate, "torch.stack(sums)", "torch.stack(sums) * sums[0].item()"),
         ("training", "the host waits"),
     ),
     "a hidden .item() in decoding": (
@@ -355,12 +355,12 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(gpu, trainer_of, graphs, monkeypatch, fault):
+def test_a_fault_is_found(gpu, run_of, graphs, monkeypatch, fault):
     replacement, (path, message) = FAULTS[fault]
     checks = {
-        "training": lambda: check_step(gpu, trainer_of("bf16")),
+        "training": lambda: check_step(gpu, run_of("bf16")),
         "decoding": lambda: check_decoding(gpu, "gqa", "cached"),
-        "compiled training": lambda: check_compiled_training(trainer_of("bf16"), graphs),
+        "compiled training": lambda: check_compiled_training(run_of("bf16"), graphs),
     }
     replace_line(monkeypatch, *replacement)
     with pytest.raises((AssertionError, RuntimeError), match=message):

@@ -12,16 +12,12 @@ keep an fp32 tensor more than the fused kernel of a GPU.
 """
 
 import sys
-import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from time import monotonic
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -35,10 +31,9 @@ from torch.utils._pytree import tree_leaves
 
 from data.loader import Loader
 from run.distributed import DistEnv
-from run.signals import Signals
 from tests.conftest import settings_of
 from tests.gpu.fake_cuda import fake_cuda
-from training.budget import Clock
+from training.steps import Progress
 from training.trainer import Trainer
 
 MICRO_BATCHES = 2  # of a rank in a step: when the last forward begins, gradients are there
@@ -213,10 +208,9 @@ def simulate(*overrides: str, gpus: int) -> Step:
     settings.model["vocab_size"] = settings.data["vocab_size"]
     text = [np.zeros(context * (batch_size + 2), np.uint16)]
     loader = Loader(text, context=context, batch_size=batch_size, seed=0)
-    corpus = SimpleNamespace(train=text, tokenizer=SimpleNamespace(bos=1))
+    bos = 1 if settings.document_mask else None
 
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
         device = torch.device("cpu")
         if gpus > 1:
             stack.enter_context(process_group(gpus))
@@ -226,23 +220,16 @@ def simulate(*overrides: str, gpus: int) -> Step:
             # Initial values are drawn on the CPU, for minutes.
             stack.enter_context(patch("training.parallel.initialize", lambda *args: None))
         monitor = stack.enter_context(RankMonitor(gpus, device))
-        trainer = Trainer(
-            settings,
-            corpus,
-            loader,
-            Path(folder),
-            DistEnv(0, gpus, device),
-            Signals(),
-            Clock(monotonic()),
-        )
+        trainer = Trainer(settings, loader, DistEnv(0, gpus, device), bos=bos, is_compiled=False)
         if trainer.parallel is not trainer.loss_module:
             trainer.parallel.register_comm_hook(None, all_reduce)
         # The first step makes the optimizer's state, the second DDP's final buckets.
-        trainer.train_step()
-        trainer.train_step()
+        progress = Progress()
+        trainer.step(progress, settings.micro_batch)
+        trainer.step(progress, settings.micro_batch)
         monitor.reset()
         held_bytes = monitor.live_bytes
-        trainer.train_step()
+        trainer.step(progress, settings.micro_batch)
     return Step(held_bytes, monitor.peak_bytes, monitor.calls, monitor.sent_bytes)
 
 

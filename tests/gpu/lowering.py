@@ -320,8 +320,8 @@ def lower_training(settings: Settings, gpu: GPU, precision: torch.dtype) -> Lowe
             for is_training in (False, True):
                 loss_module.train(is_training)
                 with hardware.autocast(inputs.device, precision):
-                    nats, _ = loss_module(inputs, targets)
-            nats.backward()
+                    objective, _ = loss_module(inputs, targets)
+            objective.backward()
         lowering.tensors = dict(loss_module.named_parameters()) | dict(loss_module.named_buffers())
         lowering.tensors |= {"inputs": inputs, "targets": targets}
     return lowering

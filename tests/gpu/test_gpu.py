@@ -21,6 +21,7 @@ from run import hardware
 from run.instantiate import instantiate
 from tests import conftest
 from tests.conftest import EXTRAS, TINY, VARIANTS, tree_of
+from train import take_step
 from training.loss import LanguageModelLoss
 
 CPU = torch.device("cpu")
@@ -75,8 +76,8 @@ def gradients(
         torch._dynamo.config.trace_autograd_ops = True
         module.compile(dynamic=False, fullgraph=True, backend=BACKEND)
     with hardware.autocast(device, precision):
-        loss, _ = module(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    (loss / tokens.numel()).backward()
+        objective, _ = module(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    (objective / tokens.numel()).backward()
     return {name: p.grad.double().cpu() for name, p in model.named_parameters()}
 
 
@@ -177,34 +178,32 @@ def test_a_run_learns_and_generates(command, story, variant, overrides):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_no_step_waits_for_the_device(trainer_of, optimizer):
-    trainer = trainer_of(f"device={DEVICE}", f"optimizer={optimizer}", "micro_batch=4")
-    trainer.train_step()
+def test_no_step_waits_for_the_device(run_of, optimizer):
+    run = run_of(f"device={DEVICE}", f"optimizer={optimizer}", "micro_batch=4")
+    take_step(run)
     set_sync_debug_mode = torch.cuda.set_sync_debug_mode if IS_GPU else str
     set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            trainer.train_step()
+            take_step(run)
     finally:
         set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_resumed_run_goes_on_to_the_bit(trainer_of, monkeypatch, optimizer):
+def test_a_resumed_run_goes_on_to_the_bit(run_of, monkeypatch, optimizer):
     words = (f"device={DEVICE}", f"optimizer={optimizer}", "micro_batch=4")
     with conftest.poisoned_memory():  # which makes torch deterministic
-        whole = trainer_of(*words, run="whole")
-        whole.restore_or_start(None)
+        whole = run_of(*words, folder="whole")
         for step in range(6):
-            whole.train_step()
+            take_step(whole)
             if step == 2:
-                whole.save()
+                whole.checkpointer.save(whole.progress)
         # The checkpoint of step 3 is the only one.
-        again = trainer_of(*words, "resume=true", run="whole")
-        again.restore_or_start(None)
-        assert again.step == 3
+        again = run_of(*words, "resume=true", folder="whole")
+        assert again.progress.step == 3
         for _ in range(3):
-            again.train_step()
+            take_step(again)
     torch.testing.assert_close(conftest.weights(again), conftest.weights(whole), rtol=0, atol=0)
 
 

@@ -29,6 +29,7 @@ from tests.conftest import (
     continued,
     poisoned_memory,
 )
+from train import take_step
 
 
 def compiled_cases() -> list[tuple[str, str]]:
@@ -228,18 +229,18 @@ def test_training_has_no_graph_break(model, backend):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_trained_variant_decodes_from_its_checkpoint(trainer_of, variant):
+def test_a_trained_variant_decodes_from_its_checkpoint(run_of, variant):
     with poisoned_memory():
-        trainer = trainer_of(f"attention={variant}", "batch_tokens=256", "micro_batch=4")
+        run = run_of(f"attention={variant}", "batch_tokens=256", "micro_batch=4")
     for _ in range(3):
-        trainer.train_step()
-    trainer.save()
+        take_step(run)
+    run.checkpointer.save(run.progress)
     with poisoned_memory():
-        loaded = load_model(checkpoint.newest_checkpoint(trainer.run_dir), "cpu")
-    tokens, _ = trainer.loader(3)
-    trainer.model.eval()
+        loaded = load_model(checkpoint.newest_checkpoint(run.run_dir), "cpu")
+    tokens, _ = run.trainer.loader(3)
+    run.trainer.model.eval()
     with torch.no_grad():
-        trained = trainer.model(tokens)
+        trained = run.trainer.model(tokens)
         close(loaded(tokens), trained, rtol=0, atol=0)
         cache = loaded.new_cache(len(tokens), tokens.shape[1], torch.float32, "cpu")
         cached = [loaded(chunk, cache) for chunk in tokens.split([31, 1, 1, 31], dim=1)]

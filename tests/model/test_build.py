@@ -12,6 +12,7 @@ from run import checkpoint
 from run import instantiate as instantiation
 from run.instantiate import instantiate
 from tests.conftest import VARIANTS, close, drawn, poisoned_memory, tree_of
+from train import take_step
 
 SPEC = LayerSpec(dim=64, heads=4, context=64, layer=0, depth=2, norm_eps=1e-6)
 
@@ -133,26 +134,25 @@ def buffered_tree(monkeypatch) -> dict:
     return tree_of("gqa", f"attention._target_={target}")
 
 
-def test_buffers_train_and_resume_with_their_values(buffered_tree, trainer_of):
+def test_buffers_train_and_resume_with_their_values(buffered_tree, run_of):
     target = buffered_tree["attention"]["_target_"]
     overrides = (f"attention._target_={target}", "batch_tokens=256", "save_every=3")
     with poisoned_memory():
-        trainer = trainer_of(*overrides, run="run")
-    attention = trainer.model.blocks[1].attention
+        run = run_of(*overrides, folder="run")
+    attention = run.trainer.model.blocks[1].attention
     close(attention.gain, torch.linspace(0.5, 2.0, 4))
 
     # As by what is counted or averaged in training.
     for _ in range(3):
-        trainer.train_step()
+        take_step(run)
     attention.gain.mul_(1.5)
     attention.is_even.logical_not_()
-    trainer.save()
+    run.checkpointer.save(run.progress)
     with poisoned_memory():
-        loaded = load_model(checkpoint.newest_checkpoint(trainer.run_dir), "cpu")
-        resumed = trainer_of(*overrides, "resume=true", run="run")
-    resumed.restore_or_start(None)
-    expected = dict(trainer.model.named_buffers())
-    for model in (loaded, resumed.model):
+        loaded = load_model(checkpoint.newest_checkpoint(run.run_dir), "cpu")
+        resumed = run_of(*overrides, "resume=true", folder="run")
+    expected = dict(run.trainer.model.named_buffers())
+    for model in (loaded, resumed.trainer.model):
         close(dict(model.named_buffers()), expected, rtol=0, atol=0)
 
 

@@ -127,9 +127,9 @@ def test_a_step_of_one_token_solves_no_system(preset):
 
 
 @pytest.mark.parametrize("preset", FLA)
-def test_a_compiled_backward_is_as_precise_as_the_forward(preset, trainer_of):
+def test_a_compiled_backward_is_as_precise_as_the_forward(preset, run_of):
     """Autocast is off in the recurrence, and must stay off in its gradients."""
-    trainer_of().compile()
+    run_of().trainer.compile()
 
     def in_fp32(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         with no_autocast(inputs[0].device):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import CONFIGS, VARIANTS, close, continued, drawn, tree_of, weights
+from train import take_step
 
 FFNS = sorted(path.stem for path in (CONFIGS / "ffn").glob("*.yaml"))
 NORMS = sorted(path.stem for path in (CONFIGS / "norm").glob("*.yaml"))
@@ -33,7 +34,7 @@ def test_any_three_decode_as_they_read(variant, ffn, norm):
 
 
 @pytest.mark.parametrize("variant, ffn, norm", marked)
-def test_any_three_train_and_resume_to_the_bit(trainer_of, variant, ffn, norm):
+def test_any_three_train_and_resume_to_the_bit(run_of, variant, ffn, norm):
     options = (
         f"attention={variant}",
         f"ffn={ffn}",
@@ -45,18 +46,17 @@ def test_any_three_train_and_resume_to_the_bit(trainer_of, variant, ffn, norm):
         "micro_batch=2",
         "optimizer=adamw",
     )
-    whole = trainer_of(*options, run="whole")
+    whole = run_of(*options, folder="whole")
     for _ in range(3):
-        whole.train_step()
-    first = trainer_of(*options, run="parts")
+        take_step(whole)
+    first = run_of(*options, folder="parts")
     for _ in range(2):
-        first.train_step()
+        take_step(first)
     first.log_state = first.log.state()
-    first.save()
-    second = trainer_of(*options, "resume=true", run="parts")
-    second.restore_or_start(None)
-    assert second.step == 2
-    second.train_step()
+    first.checkpointer.save(first.progress)
+    second = run_of(*options, "resume=true", folder="parts")
+    assert second.progress.step == 2
+    take_step(second)
     assert all(value.isfinite().all() for value in weights(whole).values())
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(second)[name]), name

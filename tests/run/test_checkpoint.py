@@ -1,6 +1,7 @@
 """What a checkpoint gives back, and what never becomes one."""
 
 import math
+from pathlib import Path
 from unittest.mock import Mock
 from zipfile import ZipFile
 
@@ -12,23 +13,25 @@ from run.errors import IntegrityError
 from run.folder import changes_since
 from run.instantiate import instantiate
 from tests.conftest import settings_of
+from train import take_step
 
 
-@pytest.mark.parametrize(
-    ("source", "key", "file"),
-    [("state", "loss_sum", "state.pt"), ("saved_config", "machine", "config.json")],
-)
-def test_a_key_that_is_missing_is_named(trainer_of, capsys, source, key, file):
+@pytest.mark.parametrize(("key", "file"), [("loss_sum", "state.pt"), ("machine", "config.json")])
+def test_a_key_that_is_missing_is_named(run_of, capsys, monkeypatch, key, file):
     """With exit code 3, and not as if the file could not be read."""
-    first = trainer_of(run="cut")
-    first.train_step()
-    content = getattr(first, source)()
-    del content[key]
-    setattr(first, source, lambda: content)
-    first.save()
-    second = trainer_of("resume=true", run="cut")
+    save = checkpoint.save
+
+    def save_without_key(run_dir, step, weights, config, tokenizer, state) -> Path:
+        config.pop(key, None)
+        state.pop(key, None)
+        return save(run_dir, step, weights, config, tokenizer, state)
+
+    monkeypatch.setattr(checkpoint, "save", save_without_key)
+    first = run_of(folder="cut")
+    take_step(first)
+    first.checkpointer.save(first.progress)
     with pytest.raises(SystemExit) as end, errors.report_errors():
-        second.restore_or_start(None)
+        run_of("resume=true", folder="cut")
     told = capsys.readouterr().err
     assert end.value.code == 3 and told.count("\n") == 1, told
     assert f"{file}: '{key}'" in told
@@ -36,66 +39,68 @@ def test_a_key_that_is_missing_is_named(trainer_of, capsys, source, key, file):
 
 @pytest.mark.parametrize(
     ("broken", "bug"),
-    [("run.checkpoint.try_out", AttributeError), ("training.budget.Clock.training", TypeError)],
+    [("run.checkpoint.try_out", AttributeError), ("training.meter.Meter.restore", TypeError)],
 )
-def test_a_bug_is_not_called_damage(trainer_of, monkeypatch, broken, bug):
-    first = trainer_of(run="cut")
-    first.train_step()
-    first.save()
-    second = trainer_of("resume=true", run="cut")
+def test_a_bug_is_not_called_damage(run_of, monkeypatch, broken, bug):
+    first = run_of(folder="cut")
+    take_step(first)
+    first.checkpointer.save(first.progress)
     monkeypatch.setattr(broken, Mock(side_effect=bug))
     with pytest.raises(bug):
         load_model(checkpoint.newest_checkpoint(first.run_dir), "cpu")
-        second.restore_or_start(None)
+        run_of("resume=true", folder="cut")
 
 
-def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(trainer_of, capsys):
-    trainer = trainer_of()
+def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(run_of, capsys):
+    run = run_of()
     for _ in range(3):
-        trainer.train_step()
-        trainer.save()
-    folders = sorted(path.name for path in (trainer.run_dir / "checkpoints").iterdir())
+        take_step(run)
+        run.checkpointer.save(run.progress)
+    folders = sorted(path.name for path in (run.run_dir / "checkpoints").iterdir())
     assert folders == ["step-00000002", "step-00000003"]
-    newest = trainer.run_dir / "checkpoints" / folders[1]
-    assert checkpoint.newest_checkpoint(trainer.run_dir) == newest
+    newest = run.run_dir / "checkpoints" / folders[1]
+    assert checkpoint.newest_checkpoint(run.run_dir) == newest
     raw = bytearray((newest / "model.safetensors").read_bytes())
     raw[len(raw) // 2] ^= 1
     (newest / "model.safetensors").write_bytes(raw)
-    assert checkpoint.newest_checkpoint(trainer.run_dir).name == folders[0]
+    assert checkpoint.newest_checkpoint(run.run_dir).name == folders[0]
     assert "skipped" in capsys.readouterr().err
-    (trainer.run_dir / "checkpoints" / folders[0] / "manifest.json").unlink()
+    (run.run_dir / "checkpoints" / folders[0] / "manifest.json").unlink()
     with pytest.raises(IntegrityError, match="no checkpoint is whole"):
-        checkpoint.newest_checkpoint(trainer.run_dir)
-    assert (
-        len([*(trainer.run_dir / "checkpoints").iterdir()]) == 2
-    )  # what is damaged is not deleted
+        checkpoint.newest_checkpoint(run.run_dir)
+    assert len([*(run.run_dir / "checkpoints").iterdir()]) == 2  # what is damaged is not deleted
 
 
-def test_weights_of_another_shape_are_refused(trainer_of):
-    trainer = trainer_of()
-    trainer.train_step()
-    trainer.save()
+def test_weights_of_another_shape_are_refused(run_of):
+    run = run_of()
+    take_step(run)
+    run.checkpointer.save(run.progress)
     other = instantiate(settings_of("model=tiny", "model.depth=3", "data.vocab_size=400").model)
     with pytest.raises(IntegrityError, match="not the model's weights"):
-        checkpoint.load_weights(other, checkpoint.newest_checkpoint(trainer.run_dir))
+        checkpoint.load_weights(other, checkpoint.newest_checkpoint(run.run_dir))
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_reaches_no_disk(trainer_of, optimizer, value, capsys):
-    trainer = trainer_of(f"optimizer={optimizer}")
-    trainer.train_step()
-    forward = trainer.parallel
-    trainer.parallel = lambda *batch: [value * result for result in forward(*batch)]
-    trainer.train_step()
-    trainer.parallel = forward
-    trainer.train_step()
-    for action in (trainer.report, trainer.save):
+def test_what_is_not_finite_reaches_no_disk(run_of, optimizer, value, capsys):
+    run = run_of(f"optimizer={optimizer}")
+    take_step(run)
+    forward = run.trainer.parallel
+
+    def spoiled(*batch) -> tuple:
+        objective, metrics = forward(*batch)
+        return value * objective, {name: value * x for name, x in metrics.items()}
+
+    run.trainer.parallel = spoiled
+    take_step(run)
+    run.trainer.parallel = forward
+    take_step(run)
+    for action in (run.meter.report, run.checkpointer.save):
         with pytest.raises(SystemExit) as end:
-            action()
+            action(run.progress)
         assert end.value.code == 4
         assert "training diverged (by step 3)" in capsys.readouterr().err
-    assert not [*trainer.run_dir.glob("checkpoints/*")]
+    assert not [*run.run_dir.glob("checkpoints/*")]
 
 
 # An empty one, and ids of storages: a number, and a class that is none.

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from run import progress
+from train import report, take_step
 
 
 def drawn(capsys) -> list[str]:
@@ -17,11 +18,11 @@ def drawn(capsys) -> list[str]:
     "words, end",
     [(("steps=9",), "1/9"), (("steps=null", "max_epochs=null", "max_minutes=2"), r"1/\?")],
 )
-def test_the_first_bar_has_loss_rate_and_time_left(trainer_of, capsys, monkeypatch, words, end):
+def test_the_first_bar_has_loss_rate_and_time_left(run_of, capsys, monkeypatch, words, end):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    trainer = trainer_of(*words)
-    trainer.train_step()
-    trainer.report()
+    run = run_of(*words)
+    take_step(run)
+    report(run)
     bar = drawn(capsys)[-1]
     rate = r"loss [0-9.]+  [0-9,]+ tokens/s  [0-9.]+ GiB  0:0[0-2]:\d\d left"
     assert re.search(rf"^{end} \|.*\| {rate}", bar), bar

@@ -229,6 +229,6 @@ def test_a_bug_in_a_layer_is_no_refusal(monkeypatch):
     def fail(*_):
         raise RuntimeError("shapes cannot be multiplied")
 
-    monkeypatch.setattr("model.attention.softmax.SoftmaxAttention.project", fail)
+    monkeypatch.setattr("model.attention.softmax.SoftmaxAttention.project_qkv", fail)
     with pytest.raises(RuntimeError, match="multiplied"), errors.user_input():
         set_up_run(compose(["name=test"]), [])

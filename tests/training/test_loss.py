@@ -9,9 +9,10 @@ from data.loader import IGNORE_INDEX
 from data.tasks import Recall
 from tests.conftest import VARIANTS, close, drawn, learn_by_heart, tree_of, weights
 from tests.training.test_optimizers import Operations
+from train import take_step
 from training import loss
 from training.evaluation import evaluate
-from training.loss import ChunkedCrossEntropy, LanguageModelLoss
+from training.loss import HeadLoss, LanguageModelLoss, TeacherHead
 
 
 def saved_bytes(model: torch.nn.Module, tokens: torch.Tensor) -> int:
@@ -47,7 +48,7 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 def test_loss_and_gradient_are_those_of_all_logits(
     monkeypatch, vocab_multiple, softcap, z_loss, share, max_logits
 ):
-    """The value is the cross-entropy; the gradient has the penalty and the teacher in it, too."""
+    """With a penalty, a teacher and a soft-cap."""
     monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
     monkeypatch.setitem(loss.VOCAB_MULTIPLE, "cpu", vocab_multiple)
     hidden, weight, targets = example(torch.float64)
@@ -55,8 +56,17 @@ def test_loss_and_gradient_are_those_of_all_logits(
     theirs, their_weight = (
         torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (23, 31)
     )
-    teacher = () if share is None else (theirs, their_weight, 1.5, share)
-    ours, _ = ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, z_loss, *teacher)
+    teacher = None if share is None else TeacherHead(theirs, their_weight, 1.5)
+    share = share or 0.0
+    ours, scores = HeadLoss()(
+        hidden,
+        weight,
+        targets,
+        softcap=softcap,
+        z_loss=z_loss,
+        teacher=teacher,
+        distill_weight=share,
+    )
     grads = torch.autograd.grad(3 * ours, (hidden, weight))
 
     logits = hidden @ weight.T
@@ -65,15 +75,12 @@ def test_loss_and_gradient_are_those_of_all_logits(
     nats = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     squares = logits.logsumexp(-1)[is_counted].square().sum()
     expected = 1.5 * torch.tanh(theirs @ their_weight.T / 1.5)
-    divergence = F.kl_div(
-        logits.log_softmax(-1)[is_counted],
-        expected.log_softmax(-1)[is_counted],
-        log_target=True,
-        reduction="sum",
-    )
-    share = share or 0.0
-    total = (1 - share) * nats + share * divergence + z_loss * squares
-    close(ours, nats)
+    # The cross-entropy with the teacher, which is the divergence from it plus a constant.
+    probabilities = expected.softmax(-1)[is_counted]
+    distilled = -(probabilities * logits.log_softmax(-1)[is_counted]).sum()
+    total = (1 - share) * nats + share * distilled + z_loss * squares
+    close(ours, total)
+    close(scores[0].sum(), nats)  # what is reported has neither
     close(grads, torch.autograd.grad(3 * total, (hidden, weight)))
 
 
@@ -86,7 +93,7 @@ def test_scores_are_the_nats_of_each_target_and_whether_it_is_the_likeliest(
     logits = hidden @ weight.T
     targets[::3] = logits[::3].argmax(dim=-1)
     targets[1] = IGNORE_INDEX
-    _, scores = ChunkedCrossEntropy.apply(hidden, weight, targets, 2.5, 0.3)
+    _, scores = HeadLoss()(hidden, weight, targets, softcap=2.5, z_loss=0.3)
     capped = 2.5 * torch.tanh(logits / 2.5)
     is_counted = targets != IGNORE_INDEX
     close(scores[0], F.cross_entropy(capped, targets, ignore_index=IGNORE_INDEX, reduction="none"))
@@ -121,12 +128,13 @@ def test_the_loss_of_answers_alone_is_that_of_all_positions(variant, is_compiled
             torch._dynamo.reset()
             torch._dynamo.config.trace_autograd_ops = True  # as the trainer does
             module.compile(dynamic=False, fullgraph=True, backend="aot_eager")
-        losses, scores = module(*batch)
-        losses[0].backward()
+        objective, metrics = module(*batch)
+        objective.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
-        found.append((losses, scores.sum(dim=1), gradients))
+        sums = {name: values.sum() for name, values in metrics.items()}
+        found.append((objective.detach(), sums, gradients))
         model.zero_grad()
-    assert found[0][1][2] == 2 * (2 + 5)
+    assert found[0][1]["is_counted"] == 2 * (2 + 5)
     close(found[1], found[0])
 
 
@@ -142,20 +150,20 @@ def test_the_head_computes_the_logits_of_answers_alone():
     assert flops[0] - flops[1] == per_token * 4 * (24 - 5)
 
 
-def test_a_step_averages_over_the_targets_of_its_batch(trainer_of):
+def test_a_step_averages_over_the_targets_of_its_batch(run_of):
     norms = []
     for num_targets in (100, 400):
-        trainer = trainer_of("clip=null", "seed=0")
-        trainer.loader.num_targets = lambda step, num_targets=num_targets: num_targets
-        trainer.train_step()
-        norms.append(trainer.grad_norm.item())
+        run = run_of("clip=null", "seed=0")
+        run.trainer.loader.num_targets = lambda step, num_targets=num_targets: num_targets
+        take_step(run)
+        norms.append(run.meter.grad_norm.item())
     assert norms[0] == pytest.approx(4 * norms[1], rel=1e-5)
 
 
 def test_products_of_a_padded_vocabulary_are_of_its_multiple(monkeypatch):
     monkeypatch.setitem(loss.VOCAB_MULTIPLE, "cpu", 16)
     with FlopCounterMode(display=False) as products:
-        ChunkedCrossEntropy.apply(*example(torch.float64), None, 0.0)
+        HeadLoss()(*example(torch.float64), softcap=None, z_loss=0.0)
     assert products.get_total_flops() == 3 * 2 * 23 * 9 * 32
 
 
@@ -168,26 +176,26 @@ def test_without_gradients_the_loss_takes_a_third_of_the_products(monkeypatch, m
     for needs_gradient in (True, False):
         hidden.requires_grad_(needs_gradient)
         with FlopCounterMode(display=False) as products:
-            losses.append(ChunkedCrossEntropy.apply(hidden, weight, targets, 2.5, 0.3)[0])
+            losses.append(HeadLoss()(hidden, weight, targets, softcap=2.5, z_loss=0.3)[0])
         flops.append(products.get_total_flops())
     assert torch.equal(*losses)
     assert flops[0] == 3 * flops[1] > 0
 
 
-def test_an_evaluation_waits_as_often_for_many_batches_as_for_few(trainer_of):
-    trainer = trainer_of()
+def test_an_evaluation_waits_as_often_for_many_batches_as_for_few(run_of):
+    run = run_of()
     num_waits = []
     for batch_size in (1, 8):
         with Operations() as operations:
             score = evaluate(
-                trainer.loss_module,
-                trainer.corpus,
+                run.trainer.loss_module,
+                run.corpus,
                 1000,
                 64,
                 batch_size,
                 torch.float32,
-                trainer.ranks,
-                lambda: 0,
+                run.ranks,
+                run.signals,
                 with_gradients=False,
             )
         num_waits.append(operations.names.count("aten::_local_scalar_dense"))
@@ -197,64 +205,64 @@ def test_an_evaluation_waits_as_often_for_many_batches_as_for_few(trainer_of):
 
 def test_a_loss_of_huge_logits_stays_finite():
     hidden, weight, targets = example(torch.float32)
-    nats, _ = ChunkedCrossEntropy.apply(hidden * 1e4, weight, targets, None, 0.0)
-    assert nats.isfinite() and all(
-        g.isfinite().all() for g in torch.autograd.grad(nats, (hidden, weight))
-    )
+    objective, _ = HeadLoss()(hidden * 1e4, weight, targets, softcap=None, z_loss=0.0)
+    assert objective.isfinite()
+    for grad in torch.autograd.grad(objective, (hidden, weight)):
+        assert grad.isfinite().all()
 
 
-def test_z_loss_keeps_the_sum_of_exponentials_near_one(trainer_of):
+def test_z_loss_keeps_the_sum_of_exponentials_near_one(run_of):
     ends = []
     for z_loss in (0.0, 1.0):
-        trainer = trainer_of(
+        run = run_of(
             f"z_loss={z_loss}", "optimizer=adamw", "optimizer.lr=0.05", "schedule.warmup=1"
         )
         for _ in range(6):
-            trainer.train_step()
-        logits = trainer.model(trainer.loader(6)[0])
+            take_step(run)
+        logits = run.trainer.model(run.trainer.loader(6)[0])
         ends.append(logits.logsumexp(-1).abs().mean().item())
     # Over 5 seeds, in fp32 and in bf16: at least 5.1 without, at most 1.02 with.
     assert ends[1] < 0.5 * ends[0]
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "gqa attention.dropout=0.5 optimizer=adamw"])
-def test_recomputed_blocks_learn_the_same_and_keep_less(trainer_of, variant):
+def test_recomputed_blocks_learn_the_same_and_keep_less(run_of, variant):
     words = ("model.depth=4", "document_mask=true", "batch_tokens=128")
     overrides = (*f"attention={variant}".split(), *words)
     plain, lean = (
-        trainer_of(*overrides, f"activation_checkpointing={flag}") for flag in ("false", "true")
+        run_of(*overrides, f"activation_checkpointing={flag}") for flag in ("false", "true")
     )
     tokens = torch.zeros(2, 64, dtype=torch.int64)
-    assert saved_bytes(lean.model, tokens) < saved_bytes(plain.model, tokens) / 4
-    for trainer in (plain, lean):
+    assert saved_bytes(lean.trainer.model, tokens) < saved_bytes(plain.trainer.model, tokens) / 4
+    for run in (plain, lean):
         for _ in range(2):
-            trainer.train_step()
+            take_step(run)
     close(weights(lean), weights(plain))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the compiler itself
 @pytest.mark.parametrize("attention", ["gqa", "local_global"])
-def test_recomputed_blocks_are_compiled_each_by_itself(trainer_of, attention):
-    trainer, graphs = (
-        trainer_of(f"attention={attention}", "model.depth=4", "activation_checkpointing=true"),
+def test_recomputed_blocks_are_compiled_each_by_itself(run_of, attention):
+    run, graphs = (
+        run_of(f"attention={attention}", "model.depth=4", "activation_checkpointing=true"),
         [],
     )
     torch._dynamo.reset()
-    for block in trainer.model.blocks:  # as where they are sharded
+    for block in run.trainer.model.blocks:  # as where they are sharded
         block.compile(
             dynamic=False, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph
         )
-    trainer.train_step()
+    take_step(run)
     assert 2 <= len(graphs) <= 4
 
 
 @pytest.mark.parametrize("attention", ["value_residual", "local_global"])
-def test_a_model_learns_recomputed_in_one_graph(trainer_of, attention):
+def test_a_model_learns_recomputed_in_one_graph(run_of, attention):
     overrides = (f"attention={attention}", "model.dim=64", "model.heads=4", "model.hidden=96")
     steps = ("steps=12", "batch_tokens=128", "schedule.warmup=2")
-    trainer = trainer_of(*overrides, "z_loss=1e-4", "activation_checkpointing=true", *steps)
+    run = run_of(*overrides, "z_loss=1e-4", "activation_checkpointing=true", *steps)
     torch._dynamo.reset()
     torch._dynamo.config.trace_autograd_ops = True
-    trainer.loss_module.compile(dynamic=False, fullgraph=True, backend="aot_eager")
-    losses = learn_by_heart(trainer, 12)
+    run.trainer.loss_module.compile(dynamic=False, fullgraph=True, backend="aot_eager")
+    losses = learn_by_heart(run, 12)
     assert losses[-1] < losses[0] / 2

@@ -32,7 +32,7 @@ class FakeGPU:
         for name, function in functions.items():
             monkeypatch.setattr(torch.cuda, name, function)
 
-    def accumulate(self, rows: slice, *, is_last: bool) -> None:
+    def accumulate(self, step: int, rows: slice, *, is_last: bool) -> None:
         if rows.stop * self.sequence_bytes > self.free_bytes:
             raise torch.OutOfMemoryError
         self.measured.append(rows.stop)
@@ -42,16 +42,16 @@ class FakeGPU:
 class Ranks(DistEnv):
     """Of two processes, the other of which has memory for three sequences."""
 
-    def all_reduce_max(self, number: int) -> int:
-        return max(number, -3)
+    def all_reduce_min(self, number: int) -> int:
+        return min(number, 3)
 
 
 def chosen(gpu: FakeGPU | None, ranks: DistEnv, *words: str) -> int:
     settings = settings_of("context=256", *words)
     model = torch.nn.Linear(1000, 1000, bias=False)
     accumulate = None if gpu is None else gpu.accumulate
-    trainer = SimpleNamespace(settings=settings, ranks=ranks, model=model, accumulate=accumulate)
-    return choose_micro_batch(trainer)
+    trainer = SimpleNamespace(ranks=ranks, model=model, accumulate=accumulate)
+    return choose_micro_batch(trainer, settings)
 
 
 def test_a_micro_batch_fills_the_memory_and_divides_the_batch(monkeypatch):

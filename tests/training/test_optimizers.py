@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from run.instantiate import instantiate
 from tests.conftest import close, settings_of, weights
+from train import take_step
 from training import optimizers
 from training.optimizer_state import optimizer_state
 from training.optimizers import Muon, adamw, muon
@@ -41,8 +42,8 @@ def written_in_the_package(monkeypatch):
     monkeypatch.setattr(optimizers, "sgd", sgd, raising=False)
 
 
-def state_of(trainer) -> dict[str, dict[str, object]]:
-    return optimizer_state(trainer.model, trainer.optimizers)
+def state_of(run) -> dict[str, dict[str, object]]:
+    return optimizer_state(run.trainer.model, run.trainer.optimizers)
 
 
 def assert_same(one, other) -> None:
@@ -54,39 +55,37 @@ def assert_same(one, other) -> None:
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_any_optimizer_resumes_bit_for_bit(trainer_of, name):
-    whole = trainer_of(*OVERRIDES[name])
+def test_any_optimizer_resumes_bit_for_bit(run_of, name):
+    whole = run_of(*OVERRIDES[name])
     for _ in range(6):
-        whole.train_step()
-    cut = trainer_of(*OVERRIDES[name], run="cut")
+        take_step(whole)
+    cut = run_of(*OVERRIDES[name], folder="cut")
     for _ in range(3):
-        cut.train_step()
-    cut.save()
-    resumed = trainer_of(*OVERRIDES[name], "resume=true", run="cut")
-    resumed.restore_or_start(None)
+        take_step(cut)
+    cut.checkpointer.save(cut.progress)
+    resumed = run_of(*OVERRIDES[name], "resume=true", folder="cut")
     assert_same(weights(resumed), weights(cut))
     assert_same(state_of(resumed), state_of(cut))
     for _ in range(3):
-        resumed.train_step()
+        take_step(resumed)
     assert_same(weights(resumed), weights(whole))
     assert_same(state_of(resumed), state_of(whole))
 
 
-def test_a_resumed_run_has_the_learning_rate_that_it_asks_for(trainer_of):
+def test_a_resumed_run_has_the_learning_rate_that_it_asks_for(run_of):
     peaks = []
     for rate in (0.01, 0.02):
         words = ("optimizer=adamw", f"optimizer.lr={rate}", f"resume={str(rate > 0.01).lower()}")
-        trainer = trainer_of(*words, run="run")
-        trainer.restore_or_start(None)
-        trainer.train_step()
-        trainer.save()
-        peaks.append([group["peak"] for group in trainer.optimizers[0].param_groups])
-    assert trainer.step == 2 and peaks == [[0.01] * 3, [0.02] * 3]
+        run = run_of(*words, folder="run")
+        take_step(run)
+        run.checkpointer.save(run.progress)
+        peaks.append([group["peak"] for group in run.trainer.optimizers[0].param_groups])
+    assert run.progress.step == 2 and peaks == [[0.01] * 3, [0.02] * 3]
 
 
-def test_an_optimizer_that_never_stepped_has_no_state(trainer_of):
-    trainer = trainer_of(*OVERRIDES["adamw"])
-    assert state_of(trainer) == {} and not trainer.optimizers[0].state
+def test_an_optimizer_that_never_stepped_has_no_state(run_of):
+    run = run_of(*OVERRIDES["adamw"])
+    assert state_of(run) == {} and not run.trainer.optimizers[0].state
 
 
 @pytest.mark.parametrize("max_batched", [2**28, 800, 1])  # all of a shape, two, each alone
@@ -195,11 +194,11 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_every_optimizer_learns(trainer_of, name):
-    trainer = trainer_of(*OVERRIDES[name], "steps=60", "batch_tokens=256")
+def test_every_optimizer_learns(run_of, name):
+    run = run_of(*OVERRIDES[name], "steps=60", "batch_tokens=256")
     losses = []
     for _ in range(60):
-        trainer.loss_sum.zero_()
-        trainer.train_step()
-        losses.append(trainer.loss_sum.item())
+        run.meter.loss_sum.zero_()
+        take_step(run)
+        losses.append(run.meter.loss_sum.item())
     assert max(losses[-5:]) < losses[0] / 2

@@ -54,7 +54,7 @@ def test_a_run_leaves_everything_in_its_folder(trained):
 def test_a_held_out_loss_that_rises_is_told(tmp_path, capfd, losses, is_told):
     lines = [f'{{"tokens": {loss}, "val_loss": {loss}}}\n' for loss in losses]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    Logger(tmp_path, None, is_enabled=True).plot()
+    Logger(tmp_path, None, None, is_enabled=True).plot()
     told = capfd.readouterr().err
     assert ("the held-out loss rose from 4.000 to 4.500 nats" in told) == is_told, told
 
@@ -116,9 +116,9 @@ def test_a_run_can_begin_with_the_weights_of_another(command, trained):
     assert after["train_loss"] < before[0]["train_loss"] - 0.1
 
 
-@pytest.mark.parametrize("place", ["Trainer.train_step", "build_parallel"])
+@pytest.mark.parametrize("place", ["Trainer.step", "build_parallel"])
 def test_running_out_of_memory_ends_in_a_line(command, story, monkeypatch, place):
-    def full(*_):
+    def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Much more text")
 
     monkeypatch.setattr(f"training.trainer.{place}", full)
@@ -217,14 +217,14 @@ def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(
 SPOILED = f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from training.trainer import Trainer
-save = Trainer.save
+from training.checkpointer import Checkpointer
+save = Checkpointer.save
 @torch.no_grad()
-def spoiled(self):
+def spoiled(self, progress):
     if self.ranks.rank == 1:
-        next(self.model.parameters()).to_local().fill_(float("inf"))
-    save(self)
-Trainer.save = spoiled
+        next(self.trainer.model.parameters()).to_local().fill_(float("inf"))
+    save(self, progress)
+Checkpointer.save = spoiled
 import runpy
 runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 """
