@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import torch
-from torch.types import Device
 
 from data.tokenizer import Tokenizer, tokenizer_file
 from inference import quantize
-from model.build import build_model
 from model.transformer import Transformer
 from run import checkpoint, compilation, hardware
 from run.instantiate import ROOT
@@ -34,7 +32,7 @@ def load(
         is_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     weight_dtype = torch.bfloat16 if is_bf16 else torch.float32
     with waiting("loading the model"):
-        model = load_model(source, device, weight_dtype, context)
+        model = checkpoint.load_model(source, device, weight_dtype, context)
     if device.type == "cpu":
         quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     if device.type == "cuda":
@@ -45,21 +43,3 @@ def load(
     quantize.optimize_for_decoding(model, dtype == "int8")
     name = f"{source.parents[1].name} {source.name}"
     return model, Tokenizer.load(tokenizer_file(source)), name
-
-
-def load_model(
-    source: Path, device: Device, dtype: torch.dtype = torch.float32, context: int | None = None
-) -> Transformer:
-    """The model of a checkpoint, in evaluation mode.
-
-    `context` replaces that of the model, if given. `dtype` is for parameters; buffers keep theirs.
-    Raises IntegrityError for a config that is no model's, and for weights of another model, which
-    a weight of the size of another context is too.
-    """
-    tree = checkpoint.load_config(source)["model"]
-    if context is not None:
-        tree["context"] = context
-    with checkpoint.report_unreadable(source / "config.json"):
-        model = checkpoint.try_out(build_model(tree, device, dtype=dtype, seed=None))
-    checkpoint.load_weights(model, source)
-    return model.eval()

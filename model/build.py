@@ -5,7 +5,7 @@ from torch.types import Device
 
 from model.init import initialize
 from model.transformer import Transformer
-from run.instantiate import instantiate
+from run.instantiate import instantiate_model
 
 
 def build_model(
@@ -18,10 +18,7 @@ def build_model(
     Raises ValueError for a bad config.
     """
     device = torch.device(device)
-    with device:
-        model = instantiate(tree)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    model = instantiate_model(tree, device, dtype)
     if seed is not None and device.type != "meta":
         initialize(model, seed)
     return model

@@ -3,13 +3,13 @@
 Each is drawn from a generator of its own: models that share a parameter's name share its value.
 """
 
+from collections.abc import Iterator
 from hashlib import sha256
 
 import torch
 from torch import Tensor, nn
 
 from model.transformer import Transformer
-from run.sharding import shard_like
 
 # Layers that start at zero: blocks are then the identity, and, unless the embedding
 # is the head too, all tokens are equally likely.
@@ -18,10 +18,16 @@ ZERO_LAYERS = ("o_proj", "down_proj", "head")
 
 @torch.no_grad()
 def initialize(model: Transformer, seed: int) -> None:
-    """Set every parameter to a value that depends on the seed, its name and its shape alone.
+    """Set every parameter to its initial value."""
+    for parameter, value in initial_values(model, seed):
+        parameter.copy_(value)
 
-    Values are drawn on the CPU in fp32. A value moves to the device of its parameter, and is
-    sharded over several devices where its parameter is.
+
+def initial_values(model: Transformer, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter with its initial value, on the CPU in fp32.
+
+    A value depends on the seed, the name and the shape of its parameter alone. The parameter may be
+    on another device, or sharded over several.
     """
     for path, parameter in model.named_parameters():
         # The generator depends on the name, not on the parameters drawn before.
@@ -29,7 +35,8 @@ def initialize(model: Transformer, seed: int) -> None:
         digest = sha256(f"{seed} {path}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
         value = initial_value(owner, model.get_submodule(owner), name, generator)
-        parameter.copy_(shard_like(value, parameter))
+        assert value.shape == parameter.shape, (path, value.shape, parameter.shape)
+        yield parameter, value
 
 
 def initial_value(path: str, module: nn.Module, name: str, generator: torch.Generator) -> Tensor:

@@ -19,16 +19,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.types import Device
 
 from run import sealed
 from run.errors import IntegrityError, without_fix
-from run.instantiate import instantiate
+from run.instantiate import instantiate, instantiate_model
 from run.sharding import shard_like
 
 NUM_KEPT = 2
 MOST_LAYERS = 2**12  # of a model that anyone may have written
 STEPS = "step-" + 8 * "[0-9]"
-# What content that is anything raises where it is parsed, or a model built of it. The rest is bugs.
+# Exceptions that untrusted content can raise while it is parsed, or a model is built from it. Any
+# other exception is a bug of ours.
 UNREADABLE = (
     ValueError,
     TypeError,
@@ -149,9 +151,10 @@ def find_model(path: Path | str | None) -> Path:
 
 @contextmanager
 def report_unreadable(file: Path, *others: type) -> Iterator[None]:
-    """Raise IntegrityError for content that is not ours, though it may have our seal.
+    """Raise IntegrityError for content that no run of ours has written, though it may be sealed.
 
-    `others` are exceptions that no bug of ours can raise inside.
+    Wrap the reading alone: a bug of ours that raises inside would be called a damaged file.
+    `others` are further exceptions that reading can raise.
     """
     try:
         yield
@@ -212,6 +215,24 @@ def load_state(checkpoint: Path, needed: Iterable[str]) -> dict:
         return {key: state[key] for key in needed}
 
 
+def load_model(
+    checkpoint: Path, device: Device, dtype: torch.dtype = torch.float32, context: int | None = None
+) -> nn.Module:
+    """Load the model of a checkpoint, a Transformer in evaluation mode.
+
+    `context` replaces that of the model, if given. `dtype` is for parameters; buffers keep theirs.
+    Raises IntegrityError if no model can be built from the config, and if the weights are those of
+    another model, which includes one with a weight of the size of another context.
+    """
+    tree = load_config(checkpoint)["model"]
+    if context is not None:
+        tree["context"] = context
+    with report_unreadable(checkpoint / "config.json"):
+        model = try_out(instantiate_model(tree, device, dtype))
+    load_weights(model, checkpoint)
+    return model.eval()
+
+
 @torch.no_grad()
 def load_weights(model: nn.Module, checkpoint: Path) -> None:
     """Load parameters and persistent buffers, which may be shards.
@@ -224,9 +245,9 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
     with report_unreadable(file), safe_open(file, "pt") as opened:
         names = opened.keys()
         stored = {(name, *opened.get_slice(name).get_shape()) for name in names}
-        if stored != expected:
-            different = sorted(stored ^ expected)[:3]
-            raise ValueError(f"not the model's weights: {different}")
+        different = sorted(stored ^ expected)
+        if different:
+            raise ValueError(f"not the model's weights: {different[:3]}")
     for name, weight in weights.items():
         # Opened again for each tensor, which releases the pages read before, so that memory holds
         # little more than the model.

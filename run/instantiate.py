@@ -11,7 +11,10 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from torch import nn
+from torch.types import Device
 
 ROOT = Path(__file__).parents[1]
 CHECKS = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
@@ -40,6 +43,19 @@ def instantiate(tree, package: str = "model", path: str = ""):
     is_partial = arguments.pop("_partial_", False)
     check_arguments(target, arguments, path)
     return partial(target, **arguments) if is_partial else target(**arguments)
+
+
+def instantiate_model(tree: dict, device: Device, dtype: torch.dtype) -> nn.Module:
+    """Build a model on a device; its parameters are in `dtype` and have no values yet.
+
+    Buffers have their own dtype, as under autocast. On the meta device a model has shapes alone.
+    Raises what `instantiate` does.
+    """
+    with torch.device(device):
+        model = instantiate(tree)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def resolve_target(path: str, package: str) -> Callable:

@@ -16,8 +16,8 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from torch import Tensor
 
 from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer, tokenizer_file
-from inference.load import load_model
 from run import checkpoint, errors
+from run.checkpoint import load_model
 from run.cli import Parser, add_run_option
 from run.progress import waiting
 from tools.formats.hf_config import to_hf_config

@@ -7,7 +7,6 @@ import torch
 
 from data.corpus import Corpus
 from data.tokenizer import Tokenizer, tokenizer_file
-from inference.load import load_model
 from model.transformer import Transformer
 from run import checkpoint
 from run.settings import Settings
@@ -36,7 +35,7 @@ def load_distillation(
     dtype = torch.float32
     if precision == torch.bfloat16:  # fp16 has too small a range for weights that are not scaled
         dtype = precision
-    model = load_model(teacher, device, dtype, settings.context)
+    model = checkpoint.load_model(teacher, device, dtype, settings.context)
     return Distillation(model.requires_grad_(False), settings.distill_weight)
 
 

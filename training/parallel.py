@@ -9,9 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from model.build import build_model
-from model.init import initialize
+from model.init import initial_values
 from run.distributed import DistEnv
 from run.settings import Settings
+from run.sharding import shard_like
 from training.distillation import load_distillation
 from training.loss import LanguageModelLoss
 
@@ -41,7 +42,9 @@ def build_parallel(
         buffers = dict(build_model(settings.model, seed=None).named_buffers())
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
-    initialize(model, settings.seed)
+    with torch.no_grad():
+        for parameter, value in initial_values(model, settings.seed):
+            parameter.copy_(shard_like(value, parameter))
     loss_module = LanguageModelLoss(
         model,
         z_loss=settings.z_loss,

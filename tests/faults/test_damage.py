@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from data.prepare import prepare
-from inference.load import load_model
 from run import checkpoint, sealed
+from run.checkpoint import load_model
 from run.errors import IntegrityError
 from tests.conftest import tree_of
 from tests.faults import harness

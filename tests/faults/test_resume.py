@@ -299,7 +299,7 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import torch
 from model.build import build_model
-from inference.load import load_model
+from run.checkpoint import load_model
 from run import checkpoint
 torch.set_num_threads(1)
 tree = checkpoint.load_config(Path(sys.argv[2]))["model"]

@@ -218,7 +218,7 @@ def simulate(*overrides: str, gpus: int) -> Step:
             device = torch.device("cuda", 0)
             stack.enter_context(gpu_of_a_rank())
             # Initial values are drawn on the CPU, for minutes.
-            stack.enter_context(patch("training.parallel.initialize", lambda *args: None))
+            stack.enter_context(patch("training.parallel.initial_values", lambda *args: []))
         monitor = stack.enter_context(RankMonitor(gpus, device))
         trainer = Trainer(settings, loader, DistEnv(0, gpus, device), bos=bos, is_compiled=False)
         if trainer.parallel is not trainer.loss_module:

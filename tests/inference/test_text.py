@@ -14,9 +14,10 @@ import torch
 
 from data.tokenizer import Tokenizer
 from inference.batch import Sequence
-from inference.load import load, load_model
+from inference.load import load
 from inference.text import detokenize
 from run import checkpoint, hardware
+from run.checkpoint import load_model
 from tests.conftest import tell
 from tests.data.test_tokenizer import NASTY
 from tests.tools.families import write_tokenizer
@@ -98,7 +99,7 @@ def test_a_prompt_that_is_not_utf8_is_refused(command, drawn_run, monkeypatch, w
 
 def test_generation_on_a_gpu_uses_no_attention_that_plans_for_each_length(drawn_run, monkeypatch):
     loaded = load_model(checkpoint.find_model(drawn_run), "cpu")
-    monkeypatch.setattr(sys.modules["inference.load"], "load_model", lambda *_: loaded)
+    monkeypatch.setattr(checkpoint, "load_model", lambda *_: loaded)
     try:
         load(drawn_run, "cpu")
         assert torch.backends.cuda.cudnn_sdp_enabled()

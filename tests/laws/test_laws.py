@@ -12,11 +12,11 @@ import torch
 from torch._dynamo.utils import counters
 
 from inference import quantize
-from inference.load import load_model
 from inference.sampling import sample
 from model.context import ForwardContext
 from model.init import initialize
 from run import checkpoint
+from run.checkpoint import load_model
 from run.compilation import cpp_compiler
 from tests.conftest import (
     CONFIGS,

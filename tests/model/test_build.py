@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from inference.load import load_model
 from inference.quantize import optimize_for_decoding
 from model.attention.base import Attention, LayerSpec
 from model.attention.softmax import SoftmaxAttention
 from model.build import build_model
 from run import checkpoint
 from run import instantiate as instantiation
+from run.checkpoint import load_model
 from run.instantiate import instantiate
 from tests.conftest import VARIANTS, close, drawn, poisoned_memory, tree_of
 from train import take_step

@@ -7,8 +7,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from inference.load import load_model
 from run import checkpoint, errors
+from run.checkpoint import load_model
 from run.errors import IntegrityError
 from run.folder import changes_since
 from run.instantiate import instantiate

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from data.tokenizer import Tokenizer
-from inference.load import load_model
 from run import checkpoint
+from run.checkpoint import load_model
 from tests.conftest import DATASETS, STORIES, saved, settings_of, stories, tree_of
 from tests.conftest import drawn as drawn_model
 from tools.scoring import Row, total_nats

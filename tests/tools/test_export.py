@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from sentencepiece import SentencePieceTrainer
 
 from data.tokenizer import Tokenizer
-from inference.load import load_model
 from run import checkpoint
+from run.checkpoint import load_model
 from tests.conftest import VARIANTS, assert_greedy, close, continued, saved, tree_of
 from tools.formats.architectures import ARCHITECTURES
 from tools.formats.hf_config import IMPORTED, choose_architecture, to_hf_config

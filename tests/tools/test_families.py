@@ -10,8 +10,8 @@ import torch
 
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from inference.load import load_model
 from run import checkpoint
+from run.checkpoint import load_model
 from tests.conftest import TINY, close, continued, tell
 from tests.faults.harness import source
 from tests.tools.families import CONFIGS, make_folder

@@ -11,8 +11,8 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from data.tokenizer import Tokenizer
-from inference.load import load_model
 from run import checkpoint
+from run.checkpoint import load_model
 from tests.conftest import DATASETS, PRECISION, STORIES, TINY, close, saved, stories, tree_of
 from tests.training.test_train_command import metrics
 from tools import export_hf

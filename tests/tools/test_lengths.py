@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.load import load_model
 from run import checkpoint
+from run.checkpoint import load_model
 from tests.conftest import settings_of
 from tests.tools.test_evaluate import held_out_tokens, nats_by_token, saved_run
 from tools import lengths

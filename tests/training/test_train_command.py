@@ -11,9 +11,9 @@ import torch
 import yaml
 
 from data.tokenizer import Tokenizer
-from inference.load import load_model
 from inference.text import generate_text
 from run import checkpoint
+from run.checkpoint import load_model
 from tests.conftest import LONG, ROOT, SHORT, TINY
 from tests.run.forks import ranks
 from tools.compare.runs import Run
