@@ -8,7 +8,7 @@ from typing import NoReturn
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of a description, and adds the default of each option that has one."""
+    """Keeps the line breaks of a description, and adds the default of each option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         if action.default:
@@ -17,7 +17,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line with a fix, and a `hint` of what to type."""
+    """A parser whose errors are one line with a fix, which ends in `hint`."""
 
     def __init__(self, command: str, description: str, hint: str):
         super().__init__(
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_run_option(parser: Parser) -> None:
-    """Add which model to load."""
+    """Add --run, the model to load."""
     parser.add_argument(
         "--run",
         type=Path,
@@ -42,28 +42,30 @@ def add_run_option(parser: Parser) -> None:
 
 
 def add_model_options(parser: Parser) -> None:
-    """Add which model to load, and how to compute: the options of commands that use a model."""
+    """Add the options of all commands that use a model: --run, and how to compute."""
     add_run_option(parser)
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda", "mps"),
         default="auto",
         help="auto: a GPU if there is one",
     )
-    add(
+    parser.add_argument(
         "--dtype",
         choices=("auto", "fp32", "bf16", "int8"),
         default="auto",
         help="of the weights; auto: bf16 on a GPU, else fp32",
     )
-    add("--batch-size", type=bounded_number(int, 1), default=8, help="sequences computed together")
+    parser.add_argument(
+        "--batch-size", type=bounded_number(int, 1), default=8, help="sequences computed together"
+    )
 
 
 def bounded_number(
     number_type: type, minimum: float, maximum: float = sys.maxsize
 ) -> Callable[[str], float]:
-    """Return a `type` for argparse that takes numbers from `minimum` to `maximum` (inclusive)."""
+    """Return a `type` for argparse: a number from `minimum` to `maximum` (inclusive)."""
+    assert minimum <= maximum
 
     def parse(text: str) -> float:
         number = number_type(text)

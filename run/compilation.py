@@ -1,4 +1,4 @@
-"""torch.compile on this machine: when it pays, what it needs, its cache, and its failures."""
+"""torch.compile on this machine: when it saves time, its requirements, cache and failures."""
 
 import os
 import shutil
@@ -17,26 +17,26 @@ from run.hardware import processor_features
 from run.instantiate import ROOT
 
 CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
-# Shorter runs take longer with compilation: a minute, for the default model on two cores.
+# Shorter runs take longer with compilation: it takes a minute for the default model on two cores.
 LONG_STEPS = 200
 LONG_MINUTES = 3
-LINKING_SECONDS = 5  # an age at which no linker is writing a library any more
+LINKING_SECONDS = 5  # a library of this age is not being written by a linker any more
 
-# What torch.compile makes is kept in .cache/, unless $TORCHINDUCTOR_CACHE_DIR is set, which
-# importing torch._dynamo does too. Each version of torch, processor and choice of its instructions
-# ($ATEN_CPU_CAPABILITY) has a cache of its own: torch's keys leave these out, and running the
-# machine code of another one crashes.
+# torch.compile's cache is in .cache/, unless $TORCHINDUCTOR_CACHE_DIR is set, which importing
+# torch._dynamo does, too. Each combination of torch version, processor and choice of instructions
+# ($ATEN_CPU_CAPABILITY) has its own cache: these are not part of torch's keys, and machine code
+# that was made for another combination crashes.
 MACHINE = sha256(processor_features().encode()).hexdigest()
 os.environ.setdefault(CACHE_KEY, f"{ROOT}/.cache/compiled-{torch.__version__}-{MACHINE}")
 
 
 def is_long_run(steps: float, minutes: float | None) -> bool:
-    """Whether compiling pays in a run of so many steps and minutes at most."""
+    """Whether compiling saves time in a run of at most this many steps and minutes."""
     return steps >= LONG_STEPS and (minutes is None or minutes >= LONG_MINUTES)
 
 
 def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> bool:
-    """Whether to compile for `compile=wanted`; auto does so where it can and the run `is_long`.
+    """Whether to compile for `compile=wanted`: auto compiles long runs if the machine can.
 
     Raises ValueError if compilation is asked for and the machine lacks something for it.
     """
@@ -52,7 +52,7 @@ def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> boo
 
 
 def missing_for_compilation(device: torch.device) -> str | None:
-    """What torch.compile needs and this machine does not have; None if it has everything."""
+    """A requirement of torch.compile that this machine lacks; None if it has everything."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -60,44 +60,55 @@ def missing_for_compilation(device: torch.device) -> str | None:
             return "Triton"
     elif device.type != "cpu":
         return "a CPU or a CUDA device"
-    return "a C++ compiler" if cpp_compiler() is None else None
+    if cpp_compiler() is None:
+        return "a C++ compiler"
+    return None
 
 
 def cpp_compiler() -> str | None:
-    """The path of the C++ compiler: $CXX, or the default of the system."""
+    """The path of the C++ compiler, $CXX or the system's default; None if it does not exist."""
     default = "clang++" if sys.platform == "darwin" else "g++"
     return shutil.which(os.environ.get("CXX", default))
 
 
 def clean_cache() -> None:
-    """Delete the libraries of linkers that were killed, which write a file's first bytes last.
+    """Delete incomplete libraries, left by linkers that were killed; wait for running linkers.
 
-    Where it is one of torch's probes, torch would conclude that there are no vector instructions.
+    If such a library is one of torch's probes for vector instructions, torch would conclude that
+    the processor has none.
     """
     for path in Path(os.environ[CACHE_KEY]).rglob("*.so"):
-        with suppress(OSError):  # deleted, here or by another process
-            while not np.fromfile(path, "u1", 4).any():
+        with suppress(OSError):  # another process may delete it first
+            while is_incomplete(path):
                 if time.time() - path.stat().st_mtime > LINKING_SECONDS:
                     path.unlink()
+                    break
                 time.sleep(0.1)
 
 
-def compile_and_run(run: Callable[[], object], *, is_required: bool, option: str) -> object:
-    """Run what torch.compile compiles as it runs -> its result, or None where that fails twice.
+def is_incomplete(library: Path) -> bool:
+    """Whether the first bytes of a library, which a linker writes last, are missing."""
+    first_bytes = np.fromfile(library, "u1", count=4)
+    return not first_bytes.any()
 
-    A failure may be due to a broken file in the cache, so the second attempt has an empty one. If
-    it `is_required`, the last failure ends the process with exit code 2, and names the `option` to
-    go on without it. A signal ends the process without waiting for threads that compile.
+
+def compile_and_run(run: Callable[[], object], *, is_required: bool, option: str) -> object:
+    """Call `run`, which torch.compile compiles meanwhile -> its result; None if compiling fails.
+
+    A failure may be due to a broken file in the cache, so there is a second attempt with an empty
+    one. If compiling `is_required`, the last failure ends the process with exit code 2, and its
+    message names the `option` that turns compilation off. A signal ends the process without waiting
+    for threads that compile.
     """
-    # The other processes of a run would wait for one that begins anew.
+    # The other processes of a run would wait for one that starts again.
     attempts = 1 if "RANK" in os.environ else 2
     for _ in range(attempts):
         try:
             with errors.report_errors():
                 return run()
-        except SystemExit as end:
+        except SystemExit as exit_request:
             sys.stderr.flush()
-            os._exit(end.code)
+            os._exit(exit_request.code)
         except RuntimeError as error:
             problem = compile_problem(error)
             if problem is None:
@@ -110,25 +121,25 @@ def compile_and_run(run: Callable[[], object], *, is_required: bool, option: str
 
 
 def move_cache_aside() -> None:
-    """Begin with an empty cache, on the disk and in memory."""
+    """Move the cache on the disk aside, and clear the one in memory."""
     from torch._inductor.utils import clear_caches
 
     cache = Path(os.environ[CACHE_KEY])
     aside = cache.with_name(f"{cache.name}-broken")
     shutil.rmtree(aside, ignore_errors=True)
-    with suppress(OSError):  # another process may have done it
+    with suppress(OSError):  # another process may have moved it
         cache.rename(aside)
     torch.compiler.reset()
     clear_caches()
 
 
 def compile_problem(error: RuntimeError) -> str | None:
-    """What went wrong in torch.compile; None for an error that is not one of torch.compile."""
+    """The description of an error of torch.compile; None for other errors."""
     from torch._dynamo.exc import TorchDynamoException
 
     if not isinstance(error, TorchDynamoException):
         return None
-    # A C++ compiler says it in a line of its own.
+    # A C++ compiler reports its error in one of the lines.
     lines = str(error).splitlines()
     reported = next((line for line in lines if "error: " in line), lines[0])
     return f"compilation failed ({reported.strip()[:200]})"

@@ -1,4 +1,4 @@
-"""Exit codes, and the one line on standard error that an expected problem ends a command with.
+"""Exit codes, and the line on standard error with which an expected problem ends a command.
 
 A bug is not an expected problem: it shows its traceback.
 """
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 # Exit codes.
 BUG = 1
-OVERRIDE = 1  # unknown, or not a value
+OVERRIDE = 1  # an unknown key, or a value that cannot be read
 INPUT = 2
 INTEGRITY = 3
 DIVERGED = 4
@@ -31,7 +31,7 @@ class IntegrityError(Exception):
 
 
 class OverrideError(Exception):
-    """An override has no place in the config, or its value cannot be read."""
+    """The key of an override is unknown, or its value cannot be read."""
 
 
 def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoReturn:
@@ -39,6 +39,7 @@ def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoRetur
 
     `rank0_only` is for problems that every rank finds: rank 0 alone prints them.
     """
+    assert code != 0
     if not rank0_only or is_rank0():
         for problem in problems:
             line = " ".join(str(problem).split())
@@ -55,26 +56,33 @@ def is_rank0() -> bool:
 
 
 def without_fix(problem: object) -> str:
-    """What a problem is, without how to fix it."""
+    """The description of a problem, without its fix."""
     return str(problem).partition(". fix: ")[0]
 
 
 def suggest(word: str, known: list[str]) -> str | None:
-    """The known word that a mistyped one most likely stands for, if any.
+    """The known word that is closest to a mistyped one, or None if none is close.
 
-    They are compared by their last part: lr is optimizer.lr, and gqq is attention=gqa.
+    Words are compared by their last part: for lr, optimizer.lr is suggested, and for gqq,
+    attention=gqa. If several known words have the same last part, the first one is suggested.
     """
-    names = {last_part(name): name for name in reversed(known)}
-    near = get_close_matches(last_part(word).lower(), names, n=1, cutoff=0.65)
-    return names.get("".join(near))
+    by_last_part = {}
+    for name in known:
+        by_last_part.setdefault(last_part(name), name)
+    matches = get_close_matches(last_part(word).lower(), by_last_part, n=1, cutoff=0.65)
+    if not matches:
+        return None
+    (closest,) = matches
+    return by_last_part[closest]
 
 
 def last_part(word: str) -> str:
+    """The part of a word after its last dot or equals sign."""
     return re.split("[.=]", word)[-1]
 
 
 def start_line() -> None:
-    """Clear the line of a terminal, in which a progress bar may stand."""
+    """On a terminal, clear the current line, which may show a progress bar."""
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
 
@@ -99,7 +107,7 @@ def user_input() -> Iterator[None]:
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Report the expected problems that may come up at any time in a command. Wraps all of it."""
+    """Report problems that are expected at any time in a command. Wraps the whole command."""
     try:
         yield
     except IntegrityError as error:

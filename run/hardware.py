@@ -1,4 +1,4 @@
-"""What this machine is and can do: device, precision, peak FLOP/s, memory."""
+"""The device, its precision, peak FLOP/s and memory, and the processor of this machine."""
 
 import ctypes
 import platform
@@ -17,7 +17,7 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 
 # Dense tensor-core peaks in bf16 (V100 and T4: fp16), FLOP/s, from NVIDIA's data sheets.
-# Keys are patterns of device names, of which the first that matches counts.
+# Keys are patterns of device names; the first one that matches is used.
 PEAKS = {
     "B200|GB200": 2250e12,
     "H100 PCIe": 756e12,
@@ -41,13 +41,8 @@ def pick_device(wanted: str) -> torch.device:
     Raises ValueError for a device that torch cannot use.
     """
     # In order of preference.
-    is_available = {
-        "cuda": torch.cuda.is_available,
-        "mps": torch.backends.mps.is_available,
-        "cpu": lambda: True,
-    }
-    for kind, is_here in is_available.items():
-        if wanted in (kind, "auto") and is_here():
+    for kind in ("cuda", "mps", "cpu"):
+        if wanted in (kind, "auto") and is_available(kind):
             return torch.device(kind)
     raise ValueError(
         f"torch can use no such device here (device={wanted}). "
@@ -55,10 +50,19 @@ def pick_device(wanted: str) -> torch.device:
     )
 
 
-def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products for `precision=wanted`; weights are in fp32 in any case.
+def is_available(kind: str) -> bool:
+    """Whether torch can use a kind of device: cuda, mps or cpu."""
+    if kind == "cuda":
+        return torch.cuda.is_available()
+    if kind == "mps":
+        return torch.backends.mps.is_available()
+    return True
 
-    auto is a dtype that the device multiplies without emulation. Raises ValueError for fp16 on a
+
+def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products for `precision=wanted`; weights are always in fp32.
+
+    auto picks a dtype that the device multiplies without emulation. Raises ValueError for fp16 on a
     CPU.
     """
     if wanted == "fp16" and device.type == "cpu":
@@ -67,11 +71,13 @@ def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted]
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16
-    return torch.bfloat16 if multiplies_bf16(device) else torch.float32
+    if multiplies_bf16(device):
+        return torch.bfloat16
+    return torch.float32
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether the device has bf16 products; a CPU without is several times slower than in fp32."""
+    """Whether the device multiplies bf16 natively; other CPUs are several times slower at it."""
     if device.type == "cpu":
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return device.type == "cuda"
@@ -90,9 +96,9 @@ def prepare_for_training(device: torch.device) -> None:
 def keep_freed_memory(device: torch.device) -> None:
     """On a CPU with glibc, let the process keep freed memory.
 
-    Otherwise every step would get fresh pages, which the system fills with zeros.
+    Otherwise every step would get new pages, which the system fills with zeros.
     """
-    # Do not map large blocks one by one, and do not give back the end of the heap.
+    # Do not map large blocks one by one, and do not return the end of the heap to the system.
     if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_MAX, 0)
@@ -107,28 +113,30 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 
 
 def processor_features() -> str:
-    """The processor's architecture, its flags, and which of its instructions torch uses."""
+    """The processor's architecture, its flags, and the instruction set that torch uses."""
     flags = cpuinfo("flags|Features")  # x86, Arm
     return f"{platform.machine()} {flags} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def processor() -> str:
-    """The name of the processor, or else of its architecture."""
+    """The name of the processor, or that of its architecture if it has none."""
     return cpuinfo("model name") or platform.machine()
 
 
 @cache
 def cpuinfo(field: str) -> str:
-    """What Linux says of the first processor under the name `field`; empty on other systems."""
+    """The `field` (a pattern) of the first processor in /proc/cpuinfo; empty if there is none."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return ""
-    match = re.search(rf"^({field})\s*: (.*)", path.read_text(), re.MULTILINE)
-    return match[2] if match else ""
+    match = re.search(rf"^({field})\s*: (?P<value>.*)", path.read_text(), re.MULTILINE)
+    if match is None:
+        return ""
+    return match["value"]
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s; None for a device that is not in the table: an MFU would be a guess."""
+    """Dense bf16 FLOP/s of the device; None if it is not in PEAKS."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -139,11 +147,11 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes so far: allocated by torch on a GPU, else resident in memory (this process)."""
+    """Peak memory of this process in bytes: allocated by torch on a GPU, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform == "darwin":  # which counts bytes, and Linux KiB
+    if sys.platform == "darwin":  # macOS counts in bytes, Linux in KiB
         return size
     return 1024 * size
 

@@ -1,7 +1,7 @@
 """Build objects from a tree of `_target_` and keyword arguments, as in yamls and checkpoints.
 
-A checkpoint may come from anyone. So a target must be a class or function that is defined in a file
-of the given package, and an argument must have the type of its annotation.
+A checkpoint may come from an untrusted source. So a target must be a class or function that is
+defined in a file of the given package, and an argument must have the type of its annotation.
 """
 
 import inspect
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -20,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 CHECKS = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
-def instantiate(tree, package: str = "model", path: str = ""):
+def instantiate(tree: Any, package: str = "model", path: str = "") -> Any:
     """Call every `_target_` of the tree, innermost first.
 
-    With `_partial_: true` it is not called, but becomes a functools.partial that waits for more
-    arguments. Raises ValueError for a target outside of `package` and for an argument of a wrong
-    type, TypeError for an unknown or missing argument. `path` is the key of the tree in the config.
+    A target with `_partial_: true` is not called, but becomes a functools.partial. Raises
+    ValueError for a target outside of `package` and for an argument of a wrong type, TypeError for
+    an unknown or missing argument. `path` is the key of the tree in the config.
     """
     path = path or package
     if isinstance(tree, list):
@@ -42,7 +43,9 @@ def instantiate(tree, package: str = "model", path: str = ""):
     target = resolve_target(arguments.pop("_target_"), package)
     is_partial = arguments.pop("_partial_", False)
     check_arguments(target, arguments, path)
-    return partial(target, **arguments) if is_partial else target(**arguments)
+    if is_partial:
+        return partial(target, **arguments)
+    return target(**arguments)
 
 
 def instantiate_model(tree: dict, device: Device, dtype: torch.dtype) -> nn.Module:
@@ -61,13 +64,15 @@ def instantiate_model(tree: dict, device: Device, dtype: torch.dtype) -> nn.Modu
 def resolve_target(path: str, package: str) -> Callable:
     """Import the class or function at `package.module.name`.
 
-    Raises ValueError for one that is not defined in this very module: `package.module.torch.load`
-    begins with the package too.
+    Raises ValueError for a target that is defined elsewhere. The prefix alone would not tell:
+    `package.module.torch.load` begins with the package, too.
     """
     # Only modules that are files of the package are imported.
+    known_modules = set()
+    for file in (ROOT / package).rglob("*.py"):
+        known_modules.add(".".join(file.relative_to(ROOT).with_suffix("").parts))
     module, _, name = str(path).rpartition(".")
-    files = (ROOT / package).rglob("*.py")
-    if module in {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}:
+    if module in known_modules:
         target = vars(import_module(module)).get(name)
         is_callable = inspect.isclass(target) or inspect.isfunction(target)
         if is_callable and target.__module__ == module:
@@ -79,13 +84,14 @@ def resolve_target(path: str, package: str) -> Callable:
 
 
 def check_arguments(target: Callable, arguments: dict, path: str) -> None:
-    """Raise TypeError for an unknown argument, ValueError for a value that it cannot have.
+    """Raise TypeError for an unknown argument, and ValueError for a value that is not allowed.
 
-    That is one of another type than the annotation, NaN, infinity, a negative number, and for many
-    options of a model 0. The call itself refuses arguments that are missing.
+    Not allowed are values of another type than the annotation, NaN, infinity, negative numbers, and
+    for many options of a model 0. The call itself refuses arguments that are missing.
     """
     annotations = {known.name: known.annotation for known in parameters_of(target)}
-    prefix = re.sub(r"^model\.(?=(attention|ffn|norm)\b)", "", f"{path}.")  # as it is typed
+    # The user types attention.window, which is model.attention.window in the config.
+    prefix = re.sub(r"^model\.(?=(attention|ffn|norm)\b)", "", f"{path}.")
     for name, value in arguments.items():
         key = prefix + name
         if name not in annotations:
@@ -100,7 +106,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
             raise ValueError(
                 f"{key} must be {wanted} (got {value!r}). fix: leave {key} out, or such a value"
             ) from None
-        # Sizes are integers, and what 0 might turn off is turned off by null.
+        # Sizes are integers. Options that could be turned off by 0 are turned off by null.
         is_size = wanted.startswith("int") or wanted.endswith("None")
         is_positive = is_size and target.__module__.startswith("model.")
         items = value if isinstance(value, list) else [value]
@@ -110,7 +116,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
 
 
 def parameters_of(target: Callable) -> list[inspect.Parameter]:
-    """The parameters of a target, and those of its base class if it passes `**knobs` on to it."""
+    """The parameters of a target, with those of its base class in place of a final `**knobs`."""
     parameters = list(inspect.signature(target).parameters.values())
     if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
         return parameters[:-1] + parameters_of(target.__base__)

@@ -1,4 +1,4 @@
-"""Messages for whoever waits: what is going on, about how long it takes, and how to avoid it."""
+"""Messages while the user waits: what is going on, the estimated time, and how to avoid it."""
 
 import math
 import sys
@@ -11,11 +11,11 @@ from tqdm import tqdm
 
 from run.errors import is_rank0
 
-PATIENCE = 2.0  # seconds that a wait may take without an announcement
+PATIENCE = 2.0  # seconds after which a wait is announced
 
 
 def say(text: str) -> None:
-    """Write a line on standard error, above a progress bar if there is one; on rank 0 alone."""
+    """Write a line on standard error, above a progress bar if there is one. Only on rank 0."""
     if is_rank0():
         with suppress(OSError):  # it may be a closed pipe, or a file on a full disk
             tqdm.write(text, file=sys.stderr)
@@ -28,10 +28,10 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def waiting(what: str, total: int = 1) -> Iterator[tqdm]:
-    """Announce what happens inside if it takes longer than PATIENCE; a terminal shows a clock, too.
+    """Announce `what` if the code inside takes longer than PATIENCE; a terminal shows a bar, too.
 
-    The code inside may call `update` of the bar that it gets after each of `total` parts, from
-    which the time left follows.
+    The code inside may call `update` of the bar after each of `total` parts, for an estimate of the
+    time left.
     """
     # None shows the bar on a terminal only.
     bar = tqdm(

@@ -1,7 +1,7 @@
-"""A directory that is complete or absent after a crash: written aside, sealed, renamed.
+"""A directory that is either complete or absent after a crash.
 
-Its seal, manifest.json, has the SHA-256 of every file, and ends with the SHA-256 of its own lines.
-See docs/reliability.md.
+It is written under another name, sealed, and renamed. Its seal, manifest.json, has the SHA-256 of
+every file, and ends with the SHA-256 of its own lines. See docs/reliability.md.
 """
 
 import json
@@ -19,10 +19,11 @@ SEAL_LENGTH = 65  # bytes of the last line of a manifest
 
 @contextmanager
 def atomic_directory(folder: Path) -> Iterator[Path]:
-    """Yield an empty directory, which becomes `folder` with the files that are written inside.
+    """Yield an empty directory to write files to, which becomes `folder` at the end.
 
     `folder` must not exist yet. If anything fails, nothing is left.
     """
+    assert not folder.exists()
     staging = folder.with_name(f".tmp-{folder.name}")
     if staging.exists():
         shutil.rmtree(staging)
@@ -30,7 +31,7 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
     try:
         yield staging
 
-        # The manifest lists files that are on the disk already, ...
+        # First the files and the manifest that lists them must reach the disk, ...
         hashes = {}
         for path in sorted(staging.iterdir()):
             sync(path)
@@ -40,7 +41,7 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
         manifest.write_bytes(body + seal(body))
         sync(manifest)
 
-        # ... and the directory gets its name when their names are on the disk, too.
+        # ... then their names in the directory, and only then does the directory get its name.
         sync(staging)
         staging.rename(folder)
         sync(folder.parent)
@@ -55,8 +56,10 @@ def sha256_of(path: Path) -> str:
 
 
 def seal(body: bytes) -> bytes:
-    """The last line of a manifest."""
-    return f"{sha256(body).hexdigest()}\n".encode()
+    """The last line of a manifest: the SHA-256 of the lines before it."""
+    line = f"{sha256(body).hexdigest()}\n".encode()
+    assert len(line) == SEAL_LENGTH
+    return line
 
 
 def sync(path: Path) -> None:
@@ -69,9 +72,9 @@ def sync(path: Path) -> None:
 
 
 def verify(folder: Path, fix: str) -> dict[str, str]:
-    """Return the SHA-256 of each file of a sealed directory.
+    """Verify a sealed directory, and return the SHA-256 of each of its files by name.
 
-    Raises IntegrityError, with this fix, if one of them or the manifest is not what was written.
+    Raises IntegrityError, with this fix, if a file or the manifest is not what was written.
     """
     try:
         raw = safe_child(folder, "manifest.json").read_bytes()
@@ -90,7 +93,7 @@ def verify(folder: Path, fix: str) -> dict[str, str]:
 
 
 def safe_child(folder: Path, name: str) -> Path:
-    """folder / name. Raises ValueError if that is not right inside the folder, or is a link."""
+    """folder / name. Raises ValueError unless that is a direct child of the folder and no link."""
     path = folder / name
     if path.parent != folder or path.is_symlink() or folder.is_symlink():
         raise ValueError(f"{path} leads elsewhere")
@@ -100,7 +103,8 @@ def safe_child(folder: Path, name: str) -> Path:
 def remove(folder: Path) -> None:
     """Remove a directory, or a link but not its target.
 
-    Renames it first: if this is interrupted, what is left does not have its name.
+    It is renamed first, so that a removal that is interrupted leaves no incomplete directory of its
+    name.
     """
     trash = folder.with_name(f".trash-{folder.name}")
     shutil.rmtree(trash, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The configuration: its top keys as a typed class, and how the files of configs/ compose to it."""
+"""The configuration: its top keys as a typed class, and its composition from configs/."""
 
 import json
 import re
@@ -25,9 +25,9 @@ from run.errors import OverrideError
 from run.instantiate import ROOT
 
 CONFIGS = ROOT / "configs"
-CPU_MICRO_BATCH = 8  # sequences, at most; more of them are not faster on a CPU
+CPU_MICRO_BATCH = 8  # sequences, at most; larger micro-batches are not faster on a CPU
 GROUPS = ("model", "attention", "ffn", "norm", "data", "optimizer", "schedule")
-PARTS = {  # groups that the model takes in
+PARTS = {  # groups that become part of the model's config
     "attention": "what mixes tokens, in each layer",
     "ffn": "the feed-forward network of each layer",
     "norm": "in front of attention and feed-forward, and at the end",
@@ -48,7 +48,8 @@ Text = Annotated[str, Field(min_length=1)]
 class Settings(BaseModel):
     """The keys at the top of configs/train.yaml: their types, ranges and meanings.
 
-    The groups are trees of `_target_` and arguments; `instantiate` and the constructors check them.
+    The groups are trees of `_target_` and arguments, which `instantiate` and the constructors
+    check.
     """
 
     model_config = ConfigDict(
@@ -122,7 +123,7 @@ class Settings(BaseModel):
     """whether Weights & Biases gets the metrics, too"""
 
     def check_combinations(self, world_size: int) -> None:
-        """Raises ValueError for settings that do not go together on this number of processes."""
+        """Raise ValueError for settings that exclude each other with this number of processes."""
         if self.sharded and world_size == 1:
             raise ValueError(
                 "one process has nothing to shard over (sharded=true). "
@@ -146,11 +147,11 @@ class Settings(BaseModel):
             )
 
     def sequences_per_process(self, world_size: int) -> int:
-        """The sequences of a batch that each process computes."""
+        """Number of sequences of a batch that each process computes."""
         return self.batch_tokens // self.context // world_size
 
     def micro_batch_size(self, world_size: int, most: int = CPU_MICRO_BATCH) -> int:
-        """Sequences per device and forward; where they are to be chosen (null), `most` or fewer."""
+        """Sequences per device and forward; if null, the largest divisor up to `most`."""
         sequences = self.sequences_per_process(world_size)
         if self.micro_batch is not None:
             return min(self.micro_batch, sequences)
@@ -158,19 +159,20 @@ class Settings(BaseModel):
 
 
 def compose(overrides: list[str]) -> Settings:
-    """The settings of `python train.py OVERRIDES`, for notebooks and other commands too.
+    """The settings of `python train.py OVERRIDES`, also for notebooks and other commands.
 
-    Raises ValueError with a line for each problem, OverrideError for overrides that do not fit.
+    Raises OverrideError for overrides with an unknown key or an unreadable value, and ValueError,
+    with a line for each problem, for values that are not allowed.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
 
-    # A key that is there already may be given with a +.
+    # Hydra refuses a + in front of a key that exists; here it is allowed.
     words = [word.lstrip("+") for word in overrides]
     for override in parse_overrides(words):
         word = override.input_line
-        # Hydra would take several choices of a group, and of none of them the name.
+        # Hydra would accept several choices of a group, but leave them out of the name.
         if override.key_or_group in GROUPS and isinstance(override.value(), list):
             raise OverrideError(unknown(word))
         if override.is_sweep_override():
@@ -181,7 +183,7 @@ def compose(overrides: list[str]) -> Settings:
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
             cfg = hydra.compose("train", words, return_hydra_config=True)
-            # The name is made of the groups' choices, which are in Hydra's own part of the config.
+            # The name is made from the groups' choices, which are in Hydra's part of the config.
             HydraConfig.instance().set_config(cfg)
             OmegaConf.set_struct(cfg, False)
             del cfg.hydra
@@ -193,15 +195,16 @@ def compose(overrides: list[str]) -> Settings:
     try:
         return Settings(**keys)
     except ValidationError as error:
-        raise ValueError("\n".join(map(describe, error.errors()))) from None
+        lines = [describe(problem) for problem in error.errors()]
+        raise ValueError("\n".join(lines)) from None
 
 
 def parse_overrides(words: list[str]) -> list:
-    """Read KEY=VALUE, or ~GROUP.KEY, which takes a key away, as Hydra's Override objects.
+    """Parse KEY=VALUE, or ~GROUP.KEY, which deletes a key, into Hydra's Override objects.
 
     Raises ValueError for other words, and OverrideError for a value that Hydra cannot read.
     """
-    import hydra  # takes a quarter of a second, which only commands that compose should spend
+    import hydra  # takes a quarter of a second, so only commands that compose import it
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
@@ -214,10 +217,10 @@ def parse_overrides(words: list[str]) -> list:
             if value is not None:
                 fix = f"{key}={value}, or another value"
             raise ValueError(f"an override is KEY=VALUE, without dashes (got {word}). fix: {fix}")
-    GlobalHydra.instance().clear()  # of a notebook
+    GlobalHydra.instance().clear()  # a notebook may have initialized it
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            # A glob reads the files of configs/.
+            # The config loader is for a value glob(...), which matches the files of configs/.
             loader = GlobalHydra.instance().config_loader()
             return OverridesParser.create(loader).parse_overrides(words)
     except OverrideParseException as error:
@@ -227,7 +230,7 @@ def parse_overrides(words: list[str]) -> list:
 
 
 def composing_problem(error: Exception, words: list[str]) -> str:
-    """What an error of Hydra says of these overrides, and a fix of ours."""
+    """A line for an error that Hydra raised for these overrides: the problem and a fix."""
     from hydra.errors import MissingConfigException
 
     if isinstance(error, MissingConfigException):
@@ -237,16 +240,19 @@ def composing_problem(error: Exception, words: list[str]) -> str:
     if isinstance(missing, OmegaConfBaseException):
         own = OmegaConf.to_container(missing.parent_node._get_root())
         del own["hydra"]
-        # Of lr.new=1, Hydra names what is missing first: lr.
-        named = missing.full_key
-        word = next((word for word in words if word.startswith(named)), named)
-        key, _, value = word.partition("=")
-        return unknown(key, value, dict(flatten(own)))
+        # Find the override, such as lr.new=1: Hydra reports only the first key that is missing, lr.
+        override = missing.full_key
+        for word in words:
+            if word.startswith(missing.full_key):
+                override = word
+                break
+        key, _, value = override.partition("=")
+        return unknown(key, value, own=dict(flatten(own)))
     return f"{str(error).splitlines()[0].rstrip('.')}. fix: {HELP}"
 
 
 def describe(problem: dict) -> str:
-    """A line for a problem that pydantic found: what is wrong with which value, and a fix."""
+    """A line for a problem that pydantic found: the key, the rule, the value and a fix."""
     key = str(problem["loc"][0])
     rule = re.sub("^(Input|String) should", "must", problem["msg"])
     return (
@@ -256,9 +262,9 @@ def describe(problem: dict) -> str:
 
 
 def unknown(word: str, value: str = "VALUE", own: Collection[str] = ()) -> str:
-    """A line for a KEY or a GROUP=CHOICE that is not there, with the one that is nearest.
+    """A line for a KEY or a GROUP=CHOICE that does not exist, with the closest one that does.
 
-    `value` is what the key was to be, and `own` are the keys of the chosen presets.
+    `value` is the value that the key was given, and `own` are the keys of the chosen presets.
     """
     group, is_choice, _ = word.partition("=")
     if is_choice:
@@ -272,20 +278,23 @@ def unknown(word: str, value: str = "VALUE", own: Collection[str] = ()) -> str:
 
 
 def choices(group: str = "*") -> list[str]:
-    """What a group, or each of them, can be set to, as it is typed: attention=gqa."""
-    return sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob(f"{group}/*.yaml"))
+    """The choices of a group, or of all groups, as the user types them: attention=gqa."""
+    files = CONFIGS.glob(f"{group}/*.yaml")
+    return sorted(f"{file.parent.name}={file.stem}" for file in files)
 
 
 def preset_keys() -> list[str]:
-    """The keys of all presets behind their choice, as they are typed: data=text data.path.
+    """The keys of all presets after their choice, as the user types them: data=text data.path.
 
-    The shortest is first, which is that of the plainest preset with the key.
+    They are sorted by length, so that the plainest preset with a key comes first.
     """
     keys = []
     for group in GROUPS:
         for choice in choices(group):
-            tree = yaml.safe_load((CONFIGS / f"{choice.replace('=', '/')}.yaml").read_text())
-            keys += dict(flatten(tree, f"{choice} {group}."))
+            file = CONFIGS / f"{choice.replace('=', '/')}.yaml"
+            tree = yaml.safe_load(file.read_text())
+            for key, _ in flatten(tree, f"{choice} {group}."):
+                keys.append(key)
     return sorted(keys, key=len)
 
 
@@ -299,29 +308,31 @@ def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def defaults() -> dict[str, str]:
-    """The top keys and groups of configs/train.yaml, with their values as they are typed."""
+    """The keys and groups of configs/train.yaml, with their values as the user types them."""
     tree = yaml.safe_load((CONFIGS / "train.yaml").read_text())
     for choice in tree.pop("defaults"):
         if choice != "_self_":
             tree |= choice
-    tree["name"] = "NAME"  # made of the groups
+    tree["name"] = "NAME"  # which is made from the choices of the groups
     return {key: as_typed(value) for key, value in tree.items()}
 
 
 def as_typed(value: object) -> str:
+    """A value as the user types it: null for None, and text without quotes."""
     return json.dumps(value).strip('"')
 
 
 def help_text() -> str:
-    """What `python train.py --help` prints: examples, and each group and key with its default."""
+    """The text of `python train.py --help`: examples, and each group and key with its default."""
     schemas = Settings.model_json_schema()["properties"]
     lines = [EXAMPLES]
     for key, value in defaults().items():
         schema = schemas.get(key, {})
         kinds = choices(key)
         if not kinds:
-            for kind in schema.get("anyOf", [schema]):
-                kinds += map(as_typed, kind.get("enum", [kind.get("type")]))
+            for alternative in schema.get("anyOf", [schema]):
+                values = alternative.get("enum", [alternative.get("type")])
+                kinds += [as_typed(value) for value in values]
         text = schema.get("description", PARTS.get(key, "settings of other keys, all at once"))
         lines.append(f"  {key}={value}  ({', '.join(kinds)})  {text}")
     return "\n".join(lines)

@@ -1,11 +1,12 @@
-"""Tensors that FSDP may have divided among processes (DTensor), and plain ones alike."""
+"""Functions for plain tensors and for those that FSDP shards over processes (DTensor)."""
 
 import torch.distributed as dist
 from torch import Tensor
 
 
 def is_sharded(x: Tensor) -> bool:
-    # Importing DTensor is slow, and without a process group there is none.
+    """Whether x is a DTensor."""
+    # Importing DTensor is slow, and without a process group there are none.
     if not dist.is_initialized():
         return False
     from torch.distributed.tensor import DTensor
@@ -14,18 +15,19 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """x gathered from all ranks, which must all call this; x itself where it is not sharded."""
+    """x gathered from all ranks, which must all call this; x itself if it is not sharded."""
     if is_sharded(x):
         return x.full_tensor()
     return x
 
 
 def shard_like(x: Tensor, target: Tensor) -> Tensor:
-    """x on the device of `target` and sharded as `target` is. Every rank passes the whole of x."""
+    """Move x to the device of `target`, and shard it like `target`. All ranks pass the whole x."""
+    assert x.shape == target.shape
     x = x.to(target.device)
     if not is_sharded(target):
         return x
     from torch.distributed.tensor import distribute_tensor
 
-    # Without a source rank, each takes its part of its own x: nothing is sent.
+    # Without a source rank, each rank takes its part of its own x: nothing is sent.
     return distribute_tensor(x, target.device_mesh, target.placements, src_data_rank=None)

@@ -18,7 +18,8 @@ EXIT_CODES = {
 class Signals:
     """Inside `with`, a signal ends the process at once, or is only recorded once `arm` is called.
 
-    A second Ctrl-C ends a lone process at once; torchrun may send its processes the same one twice.
+    A second Ctrl-C ends a single process at once. It does not under torchrun, which may send its
+    processes the same Ctrl-C twice.
     """
 
     def __init__(self):
@@ -29,7 +30,7 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         for number in EXIT_CODES:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has SIGHUP ignored
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 self.previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
@@ -54,7 +55,9 @@ class Signals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         is_repeated = self.code != 0 and number == signal.SIGINT and "RANK" not in os.environ
         if is_repeated or not self.is_armed:
-            loss = "what came after the last save is lost" if is_repeated else "nothing is lost"
+            loss = "nothing is lost"
+            if is_repeated:
+                loss = "what came after the last save is lost"
             errors.exit_with(
                 EXIT_CODES[number], f"ended at once, {loss}. fix: call it again, with resume=true"
             )
