@@ -81,7 +81,7 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
         # The system releases the lock if the process is killed, which a soft lock, the mere
         # existence of a file, would not guarantee.
         with FileLock(cache_dir / ".lock", fallback_to_soft=False):
-            # An unfinished folder was left by a process that was killed: others hold the lock.
+            # Unfinished folders are those of killed processes: another one would hold the lock.
             remove_leftovers(cache_dir)
             # Another process may have built it while this one was waiting.
             if not folder.exists():

@@ -101,6 +101,7 @@ class Task(Source):
             assert row.inputs.shape == (self.context,)
             assert row.positions.shape == row.answers.shape == row.distances.shape == (size,)
             assert (row.inputs < self.vocab_size).all() and (row.answers < self.vocab_size).all()
+            assert (row.distances >= 1).all()
             inputs[index] = row.inputs
             positions[index, :size] = row.positions
             targets[index, :size] = row.answers
