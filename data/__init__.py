@@ -1,1 +1,1 @@
-"""Text to batches: documents, tokenizer, shards, loader. Nothing of the model."""
+"""From text to batches: documents, tokenizer, shards, loader. Does not know the model."""

@@ -1,4 +1,4 @@
-"""What a run reads: batches to train on, and held-out batches to evaluate on."""
+"""A corpus: batches to train on, and held-out batches to evaluate on."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,7 +45,8 @@ class Corpus:
     @property
     def description(self) -> str:
         """The amount of training data, for the summary of a run."""
-        return f"{sum(map(len, self.train)):,} tokens of text"
+        num_tokens = sum(len(shard) for shard in self.train)
+        return f"{num_tokens:,} tokens of text"
 
     def loader(self, context: int, batch_size: int, seed: int) -> Loader:
         """Return the training batches. Raises ValueError if the text is too short for one."""

@@ -1,4 +1,4 @@
-"""Batches as a pure function of (seed, step), so one integer says where a run is in its data."""
+"""Batches as a pure function of (seed, step): a run resumes at the right place from its step."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -20,11 +20,11 @@ class Batch(NamedTuple):
 
 
 class Loader:
-    """Cuts shards, laid end to end, into rows of `context` input tokens and their next tokens.
+    """Cuts concatenated shards into rows of `context` input tokens and their next tokens.
 
-    An epoch cuts its rows from a random offset on and visits each row once, in a random order. Row
-    n of step s is row s * `batch_size` + n, counted through all epochs. Raises ValueError if the
-    text is too short for one batch.
+    An epoch cuts its rows from a random offset on, and visits each row once in random order. Row n
+    of step s is row s * `batch_size` + n, counted through all epochs. Raises ValueError if the text
+    is too short for one batch.
     """
 
     def __init__(self, shards: list[np.ndarray], context: int, batch_size: int, seed: int):
@@ -35,7 +35,7 @@ class Loader:
         self.seed = seed
 
         num_tokens = sum(len(shard) for shard in shards)
-        # The last row needs one token more as a target; one row less, so that every offset fits.
+        # The last target needs one more token. An offset of up to a row must fit: one row less.
         self.rows_per_epoch = (num_tokens - 1) // context - 1
         if self.rows_per_epoch < batch_size:
             min_tokens = (batch_size + 1) * context + 1
@@ -58,7 +58,7 @@ class Loader:
         return self.batch_size * self.context
 
     def _row(self, number: int) -> np.ndarray:
-        """Return the tokens (T + 1,) of a row, which may cross the ends of shards."""
+        """Return the tokens (T + 1,) of a row, which may span several shards."""
         epoch, index = divmod(number, self.rows_per_epoch)
         offset, order = epoch_rows(self.seed, epoch, self.context, self.rows_per_epoch)
         start = offset + int(order[index]) * self.context
@@ -77,14 +77,14 @@ class Loader:
 
 @lru_cache(maxsize=1)
 def epoch_rows(seed: int, epoch: int, context: int, num_rows: int) -> tuple[int, np.ndarray]:
-    """Draw where the rows of an epoch are cut, below `context`, and in which order they come."""
+    """Draw the offset of the first row of an epoch, below `context`, and the order of its rows."""
     generator = np.random.default_rng((seed, epoch))
     offset = int(generator.integers(context))
     return offset, generator.permutation(num_rows)
 
 
 def document_ids(inputs: Tensor, bos: int) -> Tensor:
-    """Map inputs (B, T) to the number (B, T) of each token's document in its row, by BOS tokens."""
+    """inputs (B, T) -> the number (B, T) of each token's document in its row; BOS begins one."""
     return (inputs == bos).cumsum(dim=1)
 
 

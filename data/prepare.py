@@ -98,7 +98,7 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
 
 
 def build_corpus(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Write shards and tokenizer to `folder`; train a tokenizer if there is none."""
+    """Write shards and tokenizer to `folder`; if `tokenizer` is None, train one."""
     with atomic_directory(folder) as staging, waiting("preparing the text, once"):
         if tokenizer is None:
             tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)

@@ -41,7 +41,7 @@ class Pretokenized(Source):
         return f"{train} {content_hash(self.val_files)} {self.validation_tokens}"
 
     def corpus(self) -> Corpus:
-        """Map the files where they are, without a copy in the cache."""
+        """Memory-map the files in place, without a copy in the cache."""
         train = [self.open_bin(file) for file in self.train_files]
         if self.val_files:
             validation = self.open_bin(self.val_files[0])[: self.validation_tokens]

@@ -1,4 +1,4 @@
-"""Where documents come from, and which of them are held out for validation."""
+"""Sources of documents, and which of them are held out for validation."""
 
 import json
 import re

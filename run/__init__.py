@@ -1,1 +1,1 @@
-"""What all other folders use: what a run is on disk and on a machine."""
+"""Runs on the disk and on the machine: config, folder, checkpoints, device, processes, errors."""

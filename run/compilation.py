@@ -100,8 +100,9 @@ def compile_and_run(run: Callable[[], object], *, is_required: bool, option: str
     message names the `option` that turns compilation off. A signal ends the process without waiting
     for threads that compile.
     """
-    # The other processes of a run would wait for one that starts again.
-    attempts = 1 if "RANK" in os.environ else 2
+    attempts = 2
+    if "RANK" in os.environ:  # the other processes of the run would wait for a second attempt
+        attempts = 1
     for _ in range(attempts):
         try:
             with errors.report_errors():
@@ -141,5 +142,9 @@ def compile_problem(error: RuntimeError) -> str | None:
         return None
     # A C++ compiler reports its error in one of the lines.
     lines = str(error).splitlines()
-    reported = next((line for line in lines if "error: " in line), lines[0])
+    reported = lines[0]
+    for line in lines:
+        if "error: " in line:
+            reported = line
+            break
     return f"compilation failed ({reported.strip()[:200]})"

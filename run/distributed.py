@@ -53,7 +53,9 @@ class DistEnv:
     def gather_to_rank0(self, x: Tensor) -> Tensor | None:
         """The whole of a sharded x, or a plain x, on the CPU of rank 0; None on the other ranks."""
         x = full_tensor(x)
-        return x.cpu() if self.is_main else None
+        if not self.is_main:
+            return None
+        return x.cpu()
 
     def on_rank0(self, action: Callable, *arguments: object) -> object:
         """Run action(*arguments) on rank 0 and return its result, which is pickled, on all ranks.

@@ -27,7 +27,7 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 
 
 class IntegrityError(Exception):
-    """A file on disk is not what was written."""
+    """A file on disk differs from the one that was written."""
 
 
 class OverrideError(Exception):

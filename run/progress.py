@@ -23,7 +23,9 @@ def say(text: str) -> None:
 
 def duration(seconds: float) -> str:
     """Seconds as hours, minutes and seconds, such as 0:04:10."""
-    return "?" if seconds == math.inf else str(timedelta(seconds=round(seconds)))
+    if seconds == math.inf:
+        return "?"
+    return str(timedelta(seconds=round(seconds)))
 
 
 @contextmanager
@@ -54,5 +56,5 @@ def waiting(what: str, total: int = 1) -> Iterator[tqdm]:
         yield bar
     finally:
         is_done.set()
-        bar.delay = 0  # or tqdm would not clear what was never updated
+        bar.delay = 0  # otherwise tqdm would not clear a bar that was never updated
         bar.close()

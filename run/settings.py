@@ -248,7 +248,8 @@ def composing_problem(error: Exception, words: list[str]) -> str:
                 break
         key, _, value = override.partition("=")
         return unknown(key, value, own=dict(flatten(own)))
-    return f"{str(error).splitlines()[0].rstrip('.')}. fix: {HELP}"
+    first_line, *_ = str(error).splitlines()
+    return f"{first_line.rstrip('.')}. fix: {HELP}"
 
 
 def describe(problem: dict) -> str:

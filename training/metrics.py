@@ -1,4 +1,4 @@
-"""What an evaluation reports: metrics of a text or of a task, from its sums over targets by cell.
+"""Metrics of an evaluation, of a text or of a task, from its sums over targets by cell.
 
 The cells are those of data/slices.py. The totals (3, num_classes, NUM_BINS) of an evaluation are
 the loss in nats, the number of correct predictions and the number of targets in each cell.
