@@ -119,7 +119,8 @@ def softmax_to_shared(layers: Layers, layer: int, weights: Weights) -> Converted
     # This layer, and those after it that reuse its keys and values.
     members = [weights]
     for later in range(layer + 1, len(layers.new)):
-        if not getattr(layers.new[later], "reuses_kv", False):
+        attention = layers.new[later]
+        if not isinstance(attention, SharedAttention) or not attention.reuses_kv:
             break
         members.append(layers.read(later))
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 import yaml
 from safetensors.torch import load_file
-from torch import Tensor
 
 from model.build import build_model
 from model.transformer import Transformer
@@ -64,15 +63,17 @@ def preset_options(preset: str) -> set[str]:
     # gqa.yaml lists every option, because the other presets extend it; only one defines it.
     if preset == "gqa":
         return {"kv_heads"}
-    content, gqa = (
-        yaml.safe_load((CONFIGS / "attention" / f"{name}.yaml").read_text())
-        for name in (preset, "gqa")
-    )
+    content = read_preset(preset)
     keys = {key for key, _ in flatten(content)}
     # A preset of another mechanism repeats options of gqa, such as rope_base: keep the model's.
     if "defaults" not in content:
-        keys -= gqa.keys()
+        keys -= read_preset("gqa").keys()
     return {key for key in keys if key.rpartition(".")[2] not in PRESERVED_OPTIONS}
+
+
+def read_preset(name: str) -> dict:
+    """The yaml of an attention."""
+    return yaml.safe_load((CONFIGS / "attention" / f"{name}.yaml").read_text())
 
 
 def set_options(tree: dict, options: dict) -> dict:
@@ -126,59 +127,47 @@ def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Chan
     """Load the weights of a checkpoint into a model with another attention -> each layer's changes.
 
     `tree` is the config of `model`. Parameters without a counterpart in the old model keep their
-    values.
-    Raises ValueError for a conversion without a formula.
+    values. Raises ValueError for a conversion without a formula.
     """
     old_tree = checkpoint.load_model_config(path)
     # The file is mapped to memory: what is not used takes none.
     stored = load_file(path / "model.safetensors")
-
-    def read(layer: int) -> Weights:
-        prefix = f"blocks.{layer}.attention."
-        # Means are computed in fp32 at least.
-        return {
-            name.removeprefix(prefix): weight.float()
-            for name, weight in stored.items()
-            if name.startswith(prefix)
-        }
-
-    # Inputs are taken to be white noise, which the norm before scales and shifts.
-    def moment(layer: int) -> Tensor:
-        norm = f"blocks.{layer}.attention_norm."
-        weight = stored[norm + "weight"].float()
-        bias = stored.get(norm + "bias", torch.zeros_like(weight))
-        return weight.square().diag() + bias.outer(bias)
-
     old_blocks = build_model(old_tree, "meta").blocks
     layers = Layers(
         old=[block.attention for block in old_blocks],
         new=[block.attention for block in model.blocks],
-        read=read,
-        moment=moment,
+        stored=stored,
         context=model.context,
     )
-    weights = model.state_dict()
-    for name in stored:
-        if ".attention." not in name:
-            weights[name].copy_(stored[name])
+    # First what is outside of attentions, then layer by layer.
+    parameters = model.state_dict()
+    others = {name: tensor for name, tensor in stored.items() if ".attention." not in name}
+    copy_weights(others, parameters)
     changes = []
     knobs = zip(attention_knobs(old_tree), attention_knobs(tree), strict=True)
     for layer, (old_knobs, new_knobs) in enumerate(knobs):
-        attention_weights = read(layer)
+        weights = layers.read(layer)
         layer_changes = []
         if old_knobs != new_knobs:
-            attention_weights, layer_changes = convert_layer(layers, layer, attention_weights)
+            weights, layer_changes = convert_layer(layers, layer, weights)
         changes.append(layer_changes)
-        for name, tensor in attention_weights.items():
-            weights[f"blocks.{layer}.attention.{name}"].copy_(tensor)
+        copy_weights(weights, parameters, prefix=f"blocks.{layer}.attention.")
     return changes
+
+
+def copy_weights(weights: Weights, parameters: Weights, prefix: str = "") -> None:
+    """Copy weights into the parameters that have their names, after `prefix`."""
+    for name, weight in weights.items():
+        parameter = parameters[prefix + name]
+        assert weight.shape == parameter.shape  # else it would be broadcast
+        parameter.copy_(weight)
 
 
 def describe(changes: list[list[Change]]) -> list[str]:
     """A line for each change: which layers it is made in, and whether it is exact."""
     layers = defaultdict(list)
     for layer, layer_changes in enumerate(changes):
-        for text, is_exact in layer_changes:
-            kind = "exact" if is_exact else "approximate"
-            layers[f"{text} ({kind})"].append(layer)
+        for change in layer_changes:
+            kind = "exact" if change.is_exact else "approximate"
+            layers[f"{change.text} ({kind})"].append(layer)
     return [f"{text}: layers {numbers}" for text, numbers in layers.items()]

@@ -1,8 +1,10 @@
 """What a conversion of attentions is given and gives back, and how it refuses."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from model.attention.base import Attention
@@ -20,18 +22,34 @@ class Change(NamedTuple):
 Converted = tuple[Weights, list[Change]]  # the new weights of a layer, and how it changes
 
 
-class Layers(NamedTuple):
-    """All layers of both models, of `context` tokens.
-
-    `read` reads the old weights of a layer; `moment` gives the mean (D, D) of x x^T over its
-    inputs x.
-    """
+@dataclass(frozen=True)
+class Layers:
+    """The attentions of all layers of both models, of `context` tokens, and the old weights."""
 
     old: list[Attention]
     new: list[Attention]
-    read: Callable[[int], Weights]
-    moment: Callable[[int], Tensor]
+    stored: dict[str, Tensor]  # by their names in the old model
     context: int
+
+    def read(self, layer: int) -> Weights:
+        """The old weights of a layer's attention, in fp32, in which means are computed."""
+        prefix = f"blocks.{layer}.attention."
+        weights = {}
+        for name, weight in self.stored.items():
+            if name.startswith(prefix):
+                weights[name.removeprefix(prefix)] = weight.float()
+        return weights
+
+    def moment(self, layer: int) -> Tensor:
+        """The mean (D, D) of x x^T over the inputs x of a layer's attention.
+
+        They are taken to be white noise, which the norm before scales and shifts.
+        """
+        norm = f"blocks.{layer}.attention_norm."
+        weight = self.stored[norm + "weight"].float()  # (D,)
+        bias = self.stored.get(norm + "bias", torch.zeros_like(weight))
+        assert weight.ndim == 1 and bias.shape == weight.shape
+        return weight.square().diag() + bias.outer(bias)
 
 
 def no_formula(layer: int, change: str, fix: str) -> ValueError:
