@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import TINY, settings_of
 from tests.tools.pages import table
 from tools.compare import report
-from tools.compare.plots import draw_forest
+from tools.compare.plots import ForestRow, draw_forest
 from tools.compare.runs import Run, changes
 
 SEEDS = (0, 1, 2)
@@ -253,11 +253,11 @@ def test_the_settings_of_a_variant_are_those_that_its_baseline_has_otherwise():
 @pytest.mark.parametrize("count", [3, 30])
 def test_the_rows_of_a_plot_have_their_names_beside_them(count):
     draw = np.random.default_rng(0)
-    rows = [(f"v{n}", draw.normal(size=5).tolist(), (-1.0, 1.0)) for n in range(count)]
+    rows = [ForestRow(f"v{n}", draw.normal(size=5).tolist(), (-1.0, 1.0)) for n in range(count)]
     figure = draw_forest(rows, "loss", {"equal": 0.0, "margin": 0.01})
     figure.draw_without_rendering()
     labels = figure.axes[0].get_yticklabels()
-    assert [label.get_text() for label in labels] == [name for name, *_ in rows]
+    assert [label.get_text() for label in labels] == [row.label for row in rows]
     boxes = [label.get_window_extent() for label in labels]
     # From top to bottom, without overlap, inside the picture.
     for above, below in pairwise(boxes):

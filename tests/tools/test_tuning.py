@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tools.compare.report import withhold_verdicts
+from tools.compare.report import Comparison, withhold_verdicts
 from tools.compare.statistics import judge
 from tools.compare.tuning import FACTORS, FARTHEST, Optimum, find_optimum, next_factor, rate_losses
 
@@ -76,10 +76,10 @@ def test_a_best_at_the_edge_gets_no_verdict(edge, withheld):
     rising = {factor: 1 + math.log2(factor) for factor in FACTORS}
     losses = {name: rising if name == edge else parabola(1.0) for name in ("base", "a", "b")}
     verdicts = judge([1.0, 1.1, 1.2], {"a": [3.0, 3.1, 3.3], "b": [0.1, 0.2, 0.3]}, MARGIN)
-    result = SimpleNamespace(verdicts=verdicts)
-    withhold_verdicts(result, losses, "base", Counter())
+    comparison = Comparison({}, "base", losses, Counter())
+    remaining = withhold_verdicts(verdicts, comparison)
     expected = {"a": "worse", "b": "better"} | dict.fromkeys(withheld, "best rate at the edge")
-    assert {name: each.text for name, each in result.verdicts.items()} == expected
+    assert {name: each.text for name, each in remaining.items()} == expected
 
 
 def test_losses_are_means_over_seeds_and_infinite_where_one_diverged():

@@ -33,9 +33,7 @@ def main(args: argparse.Namespace) -> None:
     problems = {}
     if args.report:
         runs = read_runs(args.report, problems)
-        # The folder of a comparison, whose records stay as they are, has its report.
-        is_one = len(args.report) == 1 and (args.report[0] / RECORDS).exists()
-        folder = args.dir or (args.report[0] if is_one else Path("runs/report"))
+        folder = args.dir or report_folder(args.report)
     else:
         with errors.user_input():
             variants = plan_variants(args.overrides, args.match, args.dir, args.tune)
@@ -51,6 +49,13 @@ def main(args: argparse.Namespace) -> None:
         measure_checkpoints(runs)
     with errors.user_input():
         print(write_report(folder, runs, problems, args.margin))
+
+
+def report_folder(folders: list[Path]) -> Path:
+    """Where a report goes: into the folder of a comparison if it is of this one alone."""
+    if len(folders) == 1 and (folders[0] / RECORDS).exists():
+        return folders[0]
+    return Path("runs/report")
 
 
 def announce(variants: list[Variant], has_search: bool) -> None:

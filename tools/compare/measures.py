@@ -35,10 +35,11 @@ class Result(NamedTuple):
         text = "baseline"
         differs = ""
         if name in self.verdicts:
-            difference, low, high, _, text = self.verdicts[name]
-            differs = f"{difference:+z.4f}"
-            if not math.isnan(low):
-                differs += f" [{low:+z.4f}, {high:+z.4f}]"
+            verdict = self.verdicts[name]
+            text = verdict.text
+            differs = f"{verdict.difference:+z.4f}"
+            if not math.isnan(verdict.low):
+                differs += f" [{verdict.low:+z.4f}, {verdict.high:+z.4f}]"
         return {
             self.title: f"{fmean(self.samples[name]):.4f}",
             f"difference in {self.title}": differs,
@@ -53,7 +54,9 @@ def slice_loss(run: Run, name: str) -> float | None:
 
 def length_change(run: Run) -> float | None:
     """The loss of the same targets with 4 times the training context, less that with one."""
-    return run.lengths["4"] - run.lengths["1"] if run.lengths else None
+    if not run.lengths:
+        return None
+    return run.lengths["4"] - run.lengths["1"]
 
 
 TEXT_PARTS = {  # of the loss, which tell variants apart
@@ -80,9 +83,11 @@ def evaluate(
         values = [measure(run) for run in runs]
         if None not in values:
             samples[name] = values
-    others = dict(samples)
-    theirs = others.pop(baseline, [])
-    verdicts = judge(theirs, others, margin, LEVEL / num_measures) if theirs else {}
+    theirs = samples.get(baseline, [])
+    others = {name: values for name, values in samples.items() if name != baseline}
+    verdicts = {}
+    if theirs:
+        verdicts = judge(theirs, others, margin, LEVEL / num_measures)
     return Result(title, samples, verdicts, spreads_differ(theirs, others))
 
 
@@ -94,9 +99,11 @@ def tokens_until_solved(runs: list[Run]) -> float:
     """The median over the runs that solve a task of the tokens until they do; NaN without any."""
     tokens = []
     for run in runs:
-        solved = [line["tokens"] for line in run.lines if line.get(run.metric, 0.0) >= SOLVED]
-        tokens += solved[:1]
-    return median(tokens or [math.nan])
+        for line in run.lines:
+            if line.get(run.metric, 0.0) >= SOLVED:
+                tokens.append(line["tokens"])
+                break
+    return median(tokens) if tokens else math.nan
 
 
 def measure_checkpoints(runs: list[Run]) -> None:

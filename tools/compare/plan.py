@@ -53,15 +53,18 @@ class Variant:
         """The runs that the search for the best factor needs next; none once it has ended."""
         runs = [job.run for job in self.searched if job.run is not None]
         losses = rate_losses(runs)
-        factors = FACTORS
-        if losses:
-            factors = [next_factor(losses)]
-        if len(runs) < len(self.searched):  # what failed would fail again
-            factors = [None]
-        jobs = [self.job(SEARCH_SEED, factor) for factor in factors if factor is not None]
-        self.searched += jobs
-        if losses and not jobs:
+        has_failed = len(runs) < len(self.searched)  # what failed would fail again
+        factors = []
+        if not self.searched:
+            factors = FACTORS
+        elif not has_failed:
+            factor = next_factor(losses)
+            if factor is not None:
+                factors = [factor]
+        if losses and not factors:
             self.factor = find_optimum(losses).factor
+        jobs = [self.job(SEARCH_SEED, factor) for factor in factors]
+        self.searched += jobs
         return jobs
 
 
@@ -101,12 +104,16 @@ def plan_variants(
         raise ValueError(f"--tune has this seed (seed={SEARCH_SEED}). fix: seed=0,1,2")
     variants = name_variants(sweep)
     if folder is None:
-        words = [match, *next(iter(variants.values())), *(["tune"] if has_search else [])]
+        baseline = next(iter(variants))
+        words = [match, *variants[baseline]]
+        if has_search:
+            words.append("tune")
         folder = Path("runs", f"compare-{crc32(' '.join(words).encode()):08x}")
     baselines = match_sizes(variants, match)
-    return [
-        Variant(name, words, seeds, folder, baselines[name]) for name, words in variants.items()
-    ]
+    planned = []
+    for name, words in variants.items():
+        planned.append(Variant(name, words, seeds, folder, baselines[name]))
+    return planned
 
 
 def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
@@ -115,23 +122,37 @@ def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
     The first job, the baseline's, decides how long all others train.
     """
     jobs = []
-
-    def train(new_jobs: list[Job]) -> None:
-        jobs.extend(new_jobs)
-        for job in new_jobs:
-            job.baseline = None if job is jobs[0] else jobs[0]
-        if new_jobs:  # none where every search has failed
-            train_all(new_jobs)
-
     # The search goes on until no variant has its best rate at the edge of what was tried.
-    while has_search:
-        searching = [job for variant in variants for job in variant.search()]
-        if not searching:
-            break
-        train(searching)
+    if has_search:
+        while searching := next_searches(variants):
+            jobs += train_after(jobs, searching)
+
     # Then seed by seed, without variants whose search could not end.
-    ready = [variant for variant in variants if all(job.run for job in variant.searched)]
-    train([variant.job(seed) for seed in variants[0].seeds for variant in ready])
+    judging = []
+    for seed in variants[0].seeds:
+        for variant in variants:
+            if all(job.run is not None for job in variant.searched):
+                judging.append(variant.job(seed))
+    if judging:  # none where every search has failed
+        jobs += train_after(jobs, judging)
+    return jobs
+
+
+def next_searches(variants: list[Variant]) -> list[Job]:
+    """The runs that the searches of all variants need next."""
+    jobs = []
+    for variant in variants:
+        jobs += variant.search()
+    return jobs
+
+
+def train_after(earlier: list[Job], jobs: list[Job]) -> list[Job]:
+    """Train jobs, and return them; the baseline is the first of all, among `earlier` if any."""
+    baseline = earlier[0] if earlier else jobs[0]
+    for job in jobs:
+        if job is not baseline:
+            job.baseline = baseline
+    train_all(jobs)
     return jobs
 
 
@@ -153,7 +174,8 @@ def name_variants(sweep: Sweep) -> Variants:
     """
     # Without a sweep, the attention names the only variant.
     named_keys = [key for key, values in sweep.items() if len(values) > 1 or key == "name"]
-    named_keys = named_keys or ["attention"]
+    if not named_keys:
+        named_keys = ["attention"]
     variants = {}
     for combination in product(*sweep.values()):
         # Groups are named by their value, and other keys also by the last part of the key.
@@ -214,8 +236,10 @@ def match_hidden(model: dict, size: Callable[[Transformer], float], target: floa
     # Size is linear in the width. Of the widths near enough, the multiple of the largest power of
     # two makes the fastest matrix products.
     low = size_with(64)
-    step = size_with(128) - low  # none without a feed-forward
-    exact = 64 + 64 * (target - low) / step if step else 0.0
+    step = size_with(128) - low
+    exact = 0.0  # without a feed-forward
+    if step != 0:
+        exact = 64 + 64 * (target - low) / step
     multiples = [round(exact / unit) * unit for unit in (64, 32, 16, 8, 4, 2, 1)]
     for hidden in (model["hidden"], *multiples):
         if hidden > 0 and abs(size_with(hidden) / target - 1) <= SIZE_TOLERANCE:

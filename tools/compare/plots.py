@@ -2,6 +2,7 @@
 
 import math
 from statistics import fmean
+from typing import NamedTuple
 
 from matplotlib import color_sequences, cycler
 from matplotlib.axes import Axes
@@ -16,8 +17,12 @@ COLORS = color_sequences["petroff10"]  # told apart by color-blind readers: 2107
 # Ten colors with the first marker and line, then with the next.
 STYLES = cycler(marker=["o", "s", "^"], linestyle=["-", "--", ":"]) * cycler(color=COLORS)
 in_bytes = EngFormatter(unit="B", places=1)  # 66048 -> 66.0 kB
-# The label of a row, its points, and the ends of its interval.
-ForestRow = tuple[str, list[float], tuple[float, float] | None]
+
+
+class ForestRow(NamedTuple):
+    label: str
+    points: list[float]
+    interval: tuple[float, float] | None
 
 
 def new_figure(xlabel: str, ylabel: str, height: float) -> tuple[Figure, Axes]:
@@ -37,12 +42,13 @@ def draw_forest(rows: list[ForestRow], xlabel: str, lines: dict[str, float]) -> 
     figure, axes = new_figure(xlabel, "", 1.0 + ROW * len(rows))
     for style, (label, value) in zip(("-", ":"), lines.items(), strict=False):
         axes.axvline(value, color="gray", linestyle=style, linewidth=1, label=label)
-    for height, (_, points, interval) in enumerate(rows):
-        axes.plot(points, [height] * len(points), ".", color=COLORS[0], alpha=0.5, markersize=4)
-        if interval is not None and math.isfinite(interval[0]):
-            axes.plot(interval, [height] * 2, "-", color="black", marker="|", linewidth=1.2)
-            axes.plot(fmean(interval), height, "D", color="black", markersize=3)
-    axes.set_yticks(range(len(rows)), [label for label, *_ in rows], fontsize=8)
+    for height, row in enumerate(rows):
+        heights = [height] * len(row.points)
+        axes.plot(row.points, heights, ".", color=COLORS[0], alpha=0.5, markersize=4)
+        if row.interval is not None and all(map(math.isfinite, row.interval)):
+            axes.plot(row.interval, [height] * 2, "-", color="black", marker="|", linewidth=1.2)
+            axes.plot(fmean(row.interval), height, "D", color="black", markersize=3)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
     axes.invert_yaxis()
     figure.legend(loc="outside upper right", ncols=2, fontsize=7, frameon=False)
     return figure
@@ -53,8 +59,8 @@ def draw_searches(losses: dict[str, Losses]) -> Figure:
     figure, axes = new_figure("factor of the learning rates", "val_loss, nats", 4.0)
     axes.set_xscale("log", base=2)
     for name, by_factor in losses.items():
-        axes.plot(
-            *zip(*sorted(by_factor.items()), strict=True), label=name, markersize=3, linewidth=1
-        )
+        factors = sorted(by_factor)
+        values = [by_factor[factor] for factor in factors]
+        axes.plot(factors, values, label=name, markersize=3, linewidth=1)
     figure.legend(loc="outside lower center", ncols=4, fontsize=7, frameon=False)
     return figure

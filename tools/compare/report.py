@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter, defaultdict
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +21,7 @@ from tools.compare.measures import (
     tokens_until_solved,
 )
 from tools.compare.page import Page, plain_table
-from tools.compare.plots import draw_forest, draw_searches, in_bytes
+from tools.compare.plots import ForestRow, draw_forest, draw_searches, in_bytes
 from tools.compare.runs import Groups, Run, changes, command, group_by_variant
 from tools.compare.statistics import Verdict
 from tools.compare.tuning import Losses, find_optimum, rate_losses
@@ -98,10 +99,86 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
     return "\n".join([*lines, *missing, f"written: {file}, which any browser opens"])
 
 
+@dataclass
+class Comparison:
+    """The runs of one task and model size, and what is known of the variants besides.
+
+    `baseline` is the name of the variant that all are compared with. It has no group where none of
+    its runs judges.
+    """
+
+    groups: Groups  # the runs that judge, of each variant; the best first
+    baseline: str
+    losses: dict[str, Losses]  # of each variant that has searched for learning rates
+    diverged: Counter  # seeds of each variant
+
+    @property
+    def first(self) -> Run:
+        """The first run of the baseline."""
+        return self.groups[self.baseline][0]
+
+
+@dataclass
+class Findings:
+    """How the variants of a comparison differ: clauses, a plot, cells of each variant, notes."""
+
+    text: str
+    figure: Figure
+    caption: str
+    cells: dict[str, dict[str, str]]
+    notes: list[str]
+
+
 def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str]:
     """Add all about the runs of one task and size -> the SVG of their verdicts, and a summary."""
+    comparison = sort_runs(runs)
+    groups = comparison.groups
+    baseline = comparison.baseline
+    if baseline not in groups:
+        if comparison.losses:
+            add_searches(page, comparison.losses)
+        return "", (
+            f"{baseline}, the baseline, has no run that judges; "
+            f"variants that have searched for learning rates: {len(comparison.losses)}."
+        )
+    # A task is solved or not, which has no mean; a loss has a difference, and a verdict.
+    first = comparison.first
+    if first.floor is None:
+        findings = compare_losses(comparison, margin)
+    else:
+        findings = compare_accuracies(comparison)
+    summary = f"{doubts(groups)}Beside {baseline} ({len(groups[baseline])} seeds), {findings.text}"
+
+    # What a reader looks for comes first.
+    page.paragraph(summary)
+    svg = page.figure(findings.figure, findings.caption)
+    rows = []
+    for name, members in groups.items():
+        row = {"variant": name, **findings.cells[name]}
+        search = comparison.losses.get(members[0].settings["name"])
+        if search:
+            row["rates x"] = f"{find_optimum(search).factor:.3g}"
+        rows.append(row | cost_cells(members))
+    page.table([row | {"settings": changes(groups[row["variant"]][0], first)} for row in rows])
+    for note in findings.notes:
+        page.paragraph(note)
+
+    if first.task == "text":
+        add_parts(page, comparison)
+    if comparison.losses:
+        add_searches(page, comparison.losses)
+    settings = ", ".join(f"{key}={value}" for key, value in first.settings_except(()).items())
+    page.paragraph(
+        f"{baseline} was trained by {first.command or 'train.py'}, with these settings and on this "
+        f"machine: {settings}"
+    )
+    return svg, f"{summary}\n{plain_table(rows)}"
+
+
+def sort_runs(runs: list[Run]) -> Comparison:
+    """Sort the runs of a comparison, of which the first tells the baseline."""
     searches = defaultdict(list)
-    diverged = Counter()  # seeds of each variant
+    diverged = Counter()
     judged = []
     for run in runs:
         if run.factor is not None:
@@ -111,66 +188,90 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
         else:
             judged.append(run)
     losses = {name: rate_losses(members) for name, members in searches.items()}
-    wanted = runs[0].baseline or runs[0].settings["name"]
-    judged.sort(key=lambda run: run.settings["name"] != wanted)
-    if not judged or judged[0].settings["name"] != wanted:
-        if losses:
-            add_searches(page, losses)
-        return "", (
-            f"{wanted}, the baseline, has no run that judges; "
-            f"variants that have searched for learning rates: {len(losses)}."
-        )
+
+    # The first group is that of the baseline, which may have a longer name than its runs.
+    baseline = runs[0].baseline or runs[0].settings["name"]
+    judged.sort(key=lambda run: run.settings["name"] != baseline)
+    if not judged or judged[0].settings["name"] != baseline:
+        return Comparison({}, baseline, losses, diverged)
     groups = group_by_variant(judged)
     baseline = next(iter(groups))
-    first = groups[baseline][0]
-    means = {name: fmean(run.loss for run in runs) for name, runs in groups.items()}
-    best_first = sorted(means, key=means.get, reverse=first.floor is not None)
-    groups = {name: groups[name] for name in best_first}
+    means = {name: fmean(run.loss for run in members) for name, members in groups.items()}
+    is_accuracy = judged[0].floor is not None
+    best_first = sorted(means, key=means.get, reverse=is_accuracy)
+    return Comparison({name: groups[name] for name in best_first}, baseline, losses, diverged)
 
-    # A task is solved or not, which has no mean; a loss has a difference, and a verdict.
-    notes = [COSTS]
-    if first.floor is None:
-        result = evaluate(first.metric_name, attrgetter("loss"), groups, baseline, margin)
-        withhold_verdicts(result, losses, baseline, diverged)
-        caption = "a dot for each seed, and 95 % intervals of all variants together"
-        title = f"{result.title}: difference to {baseline}, less is better"
-        lines = {"equal": 0.0, f"margin {margin:g}": margin}
-        figure = draw_losses(groups, title, lines, means[baseline], result.verdicts)
-        cells = result.cells
-        clauses = verdict_clauses(result, margin)
-        notes = [VERDICTS, UNEQUAL if result.is_unequal else EQUAL, COSTS]
-    else:
-        caption = "a dot for each seed"
-        lines = {f"floor {first.floor:.3f}": first.floor, f"solved {SOLVED:g}": SOLVED}
-        figure = draw_losses(groups, first.metric_name, lines, 0.0, {})
-        cells = partial(accuracy_cells, groups, diverged)
-        clauses = accuracy_clauses(groups, first, diverged)
-    summary = f"{doubts(groups)}Beside {baseline} ({len(groups[baseline])} seeds), {clauses}"
 
-    # What a reader looks for comes first.
-    page.paragraph(summary)
-    svg = page.figure(figure, caption)
-    rows = []
-    for name, members in groups.items():
-        row = {"variant": name, **cells(name)}
-        search = losses.get(members[0].settings["name"])
-        if search:
-            row["rates x"] = f"{find_optimum(search).factor:.3g}"
-        rows.append(row | cost_cells(members))
-    page.table([row | {"settings": changes(groups[row["variant"]][0], first)} for row in rows])
-    for note in notes:
-        page.paragraph(note)
-
-    if first.task == "text":
-        add_parts(page, groups, baseline, losses, diverged)
-    if losses:
-        add_searches(page, losses)
-    settings = ", ".join(f"{key}={value}" for key, value in first.settings_except(()).items())
-    page.paragraph(
-        f"{baseline} was trained by {first.command or 'train.py'}, with these settings and on this "
-        f"machine: {settings}"
+def compare_losses(comparison: Comparison, margin: float) -> Findings:
+    """Judge the losses on text."""
+    groups = comparison.groups
+    baseline = comparison.baseline
+    title = comparison.first.metric_name
+    result = judge_measure(comparison, title, attrgetter("loss"), margin)
+    marks = {"equal": 0.0, f"margin {margin:g}": margin}
+    center = fmean(run.loss for run in groups[baseline])
+    return Findings(
+        text=verdict_clauses(result, margin),
+        figure=draw_losses(
+            groups,
+            f"{title}: difference to {baseline}, less is better",
+            marks,
+            center,
+            result.verdicts,
+        ),
+        caption="a dot for each seed, and 95 % intervals of all variants together",
+        cells={name: result.cells(name) for name in groups},
+        notes=[VERDICTS, UNEQUAL if result.is_unequal else EQUAL, COSTS],
     )
-    return svg, f"{summary}\n{plain_table(rows)}"
+
+
+def compare_accuracies(comparison: Comparison) -> Findings:
+    """Count the seeds that solve a task."""
+    groups = comparison.groups
+    first = comparison.first
+    diverged = comparison.diverged
+    marks = {f"floor {first.floor:.3f}": first.floor, f"solved {SOLVED:g}": SOLVED}
+    return Findings(
+        text=accuracy_clauses(groups, first, diverged),
+        figure=draw_losses(groups, first.metric_name, marks, 0.0, {}),
+        caption="a dot for each seed",
+        cells={name: accuracy_cells(runs, diverged[name]) for name, runs in groups.items()},
+        notes=[COSTS],
+    )
+
+
+def judge_measure(
+    comparison: Comparison,
+    title: str,
+    measure: Callable[[Run], float | None],
+    margin: float,
+    num_measures: int = 1,
+) -> Result:
+    """Measure all runs and judge the variants, except those whose verdict is withheld."""
+    result = evaluate(title, measure, comparison.groups, comparison.baseline, margin, num_measures)
+    return result._replace(verdicts=withhold_verdicts(result.verdicts, comparison))
+
+
+def withhold_verdicts(verdicts: dict[str, Verdict], comparison: Comparison) -> dict[str, Verdict]:
+    """Take back verdicts where the best rate of the variant or of the baseline may be missing.
+
+    Also where some of its seeds diverged: what the others have in common is that they did not.
+    """
+    outside = set()
+    for name, losses in comparison.losses.items():
+        if not find_optimum(losses).is_inside:
+            outside.add(name)
+    remaining = {}
+    for name, verdict in verdicts.items():
+        # Namesakes are told apart by what follows a blank; searches and seeds have the name alone.
+        pair = {name.partition(" ")[0], comparison.baseline.partition(" ")[0]}
+        text = verdict.text
+        if pair & outside:
+            text = "best rate at the edge"
+        if pair & comparison.diverged.keys():
+            text = "seeds diverged"
+        remaining[name] = verdict._replace(text=text)
+    return remaining
 
 
 def doubts(groups: Groups) -> str:
@@ -180,7 +281,9 @@ def doubts(groups: Groups) -> str:
     if seeds < MIN_SEEDS:
         found.append(f"{seeds} of {MIN_SEEDS} seeds")
     firsts = [runs[0] for runs in groups.values()]
-    tokens = [run.last["tokens"] for runs in groups.values() for run in runs]
+    tokens = []
+    for runs in groups.values():
+        tokens += [run.last["tokens"] for run in runs]
     if min(tokens) < max(tokens):
         found.append(f"{min(tokens):,} of {max(tokens):,} tokens")
     ratio = min(run.last["tokens"] / run.model.num_parameters() for run in firsts)
@@ -190,31 +293,15 @@ def doubts(groups: Groups) -> str:
     return f"Too little to choose: {', '.join(found)}. " if found else ""
 
 
-def withhold_verdicts(
-    result: Result, losses: dict[str, Losses], baseline: str, diverged: Counter
-) -> None:
-    """Take back verdicts where the best rate of the variant or of the baseline may be missing.
-
-    Also where some of its seeds diverged: what the others have in common is that they did not.
-    """
-    outside = {name for name, each in losses.items() if not find_optimum(each).is_inside}
-    for name, verdict in result.verdicts.items():
-        pair = {name.partition(" ")[0], baseline.partition(" ")[0]}  # without what tells namesakes
-        text = verdict.text
-        if pair & outside:
-            text = "best rate at the edge"
-        if pair & diverged.keys():
-            text = "seeds diverged"
-        result.verdicts[name] = verdict._replace(text=text)
-
-
 def verdict_clauses(result: Result, margin: float) -> str:
     """The variants by their verdict, and which difference would have been found."""
     names = defaultdict(list)
+    detectable = []
     for name, verdict in result.verdicts.items():
         names[verdict.text].append(name)
+        if not math.isnan(verdict.detectable):
+            detectable.append(verdict.detectable)
     clauses = [f"{text}: {', '.join(each)}" for text, each in names.items()]
-    detectable = [each.detectable for each in result.verdicts.values() if each.detectable > 0]
     text = f"{result.title} with a margin of {margin:g}: {'; '.join(clauses) or 'no variant'}."
     if detectable:
         text += (
@@ -238,16 +325,15 @@ def accuracy_clauses(groups: Groups, first: Run, diverged: Counter) -> str:
     )
 
 
-def accuracy_cells(groups: Groups, diverged: Counter, name: str) -> dict[str, str]:
+def accuracy_cells(runs: list[Run], num_diverged: int) -> dict[str, str]:
     """How many seeds of a variant solve the task, after how many tokens, and their accuracies."""
-    runs = groups[name]
-    accuracies = sorted(100 * run.loss for run in runs)
+    accuracies = [100 * run.loss for run in runs]
     tokens = tokens_until_solved(runs)
     until = "never" if math.isnan(tokens) else f"{tokens / 1e6:.2f}"
     return {
-        "seeds that solve it": f"{num_solved(runs)} of {len(runs) + diverged[name]}",
+        "seeds that solve it": f"{num_solved(runs)} of {len(runs) + num_diverged}",
         "million tokens until then": until,
-        "accuracy, %": f"{accuracies[0]:.1f} to {accuracies[-1]:.1f}",
+        "accuracy, %": f"{min(accuracies):.1f} to {max(accuracies):.1f}",
     }
 
 
@@ -264,25 +350,29 @@ def cost_cells(runs: list[Run]) -> dict[str, str]:
 
 
 def draw_losses(
-    groups: Groups, title: str, lines: dict[str, float], center: float, verdicts: dict[str, Verdict]
+    groups: Groups, title: str, marks: dict[str, float], center: float, verdicts: dict[str, Verdict]
 ) -> Figure:
-    """The forest plot of the metric less `center`, with the values that `lines` mark."""
+    """The forest plot of the metric less `center`, with the values of `marks` by their labels."""
     rows = []
     for name, runs in groups.items():
-        label = f"{name}, {in_bytes(runs[0].cache_bytes)}"
-        verdict = verdicts.get(name)
-        rows.append((label, [run.loss - center for run in runs], verdict and verdict[1:3]))
-    return draw_forest(rows, title, lines)
+        interval = None
+        if name in verdicts:
+            interval = (verdicts[name].low, verdicts[name].high)
+        rows.append(
+            ForestRow(
+                label=f"{name}, {in_bytes(runs[0].cache_bytes)}",
+                points=[run.loss - center for run in runs],
+                interval=interval,
+            )
+        )
+    return draw_forest(rows, title, marks)
 
 
-def add_parts(
-    page: Page, groups: Groups, baseline: str, losses: dict[str, Losses], diverged: Counter
-) -> None:
+def add_parts(page: Page, comparison: Comparison) -> None:
     """Add the table of the parts of the loss on text, which have no margin."""
-    rows = [{"variant": name} for name in groups]
+    rows = [{"variant": name} for name in comparison.groups]
     for title, measure in TEXT_PARTS.items():
-        result = evaluate(title, measure, groups, baseline, 0.0, len(TEXT_PARTS))
-        withhold_verdicts(result, losses, baseline, diverged)
+        result = judge_measure(comparison, title, measure, 0.0, num_measures=len(TEXT_PARTS))
         for row in rows:
             row |= result.cells(row["variant"])
     page.table(rows)
@@ -304,7 +394,7 @@ def add_searches(page: Page, losses: dict[str, Losses]) -> None:
                 "optimum x": f"{optimum.factor:.3g}",
                 "off by two, nats": f"{optimum.sensitivity:+.4f}",
                 "tried": ", ".join(f"{factor:g}" for factor in sorted(each)),
-                "diverged": str([*each.values()].count(math.inf)),
+                "diverged": str(list(each.values()).count(math.inf)),
                 "nats at the common rates": f"{each.get(1.0, math.nan):.4f}",
                 "nats at the best tried": f"{min(each.values()):.4f}",
             }

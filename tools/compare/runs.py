@@ -94,7 +94,9 @@ class Run:
             settings["eval_tokens"] = lines[-1].get("eval_tokens")
         # The first line includes the first steps, which are slower; a short run has no other.
         rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
-        speed = median(rates[1:] or rates or [math.nan])
+        if len(rates) > 1:
+            del rates[0]
+        speed = median(rates) if rates else math.nan
         return cls(folder, settings, lines, done, speed)
 
     def append_to_records(self) -> None:
@@ -216,9 +218,9 @@ def group_by_variant(runs: list[Run]) -> Groups:
     A group has the name of its runs; where several have the same name, the settings that set them
     apart follow it. Raises ValueError where two runs of a group have one seed.
     """
-    groups = defaultdict(dict)  # runs by seed, by what they have in common
+    groups = defaultdict(dict)  # runs by seed, by their name and what else they have in common
     for run in runs:
-        by_seed = groups[run.settings["name"], *run.identity.items()]
+        by_seed = groups[run.settings["name"], tuple(run.identity.items())]
         if run.seed in by_seed:
             raise ValueError(
                 f"two runs are of one variant and seed ({by_seed[run.seed].folder}, {run.folder}). "
@@ -228,14 +230,15 @@ def group_by_variant(runs: list[Run]) -> Groups:
 
     # The settings that set a group apart from others of its name follow the name.
     named = {}
-    for name, *identity in groups:
-        namesakes = [set(other) for own, *other in groups if own == name]
+    for (name, identity), by_seed in groups.items():
+        namesakes = [set(other) for own, other in groups if own == name]
         shared = set.intersection(*namesakes)
         words = [name]
         for key, value in identity:
             if (key, value) not in shared:
                 words.append(f"{key.rpartition('.')[2]}={value}")
-        named[" ".join(words)] = list(groups[name, *identity].values())
+        named[" ".join(words)] = list(by_seed.values())
+    assert len(named) == len(groups)  # else a name would stand for two variants
     return named
 
 

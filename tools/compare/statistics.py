@@ -46,7 +46,7 @@ def judge(
     if not has_spread(baseline):
         judged = {}
     samples = [baseline, *judged.values()]
-    sizes = tuple(map(len, samples))
+    sizes = tuple(len(each) for each in samples)
     pooled = 0.0
     if judged:
         pooled = sum(np.var(each) * len(each) for each in samples) / (sum(sizes) - len(sizes))
@@ -82,6 +82,7 @@ def critical_value(sizes: tuple[int, ...], level: float) -> float:
     `sizes` are the numbers of values, the baseline's first. scipy.stats.dunnett has the same test,
     but its search for the intervals does not always converge.
     """
+    assert len(sizes) > 1 and min(sizes) > 1
     baseline, *others = sizes
     df = sum(sizes) - len(sizes)
     # The statistics are correlated by the mean of the baseline, which they share.
@@ -117,8 +118,11 @@ def has_spread(values: list[float]) -> bool:
 
 def text_of(low: float, high: float, margin: float) -> str:
     """The verdict that an interval of a difference allows, where less is better."""
+    assert not low > high  # NaN is no verdict
     if high < 0:
         return "better"
     if high <= margin:
         return "as good"
-    return "worse" if low > 0 else "cannot tell"
+    if low > 0:
+        return "worse"
+    return "cannot tell"

@@ -57,10 +57,12 @@ def find_optimum(losses: Losses) -> Optimum:
     if not is_inside or len(octaves) < 3:
         return Optimum(best, math.nan, is_inside)
 
-    curvature, slope, _ = np.polyfit([*octaves], [*octaves.values()], 2)
+    curvature, slope, _ = np.polyfit(list(octaves), list(octaves.values()), 2)
     if curvature <= 0:  # noise: the losses have no minimum
         return Optimum(best, math.nan, is_inside)
-    shift = float(np.clip(-slope / (2 * curvature), max(-1, min(octaves)), min(1, max(octaves))))
+    lowest = max(-1, min(octaves))
+    highest = min(1, max(octaves))
+    shift = float(np.clip(-slope / (2 * curvature), lowest, highest))
     return Optimum(best * 2**shift, float(curvature), is_inside)
 
 
