@@ -1,4 +1,4 @@
-"""What is decoded together: sequences of tokens, and what the next draw of each depends on."""
+"""The rows of a batch: token sequences, and the state from which each samples its next token."""
 
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
@@ -14,11 +14,12 @@ Sampler = Callable[..., Tensor]
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and what is generated after it, until `finish_reason` is "eos", "stop" or "length".
+    """The tokens of a prompt and of its continuation.
 
     `tokens` starts with those of the prompt, and loses its older half when it outgrows the
-    context. `seed` determines what is drawn. `prompt` is the prompt's text, and `index` the number
-    of the sequence among those of a call, for output.
+    context. `seed` determines what is drawn. `prompt` is the prompt's text, and `index` numbers the
+    sequences of a call from 0; both are for output. `finish_reason` is None while tokens are
+    generated, then "eos", "stop" or "length".
     """
 
     tokens: list[int]
@@ -51,12 +52,12 @@ class Sequence:
 
 @dataclass
 class SamplerState:
-    """What the next draw of each row depends on besides logits. Draws update it in place."""
+    """What sampling depends on besides logits, for each row. Draws update it in place."""
 
-    tokens: Tensor  # (B, 1), drawn last: what is decoded next
+    tokens: Tensor  # (B, 1), the newest of each row: the input of the next decode step
     seeds: Tensor  # (B,)
-    draw_indices: Tensor  # (B,), of the next draw
-    seen_tokens: Tensor  # (B, V), true for tokens of the prompt or drawn
+    draw_indices: Tensor  # (B,), the index of the next draw
+    seen_tokens: Tensor  # (B, V), true for tokens in the prompt or drawn
 
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> "SamplerState":
@@ -72,7 +73,7 @@ class SamplerState:
         return [self.tokens, self.seeds, self.draw_indices, self.seen_tokens]
 
     def rows(self, rows: slice) -> "SamplerState":
-        """A view of some rows: what is written to it is written here."""
+        """A view of some rows, which shares their memory."""
         return SamplerState(
             tokens=self.tokens[rows],
             seeds=self.seeds[rows],

@@ -1,4 +1,4 @@
-"""The decoding engine: sequences share a batch, and each finishes and is replaced on its own."""
+"""The decoding engine: continuous batching, so a finished row takes the next sequence at once."""
 
 import math
 from collections import deque
@@ -13,15 +13,15 @@ from model.cache import Cache
 from model.transformer import Transformer
 from run import hardware
 
-CACHE_MULTIPLE = 256  # tokens; few capacities, so that what was compiled for one is used again
+CACHE_MULTIPLE = 256  # tokens; a compiled step is reused if the next cache has the same capacity
 
 
 class Engine:
     """Extends sequences token by token, several at a time.
 
-    Each row of the cache decodes a sequence at a time; the cache has room for min(context, all
-    tokens of the longest sequence). Without a cache, there is one row, and all of its tokens are
-    computed anew at each step. The tokens are the same in both ways. A prompt is prefilled
+    Each row of the cache decodes one sequence at a time; the cache must have room for all tokens of
+    the longest sequence, or for a full context. Without a cache, there is one row, and each step
+    recomputes all of its tokens; the tokens drawn are the same. A prompt is prefilled
     `prefill_chunk` tokens at a time. A sequence that outgrows the context loses its older half and
     is prefilled again.
     """
@@ -33,7 +33,6 @@ class Engine:
         cache: Cache | None = None,
         prefill_chunk: int = 2048,
     ):
-        assert prefill_chunk > 0
         self.model = model
         self.sampler = sampler
         self.cache = cache
@@ -46,7 +45,7 @@ class Engine:
 
     @torch.inference_mode()
     def generate(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Yield a sequence each time that it has a new token; the caller may then finish it."""
+        """Yield a sequence each time it has a new token; the caller may then call its `finish`."""
         context = self.model.context
         waiting = deque(sequence for sequence in sequences if sequence.num_left > 0)
         active: dict[int, Sequence] = {}  # by row
@@ -112,7 +111,6 @@ class Engine:
         tokens, sources = hardware.to_device(device, tokens, torch.tensor(sources))
         rows = slice(first_row, first_row + len(sequences))
         if self.cache is None:
-            assert not is_ragged
             hidden, _ = self.model.hidden_states(tokens)
         else:
             cache = self.cache.rows(rows)
@@ -139,9 +137,7 @@ class Engine:
         end = 0
         for part in tokens.split(self.prefill_chunk, dim=1):
             end += part.shape[1]
-            padding = None
-            if is_ragged:
-                padding = (part < 0).sum(dim=1)
+            padding = (part < 0).sum(dim=1) if is_ragged else None
             # Attend to no more slots of the cache than are filled after this part.
             filled = cache.first(end)
             hidden, _ = self.model.hidden_states(part.clamp(min=0), filled, padding)
@@ -168,13 +164,12 @@ class Engine:
 
     @torch.inference_mode()
     def compile(self) -> None:
-        """Compile the decode step, and empty the cache. One graph serves every length of the cache.
+        """Compile the decode step of an engine with a cache, and empty the cache.
 
-        On CUDA it is one CUDA graph, from the embedding to the drawn tokens. It reads and writes
-        cache and state at the addresses that it was recorded with: prefill writes there between two
-        steps, in the order of the stream.
+        One graph serves every length of the cache. On CUDA it is one CUDA graph, from the embedding
+        to the drawn tokens. It reads and writes cache and state at the addresses that it was
+        recorded with: prefill writes there between two steps, in the order of the stream.
         """
-        assert self.cache is not None
         is_cuda = self.state.tokens.is_cuda
         # With this tuning, Inductor compiles products of a single token together with what
         # surrounds them; they reach peak bandwidth only then (`mm` in
@@ -186,7 +181,7 @@ class Engine:
 
         for tensor in (self.cache.lengths, *self.cache.buffers(), *self.state.tensors()):
             torch._dynamo.mark_static_address(tensor)
-        # The first call compiles. If it fails, the engine goes on without.
+        # The first call compiles. If it fails, `advance` keeps to the eager step.
         self.run_compiled(compiled)
         self.compiled_step = compiled
         self.cache.reset()

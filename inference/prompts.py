@@ -1,4 +1,4 @@
-"""Prompts in: text to the sequences of tokens that continue it."""
+"""Tokenize prompts into the sequences that the engine continues."""
 
 import sys
 from collections.abc import Iterable
@@ -22,8 +22,9 @@ def new_sequences(
     """
     sequences = []
     for prompt in prompts:
-        # A prompt as long as the context is taken whole, and halved after its first new token. Of
-        # a longer one BOS is cut off too, and one place is left for that token.
+        # A prompt as long as the context is kept whole; the engine drops its older half after the
+        # first new token. A longer one loses its beginning, BOS included, and leaves room for one
+        # new token.
         tokens = tokenizer.encode_prompt(prompt)
         if len(tokens) > context:
             lengths = f"{len(tokens)} tokens, the model's context is {context}"

@@ -35,7 +35,7 @@ FLAGS = [
 
 
 def load_matvec(folder: Path, compiler: str | None) -> bool:
-    """Load the kernel from `folder`, compiled to there if need be; return whether it is there."""
+    """Load the kernel, from `folder` if it was compiled before; return whether it is loaded."""
     if hasattr(torch.ops.attend, "matvec"):
         return True
 

@@ -20,7 +20,7 @@ def sample(
 ) -> Tensor:
     """logits (..., V), seeds and draw_indices (...) int64 -> tokens (...).
 
-    Draw number `draw_indices` of a row with this seed is the same in any batch, at any time.
+    A row's draw depends on its seed and draw index, never on the batch or on earlier draws.
     temperature = 0 is greedy; top_k = 0, top_p = 1 and min_p = 0 exclude nothing. They apply in
     the order top-k, top-p (1904.09751), min-p (2407.01082), each to what the one before left.
     The penalty (Keskar et al., 1909.05858) is on the tokens in `seen_tokens` (..., V).

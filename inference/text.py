@@ -1,4 +1,4 @@
-"""Text out: sequences to texts that grow with them, up to a stop text; returned or printed."""
+"""Generate text from prompts: returned at the end, yielded token by token, or printed."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -85,9 +85,10 @@ def detokenize(
 
 
 class StreamingText:
-    """What a sequence says after its prompt: `text` grows and ends before the first stop text.
+    """The text of a sequence after its prompt, up to the first stop text.
 
-    It is made when the sequence has its first new token.
+    `text` only grows. Make the object when the sequence has its first new token, and call `update`
+    after each.
     """
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer, stop_texts: tuple[str, ...]):

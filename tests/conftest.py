@@ -94,7 +94,9 @@ class Progress:
 
     def __init__(self, config):
         self.config = config
-        self.num_tests = self.num_done = self.seconds = 0
+        self.num_tests = 0
+        self.num_done = 0
+        self.seconds = 0.0
         self.told = monotonic()
 
     @pytest.hookimpl(optionalhook=True)
@@ -214,13 +216,12 @@ def redraw(model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
-            p.copy_(
-                1 + 0.2 * noise
-                if "norm" in name
-                else 0.5 * noise
-                if p.ndim < 2
-                else noise * p.shape[1] ** -0.5
-            )
+            if "norm" in name:
+                p.copy_(1 + 0.2 * noise)
+            elif p.ndim < 2:
+                p.copy_(0.5 * noise)
+            else:
+                p.copy_(noise * p.shape[1] ** -0.5)
     return model
 
 

@@ -1,6 +1,7 @@
 """Sampling draws from the distribution that its knobs describe; nothing else can come out."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -148,6 +149,8 @@ def test_compiled_draws_give_the_tokens_of_an_uncached_loop(options, monkeypatch
 
     engine = Engine(model, sampler, model.new_cache(2, 64, torch.float64, "cpu"))
     engine.compile()
+    compiled_step = mock.Mock(wraps=engine.compiled_step)
+    engine.compiled_step = compiled_step
     for _ in range(2):
         sequences = [Sequence([*prompt], 20, seed=n) for n, prompt in enumerate(prompts)]
         drawn = {sequence: [] for sequence in sequences}
@@ -155,3 +158,4 @@ def test_compiled_draws_give_the_tokens_of_an_uncached_loop(options, monkeypatch
             drawn[sequence].append(sequence.tokens[-1])
         assert [*drawn.values()] == expected
     assert counters["stats"]["unique_graphs"] == 1
+    assert compiled_step.call_count > 2 * 20  # each call has three texts of 20 tokens in two rows

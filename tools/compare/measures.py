@@ -1,4 +1,4 @@
-"""What variants are compared by, and the verdict on each of them."""
+"""The measures by which variants are compared, and their verdicts."""
 
 import math
 from collections.abc import Callable

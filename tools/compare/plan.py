@@ -1,4 +1,4 @@
-"""Plans the runs of a comparison: a sweep becomes variants of equal size, and those become jobs."""
+"""Plan the runs of a comparison: expand a sweep to variants of equal size, and those to jobs."""
 
 import json
 import re

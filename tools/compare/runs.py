@@ -1,4 +1,4 @@
-"""Runs as the report reads them, and which of them are one variant with different seeds."""
+"""Read finished runs, record them, and group those that differ only by their seed."""
 
 import json
 import math
@@ -195,7 +195,8 @@ def commit() -> str | None:
 def read_records(folder: Path) -> dict[str, Run]:
     """Read the runs that RECORDS of a comparison's folder has, by the names of their folders.
 
-    Of several lines of a run the last one counts. Raises IntegrityError where a line is none.
+    If a run has several lines, the last one counts. Raises IntegrityError for a line that is not a
+    record.
     """
     runs = {}
     file = folder / RECORDS

@@ -1,4 +1,4 @@
-"""The learning rate at which a variant is at its best, from the losses at a few rates."""
+"""Find the best learning rate of a variant from its losses at a few rates."""
 
 import math
 from collections import defaultdict

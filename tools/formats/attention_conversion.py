@@ -1,4 +1,4 @@
-"""The weights of an attention made from those of another: one function for a pair of mechanisms.
+"""Convert the weights of one attention to those of another: one function per pair of mechanisms.
 
 A conversion is exact where both compute the same function, and approximate where more training has
 to heal it. Weights are named as in the module of a layer's attention.

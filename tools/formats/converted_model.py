@@ -1,4 +1,4 @@
-"""Pretrained models with another attention: what it is to be, and its weights."""
+"""Convert a checkpoint to another attention: its config, then its weights."""
 
 from collections import defaultdict
 from copy import deepcopy

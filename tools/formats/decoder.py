@@ -1,4 +1,4 @@
-"""What the decoder classes of `transformers` have in common, and what they are described by.
+"""The base class of our descriptions of the decoder classes of `transformers`.
 
 A layer is the dict of the knobs of its attention.
 """

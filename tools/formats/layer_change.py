@@ -1,4 +1,4 @@
-"""What a conversion of attentions is given and gives back, and how it refuses."""
+"""Arguments, results and errors of the conversions from one attention to another."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
