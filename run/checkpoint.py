@@ -179,7 +179,8 @@ def load_model_config(checkpoint: Path) -> dict:
     """The config of a checkpoint's model. Raises IntegrityError where that cannot be built."""
     model = load_config(checkpoint)["model"]
     with report_unreadable(checkpoint / "config.json"):
-        dry_run(model)
+        built = instantiate_model(model, "meta", torch.float32)
+    try_out(built)
     return model
 
 
@@ -228,7 +229,8 @@ def load_model(
     if context is not None:
         tree["context"] = context
     with report_unreadable(checkpoint / "config.json"):
-        model = try_out(instantiate_model(tree, device, dtype))
+        model = instantiate_model(tree, device, dtype)
+    try_out(model)
     load_weights(model, checkpoint)
     return model.eval()
 

@@ -39,7 +39,10 @@ def test_a_key_that_is_missing_is_named(run_of, capsys, monkeypatch, key, file):
 
 @pytest.mark.parametrize(
     ("broken", "bug"),
-    [("run.checkpoint.try_out", AttributeError), ("training.meter.Meter.restore", TypeError)],
+    [
+        ("model.attention.softmax.SoftmaxAttention.attend", TypeError),
+        ("training.meter.Meter.restore", TypeError),
+    ],
 )
 def test_a_bug_is_not_called_damage(run_of, monkeypatch, broken, bug):
     first = run_of(folder="cut")
