@@ -95,6 +95,10 @@ class Engine:
             assert len(sequence.tokens) > 0
             if len(sequence.tokens) > context:
                 del sequence.tokens[: context // 2]
+            if self.cache is not None:
+                # The last token is drawn, but not stored.
+                length = len(sequence.tokens) + sequence.num_left - 1
+                assert min(length, context) <= self.cache.capacity, (length, self.cache.capacity)
 
         # Compute the distinct prompts; the prompt of sequence i is number sources[i] of them.
         prompts = [tuple(sequence.tokens) for sequence in sequences]

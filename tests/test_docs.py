@@ -165,13 +165,10 @@ def test_the_examples_of_extensions_are_the_code_that_ships():
     examples = re.findall(
         r"^`([\w/.]+)`:\n```(?:python|yaml)\n(.*?)```", text, re.DOTALL | re.MULTILINE
     )
-    (snippet,) = re.findall(r"\n\n```python\n(.*?)```", text, re.DOTALL)
-    assert 1 + len(examples) == text.count("```python") + text.count("```yaml") >= 11
+    assert len(examples) == text.count("```python") + text.count("```yaml") >= 11
     for path, example in examples:
         words = " ".join(example.split())  # whatever the indentation
         assert words in " ".join((ROOT / path).read_text().split()), path
-    with poisoned_memory():
-        exec(compile(snippet, "docs/extend.md", "exec"), {})
 
 
 def test_the_attention_tutorial_runs(capsys):

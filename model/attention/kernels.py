@@ -220,10 +220,16 @@ class AttentionKernel(nn.Module):
 
         `scale` is 1 / sqrt(E) unless given.
         """
+        assert q.shape[2] % k.shape[2] == 0 and q.shape[3] == k.shape[3], (q.shape, k.shape)
+        assert k.shape[:3] == v.shape[:3], (k.shape, v.shape)
+        mask = visible.mask
+        if mask is None:
+            assert q.shape[1] == k.shape[1], (q.shape, k.shape)
+        else:
+            assert mask.shape[2:] == (q.shape[1], k.shape[1]), (mask.shape, q.shape, k.shape)
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
-        mask = visible.mask
         length = q.shape[2]
         if scale is None:
             scale = q.shape[-1] ** -0.5
