@@ -29,10 +29,8 @@ from tools.compare.tuning import FACTORS
 
 
 def main(args: argparse.Namespace) -> None:
-    # Why runs are not in the report, by the name of their folder.
-    problems = {}
     if args.report:
-        runs = read_runs(args.report, problems)
+        runs, problems = read_runs(args.report)
         folder = args.dir or report_folder(args.report)
     else:
         with errors.user_input():
@@ -72,9 +70,13 @@ def announce(variants: list[Variant], has_search: bool) -> None:
     print(text, file=sys.stderr)
 
 
-def read_runs(folders: list[Path], problems: dict[str, str]) -> list[Run]:
-    """Read runs that have finished: of their folders, or the records of comparisons."""
+def read_runs(folders: list[Path]) -> tuple[list[Run], dict[str, str]]:
+    """Read runs that have finished: of their folders, or the records of comparisons.
+
+    Also returns why others are not among them, by the name of their folder.
+    """
     runs = []
+    problems = {}
     for folder in folders:
         if folder.is_file():  # a pattern such as runs/* also matches logs
             continue
@@ -91,7 +93,7 @@ def read_runs(folders: list[Path], problems: dict[str, str]) -> list[Run]:
                 problems[folder.name] = f"unfinished, at {run.last['tokens']:,} tokens"
         except IntegrityError as error:
             problems[folder.name] = str(error)
-    return runs
+    return runs, problems
 
 
 def parse_arguments() -> argparse.Namespace:

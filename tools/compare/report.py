@@ -159,7 +159,11 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
         if search:
             row["rates x"] = f"{find_optimum(search).factor:.3g}"
         rows.append(row | cost_cells(members))
-    page.table([row | {"settings": changes(groups[row["variant"]][0], first)} for row in rows])
+    with_settings = []
+    for row in rows:
+        run, *_ = groups[row["variant"]]
+        with_settings.append(row | {"settings": changes(run, first)})
+    page.table(with_settings)
     for note in findings.notes:
         page.paragraph(note)
 
