@@ -78,24 +78,24 @@ def train(run: setup.Run) -> int:
             run.evaluator.sample(progress)
         if progress.is_due(settings.eval_every):
             run.evaluator.evaluate(progress)
-        if progress.is_finished or run.signals.exit_code:
+        if progress.is_finished or run.signals.agreed:
             break
 
         take_step(run)
         run.budget.fit(progress)
         if progress.is_due(settings.log_every):
             report(run)
-        run.log.commit()
+        run.log.mark_resume_point()
 
     # A signal asks to save what was trained and to end.
-    if run.signals.exit_code:
+    if run.signals.agreed:
         run.checkpointer.save(progress)
         run.log.close()
         say(
             f"step {progress.step} is saved in {run.run_dir}. "
             "To go on: the same overrides and resume=true"
         )
-        return run.signals.exit_code
+        return run.signals.agreed
     run.log.close()
     run.log.plot()
     say(f'done. Now try: python generate.py --run {run.run_dir} "PROMPT"')
@@ -109,7 +109,7 @@ def take_step(run: setup.Run) -> None:
     run.progress.step += 1
     run.log.advance(run.progress)
     run.signals.arm()  # from now on there is something to save
-    run.signals.requested(run.ranks)
+    run.signals.agree(run.ranks)
 
 
 def report(run: setup.Run) -> None:

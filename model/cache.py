@@ -87,7 +87,8 @@ class LayerCache:
         assert num_new <= self.size, f"{num_new} tokens exceed the cache's capacity of {self.size}"
         self._write(ctx, new)
         if num_new == self.size and not ctx.has_padding:
-            # The new tokens fill the cache: attend to them directly.
+            # The new tokens take all slots, as when a prompt is prefilled into a view of its own
+            # size (`first`): nothing is older, so attend to the tokens themselves.
             return new, ctx.visible(self.window, self.chunk)
         return self._read(new), ctx.visible_in_cache(self.size, self.window, self.chunk)
 
@@ -187,5 +188,9 @@ class Cache:
             x.copy_(x[sources])
 
     def reset(self) -> None:
-        """Empty all rows: no token sees a slot without a position, and position 0 no state."""
+        """Empty all rows.
+
+        Old features and states stay in memory: masks hide slots without a position, and the token
+        at position 0 ignores the state.
+        """
         self.lengths.zero_()

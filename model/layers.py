@@ -40,7 +40,6 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     rotary_dim = 2 * cos.shape[-1]
     assert rotary_dim <= x.shape[-1], (x.shape, cos.shape)
-    assert cos.shape[1] == x.shape[1], (x.shape, cos.shape)
     a, b = fp32(x[..., :rotary_dim]).chunk(2, dim=-1)
     rotated_a = (a * cos - b * sin).type_as(x)
     rotated_b = (b * cos + a * sin).type_as(x)

@@ -63,7 +63,7 @@ class DistEnv:
         If it ends the process with an exit code, all ranks end with that code.
         """
         result = None
-        exit_code = 0
+        exit_code = None  # or the one that `action` has ended the process with, which may be 0
         if self.is_main:
             try:
                 with errors.report_errors():
@@ -74,7 +74,7 @@ class DistEnv:
             message = [result, exit_code]
             dist.broadcast_object_list(message)
             result, exit_code = message
-        if exit_code:
+        if exit_code is not None:
             raise SystemExit(exit_code)
         return result
 

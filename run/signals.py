@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType
 
 from run import errors
@@ -16,15 +17,15 @@ EXIT_CODES = {
 
 
 class Signals:
-    """Inside `with`, a signal ends the process at once, or is only recorded once `arm` is called.
+    """Inside `with`, a signal ends the process at once; after `arm`, it is only recorded.
 
     A second Ctrl-C ends a single process at once. It does not under torchrun, which may send its
     processes the same Ctrl-C twice.
     """
 
     def __init__(self):
-        self.code = 0  # the exit code that a signal to this process asked for
-        self.exit_code = 0  # the one that all ranks have agreed on
+        self.received = 0  # the exit code that a signal to this process asks for; 0 without one
+        self.agreed = 0  # the exit code that all ranks have agreed on
         self.is_armed = False
         self.previous_handlers = {}
 
@@ -44,16 +45,16 @@ class Signals:
         """Let signals ask for a save, now that there is something to save."""
         self.is_armed = True
 
-    def requested(self, ranks: DistEnv) -> int:
-        """Return the exit code that a signal to any rank has asked for, or 0.
+    def agree(self, ranks: DistEnv) -> int:
+        """Agree on the exit code that a signal to any rank has asked for, 0 without one.
 
-        All ranks call this together.
+        All ranks call this together. Returns `agreed`.
         """
-        self.exit_code = ranks.all_reduce_max(self.code)
-        return self.exit_code
+        self.agreed = ranks.all_reduce_max(self.received)
+        return self.agreed
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        is_repeated = self.code != 0 and number == signal.SIGINT and "RANK" not in os.environ
+        is_repeated = self.received != 0 and number == signal.SIGINT and "RANK" not in os.environ
         if is_repeated or not self.is_armed:
             loss = "nothing is lost"
             if is_repeated:
@@ -62,6 +63,8 @@ class Signals:
                 EXIT_CODES[number], f"ended at once, {loss}. fix: call it again, with resume=true"
             )
         # The handler may have interrupted a print, so it uses none.
-        if self.code == 0:
-            self.code = EXIT_CODES[number]
-            os.write(2, b"\nsaving after this step; Ctrl-C again ends at once, unsaved\n")
+        if self.received == 0:
+            self.received = EXIT_CODES[number]
+            # A terminal or a pipe that has gone must not keep the run from saving.
+            with suppress(OSError):
+                os.write(2, b"\nsaving after this step; Ctrl-C again ends at once, unsaved\n")

@@ -102,6 +102,7 @@ class Checkpointer:
             return
         self.meter.check_finite(progress)
         with self.clock.pause(), waiting("saving a checkpoint (less often: save_every)"):
+            self.meter.share_losses()
             weights = {}
             for name, tensor in self.trainer.model.state_dict().items():
                 weights[name] = self.ranks.gather_to_rank0(tensor)
@@ -128,7 +129,6 @@ class Checkpointer:
 
     def state(self, progress: Progress) -> SavedState:
         """Collect the state of all parts. All ranks call this together."""
-        loss_sum = self.meter.share_losses()
         return SavedState(
             step=progress.step,
             steps=progress.total_steps,
@@ -136,9 +136,9 @@ class Checkpointer:
             seconds=self.clock.total(),
             optimizer=optimizer_state(self.trainer.model, self.trainer.optimizers),
             scaler=self.trainer.scaler.state_dict(),
-            loss_sum=loss_sum,
+            loss_sum=self.meter.loss_sum.cpu() * self.ranks.world_size,
             reported_step=self.meter.reported_step,
-            log=self.log.committed,
+            log=self.log.resume_point,
         )
 
     def saved_config(self) -> dict:
@@ -170,8 +170,8 @@ class Checkpointer:
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
         self.log.open(state.log)
 
-        # Keep the fitted number of steps, unless another is asked for: changing max_minutes does
-        # not fit it again, since the schedule follows the time that was planned.
+        # Keep the number of steps, unless another `steps` or `max_epochs` is asked for. Changing
+        # max_minutes does not fit it again: the schedule follows the time that was planned.
         settings = self.settings
         is_same = saved.config["steps"] == settings.steps
         is_same = is_same and saved.config["max_epochs"] == settings.max_epochs

@@ -74,7 +74,7 @@ def evaluate(
             _, metrics = loss_module(*batch)
         scores.append(torch.stack([metrics[name] for name in SCORES]))
         cells.append(batch_cells.flatten())
-        if signals.requested(ranks):
+        if signals.agree(ranks):
             loss_module.train()
             return None
     loss_module.train()
@@ -117,7 +117,7 @@ class Evaluator:
 
     def evaluate(self, progress: Progress) -> None:
         """Log the loss on the held-out text. Ends with exit code 4 if it is not finite."""
-        if self.signals.requested(self.ranks):
+        if self.signals.agree(self.ranks):
             return
         eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.total_steps)
         # A graph without gradients would take a CPU up to a minute to compile: run the one that was
@@ -154,11 +154,11 @@ class Evaluator:
 
     def sample(self, progress: Progress) -> None:
         """Write a sample of text to samples.txt, and show it."""
-        if self.signals.requested(self.ranks):
+        if self.signals.agree(self.ranks):
             return
         with self.clock.pause(), waiting("sampling text (less often: sample_every)"):
             text = self.generate(seed=progress.step)
-        if self.signals.requested(self.ranks):
+        if self.signals.agree(self.ranks):
             return
         self.log.append("samples.txt", f"--- step {progress.step}\n{text}\n")
         say(f"--- a sample at step {progress.step}\n{text}\n---")
@@ -189,7 +189,7 @@ class Evaluator:
             )
             for num_tokens, streaming in enumerate(stream, start=1):
                 text = streaming.text
-                if num_tokens % SIGNAL_INTERVAL == 0 and self.signals.requested(self.ranks):
+                if num_tokens % SIGNAL_INTERVAL == 0 and self.signals.agree(self.ranks):
                     break
         model.train()
         return text

@@ -31,7 +31,7 @@ class Logger:
         self.sizes = dict.fromkeys(FILES, 0)  # bytes
         # What a checkpoint of this step stores: sizes of the files, and the id of the run at wandb.
         # Resuming truncates the files to these sizes.
-        self.committed: dict[str, int | str | None] = {}
+        self.resume_point: dict[str, int | str | None] = {}
         self.is_disk_full = False
         self.bar = None  # a silent one where nobody watches
         self.wandb = None
@@ -40,13 +40,15 @@ class Logger:
     def open(self, state: dict[str, int | str | None]) -> None:
         """Truncate the files to the sizes in the `state` of a checkpoint, and go on there.
 
-        What a run had logged after its last save is done again. A new run has no state.
+        What a run has logged after the resume point of its last save is done again. A new run has
+        no state.
         """
-        self.committed = state
+        self.resume_point = state
         if not self.is_enabled:
             return
         for name in FILES:
             with (self.run_dir / name).open("ab") as file:
+                # A power cut may have shortened it: log files are not synced.
                 self.sizes[name] = min(file.tell(), state.get(name, 0))
                 file.truncate(self.sizes[name])
         self.bar = tqdm(
@@ -72,13 +74,13 @@ class Logger:
                 )
                 self.wandb_id = self.wandb.id
 
-    def commit(self) -> None:
-        """Let a checkpoint of this step store the files as they are now.
+    def mark_resume_point(self) -> None:
+        """Let a checkpoint of this step store the sizes of the files as they are now.
 
         Called after a step and its report. The sample and the evaluation of the step come later,
         so that a run resumed from its checkpoint does them again.
         """
-        self.committed = {**self.sizes, "wandb": self.wandb_id}
+        self.resume_point = {**self.sizes, "wandb": self.wandb_id}
 
     def advance(self, progress: Progress) -> None:
         """Move the bar of a terminal, at most once a second."""

@@ -24,19 +24,20 @@ ALL = slice(None)  # positions
 SCORES = ("nats", "is_correct", "is_counted")
 
 
+class LossOptions(NamedTuple):
+    """What training minimizes besides the cross-entropy with the targets."""
+
+    z_loss: float = 0.0  # weight of the penalty log(Z)^2, Z the sum of exponentials (2204.02311)
+    distill_weight: float = 0.0  # weight of the teacher, against the targets (1503.02531)
+
+
 def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    z_loss: float = 0.0,
-    teacher_logits: Tensor | None = None,
-    distill_weight: float = 0.0,
+    logits: Tensor, targets: Tensor, options: LossOptions, teacher_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """logits (N, V) after the soft-cap, targets (N,) -> the objective, SCORES (3, N).
 
-    The objective is summed over targets. Each target has its nats or, at `distill_weight`, the
-    cross-entropy with the probabilities of a teacher's logits (Hinton et al., 1503.02531), plus the
-    penalty z_loss * log(Z)^2, Z the sum of exponentials (PaLM, 2204.02311).
+    The objective is summed over targets. Each target has its nats, mixed at `distill_weight` with
+    the cross-entropy with the probabilities of a teacher's logits, plus the penalty `z_loss`.
 
     The scores have no gradient, and are 0 where the target is IGNORE_INDEX. In bf16 several tokens
     may share the highest logit; a target that is one of them is correct.
@@ -48,10 +49,10 @@ def cross_entropy(
     if teacher_logits is not None:
         probabilities = teacher_logits.softmax(dim=-1)
         distilled = F.cross_entropy(logits, probabilities, reduction="none") * is_counted
-        objective = (1 - distill_weight) * nats + distill_weight * distilled
-    if z_loss > 0:
+        objective = (1 - options.distill_weight) * nats + options.distill_weight * distilled
+    if options.z_loss > 0:
         log_z = logits.logsumexp(dim=-1) * is_counted
-        objective = objective + z_loss * log_z.square()
+        objective = objective + options.z_loss * log_z.square()
 
     target_logits = logits.gather(-1, targets.clamp(min=0)[:, None])
     is_correct = (target_logits == logits.amax(dim=-1, keepdim=True))[:, 0] & is_counted
@@ -81,7 +82,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     Where hidden needs no gradient, as in an evaluation, none is computed.
     """
 
-    # F.linear_cross_entropy(..., options=...) of torch 2.13 has neither softcap nor z_loss, and its
+    # Recomputing each chunk in the backward (torch.utils.checkpoint) would need no such function,
+    # but four products with the weight instead of three. F.linear_cross_entropy(..., options=...) of torch 2.13 has neither softcap nor z_loss, and its
     # loss in bf16 is rounded.
 
     @staticmethod
@@ -91,18 +93,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         softcap: float | None,
-        z_loss: float,
+        options: LossOptions,
         teacher_hidden: Tensor | None,
         teacher_weight: Tensor | None,
         teacher_softcap: float | None,
-        distill_weight: float,
     ) -> tuple[Tensor, Tensor]:
         assert len(hidden) == len(targets), (hidden.shape, targets.shape)
         # The weight in the dtype of matrix products, with rows of zeros below it on a GPU.
         needs_grad = ctx.needs_input_grad[0]
         device_type = weight.device.type
         vocab_size = len(weight)
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = torch.zeros_like(weight) if needs_grad else None
         if torch.is_autocast_enabled(device_type):
             weight = weight.to(torch.get_autocast_dtype(device_type))
         padding = -vocab_size % VOCAB_MULTIPLE[device_type]
@@ -123,12 +124,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 teacher_logits = head(teacher_hidden[rows], teacher_weight, teacher_softcap)
             chunk = hidden[rows].detach().requires_grad_(needs_grad)
             with torch.enable_grad():
+                logits = head(chunk, weight, softcap)[:, :vocab_size]
                 objective, chunk_scores = cross_entropy(
-                    head(chunk, weight, softcap)[:, :vocab_size],
-                    targets[rows],
-                    z_loss=z_loss,
-                    teacher_logits=teacher_logits,
-                    distill_weight=distill_weight,
+                    logits, targets[rows], options, teacher_logits
                 )
             objective_sum = objective_sum + objective.detach()
             scores.append(chunk_scores)
@@ -170,29 +168,15 @@ class HeadLoss(nn.Module):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        *,
         softcap: float | None,
-        z_loss: float,
+        options: LossOptions,
         teacher: TeacherHead | None = None,
-        distill_weight: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """hidden (N, D), weight (V, D), targets (N,) -> the objective (), SCORES (3, N)"""
-        teacher_hidden = None
-        teacher_weight = None
-        teacher_softcap = None
-        if teacher is not None:
-            teacher_hidden, teacher_weight, teacher_softcap = teacher
-        # An autograd function takes its arguments by position.
+        # An autograd function takes its arguments by position, and tensors not in a tuple.
+        teacher_arguments = (None, None, None) if teacher is None else tuple(teacher)
         return ChunkedCrossEntropy.apply(
-            hidden,
-            weight,
-            targets,
-            softcap,
-            z_loss,
-            teacher_hidden,
-            teacher_weight,
-            teacher_softcap,
-            distill_weight,
+            hidden, weight, targets, softcap, options, *teacher_arguments
         )
 
 
@@ -223,7 +207,8 @@ class LanguageModelLoss(nn.Module):
         super().__init__()
         self.model = model
         self.distillation = distillation
-        self.z_loss = z_loss
+        distill_weight = 0.0 if distillation is None else distillation.weight
+        self.options = LossOptions(z_loss, distill_weight)
         self.bos = bos
         self.head_loss = HeadLoss()
 
@@ -237,12 +222,10 @@ class LanguageModelLoss(nn.Module):
         hidden, aux_losses = model.hidden_states(inputs, documents=documents)
         targets = targets.flatten()
 
-        # The teacher needs no gradient, and an evaluation no teacher.
+        # Without gradients, nothing is learned from the teacher, so it is not asked.
         teacher = None
-        distill_weight = 0.0
         if self.distillation is not None and torch.is_grad_enabled():
             teacher_model = self.distillation.teacher
-            distill_weight = self.distillation.weight
             teacher_hidden, _ = teacher_model.hidden_states(inputs, documents=documents)
             teacher = TeacherHead(
                 teacher_hidden.flatten(0, 1)[positions],
@@ -253,14 +236,17 @@ class LanguageModelLoss(nn.Module):
             hidden.flatten(0, 1)[positions],
             model.unembedding,
             targets,
-            softcap=model.softcap,
-            z_loss=self.z_loss,
-            teacher=teacher,
-            distill_weight=distill_weight,
+            model.softcap,
+            self.options,
+            teacher,
         )
         metrics = dict(zip(SCORES, scores, strict=True))
 
         # Auxiliary losses count where there is a target, as the cross-entropy does.
+        assert [*sorted(aux_losses)] in ([], model.loss_names), (
+            aux_losses.keys(),
+            model.loss_names,
+        )
         is_counted = targets != IGNORE_INDEX
         for name, loss in aux_losses.items():
             aux_objective = fp32(loss.objective).flatten()[positions] * is_counted

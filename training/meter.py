@@ -52,8 +52,8 @@ class Meter:
 
     def add(self, result: StepResult, progress: Progress) -> None:
         """Count a step, of which `progress` does not know yet."""
-        assert result.losses.shape == self.loss_sum.shape, result.losses.shape
-        self.loss_sum += result.losses
+        assert result.loss_sums.shape == self.loss_sum.shape, result.loss_sums.shape
+        self.loss_sum += result.loss_sums
         self.grad_norm = result.grad_norm
         self.lr = result.lr
         self.is_finite = self.is_finite & result.is_finite
@@ -111,15 +111,13 @@ class Meter:
         if self.ranks.all_reduce_max(int(not is_finite)):
             end_diverged(f"by step {progress.step}", progress)
 
-    def share_losses(self) -> Tensor:
-        """Give each rank an equal share of the losses since the last report; return their sum.
+    def share_losses(self) -> None:
+        """Give each rank an equal share of the losses since the last report.
 
-        So a rank goes on with the same number as when the run is resumed from a checkpoint.
+        A run that is resumed begins with equal shares: so sums are rounded alike if it is not.
         """
-        world_size = self.ranks.world_size
         loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
-        self.loss_sum.copy_(loss_sum / world_size)
-        return self.loss_sum.cpu() * world_size
+        self.loss_sum.copy_(loss_sum / self.ranks.world_size)
 
     def restore(self, loss_sum: Tensor, reported_step: int, step: int) -> None:
         """Go on at `step` with the losses, over all ranks, of the steps since `reported_step`."""

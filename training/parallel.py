@@ -93,6 +93,6 @@ def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    # Embedding, head and final norm stay in fp32. The loss calls `hidden` instead of `forward`.
+    # Embedding, head and final norm stay in fp32. The loss calls `hidden_states`, not `forward`.
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "hidden_states")

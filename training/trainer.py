@@ -24,7 +24,7 @@ from training.steps import Progress
 class StepResult:
     """What a step reports. Tensors are on the device: reading them waits for it."""
 
-    losses: Tensor  # (1 + L,), the losses of `Trainer.loss_names`, summed over this rank's targets
+    loss_sums: Tensor  # (1 + L,), of `Trainer.loss_names`, over this rank's targets
     grad_norm: Tensor  # (), before clipping
     is_finite: Tensor  # (), false where the run has diverged
     lr: float  # of the first group of parameters
@@ -60,6 +60,7 @@ class Trainer:
             settings, ranks, self.precision, bos=bos, teacher=teacher
         )
         self.model = self.loss_module.model
+        # Of what a step reports: the cross-entropy and the L auxiliary losses of the model.
         self.loss_names = ("train_loss", *self.model.loss_names)
 
         # Optimizers, learning rates, and a scale of the loss that keeps gradients in fp16's range.
@@ -77,9 +78,9 @@ class Trainer:
         set_learning_rates(self.optimizers, factor)
         compiles = self.is_compiled and progress.step == progress.first_step
         if compiles:
-            losses = self.compile_gradients(progress.step, micro_batch_size)
+            loss_sums = self.compile_gradients(progress.step, micro_batch_size)
         else:
-            losses = self.compute_gradients(progress.step, micro_batch_size)
+            loss_sums = self.compute_gradients(progress.step, micro_batch_size)
 
         # Clip.
         for optimizer in self.optimizers:
@@ -103,7 +104,7 @@ class Trainer:
         self.scaler.update()
         self.model.zero_grad()
         return StepResult(
-            losses=losses,
+            loss_sums=loss_sums,
             grad_norm=grad_norm,
             is_finite=is_finite,
             lr=self.optimizers[0].param_groups[0]["lr"],
@@ -117,16 +118,16 @@ class Trainer:
         torch.manual_seed(draw % 2**63)
         self.model.zero_grad()  # a compilation that failed may have left some
 
-        # The rows of this rank, as many at a time as a forward takes. Ranks exchange gradients
-        # once, with the last micro-batch.
+        # The rows of this rank, as many at a time as a forward takes. DDP exchanges gradients once,
+        # with the last micro-batch, and FSDP with each.
         rows_per_rank = self.loader.batch_size // self.ranks.world_size
         first = self.ranks.rank * rows_per_rank
         end = first + rows_per_rank
-        losses = torch.zeros(len(self.loss_names), device=self.ranks.device)
+        loss_sums = torch.zeros(len(self.loss_names), device=self.ranks.device)
         for start in range(first, end, micro_batch_size):
             rows = slice(start, start + micro_batch_size)
-            losses += self.accumulate(step, rows, is_last=rows.stop == end)
-        return losses
+            loss_sums += self.accumulate(step, rows, is_last=rows.stop == end)
+        return loss_sums
 
     def accumulate(self, step: int, rows: slice, *, is_last: bool) -> Tensor:
         """Add the gradient of these rows of a batch; return the sums of `loss_names` (1 + L,)."""
@@ -154,16 +155,16 @@ class Trainer:
         with waiting(
             "compiling the training step, which .cache/ keeps (to begin at once: compile=false)"
         ):
-            losses = compilation.compile_and_run(
+            loss_sums = compilation.compile_and_run(
                 compute,
                 is_required=self.settings.compile is True or self.ranks.world_size > 1,
                 option="compile=false",
             )
-        if losses is None:
+        if loss_sums is None:
             torch.compiler.set_stance("force_eager")  # from now on
             self.is_compiled = False
-            losses = compute()
-        return losses
+            loss_sums = compute()
+        return loss_sums
 
     def compile(self) -> None:
         """Have torch.compile compile the training step when it runs for the first time."""

@@ -69,6 +69,6 @@ class DifferentialAttention(SoftmaxAttention):
         return 1.5 * super().attention_flops(context)  # the values are twice as wide
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
-        if name == "sink":
-            return super().init_param(name, generator)
-        return 0.1 * torch.randn(self.head_dim, generator=generator)
+        if name in ("q1", "k1", "q2", "k2"):
+            return 0.1 * torch.randn(self.head_dim, generator=generator)
+        return super().init_param(name, generator)

@@ -255,7 +255,14 @@ class AttentionKernel(nn.Module):
         if is_fusable and not prefers_blocks:
             is_grouped = q.shape[1] != k.shape[1]
             y = F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=is_grouped
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=is_grouped,
             )
         else:
             y = blockwise_attention(q, k, v, mask, options)

@@ -1,9 +1,9 @@
 """Multi-head latent attention: keys and values are projected from a latent.
 
 DeepSeek-V2, 2405.04434.
-The cache holds the latent (`rank`) and one rotary key (`rope_dim`) for all heads together. A few
-new tokens attend to the latents themselves (absorbed): the projections of keys and values move
-from the S cached tokens to the T new ones.
+The cache holds the latent (`rank`) and one rotary key (`rope_dim`) for all heads together. If there
+are few new tokens, they attend to the latents themselves (absorbed): the projections of keys and
+values move from the S cached tokens to the T new ones.
 """
 
 import torch
@@ -100,26 +100,28 @@ class LatentAttention(Attention):
             q_rope = apply_rope(q_rope, cos, sin)
             k_rope = apply_rope(k_rope, cos, sin)
 
-        # The latent and the rotary key, side by side as one feature of one head.
+        # The entry of a token in the cache: its latent and its rotary key, as one head.
         latent = self.latent_norm(self.latent_proj(x)).unsqueeze(2)
-        latent = torch.cat((latent, k_rope), dim=-1)  # (B, T, 1, rank + R)
-        in_reach, visible = self.extend_cache(cache, ctx, latent=latent)
-        latent = in_reach["latent"]  # (B, S, 1, rank + R)
+        entry = torch.cat((latent, k_rope), dim=-1)  # (B, T, 1, rank + R)
+        in_reach, visible = self.extend_cache(cache, ctx, entry=entry)
+        entries = in_reach["entry"]  # (B, S, 1, rank + R)
 
         # Multiplications for each cached token and head, roughly: T (2 rank + R) absorbed,
-        # 2 rank head_dim + T (2 head_dim + R) expanded. Take the way that needs fewer.
-        is_short = x.shape[1] * (self.rank - self.head_dim) < self.rank * self.head_dim
-        if cache is not None and is_short:
-            y = self.attend_absorbed(q, q_rope, latent, visible)
+        # 2 rank head_dim + T (2 head_dim + R) expanded. A decode step and a short prompt need fewer
+        # absorbed.
+        num_new = x.shape[1]
+        absorbing_is_cheaper = num_new * (self.rank - self.head_dim) < self.rank * self.head_dim
+        if cache is not None and absorbing_is_cheaper:
+            y = self.attend_absorbed(q, q_rope, entries, visible)
         else:
-            y = self.attend_expanded(q, q_rope, latent, visible)
+            y = self.attend_expanded(q, q_rope, entries, visible)
         return self.o_proj(y.flatten(-2)), carry
 
     def attend_expanded(
-        self, q: Tensor, q_rope: Tensor, latent: Tensor, visible: Visibility
+        self, q: Tensor, q_rope: Tensor, entries: Tensor, visible: Visibility
     ) -> Tensor:
-        """latent (B, S, 1, rank + R) -> (B, T, H, E), through keys and values of every head."""
-        latent, k_rope = latent.split([self.rank, self.rope_dim], dim=-1)
+        """entries (B, S, 1, rank + R) -> (B, T, H, E), by keys and values of every head."""
+        latent, k_rope = entries.split([self.rank, self.rope_dim], dim=-1)
         kv = split_heads(self.kv_proj(latent.squeeze(2)), self.heads)
         k, v = kv.split([self.head_dim, self.value_dim], dim=-1)
         k_rope = k_rope.expand(-1, -1, self.heads, -1)
@@ -128,21 +130,22 @@ class LatentAttention(Attention):
         return self.kernel(q, k, v, visible)
 
     def attend_absorbed(
-        self, q: Tensor, q_rope: Tensor, latent: Tensor, visible: Visibility
+        self, q: Tensor, q_rope: Tensor, entries: Tensor, visible: Visibility
     ) -> Tensor:
-        """Compute the same, with the latents as the one key and value of all heads.
+        """Compute the same, with the entries as the one key and value of all heads.
 
-        q . (W_k c) = (W_k' q) . c, and a weighted sum of W_v c is W_v times that of c.
+        For a latent c, q . (W_k c) = (W_k' q) . c, and a weighted sum of W_v c is W_v times that of
+        c. Scores keep the scale of expanded keys, and the rotary part of the values is dropped.
         """
         weight = self.kv_proj.weight.unflatten(0, (self.heads, -1))  # (H, head_dim + E, rank)
         w_k, w_v = weight.split([self.head_dim, self.value_dim], dim=1)
         q = torch.einsum("bthd,hdr->bthr", q, w_k)  # (B, T, H, rank)
         q = torch.cat((q, q_rope), dim=-1)  # (B, T, H, rank + R)
-        y = self.kernel(q, latent, latent, visible, scale=self.value_dim**-0.5)
+        y = self.kernel(q, entries, entries, visible, scale=self.value_dim**-0.5)
         return torch.einsum("bthr,her->bthe", y[..., : self.rank], w_v)
 
     def cache_shapes(self) -> dict[str, Shape]:
-        return {"latent": (1, self.rank + self.rope_dim)}
+        return {"entry": (1, self.rank + self.rope_dim)}
 
     def attention_flops(self, context: int) -> float:
         return 2 * self.heads * self.value_dim * (context + 1)

@@ -38,7 +38,7 @@ class RecurrentAttention(Attention):
         self.heads = heads
         self.head_dim = head_dim
         self.value_dim = value_dim
-        self.chunk = chunk
+        self.chunk_size = chunk
 
     def recur(
         self,
@@ -59,7 +59,7 @@ class RecurrentAttention(Attention):
         else:
             state = cache.states["state"].type_as(g)
         with no_autocast(g.device):
-            y, state = recurrence(q, k, v, erase, g, state, self.chunk)
+            y, state = recurrence(q, k, v, erase, g, state, self.chunk_size)
         if cache is not None:
             cache.states["state"].copy_(state)
         return y
@@ -69,7 +69,7 @@ class RecurrentAttention(Attention):
 
     def attention_flops(self, context: int) -> float:
         # Of each head: scores and their product with values in a chunk, state written and read.
-        in_chunk = 2 * (self.head_dim + self.value_dim) * min(self.chunk, context)
+        in_chunk = 2 * (self.head_dim + self.value_dim) * min(self.chunk_size, context)
         return self.heads * (in_chunk + 4 * self.head_dim * self.value_dim)
 
 
@@ -179,7 +179,7 @@ class GatedRecurrence(RecurrentAttention):
         flops = super().attention_flops(context) + self.conv.flops
         if self.write_proj is not None:
             # For each feature of each head: the system of a chunk, and what its state gives.
-            per_feature = 4 * min(self.chunk, context) + 2 * self.head_dim
+            per_feature = 4 * min(self.chunk_size, context) + 2 * self.head_dim
             flops += self.heads * self.head_dim * per_feature
         return flops
 

@@ -99,7 +99,7 @@ class SoftmaxAttention(Attention):
             self.q_norm = RMSNorm(head_dim, spec.norm_eps)
             self.k_norm = RMSNorm(head_dim, spec.norm_eps)
 
-        # The softmax. A sink starts at 0: it weighs as much as a key with that score.
+        # The softmax. A sink starts at 0 (init_param): it weighs as much as a key with that score.
         self.sink = nn.Parameter(torch.empty(heads)) if sink else None
         self.kernel = AttentionKernel(softcap, dropout)
 
@@ -141,15 +141,22 @@ class SoftmaxAttention(Attention):
         `positions` (B, T) are those of other tokens.
         """
         if positions is ctx.positions:
-            positions = None  # tables of new tokens are shared by queries and keys
+            positions = None  # the default, for which ctx has tables already
         if norm is not None:
             x = norm(x)
-        if self.rope_base is not None:
-            cos, sin = ctx.rotary(self.rotary_dim, self.rope_base, self.rope_scaling, positions)
-            x = apply_rope(x, cos, sin)
+        x = self.rope(x, ctx, self.rotary_dim, positions)
         if self.qk_norm == "after_rope":
             x = rms(x, self.norm_eps)
         return x
+
+    def rope(
+        self, x: Tensor, ctx: ForwardContext, rotary_dim: int, positions: Tensor | None = None
+    ) -> Tensor:
+        """Rotate the first `rotary_dim` features of x (B, T, ..., E), if attention has positions."""
+        if self.rope_base is None:
+            return x
+        cos, sin = ctx.rotary(rotary_dim, self.rope_base, self.rope_scaling, positions)
+        return apply_rope(x, cos, sin)
 
     def attend(
         self,

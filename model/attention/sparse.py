@@ -13,24 +13,51 @@ from model.attention.kernels import ScoreOptions, attention_weights
 from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
-from model.layers import LayerNorm, Linear, apply_rope, fp32, no_autocast, split_heads
+from model.layers import LayerNorm, Linear, fp32, no_autocast, split_heads
 
 
 class SparseAttention(SoftmaxAttention):
-    """What sparse attentions share. Raises ValueError for a window or a chunk.
+    """What sparse attentions share: each query attends to `topk` keys, or blocks of keys.
 
-    `num_chosen` is how many keys and values a decode step attends to at most.
+    Takes the knobs of SoftmaxAttention. Raises ValueError for a window or a chunk.
     """
 
-    num_chosen: int
-
-    def __init__(self, spec: LayerSpec, **knobs):
+    def __init__(self, spec: LayerSpec, *, topk: int, **knobs):
         super().__init__(spec, **knobs)
+        self.topk = topk
         if self.window is not None or self.chunk is not None:
             raise ValueError(
                 f"keys are chosen among all tokens (window={self.window} chunk={self.chunk}). "
                 "fix: attention.window=null attention.chunk=null"
             )
+
+    @property
+    def num_chosen(self) -> int:
+        """How many keys a query attends to at most, and a decode step reads."""
+        return self.topk
+
+    def choose(self, scores: Tensor, visible: Visibility) -> Tensor:
+        """Return which `topk` visible keys of scores (B, T, S) are the highest, (B, T, S).
+
+        Of keys that tie at 0, the newest are chosen.
+        """
+        mask = visible_mask(visible)[:, 0]  # (B, T, S)
+        distance = visible.query_positions[:, :, None] - visible.key_positions[:, None]
+        scores = (scores - 1e-12 * distance).masked_fill(~mask, -torch.inf)
+        best = scores.topk(min(self.topk, scores.shape[-1]), dim=-1).indices  # (B, T, topk)
+        return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & mask
+
+    @torch.no_grad()
+    def mean_weights(self, q: Tensor, k: Tensor, chosen: Tensor) -> Tensor:
+        """Return the attention weights of chosen keys (B, T, S), a mean over heads that sums to 1.
+
+        q (B, T, H, E), k (B, S, K, E), chosen (B, T, S).
+        """
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        options = ScoreOptions(self.head_dim**-0.5, self.kernel.softcap, sink=self.sink)
+        weights = attention_weights(q, k, chosen[:, None], options).mean(dim=1)
+        return weights / weights.sum(dim=-1, keepdim=True)
 
     def attend_chosen(
         self,
@@ -43,8 +70,10 @@ class SparseAttention(SoftmaxAttention):
     ) -> Tensor:
         """q (B, T, H, E), k and v (B, S, K, E) -> (B, T, H, E), with the chosen keys alone.
 
-        `chosen` (B, 1 or K, T, S) is true for keys that are visible and chosen.
+        `chosen` (B, T, S), or (B, K, T, S), is true for keys that are visible and chosen.
         """
+        if chosen.ndim == 3:
+            chosen = chosen[:, None]
         if cache is not None and q.shape[1] == 1 and self.num_chosen < cache.size:
             # Read the slots of the chosen tokens, L of them.
             slots = chosen.int().topk(self.num_chosen, dim=-1).indices  # (B, 1 or K, 1, L)
@@ -76,10 +105,9 @@ class BlockAttention(SparseAttention):
     Takes the knobs of SoftmaxAttention but window and chunk.
     """
 
-    def __init__(self, spec: LayerSpec, *, block: int, topk: int, **knobs):
+    def __init__(self, spec: LayerSpec, *, block: int, **knobs):
         super().__init__(spec, **knobs)
         self.block = block
-        self.topk = topk
 
     def forward(
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
@@ -174,7 +202,6 @@ class IndexedAttention(SparseAttention):
         self,
         spec: LayerSpec,
         *,
-        topk: int,
         index_heads: int,
         index_dim: int | None,
         index_weight: float,
@@ -188,7 +215,6 @@ class IndexedAttention(SparseAttention):
                 "RoPE rotates pairs, so attention.index_dim must be even "
                 f"(got {index_dim}). fix: attention.index_dim={index_dim + 1}"
             )
-        self.topk = topk
         self.index_weight = index_weight
         self.index_heads = index_heads
         self.index_dim = index_dim
@@ -203,63 +229,38 @@ class IndexedAttention(SparseAttention):
         """x (B, T, D) -> (B, T, D)"""
         q, k, v = self.project_qkv(x, ctx)
         # The indexer reads x without a gradient: it learns from its own loss alone.
-        index_k = self.index_k_norm(self.index_k_proj(x.detach()))
-        index_k = self.index_rope(index_k[:, :, None], ctx)  # (B, T, 1, d)
+        index_x = x.detach()
+        index_k = self.index_k_norm(self.index_k_proj(index_x))
+        index_k = self.rope(split_heads(index_k, 1), ctx, self.index_dim)  # (B, T, 1, d)
         in_reach, visible = self.extend_cache(cache, ctx, k=k, v=v, index_k=index_k)
 
-        # The keys with the highest scores. Keys that match no query all score 0: of these, take
-        # the newest.
-        mask = visible_mask(visible)[:, 0]  # (B, T, S)
-        scores = self.index_scores(x, in_reach["index_k"].squeeze(2), ctx)  # (B, T, S)
-        distance = visible.query_positions[:, :, None] - visible.key_positions[:, None]
-        scores = (scores - 1e-12 * distance).masked_fill(~mask, -torch.inf)
-        best = scores.topk(min(self.topk, scores.shape[-1]), dim=-1).indices  # (B, T, topk)
-        is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & mask
+        # Attend to the keys with the highest scores.
+        scores = self.index_scores(index_x, in_reach["index_k"].squeeze(2), ctx)  # (B, T, S)
+        chosen = self.choose(scores, visible)
+        y = self.attend_chosen(q, in_reach["k"], in_reach["v"], chosen, visible, cache)
 
-        y = self.attend_chosen(q, in_reach["k"], in_reach["v"], is_chosen[:, None], visible, cache)
         if cache is None and torch.is_grad_enabled():
-            loss = self.divergence(q, k, scores, is_chosen)
+            loss = divergence(self.mean_weights(q, k, chosen), scores, chosen)
             carry = add_loss(carry, "indexer_kl", loss, self.index_weight)
         return self.project_out(y, x), carry
 
-    @property
-    def num_chosen(self) -> int:
-        return self.topk
-
     def index_scores(self, x: Tensor, index_k: Tensor, ctx: ForwardContext) -> Tensor:
         """x (B, T, D), keys of the indexer (B, S, d) -> the scores of all keys (B, T, S)."""
-        x = x.detach()
         index_q = split_heads(self.index_q_proj(x), self.index_heads)
-        index_q = self.index_rope(index_q, ctx)  # (B, T, J, d)
+        index_q = self.rope(index_q, ctx, self.index_dim)  # (B, T, J, d)
         scores = fp32(torch.einsum("btjd,bsd->btjs", index_q, index_k)).relu()
         weight = fp32(self.index_weight_proj(x)) * (self.index_heads * self.index_dim) ** -0.5
         return (weight[..., None] * scores).sum(dim=2)
-
-    def index_rope(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Rotate queries or keys of the indexer (B, T, J, d), where attention has positions."""
-        if self.rope_base is None:
-            return x
-        cos, sin = ctx.rotary(self.index_dim, self.rope_base, self.rope_scaling)
-        return apply_rope(x, cos, sin)
-
-    def divergence(self, q: Tensor, k: Tensor, scores: Tensor, is_chosen: Tensor) -> Tensor:
-        """KL(weights of attention || softmax of the indexer's scores), over the chosen keys, (B, T).
-
-        q (B, T, H, E), k (B, S, K, E), scores and is_chosen (B, T, S).
-        """
-        with torch.no_grad():
-            options = ScoreOptions(self.head_dim**-0.5, self.kernel.softcap, sink=self.sink)
-            weights = attention_weights(
-                q.transpose(1, 2), k.transpose(1, 2), is_chosen[:, None], options
-            )
-            weights = weights.mean(dim=1)  # (B, T, S)
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        log_p = scores.masked_fill(~is_chosen, -torch.inf).log_softmax(dim=-1)
-        log_p = log_p.masked_fill(~is_chosen, 0.0)
-        return (torch.xlogy(weights, weights) - weights * log_p).sum(dim=-1)
 
     def cache_shapes(self) -> dict[str, Shape]:
         return super().cache_shapes() | {"index_k": (1, self.index_dim)}
 
     def attention_flops(self, context: int) -> float:
         return super().attention_flops(context) + self.index_heads * self.index_dim * (context + 1)
+
+
+def divergence(weights: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    """KL(weights || softmax of scores) over the chosen keys; all (B, T, S) -> (B, T)."""
+    log_p = scores.masked_fill(~chosen, -torch.inf).log_softmax(dim=-1)
+    log_p = log_p.masked_fill(~chosen, 0.0)
+    return (torch.xlogy(weights, weights) - weights * log_p).sum(dim=-1)

@@ -24,7 +24,7 @@ def one_step_only() -> None:
     """As if a signal came in every first step of a process."""
 
     Signals.is_armed = property(
-        lambda _: True, lambda self, value: setattr(self, "code", 75 * value)
+        lambda _: True, lambda self, value: setattr(self, "received", 75 * value)
     )
 
 

@@ -82,6 +82,19 @@ def test_a_second_ctrl_c_ends_at_once(job, whole):
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
+def test_a_signal_saves_though_nobody_reads_what_is_said(job, whole):
+    def close_errors() -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 2)
+
+    job.fresh()
+    noisy = sending(signal.SIGINT, (trainer.Trainer, "accumulate"), 3)
+    assert forked(job, close_errors, noisy) == CODES[signal.SIGINT]
+    assert job.checkpoints[-1].name == "step-00000003"
+    assert forked(job) == 0 and job.curve() == whole.curve()
+
+
 def test_a_signal_that_comes_again_and_again_saves_once(job, whole):
     job.fresh()
     assert (

@@ -266,7 +266,8 @@ def test_the_divergence_is_that_of_the_weights_from_the_softmax_of_the_index():
     ctx = ForwardContext(x[..., 0])
     q, k, _ = layer.project_qkv(x, ctx)
     _, carry = layer(x, ctx, None, {})
-    index_k = layer.index_rope(layer.index_k_norm(layer.index_k_proj(x))[:, :, None], ctx)
+    index_k = layer.index_k_norm(layer.index_k_proj(x))[:, :, None]
+    index_k = layer.rope(index_k, ctx, layer.index_dim)
     index = layer.index_scores(x, index_k.squeeze(2), ctx)
     for row in range(2):
         for t in range(17):

@@ -52,7 +52,6 @@ def test_any_three_train_and_resume_to_the_bit(run_of, variant, ffn, norm):
     first = run_of(*options, folder="parts")
     for _ in range(2):
         take_step(first)
-    first.log_state = first.log.state()
     first.checkpointer.save(first.progress)
     second = run_of(*options, "resume=true", folder="parts")
     assert second.progress.step == 2

@@ -12,7 +12,7 @@ from tests.training.test_optimizers import Operations
 from train import take_step
 from training import loss
 from training.evaluation import evaluate
-from training.loss import HeadLoss, LanguageModelLoss, TeacherHead
+from training.loss import HeadLoss, LanguageModelLoss, LossOptions, TeacherHead
 
 
 def saved_bytes(model: torch.nn.Module, tokens: torch.Tensor) -> int:
@@ -58,15 +58,7 @@ def test_loss_and_gradient_are_those_of_all_logits(
     )
     teacher = None if share is None else TeacherHead(theirs, their_weight, 1.5)
     share = share or 0.0
-    ours, scores = HeadLoss()(
-        hidden,
-        weight,
-        targets,
-        softcap=softcap,
-        z_loss=z_loss,
-        teacher=teacher,
-        distill_weight=share,
-    )
+    ours, scores = HeadLoss()(hidden, weight, targets, softcap, LossOptions(z_loss, share), teacher)
     grads = torch.autograd.grad(3 * ours, (hidden, weight))
 
     logits = hidden @ weight.T
@@ -93,7 +85,7 @@ def test_scores_are_the_nats_of_each_target_and_whether_it_is_the_likeliest(
     logits = hidden @ weight.T
     targets[::3] = logits[::3].argmax(dim=-1)
     targets[1] = IGNORE_INDEX
-    _, scores = HeadLoss()(hidden, weight, targets, softcap=2.5, z_loss=0.3)
+    _, scores = HeadLoss()(hidden, weight, targets, 2.5, LossOptions(z_loss=0.3))
     capped = 2.5 * torch.tanh(logits / 2.5)
     is_counted = targets != IGNORE_INDEX
     close(scores[0], F.cross_entropy(capped, targets, ignore_index=IGNORE_INDEX, reduction="none"))
@@ -163,7 +155,7 @@ def test_a_step_averages_over_the_targets_of_its_batch(run_of):
 def test_products_of_a_padded_vocabulary_are_of_its_multiple(monkeypatch):
     monkeypatch.setitem(loss.VOCAB_MULTIPLE, "cpu", 16)
     with FlopCounterMode(display=False) as products:
-        HeadLoss()(*example(torch.float64), softcap=None, z_loss=0.0)
+        HeadLoss()(*example(torch.float64), None, LossOptions())
     assert products.get_total_flops() == 3 * 2 * 23 * 9 * 32
 
 
@@ -176,7 +168,7 @@ def test_without_gradients_the_loss_takes_a_third_of_the_products(monkeypatch, m
     for needs_gradient in (True, False):
         hidden.requires_grad_(needs_gradient)
         with FlopCounterMode(display=False) as products:
-            losses.append(HeadLoss()(hidden, weight, targets, softcap=2.5, z_loss=0.3)[0])
+            losses.append(HeadLoss()(hidden, weight, targets, 2.5, LossOptions(z_loss=0.3))[0])
         flops.append(products.get_total_flops())
     assert torch.equal(*losses)
     assert flops[0] == 3 * flops[1] > 0
@@ -205,7 +197,7 @@ def test_an_evaluation_waits_as_often_for_many_batches_as_for_few(run_of):
 
 def test_a_loss_of_huge_logits_stays_finite():
     hidden, weight, targets = example(torch.float32)
-    objective, _ = HeadLoss()(hidden * 1e4, weight, targets, softcap=None, z_loss=0.0)
+    objective, _ = HeadLoss()(hidden * 1e4, weight, targets, None, LossOptions())
     assert objective.isfinite()
     for grad in torch.autograd.grad(objective, (hidden, weight)):
         assert grad.isfinite().all()

@@ -83,12 +83,14 @@ def softmax_to_softmax(layers: Layers, layer: int, weights: Weights) -> Converte
         after = getattr(new, name)
         if before != after:
             changes.append(Change(f"{name} {before} -> {after}", is_exact=False))
-    if new.rotary != old.rotary:
+    old_rope = (old.rotary_dim, old.rope_base, old.rope_scaling)
+    new_rope = (new.rotary_dim, new.rope_base, new.rope_scaling)
+    if new_rope != old_rope:
         text = "no positions"
         if new.rope_base is not None:
-            _, old_base, old_scaling = old.rotary
-            _, new_base, new_scaling = new.rotary
-            text = f"RoPE: base {old_base:g}, {old_scaling} -> base {new_base:g}, {new_scaling}"
+            before = f"base {old.rope_base:g}, {old.rope_scaling}"
+            after = f"base {new.rope_base:g}, {new.rope_scaling}"
+            text = f"RoPE: {before} -> {after}"
         changes.append(Change(text, is_exact=False))
     return weights, changes
 

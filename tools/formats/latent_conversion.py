@@ -89,12 +89,11 @@ def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted
 
 def fixed_options(attention: SoftmaxAttention) -> dict:
     """The options of softmax attention that no conversion can change."""
-    rotary_dim, _, _ = attention.rotary
     return {
         "head_dim": attention.head_dim,
         "qk_norm": attention.qk_norm,
         "softcap": attention.kernel.softcap,
-        "rope_fraction": rotary_dim / attention.head_dim,
+        "rope_fraction": attention.rotary_dim / attention.head_dim,
     }
 
 
@@ -104,10 +103,8 @@ def check_latent(old: SoftmaxAttention, new: LatentAttention, layer: int) -> Non
         raise no_formula(layer, "to a latent", "a model with RoPE, and no QK-norm after it")
     plain = {"window": None, "chunk": None, "softcap": None, "rope_fraction": 1.0}
     check_equal(layer, vars(old) | fixed_options(old), plain)
-    _, old_base, old_scaling = old.rotary
-    _, new_base, new_scaling = new.rotary
-    check_equal(layer, {"rope_base": new_base}, {"rope_base": old_base})
-    check_equal(layer, {"rope_scaling": new_scaling}, {"rope_scaling": old_scaling})
+    check_equal(layer, {"rope_base": new.rope_base}, {"rope_base": old.rope_base})
+    check_equal(layer, {"rope_scaling": new.rope_scaling}, {"rope_scaling": old.rope_scaling})
     if new.q_down_proj is not None:
         raise no_formula(layer, "queries -> a latent", "attention.query_rank=null")
     if old.head_dim % new.rope_dim or new.head_dim < old.head_dim - new.rope_dim:
@@ -150,7 +147,8 @@ def rotate_on_average(q: Tensor, attention: SoftmaxAttention, context: int) -> T
     # Scores depend on the distance alone; a context has `context - d` pairs at distance d.
     distances = torch.arange(context, device=q.device)
     counts = (context - distances).double()
-    cos, sin = ForwardContext(distances[None]).rotary(*attention.rotary)
+    ctx = ForwardContext(distances[None])
+    cos, sin = ctx.rotary(attention.rotary_dim, attention.rope_base, attention.rope_scaling)
     # YaRN multiplies both queries and keys by cos(0); the tables have it once.
     weights = cos[0, 0, 0, 0] * counts / counts.sum()
     mean_cos = weights @ cos[0, :, 0].double()  # (E / 2,)
