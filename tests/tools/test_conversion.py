@@ -167,7 +167,7 @@ def test_the_key_that_all_heads_share_is_the_nearest_to_theirs(draw):
 def test_a_query_without_rope_has_the_mean_score_of_all_distances(factor, draw):
     """Beside each query and key of a context, rotated as complex numbers by its angle."""
     scaling = YaRN(factor=factor, fast=32, slow=1, context=8)
-    attention = SimpleNamespace(rotary=(4, 100.0, scaling))
+    attention = SimpleNamespace(rotary_dim=4, rope_base=100.0, rope_scaling=scaling)
     q, k = draw(2, 4, 1), draw(4)
     frequencies, magnitude = scaling(torch.tensor([1.0, 0.1]), 4, 100.0)
     turns = magnitude * torch.exp(1j * torch.arange(9.0)[:, None] * frequencies)

@@ -189,7 +189,7 @@ def train_all(jobs: list[Job]) -> None:
     with Signals() as signals, waiting("what each run reports is in its .log", len(jobs)) as bar:
         signals.is_armed = True
         try:
-            while bar.n < len(jobs) and not signals.code:
+            while bar.n < len(jobs) and not signals.received:
                 for job in jobs:
                     if job.outcome is None:
                         job.update(free_gpus)
@@ -207,9 +207,9 @@ def train_all(jobs: list[Job]) -> None:
                 process.terminate()
             for process in running:
                 process.wait()
-    if signals.code:
+    if signals.received:
         errors.exit_with(
-            signals.code, "stopped, what was trained is saved. fix: the same call goes on"
+            signals.received, "stopped, what was trained is saved. fix: the same call goes on"
         )
 
 

@@ -85,9 +85,10 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
     name = name or choose_architecture(tree, layers)
     architecture = ARCHITECTURES[name]
     # Where a knob is null, the attention derives its value and has it in an attribute of the same
-    # name.
+    # name. It has an object of the scaling, which is written as the tree has it.
     for layer, block in zip(layers, build_model(tree, "meta").blocks, strict=True):
-        layer |= vars(block.attention)
+        scaling = layer.get("rope_scaling")
+        layer |= vars(block.attention) | {"rope_scaling": scaling}
 
     # Positions.
     rope_layers = [layer for layer in layers if layer.get("rope_base") is not None]
