@@ -151,11 +151,11 @@ class Stream:
     wait_event = wait_stream = record = synchronize = wait
 
 
-def flash_attention(q, k, v, mask, dropout, is_causal, scale, enable_gqa):
+def flash_attention(q, k, v, *, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     """What F.scaled_dot_product_attention takes on a GPU; it asks the device for its choice."""
-    assert mask is None
+    assert attn_mask is None
     operation = torch.ops.aten._scaled_dot_product_flash_attention
-    return operation(q, k, v, dropout, is_causal, scale=scale)[0]
+    return operation(q, k, v, dropout_p, is_causal, scale=scale)[0]
 
 
 def all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
