@@ -19,7 +19,6 @@ from run.settings import compose, help_text
 from run.signals import Signals
 from training import setup
 from training.clock import Clock
-from training.distillation import find_teacher
 
 IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # which max_minutes counts too
 
@@ -31,9 +30,8 @@ def main(overrides: list[str]) -> None:
         # Whatever is wrong with the input shows here, before the run has a folder.
         with errors.user_input():
             settings = compose(overrides)
-            pretrained, device = setup.set_up_run(settings, overrides)
-            corpus, loader = setup.load_corpus(settings)
-            teacher = find_teacher(settings, corpus)
+            settings, pretrained, device = setup.set_up_run(settings, overrides)
+            settings, corpus, loader = setup.load_corpus(settings)
             ranks = distributed.init_distributed(device)
         hardware.prepare_for_training(device)
 
@@ -43,15 +41,7 @@ def main(overrides: list[str]) -> None:
             setup.report_machine_errors(),
         ):
             run = setup.build_run(
-                settings,
-                corpus,
-                loader,
-                run_dir,
-                ranks,
-                signals,
-                clock,
-                pretrained=pretrained,
-                teacher=teacher,
+                settings, corpus, loader, run_dir, ranks, signals, clock, pretrained=pretrained
             )
             exit_code = train(run)
             ranks.barrier()
@@ -121,7 +111,7 @@ def report(run: setup.Run) -> None:
 
 if __name__ == "__main__":
     errors.start_line()
-    if {"-h", "--help"} & {*sys.argv}:
+    if "-h" in sys.argv or "--help" in sys.argv:
         print(help_text())
         sys.exit()
     # Under torchrun, gloo's destructor can hang.

@@ -18,6 +18,7 @@ class EvaluationBatch(NamedTuple):
     inputs: Tensor  # (B, T)
     targets: Tensor  # (B, T)
     cells: Tensor  # (B, T)
+    positions: Tensor | None = None  # of the targets, where not every token has one
 
 
 @dataclass

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.corpus import Corpus
+from data.corpus import Corpus, EvaluationBatch
 from data.loader import IGNORE_INDEX
 from data.prepare import Source, text_hash
 from data.slices import cells
@@ -42,15 +42,6 @@ class TaskBatch(NamedTuple):
     inputs: Tensor  # (B, T)
     targets: Tensor  # (B, A), the answers; rows with fewer are padded with IGNORE_INDEX
     positions: Tensor  # (B A,), of the answers, in inputs.flatten()
-
-
-class TaskEvaluationBatch(NamedTuple):
-    """A TaskBatch, and the cell of data/slices.py that each answer counts in."""
-
-    inputs: Tensor  # (B, T)
-    targets: Tensor  # (B, A)
-    cells: Tensor  # (B, A)
-    positions: Tensor  # (B A,)
 
 
 @dataclass(kw_only=True)
@@ -85,7 +76,7 @@ class Task(Source):
     def row(self, generator: np.random.Generator, size: int) -> Row:
         """Draw a row with `size` answers."""
 
-    def rows(self, seed: int, numbers: range, is_held_out: bool = False) -> TaskEvaluationBatch:
+    def rows(self, seed: int, numbers: range, is_held_out: bool = False) -> EvaluationBatch:
         """Draw rows by their numbers."""
         # The initial values are the padding of rows with fewer answers.
         shape = (len(numbers), max(self.sizes))
@@ -112,7 +103,7 @@ class Task(Source):
         positions += first_positions[:, None]
         # The class of an answer is the size of its row.
         classes = torch.tensor(numbers) % len(self.sizes)
-        return TaskEvaluationBatch(
+        return EvaluationBatch(
             inputs=torch.from_numpy(inputs),
             targets=torch.from_numpy(targets),
             cells=cells(classes[:, None], torch.from_numpy(distances)),
@@ -292,7 +283,7 @@ class TaskCorpus(Corpus):
 
     def evaluation(
         self, num_tokens: int, context: int, batch_size: int
-    ) -> Iterator[TaskEvaluationBatch]:
+    ) -> Iterator[EvaluationBatch]:
         """Yield batches of rows that no run trains on: at least one row of each size.
 
         The last batch is filled up with rows whose answers do not count.

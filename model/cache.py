@@ -25,8 +25,8 @@ class LayerCache:
     otherwise every position has a slot of its own, and a row must not outgrow the capacity.
     `scales`: in an int8 cache, an fp16 scale (B, size, K, 1) for each vector of a feature. A
     feature with D = 1 stays in fp32.
-    `states`: by name, what it stores of a row whatever its length, (B, ...) in fp32 or wider. The
-    layer writes to it in place.
+    `states`: by name, what it stores of a row whatever its length, (B, ...) in fp32 or wider, but
+    those in `narrow_states` in the cache's dtype (bf16 for int8). The layer writes to it in place.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class LayerCache:
         *,
         features: dict[str, Shape],
         states: dict[str, Shape],
+        narrow_states: tuple[str, ...] = (),
         window: int | None = None,
         chunk: int | None = None,
     ):
@@ -51,16 +52,18 @@ class LayerCache:
         self.features: dict[str, Tensor] = {}
         self.scales: dict[str, Tensor] = {}
         for name, shape in features.items():
-            stored = wide_dtype if shape[-1] == 1 else dtype
-            slots = torch.zeros(batch, self.size, *shape, dtype=stored, device=device)
+            feature_dtype = wide_dtype if shape[-1] == 1 else dtype
+            slots = torch.zeros(batch, self.size, *shape, dtype=feature_dtype, device=device)
             self.features[name] = slots
-            if stored == torch.int8:
+            if feature_dtype == torch.int8:
                 self.scales[name] = torch.zeros_like(slots[..., :1], dtype=torch.float16)
 
         # The states of rows.
         self.states: dict[str, Tensor] = {}
+        narrow_dtype = dtype if dtype.is_floating_point else torch.bfloat16
         for name, shape in states.items():
-            self.states[name] = torch.zeros(batch, *shape, dtype=wide_dtype, device=device)
+            state_dtype = narrow_dtype if name in narrow_states else wide_dtype
+            self.states[name] = torch.zeros(batch, *shape, dtype=state_dtype, device=device)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -79,8 +82,8 @@ class LayerCache:
         num_new = ctx.positions.shape[1]
         if self.is_ring and num_new > 1:
             # Copy before writing: new tokens overwrite what the first of them attend to.
-            stored = self._read(new)
-            features = {name: torch.cat((stored[name], x), dim=1) for name, x in new.items()}
+            cached = self._read(new)
+            features = {name: torch.cat((cached[name], x), dim=1) for name, x in new.items()}
             self._write(ctx, new)
             return features, ctx.visible_in_ring(self.size, self.window, self.chunk)
 
@@ -98,10 +101,12 @@ class LayerCache:
         Call it before `update`.
         """
         assert name not in self.scales, f"{name} is stored in int8"
-        stored = self.features[name]
-        rows = torch.arange(len(stored), device=stored.device)
-        feature = stored[rows, (ctx.cached_lengths - 1) % self.size]  # (B, ...)
-        is_empty = (ctx.cached_lengths == 0).view(-1, *[1] * (feature.ndim - 1))
+        slots = self.features[name]
+        rows = torch.arange(len(slots), device=slots.device)
+        feature = slots[rows, (ctx.cached_lengths - 1) % self.size]  # (B, ...)
+        is_empty = ctx.cached_lengths == 0  # (B,)
+        while is_empty.ndim < feature.ndim:
+            is_empty = is_empty[:, None]
         return feature.masked_fill(is_empty, 0.0)[:, None]
 
     def first(self, count: int) -> "LayerCache":
@@ -156,7 +161,8 @@ class Cache:
     """The cache of a whole model: a LayerCache for each layer, and the tokens of each row, (B,).
 
     Each layer makes its own, in `Attention.new_cache`; the caller owns them all. A row has room
-    for `capacity` tokens. Lengths are on the device, so it is the caller that counts them.
+    for `capacity` tokens. Lengths are on the device, so it is the caller that counts them: beyond
+    the capacity, a token overwrites the oldest one.
     """
 
     def __init__(self, lengths: Tensor, layers: list[LayerCache], capacity: int):

@@ -105,7 +105,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
         """tokens (B, T) -> the input of the head (B, T, D), and auxiliary losses (B, T) by name.
 
-        With a cache, the tokens are added to it. A loss is the sum over layers. There are none where
+        With a cache, the tokens are added to it. A loss is the sum over layers; there are none if
         no layer computes them, as in decoding.
         """
         assert tokens.ndim == 2, tokens.shape

@@ -150,17 +150,19 @@ def find_model(path: Path | str | None) -> Path:
 
 
 @contextmanager
-def report_unreadable(file: Path, *others: type) -> Iterator[None]:
+def report_unreadable(
+    file: Path, exceptions: tuple[type[Exception], ...] = UNREADABLE
+) -> Iterator[None]:
     """Raise IntegrityError for content that no run of ours has written, though it may be sealed.
 
-    Wrap the reading alone: a bug of ours that raises inside would be called a damaged file.
-    `others` are further exceptions that reading can raise.
+    Wrap the reading alone: a bug of ours that raises one of the `exceptions` inside would be called
+    a damaged file.
     """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except UNREADABLE + others as error:
+    except exceptions as error:
         reason = str(error).partition("\n")[0]
         raise IntegrityError(f"not what a run writes ({file}: {reason}). fix: {FIX}") from None
 
@@ -177,11 +179,13 @@ def load_config(checkpoint: Path) -> dict:
 
 def load_model_config(checkpoint: Path) -> dict:
     """The config of a checkpoint's model. Raises IntegrityError where that cannot be built."""
-    model = load_config(checkpoint)["model"]
-    with report_unreadable(checkpoint / "config.json"):
-        built = instantiate_model(model, "meta", torch.float32)
-    try_out(built)
-    return model
+    tree = load_config(checkpoint)["model"]
+    file = checkpoint / "config.json"
+    with report_unreadable(file):
+        model = instantiate_model(tree, "meta", torch.float32)
+    with report_unreadable(file, (ValueError,)):
+        try_out(model)
+    return tree
 
 
 def dry_run(tree: dict) -> nn.Module:
@@ -209,7 +213,7 @@ def load_state(checkpoint: Path, needed: Iterable[str]) -> dict:
     since it might run code.
     """
     file = checkpoint / "state.pt"
-    with report_unreadable(file, AssertionError, AttributeError):
+    with report_unreadable(file, (*UNREADABLE, AssertionError, AttributeError)):
         if not is_zipfile(file):
             raise ValueError("not a zip file")  # torch would read older formats too
         state = torch.load(file, map_location="cpu", weights_only=True)
@@ -228,29 +232,39 @@ def load_model(
     tree = load_config(checkpoint)["model"]
     if context is not None:
         tree["context"] = context
-    with report_unreadable(checkpoint / "config.json"):
-        model = instantiate_model(tree, device, dtype)
-    try_out(model)
+    # Compare the weights with those of a model without memory, before any is allocated.
+    file = checkpoint / "config.json"
+    with report_unreadable(file):
+        shapes = instantiate_model(tree, "meta", dtype)
+    check_weights(shapes, checkpoint)
+    model = instantiate_model(tree, device, dtype)
     load_weights(model, checkpoint)
+    with report_unreadable(file, (ValueError,)):  # layers that do not go together
+        try_out(model)
     return model.eval()
 
 
-@torch.no_grad()
-def load_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Load parameters and persistent buffers, which may be shards.
-
-    Raises IntegrityError where names or shapes are not the model's.
-    """
+def check_weights(model: nn.Module, checkpoint: Path) -> None:
+    """Raise IntegrityError if names or shapes of the stored weights are not the model's."""
     file = checkpoint / "model.safetensors"
-    weights = model.state_dict()
-    expected = {(name, *weight.shape) for name, weight in weights.items()}
+    expected = {(name, *weight.shape) for name, weight in model.state_dict().items()}
     with report_unreadable(file), safe_open(file, "pt") as opened:
         names = opened.keys()
         stored = {(name, *opened.get_slice(name).get_shape()) for name in names}
         different = sorted(stored ^ expected)
         if different:
             raise ValueError(f"not the model's weights: {different[:3]}")
-    for name, weight in weights.items():
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, checkpoint: Path) -> None:
+    """Load parameters and persistent buffers, which may be shards.
+
+    Raises IntegrityError if names or shapes are not the model's.
+    """
+    check_weights(model, checkpoint)
+    file = checkpoint / "model.safetensors"
+    for name, weight in model.state_dict().items():
         # Opened again for each tensor, which releases the pages read before, so that memory holds
         # little more than the model.
         with safe_open(file, "pt") as opened:

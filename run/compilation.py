@@ -92,8 +92,8 @@ def is_incomplete(library: Path) -> bool:
     return not first_bytes.any()
 
 
-def compile_and_run(run: Callable[[], object], *, is_required: bool, option: str) -> object:
-    """Call `run`, which torch.compile compiles meanwhile -> its result; None if compiling fails.
+def compile_and_run(function: Callable[[], object], *, is_required: bool, option: str) -> object:
+    """Call a function, which torch.compile compiles meanwhile -> its result; None if compiling fails.
 
     A failure may be due to a broken file in the cache, so there is a second attempt with an empty
     one. If compiling `is_required`, the last failure ends the process with exit code 2, and its
@@ -106,7 +106,7 @@ def compile_and_run(run: Callable[[], object], *, is_required: bool, option: str
     for _ in range(attempts):
         try:
             with errors.report_errors():
-                return run()
+                return function()
         except SystemExit as exit_request:
             sys.stderr.flush()
             os._exit(exit_request.code)

@@ -93,8 +93,3 @@ def test_slow_libraries_are_imported_only_where_they_are_used():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert not SLOW & set(loaded.stdout.split())
-
-
-def test_files_are_short():
-    for path in FILES:
-        assert len(path.read_text().splitlines()) <= 450, path

@@ -56,8 +56,8 @@ class TimeBudget:
         """Whether the number of steps is still to be fitted."""
         return self.has_limit and not self.is_fitted
 
-    def keep(self) -> None:
-        """Take the number of steps as it is, fitted by an earlier process."""
+    def mark_fitted(self) -> None:
+        """Keep the number of steps that an earlier process has fitted."""
         self.is_fitted = True
 
     def fit(self, progress: Progress) -> None:

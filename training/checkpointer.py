@@ -56,6 +56,8 @@ class SavedRun:
 
     path: Path
     config: dict
+    steps: int | None
+    max_epochs: int | None
     machine: SavedMachine
 
 
@@ -63,10 +65,13 @@ def read_saved_run(path: Path) -> SavedRun:
     """Read the config of a checkpoint. Raises IntegrityError if no run of ours wrote it."""
     config = checkpoint.load_config(path)
     with checkpoint.report_unreadable(path / "config.json"):
-        for key in ("steps", "max_epochs"):
-            config[key]  # raises KeyError
-        machine = SavedMachine.model_validate(config["machine"])
-    return SavedRun(path, config, machine)
+        return SavedRun(
+            path=path,
+            config=config,
+            steps=config["steps"],
+            max_epochs=config["max_epochs"],
+            machine=SavedMachine.model_validate(config["machine"]),
+        )
 
 
 class Checkpointer:
@@ -163,9 +168,7 @@ class Checkpointer:
             trainer.scaler.load_state_dict(state.scaler)
 
         # Position, metrics and clock.
-        progress.step = state.step
-        progress.first_step = state.step
-        progress.saved_step = state.step
+        progress.start_at(state.step)
         self.clock.add_earlier(state.seconds)
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
         self.log.open(state.log)
@@ -173,12 +176,11 @@ class Checkpointer:
         # Keep the number of steps, unless another `steps` or `max_epochs` is asked for. Changing
         # max_minutes does not fit it again: the schedule follows the time that was planned.
         settings = self.settings
-        is_same = saved.config["steps"] == settings.steps
-        is_same = is_same and saved.config["max_epochs"] == settings.max_epochs
-        if is_same:
+        has_same_bounds = (saved.steps, saved.max_epochs) == (settings.steps, settings.max_epochs)
+        if has_same_bounds:
             progress.total_steps = state.steps
-        if state.is_fitted and (is_same or settings.steps is not None):
-            self.budget.keep()
+        if state.is_fitted and (has_same_bounds or settings.steps is not None):
+            self.budget.mark_fitted()
         say(f"resuming step {progress.step}\n{changes}".rstrip())
 
     def read_state(self, path: Path) -> SavedState:

@@ -27,20 +27,20 @@ class Distillation:
 
 
 def load_distillation(
-    settings: Settings, teacher: Path | None, device: torch.device, precision: torch.dtype
+    settings: Settings, device: torch.device, precision: torch.dtype
 ) -> Distillation | None:
-    """Load the checkpoint of `find_teacher`, if there is one; each device has all of it."""
-    if teacher is None:
+    """Load the checkpoint `distill`, if there is one; each device has all of it."""
+    if settings.distill is None:
         return None
     dtype = torch.float32
     if precision == torch.bfloat16:  # fp16 has too small a range for weights that are not scaled
         dtype = precision
-    model = checkpoint.load_model(teacher, device, dtype, settings.context)
+    model = checkpoint.load_model(Path(settings.distill), device, dtype, settings.context)
     return Distillation(model.requires_grad_(False), settings.distill_weight)
 
 
 def find_teacher(settings: Settings, corpus: Corpus) -> Path | None:
-    """Return the checkpoint that `distill` names, verified; None without one.
+    """Return the newest checkpoint of the run that `distill` names, verified; None without one.
 
     Raises ValueError for a teacher whose tokens are not those of the model.
     """

@@ -1,4 +1,4 @@
-"""What a model is judged by while it trains: the loss on held-out text, and a sample of its text."""
+"""What a model is judged by while it trains: the loss on held-out text, and samples of its own."""
 
 import math
 
@@ -16,7 +16,7 @@ from run.settings import Settings
 from run.signals import Signals
 from training.clock import Clock
 from training.logger import Logger
-from training.loss import SCORES
+from training.loss import TARGET_METRICS
 from training.metrics import corpus_metrics
 from training.steps import Progress, end_diverged
 from training.trainer import Trainer
@@ -66,14 +66,18 @@ def evaluate(
     for start in range(0, len(batches), ranks.world_size):
         # Ranks compute together: one without a batch of its own repeats the last, without targets.
         number = start + ranks.rank
-        inputs, targets, batch_cells, *positions = batches[min(number, len(batches) - 1)]
+        batch = batches[min(number, len(batches) - 1)]
+        targets = batch.targets
         if number >= len(batches):
             targets = torch.full_like(targets, IGNORE_INDEX)
-        batch = hardware.to_device(ranks.device, inputs, targets, *positions)
+        arguments = [batch.inputs, targets]
+        if batch.positions is not None:
+            arguments.append(batch.positions)
+        arguments = hardware.to_device(ranks.device, *arguments)
         with hardware.autocast(ranks.device, precision), torch.set_grad_enabled(with_gradients):
-            _, metrics = loss_module(*batch)
-        scores.append(torch.stack([metrics[name] for name in SCORES]))
-        cells.append(batch_cells.flatten())
+            _, metrics = loss_module(*arguments)
+        scores.append(torch.stack([metrics[name] for name in TARGET_METRICS]))
+        cells.append(batch.cells.flatten())
         if signals.agree(ranks):
             loss_module.train()
             return None
@@ -82,9 +86,9 @@ def evaluate(
     # Sum nats, correct predictions and targets by cell, in fp64. The host waits for the device
     # once, here, and not for each batch.
     values = torch.cat(scores, dim=1).cpu().double()
-    totals = torch.zeros(len(SCORES), corpus.num_classes * NUM_BINS, dtype=torch.float64)
+    totals = torch.zeros(len(TARGET_METRICS), corpus.num_classes * NUM_BINS, dtype=torch.float64)
     totals.index_add_(1, torch.cat(cells), values)
-    totals = ranks.all_reduce(totals).view(len(SCORES), -1, NUM_BINS)
+    totals = ranks.all_reduce(totals).view(len(TARGET_METRICS), -1, NUM_BINS)
     return corpus_metrics(corpus, totals.numpy(), num_tokens)
 
 

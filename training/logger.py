@@ -33,7 +33,7 @@ class Logger:
         # Resuming truncates the files to these sizes.
         self.resume_point: dict[str, int | str | None] = {}
         self.is_disk_full = False
-        self.bar = None  # a silent one where nobody watches
+        self.bar = None  # disabled unless standard error is a terminal
         self.wandb = None
         self.wandb_id = None
 

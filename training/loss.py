@@ -18,10 +18,8 @@ MAX_LOGITS = {"cpu": 2**25, "cuda": 2**27, "mps": 2**24}  # logits in memory at 
 # Rows of bf16 logits must begin at multiples of 16 bytes for the fast kernels of a GPU, and fill
 # their tiles best at multiples of 128. nanoGPT pads GPT-2's 50,257 tokens in its weights instead.
 VOCAB_MULTIPLE = {"cpu": 1, "cuda": 128, "mps": 1}
-ALL = slice(None)  # positions
-# Of each target: its nats, whether no token has a higher logit, whether it counts (is no
-# IGNORE_INDEX).
-SCORES = ("nats", "is_correct", "is_counted")
+# Of each target: its nats, 1 if no token has a higher logit, and 1 unless it is IGNORE_INDEX.
+TARGET_METRICS = ("nats", "is_correct", "is_counted")
 
 
 class LossOptions(NamedTuple):
@@ -34,7 +32,7 @@ class LossOptions(NamedTuple):
 def cross_entropy(
     logits: Tensor, targets: Tensor, options: LossOptions, teacher_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """logits (N, V) after the soft-cap, targets (N,) -> the objective, SCORES (3, N).
+    """logits (N, V) after the soft-cap, targets (N,) -> the objective, TARGET_METRICS (3, N).
 
     The objective is summed over targets. Each target has its nats, mixed at `distill_weight` with
     the cross-entropy with the probabilities of a teacher's logits, plus the penalty `z_loss`.
@@ -172,7 +170,7 @@ class HeadLoss(nn.Module):
         options: LossOptions,
         teacher: TeacherHead | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """hidden (N, D), weight (V, D), targets (N,) -> the objective (), SCORES (3, N)"""
+        """hidden (N, D), weight (V, D), targets (N,) -> the objective (), TARGET_METRICS (3, N)"""
         # An autograd function takes its arguments by position, and tensors not in a tuple.
         teacher_arguments = (None, None, None) if teacher is None else tuple(teacher)
         return ChunkedCrossEntropy.apply(
@@ -185,7 +183,7 @@ class LanguageModelLoss(nn.Module):
 
     The objective is what training minimizes, summed over targets: the cross-entropy, mixed with
     that of a teacher, its penalty, and the model's auxiliary losses by their weights. The metrics
-    have a number a target and no gradient: SCORES, and the auxiliary losses by their names. They
+    have a number a target and no gradient: TARGET_METRICS, and the auxiliary losses by their names. They
     contain neither penalty nor teacher, so that runs with and without these are comparable.
 
     With positions (N,), the indices of some tokens in inputs.flatten(), N targets and metrics are
@@ -213,7 +211,7 @@ class LanguageModelLoss(nn.Module):
         self.head_loss = HeadLoss()
 
     def forward(
-        self, inputs: Tensor, targets: Tensor, positions: Tensor | slice = ALL
+        self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         documents = None
         if self.bos is not None:
@@ -221,6 +219,7 @@ class LanguageModelLoss(nn.Module):
         model = self.model
         hidden, aux_losses = model.hidden_states(inputs, documents=documents)
         targets = targets.flatten()
+        selected = slice(None) if positions is None else positions
 
         # Without gradients, nothing is learned from the teacher, so it is not asked.
         teacher = None
@@ -228,19 +227,19 @@ class LanguageModelLoss(nn.Module):
             teacher_model = self.distillation.teacher
             teacher_hidden, _ = teacher_model.hidden_states(inputs, documents=documents)
             teacher = TeacherHead(
-                teacher_hidden.flatten(0, 1)[positions],
+                teacher_hidden.flatten(0, 1)[selected],
                 teacher_model.unembedding,
                 teacher_model.softcap,
             )
         objective, scores = self.head_loss(
-            hidden.flatten(0, 1)[positions],
+            hidden.flatten(0, 1)[selected],
             model.unembedding,
             targets,
             model.softcap,
             self.options,
             teacher,
         )
-        metrics = dict(zip(SCORES, scores, strict=True))
+        metrics = dict(zip(TARGET_METRICS, scores, strict=True))
 
         # Auxiliary losses count where there is a target, as the cross-entropy does.
         assert [*sorted(aux_losses)] in ([], model.loss_names), (
@@ -249,7 +248,7 @@ class LanguageModelLoss(nn.Module):
         )
         is_counted = targets != IGNORE_INDEX
         for name, loss in aux_losses.items():
-            aux_objective = fp32(loss.objective).flatten()[positions] * is_counted
+            aux_objective = fp32(loss.objective).flatten()[selected] * is_counted
             objective = objective + aux_objective.sum()
-            metrics[name] = fp32(loss.value).flatten()[positions] * is_counted
+            metrics[name] = fp32(loss.value).flatten()[selected] * is_counted
         return objective, metrics

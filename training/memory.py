@@ -29,7 +29,7 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
 
     Steps are measured as they are without torch.compile, which keeps less for the backward.
     """
-    # The first makes the gradients, which are there in the others from their beginning.
+    # The first step allocates the gradients: only the next two, of 1 and 2 sequences, are compared.
     device = trainer.ranks.device
     peaks = []
     for sequences in (1, 1, 2):
@@ -37,7 +37,7 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
         try:
             trainer.accumulate(0, slice(sequences), is_last=False)
         except torch.OutOfMemoryError:
-            return 1  # where even that is too much, the first step says it
+            return 1  # if one does not fit either, the first training step reports it
         peaks.append(torch.cuda.max_memory_allocated(device))
     trainer.model.zero_grad()
     _, with_one, with_two = peaks

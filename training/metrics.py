@@ -11,12 +11,12 @@ import numpy as np
 
 from data.corpus import Corpus
 from data.slices import NUM_BINS, bin_name
-from training.loss import SCORES
+from training.loss import TARGET_METRICS
 
 
 def corpus_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
     """Metrics by name of an evaluation on the first `num_tokens` held-out tokens of a corpus."""
-    assert totals.shape == (len(SCORES), corpus.num_classes, NUM_BINS)
+    assert totals.shape == (len(TARGET_METRICS), corpus.num_classes, NUM_BINS)
     if corpus.task_name is None:
         return text_metrics(corpus, totals, num_tokens)
     return task_metrics(corpus, totals)

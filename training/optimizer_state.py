@@ -1,6 +1,7 @@
 """What training needs of any optimizer: its learning rates, and its state by parameter name."""
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 StateByName = dict[str, dict]  # of each parameter, by the parameter's name
@@ -30,11 +31,27 @@ def optimizer_state(model: nn.Module, optimizers: list[Optimizer]) -> StateByNam
 
 
 def check_optimizer_state(model: nn.Module, state: StateByName) -> None:
-    """Raise ValueError if a state, unless empty, does not have exactly the model's parameters."""
-    names = {name for name, _ in model.named_parameters()}
-    different = sorted(names ^ state.keys())
+    """Raise ValueError if a state, unless it is empty, is not that of the model's parameters.
+
+    A tensor of the state must broadcast to its parameter.
+    """
+    parameters = dict(model.named_parameters())
+    different = sorted(parameters.keys() ^ state.keys())
     if state and different:
         raise ValueError(f"optimizer has other parameters than the model: {different[:3]}")
+    for name, values in state.items():
+        shape = parameters[name].shape
+        for key, value in values.items():
+            if isinstance(value, Tensor) and broadcast_shape(value.shape, shape) != shape:
+                raise ValueError(f"{key} of {name} has the shape {[*value.shape]}")
+
+
+def broadcast_shape(first: torch.Size, second: torch.Size) -> torch.Size | None:
+    """The shape to which two shapes broadcast; None if they do not."""
+    try:
+        return torch.broadcast_shapes(first, second)
+    except RuntimeError:
+        return None
 
 
 def load_optimizer_state(model: nn.Module, optimizers: list[Optimizer], state: StateByName) -> None:

@@ -1,7 +1,6 @@
 """The model as it is trained: activation checkpointing, FSDP2 and DDP."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -10,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.build import build_model
 from model.init import initial_values
+from run import compilation
 from run.distributed import DistEnv
 from run.settings import Settings
 from run.sharding import shard_like
@@ -18,17 +18,12 @@ from training.loss import LanguageModelLoss
 
 
 def build_parallel(
-    settings: Settings,
-    ranks: DistEnv,
-    precision: torch.dtype,
-    *,
-    bos: int | None,
-    teacher: Path | None,
+    settings: Settings, ranks: DistEnv, precision: torch.dtype, *, bos: int | None
 ) -> tuple[LanguageModelLoss, nn.Module]:
     """The loss module of a model with its initial weights, and what a training step calls.
 
     The two are the same module, unless DDP wraps the first. `bos` begins each document, where
-    tokens must not attend to other documents. `teacher` is the checkpoint of a model to learn from.
+    tokens must not attend to other documents.
     """
     # A model to be sharded is built without memory: no device holds all of it.
     device = "meta" if settings.sharded else ranks.device
@@ -38,7 +33,8 @@ def build_parallel(
     if settings.sharded:
         shard(model, ranks, precision)
         model.to_empty(device=ranks.device)
-        # Another model, of whose parameters nothing touches the memory, has the values of buffers.
+        # `to_empty` lost the values of buffers: copy those of an unsharded model, whose parameters
+        # are never touched and so take no memory.
         buffers = dict(build_model(settings.model, seed=None).named_buffers())
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
@@ -49,7 +45,7 @@ def build_parallel(
         model,
         z_loss=settings.z_loss,
         bos=bos,
-        distillation=load_distillation(settings, teacher, ranks.device, precision),
+        distillation=load_distillation(settings, ranks.device, precision),
     )
     parallel = loss_module
     if ranks.world_size > 1 and not settings.sharded:
@@ -96,3 +92,23 @@ def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
     # Embedding, head and final norm stay in fp32. The loss calls `hidden_states`, not `forward`.
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "hidden_states")
+
+
+def compile_model(loss_module: LanguageModelLoss, settings: Settings, ranks: DistEnv) -> None:
+    """Have torch.compile compile the training step when it runs for the first time."""
+    # FSDP gathers weights before each block, so blocks are compiled one by one, and the loss is
+    # not. On a CPU, blocks and loss apart save a third of the compiler's time, since most blocks
+    # share their code; a teacher's would not be compiled then.
+    modules = [loss_module]
+    if settings.sharded:
+        modules = loss_module.model.blocks
+    elif ranks.device.type == "cpu" and settings.distill is None:
+        modules = [*loss_module.model.blocks, loss_module.head_loss]
+    compilation.clean_cache()
+    # Blocks share their code but not their constants, and count as recompilations.
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.trace_autograd_ops = True  # of a forward that computes gradients
+    # The backward runs outside of autocast: what a layer computes in fp32 has fp32 gradients.
+    torch._functorch.config.backward_pass_autocast = "off"
+    for module in modules:
+        module.compile(dynamic=False)

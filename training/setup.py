@@ -22,6 +22,7 @@ from run.signals import Signals
 from training.budget import TimeBudget, planned_steps
 from training.checkpointer import Checkpointer, read_saved_run
 from training.clock import Clock
+from training.distillation import find_teacher
 from training.evaluation import Evaluator
 from training.logger import Logger
 from training.memory import choose_micro_batch
@@ -32,17 +33,20 @@ from training.trainer import Trainer
 PRETRAINED = ("model", "attention", "ffn", "norm", "data.tokenizer")  # overrides that it refuses
 
 
-def set_up_run(settings: Settings, overrides: list[str]) -> tuple[Path | None, torch.device]:
-    """Validate a config on this machine -> the checkpoint to start from, and the device.
+def set_up_run(
+    settings: Settings, overrides: list[str]
+) -> tuple[Settings, Path | None, torch.device]:
+    """Check a config on this machine -> settings, the checkpoint to start from, and the device.
 
-    Takes model and tokenizer from `init_from`. Raises ValueError for what cannot be trained here.
+    The settings have model and tokenizer of `init_from`, if there is one. Raises ValueError for
+    what cannot be trained here.
     """
-    pretrained = adopt_pretrained(settings, overrides)
+    settings, pretrained = adopt_pretrained(settings, overrides)
     device = hardware.pick_device(settings.device)
     hardware.pick_precision(settings.precision, device)
     compilation.pick_compile(settings.compile, device, is_long=True)
     check_buildable(settings)
-    return pretrained, device
+    return settings, pretrained, device
 
 
 def check_buildable(settings: Settings) -> Settings:
@@ -68,14 +72,15 @@ def check_buildable(settings: Settings) -> Settings:
     return settings
 
 
-def adopt_pretrained(settings: Settings, overrides: list[str]) -> Path | None:
-    """Take model and tokenizer from `init_from`, and context and name unless they are overridden.
+def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings, Path | None]:
+    """Return settings with model and tokenizer of `init_from`, and the checkpoint to load.
 
-    Returns the checkpoint to load. Raises ValueError for overrides of the model.
+    Context and name are those of `init_from` too, unless they are overridden. Raises ValueError for
+    overrides of the model.
     """
     source = settings.init_from
     if source is None:
-        return None
+        return settings, None
     keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
     refused = [word for word in overrides if word.lstrip("+~").startswith(PRETRAINED)]
     if refused:
@@ -88,15 +93,19 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> Path | None:
     model = checkpoint.load_model_config(pretrained)
 
     # The model keeps its shape, but may be trained on shorter or longer sequences.
-    if "context" not in keys:
-        settings.context = model["context"]
-    settings.model = model | {"context": settings.context}
-    settings.data["tokenizer"] = str(tokenizer_file(pretrained))
+    context = settings.context if "context" in keys else model["context"]
     # The run is named after its data and the pretrained model.
+    name = settings.name
     if "name" not in keys:
-        data = settings.name.partition("-")[0]
-        settings.name = re.sub(r"[^\w.-]", "-", f"{data}-{Path(source).resolve().name}")
-    return pretrained
+        data = name.partition("-")[0]
+        name = re.sub(r"[^\w.-]", "-", f"{data}-{Path(source).resolve().name}")
+    changes = {
+        "name": name,
+        "context": context,
+        "model": model | {"context": context},
+        "data": settings.data | {"tokenizer": str(tokenizer_file(pretrained))},
+    }
+    return settings.model_copy(update=changes), pretrained
 
 
 def open_corpus(data: dict) -> Corpus:
@@ -104,15 +113,23 @@ def open_corpus(data: dict) -> Corpus:
     return prepare(instantiate(data, "data"), Path(".cache"))
 
 
-def load_corpus(settings: Settings) -> tuple[Corpus, Loader]:
-    """Prepare the text. The vocabulary of a new model becomes that of the tokenizer."""
+def load_corpus(settings: Settings) -> tuple[Settings, Corpus, Loader]:
+    """Prepare the text -> settings, the text, and its batches.
+
+    In the settings, a new model has the vocabulary of the tokenizer, and `distill` is the checkpoint
+    of the teacher: a run that is resumed tells if it is another one.
+    """
     corpus = open_corpus(settings.data)
     # A pretrained model may have more rows than its tokenizer has tokens.
     if settings.init_from is None:
-        settings.model["vocab_size"] = corpus.tokenizer.vocab_size
+        model = settings.model | {"vocab_size": corpus.tokenizer.vocab_size}
+        settings = settings.model_copy(update={"model": model})
+    teacher = find_teacher(settings, corpus)
+    if teacher is not None:
+        settings = settings.model_copy(update={"distill": str(teacher)})
     batch_size = settings.batch_tokens // settings.context
     loader = corpus.loader(settings.context, batch_size, settings.seed)
-    return corpus, loader
+    return settings, corpus, loader
 
 
 @contextmanager
@@ -163,12 +180,10 @@ def build_run(
     clock: Clock,
     *,
     pretrained: Path | None = None,
-    teacher: Path | None = None,
 ) -> Run:
     """Build the parts of a run, and restore its newest checkpoint if it is resumed.
 
-    A new run starts with the `pretrained` weights if they are given. `teacher` is the checkpoint of
-    a model to learn from.
+    A new run starts with the `pretrained` weights if they are given.
     """
     newest = ranks.on_rank0(checkpoint.prepare_run, run_dir, settings.resume)
     saved = None if newest is None else read_saved_run(newest)
@@ -185,7 +200,6 @@ def build_run(
         ranks,
         bos=corpus.tokenizer.bos if settings.document_mask else None,
         is_compiled=is_compiled,
-        teacher=teacher,
     )
 
     # It keeps its micro-batch too, which affects rounding, unless this number of processes has

@@ -16,6 +16,12 @@ class Progress:
     first_step: int = 0  # where this process began
     saved_step: int = 0  # of the newest checkpoint
 
+    def start_at(self, step: int) -> None:
+        """Begin this process at the step of a checkpoint."""
+        self.step = step
+        self.first_step = step
+        self.saved_step = step
+
     @property
     def is_finished(self) -> bool:
         return self.step >= self.total_steps

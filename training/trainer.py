@@ -1,9 +1,9 @@
 """The training step: gradients of a batch, clipping, and the update of the weights."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from run.instantiate import instantiate
 from run.progress import waiting
 from run.settings import Settings
 from training.optimizer_state import set_learning_rates
-from training.parallel import build_parallel
+from training.parallel import build_parallel, compile_model
 from training.steps import Progress
 
 
@@ -34,8 +34,7 @@ class StepResult:
 class Trainer:
     """The model, its optimizers, and the step. All ranks call the same methods.
 
-    `bos` begins a document to which tokens of others must not attend (null: they may). `teacher`
-    is the checkpoint of a model to learn from.
+    `bos` begins a document to which tokens of others must not attend; None: they may.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class Trainer:
         *,
         bos: int | None,
         is_compiled: bool,
-        teacher: Path | None = None,
     ):
         self.settings = settings
         self.loader = loader
@@ -56,9 +54,8 @@ class Trainer:
 
         # `loss_module` maps tokens to the loss; `parallel` is what a step calls: DDP around the
         # loss module, or else the loss module itself.
-        self.loss_module, self.parallel = build_parallel(
-            settings, ranks, self.precision, bos=bos, teacher=teacher
-        )
+        self.loss_module, self.parallel = build_parallel(settings, ranks, self.precision, bos=bos)
+        self.is_ddp = self.parallel is not self.loss_module
         self.model = self.loss_module.model
         # Of what a step reports: the cross-entropy and the L auxiliary losses of the model.
         self.loss_names = ("train_loss", *self.model.loss_names)
@@ -132,13 +129,15 @@ class Trainer:
     def accumulate(self, step: int, rows: slice, *, is_last: bool) -> Tensor:
         """Add the gradient of these rows of a batch; return the sums of `loss_names` (1 + L,)."""
         batch = to_device(self.ranks.device, *self.loader(step, rows))
-        # What DDP's no_sync sets too; it means nothing to another module.
-        self.parallel.require_backward_grad_sync = is_last
-        with hardware.autocast(self.ranks.device, self.precision):
-            objective, metrics = self.parallel(*batch)
-        # The mean over the targets of the batch; gradients are averaged over ranks.
-        mean = objective * (self.ranks.world_size / self.loader.num_targets(step))
-        self.scaler.scale(mean).backward()
+        sync = nullcontext()
+        if self.is_ddp and not is_last:
+            sync = self.parallel.no_sync()
+        with sync:
+            with hardware.autocast(self.ranks.device, self.precision):
+                objective, metrics = self.parallel(*batch)
+            # The mean over the targets of the batch; gradients are averaged over ranks.
+            mean = objective * (self.ranks.world_size / self.loader.num_targets(step))
+            self.scaler.scale(mean).backward()
         sums = [metrics["nats"].sum()]
         for name in self.model.loss_names:
             sums.append(metrics[name].sum())
@@ -150,7 +149,7 @@ class Trainer:
         If that fails, training goes on without it; with compile=true, the process ends with exit
         code 2.
         """
-        self.compile()
+        compile_model(self.loss_module, self.settings, self.ranks)
         compute = partial(self.compute_gradients, step, micro_batch_size)
         with waiting(
             "compiling the training step, which .cache/ keeps (to begin at once: compile=false)"
@@ -165,22 +164,3 @@ class Trainer:
             self.is_compiled = False
             loss_sums = compute()
         return loss_sums
-
-    def compile(self) -> None:
-        """Have torch.compile compile the training step when it runs for the first time."""
-        # The weights of a sharded model arrive between its blocks, which are compiled one by one,
-        # and its loss is not. On a CPU, blocks and loss apart save a third of the compiler's time,
-        # since most blocks share their code; a teacher's would not be compiled then.
-        modules = [self.loss_module]
-        if self.settings.sharded:
-            modules = self.model.blocks
-        elif self.ranks.device.type == "cpu" and self.settings.distill is None:
-            modules = [*self.model.blocks, self.loss_module.head_loss]
-        compilation.clean_cache()
-        # Blocks share their code but not their constants, and count as recompilations.
-        torch._dynamo.config.recompile_limit = 64
-        torch._dynamo.config.trace_autograd_ops = True  # of a forward that computes gradients
-        # The backward runs outside of autocast: what a layer computes in fp32 has fp32 gradients.
-        torch._functorch.config.backward_pass_autocast = "off"
-        for module in modules:
-            module.compile(dynamic=False)

@@ -43,6 +43,7 @@ class Attention(nn.Module, ABC):
     losses: tuple[str, ...] = ()
     window: int | None = None  # a token attends to this many tokens at most, itself included
     chunk: int | None = None  # it attends within its own chunk of this many tokens
+    narrow_states: tuple[str, ...] = ()  # names of states that need no fp32
 
     @abstractmethod
     def forward(
@@ -81,6 +82,7 @@ class Attention(nn.Module, ABC):
             device,
             features=self.cache_shapes(),
             states=self.state_shapes(capacity),
+            narrow_states=self.narrow_states,
             window=self.window,
             chunk=self.chunk,
         )

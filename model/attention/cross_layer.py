@@ -38,6 +38,7 @@ class SharedAttention(SoftmaxAttention):
         if self.reuses_kv:
             q = self.project_q(x, ctx)
             kv, visible = take(carry, "kv", self.layer)
+            check_reused(kv["k"], (self.kv_heads, self.head_dim), self.layer)
         else:
             q, k, v = self.project_qkv(x, ctx)
             kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
@@ -69,6 +70,7 @@ class ValueResidualAttention(SoftmaxAttention):
             carry = carry | {"values": v}
         else:
             first_v = take(carry, "values", self.layer)
+            check_reused(first_v, (self.kv_heads, self.head_dim), self.layer)
             v = v + self.share.type_as(v) * (first_v - v)
         kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
         y = self.attend(q, kv["k"], kv["v"], visible)
@@ -87,3 +89,13 @@ def take(carry: CrossLayer, name: str, layer: int) -> Any:
             f"no earlier layer has what this one reuses ({name=} {layer=}). fix: attention=gqa"
         )
     return carry[name]
+
+
+def check_reused(x: Tensor, expected: Shape, layer: int) -> None:
+    """Raise ValueError if keys or values (B, S, K, E) of an earlier layer have another shape."""
+    if x.shape[2:] != expected:
+        raise ValueError(
+            f"layers that share keys or values have the same heads ({layer=} reuses "
+            f"{tuple(x.shape[2:])}, its own are {expected}). fix: the same attention.kv_heads and "
+            "attention.head_dim in these layers"
+        )

@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.types import Device
 
 from model.attention.base import Attention, CrossLayer, LayerSpec
 from model.attention.short_conv import ShortConv
@@ -82,6 +81,8 @@ class GatedRecurrence(RecurrentAttention):
     Mamba-2 (2405.21060): without `erase`, the more a token lets decay, the more it writes. Only a
     state that is erased needs keys of length 1.
     """
+
+    narrow_states = ("conv",)  # nothing accumulates in the inputs of the convolution
 
     def __init__(
         self,
@@ -162,15 +163,6 @@ class GatedRecurrence(RecurrentAttention):
         gate = self.gate_proj(self.gate_latent(x)).unflatten(-1, y.shape[2:])
         y = y * self.gate_activation(gate)
         return self.o_proj(y.flatten(-2)), carry
-
-    def new_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: Device
-    ) -> LayerCache:
-        cache = super().new_cache(batch, capacity, dtype, device)
-        # Nothing accumulates in the inputs of the convolution: they need no more than bf16.
-        conv_dtype = dtype if dtype.is_floating_point else torch.bfloat16
-        cache.states["conv"] = cache.states["conv"].to(conv_dtype)
-        return cache
 
     def state_shapes(self, capacity: int) -> dict[str, Shape]:
         return super().state_shapes(capacity) | {"conv": self.conv.state_shape}

@@ -140,8 +140,6 @@ class SoftmaxAttention(Attention):
 
         `positions` (B, T) are those of other tokens.
         """
-        if positions is ctx.positions:
-            positions = None  # the default, for which ctx has tables already
         if norm is not None:
             x = norm(x)
         x = self.rope(x, ctx, self.rotary_dim, positions)
@@ -152,7 +150,7 @@ class SoftmaxAttention(Attention):
     def rope(
         self, x: Tensor, ctx: ForwardContext, rotary_dim: int, positions: Tensor | None = None
     ) -> Tensor:
-        """Rotate the first `rotary_dim` features of x (B, T, ..., E), if attention has positions."""
+        """Rotate the first `rotary_dim` features of x (B, T, ..., E), if there are positions."""
         if self.rope_base is None:
             return x
         cos, sin = ctx.rotary(rotary_dim, self.rope_base, self.rope_scaling, positions)
@@ -184,8 +182,9 @@ class SoftmaxAttention(Attention):
     ) -> Tensor:
         """Return the new tokens' own feature (B, T, K, E) as they attend to it.
 
-        `new` (B, T, K, E) was given to `extend_cache`, and `in_reach` (B, S, K, E) came back. They
-        differ where the cache is in int8.
+        `new` (B, T, K, E) was given to `extend_cache`, and `in_reach` (B, S, K, E) came back. If
+        these are the slots of the cache, S = size, it is read from there: int8 has rounded it. A
+        ring that gets several tokens returns them as they are, behind its slots.
         """
         if cache is None or in_reach.shape[1] != cache.size:
             return new

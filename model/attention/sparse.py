@@ -15,6 +15,8 @@ from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
 from model.layers import LayerNorm, Linear, fp32, no_autocast, split_heads
 
+TIE_BREAK = 1e-12  # what a token of distance takes off a score
+
 
 class SparseAttention(SoftmaxAttention):
     """What sparse attentions share: each query attends to `topk` keys, or blocks of keys.
@@ -43,7 +45,7 @@ class SparseAttention(SoftmaxAttention):
         """
         mask = visible_mask(visible)[:, 0]  # (B, T, S)
         distance = visible.query_positions[:, :, None] - visible.key_positions[:, None]
-        scores = (scores - 1e-12 * distance).masked_fill(~mask, -torch.inf)
+        scores = (scores - TIE_BREAK * distance).masked_fill(~mask, -torch.inf)
         best = scores.topk(min(self.topk, scores.shape[-1]), dim=-1).indices  # (B, T, topk)
         return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & mask
 
@@ -86,7 +88,7 @@ class SparseAttention(SoftmaxAttention):
         if chosen.shape[1] > 1:
             chosen = chosen.repeat_interleave(self.heads // self.kv_heads, dim=1)
         mask = chosen | (visible.query_positions < 0)[:, None, :, None]
-        return self.attend(q, k, v, visible._replace(mask=mask))
+        return self.attend(q, k, v, visible.narrowed(mask))
 
 
 def visible_mask(visible: Visibility) -> Tensor:

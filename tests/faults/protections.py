@@ -53,8 +53,8 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
     ),
     "the place in the data": (
         "training/trainer.py",
-        "losses = self.compute_gradients(progress.step, micro_batch_size)",
-        "losses = self.compute_gradients(progress.step - progress.first_step, micro_batch_size)",
+        "            loss_sums = self.compute_gradients(progress.step, micro_batch_size)",
+        "            loss_sums = self.compute_gradients(progress.step - progress.first_step, 2)",
         "resume.py",
     ),
     "the draw of a step": (

@@ -300,7 +300,7 @@ def fused_attention(
 
 
 def lower_training(settings: Settings, gpu: GPU, precision: torch.dtype) -> Lowering:
-    """Lower forward and backward of a micro-batch, as `Trainer.compile` compiles them.
+    """Lower forward and backward of a micro-batch, as `compile_model` compiles them.
 
     Raises an error of Dynamo where the graph would break.
     """

@@ -16,6 +16,7 @@ from model.context import ForwardContext
 from model.layers import no_autocast
 from tests.conftest import close, drawn, tree_of
 from tests.training.test_optimizers import Operations
+from training.parallel import compile_model
 
 DIM = 8
 # Presets and their files in fla/ops.
@@ -129,7 +130,8 @@ def test_a_step_of_one_token_solves_no_system(preset):
 @pytest.mark.parametrize("preset", FLA)
 def test_a_compiled_backward_is_as_precise_as_the_forward(preset, run_of):
     """Autocast is off in the recurrence, and must stay off in its gradients."""
-    run_of().trainer.compile()
+    run = run_of()
+    compile_model(run.trainer.loss_module, run.settings, run.ranks)
 
     def in_fp32(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         with no_autocast(inputs[0].device):

@@ -187,7 +187,7 @@ def train_all(jobs: list[Job]) -> None:
     device = compose(jobs[0].overrides).device
     free_gpus = gpu_environments(device)
     with Signals() as signals, waiting("what each run reports is in its .log", len(jobs)) as bar:
-        signals.is_armed = True
+        signals.arm()
         try:
             while bar.n < len(jobs) and not signals.received:
                 for job in jobs:

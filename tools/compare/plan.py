@@ -206,8 +206,7 @@ def match_sizes(variants: Variants, match: str) -> dict[str, str]:
     targets = {}
     baselines = {}
     for name, overrides in variants.items():
-        settings = compose(overrides)
-        set_up_run(settings, overrides)
+        settings, _, _ = set_up_run(compose(overrides), overrides)
         model = settings.model
         baselines[name] = firsts.setdefault(model["dim"], name)
         if match == "none":
