@@ -165,7 +165,13 @@ def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
     # Of another model, and of a part of this one.
     genuine = torch.load(spoiled().checkpoints[-1] / "state.pt")
     name, state = next(iter(genuine["optimizer"].items()))
-    for foreign in ({"a": {"momentum": 1}}, {name: state}, {**genuine["optimizer"], name: 3}):
+    other_shape = {name: {"momentum": torch.zeros(3, 5)}}
+    for foreign in (
+        {"a": {"momentum": 1}},
+        {name: state},
+        genuine["optimizer"] | {name: 3},
+        genuine["optimizer"] | other_shape,
+    ):
         torch.save(genuine | {"optimizer": foreign}, states)
         forgeries.append(("state.pt", states.read_bytes()))
     for name, raw in forgeries:

@@ -135,6 +135,17 @@ def test_shared_keys_and_values_are_those_of_the_layer_before():
         second(later, ctx, None, {})
 
 
+@pytest.mark.parametrize("variant", ["shared_kv", "value_residual"])
+def test_layers_that_share_must_have_the_same_heads(variant):
+    first, _ = layers_of(variant)
+    _, second = layers_of(variant, "attention.kv_heads=1")
+    x = random(2, 9, 64)
+    ctx = ForwardContext(x[..., 0])
+    _, carry = first(x, ctx, None, {})
+    with pytest.raises(ValueError, match=r"layer=1 reuses \(2, 16\), its own are \(1, 16\)"):
+        second(x, ctx, None, carry)
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_values_mix_with_the_first_layers_by_their_share(share):
     first, second = layers_of("value_residual")

@@ -302,6 +302,8 @@ def test_a_run_that_learns_from_a_teacher_resumes_and_keeps_it_out(heal, command
     assert taught[:2] == alone[:2] and taught != alone
     newest = checkpoint.find_model(Path("taught"))
     assert newest.name == "step-00000004"
+    # The checkpoint that taught is noted: of a teacher that trains on, another one would teach.
+    assert checkpoint.load_config(newest)["distill"] == str(checkpoint.find_model("old"))
     shutil.rmtree(newest)
     assert losses("taught", *teacher, "resume=true") == taught
 
