@@ -98,6 +98,11 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
             raise TypeError(
                 f"{target.__name__} takes no such argument ({key}). fix: leave {key} out"
             )
+        if annotations[name] is inspect.Parameter.empty:
+            raise TypeError(
+                f"{target.__name__} has no type for its option {name}. fix: annotate it, such as "
+                f"{name}: {type(value).__name__}"
+            )
 
         wanted = inspect.formatannotation(annotations[name])
         try:

@@ -150,7 +150,8 @@ class SoftmaxAttention(Attention):
     def rope(
         self, x: Tensor, ctx: ForwardContext, rotary_dim: int, positions: Tensor | None = None
     ) -> Tensor:
-        """Rotate the first `rotary_dim` features of x (B, T, ..., E), if there are positions."""
+        """Rotate the first `rotary_dim` features of x (B, T, H, E), if there are positions."""
+        assert x.ndim == 4, x.shape
         if self.rope_base is None:
             return x
         cos, sin = ctx.rotary(rotary_dim, self.rope_base, self.rope_scaling, positions)

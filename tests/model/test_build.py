@@ -98,6 +98,14 @@ def test_a_model_on_the_meta_device_has_the_same_shapes():
     assert shapes[0] == shapes[1]
 
 
+def test_an_option_without_a_type_is_named():
+    def attention(spec, *, buckets):
+        return buckets
+
+    with pytest.raises(TypeError, match="attention has no type for its option buckets"):
+        instantiation.check_arguments(attention, {"buckets": 4}, "model.attention")
+
+
 def test_an_attention_says_what_it_lacks():
     class Half(Attention):
         def forward(self, x, ctx, cache, carry):
