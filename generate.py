@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
         end = "" if sys.stdout.isatty() else "\n"
         print(f"\033[2m{prompts[0]}\033[0m", end=end, file=sys.stderr, flush=True)
     start = perf_counter()
-    texts = detokenize(engine.generate(sequences), tokenizer, args.stop)
+    texts = detokenize(engine.generate(sequences), tokenizer, args.stop)  # as they are printed
     num_tokens = print_texts(texts, has_headings=len(sequences) > 1)
 
     # Report speed and memory.

@@ -52,7 +52,10 @@ class Sequence:
 
 @dataclass
 class SamplerState:
-    """What sampling depends on besides logits, for each row. Draws update it in place."""
+    """The newest token of each row, and what the next draw depends on besides logits.
+
+    Draws update it in place.
+    """
 
     tokens: Tensor  # (B, 1), the newest of each row: the input of the next decode step
     seeds: Tensor  # (B,)

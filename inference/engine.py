@@ -65,13 +65,14 @@ class Engine:
                     self.prefill(row, [active[row]])
 
             # Launch a GPU's next step before the host waits for the tokens of this one, so that the
-            # two overlap; the event is that of this step. The next one may run one token past a
-            # full cache, and draw for a sequence that the host then finds finished: such rows are
-            # prefilled and drawn anew.
+            # two overlap; the event marks the end of this step. The next step may be one too many
+            # for a row whose sequence is at its end or fills the cache: the slot that it overwrites
+            # and what it draws do not matter, since such a row is prefilled before it is read.
             host_tokens = self.state.tokens.to("cpu", non_blocking=True, copy=True)
             copied = None
             if self.state.tokens.is_cuda:
                 copied = torch.cuda.current_stream().record_event()
+            # The token that is being copied still counts as one that is left.
             if self.cache is not None and any(s.num_left > 1 for s in active.values()):
                 self.advance()
             if copied is not None:

@@ -93,7 +93,8 @@ def compile_matvec(library: Path, compiler: str) -> None:
 def optimize_for_decoding(model: Transformer, int8: bool) -> None:
     """Replace the linear layers and the head of a model, in place; it cannot be trained then.
 
-    In their own dtype they stay as they are where the kernel is not loaded.
+    A tied model gets a head of its own. If the kernel is not loaded, layers in their own dtype stay
+    as they are.
     """
     if not int8 and not hasattr(torch.ops.attend, "matvec"):
         return

@@ -81,14 +81,14 @@ class Checkpointer:
         self,
         settings: Settings,
         run_dir: Path,
+        *,
         corpus: Corpus,
         trainer: Trainer,
+        micro_batch_size: int,
         meter: Meter,
         budget: TimeBudget,
         log: Logger,
         clock: Clock,
-        *,
-        micro_batch_size: int,
     ):
         self.settings = settings
         self.run_dir = run_dir

@@ -104,10 +104,10 @@ class Evaluator:
         settings: Settings,
         corpus: Corpus,
         trainer: Trainer,
+        *,
         log: Logger,
         signals: Signals,
         clock: Clock,
-        *,
         batch_size: int,
     ):
         self.settings = settings

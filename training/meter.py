@@ -22,6 +22,7 @@ class Meter:
     def __init__(
         self,
         loss_names: tuple[str, ...],
+        *,
         flops_per_token: float,
         batch_tokens: int,
         loader: Loader,

@@ -212,22 +212,35 @@ def build_run(
         micro_batch_size = choose_micro_batch(trainer, settings)
 
     flops_per_token = trainer.model.training_flops()
-    meter = Meter(trainer.loss_names, flops_per_token, settings.batch_tokens, loader, ranks, clock)
+    meter = Meter(
+        trainer.loss_names,
+        flops_per_token=flops_per_token,
+        batch_tokens=settings.batch_tokens,
+        loader=loader,
+        ranks=ranks,
+        clock=clock,
+    )
     budget = TimeBudget(settings, corpus, ranks, clock)
     log = Logger(run_dir, settings, clock, is_enabled=ranks.is_main)
     evaluator = Evaluator(
-        settings, corpus, trainer, log, signals, clock, batch_size=micro_batch_size
+        settings,
+        corpus,
+        trainer,
+        log=log,
+        signals=signals,
+        clock=clock,
+        batch_size=micro_batch_size,
     )
     checkpointer = Checkpointer(
         settings,
         run_dir,
-        corpus,
-        trainer,
-        meter,
-        budget,
-        log,
-        clock,
+        corpus=corpus,
+        trainer=trainer,
         micro_batch_size=micro_batch_size,
+        meter=meter,
+        budget=budget,
+        log=log,
+        clock=clock,
     )
 
     # Restore or start.
