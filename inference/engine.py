@@ -72,7 +72,7 @@ class Engine:
             copied = None
             if self.state.tokens.is_cuda:
                 copied = torch.cuda.current_stream().record_event()
-            # The token that is being copied still counts as one that is left.
+            # `num_left` still includes the token that is being copied; above 1, another follows.
             if self.cache is not None and any(s.num_left > 1 for s in active.values()):
                 self.advance()
             if copied is not None:
@@ -144,7 +144,7 @@ class Engine:
             end += part.shape[1]
             padding = (part < 0).sum(dim=1) if is_ragged else None
             # Attend to no more slots of the cache than are filled after this part.
-            filled = cache.first(end)
+            filled = cache.truncated(end)
             hidden, _ = self.model.hidden_states(part.clamp(min=0), filled, padding)
         return hidden
 

@@ -90,8 +90,8 @@ class LayerCache:
         assert num_new <= self.size, f"{num_new} tokens exceed the cache's capacity of {self.size}"
         self._write(ctx, new)
         if num_new == self.size and not ctx.has_padding:
-            # The new tokens take all slots, as when a prompt is prefilled into a view of its own
-            # size (`first`): nothing is older, so attend to the tokens themselves.
+            # Each position has a slot of its own, so the row was empty, as when a prompt is
+            # prefilled into a view of its own size (`truncated`): attend to the tokens themselves.
             return new, ctx.visible(self.window, self.chunk)
         return self._read(new), ctx.visible_in_cache(self.size, self.window, self.chunk)
 
@@ -109,7 +109,7 @@ class LayerCache:
             is_empty = is_empty[:, None]
         return feature.masked_fill(is_empty, 0.0)[:, None]
 
-    def first(self, count: int) -> "LayerCache":
+    def truncated(self, count: int) -> "LayerCache":
         """A view for rows of up to `count` tokens: it shares the memory, and less of it is read."""
         if not self.features or count >= self.size:
             return self
@@ -183,9 +183,9 @@ class Cache:
         layers = [layer.map(lambda buffer: buffer[rows]) for layer in self.layers]
         return Cache(self.lengths[rows], layers, self.capacity)
 
-    def first(self, count: int) -> "Cache":
+    def truncated(self, count: int) -> "Cache":
         """A view for rows of up to `count` tokens: it shares the memory, and less of it is read."""
-        layers = [layer.first(count) for layer in self.layers]
+        layers = [layer.truncated(count) for layer in self.layers]
         return Cache(self.lengths, layers, min(count, self.capacity))
 
     def gather_rows(self, sources: Tensor) -> None:

@@ -47,7 +47,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A linear map, without a bias by default."""
+    """A linear map, without a bias by default. For decoding, inference/quantize.py replaces it."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__(in_features, out_features, bias)

@@ -3,9 +3,9 @@
 The kernels are blocks of queries, FlexAttention and torch's fused one.
 
 Functions take q (B, H, T, E), k (B, K, S, E), v (B, K, S, F) and mask (B, 1, T, S), and return
-(B, H, T, F). H is a multiple of K. True in the mask means visible; where it differs from head to
-head it is (B, H, T, S). mask=None means plain causal attention with T = S, which needs no mask in
-memory.
+(B, H, T, F); `AttentionKernel` takes and returns them with tokens before heads. H is a multiple of
+K. True in the mask means visible; if it differs from head to head it is (B, H, T, S). mask=None
+means plain causal attention with T = S, which needs no mask in memory.
 """
 
 from collections.abc import Callable

@@ -64,7 +64,8 @@ class LatentAttention(Attention):
         self.rank = rank
         self.head_dim = head_dim
         self.rope_dim = rope_dim
-        self.value_dim = head_dim + rope_dim  # as wide as a key
+        self.key_dim = head_dim + rope_dim
+        self.value_dim = self.key_dim
         self.rope_base = rope_base
         self.rope_scaling = rope_scaling
 
@@ -107,8 +108,8 @@ class LatentAttention(Attention):
         entries = in_reach["entry"]  # (B, S, 1, rank + R)
 
         # Multiplications for each cached token and head, roughly: T (2 rank + R) absorbed,
-        # 2 rank head_dim + T (2 head_dim + R) expanded. A decode step and a short prompt need fewer
-        # absorbed.
+        # 2 rank head_dim + T (2 head_dim + R) expanded. So absorbing is cheaper if
+        # T (rank - head_dim) < rank head_dim: for a decode step, and for short prompts.
         num_new = x.shape[1]
         absorbing_is_cheaper = num_new * (self.rank - self.head_dim) < self.rank * self.head_dim
         if cache is not None and absorbing_is_cheaper:
@@ -134,15 +135,15 @@ class LatentAttention(Attention):
     ) -> Tensor:
         """Compute the same, with the entries as the one key and value of all heads.
 
-        For a latent c, q . (W_k c) = (W_k' q) . c, and a weighted sum of W_v c is W_v times that of
-        c. Scores keep the scale of expanded keys, and the rotary part of the values is dropped.
+        For a latent c, q . (W_k c) = (W_k^T q) . c, and a weighted sum of W_v c is W_v times that
+        of c. Scores keep the scale of expanded keys, and the rotary part of the values is dropped.
         """
         weight = self.kv_proj.weight.unflatten(0, (self.heads, -1))  # (H, head_dim + E, rank)
         w_k, w_v = weight.split([self.head_dim, self.value_dim], dim=1)
-        q = torch.einsum("bthd,hdr->bthr", q, w_k)  # (B, T, H, rank)
+        q = torch.einsum("bthd,hdc->bthc", q, w_k)  # (B, T, H, rank)
         q = torch.cat((q, q_rope), dim=-1)  # (B, T, H, rank + R)
-        y = self.kernel(q, entries, entries, visible, scale=self.value_dim**-0.5)
-        return torch.einsum("bthr,her->bthe", y[..., : self.rank], w_v)
+        y = self.kernel(q, entries, entries, visible, scale=self.key_dim**-0.5)
+        return torch.einsum("bthc,hec->bthe", y[..., : self.rank], w_v)
 
     def cache_shapes(self) -> dict[str, Shape]:
         return {"entry": (1, self.rank + self.rope_dim)}
