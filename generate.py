@@ -50,7 +50,8 @@ def main(args: argparse.Namespace) -> None:
     if is_compiled and engine.cache is not None:
         compile_engine(engine, is_required=args.compile == "true")
 
-    # Generate lazily, while printing. On a terminal, the prompt stands in front of its only text, dimmed.
+    # Generate lazily, while printing. On a terminal, the prompt stands in front of its only text,
+    # dimmed.
     if sys.stderr.isatty() and len(sequences) == 1:
         end = "" if sys.stdout.isatty() else "\n"
         print(f"\033[2m{prompts[0]}\033[0m", end=end, file=sys.stderr, flush=True)

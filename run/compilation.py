@@ -93,7 +93,7 @@ def is_incomplete(library: Path) -> bool:
 
 
 def compile_and_run(function: Callable[[], object], *, is_required: bool, option: str) -> object:
-    """Call a function, which torch.compile compiles meanwhile -> its result; None if compiling fails.
+    """Call a function that torch.compile compiles -> its result, or None if compiling fails.
 
     A failure may be due to a broken file in the cache, so there is a second attempt with an empty
     one. If compiling `is_required`, the last failure ends the process with exit code 2, and its

@@ -81,8 +81,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     # Recomputing each chunk in the backward (torch.utils.checkpoint) would need no such function,
-    # but four products with the weight instead of three. F.linear_cross_entropy(..., options=...) of torch 2.13 has neither softcap nor z_loss, and its
-    # loss in bf16 is rounded.
+    # but four products with the weight instead of three. F.linear_cross_entropy(..., options=...)
+    # of torch 2.13 has neither softcap nor z_loss, and its loss in bf16 is rounded.
 
     @staticmethod
     def forward(
@@ -183,8 +183,8 @@ class LanguageModelLoss(nn.Module):
 
     The objective is what training minimizes, summed over targets: the cross-entropy, mixed with
     that of a teacher, its penalty, and the model's auxiliary losses by their weights. The metrics
-    have a number a target and no gradient: TARGET_METRICS, and the auxiliary losses by their names. They
-    contain neither penalty nor teacher, so that runs with and without these are comparable.
+    have a number a target and no gradient: TARGET_METRICS, and the auxiliary losses by their names.
+    They contain neither penalty nor teacher, so that runs with and without these are comparable.
 
     With positions (N,), the indices of some tokens in inputs.flatten(), N targets and metrics are
     of these tokens, such as the questions of a task, and the head computes no other logits.

@@ -116,8 +116,8 @@ def open_corpus(data: dict) -> Corpus:
 def load_corpus(settings: Settings) -> tuple[Settings, Corpus, Loader]:
     """Prepare the text -> settings, the text, and its batches.
 
-    In the settings, a new model has the vocabulary of the tokenizer, and `distill` is the checkpoint
-    of the teacher: a run that is resumed tells if it is another one.
+    In the settings, a new model has the vocabulary of the tokenizer, and `distill` is the
+    checkpoint of the teacher: a run that is resumed tells if it is another one.
     """
     corpus = open_corpus(settings.data)
     # A pretrained model may have more rows than its tokenizer has tokens.
