@@ -260,6 +260,22 @@ def test_the_indexer_learns_from_the_divergence_alone_and_nothing_else_does():
     assert learned == index_names and x.grad is None
 
 
+@pytest.mark.parametrize("words", [(), ("attention.softcap=2.0", "attention.sink=true")])
+def test_mean_weights_are_those_that_the_kernel_attends_with(words):
+    """Values that are the identity make weights of the kernel's outputs; a sink has a share of 1."""
+    layer = layers_of("dsa", *words)[0]
+    layer.topk = 4
+    x = random(2, 17, 64)
+    ctx = ForwardContext(x[..., 0])
+    q, k, _ = layer.project_qkv(x, ctx)
+    visible = ctx.visible(None, None)
+    chosen = layer.choose(random(2, 17, 17), visible)
+    identity = torch.eye(17).double()[:, None].expand(2, -1, layer.kv_heads, -1)
+    weights = layer.attend_chosen(q, k, identity, chosen, visible, None).mean(dim=2)
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    close(layer.mean_weights(q, k, chosen), weights, rtol=0, atol=1e-6)
+
+
 def test_the_divergence_is_that_of_the_weights_from_the_softmax_of_the_index():
     layer = indexed(4)
     x = random(2, 17, 64)
