@@ -41,6 +41,9 @@ UNREADABLE = (
     SafetensorError,
     UnpicklingError,
 )
+# Exceptions that a model of an untrusted config can raise when it runs: layers that do not go
+# together, and numbers that torch cannot take.
+UNRUNNABLE = (ValueError, ArithmeticError)
 FIX = "use an older checkpoint, or train anew in another folder"
 
 
@@ -183,7 +186,7 @@ def load_model_config(checkpoint: Path) -> dict:
     file = checkpoint / "config.json"
     with report_unreadable(file):
         model = instantiate_model(tree, "meta", torch.float32)
-    with report_unreadable(file, (ValueError,)):
+    with report_unreadable(file, UNRUNNABLE):
         try_out(model)
     return tree
 
@@ -239,7 +242,7 @@ def load_model(
     check_weights(shapes, checkpoint)
     model = instantiate_model(tree, device, dtype)
     load_weights(model, checkpoint)
-    with report_unreadable(file, (ValueError,)):  # layers that do not go together
+    with report_unreadable(file, UNRUNNABLE):
         try_out(model)
     return model.eval()
 
