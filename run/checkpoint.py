@@ -229,13 +229,13 @@ def load_model(
     """Load the model of a checkpoint, a Transformer in evaluation mode.
 
     `context` replaces that of the model, if given. `dtype` is for parameters; buffers keep theirs.
-    Raises IntegrityError if no model can be built from the config, and if the weights are those of
-    another model, which includes one with a weight of the size of another context.
+    Raises IntegrityError if no model can be built from the config, or if the names or shapes of the
+    stored weights differ from the model's; a weight whose size depends on the context is one case.
     """
     tree = load_config(checkpoint)["model"]
     if context is not None:
         tree["context"] = context
-    # Compare the weights with those of a model without memory, before any is allocated.
+    # Compare names and shapes with a model on the meta device, before memory is allocated.
     file = checkpoint / "config.json"
     with report_unreadable(file):
         shapes = instantiate_model(tree, "meta", dtype)

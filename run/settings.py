@@ -248,7 +248,7 @@ def composing_problem(error: Exception, words: list[str]) -> str:
                 break
         key, _, value = override.partition("=")
         return unknown(key, value, own=dict(flatten(own)))
-    first_line, *_ = str(error).splitlines()
+    first_line = str(error).splitlines()[0]
     return f"{first_line.rstrip('.')}. fix: {HELP}"
 
 

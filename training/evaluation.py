@@ -1,4 +1,4 @@
-"""What a model is judged by while it trains: the loss on held-out text, and samples of its own."""
+"""Evaluation during training: the loss on held-out text, and samples of generated text."""
 
 import math
 

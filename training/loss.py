@@ -1,6 +1,6 @@
 """The loss of a language model: cross-entropy of the next token, summed over targets, in nats.
 
-What training minimizes, the objective, and what it reports, the metrics, are separate values.
+The objective is minimized, the metrics are reported; they are separate values.
 """
 
 from typing import Any, NamedTuple

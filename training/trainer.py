@@ -28,7 +28,7 @@ class StepResult:
     grad_norm: Tensor  # (), before clipping
     is_finite: Tensor  # (), false where the run has diverged
     lr: float  # of the first group of parameters
-    has_compiled: bool  # whether the step has also compiled, and took longer for that
+    has_compiled: bool  # whether the time of the step includes compilation
 
 
 class Trainer:
@@ -57,7 +57,7 @@ class Trainer:
         self.loss_module, self.parallel = build_parallel(settings, ranks, self.precision, bos=bos)
         self.is_ddp = self.parallel is not self.loss_module
         self.model = self.loss_module.model
-        # Of what a step reports: the cross-entropy and the L auxiliary losses of the model.
+        # Names of the reported losses: the cross-entropy and the model's L auxiliary losses.
         self.loss_names = ("train_loss", *self.model.loss_names)
 
         # Optimizers, learning rates, and a scale of the loss that keeps gradients in fp16's range.

@@ -15,7 +15,7 @@ from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
 from model.layers import LayerNorm, Linear, fp32, no_autocast, split_heads
 
-TIE_BREAK = 1e-12  # what a token of distance takes off a score
+TIE_BREAK = 1e-12  # subtracted from a score for each token between query and key
 
 
 class SparseAttention(SoftmaxAttention):
@@ -145,7 +145,7 @@ class BlockAttention(SparseAttention):
         sums = cache.states["block_sums"]
         is_start = ctx.positions % self.block == 0
         new_sums, begins = sum_blocks(k, ctx.positions // self.block, is_start, sums.shape[1])
-        # A block that begins anew forgets the keys of another text.
+        # A block that starts here drops the keys that an earlier text left in its slot.
         sums.copy_(sums.masked_fill(begins[..., None, None], 0.0) + new_sums)
         return sums
 

@@ -161,8 +161,8 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
         rows.append(row | cost_cells(members))
     with_settings = []
     for row in rows:
-        run, *_ = groups[row["variant"]]
-        with_settings.append(row | {"settings": changes(run, first)})
+        members = groups[row["variant"]]
+        with_settings.append(row | {"settings": changes(members[0], first)})
     page.table(with_settings)
     for note in findings.notes:
         page.paragraph(note)
@@ -199,7 +199,7 @@ def sort_runs(runs: list[Run]) -> Comparison:
     if not judged or judged[0].settings["name"] != baseline:
         return Comparison({}, baseline, losses, diverged)
     groups = group_by_variant(judged)
-    baseline = next(iter(groups))
+    baseline = next(iter(groups))  # groups keep the order of the runs
     means = {name: fmean(run.loss for run in members) for name, members in groups.items()}
     is_accuracy = judged[0].floor is not None
     best_first = sorted(means, key=means.get, reverse=is_accuracy)

@@ -24,8 +24,8 @@ def file_names(model: Transformer, architecture: str) -> dict[str, str]:
         names = adapter.names
         parts = name.split(".")
         if "attention" in parts:
-            _, layer, *_ = parts  # blocks.LAYER.attention.(...)
-            names = names | adapter.attention_names(model.blocks[int(layer)].attention)
+            layer = int(parts[1])  # of blocks.LAYER.attention.(...)
+            names = names | adapter.attention_names(model.blocks[layer].attention)
         found[name] = ".".join(names.get(part, part) for part in parts)
     return found
 
