@@ -72,7 +72,8 @@ def train(run: setup.Run) -> int:
             break
 
         take_step(run)
-        run.budget.fit(progress)
+        if run.budget.fit(progress):
+            say(run.trainer.describe_rates(progress.total_steps))
         if progress.is_due(settings.log_every):
             report(run)
         run.log.mark_resume_point()

@@ -80,10 +80,12 @@ class Settings(BaseModel):
 
     steps: PositiveInt | None
     """optimizer steps; null: no bound"""
+    tokens_per_parameter: PositiveFloat | None
+    """training tokens for each parameter, where steps is null; null: no bound. 20: 2203.15556"""
     max_minutes: PositiveFloat | None
     """from the start of the process; null: no bound"""
     max_epochs: PositiveInt | None
-    """passes over the text at most, where steps is null; null: no bound. 4: 2305.16264"""
+    """passes over the text at most, where nothing else gives the steps; null: no bound. 4: 2305.16264"""
     context: int = Field(ge=2)
     """tokens in a sequence"""
     batch_tokens: PositiveInt
@@ -272,6 +274,8 @@ def unknown(word: str, value: str = "VALUE", own: Collection[str] = ()) -> str:
         known = choices(group)
         fix = errors.suggest(word, known) or " or ".join(known)
     else:
+        # Of keys with the same last part, the shortest is suggested: batch_tokens.
+        own = sorted(own, key=len)
         fix = errors.suggest(word, [*GROUPS, *own, *preset_keys(), *choices()])
         if fix is not None and fix not in choices():
             fix += f"={shlex.quote(value)}"

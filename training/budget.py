@@ -1,9 +1,10 @@
-"""How many optimizer steps fit into max_epochs and max_minutes."""
+"""How many optimizer steps a run takes: by the config, and as many as fit into max_minutes."""
 
 import math
 
 from data.corpus import Corpus
 from data.loader import Loader
+from model.build import build_model
 from run.distributed import DistEnv
 from run.progress import say
 from run.settings import Settings
@@ -22,6 +23,10 @@ def planned_steps(settings: Settings, loader: Loader) -> float:
     """The optimizer steps of a run, not counting `max_minutes`; infinite without a bound."""
     if settings.steps is not None:
         return settings.steps
+    if settings.tokens_per_parameter is not None:
+        num_parameters = build_model(settings.model, "meta").num_parameters()
+        tokens = settings.tokens_per_parameter * num_parameters
+        return max(1, math.ceil(tokens / settings.batch_tokens))
     if settings.max_epochs is not None:
         return count_epoch_steps(loader, settings.max_epochs)
     return math.inf
@@ -38,13 +43,19 @@ def count_epoch_steps(loader: Loader, epochs: int) -> float:
 
 
 class TimeBudget:
-    """Fits the number of steps to `max_minutes`: times the first steps, then fits once."""
+    """Fits the number of steps to `max_minutes`, up to `bound`.
 
-    def __init__(self, settings: Settings, corpus: Corpus, ranks: DistEnv, clock: Clock):
+    Times the first steps, with an estimate of the number after each, and then fits it for good.
+    """
+
+    def __init__(
+        self, settings: Settings, corpus: Corpus, ranks: DistEnv, clock: Clock, bound: float
+    ):
         self.settings = settings
         self.corpus = corpus
         self.ranks = ranks
         self.clock = clock
+        self.bound = bound
         self.has_limit = settings.max_minutes is not None
         self.limit = 60 * settings.max_minutes if self.has_limit else math.inf  # seconds
         self.is_fitted = False
@@ -60,38 +71,44 @@ class TimeBudget:
         """Keep the number of steps that an earlier process has fitted."""
         self.is_fitted = True
 
-    def fit(self, progress: Progress) -> None:
-        """After each step: once enough steps are timed, set how many fit into `max_minutes`."""
+    def fit(self, progress: Progress) -> bool:
+        """After each step: set how many steps fit into `max_minutes`.
+
+        Returns True once, after the step at which the number is fitted for good.
+        """
         if not self.is_open:
-            return
-        steps_left = self.ranks.on_rank0(self.count_steps)
+            return False
+        steps_left, is_final = self.ranks.on_rank0(self.count_steps)
         if steps_left is None:
-            return
+            return False
         # Every evaluation takes the time of some steps.
         eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.step + steps_left)
         eval_steps = EVALUATION_COST * eval_tokens / self.settings.batch_tokens
         steps_left = (steps_left - eval_steps) / (1 + eval_steps / self.settings.eval_every)
         fitted_steps = progress.step + max(1, int(steps_left))
-        progress.total_steps = min(progress.total_steps, fitted_steps)
-        self.is_fitted = True
-        say(
-            f"max_minutes={self.settings.max_minutes:g} has room for {fitted_steps} steps: "
-            f"the run ends at step {progress.total_steps}"
-        )
+        progress.total_steps = min(self.bound, fitted_steps)
+        if is_final:
+            self.is_fitted = True
+            say(
+                f"max_minutes={self.settings.max_minutes:g} has room for {fitted_steps} steps: "
+                f"the run ends at step {progress.total_steps}"
+            )
+        return is_final
 
-    def count_steps(self) -> float | None:
-        """Called after each step: how many more fit, or None while more have to be timed.
+    def count_steps(self) -> tuple[float | None, bool]:
+        """Called after each step: how many more fit, None if none is timed yet; and if that is final.
 
         Steps are timed for a tenth of the limit, or until half of the limit has passed.
         """
         self.timed_steps += 1
         if self.timed_steps <= 0:
             self.timed_from = self.clock.training()
-            return None
-        timed_seconds = self.clock.training() - self.timed_from
-        if timed_seconds < TIMED_FRACTION * self.limit and self.clock.total() < 0.5 * self.limit:
-            return None
-        return self.seconds_left() * self.timed_steps / timed_seconds
+            return None, False
+        timed_seconds = max(1e-6, self.clock.training() - self.timed_from)
+        is_final = (
+            timed_seconds >= TIMED_FRACTION * self.limit or self.clock.total() >= 0.5 * self.limit
+        )
+        return self.seconds_left() * self.timed_steps / timed_seconds, is_final
 
     def seconds_left(self) -> float:
         """Seconds that are left for steps, and for what goes on between them."""

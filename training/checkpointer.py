@@ -24,6 +24,9 @@ from training.optimizer_state import check_optimizer_state, load_optimizer_state
 from training.steps import Progress, end_diverged
 from training.trainer import Trainer
 
+# The keys that give the number of steps, besides max_minutes. Checkpoints may lack a newer one.
+BOUNDS = ("steps", "tokens_per_parameter", "max_epochs")
+
 
 class SavedMachine(BaseModel):
     """What a resumed run takes over from the machine that its config.json describes."""
@@ -56,8 +59,7 @@ class SavedRun:
 
     path: Path
     config: dict
-    steps: int | None
-    max_epochs: int | None
+    bounds: tuple[object, ...]  # the values of BOUNDS
     machine: SavedMachine
 
 
@@ -68,8 +70,7 @@ def read_saved_run(path: Path) -> SavedRun:
         return SavedRun(
             path=path,
             config=config,
-            steps=config["steps"],
-            max_epochs=config["max_epochs"],
+            bounds=tuple(config.get(key) for key in BOUNDS),
             machine=SavedMachine.model_validate(config["machine"]),
         )
 
@@ -173,13 +174,14 @@ class Checkpointer:
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
         self.log.open(state.log)
 
-        # Keep the number of steps, unless another `steps` or `max_epochs` is asked for. Changing
-        # max_minutes does not fit it again: the schedule follows the time that was planned.
+        # Keep the number of steps, unless another is asked for. Changing max_minutes does not fit it
+        # again: the schedule follows the time that was planned.
         settings = self.settings
-        has_same_bounds = (saved.steps, saved.max_epochs) == (settings.steps, settings.max_epochs)
+        has_same_bounds = saved.bounds == tuple(getattr(settings, key) for key in BOUNDS)
         if has_same_bounds:
             progress.total_steps = state.steps
-        if state.is_fitted and (has_same_bounds or settings.steps is not None):
+        gives_steps = settings.steps is not None or settings.tokens_per_parameter is not None
+        if state.is_fitted and (has_same_bounds or gives_steps):
             self.budget.mark_fitted()
         say(f"resuming step {progress.step}\n{changes}".rstrip())
 

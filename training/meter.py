@@ -44,7 +44,7 @@ class Meter:
 
         # Of the last step, and whether all gradients were finite.
         self.grad_norm = torch.zeros((), device=device)
-        self.lr = 0.0
+        self.learning_rates: dict[str, float] = {}
         self.is_finite = torch.ones((), dtype=torch.bool, device=device)
 
         # Steps after this one are timed, from this time on.
@@ -56,7 +56,7 @@ class Meter:
         assert result.loss_sums.shape == self.loss_sum.shape, result.loss_sums.shape
         self.loss_sum += result.loss_sums
         self.grad_norm = result.grad_norm
-        self.lr = result.lr
+        self.learning_rates = result.learning_rates
         self.is_finite = self.is_finite & result.is_finite
         if result.has_compiled:
             self.restart_clock(progress.step + 1)
@@ -92,7 +92,7 @@ class Meter:
         grad_norm = self.grad_norm.item()
         metrics = dict(zip(self.loss_names, losses.tolist(), strict=True))
         metrics |= {
-            "lr": self.lr,
+            **self.learning_rates,
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,

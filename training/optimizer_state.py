@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from training.rates import ROLES
+
 StateByName = dict[str, dict]  # of each parameter, by the parameter's name
 
 
@@ -13,6 +15,19 @@ def set_learning_rates(optimizers: list[Optimizer], factor: float) -> None:
         for group in optimizer.param_groups:
             peak = group.setdefault("peak", group["lr"])
             group["lr"] = peak * factor
+
+
+def learning_rates(optimizers: list[Optimizer]) -> dict[str, float]:
+    """The rates as they are set, by their keys in the optimizer's yaml.
+
+    Where parameters of one role have several rates, it is that of the first. An optimizer whose
+    groups have no role has one, `lr`.
+    """
+    rates = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rates.setdefault(ROLES[group.get("role", "matrices")], group["lr"])
+    return rates
 
 
 def optimizer_state(model: nn.Module, optimizers: list[Optimizer]) -> StateByName:

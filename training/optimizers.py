@@ -10,6 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from run.hardware import multiplies_bf16
 from run.sharding import full_tensor, shard_like
+from training.rates import Reference, adam_groups, split_parameters
 
 MAX_BATCHED_PARAMS = 2**28  # weights that Muon orthogonalizes at a time
 
@@ -17,9 +18,10 @@ MAX_BATCHED_PARAMS = 2**28  # weights that Muon orthogonalizes at a time
 class Muon(Optimizer):
     """Nesterov momentum whose update of each matrix is orthogonalized.
 
-    Jordan, kellerjordan.github.io/posts/muon. Updates are scaled to the size of AdamW's, an RMS of
-    0.2 (Liu, 2502.16982), so that `lr` and `weight_decay` mean the same for both. The third option
-    is `momentum`.
+    Jordan, kellerjordan.github.io/posts/muon. A step moves a matrix (R, C) by `lr` in the spectral
+    norm, and by sqrt(R / C) times that if it is taller than wide: its outputs then move by about `lr`
+    times its inputs at every width (Bernstein, 2409.20325). The other options are `momentum` and
+    `weight_decay`.
     """
 
     @torch.no_grad()
@@ -52,8 +54,8 @@ def add_updates(matrices: list[Tensor], lr: float) -> None:
     """Orthogonalize the gradients of matrices of one shape, and step by them."""
     updates = torch.stack([full_tensor(p.grad) for p in matrices])
     updates = map_over_ranks(newton_schulz, updates).to(matrices[0].dtype)
-    # An orthogonal matrix has an RMS of 1 / sqrt(its longer side).
-    deltas = updates * (-0.2 * max(matrices[0].shape) ** 0.5 * lr)
+    rows, columns = matrices[0].shape
+    deltas = updates * (-lr * max(1, rows / columns) ** 0.5)
     torch._foreach_add_(matrices, list(map(shard_like, deltas, matrices)))
 
 
@@ -93,17 +95,17 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def adamw(
-    model: nn.Module, *, lr: float, embedding_lr: float, betas: list[float], weight_decay: float
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: list[float],
+    weight_decay: float,
+    reference: Reference | None,
 ) -> list[Optimizer]:
-    """AdamW with decay on matrices only. Loshchilov, 1711.05101."""
+    """AdamW with decay on the matrices in the blocks. Loshchilov, 1711.05101."""
     check_options(lr, betas)
-    hidden, embeddings, vectors = split_parameters(model)
-    groups = [
-        {"params": hidden},
-        {"params": embeddings, "lr": embedding_lr},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)]
+    groups = adam_groups(split_parameters(model), lr, weight_decay, reference)
+    return [AdamW(groups, betas=betas, fused=True)]
 
 
 def muon(
@@ -112,17 +114,21 @@ def muon(
     lr: float,
     momentum: float,
     weight_decay: float,
-    embedding_lr: float,
     betas: list[float],
+    reference: Reference | None,
 ) -> list[Optimizer]:
     """Muon for matrices inside the blocks, AdamW without decay for embedding, head and vectors."""
     check_options(lr, betas)
-    hidden, embeddings, vectors = split_parameters(model)
-    groups = [{"params": embeddings, "lr": embedding_lr}, {"params": vectors}]
-    return [
-        Muon(hidden, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}),
-        AdamW(groups, lr=lr, betas=betas, weight_decay=0.0, fused=True),
-    ]
+    parameters = split_parameters(model)
+    matrices = {
+        "params": parameters.pop("matrices"),
+        "role": "matrices",
+        "role_factor": 1.0,
+        "width_factor": 1.0,
+    }
+    options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    groups = adam_groups(parameters, lr, 0.0, reference)
+    return [Muon([matrices], options), AdamW(groups, betas=betas, fused=True)]
 
 
 def check_options(lr: float, betas: list[float]) -> None:
@@ -132,13 +138,3 @@ def check_options(lr: float, betas: list[float]) -> None:
         raise ValueError(
             f"there are two (optimizer.betas={betas}). fix: optimizer.betas=[0.9,0.95]"
         )
-
-
-def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The matrices inside the blocks, those of embedding and head, and all other parameters."""
-    in_blocks = {*model.blocks.parameters()}
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    hidden = [p for p in matrices if p in in_blocks]
-    embeddings = [p for p in matrices if p not in in_blocks]
-    vectors = [p for p in model.parameters() if p.ndim != 2]
-    return hidden, embeddings, vectors

@@ -1,13 +1,24 @@
 """Learning-rate schedules: from a step to a multiple of the peak rate.
 
-`steps` is the length of the run; it is infinite as long as the length is not known.
+`steps` is the length of the run; it is infinite as long as the length is not known. In a short run
+the warm-up takes a fifth of the steps at most.
 """
 
-from math import cos, pi
+from math import cos, inf, pi
+
+MAX_WARMUP = 0.2  # of all steps
+
+
+def limit_warmup(warmup: int, steps: float) -> int:
+    """The steps of the warm-up in a run of so many steps."""
+    if steps == inf:
+        return warmup
+    return min(warmup, int(MAX_WARMUP * steps))
 
 
 def cosine(step: int, steps: float, *, warmup: int, floor: float) -> float:
     """Warm up linearly, then fall along half a cosine to `floor`. Loshchilov, 1608.03983."""
+    warmup = limit_warmup(warmup, steps)
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
@@ -25,6 +36,7 @@ def wsd(step: int, steps: float, *, warmup: int, cooldown: float, floor: float) 
             f"schedule.cooldown is a share of all steps, from 0 to 1 (got {cooldown}). "
             "fix: schedule.cooldown=0.6"
         )
+    warmup = limit_warmup(warmup, steps)
     if step < warmup:
         return (step + 1) / warmup
     if cooldown == 0:

@@ -64,10 +64,11 @@ def check_buildable(settings: Settings) -> Settings:
     except TypeError as error:
         raise ValueError(str(error)) from None
     has_epochs = settings.max_epochs is not None and not source.is_endless
-    if settings.steps is None and settings.max_minutes is None and not has_epochs:
+    bounds = (settings.steps, settings.tokens_per_parameter, settings.max_minutes)
+    if bounds == (None, None, None) and not has_epochs:
         raise ValueError(
-            "the run has no end (steps=null max_minutes=null, and no epochs to count). "
-            "fix: max_minutes=5"
+            "the run has no end (steps=null tokens_per_parameter=null max_minutes=null, and no "
+            "epochs to count). fix: max_minutes=5"
         )
     return settings
 
@@ -105,6 +106,9 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
         "model": model | {"context": context},
         "data": settings.data | {"tokenizer": str(tokenizer_file(pretrained))},
     }
+    # The scaling of learning rates is for weights that begin at random.
+    if "reference" in settings.optimizer:
+        changes["optimizer"] = settings.optimizer | {"reference": None}
     return settings.model_copy(update=changes), pretrained
 
 
@@ -187,7 +191,8 @@ def build_run(
     """
     newest = ranks.on_rank0(checkpoint.prepare_run, run_dir, settings.resume)
     saved = None if newest is None else read_saved_run(newest)
-    progress = Progress(total_steps=planned_steps(settings, loader))
+    bound = planned_steps(settings, loader)
+    progress = Progress(total_steps=bound)
 
     # A resumed run is compiled if it was before: it computes the same bits.
     is_long = compilation.is_long_run(progress.total_steps, settings.max_minutes)
@@ -220,7 +225,7 @@ def build_run(
         ranks=ranks,
         clock=clock,
     )
-    budget = TimeBudget(settings, corpus, ranks, clock)
+    budget = TimeBudget(settings, corpus, ranks, clock, bound)
     log = Logger(run_dir, settings, clock, is_enabled=ranks.is_main)
     evaluator = Evaluator(
         settings,
@@ -286,4 +291,4 @@ def summary(run: Run) -> str:
     )
     if passes > 1:
         text += f", in at most {passes:.1f} passes over the text"
-    return text
+    return f"{text}\n{trainer.describe_rates(total_steps)}"

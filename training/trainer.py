@@ -15,7 +15,8 @@ from run.hardware import to_device
 from run.instantiate import instantiate
 from run.progress import waiting
 from run.settings import Settings
-from training.optimizer_state import set_learning_rates
+from training import rates
+from training.optimizer_state import learning_rates, set_learning_rates
 from training.parallel import build_parallel, compile_model
 from training.steps import Progress
 
@@ -27,7 +28,7 @@ class StepResult:
     loss_sums: Tensor  # (1 + L,), of `Trainer.loss_names`, over this rank's targets
     grad_norm: Tensor  # (), before clipping
     is_finite: Tensor  # (), false where the run has diverged
-    lr: float  # of the first group of parameters
+    learning_rates: dict[str, float]  # by their keys in the optimizer's yaml
     has_compiled: bool  # whether the time of the step includes compilation
 
 
@@ -63,8 +64,27 @@ class Trainer:
         # Optimizers, learning rates, and a scale of the loss that keeps gradients in fp16's range.
         self.optimizers = instantiate(settings.optimizer, "training")(self.model)
         self.schedule = instantiate(settings.schedule, "training")
+        self.reference = instantiate(settings.optimizer.get("reference"), "training")
         is_fp16 = self.precision == torch.float16
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=is_fp16)
+
+    def run_factor(self, total_steps: float) -> float:
+        """What all peak rates are multiplied by in a run of so many steps."""
+        if self.reference is None:
+            return 1.0
+        settings = self.settings
+        return self.reference.run_factor(settings.model["dim"], settings.batch_tokens, total_steps)
+
+    def describe_rates(self, total_steps: float) -> str:
+        """Lines about the peak rates of a run of so many steps."""
+        settings = self.settings
+        return rates.describe(
+            self.optimizers,
+            self.reference,
+            settings.model["dim"],
+            settings.batch_tokens,
+            total_steps,
+        )
 
     def step(self, progress: Progress, micro_batch_size: int) -> StepResult:
         """Take an optimizer step over `batch_tokens` tokens of all ranks.
@@ -72,7 +92,7 @@ class Trainer:
         A forward takes `micro_batch_size` rows. The first step of a process compiles.
         """
         factor = self.schedule(progress.step, progress.total_steps)
-        set_learning_rates(self.optimizers, factor)
+        set_learning_rates(self.optimizers, factor * self.run_factor(progress.total_steps))
         compiles = self.is_compiled and progress.step == progress.first_step
         if compiles:
             loss_sums = self.compile_gradients(progress.step, micro_batch_size)
@@ -104,7 +124,7 @@ class Trainer:
             loss_sums=loss_sums,
             grad_norm=grad_norm,
             is_finite=is_finite,
-            lr=self.optimizers[0].param_groups[0]["lr"],
+            learning_rates=learning_rates(self.optimizers),
             has_compiled=compiles,
         )
 

@@ -136,7 +136,7 @@ def test_a_run_that_diverged_goes_on_from_its_last_save(job, optimizer, monkeypa
     monkeypatch.setattr(optimizers, "sgd", sgd, raising=False)
     words = (f"optimizer={optimizer}", "steps=6", "save_every=2")
     if optimizer == "sgd":
-        spare = ("~optimizer.betas", "~optimizer.embedding_lr", "~optimizer.weight_decay")
+        spare = ("~optimizer.betas", "~optimizer.reference", "~optimizer.weight_decay")
         words = ("optimizer._target_=training.optimizers.sgd", *spare, *words[1:])
     job.fresh()
     assert forked(job.with_words(*words)) == 0
@@ -151,10 +151,10 @@ def test_a_run_that_diverged_goes_on_from_its_last_save(job, optimizer, monkeypa
 
 def test_fitted_steps_stay_though_both_bounds_are_given(job, monkeypatch):
     monkeypatch.setattr(budget, "EVALUATION_COST", 0.0)
-    monkeypatch.setattr(TimeBudget, "count_steps", lambda self: 3)
+    monkeypatch.setattr(TimeBudget, "count_steps", lambda self: (3, True))
     job.fresh()
     assert forked(job.with_words("steps=100", "max_minutes=1"), one_step_only) == 75
-    monkeypatch.setattr(TimeBudget, "count_steps", lambda self: 6)
+    monkeypatch.setattr(TimeBudget, "count_steps", lambda self: (6, True))
     assert forked(job.with_words("steps=100", "max_minutes=1")) == 0
     assert job.checkpoints[-1].name == "step-00000004"
 
@@ -288,7 +288,7 @@ def test_a_changed_seed_or_text_is_refused_by_the_command(job, capfd):
         assert f"{word.partition('=')[0]} (then" in capfd.readouterr().err
     assert forked(job.with_words("optimizer.lr=0.001")) == 0
     assert (
-        "changed since step-00000002: optimizer.lr (then 0.02, now 0.001), steps (then 2"
+        "changed since step-00000002: optimizer.lr (then 0.035, now 0.001), steps (then 2"
         in capfd.readouterr().err
     )
 

@@ -90,7 +90,6 @@ def test_the_search_finds_the_rates_of_each_variant(monkeypatch, diverges_from):
         for job in jobs:
             settings = compose(job.overrides).model_dump()
             factor = settings["optimizer"]["lr"] / 0.01
-            assert settings["optimizer"]["embedding_lr"] == pytest.approx(0.04 * factor, rel=1e-3)
             rates.append((settings["name"], settings["seed"], factor))
             assert job.factor is None or job.factor == pytest.approx(factor, rel=1e-3)
             loss = 3 + 0.1 * math.log2(factor / BOWL[settings["name"]]) ** 2
@@ -99,7 +98,6 @@ def test_the_search_finds_the_rates_of_each_variant(monkeypatch, diverges_from):
 
     monkeypatch.setattr(plan, "train_all", train_all)
     words = ["attention=gqa,mqa,mha", "seed=0,1", "model=tiny", "optimizer.lr=0.01"]
-    words += ["optimizer.embedding_lr=0.04"]
     variants = plan_variants(words, "none", Path("out"), has_search=True)
     jobs = train_variants(variants, has_search=True)
 

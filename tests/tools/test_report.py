@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -218,9 +219,18 @@ def test_the_page_stands_alone_in_any_color_scheme(whole):
     assert "gqa was trained by python -m tools.compare --margin 0.02, with" in page
 
 
+UNTUNED = "Learning rates were not searched for any variant (--tune). "
+# At 100 tokens a second.
+ENOUGH = "tokens_per_parameter=10 max_minutes=null, which takes {} a run at the speed of these"
+
+
 @pytest.mark.parametrize(
     "ratio, num_seeds, doubt",
-    [(10.1, 3, None), (9.9, 3, "9.9 of 10 tokens a parameter"), (10.1, 2, "2 of 3 seeds")],
+    [
+        (10.1, 3, None),
+        (9.9, 3, f"9.9 of 10 tokens a parameter ({ENOUGH})"),
+        (10.1, 2, "2 of 3 seeds"),
+    ],
 )
 def test_the_first_line_says_what_the_runs_can_bear(write, ratio, num_seeds, doubt):
     parameters = sum(p.numel() for p in RUNS[0].model.parameters())
@@ -229,16 +239,18 @@ def test_the_first_line_says_what_the_runs_can_bear(write, ratio, num_seeds, dou
     ]
     first = write(runs)[1].splitlines()[0]
     if doubt is None:
-        assert first.startswith("Beside gqa")
+        assert first.startswith(f"{UNTUNED}Beside gqa")
     else:
-        assert first.startswith(f"Too little to choose: {doubt}. Beside gqa")
+        doubt = doubt.format(timedelta(seconds=round(10 * parameters / 100)))
+        assert first.startswith(f"Too little to choose: {doubt}. {UNTUNED}Beside gqa")
 
 
 def test_the_first_line_says_that_one_was_trained_on_fewer_tokens(write):
     sizes = {"gqa": 30_000_000, "mqa": 20_000_000}
     runs = [text_run(name, seed, 1.0, tokens=sizes[name]) for name in sizes for seed in range(3)]
     first = write(runs)[1].splitlines()[0]
-    assert first.startswith("Too little to choose: 20,000,000 of 30,000,000 tokens. Beside gqa")
+    doubt = "Too little to choose: 20,000,000 of 30,000,000 tokens. "
+    assert first.startswith(f"{doubt}{UNTUNED}Beside gqa")
 
 
 def test_the_settings_of_a_variant_are_those_that_its_baseline_has_otherwise():

@@ -14,6 +14,7 @@ from train import take_step
 from training import optimizers
 from training.optimizer_state import optimizer_state
 from training.optimizers import Muon, adamw, muon
+from training.rates import Reference
 
 
 def sgd(model: nn.Module, *, lr: float):
@@ -25,8 +26,8 @@ OVERRIDES = {
     "sgd": (
         "optimizer=adamw",
         "~optimizer.betas",
-        "~optimizer.embedding_lr",
         "~optimizer.weight_decay",
+        "~optimizer.reference",
         "optimizer._target_=training.optimizers.sgd",
         "optimizer.lr=0.1",
     ),
@@ -80,7 +81,9 @@ def test_a_resumed_run_has_the_learning_rate_that_it_asks_for(run_of):
         take_step(run)
         run.checkpointer.save(run.progress)
         peaks.append([group["peak"] for group in run.trainer.optimizers[0].param_groups])
-    assert run.progress.step == 2 and peaks == [[0.01] * 3, [0.02] * 3]
+    # With so many inputs: the model has a width of 64, of which the feed-forward makes 128.
+    assert run.progress.step == 2
+    assert [peak[:2] for peak in peaks] == [[0.02, 0.01], [0.04, 0.02]]
 
 
 def test_an_optimizer_that_never_stepped_has_no_state(run_of):
@@ -98,7 +101,7 @@ def test_muon_steps_as_torch_does(monkeypatch, max_batched):
     ours, theirs = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2}
     muon = Muon(ours, options)
-    reference = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **options)
+    reference = torch.optim.Muon(theirs, adjust_lr_fn="original", **options)
     for _ in range(4):
         for a, b in zip(ours, theirs, strict=True):
             a.grad = torch.randn(a.shape, generator=generator)
@@ -125,40 +128,53 @@ def test_newton_schulz_steps_are_those_of_float64(monkeypatch, is_fast, error):
     close(optimizers.newton_schulz(x).double(), u * s[:, None] @ v, rtol=0, atol=error)
 
 
-@pytest.mark.parametrize("kind", [adamw, muon])
-def test_only_matrices_decay(kind):
-    model = instantiate(settings_of("model=tiny", "data.vocab_size=400").model)
+def stepped_by(kind, reference=None, words=(), **options):
+    """A model, and the optimizers that `kind` makes of it."""
+    model = instantiate(settings_of("model=tiny", "data.vocab_size=400", *words).model)
     more = {"momentum": 0.9} if kind is muon else {}
-    steppers = kind(model, lr=0.1, embedding_lr=0.1, betas=[0.9, 0.95], weight_decay=0.5, **more)
+    defaults = {"lr": 0.1, "weight_decay": 0.0}
+    options = defaults | more | options
+    return model, kind(model, betas=[0.9, 0.95], reference=reference, **options)
+
+
+@pytest.mark.parametrize("kind", [adamw, muon])
+def test_only_matrices_in_the_blocks_decay(kind):
+    model, steppers = stepped_by(kind, weight_decay=0.5)
     for p in model.parameters():
         p.data.fill_(1.0)
         p.grad = torch.zeros_like(p)
     for stepper in steppers:
         stepper.step()
     decayed = {name for name, p in model.named_parameters() if not p.eq(1).all()}
-    matrices = {name for name, p in model.named_parameters() if p.ndim == 2}
-    if kind is muon:
-        matrices = {name for name in matrices if name.startswith("blocks.")}
+    matrices = {
+        name for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("blocks.")
+    }
     assert decayed == matrices
     stepped = [p for stepper in steppers for group in stepper.param_groups for p in group["params"]]
     assert len(stepped) == len([*model.parameters()])
 
 
 @pytest.mark.parametrize("kind", [adamw, muon])
-def test_embedding_and_head_have_a_rate_of_their_own(kind):
-    model = instantiate(settings_of("model=tiny", "data.vocab_size=400").model)
-    more = {"momentum": 0.9} if kind is muon else {}
-    steppers = kind(model, lr=0.1, embedding_lr=0.5, betas=[0.9, 0.95], weight_decay=0.0, **more)
+@pytest.mark.parametrize("tied", ["false", "true"])
+def test_each_role_has_a_rate_of_its_own(kind, tied):
+    reference = Reference(
+        dim=64, batch_tokens=512, tokens=1e6, noise_scale=1e4, embedding=5.0, head=3.0, vectors=2.0
+    )
+    model, steppers = stepped_by(kind, reference, words=(f"model.tied={tied}",))
     for p in model.parameters():
         p.data.fill_(1.0)
         p.grad = torch.ones_like(p)
     for stepper in steppers:
         stepper.step()
     # AdamW's first step is the rate times the sign of the gradient.
+    rates = {"embed.weight": 0.3 if tied == "true" else 0.5, "head.weight": 0.3}
     for name, p in model.named_parameters():
-        rate = 0.1 if name.startswith("blocks.") or p.ndim != 2 else 0.5
-        if kind is adamw or rate == 0.5 or p.ndim != 2:
-            close(p, torch.full_like(p, 1 - rate), rtol=0, atol=1e-6)
+        rate = rates.get(name, 0.2)
+        if p.ndim == 2 and name not in rates:
+            rate = 0.1 * 64 / p.shape[1]  # a matrix in a block
+            if kind is muon:
+                continue
+        close(p, torch.full_like(p, 1 - rate), rtol=0, atol=1e-6)
 
 
 def test_a_step_on_a_gpu_launches_as_much_for_many_matrices_as_for_few():

@@ -166,7 +166,11 @@ def test_two_processes_learn_what_one_does(command, tmp_path, story, data):
 SHARDED = [
     ("optimizer=adamw precision=fp32 micro_batch=2", 1e-5, (0, 4)),
     ("clip=null precision=fp32 micro_batch=4", 1e-5, (2,)),
-    ("optimizer=adamw precision=bf16 micro_batch=2 activation_checkpointing=true", 1e-3, (2,)),
+    (
+        "optimizer=adamw optimizer.lr=1e-3 precision=bf16 micro_batch=2 activation_checkpointing=true",
+        1e-3,
+        (2,),
+    ),
 ]
 
 

@@ -26,7 +26,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(run_of, attention):
     ends = []
     ways = ("micro_batch=8", "micro_batch=4", "micro_batch=1", "activation_checkpointing=true")
     for way in ways:
-        words = f"attention={attention} {way} optimizer=adamw clip=null".split()
+        words = f"attention={attention} {way} optimizer=adamw optimizer.lr=1e-3 clip=null".split()
         run = run_of(*words)
         if way == "micro_batch=4":
             run.trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -67,13 +67,16 @@ def test_schedules_are_what_they_say():
 
 
 def test_the_schedule_reaches_every_group(run_of):
-    run = run_of("schedule.warmup=4")
+    run = run_of("schedule.warmup=4", "steps=20")
     take_step(run)
     rates = [
         group["lr"] for optimizer in run.trainer.optimizers for group in optimizer.param_groups
     ]
-    peaks = run.settings.optimizer
-    assert rates == pytest.approx([peaks["lr"] / 4, peaks["embedding_lr"] / 4, peaks["lr"] / 4])
+    lr = run.settings.optimizer["lr"] * run.trainer.run_factor(20) / 4
+    reference = run.trainer.reference
+    # The model has half of the width of the reference.
+    multiples = [1, reference.embedding, 2 * reference.head, reference.vectors]
+    assert rates == pytest.approx([lr * multiple for multiple in multiples])
 
 
 @pytest.mark.parametrize("eval_tokens", [50, "null"])

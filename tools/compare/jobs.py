@@ -98,9 +98,11 @@ class Job:
             return
         settings = compose(self.overrides)
         others = compose(self.baseline.overrides)
+        # Neither minutes nor tokens a parameter give the same number of steps to all variants.
         is_timed = (
-            settings.max_minutes is not None
+            (settings.max_minutes, settings.tokens_per_parameter) != (None, None)
             and settings.max_minutes == others.max_minutes
+            and settings.tokens_per_parameter == others.tokens_per_parameter
             and settings.steps == others.steps
         )
         run = self.baseline.run
@@ -108,7 +110,7 @@ class Job:
             if is_timed:
                 self.end(
                     "the baseline did not finish, which decides how long it trains. "
-                    "fix: steps=N max_minutes=null, or other rates"
+                    "fix: steps=N max_minutes=null tokens_per_parameter=null, or other rates"
                 )
             return
         self.overrides.append(f"compile={run.settings['machine']['compiled']}".lower())

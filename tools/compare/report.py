@@ -11,6 +11,7 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from run.errors import without_fix
+from run.progress import duration
 from tools.compare.measures import (
     NEAR_FLOOR,
     SOLVED,
@@ -147,7 +148,9 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
         findings = compare_losses(comparison, margin)
     else:
         findings = compare_accuracies(comparison)
-    summary = f"{doubts(groups)}Beside {baseline} ({len(groups[baseline])} seeds), {findings.text}"
+    summary = (
+        f"{doubts(comparison)}Beside {baseline} ({len(groups[baseline])} seeds), {findings.text}"
+    )
 
     # What a reader looks for comes first.
     page.paragraph(summary)
@@ -278,8 +281,9 @@ def withhold_verdicts(verdicts: dict[str, Verdict], comparison: Comparison) -> d
     return remaining
 
 
-def doubts(groups: Groups) -> str:
+def doubts(comparison: Comparison) -> str:
     """What the runs cannot bear, of all variants the one with the least; "" without any."""
+    groups = comparison.groups
     found = []
     seeds = min(map(len, groups.values()))
     if seeds < MIN_SEEDS:
@@ -293,8 +297,30 @@ def doubts(groups: Groups) -> str:
     ratio = min(run.last["tokens"] / run.model.num_parameters() for run in firsts)
     # Rounded, since parameters are matched to a few in a thousand.
     if round(ratio, 1) < MIN_TOKENS and firsts[0].task == "text":
-        found.append(f"{ratio:.2g} of {MIN_TOKENS} tokens a parameter")
-    return f"Too little to choose: {', '.join(found)}. " if found else ""
+        found.append(f"{ratio:.2g} of {MIN_TOKENS} tokens a parameter ({enough_tokens(firsts)})")
+    text = f"Too little to choose: {', '.join(found)}. " if found else ""
+
+    # Rates of the config fit the size of a model and a run, but no variant in particular.
+    untuned = []
+    for name, runs in groups.items():
+        if runs[0].settings["name"] not in comparison.losses:
+            untuned.append(name)
+    if untuned and firsts[0].task == "text":
+        names = "any variant" if len(untuned) == len(groups) else ", ".join(untuned)
+        text += f"Learning rates were not searched for {names} (--tune). "
+    return text
+
+
+def enough_tokens(runs: list[Run]) -> str:
+    """The overrides with which runs of these models would see MIN_TOKENS a parameter."""
+    text = f"tokens_per_parameter={MIN_TOKENS} max_minutes=null"
+    minutes = []
+    for run in runs:
+        tokens = MIN_TOKENS * run.model.num_parameters()
+        minutes.append(tokens / run.tokens_per_second / 60)
+    if all(map(math.isfinite, minutes)):
+        text += f", which takes {duration(60 * max(minutes))} a run at the speed of these"
+    return text
 
 
 def verdict_clauses(result: Result, margin: float) -> str:

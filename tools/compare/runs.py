@@ -29,6 +29,7 @@ NOT_COMPARED = (
     "run_dir",
     "seed",
     "steps",
+    "tokens_per_parameter",
     "max_minutes",
     "resume",
     "wandb",

@@ -1,0 +1,184 @@
+"""The tables and the figure of docs/rates.md, from the runs in docs/results/rates/runs.jsonl.
+
+    python -m tests.training.rates_tables
+
+prints the tables, and draws docs/results/rates/width.svg. A line of the file is a model trained at
+some rates, and its bits per byte on held-out text.
+"""
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from run.instantiate import ROOT, instantiate
+from tests.conftest import settings_of
+from training.rates import Reference
+
+FOLDER = ROOT / "docs" / "results" / "rates"
+TODAY = "today"  # the way of runs with the update and the proportions of rates of today
+BEFORE = "update of RMS 0.2"
+
+
+class Case(NamedTuple):
+    """What is trained; its runs differ by their rates."""
+
+    way: str
+    optimizer: str
+    attention: str
+    dim: int
+    depth: int
+    batch_tokens: int
+    steps: int
+    seed: int
+
+
+class Curve(NamedTuple):
+    """The losses of a case over its rates, as factors of what the law says, and their parabola."""
+
+    losses: dict[float, float]
+    best: float  # factor
+    lowest: float  # loss
+    at_one: float  # loss at the law's rates
+
+
+def read_runs(path: Path = FOLDER / "runs.jsonl") -> dict[Case, dict[float, float]]:
+    """The losses of each case, by the rate of matrices."""
+    cases = defaultdict(dict)
+    for line in path.read_text().splitlines():
+        run = json.loads(line)
+        cases[Case(*(run[key] for key in Case._fields))][run["lr"]] = run["val_bpb"]
+    return cases
+
+
+def law(case: Case) -> float:
+    """The rate of matrices that the law gives a case."""
+    return unscaled(case) * reference_of(case).run_factor(case.dim, case.batch_tokens, case.steps)
+
+
+def unscaled(case: Case) -> float:
+    """The same without the factor for batch, length and width; before, it was 0.02 for all."""
+    if case.way == BEFORE:
+        return 0.02
+    rate = settings_of(f"optimizer={case.optimizer}").optimizer["lr"]
+    if case.optimizer == "adamw":
+        rate *= reference_of(case).width_factor(case.dim)
+    return rate
+
+
+def reference_of(case: Case) -> Reference:
+    tree = settings_of(f"optimizer={case.optimizer}").optimizer["reference"]
+    return instantiate(tree, "training")
+
+
+def fit_curve(by_rate: dict[float, float], rate: float) -> Curve | None:
+    """Fit a parabola to the best rate and its neighbours; None where the best is at an edge."""
+    losses = {tried / rate: loss for tried, loss in sorted(by_rate.items())}
+    factors = list(losses)
+    place = factors.index(min(losses, key=losses.get))
+    if not 0 < place < len(factors) - 1:
+        return None
+    near = np.log2(factors[place - 1 : place + 2])
+    values = [losses[factor] for factor in factors[place - 1 : place + 2]]
+    parabola = np.polyfit(near, values, 2)
+    optimum = -parabola[1] / (2 * parabola[0])
+    # Where factor 1 is farther off, its loss lies between those of the two rates around it.
+    at_one = np.interp(0.0, np.log2(factors), list(losses.values()))
+    if near[0] <= 0 <= near[-1]:
+        at_one = np.polyval(parabola, 0.0)
+    lowest = np.polyval(parabola, optimum)
+    return Curve(losses, float(2**optimum), float(lowest), float(at_one))
+
+
+def print_axis(name: str, cases: dict[Case, dict[float, float]], key: str) -> None:
+    """Print a row for each value of the field `key`: means over the seeds."""
+    values = defaultdict(list)
+    for case, by_rate in cases.items():
+        if len(by_rate) >= 4 and fit_curve(by_rate, 1.0) is not None:
+            values[getattr(case, key)].append(case)
+    for value, members in sorted(values.items()):
+        cells = []
+        for rate in (law, unscaled):
+            curves = [fit_curve(cases[case], rate(case)) for case in members]
+            best = math.exp(fmean(math.log(curve.best) for curve in curves))
+            above = fmean(curve.at_one - curve.lowest for curve in curves)
+            cells.append(f"{best:.2f} | {above:.4f}")
+        lowest = fmean(curve.lowest for curve in curves)
+        cells.append(f"{lowest:.4f} | {len(members)}")
+        print(f"| {name} {value:,} | {' | '.join(cells)} |")
+
+
+def select(runs: dict[Case, dict[float, float]], **fields) -> dict[Case, dict[float, float]]:
+    """The cases with these values; a tuple allows each of its values."""
+    selected = {}
+    for case, by_rate in runs.items():
+        is_in = True
+        for key, wanted in fields.items():
+            value = getattr(case, key)
+            is_in = is_in and (value in wanted if isinstance(wanted, tuple) else value == wanted)
+        if is_in:
+            selected[case] = by_rate
+    return selected
+
+
+def draw_widths(runs: dict[Case, dict[float, float]]) -> Figure:
+    """Loss over the factor of all rates, a line a width, before and with the law."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for axes, way in zip(figure.subplots(1, 2, sharey=True), (BEFORE, TODAY), strict=True):
+        cases = select(runs, way=way, optimizer="muon", attention="gqa", depth=4, steps=200)
+        for case, by_rate in sorted(select(cases, batch_tokens=4096, seed=7).items()):
+            rate = unscaled(case) if way == BEFORE else law(case)
+            factors = [tried / rate for tried in sorted(by_rate)]
+            losses = [by_rate[tried] for tried in sorted(by_rate)]
+            axes.plot(factors, losses, "o-", markersize=3, label=f"dim {case.dim}")
+        axes.axvline(1, color="gray", linewidth=1, linestyle=":")
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("factor of the default rates")
+    left, right = figure.axes
+    left.set_title("one rate for all sizes")
+    right.set_title("rates by the law")
+    left.set_ylabel("bits per byte")
+    right.legend(fontsize=8, frameon=False)
+    return figure
+
+
+HEADER = """
+| {} | best factor | loss at factor 1, above the lowest | best factor without the term | loss, above the lowest | lowest loss | seeds |
+|---|---|---|---|---|---|---|"""
+
+
+def main() -> None:
+    runs = read_runs()
+    for optimizer in ("muon", "adamw"):
+        plain = select(runs, way=TODAY, optimizer=optimizer, attention="gqa")
+        short = select(plain, batch_tokens=4096, steps=200)
+        small = select(plain, dim=64, depth=4)
+        wide = {case: losses for case, losses in plain.items() if case.dim in (256, 768)}
+        print(HEADER.format(optimizer))
+        print_axis("width", select(short, depth=4), "dim")
+        print_axis("depth (dim 128)", select(short, dim=128), "depth")
+        in_all = 400 * 4096
+        equal = {c: v for c, v in small.items() if c.steps * c.batch_tokens == in_all}
+        print_axis("1.6 M tokens (dim 64), batch", equal, "batch_tokens")
+        print_axis("steps (dim 64)", select(small, batch_tokens=4096), "steps")
+        print_axis("800 steps, dim", select(wide, batch_tokens=4096, steps=800), "dim")
+        print_axis("100 steps of 65,536 tokens, dim", select(wide, batch_tokens=65536), "dim")
+
+    print(HEADER.format("before: one rate for all sizes"))
+    for case, losses in sorted(select(runs, way=BEFORE).items()):
+        at_one = losses[0.02]
+        best = min(losses, key=losses.get)
+        print(
+            f"| width {case.dim} | {best / 0.02:g} of those tried | {at_one - losses[best]:.4f} | | "
+            f"| {losses[best]:.4f} | 1 |"
+        )
+    draw_widths(runs).savefig(FOLDER / "width.svg")
+
+
+if __name__ == "__main__":
+    main()

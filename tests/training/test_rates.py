@@ -1,0 +1,199 @@
+"""Learning rates follow the sizes of a model and a run, as training/rates.py says."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from run.instantiate import instantiate
+from tests.conftest import VARIANTS, settings_of, tree_of
+from train import report, take_step
+from training.rates import ROLES, Reference, split_parameters
+from training.setup import check_buildable
+from training.trainer import Trainer
+
+WIDTHS = (64, 256)
+
+
+def reference_of(optimizer: str) -> Reference:
+    return instantiate(settings_of(f"optimizer={optimizer}").optimizer["reference"], "training")
+
+
+def test_the_noise_scale_lowers_rates_as_its_formula_says():
+    reference = Reference(
+        dim=128,
+        batch_tokens=1000,
+        tokens=1e6,
+        noise_scale=8000.0,
+        embedding=1.0,
+        head=1.0,
+        vectors=1.0,
+    )
+    assert reference.run_factor(128, 1000, 1000) == 1
+    # 16 times the tokens raise the noise scale by 16^0.75 = 8, four times the width by 2.
+    assert reference.run_factor(128, 1000, 16000) == pytest.approx((9 / 65) ** 0.5)
+    assert reference.run_factor(512, 1000, 1000) == pytest.approx((9 / 17) ** 0.5)
+    # With 8 times the batch and the tokens as they are, signal and noise are equal.
+    assert reference.run_factor(128, 8000, 125) == pytest.approx((9 / 2) ** 0.5)
+    # In a batch without noise nothing lowers the rate, and rates wait for a known length.
+    assert reference.run_factor(128, 10**12, 1e-3) == pytest.approx(3, rel=1e-3)
+    assert reference.run_factor(128, 1000, math.inf) == 1
+
+
+@pytest.mark.parametrize(
+    "dim, batch_tokens, tokens, published",
+    [
+        # modded-nanogpt, records/track_3_optimization/train_gpt_simple.py
+        (768, 524288, 3250 * 524288, 0.025),
+        # nanochat, scripts/base_train.py: 12 tokens a parameter of blocks and head, depth 12 and 20
+        (768, 524288, 12 * 110e6, 0.02),
+        (1280, 1048576, 12 * 435e6, 0.02 * 2**0.5),
+    ],
+)
+def test_rates_of_others_are_predicted_within_a_factor_of_one_and_a_half(
+    dim, batch_tokens, tokens, published
+):
+    """Their updates have the same unit: the spectral norm, for square matrices."""
+    lr = settings_of().optimizer["lr"]
+    factor = reference_of("muon").run_factor(dim, batch_tokens, tokens / batch_tokens)
+    assert 1 / 1.5 < lr * factor / published < 1.5
+
+
+def test_a_reference_of_zero_is_refused():
+    settings = settings_of("optimizer.reference.tokens=0.0")
+    with pytest.raises(ValueError, match=r"reference.tokens must be above 0 .* fix: "):
+        check_buildable(settings)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "gqa model.tied=true"])
+def test_every_parameter_has_one_role(variant):
+    name, *words = variant.split()
+    model = instantiate(tree_of(name, *words))
+    roles = split_parameters(model)
+    assert roles.keys() == ROLES.keys()
+    sorted_out = [p for members in roles.values() for p in members]
+    assert len(sorted_out) == len({*sorted_out}) == len([*model.parameters()])
+    assert roles["head"] == [model.unembedding]
+    assert all(p.ndim == 2 for p in roles["matrices"])
+    # The taps of a convolution are as many for each feature at every width.
+    taps = [p for name, p in model.named_parameters() if name.endswith("taps")]
+    assert {*taps} <= {*roles["vectors"]}
+
+
+def test_a_parameter_without_a_rule_is_refused_by_name():
+    settings = settings_of("model=tiny", "data.vocab_size=128")
+    model = instantiate(settings.model)
+    model.blocks[1].table = nn.Parameter(torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match=r"blocks.1.table, of shape \[2, 3, 4\].* fix: "):
+        split_parameters(model)
+    model.blocks[1].table = None
+    model.positions = nn.Parameter(torch.zeros(64, 64))
+    with pytest.raises(ValueError, match="positions"):
+        instantiate(settings.optimizer, "training")(model)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_outputs_move_as_much_at_every_width(run_of, optimizer):
+    """The coordinate check of muP: features and logits after some steps (2203.03466, figure 5)."""
+    # A tenth of the rate, so that what moves is small.
+    lr = settings_of(f"optimizer={optimizer}").optimizer["lr"] / 10
+    moved = {}
+    for rates in ("scaled", "literal"):
+        words = () if rates == "scaled" else ("optimizer.reference=null",)
+        for dim in WIDTHS:
+            run = run_of(
+                f"optimizer={optimizer}",
+                f"model.dim={dim}",
+                f"model.hidden={2 * dim}",
+                "schedule.warmup=0",
+                f"optimizer.lr={lr}",
+                *words,
+            )
+            # At the width alone, not at the length.
+            run.trainer.run_factor = lambda total_steps: 1.0
+            model = run.trainer.model
+            tokens = run.trainer.loader(0).inputs
+            with torch.no_grad():
+                before = model(tokens)
+            for _ in range(4):
+                take_step(run)
+            with torch.no_grad():
+                moved[rates, dim] = (model(tokens) - before).square().mean().sqrt().item()
+    narrow, wide = WIDTHS
+    assert 0.6 < moved["scaled", wide] / moved["scaled", narrow] < 1.7
+    assert moved["literal", wide] / moved["literal", narrow] > 2
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_weights_forget_at_one_speed_at_every_width(optimizer):
+    speeds = set()
+    for dim in WIDTHS:
+        settings = settings_of(f"optimizer={optimizer}", "model=tiny", f"model.dim={dim}")
+        for each in instantiate(settings.optimizer, "training")(instantiate(settings.model)):
+            for group in each.param_groups:
+                if group["role"] == "matrices":
+                    speeds.add(round(group["lr"] * group["weight_decay"], 9))
+    assert len(speeds) == 1 and speeds != {0.0}
+
+
+def test_reports_and_summaries_have_the_rates(run_of, capsys):
+    run = run_of("optimizer=adamw", "schedule.warmup=0", "schedule.cooldown=0")
+    take_step(run)
+    report(run)
+    reference = reference_of("adamw")
+    lr = run.settings.optimizer["lr"] * reference.run_factor(64, 512, 6)
+    expected = {
+        "lr": 2 * lr,  # of matrices with 64 inputs, half of the reference's
+        "embedding_lr": reference.embedding * lr,
+        "head_lr": 2 * reference.head * lr,
+        "vector_lr": reference.vectors * lr,
+    }
+    assert run.meter.learning_rates == pytest.approx(expected)
+    text = run.trainer.describe_rates(6)
+    for key, rate in expected.items():
+        assert f"  {key:<13}{rate:<9.3g}=" in text
+    assert "x 128 / 64 inputs" in text and "3,072 tokens in all" in text
+
+
+def test_rates_are_literal_without_a_reference(run_of):
+    run = run_of("optimizer.reference=null", "optimizer.lr=0.5", "schedule.warmup=0", "steps=6")
+    take_step(run)
+    assert run.meter.learning_rates == dict.fromkeys(ROLES.values(), 0.5)
+    assert run.trainer.describe_rates(6).endswith("literally")
+
+
+def test_a_rate_that_is_overridden_is_scaled_too(run_of):
+    plain = run_of()
+    other = run_of("optimizer.lr=0.07")
+    for run in (plain, other):
+        take_step(run)
+    for key, rate in plain.meter.learning_rates.items():
+        assert other.meter.learning_rates[key] == pytest.approx(2 * rate)
+
+
+def test_tokens_per_parameter_give_the_steps(run_of):
+    run = run_of("steps=null", "tokens_per_parameter=2")
+    size = run.trainer.model.num_parameters()
+    assert run.progress.total_steps == math.ceil(2 * size / 512)
+    assert run_of("steps=5", "tokens_per_parameter=2").progress.total_steps == 5
+
+
+@pytest.mark.parametrize("words", [("steps=null",), ("steps=null", "tokens_per_parameter=0.001")])
+def test_rates_follow_the_estimated_length_while_steps_are_timed(run_of, monkeypatch, words):
+    run = run_of(*words, "max_minutes=10", "max_epochs=null")
+    bound = run.progress.total_steps
+    clock = [run.clock.started]
+    monkeypatch.setattr("training.clock.monotonic", lambda: clock[0])
+    estimates = []
+    for _ in range(8):
+        clock[0] += 1.0
+        run.progress.step += 1
+        assert not run.budget.fit(run.progress)
+        estimates.append(run.progress.total_steps)
+    # Some 0.97 * 600 s - 5 s hold so many steps of a second, less the time of evaluations.
+    if bound == math.inf:
+        assert estimates[:3] == [math.inf] * 3 and all(450 < n < 600 for n in estimates[3:])
+        assert isinstance(run.trainer, Trainer) and run.trainer.run_factor(estimates[-1]) != 1
+    else:
+        assert estimates == [bound] * 8
