@@ -85,7 +85,7 @@ class Settings(BaseModel):
     max_minutes: PositiveFloat | None
     """from the start of the process; null: no bound"""
     max_epochs: PositiveInt | None
-    """passes over the text at most, where nothing else gives the steps; null: no bound. 4: 2305.16264"""
+    """passes over the text; ignored with steps or tokens_per_parameter; null: no bound. 4: 2305.16264"""
     context: int = Field(ge=2)
     """tokens in a sequence"""
     batch_tokens: PositiveInt

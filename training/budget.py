@@ -43,19 +43,16 @@ def count_epoch_steps(loader: Loader, epochs: int) -> float:
 
 
 class TimeBudget:
-    """Fits the number of steps to `max_minutes`, up to `bound`.
+    """Fits the number of steps to `max_minutes`: times the first steps, then fits once.
 
-    Times the first steps, with an estimate of the number after each, and then fits it for good.
+    Until then there is an estimate, which learning rates follow.
     """
 
-    def __init__(
-        self, settings: Settings, corpus: Corpus, ranks: DistEnv, clock: Clock, bound: float
-    ):
+    def __init__(self, settings: Settings, corpus: Corpus, ranks: DistEnv, clock: Clock):
         self.settings = settings
         self.corpus = corpus
         self.ranks = ranks
         self.clock = clock
-        self.bound = bound
         self.has_limit = settings.max_minutes is not None
         self.limit = 60 * settings.max_minutes if self.has_limit else math.inf  # seconds
         self.is_fitted = False
@@ -72,9 +69,9 @@ class TimeBudget:
         self.is_fitted = True
 
     def fit(self, progress: Progress) -> bool:
-        """After each step: set how many steps fit into `max_minutes`.
+        """After each step: estimate how many steps fit into `max_minutes`, and at last fit them.
 
-        Returns True once, after the step at which the number is fitted for good.
+        Returns True after the step at which the number of steps is fitted.
         """
         if not self.is_open:
             return False
@@ -86,8 +83,9 @@ class TimeBudget:
         eval_steps = EVALUATION_COST * eval_tokens / self.settings.batch_tokens
         steps_left = (steps_left - eval_steps) / (1 + eval_steps / self.settings.eval_every)
         fitted_steps = progress.step + max(1, int(steps_left))
-        progress.total_steps = min(self.bound, fitted_steps)
+        progress.expected_steps = min(progress.total_steps, fitted_steps)
         if is_final:
+            progress.total_steps = progress.expected_steps
             self.is_fitted = True
             say(
                 f"max_minutes={self.settings.max_minutes:g} has room for {fitted_steps} steps: "
@@ -96,7 +94,7 @@ class TimeBudget:
         return is_final
 
     def count_steps(self) -> tuple[float | None, bool]:
-        """Called after each step: how many more fit, None if none is timed yet; and if that is final.
+        """Called after each step: return (steps left, is_final); (None, False) until one is timed.
 
         Steps are timed for a tenth of the limit, or until half of the limit has passed.
         """

@@ -24,9 +24,6 @@ from training.optimizer_state import check_optimizer_state, load_optimizer_state
 from training.steps import Progress, end_diverged
 from training.trainer import Trainer
 
-# The keys that give the number of steps, besides max_minutes. Checkpoints may lack a newer one.
-BOUNDS = ("steps", "tokens_per_parameter", "max_epochs")
-
 
 class SavedMachine(BaseModel):
     """What a resumed run takes over from the machine that its config.json describes."""
@@ -43,7 +40,7 @@ class SavedState(BaseModel):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     step: NonNegativeInt
-    steps: int | float  # at which the run ends
+    steps: int | float  # at which the run ends, or an estimate until they are fitted
     is_fitted: bool  # whether `steps` is fitted to max_minutes
     seconds: float  # since the run began, without the time between its processes
     optimizer: dict[str, dict[str, Any]]  # by parameter
@@ -59,7 +56,7 @@ class SavedRun:
 
     path: Path
     config: dict
-    bounds: tuple[object, ...]  # the values of BOUNDS
+    bound: tuple[str, float] | None  # of `given_bound`
     machine: SavedMachine
 
 
@@ -70,7 +67,7 @@ def read_saved_run(path: Path) -> SavedRun:
         return SavedRun(
             path=path,
             config=config,
-            bounds=tuple(config.get(key) for key in BOUNDS),
+            bound=given_bound(config),
             machine=SavedMachine.model_validate(config["machine"]),
         )
 
@@ -137,7 +134,7 @@ class Checkpointer:
         """Collect the state of all parts. All ranks call this together."""
         return SavedState(
             step=progress.step,
-            steps=progress.total_steps,
+            steps=progress.expected_steps,
             is_fitted=self.budget.has_limit and self.budget.is_fitted,
             seconds=self.clock.total(),
             optimizer=optimizer_state(self.trainer.model, self.trainer.optimizers),
@@ -177,12 +174,15 @@ class Checkpointer:
         # Keep the number of steps, unless another is asked for. Changing max_minutes does not fit it
         # again: the schedule follows the time that was planned.
         settings = self.settings
-        has_same_bounds = saved.bounds == tuple(getattr(settings, key) for key in BOUNDS)
-        if has_same_bounds:
-            progress.total_steps = state.steps
+        has_same_bound = saved.bound == given_bound(settings.model_dump())
         gives_steps = settings.steps is not None or settings.tokens_per_parameter is not None
-        if state.is_fitted and (has_same_bounds or gives_steps):
+        if state.is_fitted and has_same_bound:
+            progress.total_steps = state.steps
+            progress.expected_steps = state.steps
+        if state.is_fitted and (has_same_bound or gives_steps):
             self.budget.mark_fitted()
+        if self.budget.is_open and has_same_bound:
+            progress.expected_steps = state.steps  # as estimated so far
         say(f"resuming step {progress.step}\n{changes}".rstrip())
 
     def read_state(self, path: Path) -> SavedState:
@@ -197,6 +197,15 @@ class Checkpointer:
             if scaler and state.scaler and scaler.keys() != state.scaler.keys():
                 raise ValueError(f"scaler has the keys {[*state.scaler]}")
         return state
+
+
+def given_bound(config: dict) -> tuple[str, float] | None:
+    """Return the key that gives the number of steps, besides max_minutes, and its value."""
+    for key in ("steps", "tokens_per_parameter", "max_epochs"):
+        value = config.get(key)  # a checkpoint may be older than a key
+        if value is not None:
+            return key, value
+    return None
 
 
 def check_resumed(then: dict, now: dict, path: Path) -> str:

@@ -18,10 +18,10 @@ def set_learning_rates(optimizers: list[Optimizer], factor: float) -> None:
 
 
 def learning_rates(optimizers: list[Optimizer]) -> dict[str, float]:
-    """The rates as they are set, by their keys in the optimizer's yaml.
+    """Return the current rate of each role, by its name in metrics.jsonl.
 
-    Where parameters of one role have several rates, it is that of the first. An optimizer whose
-    groups have no role has one, `lr`.
+    If parameters of one role have several rates, it is that of the first. An optimizer whose groups
+    have no role has one rate, `lr`.
     """
     rates = {}
     for optimizer in optimizers:

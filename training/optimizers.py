@@ -120,12 +120,7 @@ def muon(
     """Muon for matrices inside the blocks, AdamW without decay for embedding, head and vectors."""
     check_options(lr, betas)
     parameters = split_parameters(model)
-    matrices = {
-        "params": parameters.pop("matrices"),
-        "role": "matrices",
-        "role_factor": 1.0,
-        "width_factor": 1.0,
-    }
+    matrices = {"params": parameters.pop("matrices"), "role": "matrices"}
     options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
     groups = adam_groups(parameters, lr, 0.0, reference)
     return [Muon([matrices], options), AdamW(groups, betas=betas, fused=True)]

@@ -1,27 +1,27 @@
 """Learning rates that fit the size of a model, its batches and the length of its run.
 
 `optimizer.lr` is the peak rate of the matrices in the blocks of a `reference`: a model of `dim`
-features, trained with `batch_tokens` tokens in a step and `tokens` tokens in all. Everything else
-follows from it. docs/rates.md has the measurements.
+features, trained with `batch_tokens` tokens in a step and `tokens` tokens in all. All other rates
+follow from it. docs/rates.md has the measurements.
 
 Roles. Embedding, head and vectors have rates of their own, as multiples of `lr`.
 
-Width. The step of a matrix is to change its outputs as much at every width. Adam moves each element
-by about its rate, and the elements of a row add up: so the rate of a matrix falls as 1 / fan_in, that
-of the head too (muP: Yang, 2203.03466). Muon's step has a spectral norm that is its rate, and needs no
-factor (Bernstein, 2409.20325). An embedding is looked up and a vector multiplies features one by one:
-they need none either.
+Width. The step of a matrix should change its outputs as much at every width. Adam changes each
+element by about its rate, and the changes of a row add up: so the rate of a matrix falls as
+1 / fan_in, and so does that of the head (muP: Yang, 2203.03466). Muon's step has a spectral norm equal
+to its rate, and needs no factor (Bernstein, 2409.20325). An embedding is looked up and a vector
+multiplies features one by one: they need no factor either.
 
 Depth. No factor: output projections start at zero, and the best rate is the same at 2 to 16 layers.
 
-Batch and length. A gradient over few tokens is mostly noise, and what it is worth is a matter of the
-batch B beside the noise scale N, the tokens at which noise and signal are equal (McCandlish,
-1812.06162). The best rate of optimizers that normalize their steps is 1 / sqrt(1 + N / B) of what it
-is in large batches (Malladi, 2205.10287; Li, 2405.14578). The noise scale grows as the loss falls: with
-the tokens of a run as critical batches do (Zhang, 2410.21676), and with the width.
+Batch and length. How informative a gradient is depends on the batch B relative to the noise scale N,
+the batch at which the variance of the gradient equals its squared mean (McCandlish, 1812.06162). The
+best rate of optimizers that normalize their steps is 1 / sqrt(1 + N / B) of that in large batches
+(Malladi, 2205.10287; Li, 2405.14578). The noise scale grows as the loss falls: with the tokens of a
+run, as critical batches do (Zhang, 2410.21676), and with the width.
 
-All of this is for training from scratch. Without a reference, as for pretrained weights, `lr` is
-literally the rate of all parameters.
+All of this is for training from scratch. Without a reference, as with pretrained weights, `lr` is the
+rate of all parameters.
 """
 
 import math
@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# The noise scale grows with these powers of the tokens of a run and of the width. Fitted to the best
-# rates of 27 models and runs (docs/rates.md).
+# The noise scale grows with these powers of the tokens of a run and of the width. They were fitted to
+# the best rates of 20 models and runs (docs/rates.md).
 NOISE_TOKENS_EXPONENT = 0.75
 NOISE_DIM_EXPONENT = 0.5
 
@@ -51,27 +51,27 @@ class Reference:
     dim: int
     batch_tokens: int  # in an optimizer step
     tokens: float  # of the whole run
-    noise_scale: float  # in tokens: batches far below it need lower rates
+    noise_scale: float  # in tokens: batches far below it need lower rates; 0: none do
     # Rates as multiples of lr.
     embedding: float
     head: float
     vectors: float
 
     def __post_init__(self):
-        """Raise ValueError for a number that is not above zero."""
+        """Raise ValueError for a number that is not above zero, but for the noise scale."""
         for name, value in vars(self).items():
-            if value <= 0:
+            if value <= 0 and name != "noise_scale":
                 raise ValueError(
                     f"optimizer.reference.{name} must be above 0 (got {value}). "
                     f"fix: leave optimizer.reference.{name} out"
                 )
 
     def width_factor(self, fan_in: int) -> float:
-        """What Adam's rate of a matrix with so many inputs is multiplied by."""
+        """Return the factor of Adam's rate for a matrix with `fan_in` inputs."""
         return self.dim / fan_in
 
     def run_factor(self, dim: int, batch_tokens: int, steps: float) -> float:
-        """What all rates are multiplied by; 1 as long as the number of steps is infinite."""
+        """Return the factor of all rates; 1 if the number of steps is infinite, as yet unknown."""
         if math.isinf(steps):
             return 1.0
         noise_scale = (
@@ -84,7 +84,7 @@ class Reference:
 
 
 def split_parameters(model: nn.Module) -> dict[str, list[Tensor]]:
-    """The parameters of each of ROLES. Raises ValueError for one that has none, by its name."""
+    """Map each role to its parameters. Raises ValueError with the name of one that fits none."""
     in_blocks = {*model.blocks.parameters()}
     parameters = {role: [] for role in ROLES}
     for name, p in model.named_parameters():
@@ -109,34 +109,30 @@ def split_parameters(model: nn.Module) -> dict[str, list[Tensor]]:
 def adam_groups(
     parameters: dict[str, list[Tensor]], lr: float, weight_decay: float, reference: Reference | None
 ) -> list[dict]:
-    """Groups for AdamW: of each role, a group for each width, with its peak rate and decay.
+    """Groups for AdamW: for each role, a group for each width, with its peak rate and decay.
 
-    Matrices alone decay. Where their rate is lower for the width, their decay is as much higher,
-    because each step multiplies both: weights forget at one speed at every width (Wang and
-    Aitchison, 2405.13698).
+    Only matrices decay. A rate that is lower for the width has a decay that is as much higher, so that
+    lr x weight_decay does not depend on fan_in (Wang and Aitchison, 2405.13698).
     """
-    groups = []
+    groups = {}
     for role, members in parameters.items():
-        role_factor = 1.0
-        if reference is not None and role != "matrices":
-            role_factor = getattr(reference, role)
-        by_width = {}
         for p in members:
-            width_factor = 1.0
+            rate = lr
+            decay = weight_decay if role == "matrices" else 0.0
+            formula = f"{lr:g}"  # of the rate, for describe()
+            if reference is not None and role != "matrices":
+                multiple = getattr(reference, role)
+                rate *= multiple
+                formula += f" x {multiple:g}"
             if reference is not None and role in ("matrices", "head"):
-                width_factor = reference.width_factor(p.shape[1])
-            by_width.setdefault(width_factor, []).append(p)
-        for width_factor, same in by_width.items():
-            group = {
-                "params": same,
-                "lr": lr * role_factor * width_factor,
-                "weight_decay": weight_decay / width_factor if role == "matrices" else 0.0,
-                "role": role,
-                "role_factor": role_factor,
-                "width_factor": width_factor,
-            }
-            groups.append(group)
-    return groups
+                fan_in = p.shape[1]
+                rate *= reference.width_factor(fan_in)
+                decay /= reference.width_factor(fan_in)
+                formula += f" x {reference.dim} / {fan_in} inputs"
+            group = {"params": [], "lr": rate, "weight_decay": decay}
+            group |= {"role": role, "formula": formula}
+            groups.setdefault((role, formula), group)["params"].append(p)
+    return list(groups.values())
 
 
 def describe(
@@ -144,34 +140,28 @@ def describe(
     reference: Reference | None,
     dim: int,
     batch_tokens: int,
-    steps: float,
+    steps: float | None,
 ) -> str:
-    """The peak rates of a run of so many steps, a line each, and what they are the product of."""
+    """Return the peak rates of a run, a line each, with the product that gives them.
+
+    `steps` is the number of steps; None if it is still to be estimated.
+    """
     if reference is None:
-        return "learning rate: that of the config for all parameters, literally"
-    if math.isinf(steps):
-        return "learning rates: scaled as soon as the number of steps is estimated"
-    scale = reference.run_factor(dim, batch_tokens, steps)
-    lines = {}
+        return "learning rates: not scaled (optimizer.reference=null)"
+    if steps is None:
+        return "learning rates: scaled to the number of steps, once that is estimated"
+    factor = reference.run_factor(dim, batch_tokens, steps)
+    lines = ["peak learning rates, scaled to this run (docs/rates.md):"]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            key = ROLES[group["role"]]
+            key = ROLES[group.get("role", "matrices")]
             peak = group.get("peak", group["lr"])
-            role_factor = group["role_factor"]
-            width_factor = group["width_factor"]
-            lr = peak / role_factor / width_factor
-            text = f"  {key:<13}{scale * peak:<9.3g}= {lr:.3g} x {scale:.3g}"
-            if role_factor != 1:
-                text += f" x {role_factor:g}"
-            if width_factor != 1:
-                text += f" x {reference.dim} / {group['params'][0].shape[1]} inputs"
-            lines.setdefault(key, text)
-    return "\n".join(
-        [
-            "peak learning rates, scaled to this run (optimizer.reference=null takes them literally):",
-            *lines.values(),
-            f"  where {scale:.3g} is for dim {dim}, {batch_tokens:,} tokens in a step and "
-            f"{batch_tokens * steps:,.0f} tokens in all; it is 1 for dim {reference.dim}, "
-            f"{reference.batch_tokens:,} and {reference.tokens:,.0f} (docs/rates.md)",
-        ]
+            formula = group.get("formula", f"{peak:g}")
+            lines.append(f"  {key:<13}{factor * peak:<9.3g}= {formula} x {factor:.3g}")
+    tokens = batch_tokens * steps
+    lines.append(
+        f"  {factor:.3g} is the factor for dim {dim}, {batch_tokens:,} tokens in a step and "
+        f"{tokens:,.0f} tokens in all, relative to {reference.dim}, {reference.batch_tokens:,} and "
+        f"{reference.tokens:,.0f}"
     )
+    return "\n".join(lines)

@@ -106,9 +106,14 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
         "model": model | {"context": context},
         "data": settings.data | {"tokenizer": str(tokenizer_file(pretrained))},
     }
-    # The scaling of learning rates is for weights that begin at random.
-    if "reference" in settings.optimizer:
+    # The scaling of learning rates holds for random initial weights only.
+    if "reference" in settings.optimizer and not any("reference" in key for key in keys):
         changes["optimizer"] = settings.optimizer | {"reference": None}
+        if "optimizer.lr" not in keys:
+            say(
+                f"warning: the default optimizer.lr={settings.optimizer['lr']:g} is for training "
+                "from scratch. fix: a lower one, such as optimizer=adamw optimizer.lr=1e-4"
+            )
     return settings.model_copy(update=changes), pretrained
 
 
@@ -192,7 +197,7 @@ def build_run(
     newest = ranks.on_rank0(checkpoint.prepare_run, run_dir, settings.resume)
     saved = None if newest is None else read_saved_run(newest)
     bound = planned_steps(settings, loader)
-    progress = Progress(total_steps=bound)
+    progress = Progress(total_steps=bound, expected_steps=bound)
 
     # A resumed run is compiled if it was before: it computes the same bits.
     is_long = compilation.is_long_run(progress.total_steps, settings.max_minutes)
@@ -225,7 +230,7 @@ def build_run(
         ranks=ranks,
         clock=clock,
     )
-    budget = TimeBudget(settings, corpus, ranks, clock, bound)
+    budget = TimeBudget(settings, corpus, ranks, clock)
     log = Logger(run_dir, settings, clock, is_enabled=ranks.is_main)
     evaluator = Evaluator(
         settings,
@@ -291,4 +296,5 @@ def summary(run: Run) -> str:
     )
     if passes > 1:
         text += f", in at most {passes:.1f} passes over the text"
-    return f"{text}\n{trainer.describe_rates(total_steps)}"
+    steps = None if run.budget.is_open else total_steps
+    return f"{text}\n{trainer.describe_rates(steps)}"

@@ -28,7 +28,7 @@ class StepResult:
     loss_sums: Tensor  # (1 + L,), of `Trainer.loss_names`, over this rank's targets
     grad_norm: Tensor  # (), before clipping
     is_finite: Tensor  # (), false where the run has diverged
-    learning_rates: dict[str, float]  # by their keys in the optimizer's yaml
+    learning_rates: dict[str, float]  # by their names in metrics.jsonl
     has_compiled: bool  # whether the time of the step includes compilation
 
 
@@ -68,22 +68,18 @@ class Trainer:
         is_fp16 = self.precision == torch.float16
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=is_fp16)
 
-    def run_factor(self, total_steps: float) -> float:
-        """What all peak rates are multiplied by in a run of so many steps."""
+    def run_factor(self, steps: float) -> float:
+        """Return the factor of all peak rates in a run of so many steps."""
         if self.reference is None:
             return 1.0
         settings = self.settings
-        return self.reference.run_factor(settings.model["dim"], settings.batch_tokens, total_steps)
+        return self.reference.run_factor(settings.model["dim"], settings.batch_tokens, steps)
 
-    def describe_rates(self, total_steps: float) -> str:
-        """Lines about the peak rates of a run of so many steps."""
+    def describe_rates(self, steps: float | None) -> str:
+        """Return lines about the peak rates of a run of so many steps; None: not known yet."""
         settings = self.settings
         return rates.describe(
-            self.optimizers,
-            self.reference,
-            settings.model["dim"],
-            settings.batch_tokens,
-            total_steps,
+            self.optimizers, self.reference, settings.model["dim"], settings.batch_tokens, steps
         )
 
     def step(self, progress: Progress, micro_batch_size: int) -> StepResult:
@@ -92,7 +88,7 @@ class Trainer:
         A forward takes `micro_batch_size` rows. The first step of a process compiles.
         """
         factor = self.schedule(progress.step, progress.total_steps)
-        set_learning_rates(self.optimizers, factor * self.run_factor(progress.total_steps))
+        set_learning_rates(self.optimizers, factor * self.run_factor(progress.expected_steps))
         compiles = self.is_compiled and progress.step == progress.first_step
         if compiles:
             loss_sums = self.compile_gradients(progress.step, micro_batch_size)

@@ -66,7 +66,7 @@ def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
     assert first.code == 0 and "mqa: model.hidden=" in first.err, first.err
     assert re.match(
         r"Too little to choose: 2 of 3 seeds, 0.0\d+ of 10 tokens a parameter \(.*\). "
-        r"Learning rates were not searched for any variant \(--tune\). "
+        r"No learning rate was tuned for any variant \(--tune does\). "
         r"Beside gqa \(2 seeds\), bits per byte with a margin of 0.01: \w+.*: mqa",
         first.out,
     )

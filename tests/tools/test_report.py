@@ -1,5 +1,6 @@
 """The report says what the runs show, in every measure, and no more."""
 
+import math
 import re
 from dataclasses import replace
 from datetime import timedelta
@@ -219,9 +220,8 @@ def test_the_page_stands_alone_in_any_color_scheme(whole):
     assert "gqa was trained by python -m tools.compare --margin 0.02, with" in page
 
 
-UNTUNED = "Learning rates were not searched for any variant (--tune). "
-# At 100 tokens a second.
-ENOUGH = "tokens_per_parameter=10 max_minutes=null, which takes {} a run at the speed of these"
+UNTUNED = "No learning rate was tuned for any variant (--tune does). "
+ENOUGH = "enough: steps={} max_minutes=null, {} a run at the speed of these"
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,9 @@ def test_the_first_line_says_what_the_runs_can_bear(write, ratio, num_seeds, dou
     if doubt is None:
         assert first.startswith(f"{UNTUNED}Beside gqa")
     else:
-        doubt = doubt.format(timedelta(seconds=round(10 * parameters / 100)))
+        # Steps of 512 tokens, at 100 tokens a second.
+        time = timedelta(seconds=round(10 * parameters / 100))
+        doubt = doubt.format(math.ceil(10 * parameters / 512), time)
         assert first.startswith(f"Too little to choose: {doubt}. {UNTUNED}Beside gqa")
 
 

@@ -96,14 +96,18 @@ def fit_curve(by_rate: dict[float, float], rate: float) -> Curve | None:
 
 
 def print_axis(name: str, cases: dict[Case, dict[float, float]], key: str) -> None:
-    """Print a row for each value of the field `key`: means over the seeds."""
+    """Print a row for each value of the field `key`: means over the seeds.
+
+    Cases whose best rate is at an edge of those tried are left out.
+    """
     values = defaultdict(list)
     for case, by_rate in cases.items():
         if len(by_rate) >= 4 and fit_curve(by_rate, 1.0) is not None:
             values[getattr(case, key)].append(case)
     for value, members in sorted(values.items()):
         cells = []
-        for rate in (law, unscaled):
+        rates = [law] if members[0].optimizer == "adamw" else [law, unscaled]
+        for rate in rates:
             curves = [fit_curve(cases[case], rate(case)) for case in members]
             best = math.exp(fmean(math.log(curve.best) for curve in curves))
             above = fmean(curve.at_one - curve.lowest for curve in curves)
@@ -111,6 +115,17 @@ def print_axis(name: str, cases: dict[Case, dict[float, float]], key: str) -> No
         lowest = fmean(curve.lowest for curve in curves)
         cells.append(f"{lowest:.4f} | {len(members)}")
         print(f"| {name} {value:,} | {' | '.join(cells)} |")
+
+
+def print_error(cases: dict[Case, dict[float, float]]) -> None:
+    """Print how far the best rates are from the law: RMS of ln(best / law), over all cases."""
+    errors = []
+    for case, by_rate in cases.items():
+        curve = fit_curve(by_rate, law(case)) if len(by_rate) >= 4 else None
+        if curve is not None:
+            errors.append(math.log(curve.best))
+    rms = math.sqrt(fmean(error**2 for error in errors))
+    print(f"\nRMS of ln(best rate / law) over {len(errors)} curves: {rms:.3f}")
 
 
 def select(runs: dict[Case, dict[float, float]], **fields) -> dict[Case, dict[float, float]]:
@@ -147,9 +162,17 @@ def draw_widths(runs: dict[Case, dict[float, float]]) -> Figure:
     return figure
 
 
-HEADER = """
-| {} | best factor | loss at factor 1, above the lowest | best factor without the term | loss, above the lowest | lowest loss | seeds |
-|---|---|---|---|---|---|---|"""
+HEADERS = {
+    "muon": """
+| Muon | best factor | loss at factor 1, above the lowest | best factor without N | loss, above the lowest | lowest loss | seeds |
+|---|---|---|---|---|---|---|""",
+    "adamw": """
+| AdamW | best factor | loss at factor 1, above the lowest | lowest loss | seeds |
+|---|---|---|---|---|""",
+    BEFORE: """
+| one rate for all sizes | best of the factors tried | its loss | loss at factor 1, above it |
+|---|---|---|---|""",
+}
 
 
 def main() -> None:
@@ -159,23 +182,25 @@ def main() -> None:
         short = select(plain, batch_tokens=4096, steps=200)
         small = select(plain, dim=64, depth=4)
         wide = {case: losses for case, losses in plain.items() if case.dim in (256, 768)}
-        print(HEADER.format(optimizer))
+        print(HEADERS[optimizer])
         print_axis("width", select(short, depth=4), "dim")
-        print_axis("depth (dim 128)", select(short, dim=128), "depth")
+        if optimizer == "muon":
+            print_axis("depth (dim 128)", select(short, dim=128), "depth")
         in_all = 400 * 4096
         equal = {c: v for c, v in small.items() if c.steps * c.batch_tokens == in_all}
         print_axis("1.6 M tokens (dim 64), batch", equal, "batch_tokens")
         print_axis("steps (dim 64)", select(small, batch_tokens=4096), "steps")
         print_axis("800 steps, dim", select(wide, batch_tokens=4096, steps=800), "dim")
         print_axis("100 steps of 65,536 tokens, dim", select(wide, batch_tokens=65536), "dim")
+        print_error(plain)
 
-    print(HEADER.format("before: one rate for all sizes"))
+    print(HEADERS[BEFORE])
     for case, losses in sorted(select(runs, way=BEFORE).items()):
         at_one = losses[0.02]
         best = min(losses, key=losses.get)
         print(
-            f"| width {case.dim} | {best / 0.02:g} of those tried | {at_one - losses[best]:.4f} | | "
-            f"| {losses[best]:.4f} | 1 |"
+            f"| width {case.dim} | {best / 0.02:g} | {losses[best]:.4f} | "
+            f"{at_one - losses[best]:.4f} |"
         )
     draw_widths(runs).savefig(FOLDER / "width.svg")
 

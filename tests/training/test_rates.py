@@ -1,5 +1,6 @@
 """Learning rates follow the sizes of a model and a run, as training/rates.py says."""
 
+import json
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from run.instantiate import instantiate
-from tests.conftest import VARIANTS, settings_of, tree_of
+from tests.conftest import TINY, VARIANTS, settings_of, tree_of
 from train import report, take_step
 from training.rates import ROLES, Reference, split_parameters
 from training.setup import check_buildable
@@ -142,7 +143,8 @@ def test_reports_and_summaries_have_the_rates(run_of, capsys):
     take_step(run)
     report(run)
     reference = reference_of("adamw")
-    lr = run.settings.optimizer["lr"] * reference.run_factor(64, 512, 6)
+    optimizer = run.settings.optimizer
+    lr = optimizer["lr"] * reference.run_factor(64, 512, 6)
     expected = {
         "lr": 2 * lr,  # of matrices with 64 inputs, half of the reference's
         "embedding_lr": reference.embedding * lr,
@@ -152,15 +154,18 @@ def test_reports_and_summaries_have_the_rates(run_of, capsys):
     assert run.meter.learning_rates == pytest.approx(expected)
     text = run.trainer.describe_rates(6)
     for key, rate in expected.items():
-        assert f"  {key:<13}{rate:<9.3g}=" in text
+        assert f"  {key:<13}{rate:<9.3g}= {optimizer['lr']:g}" in text
     assert "x 128 / 64 inputs" in text and "3,072 tokens in all" in text
+    # The down-projection has twice as many inputs.
+    assert f"  lr           {expected['lr'] / 2:<9.3g}=" in text
+    assert "once that is estimated" in run.trainer.describe_rates(None)
 
 
 def test_rates_are_literal_without_a_reference(run_of):
     run = run_of("optimizer.reference=null", "optimizer.lr=0.5", "schedule.warmup=0", "steps=6")
     take_step(run)
     assert run.meter.learning_rates == dict.fromkeys(ROLES.values(), 0.5)
-    assert run.trainer.describe_rates(6).endswith("literally")
+    assert "not scaled" in run.trainer.describe_rates(6)
 
 
 def test_a_rate_that_is_overridden_is_scaled_too(run_of):
@@ -190,10 +195,35 @@ def test_rates_follow_the_estimated_length_while_steps_are_timed(run_of, monkeyp
         clock[0] += 1.0
         run.progress.step += 1
         assert not run.budget.fit(run.progress)
-        estimates.append(run.progress.total_steps)
+        estimates.append(run.progress.expected_steps)
+        assert run.progress.total_steps == bound  # the schedule waits for the fit
     # Some 0.97 * 600 s - 5 s hold so many steps of a second, less the time of evaluations.
     if bound == math.inf:
         assert estimates[:3] == [math.inf] * 3 and all(450 < n < 600 for n in estimates[3:])
         assert isinstance(run.trainer, Trainer) and run.trainer.run_factor(estimates[-1]) != 1
     else:
         assert estimates == [bound] * 8
+
+
+def test_an_estimate_is_resumed_but_not_as_the_end_of_the_run(run_of):
+    words = ("steps=50", "max_minutes=10")
+    run = run_of(*words, folder="run")
+    take_step(run)
+    run.progress.expected_steps = 20  # as if few steps fitted so far
+    run.checkpointer.save(run.progress)
+    resumed = run_of(*words, "resume=true", folder="run")
+    assert (resumed.progress.total_steps, resumed.progress.expected_steps) == (50, 20)
+    without_limit = run_of("steps=50", "max_minutes=null", "resume=true", folder="run")
+    assert without_limit.progress.expected_steps == 50
+
+
+def test_pretrained_weights_have_the_rate_as_it_is(command, story, tmp_path):
+    words = [*TINY, "data=text", f"data.path={story}", "data.vocab_size=400", "steps=2"]
+    assert command("train.py", *words, "run_dir=first").code == 0
+    words = [word for word in words if not word.startswith(("model", "data.vocab_size"))]
+    tuned = command("train.py", *words, "init_from=first", "run_dir=second", "optimizer.lr=0.001")
+    assert tuned.code == 0 and "not scaled" in tuned.err and "warning" not in tuned.err
+    line = json.loads((tmp_path / "second" / "metrics.jsonl").read_text().splitlines()[-2])
+    assert {line[key] for key in ROLES.values()} == {line["lr"]}
+    default = command("train.py", *words, "init_from=first", "run_dir=third")
+    assert "warning: the default optimizer.lr=0.035 is for training from scratch" in default.err

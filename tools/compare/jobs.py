@@ -99,8 +99,9 @@ class Job:
         settings = compose(self.overrides)
         others = compose(self.baseline.overrides)
         # Neither minutes nor tokens a parameter give the same number of steps to all variants.
+        gives_tokens = settings.steps is None and settings.tokens_per_parameter is not None
         is_timed = (
-            (settings.max_minutes, settings.tokens_per_parameter) != (None, None)
+            (settings.max_minutes is not None or gives_tokens)
             and settings.max_minutes == others.max_minutes
             and settings.tokens_per_parameter == others.tokens_per_parameter
             and settings.steps == others.steps

@@ -300,26 +300,25 @@ def doubts(comparison: Comparison) -> str:
         found.append(f"{ratio:.2g} of {MIN_TOKENS} tokens a parameter ({enough_tokens(firsts)})")
     text = f"Too little to choose: {', '.join(found)}. " if found else ""
 
-    # Rates of the config fit the size of a model and a run, but no variant in particular.
+    # The rates of the config are scaled to a model and a run, but not tuned for a variant.
     untuned = []
     for name, runs in groups.items():
         if runs[0].settings["name"] not in comparison.losses:
             untuned.append(name)
     if untuned and firsts[0].task == "text":
         names = "any variant" if len(untuned) == len(groups) else ", ".join(untuned)
-        text += f"Learning rates were not searched for {names} (--tune). "
+        text += f"No learning rate was tuned for {names} (--tune does). "
     return text
 
 
 def enough_tokens(runs: list[Run]) -> str:
-    """The overrides with which runs of these models would see MIN_TOKENS a parameter."""
-    text = f"tokens_per_parameter={MIN_TOKENS} max_minutes=null"
-    minutes = []
-    for run in runs:
-        tokens = MIN_TOKENS * run.model.num_parameters()
-        minutes.append(tokens / run.tokens_per_second / 60)
-    if all(map(math.isfinite, minutes)):
-        text += f", which takes {duration(60 * max(minutes))} a run at the speed of these"
+    """The overrides with which all these models would see MIN_TOKENS a parameter."""
+    tokens = MIN_TOKENS * max(run.model.num_parameters() for run in runs)
+    steps = math.ceil(tokens / runs[0].settings["batch_tokens"])
+    text = f"enough: steps={steps} max_minutes=null"
+    seconds = tokens / min(run.tokens_per_second for run in runs)
+    if math.isfinite(seconds):
+        text += f", {duration(seconds)} a run at the speed of these"
     return text
 
 
