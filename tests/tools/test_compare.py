@@ -189,12 +189,17 @@ def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
     assert rows["late"][2] in ("as good", "cannot tell") and rows["cut"][2] == "worse", rows
 
 
-def test_minutes_are_the_baselines(command, words, quick):
-    timed = [word for word in words if not word.startswith(("steps", "max_minutes"))]
-    asked = ("attention=gqa,mha", *timed, "max_minutes=0.01", "--dir", "out")
+@pytest.mark.parametrize(
+    "end", ["max_minutes=0.01", "max_minutes=null tokens_per_parameter=0.02 model.depth=1,2"]
+)
+def test_the_baseline_decides_how_long_all_train(command, words, quick, end):
+    timed = [word for word in words if not word.startswith(("steps", "max_minutes", "model.depth"))]
+    asked = ("attention=gqa,mha", *timed, *end.split(), "--match", "none", "--dir", "out")
     command(COMPARE, *asked).succeeded()
-    one, other = Run.read(Path("out/gqa-0")), Run.read(Path("out/mha-0"))
-    assert one.last["tokens"] == other.last["tokens"] and other.settings["max_minutes"] is None
+    runs = [Run.read(path.parent) for path in Path("out").glob("*/metrics.jsonl")]
+    assert len(runs) == (4 if "depth" in end else 2)
+    assert len({run.last["tokens"] for run in runs}) == 1
+    assert [run.settings["steps"] for run in runs].count(None) == 1  # the baseline
 
 
 def test_a_signal_saves_and_ends(command, words, quick, tmp_path):
