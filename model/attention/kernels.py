@@ -146,6 +146,20 @@ def flex_attention_kernel(
 
     It takes no dropout.
     """
+    # A gradient through `lse`, which a sink needs, is wrong in torch 2.11 on an H200 unless the length
+    # is a multiple of the block: queries and keys are padded to one (docs/gpu.md). Padding comes last,
+    # so that no token sees it, and what it sees itself is cut off below.
+    length = q.shape[2]
+    padding = 0
+    if options.sink is not None:
+        assert k.shape[2] == length, (q.shape, k.shape)
+        padding = -length % BLOCK_SIZE
+    if padding > 0:
+        q, k, v = [F.pad(x, (0, 0, 0, padding)) for x in (q, k, v)]
+    if padding > 0 and mask is not None:
+        mask = F.pad(mask, (0, padding), value=False)
+        mask = F.pad(mask, (0, 0, 0, padding), value=True)
+
     mask_batch = None
     mask_heads = None
     if mask is not None:
@@ -160,6 +174,9 @@ def flex_attention_kernel(
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = apply_softcap(score, options.softcap)
         if options.bias is not None:
+            if padding > 0:  # for which there are no biases
+                i = i.clamp(max=length - 1)
+                j = j.clamp(max=length - 1)
             score = score + options.bias(b, h, i, j)
         return score
 
@@ -181,7 +198,9 @@ def flex_attention_kernel(
     if options.sink is None:
         return y
     # The sink adds an exponential to the sum: y * sum / (sum + exp(sink)).
-    fraction = (aux.lse - fp32(options.sink)[:, None]).sigmoid()  # (B, H, T)
+    y = y[:, :, :length]
+    lse = aux.lse[:, :, :length]
+    fraction = (lse - fp32(options.sink)[:, None]).sigmoid()  # (B, H, T)
     return y * fraction[..., None].type_as(y)
 
 
