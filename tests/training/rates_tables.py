@@ -175,7 +175,7 @@ HEADERS = {
 }
 
 
-def main() -> None:
+def main(figure: Path = FOLDER / "width.svg") -> None:
     runs = read_runs()
     for optimizer in ("muon", "adamw"):
         plain = select(runs, way=TODAY, optimizer=optimizer, attention="gqa")
@@ -202,7 +202,7 @@ def main() -> None:
             f"| width {case.dim} | {best / 0.02:g} | {losses[best]:.4f} | "
             f"{at_one - losses[best]:.4f} |"
         )
-    draw_widths(runs).savefig(FOLDER / "width.svg")
+    draw_widths(runs).savefig(figure)
 
 
 if __name__ == "__main__":

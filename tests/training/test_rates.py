@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from run.instantiate import instantiate
-from tests.conftest import TINY, VARIANTS, settings_of, tree_of
+from tests.conftest import ROOT, TINY, VARIANTS, settings_of, tree_of
+from tests.training import rates_tables
 from train import report, take_step
 from training.rates import ROLES, Reference, split_parameters
 from training.setup import check_buildable
@@ -227,3 +228,11 @@ def test_pretrained_weights_have_the_rate_as_it_is(command, story, tmp_path):
     assert {line[key] for key in ROLES.values()} == {line["lr"]}
     default = command("train.py", *words, "init_from=first", "run_dir=third")
     assert "warning: the default optimizer.lr=0.035 is for training from scratch" in default.err
+
+
+def test_the_tables_of_the_page_are_those_of_the_runs(capsys, tmp_path):
+    rates_tables.main(tmp_path / "width.svg")
+    tables = [text for text in capsys.readouterr().out.split("\n\n") if "|---|" in text]
+    page = (ROOT / "docs" / "rates.md").read_text()
+    assert len(tables) == 3 and all(table.strip() in page for table in tables)
+    assert (tmp_path / "width.svg").exists()
