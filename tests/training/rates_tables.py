@@ -117,6 +117,17 @@ def print_axis(name: str, cases: dict[Case, dict[float, float]], key: str) -> No
         print(f"| {name} {value:,} | {' | '.join(cells)} |")
 
 
+def print_attentions(cases: dict[Case, dict[float, float]]) -> None:
+    """Print the losses of other attentions at half, once and twice the rates of the law."""
+    for case, by_rate in sorted(cases.items()):
+        losses = {round(rate / law(case), 1): loss for rate, loss in by_rate.items()}
+        curve = fit_curve(by_rate, law(case))
+        if case.attention != "gqa" and {0.5, 1.0, 2.0} <= losses.keys():
+            cells = [f"{losses[factor]:.4f}" for factor in (0.5, 1.0, 2.0)]
+            best = "at an edge" if curve is None else f"{curve.best:.2f}"
+            print(f"| {case.attention} | {case.dim} | {' | '.join(cells)} | {best} |")
+
+
 def print_error(cases: dict[Case, dict[float, float]]) -> None:
     """Print how far the best rates are from the law: RMS of ln(best / law), over all cases."""
     errors = []
@@ -169,6 +180,9 @@ HEADERS = {
     "adamw": """
 | AdamW | best factor | loss at factor 1, above the lowest | lowest loss | seeds |
 |---|---|---|---|---|""",
+    "attentions": """
+| attention | dim | half the rates | the law's | twice the rates | best factor |
+|---|---|---|---|---|---|""",
     BEFORE: """
 | one rate for all sizes | best of the factors tried | its loss | loss at factor 1, above it |
 |---|---|---|---|""",
@@ -194,6 +208,8 @@ def main(figure: Path = FOLDER / "width.svg") -> None:
         print_axis("100 steps of 65,536 tokens, dim", select(wide, batch_tokens=65536), "dim")
         print_error(plain)
 
+    print(HEADERS["attentions"])
+    print_attentions(select(runs, way=TODAY, optimizer="muon"))
     print(HEADERS[BEFORE])
     for case, losses in sorted(select(runs, way=BEFORE).items()):
         at_one = losses[0.02]

@@ -234,5 +234,5 @@ def test_the_tables_of_the_page_are_those_of_the_runs(capsys, tmp_path):
     rates_tables.main(tmp_path / "width.svg")
     tables = [text for text in capsys.readouterr().out.split("\n\n") if "|---|" in text]
     page = (ROOT / "docs" / "rates.md").read_text()
-    assert len(tables) == 3 and all(table.strip() in page for table in tables)
+    assert len(tables) == 4 and all(table.strip() in page for table in tables)
     assert (tmp_path / "width.svg").exists()
