@@ -20,7 +20,7 @@ def set_learning_rates(optimizers: list[Optimizer], factor: float) -> None:
 def learning_rates(optimizers: list[Optimizer]) -> dict[str, float]:
     """Return the current rate of each role, by its name in metrics.jsonl.
 
-    If parameters of one role have several rates, it is that of the first. An optimizer whose groups
+    If parameters of one role have several rates, the first is returned. An optimizer whose groups
     have no role has one rate, `lr`.
     """
     rates = {}

@@ -10,7 +10,7 @@ MAX_WARMUP = 0.2  # of all steps
 
 
 def limit_warmup(warmup: int, steps: float) -> int:
-    """The steps of the warm-up in a run of so many steps."""
+    """Return the length of the warm-up in a run of `steps` steps."""
     if steps == inf:
         return warmup
     return min(warmup, int(MAX_WARMUP * steps))

@@ -69,14 +69,14 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=is_fp16)
 
     def run_factor(self, steps: float) -> float:
-        """Return the factor of all peak rates in a run of so many steps."""
+        """Return the factor of all peak rates in a run of `steps` steps."""
         if self.reference is None:
             return 1.0
         settings = self.settings
         return self.reference.run_factor(settings.model["dim"], settings.batch_tokens, steps)
 
     def describe_rates(self, steps: float | None) -> str:
-        """Return lines about the peak rates of a run of so many steps; None: not known yet."""
+        """Return lines about the peak rates of a run of `steps` steps; None if not known yet."""
         settings = self.settings
         return rates.describe(
             self.optimizers, self.reference, settings.model["dim"], settings.batch_tokens, steps

@@ -148,7 +148,7 @@ def flex_attention_kernel(
     """
     # A gradient through `lse`, which a sink needs, is wrong in torch 2.11 on an H200 unless the length
     # is a multiple of the block: queries and keys are padded to one (docs/gpu.md). Padding comes last,
-    # so that no token sees it, and what it sees itself is cut off below.
+    # so no token attends to it; its own outputs are cut off below.
     length = q.shape[2]
     padding = 0
     if options.sink is not None:
