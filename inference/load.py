@@ -7,9 +7,9 @@ import torch
 from data.tokenizer import Tokenizer, tokenizer_file
 from inference import quantize
 from model.transformer import Transformer
-from run import checkpoint, compilation, hardware
+from run import checkpoint, compilation, hardware, threads
 from run.instantiate import ROOT
-from run.progress import waiting
+from run.progress import say, waiting
 
 
 def load(
@@ -34,6 +34,8 @@ def load(
     with waiting("loading the model"):
         model = checkpoint.load_model(source, device, weight_dtype, context)
     if device.type == "cpu":
+        if reason := threads.choose_threads():
+            say(reason)
         quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     if device.type == "cuda":
         # On H100 and newer, torch prefers cuDNN's attention (check_prefer_cudnn_attention in

@@ -8,7 +8,7 @@ It takes no arguments. Each finding is a line with a fix.
 import torch
 from torch.utils import collect_env
 
-from run import compilation, hardware
+from run import compilation, hardware, threads
 from run.cli import Parser
 
 
@@ -46,6 +46,18 @@ def slow(device: torch.device) -> list[str]:
     missing = compilation.missing_for_compilation(device)
     if missing is not None:
         findings.append(f"steps are not compiled without {missing}. fix: install it")
+    num_cores = len(threads.cores())
+    quota = threads.cpu_quota()
+    if quota is not None and quota < num_cores:
+        findings.append(
+            f"a quota allows {quota:.1f} of {num_cores} cores. fix: a larger one "
+            "(docker run --cpus=N, resources.limits.cpu)"
+        )
+    load = threads.lasting_load()
+    if load >= threads.FEW_CORES:
+        findings.append(
+            f"other programs use {load:.1f} of {num_cores} cores. fix: wait for them or end them"
+        )
     driver = nvidia_driver()
     if driver is not None and device.type != "cuda":
         findings.append(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from run import compilation, hardware
+from run import compilation, hardware, threads
 from tools import doctor
 
 GB = 10**9
@@ -35,6 +35,8 @@ def diagnose(command, monkeypatch):
     monkeypatch.setattr(compilation, "missing_for_compilation", lambda device: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(threads, "lasting_load", lambda: 0.0)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
     return lambda: command("tools/doctor.py")
 
 
@@ -70,6 +72,16 @@ def test_a_missing_compiler_slows_training(diagnose, monkeypatch):
     result = diagnose()
     (line,) = [line for line in result.out.splitlines() if line.startswith("slow: ")]
     assert result.code == 0 and "without a C++ compiler" in line and "fix: " in line
+
+
+def test_other_work_and_a_quota_slow_training(diagnose, monkeypatch):
+    monkeypatch.setattr(threads, "cores", lambda: [0, 1])
+    monkeypatch.setattr(threads, "lasting_load", lambda: 1.24)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: 1.5)
+    findings = [line for line in diagnose().out.splitlines() if line.startswith("slow: ")]
+    quota, load = findings
+    assert "quota allows 1.5 of 2 cores. fix: " in quota
+    assert "other programs use 1.2 of 2 cores. fix: " in load
 
 
 def test_a_gpu_and_what_it_would_train_with(diagnose, gpu):

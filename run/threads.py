@@ -1,0 +1,172 @@
+"""How many threads a process computes with on a CPU, and how long they wait for each other awake.
+
+Threads that share a product wait at its end for the slowest. They spin while they wait, because
+falling asleep takes longer than most waits. Beside other work this wastes the cores: the thread
+that all wait for has lost its core, often to a thread that spins. So they spin for a short time
+only, and a process that begins beside other work, or under a quota, takes fewer threads.
+"""
+
+import os
+import time
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+# Rounds of GNU's libgomp, whose default of 300,000 takes milliseconds; and milliseconds of Intel's
+# and LLVM's libraries, whose default is 200.
+SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
+FEW_CORES = 0.5  # that others use: less is not worth a thread
+BURST_SECONDS = 2.0  # a load that ends earlier does not count
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")  # of /proc/stat
+IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle, and waiting for a disk
+GUEST_FIELDS = slice(8, None)  # which the user's time includes
+
+
+class CpuTime(NamedTuple):
+    """A moment, and the seconds that the cores of this process were busy until then."""
+
+    now: float
+    busy: float  # with anything
+    own: float  # with this process and the children that it has waited for
+
+
+def bound_spinning() -> None:
+    """Let threads sleep after a short wait, unless the user has said how they wait.
+
+    It must be called before torch is imported, since the libraries read these variables once.
+    """
+    if "OMP_WAIT_POLICY" in os.environ:
+        return
+    for key, value in SPIN.items():
+        os.environ.setdefault(key, value)
+
+
+def cores() -> list[int]:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count()))
+
+
+def cpu_time() -> CpuTime:
+    """The time that the cores of this process were busy until now; 0 if the system hides it."""
+    own = sum(os.times()[:4])
+    busy = 0.0
+    statistics = Path("/proc/stat")
+    if statistics.exists():
+        names = {f"cpu{core}" for core in cores()}
+        for line in statistics.read_text().splitlines():
+            name, *fields = line.split()
+            if name in names:
+                ticks = [int(field) for field in fields]
+                del ticks[GUEST_FIELDS]
+                busy += sum(ticks) - sum(ticks[field] for field in IDLE_FIELDS)
+    return CpuTime(time.monotonic(), busy / TICKS_PER_SECOND, own)
+
+
+STARTED = cpu_time()
+
+
+def other_load(start: CpuTime) -> float:
+    """The number of cores, on average since `start`, that other processes used."""
+    end = cpu_time()
+    if end.busy == 0:
+        return 0.0
+    used = (end.busy - start.busy) - (end.own - start.own)
+    return max(0.0, used / max(1e-3, end.now - start.now))
+
+
+def cpu_quota() -> float | None:
+    """The number of cores' time that a container may use; None without a quota.
+
+    The smallest quota counts of this process's control group and of those that contain it, in
+    versions 1 and 2: docs.kernel.org/admin-guide/cgroup-v2.html, cpu.max.
+    """
+    memberships = Path("/proc/self/cgroup")
+    quotas = []
+    if memberships.exists():
+        for line in memberships.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "":
+                quotas += group_quotas(Path("/sys/fs/cgroup"), group)
+            elif "cpu" in controllers.split(","):
+                quotas += group_quotas(Path("/sys/fs/cgroup/cpu"), group)
+    return min(quotas, default=None)
+
+
+def group_quotas(root: Path, group: str) -> list[float]:
+    """The quotas, in cores, of a control group and of the groups around it, up to `root`."""
+    quotas = []
+    folder = root / group.lstrip("/")
+    for parent in (folder, *folder.parents):
+        if not parent.is_relative_to(root):
+            break
+        version2 = parent / "cpu.max"
+        version1 = parent / "cpu.cfs_quota_us"
+        if version2.exists():
+            quota, period = version2.read_text().split()
+        elif version1.exists():
+            quota = version1.read_text()
+            period = (parent / "cpu.cfs_period_us").read_text()
+        else:
+            continue
+        if quota != "max" and int(quota) > 0:
+            quotas.append(int(quota) / int(period))
+    return quotas
+
+
+@cache
+def lasting_load() -> float:
+    """The number of cores that other processes use, as the start of this process shows it.
+
+    A load that is seen then is measured once more, for BURST_SECONDS: it may be over.
+    """
+    load = other_load(STARTED)
+    if load >= FEW_CORES:
+        start = cpu_time()
+        time.sleep(BURST_SECONDS)
+        load = min(load, other_load(start))
+    return load
+
+
+def free_threads(threads: int) -> tuple[int, str]:
+    """How many of `threads` are worth using, and the reason, which is empty for all of them.
+
+    Beside other work a thread gets half of each core at least.
+    """
+    num_cores = len(cores())
+    quota = cpu_quota()
+    if quota is not None and quota < threads:
+        threads = max(1, int(quota))
+        return threads, f"a quota of {quota:.1f} cores"
+    load = lasting_load()
+    if load >= FEW_CORES:
+        free = round(max(num_cores - load, num_cores / 2))
+        if free < threads:
+            return max(1, free), f"other programs use {load:.1f} of {num_cores} cores"
+    return threads, ""
+
+
+def choose_threads(kept: int | None = None) -> str:
+    """Set the number of torch's threads, once. Return a line that says why it is not the default.
+
+    A run that is resumed has `kept` the number of its first process, which determines how sums are
+    rounded. OMP_NUM_THREADS, which torchrun sets too, decides before anything else.
+    """
+    import torch  # after `bound_spinning`
+
+    if "OMP_NUM_THREADS" in os.environ:
+        return ""
+    available = torch.get_num_threads()
+    if kept is None:
+        threads, reason = free_threads(available)
+    else:
+        threads = min(kept, len(cores()))
+        reason = "the run began so"
+    if threads == available:
+        return ""
+    torch.set_num_threads(threads)
+    return (
+        f"{reason}: computing with {threads} of {available} threads "
+        f"(OMP_NUM_THREADS={available} takes all)"
+    )

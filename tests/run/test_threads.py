@@ -1,0 +1,150 @@
+"""How many threads are chosen beside other work and under a quota."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from run import threads
+from tests.conftest import ROOT
+
+CHOICE = """
+from run import threads
+import torch
+torch.set_num_threads({available})
+print(threads.choose_threads({kept}) or "all")
+print(torch.get_num_threads(), *map(threads.os.environ.get, threads.SPIN))
+"""
+
+
+def choose(available: int = 2, kept: int | None = None, prepare: str = "", **environment: str):
+    """The line about threads, their number and the settings of spinning, of a new process."""
+    code = CHOICE.format(available=available, kept=kept)
+    unset = {"OMP_NUM_THREADS", *threads.SPIN}
+    inherited = {key: os.environ[key] for key in os.environ if key not in unset}
+    result = subprocess.run(
+        [sys.executable, "-c", f"from run import threads\n{prepare}\n{code}"],
+        cwd=ROOT,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    line, settings = result.stdout.splitlines()
+    number, *spinning = settings.split()
+    return line, int(number), spinning
+
+
+def loaded(cores: int, load: float) -> str:
+    return f"threads.cores = lambda: range({cores}); threads.other_load = lambda start: {load}"
+
+
+@pytest.mark.parametrize(
+    "cores, available, load, expected",
+    [
+        (2, 2, 0.4, 2),
+        (2, 2, 1.0, 1),
+        (2, 2, 2.0, 1),
+        (16, 16, 1.2, 15),
+        (16, 16, 15.9, 8),
+        (16, 8, 7.0, 8),  # torch takes one thread of a core that has two
+        (1, 1, 1.0, 1),
+    ],
+)
+def test_a_load_leaves_fewer_threads_and_half_of_them_at_least(cores, available, load, expected):
+    no_wait = "threads.BURST_SECONDS = 0; threads.cpu_quota = lambda: None"
+    line, number, _ = choose(available, prepare=f"{loaded(cores, load)}; {no_wait}")
+    assert number == expected
+    assert line == "all" or f"use {load:.1f} of {cores} cores" in line
+    assert (line == "all") == (expected == available)
+
+
+def test_a_burst_at_the_start_is_no_load():
+    loads = "loads = [2.0, 0.1]; threads.other_load = lambda start: loads.pop(0)"
+    quiet = "threads.BURST_SECONDS = 0; threads.cpu_quota = lambda: None"
+    assert choose(2, prepare=f"{loads}; {quiet}")[:2] == ("all", 2)
+
+
+def test_the_user_decides_first():
+    busy = loaded(2, 2.0)
+    assert choose(2, prepare=busy, OMP_NUM_THREADS="2")[:2] == ("all", 2)
+    assert choose(prepare=busy, OMP_NUM_THREADS="2", GOMP_SPINCOUNT="7")[2][0] == "7"
+    patient = choose(prepare=busy, OMP_NUM_THREADS="2", OMP_WAIT_POLICY="active")[2]
+    assert patient == ["None", "None"]
+    bounded = choose(prepare=busy, OMP_NUM_THREADS="2")[2]
+    assert bounded == [*threads.SPIN.values()]
+
+
+def test_a_resumed_run_keeps_its_threads():
+    busy = f"{loaded(4, 4.0)}; threads.BURST_SECONDS = 0; threads.cpu_quota = lambda: None"
+    assert choose(4, kept=4, prepare=busy)[:2] == ("all", 4)
+    line, number, _ = choose(4, kept=1, prepare=busy)
+    assert number == 1 and line.startswith("the run began so")
+    assert choose(4, kept=64, prepare=busy)[1] == 4
+
+
+def test_the_load_is_that_of_other_processes():
+    """A busy loop of another process counts, and one of this process does not."""
+    if threads.cpu_time().busy == 0:
+        pytest.skip("needs /proc/stat")
+    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        start = threads.cpu_time()
+        while threads.cpu_time().now < start.now + 1:
+            pass
+        load = threads.other_load(start)
+        end = threads.cpu_time()
+    finally:
+        loop.kill()
+        loop.wait()
+    # Other tests may run on the same cores, so each loop has a part of a core.
+    own = end.own - start.own
+    assert own > 0.1
+    assert 0.1 < load < end.busy - start.busy - 0.8 * own
+
+
+GROUPS = {
+    # Version 2: the smallest of a group and those around it; "max" is no quota.
+    "0::/pod/container\n": {
+        "cpu.max": "max 100000",
+        "pod/cpu.max": "150000 100000",
+        "pod/container/cpu.max": "400000 100000",
+    },
+    # Version 1: -1 is no quota.
+    "4:memory:/x\n3:cpu,cpuacct:/pod\n": {
+        "cpu/cpu.cfs_quota_us": "-1",
+        "cpu/cpu.cfs_period_us": "100000",
+        "cpu/pod/cpu.cfs_quota_us": "75000",
+        "cpu/pod/cpu.cfs_period_us": "50000",
+    },
+    # A group that is not visible inside of a container, whose own is the root.
+    "0::/../elsewhere\n": {"cpu.max": "150000 100000"},
+}
+
+
+@pytest.mark.parametrize("membership", GROUPS)
+def test_quotas_of_control_groups(membership, tmp_path, monkeypatch):
+    for name, content in GROUPS[membership].items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (tmp_path / "membership").write_text(membership)
+
+    def inside(path: str) -> Path:
+        if path == "/proc/self/cgroup":
+            return tmp_path / "membership"
+        return Path(path.replace("/sys/fs/cgroup", str(tmp_path)))
+
+    monkeypatch.setattr(threads, "Path", inside)
+    assert threads.cpu_quota() == 1.5
+    monkeypatch.setattr(threads, "cores", lambda: range(4))
+    assert threads.free_threads(4) == (1, "a quota of 1.5 cores")
+
+
+def test_without_a_system_that_tells_there_is_no_load(monkeypatch, tmp_path):
+    monkeypatch.setattr(threads, "Path", lambda path: tmp_path / "missing")
+    assert threads.other_load(threads.cpu_time()) == 0
+    assert threads.cpu_quota() is None
+    assert threads.free_threads(torch.get_num_threads())[1] == ""
