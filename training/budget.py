@@ -1,6 +1,8 @@
 """How many optimizer steps a run takes: by the config, and as many as fit into max_minutes."""
 
 import math
+from collections import deque
+from collections.abc import Callable
 
 from data.corpus import Corpus
 from data.loader import Loader
@@ -13,7 +15,9 @@ from training.evaluation import count_eval_tokens
 from training.steps import Progress
 
 UNTIMED_STEPS = 3  # steps that compile and fill caches, and are not timed
-TIMED_FRACTION = 0.1  # of the limit, during which steps are timed
+TIMED_FRACTION = 0.1  # of the limit: the speed is that of the steps in such a time
+TOLERANCE = 0.05  # of the number of steps: a smaller change does not fit it again
+CHECKS = 100  # how often a fitted number is checked, over the run
 RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot
 SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
 EVALUATION_COST = 0.5  # time to evaluate a token, relative to training on it: 0.4 to 0.6 on CPUs
@@ -43,70 +47,127 @@ def count_epoch_steps(loader: Loader, epochs: int) -> float:
 
 
 class TimeBudget:
-    """Fits the number of steps to `max_minutes`: times the first steps, then fits once.
+    """Fits the number of steps to `max_minutes`, at first after a tenth of that time.
 
-    Until then there is an estimate, which learning rates follow.
+    Until then there is an estimate, which learning rates follow. Later the number is fitted again
+    where the speed has changed so much that the schedule depends on it: a schedule with a constant
+    phase, such as WSD, begins its decay when the time asks for it. `schedule` maps a step and the
+    number of steps to a multiple of the peak rate; `bound` is the number of steps without a limit.
     """
 
-    def __init__(self, settings: Settings, corpus: Corpus, ranks: DistEnv, clock: Clock):
+    def __init__(
+        self,
+        settings: Settings,
+        corpus: Corpus,
+        ranks: DistEnv,
+        clock: Clock,
+        *,
+        schedule: Callable[[int, float], float],
+        bound: float,
+    ):
         self.settings = settings
         self.corpus = corpus
         self.ranks = ranks
         self.clock = clock
+        self.schedule = schedule
+        self.bound = bound
         self.has_limit = settings.max_minutes is not None
         self.limit = 60 * settings.max_minutes if self.has_limit else math.inf  # seconds
         self.is_fitted = False
-        self.timed_steps = -UNTIMED_STEPS
-        self.timed_from = 0.0
+        self.is_resumed = False
+        self.first_step: int | None = None  # after which steps are timed
+        # (step, seconds of training) at the checks of the last tenth of the limit.
+        self.times: deque[tuple[int, float]] = deque()
 
     @property
     def is_open(self) -> bool:
-        """Whether the number of steps is still to be fitted."""
+        """Whether the number of steps has not been fitted yet."""
         return self.has_limit and not self.is_fitted
 
     def mark_fitted(self) -> None:
-        """Keep the number of steps that an earlier process has fitted."""
+        """Keep the number of steps that an earlier process has fitted, whatever the speed is."""
         self.is_fitted = True
+        self.is_resumed = True
 
     def fit(self, progress: Progress) -> bool:
-        """After each step: estimate how many steps fit into `max_minutes`, and at last fit them.
+        """After each step: estimate how many steps fit into `max_minutes`, and fit them.
 
-        Returns True after the step at which the number of steps is fitted.
+        Returns True after the step at which the number of steps is fitted for the first time.
         """
-        if not self.is_open:
+        if not self.has_limit or self.is_resumed or progress.is_finished:
             return False
-        steps_left, is_final = self.ranks.on_rank0(self.count_steps)
+        if self.is_fitted and progress.step % self.check_interval(progress) != 0:
+            return False
+        steps_left, is_final = self.ranks.on_rank0(self.count_steps, progress.step)
         if steps_left is None:
             return False
         # Every evaluation takes the time of some steps.
         eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.step + steps_left)
         eval_steps = EVALUATION_COST * eval_tokens / self.settings.batch_tokens
         steps_left = (steps_left - eval_steps) / (1 + eval_steps / self.settings.eval_every)
-        fitted_steps = progress.step + max(1, int(steps_left))
-        progress.expected_steps = min(progress.total_steps, fitted_steps)
+        room = progress.step + max(1, int(steps_left))
+        steps = min(self.bound, room)
+
+        # A number that is fitted changes only if the schedule depends on it.
+        if self.is_fitted:
+            if self.is_outdated(progress, steps):
+                progress.total_steps = steps
+                say(
+                    f"the speed has changed: max_minutes={self.settings.max_minutes:g} now has "
+                    f"room for {room} steps: the run ends at step {steps}"
+                )
+            return False
+
+        progress.expected_steps = steps
         if is_final:
-            progress.total_steps = progress.expected_steps
+            progress.total_steps = steps
             self.is_fitted = True
             say(
-                f"max_minutes={self.settings.max_minutes:g} has room for {fitted_steps} steps: "
-                f"the run ends at step {progress.total_steps}"
+                f"max_minutes={self.settings.max_minutes:g} has room for {room} steps: "
+                f"the run ends at step {steps}"
             )
         return is_final
 
-    def count_steps(self) -> tuple[float | None, bool]:
-        """Called after each step: return (steps left, is_final); (None, False) until one is timed.
+    def check_interval(self, progress: Progress) -> int:
+        """Steps between two checks of a number of steps that is fitted."""
+        return max(1, progress.total_steps // CHECKS)
+
+    def is_outdated(self, progress: Progress, steps: int) -> bool:
+        """Whether the run should end at `steps`, and not where it was fitted to end.
+
+        It should if the difference is not small, and makes a difference to the rates before the
+        next check. A rate never rises again.
+        """
+        difference = abs(steps - progress.total_steps)
+        next_check = progress.step + self.check_interval(progress)
+        fitted = self.schedule(next_check, progress.total_steps)
+        refitted = self.schedule(next_check, steps)
+        last = self.schedule(progress.step - 1, progress.total_steps)
+        is_large = difference > TOLERANCE * progress.total_steps
+        return is_large and refitted != fitted and refitted <= last
+
+    def count_steps(self, step: int) -> tuple[float | None, bool]:
+        """Called after `step`: return (steps left, is_final); (None, False) until one is timed.
 
         Steps are timed for a tenth of the limit, or until half of the limit has passed.
         """
-        self.timed_steps += 1
-        if self.timed_steps <= 0:
-            self.timed_from = self.clock.training()
+        if self.first_step is None:
+            self.first_step = step - 1 + UNTIMED_STEPS
+        if step < self.first_step:
             return None, False
-        timed_seconds = max(1e-6, self.clock.training() - self.timed_from)
-        is_final = (
-            timed_seconds >= TIMED_FRACTION * self.limit or self.clock.total() >= 0.5 * self.limit
-        )
-        return self.seconds_left() * self.timed_steps / timed_seconds, is_final
+
+        # Keep the time of one earlier step that is a tenth of the limit ago, or the first.
+        now = self.clock.training()
+        self.times.append((step, now))
+        duration = TIMED_FRACTION * self.limit
+        while len(self.times) > 2 and now - self.times[1][1] >= duration:
+            self.times.popleft()
+        timed_from, start = self.times[0]
+        if step == timed_from:
+            return None, False
+        seconds = max(1e-6, now - start)
+        is_final = seconds >= duration or self.clock.total() >= 0.5 * self.limit
+        return self.seconds_left() * (step - timed_from) / seconds, is_final
 
     def seconds_left(self) -> float:
         """Seconds that are left for steps, and for what goes on between them."""

@@ -32,6 +32,7 @@ class SavedMachine(BaseModel):
 
     compiled: bool
     micro_batch: PositiveInt
+    threads: PositiveInt
 
 
 class SavedState(BaseModel):
@@ -40,7 +41,8 @@ class SavedState(BaseModel):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     step: NonNegativeInt
-    steps: int | float  # at which the run ends, or an estimate until they are fitted
+    steps: int | float  # at which the run ends; infinite until fitted to max_minutes
+    expected_steps: int | float  # which the learning rates are for
     is_fitted: bool  # whether `steps` is fitted to max_minutes
     seconds: float  # since the run began, without the time between its processes
     optimizer: dict[str, dict[str, Any]]  # by parameter
@@ -134,7 +136,8 @@ class Checkpointer:
         """Collect the state of all parts. All ranks call this together."""
         return SavedState(
             step=progress.step,
-            steps=progress.expected_steps,
+            steps=progress.total_steps,
+            expected_steps=progress.expected_steps,
             is_fitted=self.budget.has_limit and self.budget.is_fitted,
             seconds=self.clock.total(),
             optimizer=optimizer_state(self.trainer.model, self.trainer.optimizers),
@@ -178,11 +181,10 @@ class Checkpointer:
         gives_steps = settings.steps is not None or settings.tokens_per_parameter is not None
         if state.is_fitted and has_same_bound:
             progress.total_steps = state.steps
-            progress.expected_steps = state.steps
+        if has_same_bound and (state.is_fitted or self.budget.is_open):
+            progress.expected_steps = state.expected_steps
         if state.is_fitted and (has_same_bound or gives_steps):
             self.budget.mark_fitted()
-        if self.budget.is_open and has_same_bound:
-            progress.expected_steps = state.steps  # as estimated so far
         say(f"resuming step {progress.step}\n{changes}".rstrip())
 
     def read_state(self, path: Path) -> SavedState:

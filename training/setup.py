@@ -13,7 +13,7 @@ from data.corpus import Corpus
 from data.loader import Loader
 from data.prepare import prepare
 from data.tokenizer import tokenizer_file
-from run import checkpoint, compilation, errors, hardware
+from run import checkpoint, compilation, errors, hardware, threads
 from run.distributed import DistEnv
 from run.instantiate import instantiate
 from run.progress import say
@@ -196,10 +196,15 @@ def build_run(
     """
     newest = ranks.on_rank0(checkpoint.prepare_run, run_dir, settings.resume)
     saved = None if newest is None else read_saved_run(newest)
+    # A resumed run computes with as many threads as before, and so the same bits.
+    if ranks.device.type == "cpu":
+        reason = threads.choose_threads(kept=None if saved is None else saved.machine.threads)
+        if reason:
+            say(reason)
     bound = planned_steps(settings, loader)
     progress = Progress(total_steps=bound, expected_steps=bound)
 
-    # A resumed run is compiled if it was before: it computes the same bits.
+    # It is compiled if it was before.
     is_long = compilation.is_long_run(progress.total_steps, settings.max_minutes)
     is_compiled = compilation.pick_compile(settings.compile, ranks.device, is_long)
     if saved is not None and settings.compile == "auto":
@@ -230,7 +235,9 @@ def build_run(
         ranks=ranks,
         clock=clock,
     )
-    budget = TimeBudget(settings, corpus, ranks, clock)
+    budget = TimeBudget(
+        settings, corpus, ranks, clock, schedule=trainer.schedule, bound=progress.total_steps
+    )
     log = Logger(run_dir, settings, clock, is_enabled=ranks.is_main)
     evaluator = Evaluator(
         settings,

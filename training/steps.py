@@ -13,7 +13,7 @@ class Progress:
 
     step: int = 0  # that are done
     total_steps: float = math.inf  # at which the run ends; infinite until fitted to max_minutes
-    expected_steps: float = math.inf  # the same, or an estimate of it until it is fitted
+    expected_steps: float = math.inf  # as first fitted, or estimated: for the learning rates
     first_step: int = 0  # where this process began
     saved_step: int = 0  # of the newest checkpoint
 

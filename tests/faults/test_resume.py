@@ -151,10 +151,10 @@ def test_a_run_that_diverged_goes_on_from_its_last_save(job, optimizer, monkeypa
 
 def test_fitted_steps_stay_though_both_bounds_are_given(job, monkeypatch):
     monkeypatch.setattr(budget, "EVALUATION_COST", 0.0)
-    monkeypatch.setattr(TimeBudget, "count_steps", lambda self: (3, True))
+    monkeypatch.setattr(TimeBudget, "count_steps", lambda self, step: (3, True))
     job.fresh()
     assert forked(job.with_words("steps=100", "max_minutes=1"), one_step_only) == 75
-    monkeypatch.setattr(TimeBudget, "count_steps", lambda self: (6, True))
+    monkeypatch.setattr(TimeBudget, "count_steps", lambda self, step: (6, True))
     assert forked(job.with_words("steps=100", "max_minutes=1")) == 0
     assert job.checkpoints[-1].name == "step-00000004"
 

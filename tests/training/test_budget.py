@@ -1,0 +1,58 @@
+"""The number of steps that max_minutes has room for, on machines whose speed changes."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+
+def simulate(run, monkeypatch, minutes: float, slowness) -> tuple[float, list[float], list[int]]:
+    """Run without training: a step takes 0.05 s times slowness(share of the limit that is gone).
+
+    Returns the share of the limit at the end, the schedule of each step, and the fitted numbers.
+    """
+    clock = [run.clock.started]
+    monkeypatch.setattr("training.clock.monotonic", lambda: clock[0])
+    schedule = run.trainer.schedule
+    progress = run.progress
+    factors = []
+    totals = []
+    while not progress.is_finished:
+        factors.append(schedule(progress.step, progress.total_steps))
+        share = (clock[0] - run.clock.started) / (60 * minutes)
+        clock[0] += 0.05 * slowness(share)
+        progress.step += 1
+        run.budget.fit(progress)
+        if run.budget.is_fitted and progress.total_steps not in totals:
+            totals.append(progress.total_steps)
+    return (clock[0] - run.clock.started) / (60 * minutes), factors, totals
+
+
+@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
+@pytest.mark.parametrize("when", [0.2, 0.35, 0.5, 0.7, 0.9])
+def test_minutes_hold_on_a_machine_that_slows_by_half(run_of, monkeypatch, when, schedule):
+    words = (f"schedule={schedule}", "max_minutes=10", "steps=null", "max_epochs=null")
+    run = run_of(*words, "eval_tokens=512")
+    end, factors, totals = simulate(run, monkeypatch, 10, lambda share: 1 + (share > when))
+    assert 0.9 < end < 1.1
+    # The rate falls as it does in a run that is planned for so many steps: to the floor, never up.
+    peak = factors.index(max(factors))
+    assert all(a >= b for a, b in pairwise(factors[peak:]))
+    assert factors[-1] < 0.11
+    # Near the end, the slower steps that are left take less than a tenth of the time.
+    assert (len(totals) > 1) == (when < 0.9) and totals == sorted(totals, reverse=True)
+
+
+def test_wsd_decays_later_on_a_machine_that_gets_faster(run_of, monkeypatch):
+    run = run_of("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
+    end, factors, totals = simulate(run, monkeypatch, 10, lambda share: 1 if share > 0.2 else 2)
+    assert 0.9 < end < 1 and len(totals) == 2
+    # The decay takes 0.6 of all steps, as in a run that was as fast from its beginning.
+    assert abs(sum(f == 1 for f in factors) / len(factors) - 0.4) < 0.03
+
+
+def test_a_fitted_number_stays_at_a_speed_that_varies_little(run_of, monkeypatch):
+    run = run_of("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
+    generator = random.Random(0)
+    end, _, totals = simulate(run, monkeypatch, 10, lambda share: generator.uniform(0.8, 1.2))
+    assert 0.9 < end < 1 and len(totals) == 1
