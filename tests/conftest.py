@@ -32,7 +32,7 @@ from inference.batch import Sequence
 from inference.engine import Engine
 from inference.sampling import sample
 from model.build import build_model
-from run import checkpoint
+from run import checkpoint, progress
 from run.distributed import DistEnv
 from run.instantiate import instantiate
 from run.progress import duration
@@ -77,6 +77,8 @@ close = torch.testing.assert_close
 greedy = partial(sample, temperature=0)
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# On a slow machine a wait would be announced, among the lines that a test expects.
+progress.PATIENCE = LONG
 # A shell ignores SIGINT for what it starts in the background; the tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

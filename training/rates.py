@@ -10,7 +10,8 @@ Width. The step of a matrix should change its outputs as much at every width. Ad
 element by about its rate, and the changes of a row add up: so the rate of a matrix falls as
 1 / fan_in, and so does that of the head (muP: Yang, 2203.03466). Muon's step has a spectral norm equal
 to its rate, and needs no factor (Bernstein, 2409.20325). An embedding is looked up and a vector
-multiplies features one by one: they need no factor either.
+multiplies features one by one: they need no factor either. A tied embedding has the geometric mean of
+the rates of embedding and head at the reference's width, and falls with the width as a head.
 
 Depth. No factor: output projections start at zero, and the best rate is the same at 2 to 16 layers.
 
@@ -122,6 +123,9 @@ def adam_groups(
             formula = f"{lr:g}"  # of the rate, for describe()
             if reference is not None and role != "matrices":
                 multiple = getattr(reference, role)
+                is_tied = role == "head" and not parameters["embedding"]
+                if is_tied:
+                    multiple = math.sqrt(reference.embedding * reference.head)
                 rate *= multiple
                 formula += f" x {multiple:g}"
             if reference is not None and role in ("matrices", "head"):

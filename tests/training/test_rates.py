@@ -162,6 +162,29 @@ def test_reports_and_summaries_have_the_rates(run_of, capsys):
     assert "once that is estimated" in run.trainer.describe_rates(None)
 
 
+def test_a_tied_embedding_has_a_rate_between_those_of_embedding_and_head(run_of):
+    take = {}
+    for tied in ("false", "true"):
+        run = run_of(f"model.tied={tied}", "schedule.warmup=0")
+        take_step(run)
+        take[tied] = run.meter.learning_rates
+    # dim is 64, and 128 that of the reference, where the rate is the geometric mean of both.
+    head = take["false"]["head_lr"] / 2
+    assert take["true"]["head_lr"] / 2 == pytest.approx(
+        (take["false"]["embedding_lr"] * head) ** 0.5
+    )
+    assert "embedding_lr" not in take["true"]
+
+
+def test_a_step_has_the_rates_of_the_expected_length(run_of):
+    run = run_of("schedule.warmup=0", "steps=1000")
+    run.progress.expected_steps = 50
+    take_step(run)
+    factor = reference_of("muon").run_factor(64, 512, 50)
+    assert factor != 1
+    assert run.meter.learning_rates["lr"] == pytest.approx(0.035 * factor)
+
+
 def test_rates_are_literal_without_a_reference(run_of):
     run = run_of("optimizer.reference=null", "optimizer.lr=0.5", "schedule.warmup=0", "steps=6")
     take_step(run)
