@@ -31,7 +31,7 @@ def main(overrides: list[str]) -> None:
         with errors.user_input():
             settings = compose(overrides)
             settings, pretrained, device = setup.set_up_run(settings, overrides)
-            settings, corpus, loader = setup.load_corpus(settings)
+            settings, corpus, loader = setup.load_corpus(settings, pretrained)
             ranks = distributed.init_distributed(device)
         hardware.prepare_for_training(device)
 

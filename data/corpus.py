@@ -49,6 +49,10 @@ class Corpus:
         num_tokens = sum(len(shard) for shard in self.train)
         return f"{num_tokens:,} tokens of text"
 
+    def with_context(self, context: int) -> "Corpus":
+        """Return what is evaluated with `context` tokens; the rows of a task have that length."""
+        return self
+
     def loader(self, context: int, batch_size: int, seed: int) -> Loader:
         """Return the training batches. Raises ValueError if the text is too short for one."""
         return Loader(self.train, context, batch_size, seed)

@@ -46,7 +46,8 @@ class Source:
 
     def identity(self) -> str:
         """Return a text that is equal if and only if the documents are equal."""
-        return json.dumps(vars(self))
+        # Where the tokenizer is stored does not change the documents.
+        return json.dumps(vars(self) | {"tokenizer": None})
 
     def documents(self) -> Iterator[tuple[str, bool]]:
         """Yield each document with whether it is held out, in an order that never changes."""
@@ -69,13 +70,14 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
         return corpus
 
     # The cache key is the content and the tokenizer, or the vocabulary size of one to be trained.
+    identity = source.identity()
+    folder = cache_dir / folder_name(source, identity, source.vocab_size)
     tokenizer = None
-    vocabulary = source.vocab_size
     if source.tokenizer:
         tokenizer = Tokenizer.load(source.tokenizer)
-        vocabulary = tokenizer.sha256
-    key = text_hash(json.dumps([VERSION, source.identity(), vocabulary]))
-    folder = cache_dir / f"{type(source).__name__.lower()}-{key[:16]}"
+        # A run's own tokenizer may be the one that was trained on this text: its corpus is there.
+        if not has_tokenizer(folder, tokenizer):
+            folder = cache_dir / folder_name(source, identity, tokenizer.sha256)
     if not folder.exists():
         cache_dir.mkdir(parents=True, exist_ok=True)
         # The system releases the lock if the process is killed, which a soft lock, the mere
@@ -95,6 +97,21 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
     validation = np.memmap(folder / VALIDATION_SHARD, dtype, "r")
     tokens_hash = text_hash(files[TRAIN_SHARD] + files[VALIDATION_SHARD])
     return Corpus(train=[train], validation=validation, tokenizer=tokenizer, sha256=tokens_hash)
+
+
+def folder_name(source: Source, identity: str, vocabulary: int | str) -> str:
+    """Name the cache folder of a text with a tokenizer: its SHA-256, or the size of a new one."""
+    key = text_hash(json.dumps([VERSION, identity, vocabulary]))
+    return f"{type(source).__name__.lower()}-{key[:16]}"
+
+
+def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
+    """Whether there is a corpus in `folder` with the same files of a tokenizer."""
+    for name, content in tokenizer.files.items():
+        file = folder / name
+        if not file.exists() or file.read_bytes() != content:
+            return False
+    return True
 
 
 def build_corpus(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:

@@ -9,7 +9,7 @@ import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import fmean
 from typing import NamedTuple
@@ -274,6 +274,9 @@ class TaskCorpus(Corpus):
     @property
     def description(self) -> str:
         return f"{self.task.name} of {self.task.sizes}"
+
+    def with_context(self, context: int) -> "TaskCorpus":
+        return replace(self.task, context=context).corpus()
 
     def loader(self, context: int, batch_size: int, seed: int) -> TaskLoader:
         return TaskLoader(self.task, batch_size, seed)

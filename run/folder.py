@@ -36,8 +36,8 @@ def open_run_dir(settings: Settings, ranks: DistEnv, text_sha256: str = "") -> I
     """Make and lock the folder of a run on rank 0, and yield it on all ranks.
 
     It is `run_dir`, or else the next free runs/name. With resume=true and no `run_dir`, it is the
-    newest runs/name whose run can be resumed with these settings on the text of this SHA-256; if
-    there is none, the newest, which resuming will then refuse.
+    newest runs/name whose run began with the same `init_from` and can be resumed with these settings
+    on the text of this SHA-256; if there is none, the newest.
 
     Ends with exit code 2 if the folder is in use, has other files, has a run and resume=false, or
     does not exist and resume=true. Ends with exit code 74 if it cannot be made.
@@ -100,19 +100,42 @@ def report_folder_errors() -> Iterator[None]:
 
 
 def find_run_to_resume(settings: Settings, text_sha256: str) -> Path | None:
-    """The newest runs/name that can be resumed; if there is none, the newest; None without any."""
-    pattern = re.compile(rf"{re.escape(settings.name)}(-\d+)?")
+    """The newest runs/name that is the same run; if there is none, the newest; None without any."""
     now = settings.model_dump() | {"text": text_sha256}
+    runs = runs_of(settings.name)
+    same_runs = [run for run in runs if is_same_run(run, now)]
+    if same_runs:
+        return same_runs[-1]
+    return runs[-1] if runs else None
 
-    def preference(run: Path) -> tuple[bool, int, str]:
-        # Of two numbers in names, the one with more digits is greater.
-        return is_same_run(run, now), len(run.name), run.name
 
+def find_begun_run(settings: Settings) -> Path | None:
+    """The run that resume=true continues with its own model; None if there is none yet.
+
+    It is `run_dir`, or the newest runs/name that began with the same `init_from`.
+    """
+    if not settings.resume:
+        return None
+    if settings.run_dir is not None:
+        run = Path(settings.run_dir).expanduser()
+        return run if has_checkpoint(run) else None
+    begun = None
+    for run in runs_of(settings.name):
+        with suppress(IntegrityError):
+            if newest_config(run).get("init_from") == settings.init_from:
+                begun = run
+    return begun
+
+
+def runs_of(name: str) -> list[Path]:
+    """List runs/name, runs/name-2 and so on that have a checkpoint, the newest last."""
+    pattern = re.compile(rf"{re.escape(name)}(-\d+)?")
     runs = []
     for run in RUNS.glob("*"):
         if pattern.fullmatch(run.name) and has_checkpoint(run):
             runs.append(run)
-    return max(runs, key=preference, default=None)
+    # Of two numbers in names, the one with more digits is greater.
+    return sorted(runs, key=lambda run: (len(run.name), run.name))
 
 
 def check_run_dir(run: Path, resume: bool) -> None:
@@ -128,12 +151,17 @@ def check_run_dir(run: Path, resume: bool) -> None:
 
 
 def is_same_run(run: Path, now: dict) -> bool:
-    """Whether the newest checkpoint of a run can be resumed with the config `now`."""
-    newest = max(run.glob("checkpoints/step-*"))
+    """Whether a run began as the config `now` says, and can be resumed with it."""
     with suppress(IntegrityError):
-        _, refused = changes_since(load_config(newest), now)
-        return not refused
+        then = newest_config(run)
+        _, refused = changes_since(then, now)
+        return not refused and then.get("init_from") == now["init_from"]
     return False
+
+
+def newest_config(run: Path) -> dict:
+    """The config in the newest checkpoint of a run. Raises IntegrityError if it is damaged."""
+    return load_config(max(run.glob("checkpoints/step-*")))
 
 
 def changes_since(then: dict, now: dict) -> tuple[list[str], list[str]]:

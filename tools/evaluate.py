@@ -26,7 +26,7 @@ from run.cli import Parser, add_model_options, bounded_number
 from run.progress import say, waiting
 from tools.lengths import evaluate_corpus, measure_lengths, open_run
 from tools.scoring import total_nats, windows
-from training.setup import open_corpus
+from training.setup import open_run_corpus
 
 
 def main(args: argparse.Namespace) -> None:
@@ -66,8 +66,8 @@ def evaluate_model(args: argparse.Namespace) -> dict:
     model, tokenizer, name = load(args.run, args.device, args.dtype, args.context)
     result = {"name": name, "context": model.context}
     if args.slices:
-        _, settings = open_run(args.run)
-        return result | evaluate_corpus(model, open_corpus(settings["data"]), settings)
+        newest, settings = open_run(args.run)
+        return result | evaluate_corpus(model, open_run_corpus(newest, settings), settings)
     documents = read_documents(find_files(args.text, TEXT_SUFFIXES), "text", args.separator)
     return result | evaluate_text(model, tokenizer, documents, args.batch_size)
 

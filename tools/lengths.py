@@ -14,7 +14,7 @@ from run.signals import Signals
 from tools.scoring import Row, total_nats
 from training.evaluation import evaluate
 from training.loss import LanguageModelLoss
-from training.setup import open_corpus
+from training.setup import open_run_corpus
 
 MULTIPLES = (1, 2, 4)  # of the training context
 LONGEST = MULTIPLES[-1]
@@ -25,10 +25,10 @@ BATCH_TOKENS = 4096  # inputs computed together
 def measure_lengths(run_dir: Path | None) -> dict[str, float]:
     """The `last_loss` of a run's newest checkpoint at MULTIPLES of its training context.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is no run, or if its text has changed.
     """
     newest, settings = open_run(run_dir)
-    corpus = open_corpus(settings["data"])
+    corpus = open_run_corpus(newest, settings)
     losses = {}
     for multiple in MULTIPLES:
         model, _, _ = load(newest, context=multiple * settings["context"])
@@ -68,7 +68,7 @@ def open_run(path: Path | None) -> tuple[Path, dict]:
     """
     newest = checkpoint.find_model(path)
     settings = checkpoint.load_config(newest)
-    if "data" not in settings:
+    if not {"data", "text"} <= settings.keys():
         raise ValueError(f"not a run, so no data is held out ({newest}). fix: --text FILE")
     return newest, settings
 
@@ -80,6 +80,7 @@ def document_start(corpus: Corpus, settings: dict) -> int | None:
 
 def evaluate_corpus(model: Transformer, corpus: Corpus, settings: dict) -> dict:
     """The metrics of all held-out data in windows of the model's context, as training has them."""
+    corpus = corpus.with_context(model.context)
     num_tokens = corpus.validation_tokens(model.context)
     batch_size = max(1, BATCH_TOKENS // model.context)
     with waiting(f"evaluating on {num_tokens:,} held-out tokens"):

@@ -13,7 +13,7 @@ from data.corpus import Corpus
 from data.loader import Loader
 from data.prepare import prepare
 from data.tokenizer import tokenizer_file
-from run import checkpoint, compilation, errors, hardware, threads
+from run import checkpoint, compilation, errors, folder, hardware, threads
 from run.distributed import DistEnv
 from run.instantiate import instantiate
 from run.progress import say
@@ -38,8 +38,8 @@ def set_up_run(
 ) -> tuple[Settings, Path | None, torch.device]:
     """Check a config on this machine -> settings, the checkpoint to start from, and the device.
 
-    The settings have model and tokenizer of `init_from`, if there is one. Raises ValueError for
-    what cannot be trained here.
+    The settings have the model of `init_from`, if there is one. Raises ValueError for what cannot
+    be trained here.
     """
     settings, pretrained = adopt_pretrained(settings, overrides)
     device = hardware.pick_device(settings.device)
@@ -74,10 +74,11 @@ def check_buildable(settings: Settings) -> Settings:
 
 
 def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings, Path | None]:
-    """Return settings with model and tokenizer of `init_from`, and the checkpoint to load.
+    """Return settings with the model of `init_from`, and the checkpoint to load it from.
 
-    Context and name are those of `init_from` too, unless they are overridden. Raises ValueError for
-    overrides of the model.
+    The checkpoint has the tokenizer, too. A run that is resumed has its own model and tokenizer,
+    and no longer needs `init_from`. Context and name are those of `init_from`, unless they are
+    overridden. Raises ValueError for overrides of the model.
     """
     source = settings.init_from
     if source is None:
@@ -90,22 +91,20 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
             f"another attention: python -m tools.convert {source} attention=NAME --out Y, then "
             "init_from=Y"
         )
-    pretrained = checkpoint.find_model(source)
+
+    # The run is named after its data and the pretrained model.
+    if "name" not in keys:
+        data = settings.name.partition("-")[0]
+        name = re.sub(r"[^\w.-]", "-", f"{data}-{Path(source).resolve().name}")
+        settings = settings.model_copy(update={"name": name})
+    pretrained = checkpoint.find_model(folder.find_begun_run(settings) or source)
     model = checkpoint.load_model_config(pretrained)
 
     # The model keeps its shape, but may be trained on shorter or longer sequences.
     context = settings.context if "context" in keys else model["context"]
-    # The run is named after its data and the pretrained model.
-    name = settings.name
-    if "name" not in keys:
-        data = name.partition("-")[0]
-        name = re.sub(r"[^\w.-]", "-", f"{data}-{Path(source).resolve().name}")
-    changes = {
-        "name": name,
-        "context": context,
-        "model": model | {"context": context},
-        "data": settings.data | {"tokenizer": str(tokenizer_file(pretrained))},
-    }
+    changes = {"context": context, "model": model | {"context": context}}
+    if "context" in settings.data:  # of a task, whose rows are as long
+        changes["data"] = settings.data | {"context": context}
     # The scaling of learning rates holds for random initial weights only.
     if "reference" in settings.optimizer and not any("reference" in key for key in keys):
         changes["optimizer"] = settings.optimizer | {"reference": None}
@@ -117,21 +116,53 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
     return settings.model_copy(update=changes), pretrained
 
 
-def open_corpus(data: dict) -> Corpus:
-    """What a run is trained on and judged by. Raises ValueError for text that is not there."""
+def open_corpus(data: dict, pretrained: Path | None = None) -> Corpus:
+    """Open the text that a run is trained on and judged by.
+
+    The tokenizer is the one of the checkpoint `pretrained`, if that is given, and otherwise the one
+    of the settings `data`. Raises ValueError for text that is not there.
+    """
+    # A task has no tokenizer: its ids are made by the task itself.
+    if pretrained is not None and "tokenizer" in data:
+        data = data | {"tokenizer": str(tokenizer_file(pretrained))}
     return prepare(instantiate(data, "data"), Path(".cache"))
 
 
-def load_corpus(settings: Settings) -> tuple[Settings, Corpus, Loader]:
+def open_run_corpus(path: Path, config: dict) -> Corpus:
+    """Open the text of a run again: the checkpoint `path` has this config and the tokenizer.
+
+    Raises ValueError if the text has changed since the run was trained on it.
+    """
+    corpus = open_corpus(config["data"], path)
+    if corpus.sha256 != config["text"]:
+        raise ValueError(
+            f"the text has changed since the run was trained on it ({path}: SHA-256 then "
+            f"{config['text'][:8]}, now {corpus.sha256[:8]}). fix: restore the text as it was; or "
+            "python -m tools.evaluate --text FILE, which scores any text"
+        )
+    return corpus
+
+
+def load_corpus(
+    settings: Settings, pretrained: Path | None = None
+) -> tuple[Settings, Corpus, Loader]:
     """Prepare the text -> settings, the text, and its batches.
 
-    In the settings, a new model has the vocabulary of the tokenizer, and `distill` is the
-    checkpoint of the teacher: a run that is resumed tells if it is another one.
+    The tokenizer is the one of the checkpoint `pretrained`, if that is given. In the settings, a
+    new model has the vocabulary of the tokenizer, and `distill` is the checkpoint of the teacher: a
+    run that is resumed tells if it is another one.
     """
-    corpus = open_corpus(settings.data)
-    # A pretrained model may have more rows than its tokenizer has tokens.
+    corpus = open_corpus(settings.data, pretrained)
+    # A pretrained model may have more rows than its tokenizer has tokens, but not fewer.
+    vocab_size = corpus.tokenizer.vocab_size
+    if settings.init_from is not None and vocab_size > settings.model["vocab_size"]:
+        raise ValueError(
+            f"the model has fewer token ids than the data (init_from={settings.init_from}: "
+            f"{settings.model['vocab_size']}, data.vocab_size={vocab_size}). "
+            f"fix: data.vocab_size={settings.model['vocab_size']}"
+        )
     if settings.init_from is None:
-        model = settings.model | {"vocab_size": corpus.tokenizer.vocab_size}
+        model = settings.model | {"vocab_size": vocab_size}
         settings = settings.model_copy(update={"model": model})
     teacher = find_teacher(settings, corpus)
     if teacher is not None:

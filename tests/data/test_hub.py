@@ -24,6 +24,7 @@ def repo(tmp_path, monkeypatch) -> Path:
 
 def hub(repo: Path, **knobs) -> Hub:
     given = {
+        "tokenizer": None,
         "config": None,
         "revision": "main",
         "train": "train",
@@ -33,7 +34,7 @@ def hub(repo: Path, **knobs) -> Hub:
         "tokens": None,
         "holdout": 20,
     }
-    return Hub(repo=str(repo), vocab_size=400, tokenizer=None, **given | knobs)
+    return Hub(repo=str(repo), vocab_size=400, **given | knobs)
 
 
 @pytest.mark.parametrize("tokens", [None, 4000])
@@ -42,6 +43,15 @@ def test_a_public_dataset_is_downloaded_or_streamed(repo, tmp_path, tokens):
     (train,) = corpus.train
     assert len(train) > 4000 and (tokens is None or len(train) < 4100)
     assert corpus.tokenizer.decode(train[:100].tolist()).startswith(STORIES[0])
+
+
+def test_a_tokenizer_that_was_trained_on_a_text_finds_its_corpus(repo, tmp_path, monkeypatch):
+    corpus = prepare(hub(repo), tmp_path / "cache")
+    path = tmp_path / "run.model"
+    path.write_bytes(corpus.tokenizer.files["tokenizer.model"])
+    monkeypatch.delattr(Hub, "documents")  # nothing is read again
+    again = prepare(hub(repo, tokenizer=str(path)), tmp_path / "cache")
+    assert again.sha256 == corpus.sha256
 
 
 def test_documents_are_those_of_the_splits_or_held_out_by_their_hash(repo):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from data.tokenizer import Tokenizer
 from run import checkpoint
 from run.checkpoint import load_model
-from tests.conftest import DATASETS, STORIES, saved, settings_of, stories, tree_of
+from tests.conftest import DATASETS, SHORT, STORIES, TINY, saved, settings_of, stories, tree_of
 from tests.conftest import drawn as drawn_model
 from tools.scoring import Row, total_nats
 from training.setup import open_corpus
@@ -28,7 +29,7 @@ def saved_run(folder: Path, settings: dict) -> torch.nn.Module:
     sizes = {"vocab_size": corpus.tokenizer.vocab_size, "context": settings["context"]}
     tree = tree_of("gqa") | {"attention": settings["model"]["attention"]} | sizes
     model = drawn_model(tree)
-    settings = settings | {"model": tree, "device": "cpu"}
+    settings = settings | {"model": tree, "device": "cpu", "text": corpus.sha256}
     checkpoint.save(folder, 1, model.state_dict(), settings, corpus.tokenizer.files, {})
     return model
 
@@ -118,6 +119,44 @@ def test_held_out_text_is_that_of_the_run(command, trained):
     kinds = [found["slices"][name] for name in ("new", "repeated")]
     nats = sum(each["loss"] * each["tokens"] for each in kinds)
     assert nats / (len(tokens) - 1) == pytest.approx(found["val_loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["--slices", "--lengths"])
+def test_a_text_that_has_changed_since_training_is_refused(command, story, kind):
+    text = ("context=8", "data=text", f"data.path={story}", "data.vocab_size=400")
+    saved_run(Path("runs/drawn"), settings_of(*text).model_dump())
+    command("tools/evaluate.py", "--run", "runs/drawn", kind).succeeded()
+    story.write_text(story.read_text() + "<|endoftext|>\nWords that no one has heard before.\n")
+    result = command("tools/evaluate.py", "--run", "runs/drawn", kind)
+    assert result.code == 2 and not result.out
+    assert "the text has changed since the run was trained on it" in result.err
+    assert "--text FILE" in result.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", ["", "data.tokenizer=given.model"])
+def test_a_text_is_read_with_the_tokenizer_of_the_checkpoint(
+    command, trained, tokenizer, monkeypatch, words
+):
+    if words:
+        Path("given.model").write_bytes(tokenizer.files["tokenizer.model"])
+        text = ("data=text", "data.path=story.txt", "data.vocab_size=400", words)
+        command("train.py", *TINY, *SHORT, *text, "run_dir=given").succeeded()
+        Path("given.model").unlink()
+        trained = Path("given")
+    before = evaluated(command, "--run", str(trained), "--slices")
+    # Another tokenizer would be trained, if one was.
+    monkeypatch.setattr(Tokenizer, "train", lambda *_: tokenizer)
+    shutil.rmtree(".cache")
+    assert evaluated(command, "--run", str(trained), "--slices") == before
+
+
+def test_a_task_is_evaluated_in_rows_of_the_context(command):
+    settings = settings_of("data=recall", "context=64", "data.pairs=[4]", "data.vocab_size=16")
+    saved_run(Path("runs/recall"), settings.model_dump())
+    words = ("--run", "runs/recall", "--slices", "--context")
+    slices = [set(evaluated(command, *words, context)["slices"]) for context in ("64", "128")]
+    # The answers stand after the pairs, at most a row away from them.
+    assert slices[1] - slices[0] == {"distance 65-128"}
 
 
 def test_held_out_rows_of_a_task_have_an_accuracy(command):

@@ -116,6 +116,47 @@ def test_a_run_can_begin_with_the_weights_of_another(command, trained):
     assert after["train_loss"] < before[0]["train_loss"] - 0.1
 
 
+@pytest.mark.parametrize("folder", ["run_dir=begun", "name=begun"])
+def test_a_run_outlives_the_one_that_it_began_with(command, trained, folder):
+    words = (*TINY[1:], *SHORT, *TEXT[:2], f"init_from={trained}", "optimizer.lr=0.001", folder)
+    command("train.py", *words).succeeded()
+    shutil.rmtree(trained)
+    begun = Path("begun" if folder == "run_dir=begun" else "runs/begun")
+    # It is evaluated, compared and resumed without the other one.
+    last = metrics(begun)[-1]["val_loss"]
+    result = command("tools/evaluate.py", "--run", str(begun), "--slices").succeeded()
+    assert json.loads(result.out)["val_loss"] == pytest.approx(last, rel=1e-3)
+    command("tools/compare/__main__.py", "--report", str(begun)).succeeded()
+    result = command("train.py", *words, "resume=true", "steps=6").succeeded()
+    assert "resuming step 4" in result.err and "data.tokenizer" not in result.err
+    assert [line["step"] for line in metrics(begun)][-1] == 6
+
+
+def test_runs_of_one_name_are_resumed_with_what_they_began_with(command, trained):
+    words = (*TINY[1:], *SHORT, *TEXT[:2], "optimizer.lr=0.001", "name=begun")
+    Path("copy").mkdir()
+    other = shutil.copytree(trained, Path("copy") / trained.name)
+    for source in (trained, other):
+        command("train.py", *words, f"init_from={source}").succeeded()
+    shutil.rmtree(trained)
+    result = command("train.py", *words, f"init_from={trained}", "resume=true", "steps=6")
+    assert result.succeeded().err.count("init_from") == 0
+    assert metrics("runs/begun")[-1]["step"] == 6 and metrics("runs/begun-2")[-1]["step"] == 4
+
+
+def test_a_task_is_trained_on_from_another_run_of_it(command):
+    words = (*TINY[1:], *SHORT, "data=recall", "data.pairs=[4]", "optimizer.lr=0.001")
+    command("train.py", *words, "model=tiny", "data.vocab_size=64", "run_dir=first").succeeded()
+    # Rows are as long as those of the model, if no context is given.
+    more = [word for word in words if not word.startswith("context=")]
+    more += ["init_from=first", "run_dir=second"]
+    command("train.py", *more, "data.vocab_size=64").succeeded()
+    config = checkpoint.load_config(checkpoint.find_model("second"))
+    assert config["context"] == config["model"]["context"] == config["data"]["context"] == 64
+    refused = command("train.py", *more, "data.vocab_size=65", "run_dir=third")
+    assert refused.code == 2 and "fix: data.vocab_size=64" in refused.err
+
+
 @pytest.mark.parametrize("place", ["Trainer.step", "build_parallel"])
 def test_running_out_of_memory_ends_in_a_line(command, story, monkeypatch, place):
     def full(*_, **__):
