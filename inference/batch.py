@@ -1,7 +1,7 @@
 """The rows of a batch: token sequences, and the state from which each samples its next token."""
 
 from collections.abc import Callable, Collection
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ class Sequence:
     """The tokens of a prompt and of its continuation.
 
     `tokens` starts with those of the prompt, and loses its older half when it outgrows the
-    context. `seed` determines what is drawn. `prompt` is the prompt's text, and `index` numbers the
-    sequences of a call from 0; both are for output. `finish_reason` is None while tokens are
-    generated, then "eos", "stop" or "length".
+    context; `seen` has every token of the whole prompt and continuation. `seed` determines what is
+    drawn. `prompt` is the prompt's text, and `index` numbers the sequences of a call from 0; both
+    are for output. `finish_reason` is None while tokens are generated, then "eos", "stop" or
+    "length".
     """
 
     tokens: list[int]
@@ -31,6 +32,10 @@ class Sequence:
     index: int = 0
     num_generated: int = 0
     finish_reason: str | None = None
+    seen: set[int] = field(init=False)
+
+    def __post_init__(self):
+        self.seen = set(self.tokens)
 
     @property
     def num_left(self) -> int:
@@ -39,6 +44,7 @@ class Sequence:
     def append(self, token: int) -> None:
         """Add a generated token, and finish at EOS or at the maximum length."""
         self.tokens.append(token)
+        self.seen.add(token)
         self.num_generated += 1
         if token in self.eos:
             self.finish("eos")
@@ -60,7 +66,7 @@ class SamplerState:
     tokens: Tensor  # (B, 1), the newest of each row: the input of the next decode step
     seeds: Tensor  # (B,)
     draw_indices: Tensor  # (B,), the index of the next draw
-    seen_tokens: Tensor  # (B, V), true for tokens in the prompt or drawn
+    seen_tokens: Tensor  # (B, V), true for tokens of the whole prompt, or drawn
 
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> "SamplerState":
@@ -86,10 +92,10 @@ class SamplerState:
 
     def start(self, row: int, sequence: Sequence) -> None:
         """Let a row draw the next token of a sequence."""
-        (tokens,) = hardware.to_device(self.tokens.device, torch.tensor(sequence.tokens))
+        (seen,) = hardware.to_device(self.tokens.device, torch.tensor(list(sequence.seen)))
         self.seeds[row].fill_(sequence.seed)
         self.draw_indices[row].fill_(sequence.num_generated)
-        self.seen_tokens[row].zero_().index_fill_(0, tokens, True)
+        self.seen_tokens[row].zero_().index_fill_(0, seen, True)
 
     def draw(self, sampler: Sampler, logits: Tensor) -> None:
         """Draw the next token of each row from logits (B, V)."""

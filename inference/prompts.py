@@ -26,19 +26,21 @@ def new_sequences(
         # first new token. A longer one loses its beginning, BOS included, and leaves room for one
         # new token.
         tokens = tokenizer.encode_prompt(prompt)
+        num_cut = 0
         if len(tokens) > context:
             lengths = f"{len(tokens)} tokens, the model's context is {context}"
             print(f"warning: a text of {lengths}: its end is used", file=sys.stderr)
-            tokens = tokens[1 - context :]
+            num_cut = len(tokens) - (context - 1)
         for sample in range(num_samples):
-            sequences.append(
-                Sequence(
-                    [*tokens],
-                    max_new_tokens,
-                    seed=(seed * 1_000_003 + sample) % 2**63,
-                    eos=tokenizer.eos_ids,
-                    prompt=prompt,
-                    index=len(sequences),
-                )
+            sequence = Sequence(
+                [*tokens],
+                max_new_tokens,
+                seed=(seed * 1_000_003 + sample) % 2**63,
+                eos=tokenizer.eos_ids,
+                prompt=prompt,
+                index=len(sequences),
             )
+            # Cut afterwards: a repetition penalty is on the whole prompt.
+            del sequence.tokens[:num_cut]
+            sequences.append(sequence)
     return sequences

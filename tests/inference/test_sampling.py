@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from inference.batch import Sequence
 from inference.engine import Engine
+from inference.prompts import new_sequences
 from inference.sampling import exponential_noise, sample
 from run.instantiate import instantiate
 from tests.conftest import compile_without_inductor, continued, redraw, tree_of
@@ -91,6 +92,56 @@ def test_a_penalty_makes_what_was_seen_less_likely_whatever_its_sign(logits):
     assert draws(
         torch.tensor([logits]), seen_tokens=seen, temperature=0, repetition_penalty=2.0
     ).tolist() == [1]
+
+
+@torch.no_grad()
+def penalized(model: torch.nn.Module, prompt: list[int], window: list[int], most: int) -> list[int]:
+    """Continue a prompt, of which the model reads a window, with the penalty of transformers."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    penalty = RepetitionPenaltyLogitsProcessor(PENALTY)
+    text = [*prompt]
+    window = [*window]
+    for _ in range(most):
+        if len(window) > model.context:
+            del window[: model.context // 2]
+        logits = model(torch.tensor([window]))[:, -1]
+        token = penalty(torch.tensor([text]), logits).argmax().item()
+        text.append(token)
+        window.append(token)
+    return text[len(prompt) :]
+
+
+PENALTY = 3.0
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 4])
+def test_a_penalty_is_on_the_whole_prompt_and_text_past_the_context(rows):
+    """Without a cache and with one, whose rows are filled again."""
+    model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).double()
+    draw = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(128, (n,), generator=draw).tolist() for n in (5, 60, 64)]
+    sampler = partial(sample, temperature=0, repetition_penalty=PENALTY)
+    expected = [penalized(model, prompt, prompt, 80) for prompt in prompts]
+    assert continued(model, prompts, 80, sampler, rows) == expected
+
+
+def test_a_penalty_is_on_the_part_of_a_prompt_that_is_cut_off(tokenizer, capfd):
+    tree = tree_of("gqa", "model.depth=1", f"model.vocab_size={tokenizer.vocab_size}")
+    model = redraw(instantiate(tree)).double()
+    prompt = "".join(map(chr, range(40, 250)))
+    tokens = tokenizer.encode_prompt(prompt)
+    sequences = new_sequences(tokenizer, [prompt], model.context, max_new_tokens=20, num_samples=3)
+    assert "its end is used" in capfd.readouterr().err
+    sampler = partial(sample, temperature=0, repetition_penalty=PENALTY)
+    cache = model.new_cache(2, model.context, torch.float64, "cpu")
+    for sequence in sequences:
+        sequence.eos = ()
+    drawn = {sequence: [] for sequence in sequences}
+    for sequence in Engine(model, sampler, cache).generate(sequences):
+        drawn[sequence].append(sequence.tokens[-1])
+    expected = penalized(model, tokens, tokens[1 - model.context :], 20)
+    assert [*drawn.values()] == [expected] * 3
 
 
 def test_a_seed_repeats_and_another_does_not():
