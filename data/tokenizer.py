@@ -135,7 +135,10 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a text to be continued, as at least one token."""
-        tokens = self.encode(text)
+        return self.as_prompt(self.encode(text))
+
+    def as_prompt(self, tokens: list[int]) -> list[int]:
+        """Put BOS in front of the tokens of a prompt, if the model expects it or there are none."""
         if self.starts_with_bos or not tokens:
             tokens = [self.bos, *tokens]
         return tokens
@@ -205,6 +208,9 @@ class IdTokenizer(Tokenizer):
             tokens.append(int(word))
         return tokens
 
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
     def decode(self, tokens: list[int]) -> str:
         return " ".join(str(token) for token in tokens if token != self.bos)
 
@@ -236,9 +242,13 @@ class JsonTokenizer(Tokenizer):
         self.starts_with_bos = self.processor.encode("").ids == [self.bos]
 
     def encode(self, text: str) -> list[int]:
-        """Encode without BOS and EOS. Text that looks like a special token is that token."""
+        (tokens,) = self.encode_batch([text])
+        return tokens
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encode a text to be continued. Text that looks like a special token is that token."""
         self.processor.encode_special_tokens = False
-        return self.processor.encode(text, add_special_tokens=False).ids
+        return self.as_prompt(self.processor.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Encode each text. Text that looks like a special token is ordinary text."""

@@ -75,21 +75,24 @@ def evaluate_model(args: argparse.Namespace) -> dict:
 def evaluate_text(
     model: Transformer, tokenizer: Tokenizer, documents: Iterable[str], batch_size: int
 ) -> dict:
-    """Scores the tokens of each document, after BOS and without EOS, in windows of the context."""
+    """Score the tokens of each document, after BOS and without EOS, in windows of the context.
+
+    BOS is what stands in front of a document in training: of a tokenizer without BOS, an EOS.
+    """
     # Tokenize and cut all documents before scoring, because rows are sorted by length.
     rows = []
     num_documents = 0
     num_bytes = 0
     with waiting("tokenizing the text"):
         for text in documents:
-            rows += windows(tokenizer.encode_prompt(text), model.context)
+            rows += windows([tokenizer.bos, *tokenizer.encode(text)], model.context)
             num_documents += 1
             num_bytes += len(text.encode())
     if not rows:
         raise ValueError("there is no text. fix: --text PATH of another")
 
     nats = total_nats(model, rows, batch_size)
-    num_tokens = sum(len(row.tokens) - 1 for row in rows)
+    num_tokens = sum(len(row.tokens) - row.first for row in rows)
     bits_per_byte = nats / math.log(2) / num_bytes
     if isinstance(tokenizer, IdTokenizer):  # the bytes of its tokens are unknown
         bits_per_byte = None

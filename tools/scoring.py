@@ -18,9 +18,18 @@ class Row(NamedTuple):
 
 
 def windows(tokens: list[int], context: int) -> list[Row]:
-    """Cut tokens into rows; every token but the first is scored once."""
-    starts = range(0, len(tokens) - 1, context)
-    return [Row(tokens[start : start + context + 1], first=1) for start in starts]
+    """Cut tokens into rows of up to `context` inputs; every token but the first is scored once.
+
+    A last row that would be shorter begins earlier, so that its first tokens have more in front of
+    them. This is the rolling log-likelihood of lm-evaluation-harness (get_rolling_token_windows in
+    its lm_eval/utils.py).
+    """
+    rows = []
+    for start in range(0, len(tokens) - 1, context):
+        last = min(start + context, len(tokens) - 1)  # the last token that is scored
+        begin = max(0, last - context)
+        rows.append(Row(tokens[begin : last + 1], first=start + 1 - begin))
+    return rows
 
 
 @torch.inference_mode()

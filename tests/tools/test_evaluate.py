@@ -14,7 +14,9 @@ from run import checkpoint
 from run.checkpoint import load_model
 from tests.conftest import DATASETS, SHORT, STORIES, TINY, saved, settings_of, stories, tree_of
 from tests.conftest import drawn as drawn_model
-from tools.scoring import Row, total_nats
+from tests.tools.families import write_tokenizer
+from tools.formats.special_tokens import import_tokenizer
+from tools.scoring import Row, total_nats, windows
 from training.setup import open_corpus
 
 
@@ -80,14 +82,50 @@ def nats_of(model: torch.nn.Module, tokens: list[int], first: int = 1, context: 
     return sum(nats_by_token(model, tokens, context)[first - 1 :])
 
 
-def test_bits_per_byte_are_those_of_a_plain_loop(command, drawn_run, drawn):
-    model, tokenizer = drawn
-    texts = ["Ann had a red ball.", "Привет! Bob said: " * 20, "x"]
+@torch.no_grad()
+def rolling_nats(model: torch.nn.Module, tokens: list[int], context: int = 0) -> float:
+    """Of all but the first: blocks of a context, each from a context up to the end of the block."""
+    context = context or model.context
+    total = 0.0
+    for index in range(1, len(tokens)):
+        block = (index - 1) // context
+        end = min((block + 1) * context, len(tokens) - 1)
+        seen = tokens[max(0, end - context) : index]
+        log_probability = model(torch.tensor([seen]))[0, -1].double().log_softmax(0)
+        total -= log_probability[tokens[index]].item()
+    return total
+
+
+def test_windows_are_those_of_a_rolling_log_likelihood():
+    """The example of lm-evaluation-harness: tests/test_utils.py, get_rolling_token_windows."""
+    prefix = -100
+    rows = windows([prefix, *range(34)], 10)
+    assert [(row.tokens[:-1], row.tokens[row.first :]) for row in rows] == [
+        ([prefix, *range(9)], [*range(10)]),
+        ([*range(9, 19)], [*range(10, 20)]),
+        ([*range(19, 29)], [*range(20, 30)]),
+        ([*range(23, 33)], [*range(30, 34)]),
+    ]
+    assert windows([prefix], 10) == [] and windows([prefix, 1], 10) == [Row([prefix, 1], 1)]
+    assert len(windows([prefix, *range(20)], 10)) == 2
+
+
+@pytest.mark.parametrize("family", ["SentencePiece", "Llama-3.2-1B", "SmolLM2-135M"])
+def test_bits_per_byte_are_those_of_a_plain_loop(command, story, tokenizer, family):
+    """With BOS in front of a prompt, and without."""
+    if family != "SentencePiece":
+        write_tokenizer(Path(), family, [story.read_text()])
+        tokenizer = import_tokenizer(Path())
+        assert tokenizer.starts_with_bos == (family == "Llama-3.2-1B")
+    model = saved(Path("runs/drawn"), tree_of("gqa"), tokenizer).double()
+    # What looks like a special token is text in a document.
+    texts = ["Ann had a red ball.", "Привет! Bob said: " * 20, "x", "a </s><|endoftext|> b"]
     Path("some.txt").write_text("\n<|endoftext|>\n".join(texts))
-    found = evaluated(command, "--run", str(drawn_run), "--text", "some.txt", "--batch-size", "2")
-    rows = [[tokenizer.bos, *tokenizer.encode(text)] for text in texts]
+    found = evaluated(command, "--run", "runs/drawn", "--text", "some.txt", "--batch-size", "2")
+    rows = [[tokenizer.bos, *tokens] for tokens in tokenizer.encode_batch(texts)]
+    assert all({tokenizer.bos, *tokenizer.eos_ids}.isdisjoint(row[1:]) for row in rows)
     assert max(map(len, rows)) > 2 * model.context
-    nats, count = sum(nats_of(model, row) for row in rows), sum(len(row) - 1 for row in rows)
+    nats, count = sum(rolling_nats(model, row) for row in rows), sum(len(row) - 1 for row in rows)
     assert (found["tokens"], found["bytes"]) == (count, len("".join(texts).encode()))
     assert found["nats_per_token"] == pytest.approx(nats / count, rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-5)
@@ -104,7 +142,7 @@ def test_another_context_has_the_loss_of_its_windows(command, tokenizer, variant
     found = evaluated(command, *words)
     tokens = [tokenizer.bos, *tokenizer.encode(text)]
     assert (found["context"], found["tokens"]) == (context, len(tokens) - 1)
-    expected = nats_of(model, tokens, context=context) / (len(tokens) - 1)
+    expected = rolling_nats(model, tokens, context) / (len(tokens) - 1)
     assert found["nats_per_token"] == pytest.approx(expected, rel=1e-5)
 
 
