@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from data.corpus import Corpus
 from data.tokenizer import Tokenizer, tokenizer_file
-from run.progress import waiting
+from run.progress import say, waiting
 from run.sealed import atomic_directory, remove_leftovers, verify
 
 # Part of the cache key: increase it if a change in data/ gives other tokens for the same text.
@@ -144,6 +144,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     dtype = dtype_of(tokenizer)
     train_tokens = 0
     held_out_bytes = 0
+    changes = []  # of held-out documents, which the tokenizer does not give back as they were
     with (
         (folder / TRAIN_SHARD).open("wb") as train,
         (folder / VALIDATION_SHARD).open("wb") as validation,
@@ -157,6 +158,9 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
                 held_out_bytes += len(text.encode())
                 if is_first or held_out_bytes <= MAX_VALIDATION_BYTES:
                     validation.write(raw)
+                    change = tokenizer.change(text, tokens)
+                    if change is not None:
+                        changes.append(change)
             else:
                 train.write(raw)
                 train_tokens += len(tokens)
@@ -166,6 +170,12 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         raise ValueError(
             f"no text to train on, or none held out ({train_tokens} tokens, {held_out_bytes} "
             "bytes). fix: more documents"
+        )
+    if changes:
+        say(
+            f"warning: the tokenizer changes {len(changes)} of the held-out documents "
+            f"({changes[0]}), and val_bpb counts the bytes that come back. fix: another "
+            "data.tokenizer, if each byte matters"
         )
 
 

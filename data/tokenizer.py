@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece as spm
 import tokenizers
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 # Training text is cut into pieces of up to 4000 characters, at line ends if there are any, because
 # SentencePiece's trainer gets slower with their length.
@@ -46,7 +47,15 @@ class Tokenizer:
         special = {"bos_token_id": self.processor.bos_id(), "eos_token_id": self.processor.eos_id()}
         special |= json.loads(files.get("generation_config.json", "{}"))
         self.set_special_ids(special)
-        # A SPACE in a text is encoded as its bytes, so that it decodes to itself.
+        # A SPACE in a text is encoded as its bytes, so that it decodes to itself. What follows it is
+        # no beginning of a text, and gets none of the blanks that some models put there.
+        self.processor_inside = self.processor
+        model = ModelProto.FromString(files[self.FILE])
+        if model.normalizer_spec.add_dummy_prefix:
+            model.normalizer_spec.add_dummy_prefix = False
+            self.processor_inside = spm.SentencePieceProcessor(
+                model_proto=model.SerializeToString()
+            )
         self.space_tokens = self.processor.piece_to_id(SPACE_BYTES)
         assert len(self.space_tokens) == len(SPACE_BYTES)
 
@@ -127,9 +136,9 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Encode without BOS and EOS; a text that looks like one of them is ordinary text."""
         # Encode the parts between SPACEs, and join them by the byte tokens of a SPACE.
-        first, *others = self.processor.encode(text.split(SPACE))
-        tokens = first
-        for part in others:
+        first, *others = text.split(SPACE)
+        tokens = self.processor.encode(first)
+        for part in self.processor_inside.encode(others):
             tokens += self.space_tokens + part
         return tokens
 
@@ -164,6 +173,19 @@ class Tokenizer:
     def decode(self, tokens: list[int]) -> str:
         """Decode. Bytes that are not UTF-8 become U+FFFD; BOS and EOS are left out."""
         return self.processor.decode(tokens)
+
+    def change(self, text: str, tokens: list[int]) -> str | None:
+        """Describe where a text differs from what its tokens decode to; None if it comes back."""
+        decoded = self.decode(tokens)
+        if decoded == text:
+            return None
+        start = 0
+        for expected, character in zip(text, decoded, strict=False):
+            if character != expected:
+                break
+            start += 1
+        near = slice(max(0, start - 5), start + 15)
+        return f"{text[near]!a} comes back as {decoded[near]!a}"
 
     def nbytes(self, tokens: np.ndarray) -> int | None:
         """Count the UTF-8 bytes of the documents in `tokens`; None if their text is unknown."""
@@ -238,6 +260,12 @@ class JsonTokenizer(Tokenizer):
         byte_tokens = {vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)}
         self.unstable_tokens = byte_tokens.union(self.processor.get_added_tokens_decoder())
         self.set_special_ids(json.loads(files["generation_config.json"]))
+        # BOS and EOS are special even if the file does not say so, as in transformers: no text of a
+        # document becomes one of them, and they decode to nothing.
+        for token, added in self.processor.get_added_tokens_decoder().items():
+            if token in (self.bos, *self.eos_ids) and not added.special:
+                added.special = True
+                self.processor.add_special_tokens([added])
         # The tokenizer's template may put BOS in front of a text.
         self.starts_with_bos = self.processor.encode("").ids == [self.bos]
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from model.build import build_model
 from run import errors
 from run.cli import Parser
+from run.progress import say
 from tools.export_hf import new_folder, save_checkpoint
 from tools.formats.hf_config import from_hf_config
-from tools.formats.special_tokens import import_tokenizer, malformed, read_json
+from tools.formats.special_tokens import describe_changes, import_tokenizer, malformed, read_json
 from tools.formats.weights import read_weights
 
 
@@ -47,6 +48,9 @@ def import_model(args: argparse.Namespace) -> None:
             )
         weights = read_weights(args.folder, build_model(tree, "meta"), architecture)
     save_checkpoint(args.out, weights, tree, tokenizer, args.folder)
+    changes = describe_changes(tokenizer)
+    if changes:
+        say(f"note: the tokenizer changes some texts, such as {', '.join(changes[:4])}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """No byte of a text is lost by a tokenizer, whoever trained it."""
 
+import itertools
 import random
 
 import numpy as np
@@ -44,6 +45,47 @@ def test_any_random_text_comes_back(tokenizer):
     for _ in range(300):
         text = "".join(chr(draw.randint(*draw.choice(ranges))) for _ in range(draw.randint(1, 40)))
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("prefix", [True, False])
+def test_any_text_comes_back_from_a_tokenizer_of_others(tmp_path, story, kind, prefix):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(story.read_text().split("\n")),
+        model_prefix=str(tmp_path / "a"),
+        model_type=kind,
+        vocab_size=320,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        minloglevel=2,
+        add_dummy_prefix=prefix,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+    )
+    others = Tokenizer.load(tmp_path / "a.model")
+    letters = itertools.chain(*(itertools.product("▁ aé", repeat=length) for length in range(6)))
+    for text in [*NASTY, *map("".join, letters)]:
+        assert others.decode(others.encode(text)) == text
+        assert others.encode_batch([text]) == [others.encode(text)]
+        if "▁" not in text:
+            assert others.encode(text) == others.processor.encode(text)
+
+
+def test_documents_that_do_not_come_back_are_told(tmp_path, story, capfd):
+    story.write_text(story.read_text().replace("ball", "\ufb01sh  "))
+    model = tmp_path / "nfkc"
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(story), model_prefix=str(model), vocab_size=50, minloglevel=2
+    )
+    held_out = [text for text, is_held_out in source(story).documents() if is_held_out]
+    capfd.readouterr()
+    prepare(source(story, tokenizer=f"{model}.model"), tmp_path / "cache")
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
+    assert f"the tokenizer changes {len(held_out)} of the held-out documents" in line
+    assert r"' red \ufb01sh  . Ann saw ' comes back as ' red fish . Ann saw '" in line
+    # Our own tokenizers change nothing.
+    prepare(source(story), tmp_path / "cache")
+    assert "warning" not in capfd.readouterr().err
 
 
 def test_newlines_and_indents_are_pieces_and_digits_are_alone(tokenizer):
@@ -109,6 +151,7 @@ def test_without_a_tokenizer_ids_are_their_own_text(tmp_path):
     assert ids.sha256 == IdTokenizer(50257, 50256).sha256
     assert ids.encode(" 464 3290\n") == [464, 3290]
     assert ids.decode([50256, 464, 3290, 50256]) == "464 3290"
+    assert ids.encode_documents(["464 3290", "1"]) == [[50256, 464, 3290], [50256, 1]]
     for text in ("464 dog", "50257", "-1", "1.5"):
         with pytest.raises(ValueError, match=text.split()[-1]):
             ids.encode(text)

@@ -54,6 +54,13 @@ KINDS = {
     "byte fallback": partial(byte_pairs, family="TinyLlama-1.1B"),
     "metaspace": partial(byte_pairs, family="Mistral-7B-v0.3"),
     "SentencePiece": partial(sentence_pieces, vocab_size=300, byte_fallback=True),
+    "SentencePiece, text as it is": partial(
+        sentence_pieces,
+        vocab_size=300,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+    ),
     "unigram": partial(sentence_pieces, vocab_size=70),
     "WordPiece": word_pieces,
 }

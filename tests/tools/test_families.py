@@ -18,6 +18,7 @@ from tests.tools.families import CONFIGS, make_folder
 from tests.tools.test_export import NASTY
 from tests.training.test_train_command import metrics
 from tools import import_hf
+from tools.formats.special_tokens import import_tokenizer
 
 LAYERS = dict.fromkeys(CONFIGS, 1) | {"SmolLM2-135M": 2, "SmolLM3-3B": 4}
 # Families whose template puts nothing in front of a text.
@@ -139,6 +140,42 @@ def test_documents_are_text_between_bos_and_eos(family, published, tmp_path, sto
     assert corpus.sha256 == again.sha256 and corpus.tokenizer.files == tokenizer.files
     held_out = corpus.validation
     assert held_out[0] == tokenizer.bos and tokenizer.nbytes(held_out) > 0
+
+
+def test_an_eos_that_the_file_does_not_mark_as_special_is_no_text_of_a_document(
+    published, tmp_path
+):
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(published("SmolLM2-135M")[0], tmp_path / "model")
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    for token in content["added_tokens"]:
+        token["special"] = False
+    file.write_text(json.dumps(content))
+    tokenizer = import_tokenizer(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    text = "a <|endoftext|> b"
+    assert tokenizer.encode(text) == theirs(text, split_special_tokens=True)["input_ids"]
+    assert tokenizer.encode_prompt(text) == theirs(text)["input_ids"]
+    assert tokenizer.eos in tokenizer.encode_prompt(text)
+    assert tokenizer.decode([tokenizer.eos, *tokenizer.encode(text)]) == text
+
+
+NOTES = {
+    "Qwen3-0.6B": ["'e\\u0301' comes back as '\\xe9'"],  # NFC
+    "Mistral-7B-v0.3": ["' a' comes back as 'a'", "'a\\u2581b' comes back as 'a b'"],
+    "SmolLM2-135M": [],
+}
+
+
+@pytest.mark.parametrize("family", NOTES)
+def test_the_import_tells_which_texts_do_not_come_back(family, published, command):
+    folder, _ = published(family)
+    result = command("tools/import_hf.py", str(folder), "--out", "new").succeeded()
+    notes = [line for line in result.err.splitlines() if line.startswith("note: ")]
+    expected = "note: the tokenizer changes some texts, such as " + ", ".join(NOTES[family])
+    assert notes == ([expected] if NOTES[family] else [])
 
 
 def spoiled(folder: Path, name: str, **entries: object) -> None:

@@ -16,6 +16,20 @@ CONFIGS = ("tokenizer_config.json", "config.json", "generation_config.json")
 REPLACEMENTS = re.compile(r'"content": "((?:\\.|[^"\\])+)"')
 MOST_GROWTH = 64
 UNUSUAL = "a \U0010ffff"  # which a tokenizer must encode, if only as unknown
+# Texts that some tokenizers change: blanks, line ends, letters of several forms, rare characters,
+# and the sign for a blank of SentencePiece.
+FRAGILE = (
+    "a b",
+    " a",
+    "a  b",
+    "a ",
+    "a\tb\n",
+    "A .",
+    "\ufb01 \u00bd",
+    "e\u0301",
+    "\u0436\U0001f408",
+    "a\u2581b",
+)
 
 
 @contextmanager
@@ -87,6 +101,16 @@ def import_tokenizer(folder: Path) -> Tokenizer:
         "add_bos_token": len(prefix) == 1,
     }
     return with_special_ids(type(tokenizer), files, special)
+
+
+def describe_changes(tokenizer: Tokenizer) -> list[str]:
+    """Describe the FRAGILE texts, and those with an added token, that do not come back."""
+    texts = [*FRAGILE]
+    if isinstance(tokenizer, JsonTokenizer):
+        for token in tokenizer.processor.get_added_tokens_decoder().values():
+            texts.append(f"a {token.content} b")
+    changes = [tokenizer.change(text, tokenizer.encode(text)) for text in texts]
+    return [change for change in changes if change is not None]
 
 
 def read_json(file: Path) -> dict:
