@@ -107,7 +107,7 @@ def compile_engine(engine: "Engine", *, is_required: bool) -> None:
     """Compile the decode step; if that fails, end the process or decode without."""
     from run import compilation
 
-    compilation.clean_cache()
+    compilation.prepare_to_compile()
     option = "--compile false"
     with waiting(f"compiling the decode step (to begin at once: {option})"):
         compilation.compile_and_run(engine.compile, is_required=is_required, option=option)

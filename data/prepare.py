@@ -15,6 +15,7 @@ from filelock import FileLock
 
 from data.corpus import Corpus
 from data.tokenizer import Tokenizer, tokenizer_file
+from run.cache_folder import writable_cache
 from run.progress import say, waiting
 from run.sealed import atomic_directory, remove_leftovers, verify
 
@@ -62,8 +63,9 @@ def text_hash(text: str) -> str:
 def prepare(source: Source, cache_dir: Path) -> Corpus:
     """Open the corpus of a source, after building it in `cache_dir` if it is not there.
 
-    If several processes call this at once, one builds and the others wait. Raises ValueError for
-    text that cannot be used, and IntegrityError for a corpus that was changed on disk.
+    It is built in another cache if `cache_dir` cannot be written. If several processes call this at
+    once, one builds and the others wait. Raises ValueError for text that cannot be used, and
+    IntegrityError for a corpus that was changed on disk.
     """
     corpus = source.corpus()
     if corpus is not None:
@@ -78,6 +80,9 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
         # A run's own tokenizer may be the one that was trained on this text: its corpus is there.
         if not has_tokenizer(folder, tokenizer):
             folder = cache_dir / folder_name(source, identity, tokenizer.sha256)
+    if not folder.exists():
+        cache_dir = writable_cache(cache_dir)
+        folder = cache_dir / folder.name
     if not folder.exists():
         cache_dir.mkdir(parents=True, exist_ok=True)
         # The system releases the lock if the process is killed, which a soft lock, the mere

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from model.cache import quantize
 from model.layers import Linear
 from model.transformer import Transformer
+from run.cache_folder import writable_cache
 from run.hardware import processor_features
 from run.progress import waiting
 from run.sealed import sync
@@ -35,7 +36,10 @@ FLAGS = [
 
 
 def load_matvec(folder: Path, compiler: str | None) -> bool:
-    """Load the kernel, from `folder` if it was compiled before; return whether it is loaded."""
+    """Load the kernel, and compile it if it is not yet in `folder`; return whether it is loaded.
+
+    It is compiled to another cache if `folder` cannot be written.
+    """
     if hasattr(torch.ops.attend, "matvec"):
         return True
 
@@ -43,6 +47,8 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
     identity = f"{torch.__version__} {processor_features()} {FLAGS}".encode() + SOURCE.read_bytes()
     digest = hashlib.sha256(identity).hexdigest()
     library = folder / f"matvec-{digest[:16]}.so"
+    if not library.exists():
+        library = writable_cache(folder) / library.name
     try:
         if not library.exists():
             if compiler is None:

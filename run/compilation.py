@@ -1,6 +1,7 @@
 """torch.compile on this machine: when it saves time, its requirements, cache and failures."""
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from run import errors
+from run.cache_folder import compiler_cache
 from run.hardware import processor_features
 from run.instantiate import ROOT
 
@@ -22,12 +24,13 @@ LONG_STEPS = 200
 LONG_MINUTES = 3
 LINKING_SECONDS = 5  # a library of this age is not being written by a linker any more
 
-# torch.compile's cache is in .cache/, unless $TORCHINDUCTOR_CACHE_DIR is set, which importing
-# torch._dynamo does, too. Each combination of torch version, processor and choice of instructions
+# torch.compile's cache is in .cache/ if possible, unless $TORCHINDUCTOR_CACHE_DIR is set, which
+# importing torch._dynamo does, too. Each combination of torch version, processor and choice of instructions
 # ($ATEN_CPU_CAPABILITY) has its own cache: these are not part of torch's keys, and machine code
 # that was made for another combination crashes.
 MACHINE = sha256(processor_features().encode()).hexdigest()
-os.environ.setdefault(CACHE_KEY, f"{ROOT}/.cache/compiled-{torch.__version__}-{MACHINE}")
+CACHE = compiler_cache(ROOT / ".cache") / f"compiled-{torch.__version__}-{MACHINE}"
+os.environ.setdefault(CACHE_KEY, str(CACHE))
 
 
 def is_long_run(steps: float, minutes: float | None) -> bool:
@@ -69,6 +72,16 @@ def cpp_compiler() -> str | None:
     """The path of the C++ compiler, $CXX or the system's default; None if it does not exist."""
     default = "clang++" if sys.platform == "darwin" else "g++"
     return shutil.which(os.environ.get("CXX", default))
+
+
+def prepare_to_compile() -> None:
+    """Let torch.compile find a torch in any folder, and clean its cache. To be called before it."""
+    from torch.utils import cpp_extension
+
+    # It quotes none of the folders of libraries in a command of the C++ compiler. Those of torch
+    # may be in a clone, whose path may have spaces.
+    cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).with_name("lib")))
+    clean_cache()
 
 
 def clean_cache() -> None:

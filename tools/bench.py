@@ -176,7 +176,7 @@ def take_turns(parent: Connection, kind: str, name: str, overrides: list[str]) -
         hardware.prepare_for_training(device)
     else:
         hardware.keep_freed_memory(device)
-    compilation.clean_cache()
+    compilation.prepare_to_compile()
     with suppress(EOFError):  # the parent has closed the connection
         while True:
             parent.recv()

@@ -104,7 +104,7 @@ def compile_model(loss_module: LanguageModelLoss, settings: Settings, ranks: Dis
         modules = loss_module.model.blocks
     elif ranks.device.type == "cpu" and settings.distill is None:
         modules = [*loss_module.model.blocks, loss_module.head_loss]
-    compilation.clean_cache()
+    compilation.prepare_to_compile()
     # Blocks share their code but not their constants, and count as recompilations.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.trace_autograd_ops = True  # of a forward that computes gradients

@@ -1,6 +1,7 @@
 """Whatever happens to a compiler, the next command compiles: nothing half-made is ever used."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,8 @@ COMPILING = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from torch._inductor import config, cpu_vec_isa
 from run import compilation
+from torch._inductor import config, cpu_vec_isa
 
 # Probe one kind of vector instructions, AVX2 or that of another processor, compile no header for
 # later kernels, and start no process that would compile others: each takes seconds.
@@ -32,7 +33,7 @@ config.compile_threads = 1
 def double(x):
     return (2 * x).sum()
 
-compilation.clean_cache()
+compilation.prepare_to_compile()
 run = lambda: double(torch.ones(33)).item()
 result = compilation.compile_and_run(run, is_required=True, option="compile=false")
 print(result, bool(cpu_vec_isa.pick_vec_isa()))
@@ -170,3 +171,19 @@ def test_a_compilation_that_was_asked_for_and_fails_is_one_line(run_of, broken_c
     assert end.value.code == 2
     assert "error: compilation failed (" in told and told.count("fix: ") == 1
     assert "Traceback" not in told
+
+
+@compiles
+def test_torch_compiles_in_a_clone_whose_path_has_spaces(tmp_path):
+    """With a virtual environment inside, as README makes one."""
+    clone = tmp_path / "My Projects"
+    shutil.copytree(ROOT / "run", clone / "run")
+    (clone / "packages").symlink_to(Path(torch.__file__).parents[1])
+    env = os.environ | {"PYTHONPATH": str(clone / "packages"), "HOME": str(tmp_path)}
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
+        env.pop(name, None)
+    command = [sys.executable, "-c", COMPILING, str(clone)]
+    how = {"cwd": tmp_path, "env": env, "capture_output": True, "timeout": LONG}
+    done = subprocess.run(command, **how, encoding="utf-8")
+    assert done.stdout == "66.0 True\n", done.stderr
+    assert list((tmp_path / ".cache" / "attend").glob("compiled-*/**/*.main.so"))

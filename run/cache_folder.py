@@ -1,0 +1,76 @@
+"""Where commands keep what they can make again: prepared text and compiled code."""
+
+import os
+import shlex
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from run.progress import say
+
+NAME = "attend"  # of the folder in the user's cache
+
+
+def writable_cache(wanted: Path) -> Path:
+    """`wanted` if it can be written, else the user's cache, else a temporary folder.
+
+    Nothing is made unless it is the temporary folder.
+    """
+    for folder in (wanted, user_cache()):
+        if is_writable(folder):
+            return folder
+    return temporary_cache() or wanted
+
+
+def compiler_cache(wanted: Path) -> Path:
+    """`writable_cache` among the folders whose paths torch.compile can pass to a C++ compiler.
+
+    It writes a command as a text without quotes, and splits it as a shell would.
+    """
+    for folder in (wanted, user_cache()):
+        if is_writable(folder) and is_one_word(str(folder)):
+            return folder
+    return temporary_cache() or wanted
+
+
+def is_one_word(path: str) -> bool:
+    """Whether a shell would take a path as it is, without quotes."""
+    with suppress(ValueError):  # a quote without its other half
+        return shlex.split(path) == [path]
+    return False
+
+
+def user_cache() -> Path:
+    """The folder of this project in the cache of the user; relative if the user has no home."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(root):  # the specification says to ignore it
+        root = os.path.expanduser("~/.cache")
+    return Path(root, NAME)
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether this user can write to a folder, or make it if it does not exist."""
+    folder = folder.absolute()
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+@cache
+def temporary_cache() -> Path | None:
+    """Make a folder that belongs to this user alone, and say so; None if there is no place."""
+    try:
+        folder = Path(tempfile.gettempdir(), f"{NAME}-{os.getuid()}")
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        # Another user may have made it: what is loaded from there would be theirs.
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            folder = Path(tempfile.mkdtemp(prefix=f"{NAME}-"))
+    except OSError:
+        return None
+    say(
+        f"warning: no cache can be written (.cache, {user_cache()}): prepared text and compiled "
+        f"code go to {folder}, which may not last. fix: XDG_CACHE_HOME=FOLDER"
+    )
+    return folder

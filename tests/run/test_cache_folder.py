@@ -1,0 +1,100 @@
+"""Prepared text and compiled code go where the user may write, whoever owns the clone."""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from data.prepare import prepare
+from run import cache_folder
+from run.cache_folder import compiler_cache, writable_cache
+from tests.conftest import TINY
+from tests.faults.harness import source
+
+# A folder below a file can be made by nobody, not even by root.
+NOWHERE = Path("/dev/null/clone/.cache")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch) -> Path:
+    """A user with a home, in which there is a cache, and with a folder for temporary files."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache_folder.temporary_cache.cache_clear()
+    yield tmp_path / "home"
+    cache_folder.temporary_cache.cache_clear()
+
+
+def test_the_cache_is_in_the_clone_if_that_can_be_written(tmp_path):
+    assert writable_cache(tmp_path / ".cache") == tmp_path / ".cache"
+    assert writable_cache(Path(".cache")) == Path(".cache")
+    assert not (tmp_path / ".cache").exists()
+
+
+@pytest.mark.parametrize("setting", [None, "elsewhere", "not/absolute"])
+def test_else_it_is_in_the_users_cache(home, monkeypatch, setting):
+    expected = home / ".cache"
+    if setting == "elsewhere":
+        expected = home.parent / setting
+        monkeypatch.setenv("XDG_CACHE_HOME", str(expected))
+    elif setting is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", setting)
+    assert writable_cache(NOWHERE) == compiler_cache(NOWHERE) == expected / "attend"
+
+
+def test_a_folder_of_another_user_is_not_written(tmp_path, home, monkeypatch):
+    clone = tmp_path / ".cache"
+    clone.mkdir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != clone and access(path, mode))
+    assert writable_cache(clone) == home / ".cache" / "attend"
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_without_a_home_it_is_a_temporary_folder_of_the_user(
+    tmp_path, monkeypatch, capfd, is_taken
+):
+    monkeypatch.setenv("HOME", "/dev/null")
+    usual = tmp_path / f"attend-{os.getuid()}"
+    if is_taken:  # by somebody who would like to see what is loaded from there
+        (tmp_path / "theirs").mkdir()
+        usual.symlink_to(tmp_path / "theirs")
+    folder = writable_cache(NOWHERE)
+    assert folder == compiler_cache(NOWHERE) and folder.parent == tmp_path
+    assert (folder == usual) != is_taken
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("warning: no cache can be written") and f"go to {folder}" in line
+    assert line.endswith(". fix: XDG_CACHE_HOME=FOLDER")
+
+
+@pytest.mark.parametrize("name", ["My Projects", "it's", 'a "clone"', "back\\slash", "a\ttab"])
+def test_compiled_code_avoids_paths_that_torch_does_not_quote(tmp_path, home, name):
+    clone = tmp_path / name / ".cache"
+    assert compiler_cache(clone) == home / ".cache" / "attend"
+    assert writable_cache(clone) == clone
+
+
+def test_compiled_code_is_in_a_clone_with_other_unusual_characters(tmp_path):
+    # torch.compile was seen to work there.
+    clone = tmp_path / "красный(x){y}$z&;%s#" / ".cache"
+    assert compiler_cache(clone) == clone
+
+
+def test_a_corpus_is_read_from_a_cache_that_cannot_be_written(tmp_path, story, monkeypatch):
+    built = prepare(source(story), tmp_path / ".cache")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    read = prepare(source(story), tmp_path / ".cache")
+    assert read.sha256 == built.sha256 and Path(read.validation.filename).is_relative_to(tmp_path)
+    assert [path.name for path in tmp_path.glob("attend-*")] == []
+
+
+def test_a_run_in_a_folder_without_a_cache_prepares_its_text_elsewhere(command, story, home):
+    Path(".cache").touch()  # a file, in which there can be none
+    words = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=1", "run_dir=run")
+    command("train.py", *TINY, *words).succeeded()
+    (corpus,) = (home / ".cache" / "attend").glob("text-*")
+    assert (corpus / "manifest.json").exists()
