@@ -6,6 +6,7 @@ defined in a file of the given package, and an argument must have the type of it
 
 import inspect
 import re
+import shlex
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -108,9 +109,10 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
         try:
             TypeAdapter(annotations[name], config=CHECKS).validate_python(value)
         except ValidationError:
-            raise ValueError(
-                f"{key} must be {wanted} (got {value!r}). fix: leave {key} out, or such a value"
-            ) from None
+            fix = f"leave {key} out, or such a value"
+            if wanted.startswith("str") and isinstance(value, int | float):
+                fix = shlex.quote(f'{key}="{value}"')
+            raise ValueError(f"{key} must be {wanted} (got {value!r}). fix: {fix}") from None
         # Sizes are integers. Options that could be turned off by 0 are turned off by null.
         is_size = wanted.startswith("int") or wanted.endswith("None")
         is_positive = is_size and target.__module__.startswith("model.")

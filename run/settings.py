@@ -42,6 +42,9 @@ EXAMPLES = """Train a language model.
 
 Groups and keys, with their defaults; the keys of a choice are in configs/GROUP/CHOICE.yaml:"""
 
+# Keys whose value is a text that may look like a number or have commas, such as a file's name.
+TEXT_KEYS = ("name", "run_dir", "init_from", "distill", "data.path", "data.tokenizer")
+
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -171,17 +174,19 @@ def compose(overrides: list[str]) -> Settings:
     from hydra.errors import HydraException
 
     # Hydra refuses a + in front of a key that exists; here it is allowed.
-    words = [word.lstrip("+") for word in overrides]
+    words = [as_text(word.lstrip("+")) for word in overrides]
     for override in parse_overrides(words):
         word = override.input_line
         # Hydra would accept several choices of a group, but leave them out of the name.
         if override.key_or_group in GROUPS and isinstance(override.value(), list):
             raise OverrideError(unknown(word))
         if override.is_sweep_override():
-            raise OverrideError(
-                f"several values for one run ({word}). "
-                f"fix: python -m tools.compare {shlex.quote(word)} or, for a list, KEY=[A,B]"
-            )
+            key, _, value = word.partition("=")
+            fix = f"python -m tools.compare {shlex.quote(word)}"
+            if key not in GROUPS and "(" not in value:  # as in range(3)
+                as_list = shlex.quote(f"{key}=[{value}]")
+                fix += f" or, for a list, {as_list} or, for a text, {shlex.quote(quoted(word))}"
+            raise OverrideError(f"several values for one run ({word}). fix: {fix}")
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
             cfg = hydra.compose("train", words, return_hydra_config=True)
@@ -226,9 +231,24 @@ def parse_overrides(words: list[str]) -> list:
             loader = GlobalHydra.instance().config_loader()
             return OverridesParser.create(loader).parse_overrides(words)
     except OverrideParseException as error:
-        key, _, value = error.override.partition("=")
-        typed = f'{key}="{value}"'
-        raise OverrideError(f"not a value ({error.override}). fix: {shlex.quote(typed)}") from None
+        fix = shlex.quote(quoted(error.override))
+        raise OverrideError(f"not a value ({error.override}). fix: {fix}") from None
+
+
+def as_text(override: str) -> str:
+    """Quote the value of one of TEXT_KEYS, unless it is null, quoted, or a list."""
+    key, _, value = override.partition("=")
+    if key not in TEXT_KEYS or re.match("""null$|$|["'[]""", value):
+        return override
+    return quoted(override)
+
+
+def quoted(override: str) -> str:
+    """Quote the value of an override, so that Hydra takes it as a text, as it is."""
+    key, _, value = override.partition("=")
+    # In front of a quote, Hydra reads two backslashes as one.
+    value = re.sub(r'(\\*)("|$)', r"\1\1\2", value).replace('"', r"\"")
+    return f'{key}="{value}"'
 
 
 def composing_problem(error: Exception, words: list[str]) -> str:
@@ -297,7 +317,7 @@ def preset_keys() -> list[str]:
     for group in GROUPS:
         for choice in choices(group):
             file = CONFIGS / f"{choice.replace('=', '/')}.yaml"
-            tree = yaml.safe_load(file.read_text())
+            tree = yaml.safe_load(file.read_text(encoding="utf-8"))
             for key, _ in flatten(tree, f"{choice} {group}."):
                 keys.append(key)
     return sorted(keys, key=len)
@@ -314,7 +334,7 @@ def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
 
 def defaults() -> dict[str, str]:
     """The keys and groups of configs/train.yaml, with their values as the user types them."""
-    tree = yaml.safe_load((CONFIGS / "train.yaml").read_text())
+    tree = yaml.safe_load((CONFIGS / "train.yaml").read_text(encoding="utf-8"))
     for choice in tree.pop("defaults"):
         if choice != "_self_":
             tree |= choice

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from run import errors
+from run.errors import OverrideError
 from run.settings import compose
 from tests.conftest import ROOT, TINY
 from tools.compare.plan import plan_variants
@@ -66,7 +67,8 @@ CONFIGS = {
     "model=[1]": (1, "unknown (model=[1]). fix: model=124m or "),
     "attention=[gqa,mla]": (1, "unknown (attention=[gqa,mla])"),
     "data=recall data.pairs=[4,4]": (2, "a number comes twice (got [4, 4])"),
-    "run_dir=it's": (1, """fix: 'run_dir="it'"'"'s"'"""),
+    "data=text data.path=my/texts data.separator=it's": (1, """fix: 'data.separator="it'"'"'s"'"""),
+    "data=text data.path=my/texts data.text_field=7": (2, """fix: 'data.text_field="7"'"""),
     "steps=${stepps}": (1, "stepps"),
     "distill_weight=0.9": (2, "fix: leave distill_weight out"),
     # Values in groups: types, and what the constructors refuse.
@@ -155,6 +157,57 @@ def test_all_keys_out_of_range_are_reported_at_once(capfd):
     with pytest.raises(SystemExit), errors.user_input():
         compose(["name=test", "steps=0", "seed=-1", "log_every=0.5"])
     assert len(capfd.readouterr().err.splitlines()) == 3
+
+
+# Names of files and folders as people have them.
+NAMES = (
+    "Moby Dick, by X.txt",
+    "2024",
+    "007",
+    "1e3",
+    "true",
+    "Report (final) [2].txt",
+    "it's",
+    'say "hi"',
+    'back\\slash\\"\\',
+    "{a}: b=c, #1 100%",
+    "~/красный 🐈",
+)
+
+
+@pytest.mark.parametrize("value", NAMES)
+def test_a_path_is_taken_as_it_is_typed(value):
+    keys = ("run_dir", "init_from", "distill", "data.path", "data.tokenizer")
+    settings = compose(["name=007", "data=text", *(f"{key}={value}" for key in keys)])
+    assert (settings.run_dir, settings.init_from, settings.distill) == (value, value, value)
+    assert settings.data["path"] == settings.data["tokenizer"] == value
+    assert settings.name == "007"
+
+
+def test_a_path_may_still_be_null_or_quoted():
+    words = ["run_dir=null", 'init_from="a, b"', "distill='c'", "+data.tokenizer=null"]
+    settings = compose(["name=test", "data=text", *words])
+    assert (settings.run_dir, settings.init_from, settings.distill) == (None, "a, b", "c")
+    assert settings.data["tokenizer"] is None
+
+
+@pytest.mark.parametrize("value", ["Moby Dick, by X.txt", "(a) [2]", "it's", 'say "hi"', "a,\\"])
+def test_the_text_that_a_fix_suggests_can_be_pasted(value):
+    """For other keys, whose values may be no texts."""
+    with pytest.raises(OverrideError) as refused:
+        compose(["name=test", "data=text", f"data.separator={value}"])
+    *_, pasted = shlex.split(str(refused.value).partition("fix: ")[2])
+    assert compose(["name=test", "data=text", pasted]).data["separator"] == value
+
+
+def test_a_comma_in_the_path_of_a_text_is_no_comparison(command):
+    """Runs on two texts would not compare."""
+    Path("Moby Dick, by X.txt").write_text("text", encoding="utf-8")
+    words = ["attention=gqa,mqa", "data=text", "data.path=Moby Dick, by X.txt"]
+    variants = plan_variants(words, "none", None, has_search=False)
+    assert [variant.name for variant in variants] == ["gqa", "mqa"]
+    for variant in variants:
+        assert compose(variant.overrides).data["path"] == "Moby Dick, by X.txt"
 
 
 TEXT = ("data=text", "data.path=story.txt")

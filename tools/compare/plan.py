@@ -11,7 +11,7 @@ from zlib import crc32
 
 from model.build import build_model
 from model.transformer import Transformer
-from run.settings import GROUPS, compose, parse_overrides
+from run.settings import GROUPS, as_text, compose, parse_overrides
 from tools.compare.jobs import Job, train_all
 from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses
 from training.setup import set_up_run
@@ -159,7 +159,9 @@ def train_after(earlier: list[Job], jobs: list[Job]) -> list[Job]:
 def expand_sweep(overrides: list[str]) -> Sweep:
     """Expand Hydra's sweeps (A,B or range or glob)."""
     sweep = {}
-    for override in parse_overrides(overrides):
+    # Runs on several texts do not compare, so a comma in the path of a text is part of it.
+    words = [as_text(word) if word.startswith("data.path=") else word for word in overrides]
+    for override in parse_overrides(words):
         key = override.get_key_element()
         sweep[key] = [override.input_line]
         if override.is_discrete_sweep():
