@@ -1,7 +1,10 @@
 """A Hugging Face folder becomes one of our checkpoints by one command, or is refused in a line."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,11 +16,23 @@ from safetensors.torch import load_file, save_file
 from data.tokenizer import Tokenizer
 from run import checkpoint
 from run.checkpoint import load_model
-from tests.conftest import DATASETS, PRECISION, STORIES, TINY, close, saved, stories, tree_of
+from tests.conftest import (
+    DATASETS,
+    LONG,
+    PRECISION,
+    ROOT,
+    STORIES,
+    TINY,
+    close,
+    saved,
+    stories,
+    tree_of,
+)
 from tests.training.test_train_command import metrics
 from tools import export_hf
 
 WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +120,35 @@ def test_no_other_command_reads_what_is_not_ours(command, there, story):
     assert "not a run (absent)" in command("train.py", *TINY[1:], "init_from=absent").err
 
 
-def test_shards_half_precision_and_old_files_are_read(command, there):
+@pytest.mark.parametrize("has_index", [True, False])
+def test_shards_half_precision_and_old_files_are_read(command, there, has_index):
     weights = {name: weight.bfloat16() for name, weight in load_file(there / WEIGHTS).items()}
     (there / WEIGHTS).unlink()
     # Old folders hold the frequencies of RoPE.
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     save_torch_state_dict(weights | old, there, max_shard_size=50_000)
     assert len(list(there.glob("*.safetensors"))) > 2
-    min(there.glob("*.safetensors")).rename(there / "first.safetensors")
-    # The index is not read: what the folder holds is what is loaded.
-    (there / f"{WEIGHTS}.index.json").write_text('{"weight_map": {"lm_head.weight": "../absent"}}')
+    if not has_index:  # then all files are read, whatever they are called
+        (there / INDEX).unlink()
+        min(there.glob("*.safetensors")).rename(there / "first.safetensors")
     assert torch.equal(imported(command, there)["head.weight"], weights["lm_head.weight"].float())
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_second_copy_and_an_adapter_are_not_read(command, there, is_sharded):
+    """The files that transformers reads, in folders as publishers fill them."""
+    from transformers import AutoModelForCausalLM
+
+    weights = load_file(there / WEIGHTS)
+    if is_sharded:
+        split(there)
+    others = {name: torch.full_like(weight, 3.0) for name, weight in weights.items()}
+    for name in ("consolidated", "adapter_model", "model.fp16", "model-00009-of-00009"):
+        save_file(others, there / f"{name}.safetensors")
+    theirs = AutoModelForCausalLM.from_pretrained(there)
+    ours = imported(command, there)
+    assert torch.equal(ours["head.weight"], theirs.lm_head.weight)
+    assert torch.equal(ours["norm.weight"], theirs.model.norm.weight)
 
 
 def test_a_tied_head_may_be_stored_as_a_copy_of_the_embedding(command, there):
@@ -165,9 +198,40 @@ def without_a_shard(there: Path) -> None:
 
 
 def with_a_stale_shard(there: Path) -> None:
+    """Without an index, it is not known which shards are those of the model."""
     split(there)
+    (there / INDEX).unlink()
     shard = min(there.glob("model-*-of-*.safetensors"))
     shutil.copy(shard, there / "model-00009-of-00009.safetensors")
+
+
+def reindex(**files: str | None):
+    """A damage: shards, whose index has these tensors in these files, or in none."""
+
+    def harm(there: Path) -> None:
+        split(there)
+        index = json.loads((there / INDEX).read_text(encoding="utf-8"))
+        named = {name.replace("__", "."): file for name, file in files.items()}
+        weight_map = index["weight_map"] | named
+        for tensor, file in named.items():
+            if file == "ANOTHER":
+                weight_map[tensor] = min(
+                    {*index["weight_map"].values()} - {index["weight_map"].get(tensor)}
+                )
+        index["weight_map"] = {name: file for name, file in weight_map.items() if file is not None}
+        (there / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+    return harm
+
+
+def with_an_index(content: str):
+    """A damage: shards, and an index that is none."""
+
+    def harm(there: Path) -> None:
+        split(there)
+        (there / INDEX).write_text(content, encoding="utf-8")
+
+    return harm
 
 
 def write(name: str, content: str):
@@ -212,7 +276,16 @@ DAMAGES = {
         reweigh(model__norm__weight=torch.full((64,), torch.nan).to(torch.float8_e4m3fn)),
         "NaN",
     ),
-    "shard": (3, without_a_shard, "not the model's weights"),
+    "shard": (3, without_a_shard, "there/model-00002-of-000"),
+    "index without a tensor": (3, reindex(lm_head__weight=None), "there: lm_head.weight)"),
+    "index with a tensor": (3, reindex(more="ANOTHER"), "more of model-00001-of-000"),
+    "index of another shard": (3, reindex(lm_head__weight="ANOTHER"), "lm_head.weight of model-0"),
+    "index of no shard": (3, reindex(lm_head__weight="model-7.safetensors"), "model-7.safetensors"),
+    "index that leads out": (3, reindex(lm_head__weight="../run/secret"), "weights are missing"),
+    "index that is cut": (3, with_an_index('{"weight_map": {'), "not an index"),
+    "index without a map": (3, with_an_index("{}"), "not an index"),
+    "index of numbers": (3, with_an_index('{"weight_map": {"a": 1}}'), "not an index"),
+    "index of nothing": (3, with_an_index('{"weight_map": {}}'), "weights are missing"),
     "stale shard": (3, with_a_stale_shard, "two files hold one tensor"),
     "cut": (3, write(WEIGHTS, 100 * "\0"), "not weights"),
     "tied, and a head": (3, change(tie_word_embeddings=True), "lm_head.weight"),
@@ -259,3 +332,17 @@ def test_what_our_layers_are_not_is_refused_in_a_line(damage, command, there):
     assert result.code == code and result.err.startswith("error: ") and said in result.err
     assert result.err.count("\n") == result.err.count("fix: ") == 1, result.err
     assert not result.out and not Path("new").exists()
+
+
+def test_files_are_utf8_in_any_locale(there):
+    file = there / "tokenizer_config.json"
+    content = json.loads(file.read_text(encoding="utf-8")) | {"note": "é"}
+    file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    code = (
+        "import sys; from pathlib import Path; from tools.formats.special_tokens import read_json"
+    )
+    code += "; print(ascii(read_json(Path(sys.argv[1]))['note']))"
+    env = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}
+    words = [sys.executable, "-c", code, file]
+    told = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, timeout=LONG)
+    assert told.stdout == b"'\\xe9'\n", told.stderr

@@ -116,7 +116,7 @@ def describe_changes(tokenizer: Tokenizer) -> list[str]:
 def read_json(file: Path) -> dict:
     """What a file holds. Raises ValueError with its name where it is missing or no JSON."""
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ValueError(
             f"no JSON ({file}: {error}). fix: get all files of the model; a run of ours "

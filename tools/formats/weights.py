@@ -1,5 +1,6 @@
 """The names of a model's weights in a class of `transformers`, and the files that hold them."""
 
+import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tools.formats.architectures import ARCHITECTURES
 
 FETCH_AGAIN = "get all files of the model again"
 HEAD = "lm_head.weight"
+WHOLE = "model.safetensors"  # the file of a model in one file
 
 
 def file_names(model: Transformer, architecture: str) -> dict[str, str]:
@@ -43,14 +45,21 @@ def hf_weights(model: Transformer, architecture: str) -> dict[str, Tensor]:
     return packed
 
 
-def read_weights(folder: Path, model: Transformer, architecture: str) -> dict[str, Tensor]:
-    """The weights of a folder under our names, mapped to memory.
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the files that `transformers` reads: one, those of an index, or else all.
 
-    Raises IntegrityError where they cannot be read, or are not those of the model.
+    Raises IntegrityError where they cannot be read, or where the index names others.
     """
-    whole = folder / "model.safetensors"
-    # The index of a model in several files is not read: a missing file is a missing tensor.
-    files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+    whole = folder / WHOLE
+    index = folder / f"{WHOLE}.index.json"
+    file_of = {}  # by the name of a tensor
+    if whole.exists():
+        files = [whole]
+    elif index.exists():
+        file_of = read_index(index)
+        files = sorted(set(file_of.values()))
+    else:
+        files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise IntegrityError(
             f"weights are missing ({folder} has no .safetensors). "
@@ -66,7 +75,41 @@ def read_weights(folder: Path, model: Transformer, architecture: str) -> dict[st
             raise IntegrityError(
                 f"two files hold one tensor ({file}). fix: the files of one model alone"
             )
+        named = {name for name, place in file_of.items() if place == file}
+        if file_of and named != read.keys():
+            different = sorted(named ^ read.keys())
+            raise IntegrityError(
+                f"the index names other tensors ({index}: {', '.join(different[:3])} of {file.name}). "
+                f"fix: {FETCH_AGAIN}"
+            )
         tensors |= read
+    return tensors
+
+
+def read_index(index: Path) -> dict[str, Path]:
+    """The file of each tensor of a model in several files.
+
+    Raises IntegrityError for an index that is malformed, or names files that are missing or not in
+    its folder.
+    """
+    try:
+        file_of = {}
+        for tensor, name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            file_of[tensor] = index.parent / name
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"not an index ({index}: {error}). fix: {FETCH_AGAIN}") from None
+    for file in sorted(set(file_of.values())):
+        if file.parent != index.parent or not file.is_file():
+            raise IntegrityError(f"weights are missing ({file}). fix: {FETCH_AGAIN}")
+    return file_of
+
+
+def read_weights(folder: Path, model: Transformer, architecture: str) -> dict[str, Tensor]:
+    """The weights of a folder under our names, mapped to memory.
+
+    Raises IntegrityError where they cannot be read, or are not those of the model.
+    """
+    tensors = read_tensors(folder)
 
     # Old files of `transformers` hold the frequencies of RoPE, which are computed anew, and some of
     # tied models hold the head as a copy of the embedding (Qwen3-0.6B).
