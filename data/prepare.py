@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from filelock import FileLock
@@ -16,8 +17,9 @@ from filelock import FileLock
 from data.corpus import Corpus
 from data.tokenizer import Tokenizer, tokenizer_file
 from run.cache_folder import writable_cache
+from run.errors import naming
 from run.progress import say, waiting
-from run.sealed import atomic_directory, remove_leftovers, verify
+from run.sealed import acquire, atomic_directory, remove_leftovers, verify
 
 # Part of the cache key: increase it if a change in data/ gives other tokens for the same text.
 VERSION = 2
@@ -81,25 +83,17 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
         if not has_tokenizer(folder, tokenizer):
             folder = cache_dir / folder_name(source, identity, tokenizer.sha256)
     if not folder.exists():
-        cache_dir = writable_cache(cache_dir)
-        folder = cache_dir / folder.name
+        folder = writable_cache(cache_dir) / folder.name
     if not folder.exists():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        # The system releases the lock if the process is killed, which a soft lock, the mere
-        # existence of a file, would not guarantee.
-        with FileLock(cache_dir / ".lock", fallback_to_soft=False):
-            # Unfinished folders are those of killed processes: another one would hold the lock.
-            remove_leftovers(cache_dir)
-            # Another process may have built it while this one was waiting.
-            if not folder.exists():
-                build_corpus(source, tokenizer, folder)
+        build_once(source, tokenizer, folder)
 
     # Verify the files, and map the shards.
     files = verify(folder, f"delete {folder}, it is made again")
     tokenizer = Tokenizer.load(tokenizer_file(folder))
     dtype = dtype_of(tokenizer)
-    train = np.memmap(folder / TRAIN_SHARD, dtype, "r")
-    validation = np.memmap(folder / VALIDATION_SHARD, dtype, "r")
+    with naming(folder):
+        train = np.memmap(folder / TRAIN_SHARD, dtype, "r")
+        validation = np.memmap(folder / VALIDATION_SHARD, dtype, "r")
     tokens_hash = text_hash(files[TRAIN_SHARD] + files[VALIDATION_SHARD])
     return Corpus(train=[train], validation=validation, tokenizer=tokenizer, sha256=tokens_hash)
 
@@ -117,6 +111,37 @@ def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
         if not file.exists() or file.read_bytes() != content:
             return False
     return True
+
+
+def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
+    """Build a corpus. Other processes that need it wait, if the file system has locks."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # The system releases the lock if the process is killed, which a soft lock, the mere existence
+    # of a file, would not guarantee.
+    lock = FileLock(folder.with_name(".lock"), fallback_to_soft=False)
+    try:
+        if acquire(lock):
+            # Unfinished folders are those of killed processes: another one would hold the lock.
+            remove_leftovers(folder.parent)
+            # Another process may have built it while this one was waiting.
+            if not folder.exists():
+                build_corpus(source, tokenizer, folder)
+        else:
+            build_unlocked(source, tokenizer, folder)
+    finally:
+        lock.release()
+
+
+def build_unlocked(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
+    """Build a corpus in a folder of this process, and rename it unless another was faster."""
+    with TemporaryDirectory(prefix=".unlocked-", dir=folder.parent) as own:
+        built = Path(own) / folder.name
+        build_corpus(source, tokenizer, built)
+        try:
+            built.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
 
 
 def build_corpus(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The folder of a run: which one it is, and the lock that keeps other processes out of it."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -8,10 +9,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from run import errors
+from run import errors, sealed
 from run.checkpoint import load_config
 from run.distributed import DistEnv
 from run.errors import IntegrityError
+from run.progress import warn_once
 from run.settings import Settings, flatten
 
 RUNS = Path("runs")
@@ -57,7 +59,7 @@ def choose_run_dir(settings: Settings, text_sha256: str) -> Path:
     """Choose the folder of a run, and make it if it does not exist."""
     with report_folder_errors():
         if settings.run_dir is not None:
-            run = Path(settings.run_dir).expanduser()
+            run = Path(os.path.expanduser(settings.run_dir))
             check_run_dir(run, settings.resume)
             run.mkdir(parents=True, exist_ok=True)
             return run
@@ -73,7 +75,8 @@ def lock_run_dir(run: Path, lock: FileLock, resume: bool) -> None:
     """Acquire the lock of a folder, and check that it has no run unless that is to be resumed."""
     with report_folder_errors():
         try:
-            lock.acquire()
+            if not sealed.acquire(lock):
+                warn_once(f"the file system of {run} has no locks: train there once at a time")
         except Timeout:
             raise ValueError(
                 f"another process trains in the folder (run_dir={run}). "

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from threading import Event, Thread
 
 from tqdm import tqdm
@@ -19,6 +20,12 @@ def say(text: str) -> None:
     if is_rank0():
         with suppress(OSError):  # it may be a closed pipe, or a file on a full disk
             tqdm.write(text, file=sys.stderr)
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Write a warning, the first time that this process has it."""
+    say(f"warning: {text}")
 
 
 def duration(seconds: float) -> str:

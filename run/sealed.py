@@ -4,6 +4,7 @@ It is written under another name, sealed, and renamed. Its seal, manifest.json, 
 every file, and ends with the SHA-256 of its own lines. See docs/reliability.md.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -12,7 +13,10 @@ from contextlib import contextmanager
 from hashlib import file_digest, sha256
 from pathlib import Path
 
-from run.errors import IntegrityError
+from filelock import FileLock
+
+from run.errors import UNSUPPORTED, IntegrityError, naming
+from run.progress import warn_once
 
 SEAL_LENGTH = 65  # bytes of the last line of a manifest
 
@@ -29,7 +33,8 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
         shutil.rmtree(staging)
     staging.mkdir(parents=True)
     try:
-        yield staging
+        with naming(folder):
+            yield staging
 
         # First the files and the manifest that lists them must reach the disk, ...
         hashes = {}
@@ -51,7 +56,7 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
 
 
 def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
 
 
@@ -63,15 +68,43 @@ def seal(body: bytes) -> bytes:
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the names in a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Force a file, or the names in a directory, to the disk.
+
+    A file system on a network may be unable to do so, which costs a warning.
+    """
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with naming(path):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        # A directory above the run may belong to others, who do not let it be read.
+        if error.errno not in {*UNSUPPORTED, errno.EACCES}:
+            raise
+        warn_once(
+            f"this file system cannot sync what is saved ({error.strerror}): a power cut may take "
+            "the newest checkpoint, though a killed process takes none"
+        )
 
 
-def verify(folder: Path, fix: str) -> dict[str, str]:
+def acquire(lock: FileLock) -> bool:
+    """Acquire a lock; return False on a file system that has no locks.
+
+    Raises Timeout if another process holds a lock that does not wait.
+    """
+    try:
+        with naming(lock.lock_file):
+            lock.acquire()
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
+def verify(folder: Path, fix: str, *, may_be_renamed: bool = False) -> dict[str, str]:
     """Verify a sealed directory, and return the SHA-256 of each of its files by name.
 
     Raises IntegrityError, with this fix, if a file or the manifest is not what was written.
@@ -82,7 +115,7 @@ def verify(folder: Path, fix: str) -> dict[str, str]:
         if raw[-SEAL_LENGTH:] != seal(body):
             raise ValueError("damaged manifest")
         manifest = json.loads(body)
-        if manifest["name"] != folder.name:
+        if manifest["name"] != folder.name and not may_be_renamed:
             raise ValueError(f"renamed from {manifest['name']}")
         for name, digest in manifest["files"].items():
             if sha256_of(safe_child(folder, name)) != digest:

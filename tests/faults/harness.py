@@ -195,7 +195,7 @@ def losing_power(record: Path) -> Action:
         def noted(descriptor: int) -> None:
             fsync(descriptor)
             path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-            with record.open("a") as file:
+            with record.open("a", encoding="utf-8") as file:
                 file.write(f"{path.parent.name.removeprefix('.tmp-')}/{path.name}\n")
 
         os.fsync = noted
@@ -205,7 +205,7 @@ def losing_power(record: Path) -> Action:
 
 def lose_power(record: Path, checkpoints: list[Path]) -> None:
     """Empties the files that never reached the disk."""
-    safe = set(record.read_text().split()) if record.exists() else set()
+    safe = set(record.read_text(encoding="utf-8").split()) if record.exists() else set()
     for path in (path for each in checkpoints for path in each.iterdir()):
         if f"{path.parent.name}/{path.name}" not in safe:
             os.truncate(path, 0)
@@ -213,7 +213,7 @@ def lose_power(record: Path, checkpoints: list[Path]) -> None:
 
 def trusting() -> None:
     """A loader as most are: what has the right name is good."""
-    sealed.verify = lambda folder, fix: {}
+    sealed.verify = lambda folder, fix, **_: {}
 
 
 def in_place() -> None:

@@ -37,7 +37,7 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
         "",
     ),
     "no links": ("run/sealed.py", "path.is_symlink() or folder.is_symlink()", "False", "damage.py"),
-    "the lock": ("run/folder.py", "lock.acquire()", "pass", "storage.py -k one_run"),
+    "the lock": ("run/folder.py", "not sealed.acquire(lock)", "False", "storage.py -k one_run"),
     "nothing is unpickled": (
         "run/checkpoint.py",
         "weights_only=True",

@@ -14,7 +14,7 @@ import torch
 
 from run import errors
 from run.instantiate import ROOT
-from run.progress import say, waiting
+from run.progress import say, waiting, warn_once
 from run.settings import compose
 from run.signals import Signals
 from tools.compare.runs import Run, command, commit, read_records
@@ -148,7 +148,7 @@ class Job:
             self.run = Run.read(self.run_dir)
             outcome = f"{self.run.loss:.4f} {self.run.metric_name}"
         else:
-            lines = self.log_path.read_text(errors="replace").strip().splitlines()
+            lines = self.log_path.read_text(errors="replace", encoding="utf-8").strip().splitlines()
             outcome = f"exit {code}: {lines[-1].removeprefix('error: ')}"
         if code == errors.DIVERGED:
             self.run = Run(self.run_dir, compose(self.overrides).model_dump(), [], done=True)
@@ -173,12 +173,16 @@ def open_locked(path: Path) -> IO | None:
     while the run trains, the log stays locked until the training process has ended as well. This is
     why the lock is not a FileLock of the library filelock: children do not inherit that.
     """
-    log = path.open("a+")
+    log = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         log.close()
         return None
+    except OSError as error:
+        if error.errno not in errors.UNSUPPORTED:
+            raise
+        warn_once(f"the file system of {path.parent} has no locks: call this once at a time")
     return log
 
 
