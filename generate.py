@@ -8,12 +8,15 @@ import argparse
 import os
 import sys
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from run import errors
-from run.cli import Parser, add_model_options, bounded_number
+
+if __name__ == "__main__":
+    errors.begin_command()
+
+from run.cli import Parser, add_model_options, bounded_number, user_path
 from run.progress import waiting
 
 # torch is imported only in functions, so that --help and wrong options are answered at once.
@@ -129,7 +132,7 @@ def parse_arguments() -> argparse.Namespace:
     prompts.add_argument(
         "prompt", nargs="?", help="text to continue; - reads it from standard input"
     )
-    prompts.add_argument("--prompt-file", type=Path, help="one prompt a line")
+    prompts.add_argument("--prompt-file", type=user_path, help="one prompt a line")
     add_model_options(parser)
 
     # How to sample.
@@ -171,6 +174,5 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
-    args = parse_arguments()
     with errors.report_errors():
-        main(args)
+        main(parse_arguments())

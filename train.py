@@ -8,12 +8,17 @@ import sys
 from time import monotonic
 
 BEFORE_IMPORTS = monotonic()
-if __name__ == "__main__" and sys.stderr.isatty():
-    print("loading PyTorch", end="", file=sys.stderr, flush=True)
+
+from run import errors
+
+if __name__ == "__main__":
+    errors.begin_command()
+    if sys.stderr.isatty():
+        print("loading PyTorch", end="", file=sys.stderr, flush=True)
 
 import os
 
-from run import distributed, errors, folder, hardware
+from run import distributed, folder, hardware
 from run.progress import say
 from run.settings import compose, help_text
 from run.signals import Signals
@@ -26,7 +31,7 @@ IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # which max_minutes counts too
 def main(overrides: list[str]) -> None:
     """Set up a run from its config, train it, and exit with a code that says how it ended."""
     clock = Clock(monotonic() - IMPORT_SECONDS)
-    with Signals() as signals, errors.report_errors():
+    with Signals() as signals:
         # Whatever is wrong with the input shows here, before the run has a folder.
         with errors.user_input():
             settings = compose(overrides)
@@ -112,9 +117,9 @@ def report(run: setup.Run) -> None:
 
 if __name__ == "__main__":
     errors.start_line()
-    if "-h" in sys.argv or "--help" in sys.argv:
-        print(help_text())
-        sys.exit()
     # Under torchrun, gloo's destructor can hang.
-    with distributed.hard_exit("RANK" in os.environ):
-        main(sys.argv[1:])
+    with distributed.hard_exit("RANK" in os.environ), errors.report_errors():
+        if "-h" in sys.argv or "--help" in sys.argv:
+            print(help_text())
+        else:
+            main(sys.argv[1:])

@@ -1,11 +1,13 @@
 """The user's files: which ones a path names, which of them are held out, and their documents."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from glob import glob
 from hashlib import sha256
 from pathlib import Path
 
+from run.errors import naming
 from run.sealed import sha256_of
 
 ROW_SUFFIXES = (".jsonl", ".parquet", ".csv")  # each row is a document
@@ -22,7 +24,7 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
     """
     files = []
     if path is not None:
-        root = Path(path).expanduser()
+        root = Path(os.path.expanduser(path))
         # The suffix matters only in a folder: a file or glob that the user names is taken as it is.
         if root.is_dir():
             files = [file for file in root.rglob("*") if file.suffix in suffixes]
@@ -49,7 +51,7 @@ def split_files(path: str | None, suffixes: tuple[str, ...]) -> tuple[list[Path]
     is nothing to train on.
     """
     files = find_files(path, suffixes)
-    root = Path(path).expanduser()
+    root = Path(os.path.expanduser(path))
     train = []
     validation = []
     test = []
@@ -100,7 +102,7 @@ def read_text(file: Path, separator: str) -> Iterator[str]:
     """
     lines = []
     try:
-        with file.open(encoding="utf-8-sig", newline="\n") as opened:
+        with naming(file), file.open(encoding="utf-8-sig", newline="\n") as opened:
             for line in opened:
                 if line.strip() == separator:
                     yield "".join(lines).removesuffix("\n")

@@ -65,7 +65,7 @@ class Tokenizer:
 
         Raises OSError if the file cannot be read, and ValueError if it is not a tokenizer.
         """
-        path = Path(path).expanduser()
+        path = Path(os.path.expanduser(path))
         content = path.read_bytes()
         configs = {}
         for name in CONFIGS:

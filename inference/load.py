@@ -43,5 +43,12 @@ def load(
         # shape, so for each new length of a prompt, in tens of ms. The flash kernel needs none.
         torch.backends.cuda.enable_cudnn_sdp(False)
     quantize.optimize_for_decoding(model, dtype == "int8")
-    name = f"{source.parents[1].name} {source.name}"
-    return model, Tokenizer.load(tokenizer_file(source)), name
+    return model, Tokenizer.load(tokenizer_file(source)), model_name(source)
+
+
+def model_name(checkpoint: Path) -> str:
+    """The name of a checkpoint as messages show it, after that of its run if it is in one."""
+    folder = checkpoint.resolve()
+    if folder.parent.name == "checkpoints":
+        return f"{folder.parents[1].name} {folder.name}"
+    return folder.name

@@ -7,6 +7,7 @@ step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manif
 
 import errno
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -79,7 +80,7 @@ def save(
         except RuntimeError as error:
             # torch reports a full disk as an error of its own; the cause is its context.
             raise error.__context__ or error from None
-        (staging / "config.json").write_text(json.dumps(config, indent=1))
+        (staging / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         for name, content in tokenizer.items():
             (staging / name).write_bytes(content)
     # The entries of the parent folders must reach the disk too.
@@ -139,12 +140,16 @@ def find_model(path: Path | str | None) -> Path:
         if newest is None:
             raise ValueError("no trained model (in runs/). fix: python train.py, or --run FOLDER")
         path = newest.parents[1]
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     if (path / "manifest.json").exists():
-        sealed.verify(path, FIX)
+        # The user has chosen it, so it may be a copy of another name, or a link.
+        sealed.verify(path.resolve(), FIX, may_be_renamed=True)
         return path
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
+        renamed = [file.parent for file in path.glob("checkpoints/*/manifest.json")]
+        if renamed:
+            raise ValueError(f"no checkpoint named step-* ({path}). fix: --run {renamed[0]}")
         raise ValueError(
             f"not a run ({path}). fix: python train.py, or for a model of Hugging Face "
             "python -m tools.import_hf FOLDER --out NAME"
@@ -174,7 +179,7 @@ def load_config(checkpoint: Path) -> dict:
     """The config of the run that wrote a checkpoint. Raises IntegrityError where it is none."""
     file = checkpoint / "config.json"
     with report_unreadable(file):
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
         if config["model"]["depth"] > MOST_LAYERS:
             raise ValueError(f"more than {MOST_LAYERS} layers")
     return config

@@ -1,10 +1,13 @@
 """Parsing of command-line arguments, shared by the commands that do not use Hydra."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
+
+from run import errors
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -28,6 +31,10 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        errors.flush(sys.stdout)  # the reader of --help may have ended
+        super().exit(status, message)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}. fix: {self.prog} --help; {self.epilog}\n")
 
@@ -36,7 +43,7 @@ def add_run_option(parser: Parser) -> None:
     """Add --run, the model to load."""
     parser.add_argument(
         "--run",
-        type=Path,
+        type=user_path,
         help="a run or a checkpoint (default: the run that saved last, in runs/)",
     )
 
@@ -59,6 +66,11 @@ def add_model_options(parser: Parser) -> None:
     parser.add_argument(
         "--batch-size", type=bounded_number(int, 1), default=8, help="sequences computed together"
     )
+
+
+def user_path(text: str) -> Path:
+    """A `type` for argparse: a path, in which ~ is the home folder, as in `--out=~/model`."""
+    return Path(os.path.expanduser(text))
 
 
 def bounded_number(

@@ -4,7 +4,6 @@ import sys
 from importlib import import_module
 
 from run import errors
-from run.progress import waiting
 
 COMMANDS = (
     "attention_map",
@@ -20,6 +19,7 @@ COMMANDS = (
 
 # Python has imported nothing else yet when `python -m` begins with this package.
 if sys.argv[0] == "-m" and "-m" in sys.orig_argv:
+    errors.begin_command()
     name = sys.orig_argv[sys.orig_argv.index("-m") + 1]
     if name.removeprefix("tools.") not in COMMANDS:
         errors.exit_with(
@@ -27,5 +27,7 @@ if sys.argv[0] == "-m" and "-m" in sys.orig_argv:
             f"not a command (python -m {name}). "
             f"fix: python -m tools.NAME --help, with NAME one of {', '.join(COMMANDS)}",
         )
+    from run.progress import waiting  # which imports tqdm
+
     with waiting("loading PyTorch"):
         import_module("torch")

@@ -19,7 +19,7 @@ from inference.prompts import new_sequences
 from model.attention.kernels import AttentionKernel
 from model.transformer import Transformer
 from run import errors
-from run.cli import Parser, add_model_options
+from run.cli import Parser, add_model_options, user_path
 from run.progress import waiting
 
 MAX_LABELED = 32  # tokens up to which the axes are labeled with them
@@ -30,10 +30,10 @@ Maps = dict[int, Tensor]  # weights (H, T, T) by the number of the layer
 def main() -> None:
     parser = Parser("python -m tools.attention_map", __doc__, "quote the prompt")
     parser.add_argument("prompt", help="text whose tokens attend to each other")
-    parser.add_argument("--out", type=Path, required=True, help="a .png or .svg")
+    parser.add_argument("--out", type=user_path, required=True, help="a .png or .svg")
     add_model_options(parser)
     args = parser.parse_args()
-    with errors.report_errors(), errors.user_input(), waiting("drawing a square for each head"):
+    with errors.user_input(), waiting("drawing a square for each head"):
         model, tokenizer, name = load(args.run, args.device, args.dtype)
         (sequence,) = new_sequences(tokenizer, [args.prompt], model.context, max_new_tokens=1)
         maps = attention_weights(model, sequence.tokens)
@@ -108,4 +108,5 @@ def draw(maps: Maps, labels: list[str], title: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with errors.report_errors():
+        main()

@@ -5,14 +5,13 @@ python -m tools.convert runs/NAME attention=mla attention.rank=64 --out FOLDER
 """
 
 import argparse
-from pathlib import Path
 
 import torch
 
 from data.tokenizer import Tokenizer, tokenizer_file
 from model.build import build_model
 from run import checkpoint, errors
-from run.cli import Parser
+from run.cli import Parser, user_path
 from tools.export_hf import new_folder, save_checkpoint
 from tools.formats import converted_model
 
@@ -24,9 +23,9 @@ def parse_arguments() -> argparse.Namespace:
         "MODEL attention=PRESET attention.KEY=VALUE --out FOLDER",
     )
     add = parser.add_argument
-    add("model", type=Path, help="a run or a checkpoint")
+    add("model", type=user_path, help="a run or a checkpoint")
     add("overrides", nargs="+", metavar="KEY=VALUE", help="of attention, as for train.py")
-    add("--out", type=Path, required=True, help="a new folder")
+    add("--out", type=user_path, required=True, help="a new folder")
     return parser.parse_args()
 
 

@@ -8,7 +8,7 @@ It takes no arguments. Each finding is a line with a fix.
 import torch
 from torch.utils import collect_env
 
-from run import compilation, hardware, threads
+from run import compilation, errors, hardware, threads
 from run.cli import Parser
 
 
@@ -69,5 +69,6 @@ def slow(device: torch.device) -> list[str]:
 
 
 if __name__ == "__main__":
-    Parser("python -m tools.doctor", __doc__, "no arguments").parse_args()
-    main()
+    with errors.report_errors():
+        Parser("python -m tools.doctor", __doc__, "no arguments").parse_args()
+        main()

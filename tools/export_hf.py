@@ -18,7 +18,7 @@ from torch import Tensor
 from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer, tokenizer_file
 from run import checkpoint, errors
 from run.checkpoint import load_model
-from run.cli import Parser, add_run_option
+from run.cli import Parser, add_run_option, user_path
 from run.progress import waiting
 from tools.formats.hf_config import to_hf_config
 from tools.formats.weights import hf_weights
@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser("python -m tools.export_hf", __doc__, "such as --run runs/NAME --out FOLDER")
     add_run_option(parser)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="a new folder")
+    add("--out", type=user_path, required=True, help="a new folder")
     add("--dtype", choices=DTYPES, default="f32", help="of weights")
     return parser.parse_args()
 
@@ -103,7 +103,7 @@ def export(args: argparse.Namespace) -> str:
     for name, content in files.items():
         (args.out / name).write_bytes(content)
     # The last file: no library takes a folder without it for a model.
-    (args.out / "config.json").write_text(json.dumps(config, indent=1))
+    (args.out / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return architecture
 
 

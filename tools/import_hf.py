@@ -4,11 +4,10 @@ python -m tools.import_hf my/SmolLM2-135M --out models/smollm2
 """
 
 import argparse
-from pathlib import Path
 
 from model.build import build_model
 from run import errors
-from run.cli import Parser
+from run.cli import Parser, user_path
 from run.progress import say
 from tools.export_hf import new_folder, save_checkpoint
 from tools.formats.hf_config import from_hf_config
@@ -20,8 +19,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python -m tools.import_hf", __doc__, "such as my/SmolLM2-135M --out models/smollm2"
     )
-    parser.add_argument("folder", type=Path, help="with config.json, safetensors and a tokenizer")
-    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    parser.add_argument(
+        "folder", type=user_path, help="with config.json, safetensors and a tokenizer"
+    )
+    parser.add_argument("--out", type=user_path, required=True, help="a new folder")
     return parser.parse_args()
 
 

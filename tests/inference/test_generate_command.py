@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 from inference import generate_text, load, stream_text
 from inference.batch import Sequence
 from inference.text import detokenize
+from run import sealed
 from tests.conftest import LONG, ROOT, Result, saved, tree_of
 
 GREEDY = " --temperature 0 --max-new-tokens "
@@ -186,6 +188,60 @@ def test_a_long_prompt_loses_its_beginning_with_a_warning(generate):
 def test_generation_without_any_run_says_how_to_get_one(command):
     result = command("generate.py", "a")
     assert result.code == 2 and "fix: python train.py" in result.err
+
+
+def test_a_home_is_found_behind_an_equals_sign(command, drawn_run, monkeypatch):
+    """A shell replaces ~ only where a word begins with it."""
+    home = Path("home").absolute()
+    monkeypatch.setenv("HOME", str(home))
+    shutil.move("runs", home / "runs")
+    (home / "prompts").write_text("Ann had", encoding="utf-8")
+    words = ("--run=~/runs/drawn", "--prompt-file=~/prompts", "--max-new-tokens=2")
+    command("generate.py", *words).succeeded()
+    command("tools/export_hf.py", "--run=~/runs/drawn", "--out=~/exported").succeeded()
+    command("tools/import_hf.py", "~/exported", "--out=~/imported").succeeded()
+    words = ("~/imported", "attention=mqa", "--out=~/converted")
+    command("tools/convert.py", *words).succeeded()
+    command("tools/attention_map.py", "Ann", "--run=~/runs/drawn", "--out=~/map.svg").succeeded()
+    names = {"converted", "exported", "imported", "map.svg", "prompts", "runs"}
+    assert {path.name for path in home.iterdir()} == names and not Path("~").exists()
+
+
+@pytest.mark.parametrize("way", ["from inside", "itself", "renamed", "linked", "at the root"])
+def test_a_checkpoint_is_found_from_anywhere_and_under_any_name(
+    generate, drawn_run, monkeypatch, way
+):
+    (step,) = Path(drawn_run, "checkpoints").iterdir()
+    usual = generate("Ann had", GREEDY + "9", f"--run={step}")
+    assert "drawn step-00000001: 9 tokens" in usual.err
+    run = str(step.name)
+    name = "drawn step-00000001"
+    if way == "from inside":
+        monkeypatch.chdir(step.parent)
+    elif way == "itself":
+        monkeypatch.chdir(step)
+        run = "."
+    elif way == "renamed":
+        run = name = "best"
+        shutil.copytree(step, run)
+    elif way == "linked":
+        run = "newest"
+        Path(run).symlink_to(step.absolute())
+    else:  # where a folder has no parent
+        monkeypatch.setattr(Path, "resolve", lambda path, strict=False: Path("/", path.name))
+        monkeypatch.setattr(sealed, "verify", lambda *_, **__: {})
+        run = str(step)
+        name = "step-00000001"
+    result = generate("Ann had", GREEDY + "9", f"--run={run}").succeeded()
+    assert result.out == usual.out and f"\n{name}: 9 tokens" in f"\n{result.err}"
+
+
+def test_a_run_whose_checkpoint_was_renamed_says_which_it_has(generate, drawn_run):
+    (step,) = Path(drawn_run, "checkpoints").iterdir()
+    best = step.rename(step.with_name("best"))
+    result = generate("Ann had", f"--run={drawn_run}")
+    assert result.code == 2 and result.err.endswith(f"fix: --run {best}\n")
+    generate("Ann had", f"--run={best}").succeeded()
 
 
 def test_a_reader_that_has_enough_is_no_error(drawn_run):

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from run import errors
-from run.cli import Parser
+from run.cli import Parser, user_path
 from run.errors import IntegrityError
 from run.settings import compose
 from tools.compare.measures import measure_checkpoints
@@ -108,11 +108,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--tune", action="store_true", help="find the learning rates of each variant first")
     add("--margin", type=float, default=0.01, help="a loss is as good if it is larger by less")
     add(
-        "--dir", type=Path, help="where runs and report go (default: runs/compare-..., runs/report)"
+        "--dir",
+        type=user_path,
+        help="where runs and report go (default: runs/compare-..., runs/report)",
     )
     add(
         "--report",
-        type=Path,
+        type=user_path,
         nargs="+",
         metavar="RUN",
         help="only report, of runs or of a comparison's folder; the first run is the baseline's",
@@ -125,6 +127,5 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    args = parse_arguments()
     with errors.report_errors():
-        main(args)
+        main(parse_arguments())

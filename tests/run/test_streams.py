@@ -1,0 +1,148 @@
+"""Standard streams that are closed, cut off, full or without Unicode, and Ctrl-C before anything begins."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from run import errors
+from tests.conftest import LONG, ROOT, saved, tree_of
+
+COMMANDS = {
+    "train": f"{sys.executable} {ROOT}/train.py",
+    "generate": f"{sys.executable} {ROOT}/generate.py",
+    "cost": f"{sys.executable} -m tools.cost",
+    "compare": f"{sys.executable} -m tools.compare",
+}
+
+
+def bash(line: str, **env: str) -> subprocess.CompletedProcess:
+    """Runs a line of a shell, which fails with the first command of a pipe that does."""
+    words = ["bash", "-o", "pipefail", "-c", line]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    return subprocess.run(words, env=environment, capture_output=True, timeout=LONG)
+
+
+@pytest.fixture
+def generate(tmp_path, tokenizer, monkeypatch) -> str:
+    """generate.py, in a folder with a run that speaks Russian too."""
+    monkeypatch.chdir(tmp_path)
+    saved(Path("runs/drawn"), tree_of("gqa", "model.depth=1"), tokenizer)
+    return f"{COMMANDS['generate']} --temperature 0 --max-new-tokens 5 --device cpu"
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_closed_stream_is_no_traceback(generate, closed):
+    told = bash(f"{generate} --prompt-file <(echo Ann) {closed}")
+    assert told.returncode == 0 and b"Traceback" not in told.stderr + told.stdout
+    assert bool(told.stdout) == ("1>" not in closed)
+    assert (b"tokens/s" in told.stderr) == ("2>" not in closed) and b"tokens/s" not in told.stdout
+
+
+def test_a_file_of_ours_never_gets_the_number_of_a_closed_stream():
+    """What a library writes to standard error would be in it."""
+    code = "from run import errors; errors.begin_command(); print(open('/dev/zero').fileno())"
+    assert int(bash(f'{sys.executable} -c "{code}" 0<&- 2>&-').stdout) > 2
+
+
+def test_an_error_is_an_exit_code_where_it_cannot_be_told():
+    for end in ("2>&-", "2>/dev/full", "2> >(true)", "2>&1 | true"):
+        assert bash(f"{COMMANDS['generate']} --colour blue {end}").returncode == 2, end
+
+
+@pytest.mark.parametrize("line", [f"{command} --help" for command in COMMANDS.values()])
+def test_a_reader_of_help_that_has_ended_is_no_error(line):
+    told = bash(f"{line} | true")
+    assert told.returncode == 0 and b"rror" not in told.stderr  # a slow import is announced
+
+
+def test_a_reader_of_the_first_line_of_a_table_is_no_error():
+    told = bash(f"{COMMANDS['cost']} model=tiny attention=gqa,mha,mqa | head -1")
+    assert told.returncode == 0 and told.stdout.startswith(b"attention")
+    assert b"rror" not in told.stderr
+
+
+def test_a_full_disk_behind_standard_output_is_storage(generate):
+    told = bash(f"{generate} Ann > /dev/full")
+    assert told.returncode == 74
+    assert told.stderr.endswith(
+        b"No space left on device (standard output). fix: make room, or another place\n"
+    )
+
+
+ASCII = ({"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0"})
+
+
+@pytest.mark.parametrize("env", ASCII)
+def test_what_a_stream_cannot_encode_is_escaped(generate, env):
+    Path("prompts.txt").write_text("Тест\nAnn", encoding="utf-8")
+    plain, escaped = (
+        bash(f"{generate} --prompt-file prompts.txt", **more)
+        for more in ({"PYTHONIOENCODING": "utf-8"}, env)
+    )
+    assert "--- 1: Тест\n" in plain.stdout.decode() and escaped.returncode == 0
+    # By the definition of Python's unicode-escape.
+    expected = plain.stdout.decode().encode("ascii", "backslashreplace")
+    assert escaped.stdout == expected and b"\\u0422\\u0435\\u0441\\u0442" in expected
+
+
+@pytest.mark.parametrize("env", [*ASCII, {}])
+@pytest.mark.parametrize("path", ["красный", b"caf\xe9"])
+def test_an_error_names_any_path(env, path):
+    words = [sys.executable, ROOT / "generate.py", "Ann", "--run", path]
+    told = subprocess.run(words, env=os.environ | env, capture_output=True, timeout=LONG)
+    assert told.returncode == 2 and told.stderr.startswith(b"error: not a run (")
+
+
+INTERRUPT = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path, name):
+    for module in ("torch", "tqdm"):  # in these modules, which take longest or come first
+        (tmp_path / f"{module}.py").write_text(INTERRUPT, encoding="utf-8")
+    words = ["env", "--default-signal=INT", *COMMANDS[name].split(), "Ann"]
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    told = subprocess.run(words, env=env, capture_output=True, timeout=LONG)
+    assert (told.returncode, told.stdout, told.stderr) == (130, b"", b"")
+
+
+def test_ctrl_c_is_ignored_while_modules_are_imported_if_it_was_before():
+    """As in a command that a shell has started in the background."""
+    code = "import signal; from run import errors; errors.begin_command(); "
+    code += "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN"
+    assert bash(f"trap '' INT; {sys.executable} -c '{code}'").returncode == 0
+
+
+PROBLEMS = {
+    "with a file": (FileNotFoundError(2, "No such file", "a.txt"), "No such file (a.txt)"),
+    "of a socket": (ConnectionRefusedError(111, "Refused"), "Refused (the network)"),
+    "of a name": (socket.gaierror(-2, "Name not known"), "Name not known (the network)"),
+    "without a file": (PermissionError(13, "Permission denied"), "Permission denied (the files"),
+    "without a number": (OSError("odd file"), "odd file (the files"),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_the_network_is_blamed_only_for_its_own_errors(problem, capfd):
+    error, said = PROBLEMS[problem]
+    with pytest.raises(SystemExit) as end, errors.user_input():
+        raise error
+    assert end.value.code == 2 and capfd.readouterr().err.startswith(f"error: {said}")
+
+
+def test_a_file_that_cannot_be_read_is_named(capfd):
+    with pytest.raises(SystemExit), errors.user_input(), errors.naming("a.bin"):
+        raise PermissionError(1, "Operation not permitted")
+    assert "Operation not permitted (a.bin). fix: check a.bin" in capfd.readouterr().err
+    with pytest.raises(OSError, match=r"'b\.bin'"), errors.naming("a.bin"):
+        raise FileNotFoundError(2, "No such file", "b.bin")
+
+
+def test_commands_leave_ctrl_c_as_it_was(command):
+    command("train.py", "--help").succeeded()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
