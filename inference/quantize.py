@@ -89,7 +89,7 @@ def compile_matvec(library: Path, compiler: str) -> None:
         "-ltorch_cpu",
     ]
     library.parent.mkdir(parents=True, exist_ok=True)
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if result.returncode != 0:
         raise OSError(f"{compiler}: {' '.join(result.stderr.split())[:200]}")
     sync(temporary)

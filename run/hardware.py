@@ -129,7 +129,9 @@ def cpuinfo(field: str) -> str:
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return ""
-    match = re.search(rf"^({field})\s*: (?P<value>.*)", path.read_text(), re.MULTILINE)
+    match = re.search(
+        rf"^({field})\s*: (?P<value>.*)", path.read_text(encoding="utf-8"), re.MULTILINE
+    )
     if match is None:
         return ""
     return match["value"]

@@ -93,3 +93,31 @@ def test_slow_libraries_are_imported_only_where_they_are_used():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert not SLOW & set(loaded.stdout.split())
+
+
+# Files are UTF-8 whatever the locale is: Python would take its encoding otherwise. ruff has a rule
+# for it (PLW1514), which does not know the types of most paths.
+BINARY_OPEN = {"os", "tokenize"}  # modules whose open() has no encoding, or finds it
+
+
+def is_text_without_encoding(call: ast.Call) -> bool:
+    """Whether a call reads or writes text in the encoding of the locale."""
+    options = {keyword.arg for keyword in call.keywords}
+    if "encoding" in options or not isinstance(call.func, ast.Name | ast.Attribute):
+        return False
+    if {"text", "universal_newlines"} & options:
+        return ast.unparse(call.func).startswith("subprocess.")
+    name = ast.unparse(call.func).rpartition(".")[2]
+    constants = [each.value for each in call.args if isinstance(each, ast.Constant)]
+    if name in ("read_text", "write_text"):
+        return isinstance(call.func, ast.Attribute) and len(call.args) == (name == "write_text")
+    owner = ast.unparse(call.func).rpartition(".")[0]
+    is_file = name == "open" and owner not in BINARY_OPEN and not owner.endswith("log")
+    return is_file and not any(isinstance(mode, str) and "b" in mode for mode in constants)
+
+
+def test_text_files_are_utf8_in_any_locale():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                assert not is_text_without_encoding(node), f"{path}: {ast.unparse(node)}"

@@ -173,7 +173,7 @@ def draw_loss(metrics: Path, picture: Path) -> list[float]:
     """Plot training and held-out loss over tokens -> the held-out losses."""
     from matplotlib.figure import Figure
 
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for key, style in (("train_loss", "-"), ("val_loss", "o-")):

@@ -88,7 +88,7 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
         page.paragraph(f"{task}, models of dim {dim}, context {members[0].model.context}", "h2")
         figure, text = add_comparison(page, members, margin)
         if figure:
-            (folder / f"{task}-{dim}.svg").write_text(figure)
+            (folder / f"{task}-{dim}.svg").write_text(figure, encoding="utf-8")
         lines.append(text)
 
     for line in missing:
@@ -96,7 +96,7 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
     commits = sorted({str(run.commit) for run in runs})
     page.paragraph(f"Made by {command()}; trained at commit {', '.join(commits)}.")
     file = folder / "report.html"
-    file.write_text(page.html())
+    file.write_text(page.html(), encoding="utf-8")
     return "\n".join([*lines, *missing, f"written: {file}, which any browser opens"])
 
 

@@ -82,7 +82,7 @@ class Run:
         state = checkpoint.load_state(newest, {"step", "steps"})
         metrics = folder / "metrics.jsonl"
         try:
-            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+            lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
             is_last = lines[-1]["step"] == state["step"] >= state["steps"]
             done = is_last and "val_bpb" in lines[-1]
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -107,7 +107,7 @@ class Run:
             line.pop("slices", None)
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         record = values | {"folder": self.folder.name, "lines": evaluations}
-        with (self.folder.parent / RECORDS).open("a") as file:
+        with (self.folder.parent / RECORDS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     @property
@@ -188,7 +188,7 @@ def commit() -> str | None:
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.check_output(
-            command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True
+            command, cwd=ROOT, stderr=subprocess.DEVNULL, encoding="utf-8"
         ).strip()
     return None
 
@@ -201,7 +201,7 @@ def read_records(folder: Path) -> dict[str, Run]:
     """
     runs = {}
     file = folder / RECORDS
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             run = Run(**json.loads(line))

@@ -73,7 +73,7 @@ def preset_options(preset: str) -> set[str]:
 
 def read_preset(name: str) -> dict:
     """The yaml of an attention."""
-    return yaml.safe_load((CONFIGS / "attention" / f"{name}.yaml").read_text())
+    return yaml.safe_load((CONFIGS / "attention" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def set_options(tree: dict, options: dict) -> dict:
