@@ -6,7 +6,6 @@ On a CPU torch's products reach a quarter of the bandwidth, and the kernel in ma
 import hashlib
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from model.layers import Linear
 from model.transformer import Transformer
 from run.cache_folder import writable_cache
 from run.hardware import processor_features
-from run.progress import waiting
+from run.progress import say, waiting
 from run.sealed import sync
 
 MAX_FEW_TOKENS = 16  # up to this, reading the weights takes longer than multiplying
@@ -57,7 +56,7 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
                 compile_matvec(library, compiler)
         torch.ops.load_library(library)
     except OSError as error:
-        print(f"note: without {SOURCE.name} ({error}), torch multiplies", file=sys.stderr)
+        say(f"note: without {SOURCE.name} ({error}), torch multiplies")
         return False
 
     torch.library.register_fake("attend::matvec", matvec_result)

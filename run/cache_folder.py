@@ -7,7 +7,10 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from run.progress import say
+from run.sealed import acquire
 
 NAME = "attend"  # of the folder in the user's cache
 
@@ -57,6 +60,20 @@ def is_writable(folder: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
+def has_locks(folder: Path) -> bool:
+    """Whether files in a folder, which is made if it does not exist, can be written and locked."""
+    lock = FileLock(folder / ".lock", blocking=False, fallback_to_soft=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return acquire(lock)
+    except Timeout:  # another process has locked it
+        return True
+    except OSError:
+        return False
+    finally:
+        lock.release()
+
+
 @cache
 def temporary_cache() -> Path | None:
     """Make a folder that belongs to this user alone, and say so; None if there is no place."""
@@ -70,7 +87,7 @@ def temporary_cache() -> Path | None:
     except OSError:
         return None
     say(
-        f"warning: no cache can be written (.cache, {user_cache()}): prepared text and compiled "
-        f"code go to {folder}, which may not last. fix: XDG_CACHE_HOME=FOLDER"
+        f"warning: the cache is {folder}, which may not last: .cache and {user_cache()} cannot be "
+        "written, or lack locks. fix: XDG_CACHE_HOME=FOLDER"
     )
     return folder

@@ -8,7 +8,6 @@ step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manif
 import errno
 import json
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch.types import Device
 from run import sealed
 from run.errors import IntegrityError, without_fix
 from run.instantiate import instantiate, instantiate_model
+from run.progress import say
 from run.sharding import shard_like
 
 NUM_KEPT = 2
@@ -119,7 +119,7 @@ def newest_checkpoint(run: Path) -> Path | None:
             sealed.verify(checkpoint, FIX)
             return checkpoint
         except IntegrityError as error:
-            print(f"warning: skipped: {without_fix(error)}", file=sys.stderr)
+            say(f"warning: skipped: {without_fix(error)}")
     if checkpoints:
         raise IntegrityError(
             f"no checkpoint is whole ({len(checkpoints)} in {run}). "

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from run import errors
-from run.cache_folder import compiler_cache
+from run.cache_folder import compiler_cache, has_locks, temporary_cache
 from run.hardware import processor_features
 from run.instantiate import ROOT
+from run.progress import say
 
 CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
 # Shorter runs take longer with compilation: it takes a minute for the default model on two cores.
@@ -81,6 +82,12 @@ def prepare_to_compile() -> None:
     # It quotes none of the folders of libraries in a command of the C++ compiler. Those of torch
     # may be in a clone, whose path may have spaces.
     cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).with_name("lib")))
+
+    # It locks the files of its cache.
+    cache = Path(os.environ[CACHE_KEY])
+    if not has_locks(cache):
+        cache = (temporary_cache() or cache.parent) / cache.name
+        os.environ[CACHE_KEY] = str(cache)
     clean_cache()
 
 
@@ -127,7 +134,7 @@ def compile_and_run(function: Callable[[], object], *, is_required: bool, option
             problem = compile_problem(error)
             if problem is None:
                 raise
-            print(f"warning: {problem}: its cache is moved aside", file=sys.stderr)
+            say(f"warning: {problem}: its cache is moved aside")
             move_cache_aside()
     if is_required:
         errors.exit_with(errors.INPUT, f"{problem}. fix: {option}")

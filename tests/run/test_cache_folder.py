@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.prepare import prepare
-from run import cache_folder
+from run import cache_folder, compilation, sealed
 from run.cache_folder import compiler_cache, writable_cache
 from tests.conftest import TINY
 from tests.faults.harness import source
@@ -67,7 +67,7 @@ def test_without_a_home_it_is_a_temporary_folder_of_the_user(
     assert (folder == usual) != is_taken
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("warning: no cache can be written") and f"go to {folder}" in line
+    assert line.startswith(f"warning: the cache is {folder}, which may not last: ")
     assert line.endswith(". fix: XDG_CACHE_HOME=FOLDER")
 
 
@@ -98,3 +98,24 @@ def test_a_run_in_a_folder_without_a_cache_prepares_its_text_elsewhere(command, 
     command("train.py", *TINY, *words).succeeded()
     (corpus,) = (home / ".cache" / "attend").glob("text-*")
     assert (corpus / "manifest.json").exists()
+
+
+def test_compiled_code_goes_where_files_can_be_locked(tmp_path, home, monkeypatch, capfd):
+    """As torch.compile does with its own."""
+    share = tmp_path / "share" / "compiled-2.13"
+
+    def acquire(lock):
+        return share not in Path(lock.lock_file).parents and sealed.acquire(lock)
+
+    monkeypatch.setattr(cache_folder, "acquire", acquire)
+    elsewhere = tmp_path / f"attend-{os.getuid()}"
+    places = (
+        (home / "compiled-2.13", home),
+        (share, elsewhere),
+        (NOWHERE / "compiled-2.13", elsewhere),
+    )
+    for cache, expected in places:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        compilation.prepare_to_compile()
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(expected / "compiled-2.13")
+    assert capfd.readouterr().err.count("warning: the cache is ") == 1
