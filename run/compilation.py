@@ -26,12 +26,13 @@ LONG_MINUTES = 3
 LINKING_SECONDS = 5  # a library of this age is not being written by a linker any more
 
 # torch.compile's cache is in .cache/ if possible, unless $TORCHINDUCTOR_CACHE_DIR is set, which
-# importing torch._dynamo does, too. Each combination of torch version, processor and choice of instructions
-# ($ATEN_CPU_CAPABILITY) has its own cache: these are not part of torch's keys, and machine code
-# that was made for another combination crashes.
+# importing torch._dynamo does, too. Each combination of torch version, processor and choice of
+# instructions ($ATEN_CPU_CAPABILITY) has its own cache: these are not part of torch's keys, and
+# machine code that was made for another combination crashes.
 MACHINE = sha256(processor_features().encode()).hexdigest()
-CACHE = compiler_cache(ROOT / ".cache") / f"compiled-{torch.__version__}-{MACHINE}"
-os.environ.setdefault(CACHE_KEY, str(CACHE))
+if CACHE_KEY not in os.environ:
+    CACHE = compiler_cache(ROOT / ".cache") / f"compiled-{torch.__version__}-{MACHINE}"
+    os.environ[CACHE_KEY] = str(CACHE)
 
 
 def is_long_run(steps: float, minutes: float | None) -> bool:

@@ -77,9 +77,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             )
         named = {name for name, place in file_of.items() if place == file}
         if file_of and named != read.keys():
-            different = sorted(named ^ read.keys())
+            different = ", ".join(sorted(named ^ read.keys())[:3])
             raise IntegrityError(
-                f"the index names other tensors ({index}: {', '.join(different[:3])} of {file.name}). "
+                f"the index names other tensors ({index}: {different} of {file.name}). "
                 f"fix: {FETCH_AGAIN}"
             )
         tensors |= read
