@@ -207,6 +207,7 @@ def test_a_comma_in_the_path_of_a_text_is_no_comparison(command):
     variants = plan_variants(words, "none", None, has_search=False)
     assert [variant.name for variant in variants] == ["gqa", "mqa"]
     for variant in variants:
+        assert words[-1] in variant.overrides  # as it was typed, which names the comparison
         assert compose(variant.overrides).data["path"] == "Moby Dick, by X.txt"
 
 

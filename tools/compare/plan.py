@@ -160,10 +160,10 @@ def expand_sweep(overrides: list[str]) -> Sweep:
     """Expand Hydra's sweeps (A,B or range or glob)."""
     sweep = {}
     # Runs on several texts do not compare, so a comma in the path of a text is part of it.
-    words = [as_text(word) if word.startswith("data.path=") else word for word in overrides]
-    for override in parse_overrides(words):
+    parsed = [as_text(word) if word.startswith("data.path=") else word for word in overrides]
+    for word, override in zip(overrides, parse_overrides(parsed), strict=True):
         key = override.get_key_element()
-        sweep[key] = [override.input_line]
+        sweep[key] = [word]
         if override.is_discrete_sweep():
             sweep[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
     return sweep
