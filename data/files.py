@@ -2,10 +2,13 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from glob import glob
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from run.errors import naming
 from run.sealed import sha256_of
@@ -13,36 +16,140 @@ from run.sealed import sha256_of
 ROW_SUFFIXES = (".jsonl", ".parquet", ".csv")  # each row is a document
 TEXT_SUFFIXES = (".txt", *ROW_SUFFIXES)
 SPLIT_WORDS = re.compile("(?<![a-z])(train|test|val|valid|validation)(?![a-z])")
-OTHER_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zip", ".pdf", ".docx", ".json", ".tsv")
-BLOCK_BYTES = 2**26  # bytes of a .jsonl that are read at a time; no row may have more
+# Files that are not text, although some of them could be read as text.
+OTHER_SUFFIXES = (
+    *(".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".pdf", ".docx", ".bin"),
+    *(".json", ".ndjson", ".ipynb", ".tsv", ".arrow", ".feather"),
+)
+BLOCK_BYTES = 2**26  # bytes of a .jsonl or .csv that are read at a time; no row may have more
+ROWS_AHEAD = 1024  # rows of a .parquet that are decoded at a time
+# A longer document is read, encoded and written in parts. UTF-8 has up to 4 bytes a character.
+PART_CHARS = 500_000
+
+Paths = str | list[str] | None  # data.path: a file, a glob, a folder, or a list of them
 
 
-def find_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
-    """List the files that `path` names: one file, a glob, or a folder, searched for `suffixes`.
+class Part(NamedTuple):
+    """A document, or one of the consecutive parts of a long one."""
 
-    Raises ValueError if there are none.
+    text: str
+    is_held_out: bool = False
+    is_last: bool = True  # whether the document ends with it
+
+
+class Split(NamedTuple):
+    """The files that a path names, by what they are used for."""
+
+    train: list[Path]
+    validation: list[Path]
+    unused: list[Path]  # test files, if there are validation files
+
+
+def find_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
+    """List the files that `path` names, in the order of their paths, each file once.
+
+    Raises ValueError if an entry of `path` names no file, OSError for a folder that is not readable.
     """
+    # A link names the file that it leads to.
+    files = {}
+    for file in named_files(path, suffixes):
+        files.setdefault(file.resolve(), file)
+    return list(files.values())
+
+
+def named_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
+    """List the files that `path` names, by each of their names; raises as find_files()."""
     files = []
-    if path is not None:
-        root = Path(os.path.expanduser(path))
-        # The suffix matters only in a folder: a file or glob that the user names is taken as it is.
-        if root.is_dir():
-            files = [file for file in root.rglob("*") if file.suffix in suffixes]
-        elif root.is_file():
-            files = [root]
-        else:
-            files = [Path(name) for name in glob(str(root), recursive=True)]
-    # A pipe or a device may have no end.
-    files = sorted(file for file in files if file.is_file())
-    if not files:
+    for entry in entries_of(path):
+        found = expand(entry, suffixes)
+        if not found:
+            raise ValueError(no_files(entry, suffixes))
+        files += found
+    for file in files:
+        # A pipe or a device may have no end.
+        if not file.is_file():
+            raise ValueError(
+                f"not a file, but a pipe, a device or a broken link ({file}). fix: remove it, or "
+                "another path"
+            )
+    return sorted(set(files), key=lambda file: Path(os.path.abspath(file)))
+
+
+def entries_of(path: Paths) -> list[str]:
+    """The entries of a path, with ~ replaced by the home folder. Raises ValueError for none."""
+    entries = path if isinstance(path, list) else [path]
+    if not entries or not all(entries):
         raise ValueError(
-            f"no files ({path=}). fix: a file, a glob, or a folder of {' '.join(suffixes)}; "
-            "train.py takes it as data.path=my/texts"
+            f"no files ({path=}). fix: a file, a glob, or a folder; train.py takes it as "
+            "data.path=my/texts"
         )
+    return [os.path.expanduser(entry) for entry in entries]
+
+
+def expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files of an entry: a file, a folder, which is searched for `suffixes`, or a glob of both.
+
+    The suffix matters only in a folder: a file that is named, also by a glob, is taken as it is.
+    """
+    paths = [Path(entry)]
+    if not paths[0].exists():
+        paths = [Path(name) for name in glob(entry, recursive=True)]
+    files = []
+    for path in paths:
+        if path.is_dir():
+            files += [file for file in walk(path) if file.suffix.lower() in suffixes]
+        else:
+            files.append(path)
     return files
 
 
-def split_files(path: str | None, suffixes: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
+def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Yield the files in a folder and its subfolders, and follow links.
+
+    Hidden files and folders are left out: their names begin with a dot.
+    """
+    # A link to a folder that contains it would never end.
+    above = above | {folder.resolve()}
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if not path.is_dir():
+            yield path
+        elif path.resolve() not in above:
+            yield from walk(path, above)
+
+
+def skipped_suffixes(path: Paths, suffixes: tuple[str, ...]) -> Counter:
+    """Count, by suffix, the files in the folders of a path that are not read."""
+    skipped = Counter()
+    for entry in entries_of(path):
+        if Path(entry).is_dir():
+            skipped.update(file.suffix.lower() or "no suffix" for file in walk(Path(entry)))
+    for suffix in suffixes:
+        del skipped[suffix]
+    return skipped
+
+
+def no_files(entry: str, suffixes: tuple[str, ...]) -> str:
+    """The error for an entry that names no file."""
+    skipped = skipped_suffixes(entry, suffixes)
+    problem = f"no files (path={entry!r}"
+    fix = f"a file, a glob, or a folder of {' '.join(suffixes)}"
+    if skipped:
+        problem += f" has {listing(skipped)}"
+        texts = [suffix for suffix in skipped if suffix.startswith(".")]
+        texts = [suffix for suffix in texts if suffix not in OTHER_SUFFIXES]
+        if texts and suffixes == TEXT_SUFFIXES:
+            fix = f"a glob, which reads any text: '{entry.rstrip('/')}/**/*{texts[0]}'"
+    return f"{problem}). fix: {fix}; train.py takes it as data.path=my/texts"
+
+
+def listing(counts: Counter) -> str:
+    """Counts as text, the largest first, such as 12 .md, 1 .pdf."""
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common())
+
+
+def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
     """Split the files that `path` names into those to train on and those held out for validation.
 
     Files with val, valid or validation as a word of their name (folders included) are held out. If
@@ -50,71 +157,131 @@ def split_files(path: str | None, suffixes: tuple[str, ...]) -> tuple[list[Path]
     single file, and a file with train in its name, is always trained on. Raises ValueError if there
     is nothing to train on.
     """
-    files = find_files(path, suffixes)
-    root = Path(os.path.expanduser(path))
-    train = []
-    validation = []
-    test = []
+    files = named_files(path, suffixes)
+    is_single = len(find_files(path, suffixes)) == 1
+    root = common_folder(path)
+    train = {}
+    validation = {}
+    test = {}
     for file in files:
-        # Folders count only below `path`: those that lead to it say nothing about the file.
-        name = file.name
-        if root.is_dir():
-            name = str(file.relative_to(root))
+        # Folders count only below `root`: those that lead to it say nothing about the file.
+        name = os.path.relpath(file, root)
         words = SPLIT_WORDS.findall(name.lower())
-        if len(files) == 1 or "train" in words or not words:
-            train.append(file)
+        if is_single or "train" in words or not words:
+            kind = train
         elif "test" in words:
-            test.append(file)
+            kind = test
         else:
-            validation.append(file)
+            kind = validation
+        kind.setdefault(file.resolve(), file)
+
+    # A file with several names, by links, is held out if one of them says so.
+    unused = {}
+    if validation:
+        unused = test
+    else:
+        validation = test
+    for kind in (train, unused):
+        for file in validation.keys() & kind.keys():
+            del kind[file]
     # Training on files that are named validation would make the validation loss worthless.
     if not train:
         raise ValueError(f"nothing to train on (data.path={path}). fix: names without val or test")
-    return train, validation or test
+    return Split(list(train.values()), list(validation.values()), list(unused.values()))
+
+
+def describe_files(path: Paths, suffixes: tuple[str, ...], split: Split) -> str | None:
+    """A line about the files that are read and those that are not; None for a single file."""
+    skipped = skipped_suffixes(path, suffixes)
+    if split.unused:
+        skipped["for tests"] = len(split.unused)
+    if not skipped and len(split.train) == 1 and not split.validation:
+        return None
+    text = f"files: {len(split.train)} to train on, {len(split.validation)} held out"
+    if skipped:
+        text += f"; not read: {listing(skipped)}"
+    return text
+
+
+def common_folder(path: Paths) -> str:
+    """The folder that contains all entries of a path: of `corpus/*/*.txt`, it is `corpus`."""
+    folders = []
+    for entry in entries_of(path):
+        # The folder itself, or the one that contains the file or the first wildcard.
+        folder = Path(entry)
+        while not folder.is_dir():
+            folder = folder.parent
+        folders.append(os.path.abspath(folder))
+    return os.path.commonpath(folders)
 
 
 def read_documents(files: Iterable[Path], field: str, separator: str) -> Iterator[str]:
-    """Yield the documents of files, without blank ones.
+    """Yield the documents of files as whole texts; see read_parts()."""
+    texts = []
+    for part in read_parts(files, field, separator):
+        texts.append(part.text)
+        if part.is_last:
+            yield "".join(texts)
+            texts = []
+
+
+def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Part]:
+    """Yield the documents of files, without blank ones. A long one of a text comes in parts.
 
     Each row of a .jsonl, .parquet or .csv is a document, with its text in `field`. Any other file
     is text, cut at lines equal to `separator`. Raises ValueError, which names the file, for a file
     that is not text.
     """
     for file in files:
-        if file.suffix in OTHER_SUFFIXES:
+        suffix = file.suffix.lower()
+        if suffix in OTHER_SUFFIXES:
             raise ValueError(
                 f"not a text ({file}). fix: unpack it, or save it as {' or '.join(TEXT_SUFFIXES)}"
+                "; for token ids, data=tokens"
             )
-        if file.suffix in ROW_SUFFIXES:
-            documents = read_rows(file, field)
-        else:
-            documents = read_text(file, separator)
+        parts = read_text(file, separator)
+        if suffix in ROW_SUFFIXES:
+            parts = map(Part, read_rows(file, field))
         # A blank document would teach nothing but its end.
-        for document in documents:
-            if document.strip():
-                yield document
+        is_first = True
+        for part in parts:
+            if not is_first or not part.is_last or part.text.strip():
+                yield part
+            is_first = part.is_last
 
 
-def read_text(file: Path, separator: str) -> Iterator[str]:
+def read_text(file: Path, separator: str) -> Iterator[Part]:
     """Yield the documents between separator lines, without the line end before a separator.
 
-    The text is unchanged, except that a byte order mark is removed. Only \\n ends a line.
+    The text is unchanged, except that a byte order mark is removed. Only \\n ends a line. A part of
+    a long document has PART_CHARS characters, or up to twice as many.
     """
     lines = []
+    num_chars = 0
+    is_line_start = True
     try:
         with naming(file), file.open(encoding="utf-8-sig", newline="\n") as opened:
-            for line in opened:
-                if line.strip() == separator:
-                    yield "".join(lines).removesuffix("\n")
+            # A line may be as long as the file.
+            for line in iter(partial(opened.readline, PART_CHARS), ""):
+                if is_line_start and line.strip() == separator:
+                    yield Part("".join(lines).removesuffix("\n"))
                     lines = []
+                    num_chars = 0
                 else:
+                    # The document goes on, so the end of the line before this one is part of it.
+                    if num_chars >= PART_CHARS:
+                        yield Part("".join(lines), is_last=False)
+                        lines = []
+                        num_chars = 0
                     lines.append(line)
+                    num_chars += len(line)
+                is_line_start = line.endswith("\n")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"not UTF-8 ({file}: {error.reason}). fix: iconv -f ENCODING -t utf8"
         ) from None
     # The text after the last separator is a document too.
-    yield "".join(lines)
+    yield Part("".join(lines))
 
 
 def read_rows(file: Path, field: str) -> Iterator[str]:
@@ -136,8 +303,11 @@ def read_rows(file: Path, field: str) -> Iterator[str]:
         # The end of the first line of pyarrow's messages says what happened.
         first_line, _, _ = str(error).partition("\n")
         _, _, reason = first_line.rpartition("Invalid: ")
+        fix = "repair it"
+        if "block" in reason:
+            fix = f"rows of at most {BLOCK_BYTES // 2**20} MB, or .parquet"
         raise ValueError(
-            f"{reason} ({file}, after {num_rows} rows). fix: repair it; for a text in another "
+            f"{reason} ({file}, after {num_rows} rows). fix: {fix}; for a text in another "
             "field: data.text_field=NAME in training, elsewhere rename it"
         ) from None
 
@@ -151,19 +321,36 @@ def open_rows(file: Path, field: str) -> Iterable:
     from pyarrow import csv, dataset, json
 
     schema = pyarrow.schema({field: pyarrow.string()})
-    if file.suffix == ".jsonl":
+    if file.suffix.lower() == ".parquet":
+        # Few rows ahead: the default reads 2 million rows, however long they are.
+        rows = dataset.dataset(file, schema, "parquet")
+        return rows.to_batches(batch_size=ROWS_AHEAD, batch_readahead=1, fragment_readahead=1)
+    # pyarrow refuses a file without a row; an empty .txt has no document either.
+    if is_blank(file):
+        return []
+    if file.suffix.lower() == ".jsonl":
         # Not as a dataset: pyarrow 26 does not read a single row without a line end then.
         parse = json.ParseOptions(schema, unexpected_field_behavior="ignore")
         return json.open_json(file, json.ReadOptions(block_size=BLOCK_BYTES), parse)
-    file_format = "parquet"
-    if file.suffix == ".csv":
-        file_format = dataset.CsvFileFormat(csv.ParseOptions(newlines_in_values=True))
-    return dataset.dataset(file, schema, file_format).to_batches()
+    return csv.open_csv(
+        file,
+        csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False),  # with row numbers in errors
+        csv.ParseOptions(newlines_in_values=True),
+        csv.ConvertOptions(
+            column_types=schema, include_columns=[field], include_missing_columns=True
+        ),
+    )
+
+
+def is_blank(file: Path) -> bool:
+    """Whether a file has nothing but white space."""
+    with file.open("rb") as opened:
+        return not any(line.strip() for line in opened)
 
 
 def content_hash(files: list[Path]) -> str:
     """SHA-256 over the SHA-256 and the suffix of each file; names and times do not matter."""
     total = sha256()
     for file in files:
-        total.update((sha256_of(file) + file.suffix).encode())
+        total.update((sha256_of(file) + file.suffix.lower()).encode())
     return total.hexdigest()

@@ -4,10 +4,9 @@ A corpus is built under a lock, in an atomic directory: if the folder exists, it
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,6 +14,7 @@ import numpy as np
 from filelock import FileLock
 
 from data.corpus import Corpus
+from data.files import PART_CHARS, Part
 from data.tokenizer import Tokenizer, tokenizer_file
 from run.cache_folder import writable_cache
 from run.errors import naming
@@ -22,12 +22,13 @@ from run.progress import say, waiting
 from run.sealed import acquire, atomic_directory, remove_leftovers, verify
 
 # Part of the cache key: increase it if a change in data/ gives other tokens for the same text.
-VERSION = 2
+VERSION = 3
 TRAIN_SHARD = "train-00000.bin"
 VALIDATION_SHARD = "validation-00000.bin"
 DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
+CHARS_PER_BATCH = 4 * PART_CHARS  # in all of them, after which a batch is complete
 MAX_TOKENIZER_CHARS = 50_000_000  # characters of training text that a tokenizer is trained on
-MAX_VALIDATION_BYTES = 2_000_000  # UTF-8 bytes held out, in whole documents
+MAX_VALIDATION_BYTES = 2_000_000  # UTF-8 bytes held out, in whole documents if there are several
 
 
 @dataclass(kw_only=True)
@@ -52,8 +53,16 @@ class Source:
         # Where the tokenizer is stored does not change the documents.
         return json.dumps(vars(self) | {"tokenizer": None})
 
-    def documents(self) -> Iterator[tuple[str, bool]]:
-        """Yield each document with whether it is held out, in an order that never changes."""
+    def note(self) -> str | None:
+        """Return a line about what is read, and what is not; None if there is nothing to tell."""
+        return None
+
+    def unused_keys(self) -> dict[str, str]:
+        """Return the keys that nothing reads for these documents, each with the reason."""
+        return {}
+
+    def parts(self) -> Iterator[Part]:
+        """Yield the documents, long ones in parts, in an order that never changes."""
         return iter(())
 
 
@@ -69,6 +78,9 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
     once, one builds and the others wait. Raises ValueError for text that cannot be used, and
     IntegrityError for a corpus that was changed on disk.
     """
+    note = source.note()
+    if note is not None:
+        say(note)
     corpus = source.corpus()
     if corpus is not None:
         return corpus
@@ -155,14 +167,24 @@ def build_corpus(source: Source, tokenizer: Tokenizer | None, folder: Path) -> N
 
 
 def tokenizer_corpus(source: Source) -> Iterator[str]:
-    """Yield training documents until they have MAX_TOKENIZER_CHARS characters."""
+    """Yield training documents until they have MAX_TOKENIZER_CHARS characters.
+
+    Of the last one, the parts after that are left out.
+    """
     size = 0
-    for text, is_held_out in source.documents():
+    texts = []  # of the current document
+    for part in source.parts():
         if size >= MAX_TOKENIZER_CHARS:
-            return
-        if not is_held_out:
-            size += len(text)
+            break
+        if not part.is_held_out:
+            size += len(part.text)
+            texts.append(part.text)
+        if texts and part.is_last:
+            text = "".join(texts)
+            texts = []
             yield text
+    if texts:
+        yield "".join(texts)
 
 
 def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
@@ -175,27 +197,37 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     train_tokens = 0
     held_out_bytes = 0
     changes = []  # of held-out documents, which the tokenizer does not give back as they were
+    held_out_documents = 0
+    end = 0  # of the last held-out document that is taken, in the file
+    is_first = True  # whether a document begins with the part
     with (
         (folder / TRAIN_SHARD).open("wb") as train,
         (folder / VALIDATION_SHARD).open("wb") as validation,
     ):
-        for text, is_held_out, tokens in tokenized(source, tokenizer):
+        for part, tokens in tokenized(source, tokenizer):
             raw = np.array(tokens, dtype).tobytes()
-            if is_held_out:
-                # The first held-out document is taken whatever its size. The first that does not
-                # fit ends the split.
-                is_first = held_out_bytes == 0
-                held_out_bytes += len(text.encode())
-                if is_first or held_out_bytes <= MAX_VALIDATION_BYTES:
+            if part.is_held_out:
+                # The first part that does not fit ends the split. Its document is left out unless
+                # it is the first.
+                held_out_bytes += len(part.text.encode())
+                if held_out_bytes <= MAX_VALIDATION_BYTES:
                     validation.write(raw)
-                    change = tokenizer.change(text, tokens)
-                    if change is not None:
-                        changes.append(change)
+                    if part.is_last or held_out_documents == 0:
+                        end = validation.tell()
+                    # A part inside of a document may decode without its first space.
+                    if is_first and part.is_last:
+                        change = tokenizer.change(part.text, tokens)
+                        if change is not None:
+                            changes.append(change)
+                held_out_documents += part.is_last
             else:
                 train.write(raw)
                 train_tokens += len(tokens)
-                if source.tokens is not None and train_tokens >= source.tokens:
+                has_enough = source.tokens is not None and train_tokens >= source.tokens
+                if has_enough and part.is_last:
                     break
+            is_first = part.is_last
+        validation.truncate(end)
     if train_tokens == 0 or held_out_bytes == 0:
         raise ValueError(
             f"no text to train on, or none held out ({train_tokens} tokens, {held_out_bytes} "
@@ -209,14 +241,70 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         )
 
 
-def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[str, bool, list[int]]]:
-    """Yield each document, whether it is held out, and its tokens."""
-    # A batch of documents is tokenized on all cores, and the whole text is never in memory.
-    documents = source.documents()
-    while batch := list(islice(documents, DOCUMENTS_PER_BATCH)):
-        encoded = tokenizer.encode_documents([text for text, _ in batch])
-        for (text, is_held_out), tokens in zip(batch, encoded, strict=True):
-            yield text, is_held_out, tokens
+def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[Part, list[int]]]:
+    """Yield each part of the documents with its tokens, which are those of the whole document."""
+    # A batch is tokenized on all cores, and the whole text is never in memory.
+    for batch in batches(cut_at_tokens(source.parts(), tokenizer)):
+        encoded = tokenizer.encode_documents([before + part.text for part, before in batch])
+        for (part, before), tokens in zip(batch, encoded, strict=True):
+            if before:
+                tokens = without_start(tokens, part.text, before, tokenizer)
+            if not part.is_last:
+                tokens = tokens[: len(tokens) - len(tokenizer.document_ends)]
+            yield part, tokens
+
+
+def cut_at_tokens(parts: Iterable[Part], tokenizer: Tokenizer) -> Iterator[tuple[Part, str]]:
+    """Cut documents of more than PART_CHARS characters between two tokens.
+
+    Yields the parts with the character in front of each one, which is empty where a document
+    begins.
+    """
+    rest = ""  # of the document
+    before = ""
+    for part in parts:
+        text = rest + part.text
+        while len(text) > PART_CHARS:
+            # A text that has no such place is cut somewhere, which may change a token.
+            cut = tokenizer.last_cut(text[:PART_CHARS]) or PART_CHARS
+            yield part._replace(text=text[:cut], is_last=False), before
+            before = text[cut - 1]
+            text = text[cut:]
+        if part.is_last:
+            yield part._replace(text=text), before
+            text = ""
+            before = ""
+        rest = text
+
+
+def batches(parts: Iterable[tuple[Part, str]]) -> Iterator[list[tuple[Part, str]]]:
+    """Yield lists of parts that are tokenized together."""
+    batch = []
+    num_chars = 0
+    for part, before in parts:
+        batch.append((part, before))
+        num_chars += len(part.text)
+        if len(batch) == DOCUMENTS_PER_BATCH or num_chars >= CHARS_PER_BATCH:
+            yield batch
+            batch = []
+            num_chars = 0
+    if batch:
+        yield batch
+
+
+def without_start(tokens: list[int], text: str, before: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of `text` without BOS, from `tokens`, those of before + text.
+
+    A tokenizer may treat the start of a text in its own way, such as by a space in front, so that
+    the tokens of `text` alone may be others.
+    """
+    (start,) = tokenizer.encode_documents([before])
+    start = start[: len(start) - len(tokenizer.document_ends)]
+    if tokens[: len(start)] == start:
+        return tokens[len(start) :]
+    # The text was cut inside a token.
+    (tokens,) = tokenizer.encode_documents([text])
+    return tokens[1:]
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:

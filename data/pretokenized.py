@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from data.corpus import Corpus
-from data.files import content_hash, split_files
-from data.prepare import Source, text_hash
+from data.files import Paths, content_hash, describe_files, split_files
+from data.prepare import Source, dtype_of, text_hash
 from data.tokenizer import IdTokenizer, Tokenizer
 
 # A file of llm.c begins with a header of 256 int32, of which three are used.
@@ -22,29 +23,58 @@ class Pretokenized(Source):
 
     At most `validation_tokens` tokens are held out: the beginning of the first file that
     split_files() holds out. If there is no such file, the end of the last file is held out, at most
-    5 % of it. Raises ValueError for a damaged file.
+    5 % of it. Files without a header have ids of `dtype`; null: as our own shards, uint16 if the
+    vocabulary fits. Raises ValueError for a damaged file, and for ids of another dtype.
     """
 
-    path: str | None
+    path: Paths
     validation_tokens: int
     bos: int
+    dtype: Literal["uint16", "uint32"] | None = None
 
     def __post_init__(self):
-        self.train_files, self.val_files = split_files(self.path, (".bin",))
+        self.files = split_files(self.path, (".bin",))
+        for file in (*self.files.train, *self.files.validation):
+            if file.suffix.lower() != ".bin":
+                raise ValueError(
+                    f"not a .bin of token ids ({file}). fix: data=text for text; rename the file "
+                    "if its bytes are ids"
+                )
+        if self.validation_tokens < 2:
+            raise ValueError(
+                "an evaluation needs a token and the one after it "
+                f"(data.validation_tokens={self.validation_tokens}). fix: 2 or more"
+            )
         # Without a tokenizer, the ids stand for themselves.
-        self.ids_of = IdTokenizer(self.vocab_size, self.bos)
         if self.tokenizer:
             self.ids_of = Tokenizer.load(self.tokenizer)
+        elif self.bos < self.vocab_size:
+            self.ids_of = IdTokenizer(self.vocab_size, self.bos)
+        else:
+            raise ValueError(
+                f"BOS is not in the vocabulary (data.bos={self.bos} "
+                f"data.vocab_size={self.vocab_size}). fix: data.bos={self.vocab_size - 1}, or the "
+                "id that separates the documents"
+            )
+
+    def note(self) -> str | None:
+        return describe_files(self.path, (".bin",), self.files)
+
+    def unused_keys(self) -> dict[str, str]:
+        return {"data.bos": "the tokenizer has its own BOS"} if self.tokenizer else {}
 
     def identity(self) -> str:
-        train = content_hash(self.train_files)
-        return f"{train} {content_hash(self.val_files)} {self.validation_tokens}"
+        train = content_hash(self.files.train)
+        identity = f"{train} {content_hash(self.files.validation)} {self.validation_tokens}"
+        if self.dtype is not None:
+            identity += f" {self.dtype}"
+        return identity
 
     def corpus(self) -> Corpus:
         """Memory-map the files in place, without a copy in the cache."""
-        train = [self.open_bin(file) for file in self.train_files]
-        if self.val_files:
-            validation = self.open_bin(self.val_files[0])[: self.validation_tokens]
+        train = [self.open_bin(file) for file in self.files.train]
+        if self.files.validation:
+            validation = self.open_bin(self.files.validation[0])[: self.validation_tokens]
         else:
             # Cut the end off the last file.
             count = min(self.validation_tokens, max(2, len(train[-1]) // 20))
@@ -59,31 +89,40 @@ class Pretokenized(Source):
 
     def open_bin(self, file: Path) -> np.ndarray:
         """Memory-map the tokens of a file, and check its length and its ids."""
-        # A file without llm.c's magic number is nanoGPT's: tokens from the first byte on.
+        # A file without llm.c's magic number is nanoGPT's or ours: tokens from the first byte on.
         header = read_header(file)
         is_llmc = header.get("magic") in LLMC_DTYPES
         if is_llmc:
             dtype = np.dtype(LLMC_DTYPES[header["magic"]])
             start = HEADER_BYTES
         else:
-            dtype = np.dtype("<u2")
+            dtype = np.dtype(self.dtype or dtype_of(self.ids_of)).newbyteorder("<")
             start = 0
         count, rest = divmod(file.stat().st_size - start, dtype.itemsize)
         is_whole = count >= 2 and rest == 0
         if is_whole and is_llmc:
             is_whole = count == header["num_tokens"]
         if not is_whole:
-            raise ValueError(f"an incomplete .bin file ({file}: {count} tokens). fix: get it again")
+            raise ValueError(
+                f"an incomplete .bin file ({file}: {count} tokens of {dtype.name}). "
+                "fix: get it again, or data.dtype"
+            )
 
-        # An id outside the vocabulary would index past the end of the embedding.
+        # Small ids of twice the width are zeros in turn, which no text is.
         tokens = np.memmap(file, dtype, "r", start)
         assert len(tokens) == count
         highest = tokens.max()
+        if highest > 0 and not (tokens[::2].any() and tokens[1::2].any()):
+            raise ValueError(
+                f"every second {dtype.name} is 0, so these are ids of another dtype ({file}). "
+                "fix: data.dtype=uint32, or save them as uint16 or uint32, little-endian"
+            )
+        # An id outside the vocabulary would index past the end of the embedding.
         if highest >= self.ids_of.vocab_size:
             raise ValueError(
                 f"a token outside the vocabulary ({file} has {highest}, "
-                f"of {self.ids_of.vocab_size}). fix: data.vocab_size or data.tokenizer; for "
-                "text, data=text"
+                f"of {self.ids_of.vocab_size}, read as {dtype.name}). fix: data.vocab_size, "
+                "data.tokenizer or data.dtype; for text, data=text"
             )
         return tokens
 

@@ -7,12 +7,20 @@ import sysconfig
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
-from data.files import TEXT_SUFFIXES, content_hash, read_documents, split_files
-from data.prepare import Source, text_hash
-
-Documents = Iterator[tuple[str, bool]]  # (text, whether it is held out)
+from data.files import (
+    ROW_SUFFIXES,
+    TEXT_SUFFIXES,
+    Part,
+    Paths,
+    content_hash,
+    describe_files,
+    read_parts,
+    split_files,
+)
+from data.prepare import MAX_VALIDATION_BYTES, Source, text_hash
 
 
 def is_held_out(identity: str, holdout: int) -> bool:
@@ -56,24 +64,25 @@ class Stdlib(Source):
     def identity(self) -> str:
         return f"{sys.version} {self.root}"
 
-    def documents(self) -> Documents:
+    def parts(self) -> Iterator[Part]:
         for file in self.files:
             # tokenize.open() decodes by the encoding that a source file declares.
             with tokenize.open(self.root / file) as source:
-                yield source.read(), is_held_out(file, 20)
+                yield Part(source.read(), is_held_out(file, 20))
 
 
 @dataclass(kw_only=True)
 class Text(Source):
-    """The user's own files: `path` is a file, a glob, or a folder of TEXT_SUFFIXES.
+    """The user's own files: `path` is a file, a glob, a folder of TEXT_SUFFIXES, or a list of them.
 
     A .txt is cut into documents at lines equal to `separator`; the others have one document per
     row, in `text_field`. The files that split_files() holds out are for validation. If there are
-    none, one document in `holdout` is held out, chosen by hash (at least one), or the last 5 % of
-    a single document. Raises ValueError for a file that cannot be read as text.
+    none, one document in `holdout` is held out, chosen by hash (at least one), or the end of a
+    single document: 5 %, and at most MAX_VALIDATION_BYTES. Raises ValueError for a file that cannot
+    be read as text.
     """
 
-    path: str | None
+    path: Paths
     text_field: str
     separator: str
     holdout: int
@@ -81,48 +90,90 @@ class Text(Source):
     def __post_init__(self):
         if self.holdout < 2:
             raise ValueError(f"nothing to train on (data.holdout={self.holdout}). fix: 2 or more")
-        self.train_files, self.val_files = split_files(self.path, TEXT_SUFFIXES)
+        if self.separator != self.separator.strip():
+            raise ValueError(
+                f"no line is equal to this separator (data.separator={self.separator!r}): white "
+                f"space around a line does not count. fix: data.separator={self.separator.strip()!r}"
+            )
+        self.files = split_files(self.path, TEXT_SUFFIXES)
+
+    def note(self) -> str | None:
+        return describe_files(self.path, TEXT_SUFFIXES, self.files)
+
+    def unused_keys(self) -> dict[str, str]:
+        unused = {}
+        suffixes = {file.suffix.lower() for file in (*self.files.train, *self.files.validation)}
+        if self.files.validation:
+            unused["data.holdout"] = "files are held out by their names"
+        if suffixes.isdisjoint(ROW_SUFFIXES):
+            unused["data.text_field"] = f"only {', '.join(ROW_SUFFIXES)} have fields"
+        if suffixes.issubset(ROW_SUFFIXES):
+            unused["data.separator"] = "each row is a document"
+        return unused
 
     def identity(self) -> str:
         return json.dumps(
             [
-                content_hash(self.train_files),
-                content_hash(self.val_files),
+                content_hash(self.files.train),
+                content_hash(self.files.validation),
                 self.text_field,
                 self.separator,
                 self.holdout,
             ]
         )
 
-    def documents(self) -> Documents:
+    def parts(self) -> Iterator[Part]:
         # Files that are held out by their names.
-        if self.val_files:
-            for text in self.texts(self.val_files):
-                yield text, True
-            for text in self.texts(self.train_files):
-                yield text, False
+        if self.files.validation:
+            for part in self.read(self.files.validation):
+                yield part._replace(is_held_out=True)
+            yield from self.read(self.files.train)
             return
 
         # Read everything once to know which documents are held out, then again to yield them.
-        digests = [int(text_hash(text), 16) for text in self.texts(self.train_files)]
+        digests = []
+        num_chars = 0
+        num_bytes = 0
+        document = sha256()
+        for part in self.read(self.files.train):
+            content = part.text.encode()
+            document.update(content)
+            num_chars += len(part.text)
+            num_bytes += len(content)
+            if part.is_last:
+                digests.append(int(document.hexdigest(), 16))
+                document = sha256()
         if not digests:
             raise ValueError(f"no documents (in {self.path}). fix: a file that is not empty")
 
         # A single document: hold out its end.
         if len(digests) == 1:
-            text = next(self.texts(self.train_files))
-            cut = len(text) - max(1, len(text) // 20)
-            yield text[:cut], False
-            yield text[cut:], True
+            most = num_chars * MAX_VALIDATION_BYTES // num_bytes
+            yield from self.without_end(num_chars - max(1, min(num_chars // 20, most)))
             return
 
         # Hold out one document in `holdout`. If no hash qualifies, hold out the closest one.
         closest = min(digests, key=lambda digest: digest % self.holdout)
-        for text, digest in zip(self.texts(self.train_files), digests, strict=True):
-            yield text, digest % self.holdout == 0 or digest == closest
+        number = 0
+        for part in self.read(self.files.train):
+            digest = digests[number]
+            is_held_out = digest % self.holdout == 0 or digest == closest
+            yield part._replace(is_held_out=is_held_out)
+            number += part.is_last
 
-    def texts(self, files: list[Path]) -> Iterator[str]:
-        return read_documents(files, self.text_field, self.separator)
+    def without_end(self, num_chars: int) -> Iterator[Part]:
+        """Yield the only document as two: hold out what follows its first `num_chars` characters."""
+        num_left = num_chars  # characters to train on
+        for part in self.read(self.files.train):
+            train, held_out = part.text[:num_left], part.text[num_left:]
+            if num_left > 0:
+                yield Part(train, is_last=num_left <= len(part.text))
+            if held_out:
+                yield Part(held_out, is_held_out=True, is_last=part.is_last)
+            num_left = max(0, num_left - len(part.text))
+
+    def read(self, files: list[Path]) -> Iterator[Part]:
+        return read_parts(files, self.text_field, self.separator)
 
 
 @dataclass(kw_only=True)
@@ -145,12 +196,17 @@ class Hub(Source):
     tokens: int | None
     holdout: int
 
-    def documents(self) -> Documents:
+    def unused_keys(self) -> dict[str, str]:
+        if self.validation is None:
+            return {}
+        return {"data.holdout": "the dataset has a split for validation"}
+
+    def parts(self) -> Iterator[Part]:
         if self.validation is not None:
             for text in self.texts(self.validation):
-                yield text, True
+                yield Part(text, is_held_out=True)
         for text in self.texts(self.train):
-            yield text, self.validation is None and is_held_out(text, self.holdout)
+            yield Part(text, self.validation is None and is_held_out(text, self.holdout))
 
     def texts(self, split: str) -> Iterator[str]:
         """Yield the documents of a split: each row, or with `starts`, rows up to the next start."""

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from hashlib import sha256
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 # SentencePiece's trainer gets slower with their length.
 MAX_PIECE_CHARS = 4000
 PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\n|.{1,4000}", re.DOTALL)
+WORDS = re.compile(r".*\w(?= \w)", re.DOTALL)  # up to the last space between two words
 SPACE = "\u2581"  # SentencePiece's sign for a space; if a text has one, it would decode to a space
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
 # Files next to a tokenizer's own. generation_config.json may have the ids of BOS and EOS.
@@ -47,6 +49,10 @@ class Tokenizer:
         special = {"bos_token_id": self.processor.bos_id(), "eos_token_id": self.processor.eos_id()}
         special |= json.loads(files.get("generation_config.json", "{}"))
         self.set_special_ids(special)
+        # Neighbouring characters in a piece: two others are never merged into one token.
+        self.pairs = set()
+        for token in range(self.vocab_size):
+            self.pairs.update(pairwise(self.processor.id_to_piece(token)))
         # A SPACE in a text is encoded as its bytes, so that it decodes to itself. What follows it is
         # no beginning of a text, and gets none of the blanks that some models put there.
         self.processor_inside = self.processor
@@ -94,9 +100,7 @@ class Tokenizer:
         """
         # Read all texts first: SentencePiece turns an exception of its iterator into a
         # RuntimeError, even one that a signal handler raises.
-        pieces = []
-        for text in texts:
-            pieces += PIECES.findall(text)
+        pieces = list(chain.from_iterable(map(PIECES.findall, texts)))
         model = io.BytesIO()
         try:
             spm.SentencePieceTrainer.train(
@@ -131,6 +135,8 @@ class Tokenizer:
         self.eos_ids = tuple(eos_ids)
         self.eos = self.eos_ids[0]
         self.bos = special.get("bos_token_id", self.eos)
+        # What ends a document. If BOS is also an EOS, the BOS of the next document ends this one.
+        self.document_ends = [] if self.bos in self.eos_ids else [self.eos]
         self.starts_with_bos = special.get("add_bos_token", True)  # whether a prompt does
 
     def encode(self, text: str) -> list[int]:
@@ -154,13 +160,9 @@ class Tokenizer:
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
         """Encode each text as a document. Text that looks like a special token is ordinary text."""
-        # If BOS is also an EOS, the BOS of the next document ends this one.
-        ends = [self.eos]
-        if self.bos in self.eos_ids:
-            ends = []
         documents = self.encode_batch(texts)
         assert len(documents) == len(texts)
-        return [[self.bos, *tokens, *ends] for tokens in documents]
+        return [[self.bos, *tokens, *self.document_ends] for tokens in documents]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Encode each text, on all cores."""
@@ -169,6 +171,18 @@ class Tokenizer:
             if SPACE in text:
                 documents[index] = self.encode(text)
         return documents
+
+    def last_cut(self, text: str) -> int:
+        """Return the last place at which cutting a text does not change its tokens; 0 if none does.
+
+        Characters are merged into pieces of the vocabulary, so no token reaches across two
+        characters that are neighbours in no piece. This holds for models that do not normalize.
+        """
+        for index in range(len(text) - 1, 0, -1):
+            first, second = text[index - 1 : index + 1].replace(" ", SPACE)
+            if (first, second) not in self.pairs:
+                return index
+        return 0
 
     def decode(self, tokens: list[int]) -> str:
         """Decode. Bytes that are not UTF-8 become U+FFFD; BOS and EOS are left out."""
@@ -225,7 +239,7 @@ class IdTokenizer(Tokenizer):
             if not word.isdecimal() or int(word) >= self.vocab_size:
                 raise ValueError(
                     f"not a token id below {self.vocab_size} ({word}). fix: numbers such as 2, or "
-                    "--run of a model of text"
+                    "a model or a data.tokenizer of text"
                 )
             tokens.append(int(word))
         return tokens
@@ -283,6 +297,14 @@ class JsonTokenizer(Tokenizer):
         self.processor.encode_special_tokens = True
         encodings = self.processor.encode_batch(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def last_cut(self, text: str) -> int:
+        """Return the last place in front of a space between two words; 0 if there is none.
+
+        The tokenizers of language models split a text there before they merge.
+        """
+        match = WORDS.match(text)
+        return 0 if match is None else match.end()
 
 
 def tokenizer_file(folder: Path) -> Path:

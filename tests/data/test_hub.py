@@ -7,6 +7,7 @@ from pyarrow import parquet, table
 
 from data.prepare import prepare
 from data.sources import Hub
+from tests.faults.harness import documents_of
 
 STORIES = [f"Story {i}: Tom had {i % 7} apples and gave {i % 3} to Sue." for i in range(300)]
 
@@ -55,9 +56,9 @@ def test_a_tokenizer_that_was_trained_on_a_text_finds_its_corpus(repo, tmp_path,
 
 
 def test_documents_are_those_of_the_splits_or_held_out_by_their_hash(repo):
-    documents = [*hub(repo).documents()]
+    documents = documents_of(hub(repo))
     assert documents == [(text, True) for text in STORIES[:20]] + [(t, False) for t in STORIES]
-    documents = [*hub(repo, validation=None).documents()]
+    documents = documents_of(hub(repo, validation=None))
     assert [text for text, _ in documents] == STORIES
     assert 0 < sum(is_held_out for _, is_held_out in documents) < 40
 

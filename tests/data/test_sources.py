@@ -3,25 +3,30 @@
 import hashlib
 import json
 import os
+import random
 import sysconfig
+import tracemalloc
 from pathlib import Path
 from time import sleep
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 from pyarrow import csv, parquet, table
 
 from data import prepare as preparation
-from data.files import TEXT_SUFFIXES, find_files, split_files
-from data.prepare import build_corpus, prepare
+from data.files import TEXT_SUFFIXES, Part, find_files, read_documents, split_files
+from data.prepare import build_corpus, prepare, tokenized
 from data.sources import Stdlib
-from data.tokenizer import IdTokenizer, Tokenizer
-from tests.faults.harness import finish, source, start
+from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer
+from tests.conftest import STORIES
+from tests.faults.harness import documents_of, finish, source, start
 
 
 def texts(path, **knobs) -> list[str]:
     found = source(path, **knobs)
-    return [*found.texts(found.train_files)]
+    return [*read_documents(found.files.train, found.text_field, found.separator)]
 
 
 def is_held_out(text: str) -> bool:
@@ -39,7 +44,7 @@ def test_the_library_split_is_the_documented_one():
     files = [file.as_posix() for file in files if not {*skipped.split()} & set(file.parts)]
     source = Stdlib(vocab_size=400, tokenizer=None)
     assert source.files == sorted(files)
-    held_out = [held for _, held in source.documents()]
+    held_out = [held for _, held in documents_of(source)]
     assert held_out == [is_held_out(file) for file in sorted(files)]
 
 
@@ -83,6 +88,200 @@ def test_folders_and_globs_read_all_kinds(tmp_path):
     assert find_files(f"{tmp_path}/**/*.md", ()) == [tmp_path / "note.md"]
 
 
+SPELLINGS = (
+    "corpus",
+    "corpus/",
+    "./b/../corpus",
+    "~/corpus",
+    "link",
+    "corpus/**/*.[tT]*",
+    "corpus/*",
+    "[corpus/b,corpus/t.txt]",
+    "[corpus/b/val/v.txt,corpus/t.txt,corpus/b/T2.TXT]",
+)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_path_means_the_same_however_it_is_spelled(tmp_path, monkeypatch, spelling):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("t.txt", "b/T2.TXT", "b/val/v.txt"):
+        file = tmp_path / "corpus" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(name)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "link").symlink_to("corpus")
+    path = spelling.strip("[]").split(",") if "[" in spelling else spelling
+    split = split_files(path, TEXT_SUFFIXES)
+    assert {file.name for file in split.validation} == {"v.txt"}
+    assert {file.name for file in split.train} == {"t.txt", "T2.TXT"}
+
+
+def test_a_folder_follows_links_and_leaves_hidden_files_out(tmp_path):
+    for name in ("corpus/a.txt", "corpus/val/v.txt", "elsewhere/b.txt", "corpus/.old/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    corpus = tmp_path / "corpus"
+    (corpus / ".c.txt").write_text("hidden")
+    (corpus / "more").symlink_to(tmp_path / "elsewhere")
+    (corpus / "loop").symlink_to(corpus)
+    # What is held out under one name is not trained on under another, and nothing is read twice.
+    (corpus / "again").symlink_to(corpus / "val")
+    (corpus / "also.txt").symlink_to(corpus / "a.txt")
+    split = split_files(str(corpus), TEXT_SUFFIXES)
+    assert split.train == [corpus / "a.txt", corpus / "more" / "b.txt"]
+    assert [file.resolve() for file in split.validation] == [corpus / "val" / "v.txt"]
+    (corpus / "gone.txt").symlink_to(tmp_path / "absent")
+    with pytest.raises(ValueError, match=r"broken link \(.*gone.txt\). fix: "):
+        find_files(str(corpus), TEXT_SUFFIXES)
+
+
+def test_what_a_folder_does_not_read_is_named(tmp_path, capsys):
+    for name in ("a.md", "b.MD", "c.pdf"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(ValueError, match=r"has 2 .md, 1 .pdf\). fix: .*: '.*/\*\*/\*.md'"):
+        find_files(str(tmp_path), TEXT_SUFFIXES)
+    for name in ("a.txt", "test.txt", "val.txt"):
+        (tmp_path / name).write_text("text")
+    said = source(tmp_path).note()
+    assert said == "files: 1 to train on, 1 held out; not read: 2 .md, 1 .pdf, 1 for tests"
+    assert source(tmp_path / "a.txt").note() is None
+
+
+def test_a_suffix_in_capitals_is_that_suffix(tmp_path):
+    (tmp_path / "a.JSONL").write_text('{"text": "row"}\n')
+    (tmp_path / "b.CSV").write_text("text\ncell\n")
+    parquet.write_table(table({"text": ["table"]}), tmp_path / "c.Parquet")
+    assert texts(tmp_path) == texts(f"{tmp_path}/*") == ["row", "cell", "table"]
+    (tmp_path / "d.GZ").write_text("text")
+    with pytest.raises(ValueError, match="not a text"):
+        texts(tmp_path / "d.GZ")
+
+
+@pytest.mark.parametrize("suffix", (".txt", ".jsonl", ".csv"))
+@pytest.mark.parametrize("content", (b"", b"\n \n"))
+def test_an_empty_file_does_not_stop_a_folder(tmp_path, suffix, content):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / f"empty{suffix}").write_bytes(content)
+    assert texts(tmp_path) == ["text"]
+
+
+def test_a_row_of_a_csv_may_be_a_whole_book(tmp_path):
+    csv.write_csv(table({"text": ["x" * 3_000_000, "y"]}), tmp_path / "a.csv")
+    assert [len(text) for text in texts(tmp_path / "a.csv")] == [3_000_000, 1]
+
+
+def byte_level() -> JsonTokenizer:
+    """A tokenizer.json as GPT-2's, with a space in front of the text, as some models have it."""
+    built = tokenizers.Tokenizer(tokenizers.models.BPE())
+    built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"])
+    built.train_from_iterator(SCRIPTS, trainer)
+    special = b'{"bos_token_id": 0, "eos_token_id": 1}'
+    files = {"tokenizer.json": built.to_str().encode(), "generation_config.json": special}
+    return JsonTokenizer(files)
+
+
+SCRIPTS = [
+    "Ann had 12 red balls;  two\tof \u2581 them\n\nwere Bob's. ",
+    "她有一个红球。\n他说：好！ Тест e\u0301 ",
+]
+TOKENIZERS = {
+    "ours": lambda: Tokenizer.train([text * 30 for text in SCRIPTS], 400),
+    "with a space in front": lambda: Tokenizer.load(STORIES / "tokenizer.model"),
+    "tokenizer.json": byte_level,
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_document_in_parts_has_the_tokens_of_the_whole(tmp_path, monkeypatch, kind):
+    if kind == "with a space in front" and not STORIES.exists():
+        pytest.skip("needs the datasets beside the repository")
+    tokenizer = TOKENIZERS[kind]()
+    draw = random.Random(0)
+    text = "".join(draw.choice(SCRIPTS)[: draw.randrange(60)] for _ in range(200))
+    text = text.replace("\u2581", "") if kind == "with a space in front" else text
+    documents = [text, "short", text[::-1] + "\n"]
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(documents), newline="\n")
+    monkeypatch.setattr("data.files.PART_CHARS", 100)
+    monkeypatch.setattr("data.prepare.PART_CHARS", 100)
+    monkeypatch.setattr("data.prepare.CHARS_PER_BATCH", 300)
+
+    found = source(tmp_path / "a.txt")
+    assert texts(tmp_path / "a.txt") == documents
+    encoded = []
+    longest = 0
+    for part, tokens in tokenized(found, tokenizer):
+        encoded += tokens
+        longest = max(longest, len(part.text))
+    expected = tokenizer.encode_documents(documents)
+    assert longest <= 100 and encoded == [token for tokens in expected for token in tokens]
+
+
+def test_a_text_without_a_place_to_cut_is_still_complete(tmp_path, monkeypatch):
+    tokenizer = Tokenizer.train([text * 30 for text in SCRIPTS], 400)
+    monkeypatch.setattr("data.prepare.PART_CHARS", 100)
+    monkeypatch.setattr(Tokenizer, "last_cut", lambda self, text: 0)
+    text = "".join(SCRIPTS) * 20
+    tokens = []
+    for _, more in tokenized(source_of([Part(text)]), tokenizer):
+        tokens += more
+    assert tokens[0] == tokenizer.bos and tokens[-1] == tokenizer.eos
+    assert tokenizer.decode(tokens) == text
+
+
+def source_of(parts: list[Part]) -> SimpleNamespace:
+    return SimpleNamespace(parts=lambda: iter(parts))
+
+
+def test_a_long_document_is_held_out_and_trained_on_within_the_limits(tmp_path, monkeypatch):
+    """A lone text gives its end, and at most MAX_VALIDATION_BYTES of it, to the validation."""
+    for name, value in (("PART_CHARS", 100), ("MAX_VALIDATION_BYTES", 300)):
+        monkeypatch.setattr(f"data.prepare.{name}", value)
+    monkeypatch.setattr("data.files.PART_CHARS", 100)
+    monkeypatch.setattr("data.sources.MAX_VALIDATION_BYTES", 300)
+    monkeypatch.setattr("data.prepare.MAX_TOKENIZER_CHARS", 5_000)
+    trained_on = []
+    train = Tokenizer.train
+    monkeypatch.setattr(
+        Tokenizer, "train", lambda given, size: trained_on.extend(given) or train(trained_on, size)
+    )
+    text = "".join(f"line {number} of a text of one document\n" for number in range(500))
+    (tmp_path / "a.txt").write_text(text)
+    corpus = prepare(source(tmp_path / "a.txt"), tmp_path / "cache")
+    pieces = corpus.tokenizer
+    assert pieces.decode(corpus.validation.tolist()) == text[-300:]
+    assert pieces.decode(corpus.train[0].tolist()) == text[:-300]
+    (seen,) = trained_on
+    assert text.startswith(seen) and 5_000 <= len(seen) < 5_200
+    # A file that is held out by its name is cut there too.
+    (tmp_path / "val.txt").write_text(text)
+    corpus = prepare(source(tmp_path), tmp_path / "cache")
+    held_out = pieces.decode(corpus.validation.tolist())
+    assert text.startswith(held_out) and 200 < len(held_out) <= 300
+
+
+def test_memory_does_not_follow_the_longest_document(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.files.PART_CHARS", 10_000)
+    monkeypatch.setattr("data.prepare.PART_CHARS", 10_000)
+    monkeypatch.setattr("data.prepare.CHARS_PER_BATCH", 10_000)
+    tokenizer = Tokenizer.train([text * 30 for text in SCRIPTS], 400)
+    (tmp_path / "tokenizer.model").write_bytes(tokenizer.files["tokenizer.model"])
+    peaks = []
+    for size in (50_000, 300_000):
+        (tmp_path / "a.txt").write_text(
+            "Ann had 12 red balls and two were of Bob, not hers. " * (size // 52)
+        )
+        tracemalloc.start()
+        prepare(
+            source(tmp_path / "a.txt", tokenizer=tmp_path / "tokenizer.model"), tmp_path / "cache"
+        )
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    # The text alone would add its size.
+    assert peaks[1] - peaks[0] < 50_000
+
+
 NAMES = {
     "train.bin val.bin": "val.bin",
     "fineweb_train_000001.bin fineweb_val_000000.bin": "fineweb_val_000000.bin",
@@ -99,16 +298,17 @@ NAMES = {
 def test_a_name_says_what_is_held_out_and_no_test_is_trained_on(tmp_path, names):
     for name in names.split():
         (tmp_path / name).touch()
-    train, held = ({path.name for path in paths} for paths in split_files(str(tmp_path), (".bin",)))
-    left_out = {name for name in names.split() if name.startswith("test-")}
-    assert held == {NAMES[names]} - {""} and train == {*names.split()} - held - left_out
+    split = split_files(str(tmp_path), (".bin",))
+    train, held, unused = ({path.name for path in paths} for paths in split)
+    assert unused == {name for name in names.split() if name.startswith("test-")}
+    assert held == {NAMES[names]} - {""} and train == {*names.split()} - held - unused
 
 
 def test_files_of_a_split_are_its_documents(tmp_path):
     for split in ("train", "validation", "test"):
         rows = table({"text": [f"{split} {n}" for n in range(9)]})
         parquet.write_table(rows, tmp_path / f"{split}-00000-of-00001.parquet")
-    documents = [*source(tmp_path).documents()]
+    documents = documents_of(source(tmp_path))
     assert sorted(text for text, held in documents if held) == [f"validation {n}" for n in range(9)]
     assert sorted(text for text, held in documents if not held) == [f"train {n}" for n in range(9)]
     before = source(tmp_path).identity()
@@ -131,15 +331,15 @@ def test_documents_are_held_out_by_their_own_hash(tmp_path):
     documents = [f"document {i}" for i in range(200)]
     for order in (documents, documents[::-1]):
         (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(order))
-        held_out = {text for text, held in source(tmp_path / "a.txt").documents() if held}
+        held_out = {text for text, held in documents_of(source(tmp_path / "a.txt")) if held}
         assert held_out == set(filter(is_held_out, documents))
 
 
 def test_few_documents_hold_out_one_and_a_lone_one_its_end(tmp_path):
     (tmp_path / "few.txt").write_text("a\n<|endoftext|>\nb\n<|endoftext|>\nc")
-    assert sum(held_out for _, held_out in source(tmp_path / "few.txt").documents()) == 1
+    assert sum(held_out for _, held_out in documents_of(source(tmp_path / "few.txt"))) == 1
     (tmp_path / "lone.txt").write_text("0123456789" * 10)
-    assert [*source(tmp_path / "lone.txt").documents()] == [
+    assert documents_of(source(tmp_path / "lone.txt")) == [
         ("0123456789" * 9 + "01234", False),
         ("56789", True),
     ]
@@ -165,7 +365,7 @@ BAD = {
     "list.json": (b'[{"text": "a"}]', "not a text"),
     "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}', "half.jsonl, after 0 rows"),
     "deep.jsonl": (b'{"text": ' + 100_000 * b"[", "deep.jsonl, after 0 rows"),
-    "pipe.txt": (None, "no files"),
+    "pipe.txt": (None, "a pipe"),
 }
 
 
@@ -188,7 +388,7 @@ def test_a_corpus_is_every_document_between_bos_and_eos(tmp_path, story):
     pieces = corpus.tokenizer
     hashes = []
     for shard, is_held_out in ((corpus.train[0], False), (corpus.validation, True)):
-        documents = [text for text, held in source(story).documents() if held == is_held_out]
+        documents = [text for text, held in documents_of(source(story)) if held == is_held_out]
         rows = [[pieces.bos, *pieces.encode(text), pieces.eos] for text in documents]
         assert shard.tolist() == [token for row in rows for token in row]
         assert shard.dtype == np.uint16

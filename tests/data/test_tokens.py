@@ -105,6 +105,18 @@ def test_a_run_needs_no_tokenizer(command):
     assert result.code == 2 and "was made with another text" in result.err
 
 
+@pytest.mark.parametrize("vocab_size, dtype", [(70_001, None), (100, "uint32")])
+def test_a_bin_without_a_header_may_be_uint32(tmp_path, vocab_size, dtype):
+    """Our own shards are, if the vocabulary does not fit into uint16."""
+    ids = [*range(1, 90)] * 9 + [vocab_size - 1]
+    np.array(ids, "<u4").tofile(tmp_path / "a.bin")
+    knobs = {"vocab_size": vocab_size, "validation_tokens": 2}
+    if dtype is not None:
+        knobs["dtype"] = dtype
+    corpus = prepare(source(tmp_path / "a.bin", **knobs), tmp_path / "cache")
+    assert [*corpus.train[0], *corpus.validation] == ids
+
+
 def raw(name: str, content: bytes) -> None:
     Path(name).write_bytes(content)
 
@@ -121,6 +133,11 @@ BAD = {
         "val.bin",
     ),
     "other files": (lambda: raw("a.parquet", b"PAR1"), "a folder of .bin"),
+    "uint32": (lambda: raw("a.bin", np.array(ONES, "<u4").tobytes()), "fix: data.dtype=uint32"),
+    "big-endian": (
+        lambda: raw("a.bin", np.array(ONES, ">u4").tobytes()),
+        "of another dtype (a.bin)",
+    ),
     "only held out": (
         lambda: [save(Path(f"val{n}.bin"), ONES) for n in (1, 2)],
         "nothing to train on",
@@ -138,3 +155,23 @@ def test_unusable_tokens_are_a_line_and_leave_nothing(command, case):
     (line,) = result.err.splitlines()
     assert (result.code, result.out) == (2, "") and line.startswith("error: ") and ". fix: " in line
     assert BAD[case][1] in line and {path.name for path in Path().iterdir()} == before
+
+
+KEYS = {
+    "data.validation_tokens=0": "fix: 2 or more",
+    "data.validation_tokens=1": "fix: 2 or more",
+    f"data.bos={VOCABULARY}": f"fix: data.bos={VOCABULARY - 1}",
+    "data.path=story.txt": "not a .bin of token ids (story.txt)",
+    "data.dtype=uint32": "read as uint32",
+    "data.dtype=int64": "data.dtype must be",
+}
+
+
+@pytest.mark.parametrize("word", KEYS)
+def test_keys_that_contradict_the_tokens_are_refused(command, word):
+    save(Path("a.bin"), ONES)
+    Path("story.txt").write_text("text that could be read as ids " * 100)
+    words = ["data=tokens", "data.path=a.bin", f"data.vocab_size={VOCABULARY}", f"data.bos={BOS}"]
+    result = command("train.py", *TINY, "steps=2", *words, word)
+    (line,) = result.err.splitlines()
+    assert result.code == 2 and KEYS[word] in line

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from data.corpus import Corpus
 from data.loader import Loader
+from data.prepare import Source
 from data.sources import Text
 from run import errors, folder, sealed
 from run.distributed import DistEnv
@@ -242,6 +243,19 @@ def source(path: Path, **knobs) -> Text:
         "tokenizer": None,
     }
     return Text(path=str(path), **(given | knobs))
+
+
+def documents_of(found: Source) -> list[tuple[str, bool]]:
+    """The documents of a source, each with whether it is held out."""
+    documents = []
+    text = ""
+    for part in found.parts():
+        text += part.text
+        if part.is_last:
+            documents.append((text, part.is_held_out))
+            text = ""
+    assert text == ""
+    return documents
 
 
 def wait_for(condition: Callable[[], object], seconds: float = LONG) -> None:
