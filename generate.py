@@ -154,6 +154,10 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.no_cache and args.compile == "true":
         parser.error("--no-cache does not go with --compile true")
+    if args.no_cache and args.cache_dtype != "auto":
+        parser.error(f"--no-cache does not go with --cache-dtype {args.cache_dtype}")
+    if "" in args.stop:
+        parser.error("--stop is empty, so every text would end at once")
     return args
 
 

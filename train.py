@@ -37,6 +37,7 @@ def main(overrides: list[str]) -> None:
             settings = compose(overrides)
             settings, pretrained, device = setup.set_up_run(settings, overrides)
             settings, corpus, loader = setup.load_corpus(settings, pretrained)
+            setup.warn_of_unused_keys(settings, corpus, overrides)
             ranks = distributed.init_distributed(device)
         hardware.prepare_for_training(device)
 

@@ -78,10 +78,10 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
     once, one builds and the others wait. Raises ValueError for text that cannot be used, and
     IntegrityError for a corpus that was changed on disk.
     """
+    corpus = source.corpus()
     note = source.note()
     if note is not None:
         say(note)
-    corpus = source.corpus()
     if corpus is not None:
         return corpus
 

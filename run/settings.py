@@ -33,6 +33,16 @@ PARTS = {  # groups that become part of the model's config
     "norm": "in front of attention and feed-forward, and at the end",
 }
 
+# Keys that are copies of another key: the run sets them, overrides do not.
+COPIES = {
+    "model.vocab_size": "data.vocab_size",
+    "model.context": "context",
+    "model.attention": "attention",
+    "model.ffn": "ffn",
+    "model.norm": "norm",
+    "data.context": "context",
+}
+
 HELP = "python train.py --help, which lists all"
 EXAMPLES = """Train a language model.
 
@@ -187,6 +197,7 @@ def compose(overrides: list[str]) -> Settings:
                 as_list = shlex.quote(f"{key}=[{value}]")
                 fix += f" or, for a list, {as_list} or, for a text, {shlex.quote(quoted(word))}"
             raise OverrideError(f"several values for one run ({word}). fix: {fix}")
+        check_key(override.key_or_group, word)
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
             cfg = hydra.compose("train", words, return_hydra_config=True)
@@ -204,6 +215,19 @@ def compose(overrides: list[str]) -> Settings:
     except ValidationError as error:
         lines = [describe(problem) for problem in error.errors()]
         raise ValueError("\n".join(lines)) from None
+
+
+def check_key(key: str, word: str) -> None:
+    """Raise ValueError for an override of a key that the run sets itself, and of Hydra's own keys."""
+    for copy, original in COPIES.items():
+        if key == copy or key.startswith(f"{copy}."):
+            fix = original + word.removeprefix(copy)
+            raise ValueError(f"{copy} is a copy of {original} ({word}). fix: {shlex.quote(fix)}")
+    if re.match("hydra[./]", key):
+        fix = f"leave {key} out"
+        if key == "hydra.run.dir":
+            fix = shlex.quote(f"run_dir{word.removeprefix(key)}")
+        raise ValueError(f"Hydra's own keys have no effect ({word}). fix: {fix}")
 
 
 def parse_overrides(words: list[str]) -> list:

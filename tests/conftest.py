@@ -131,7 +131,7 @@ def composed(*overrides: str) -> Settings:
 
 def tree_of(variant: str, *overrides: str) -> dict:
     """The model of a variant, tiny."""
-    tiny = ("model=tiny", "model.depth=2", "model.vocab_size=128", "context=64")
+    tiny = ("model=tiny", "model.depth=2", "data.vocab_size=128", "context=64")
     return every_kind(shrink(settings_of(f"attention={variant}", *tiny, *overrides).model))
 
 

@@ -57,7 +57,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--separator", default="<|endoftext|>", help="a line between the documents of a .txt"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+
+    # Refuse options that the kind of evaluation does not read.
+    unused = []
+    if args.slices:
+        unused = ["separator", "batch_size"]
+    elif args.lengths:
+        unused = ["separator", "batch_size", "context", "dtype"]
+    for name in unused:
+        if getattr(args, name) != parser.get_default(name):
+            kind = "--slices" if args.slices else "--lengths"
+            parser.error(f"{kind} does not go with --{name.replace('_', '-')}")
+    return args
 
 
 def evaluate_model(args: argparse.Namespace) -> dict:

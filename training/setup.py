@@ -172,6 +172,42 @@ def load_corpus(
     return settings, corpus, loader
 
 
+def warn_of_unused_keys(settings: Settings, corpus: Corpus, overrides: list[str]) -> None:
+    """Name the overrides that have no effect with these settings and this text."""
+    unused = unused_keys(settings, corpus)
+    for word in overrides:
+        key, _, value = word.lstrip("+~").partition("=")
+        if key in unused and value != "null":
+            say(f"warning: {word} has no effect: {unused[key]}")
+
+
+def unused_keys(settings: Settings, corpus: Corpus) -> dict[str, str]:
+    """Return the keys that nothing reads in a run, each with the reason."""
+    source = instantiate(settings.data, "data")
+    unused = source.unused_keys()
+    if source.is_endless:
+        unused["max_epochs"] = "the rows of a task do not repeat"
+        unused["document_mask"] = "a row of a task is one document"
+    if settings.steps is not None:
+        unused["max_epochs"] = f"steps={settings.steps} is obeyed as it is"
+        unused["tokens_per_parameter"] = unused["max_epochs"]
+    elif settings.tokens_per_parameter is not None:
+        unused["max_epochs"] = f"tokens_per_parameter={settings.tokens_per_parameter:g} is set"
+    vocab_size = corpus.tokenizer.vocab_size
+    if settings.data["vocab_size"] != vocab_size:
+        unused["data.vocab_size"] = f"the tokenizer has {vocab_size:,} tokens"
+
+    # Options that another one turns off.
+    if "no_feed_forward" in settings.model["ffn"]["_target_"]:
+        unused["model.hidden"] = "there is no feed-forward"
+    if settings.model["attention"].get("rope_base", 0) is None:
+        unused["attention.rope_fraction"] = "attention.rope_base=null"
+        unused["attention.rope_scaling"] = "attention.rope_base=null"
+    if settings.schedule.get("cooldown") == 0:
+        unused["schedule.floor"] = "schedule.cooldown=0"
+    return unused
+
+
 @contextmanager
 def report_machine_errors() -> Iterator[None]:
     """End with exit code 2 and a line where compilation fails or memory runs out."""
@@ -334,5 +370,8 @@ def summary(run: Run) -> str:
     )
     if passes > 1:
         text += f", in at most {passes:.1f} passes over the text"
+    held_out = run.corpus.validation_tokens(settings.context)
+    if settings.eval_tokens is not None and settings.eval_tokens > held_out:
+        text += f"\nevaluates on all {held_out:,} held-out tokens: eval_tokens asks for more"
     steps = None if run.budget.is_open else total_steps
     return f"{text}\n{trainer.describe_rates(steps)}"

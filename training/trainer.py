@@ -18,6 +18,7 @@ from run.settings import Settings
 from training import rates
 from training.optimizer_state import learning_rates, set_learning_rates
 from training.parallel import build_parallel, compile_model
+from training.schedules import limit_warmup
 from training.steps import Progress
 
 
@@ -78,9 +79,16 @@ class Trainer:
     def describe_rates(self, steps: float | None) -> str:
         """Return lines about the peak rates of a run of `steps` steps; None if not known yet."""
         settings = self.settings
-        return rates.describe(
+        text = rates.describe(
             self.optimizers, self.reference, settings.model["dim"], settings.batch_tokens, steps
         )
+        warmup = settings.schedule.get("warmup", 0)
+        if steps is not None and limit_warmup(warmup, steps) < warmup:
+            text += (
+                f"\nthe warm-up takes a fifth of the run, {limit_warmup(warmup, steps)} steps in "
+                f"place of schedule.warmup={warmup}"
+            )
+        return text
 
     def step(self, progress: Progress, micro_batch_size: int) -> StepResult:
         """Take an optimizer step over `batch_tokens` tokens of all ranks.

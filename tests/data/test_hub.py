@@ -50,7 +50,7 @@ def test_a_tokenizer_that_was_trained_on_a_text_finds_its_corpus(repo, tmp_path,
     corpus = prepare(hub(repo), tmp_path / "cache")
     path = tmp_path / "run.model"
     path.write_bytes(corpus.tokenizer.files["tokenizer.model"])
-    monkeypatch.delattr(Hub, "documents")  # nothing is read again
+    monkeypatch.delattr(Hub, "parts")  # nothing is read again
     again = prepare(hub(repo, tokenizer=str(path)), tmp_path / "cache")
     assert again.sha256 == corpus.sha256
 

@@ -136,6 +136,26 @@ def test_a_folder_follows_links_and_leaves_hidden_files_out(tmp_path):
         find_files(str(corpus), TEXT_SUFFIXES)
 
 
+@pytest.mark.parametrize("path", [None, "", [], [""], "absent", "~no-such-user/x", ["absent"]])
+def test_a_path_without_files_is_refused(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"no files .*\. fix: "):
+        find_files(path, TEXT_SUFFIXES)
+    # An entry of a list is not left out.
+    (tmp_path / "a.txt").write_text("text")
+    if path == ["absent"]:
+        with pytest.raises(ValueError, match="path='absent'"):
+            find_files(["a.txt", *path], TEXT_SUFFIXES)
+
+
+def test_a_separator_that_no_line_can_equal_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n---\ntwo")
+    with pytest.raises(
+        ValueError, match=r"white space around a line .* fix: data\.separator='---'"
+    ):
+        source(tmp_path / "a.txt", separator="---\n")
+
+
 def test_what_a_folder_does_not_read_is_named(tmp_path, capsys):
     for name in ("a.md", "b.MD", "c.pdf"):
         (tmp_path / name).write_text("text")

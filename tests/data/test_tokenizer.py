@@ -77,7 +77,7 @@ def test_documents_that_do_not_come_back_are_told(tmp_path, story, capfd):
     sentencepiece.SentencePieceTrainer.train(
         input=str(story), model_prefix=str(model), vocab_size=50, minloglevel=2
     )
-    held_out = [text for text, is_held_out in source(story).documents() if is_held_out]
+    held_out = [part.text for part in source(story).parts() if part.is_held_out]
     capfd.readouterr()
     prepare(source(story, tokenizer=f"{model}.model"), tmp_path / "cache")
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]

@@ -45,6 +45,16 @@ def test_greedy_text_is_the_same_without_a_cache_past_the_context(generate):
     assert "bytes of cache" in cached.err and "tokens/s" in cached.err
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [(["--stop", ""], "--stop is empty"), (["--no-cache", "--cache-dtype=int8"], "int8")],
+)
+def test_options_that_contradict_each_other_are_refused(command, words, said):
+    result = command("generate.py", "Ann had", *words)
+    (line,) = result.err.splitlines()
+    assert (result.code, result.out) == (2, "") and said in line and ". fix: " in line
+
+
 def test_a_terminal_shows_the_prompt_dimmed(generate, monkeypatch):
     """On standard error, in a line of its own where the text goes elsewhere."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -127,7 +127,7 @@ def test_a_penalty_is_on_the_whole_prompt_and_text_past_the_context(rows):
 
 
 def test_a_penalty_is_on_the_part_of_a_prompt_that_is_cut_off(tokenizer, capfd):
-    tree = tree_of("gqa", "model.depth=1", f"model.vocab_size={tokenizer.vocab_size}")
+    tree = tree_of("gqa", "model.depth=1", f"data.vocab_size={tokenizer.vocab_size}")
     model = redraw(instantiate(tree)).double()
     prompt = "".join(map(chr, range(40, 250)))
     tokens = tokenizer.encode_prompt(prompt)

@@ -74,7 +74,7 @@ def test_heads_that_do_not_fit_are_refused(dim, heads, kv_heads):
 
 
 def test_a_window_holds_its_positions_whatever_the_prompt():
-    tree = settings_of("model=tiny", "model.vocab_size=128", "model.depth=1", "context=2048").model
+    tree = settings_of("model=tiny", "data.vocab_size=128", "model.depth=1", "context=2048").model
 
     tree["attention"]["window"] = 256
     model = drawn(tree)

@@ -3,6 +3,7 @@
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from run.errors import OverrideError
 from run.settings import compose
 from tests.conftest import ROOT, TINY
 from tools.compare.plan import plan_variants
-from training.setup import set_up_run
+from training.setup import set_up_run, unused_keys
 
 # What is typed: the exit code, and what the line says.
 CONFIGS = {
@@ -45,6 +46,15 @@ CONFIGS = {
     "model=15M": (1, "fix: model=15m"),
     "experiment=tinystores": (1, "fix: experiment=tinystories"),
     "attention=gqa,mqa": (1, "fix: python -m tools.compare attention=gqa,mqa"),
+    # Keys that the run sets itself.
+    "model.vocab_size=512": (2, "fix: data.vocab_size=512"),
+    "model.context=64": (2, "fix: context=64"),
+    "model.attention=mha": (2, "fix: attention=mha"),
+    "model.attention.window=5": (2, "fix: attention.window=5"),
+    "data=recall data.context=128": (2, "fix: context=128"),
+    "hydra.run.dir=mine": (2, "fix: run_dir=mine"),
+    "hydra.verbose=true": (2, "fix: leave hydra.verbose out"),
+    "hydra/launcher=joblib": (2, "fix: leave hydra/launcher out"),
     # Values of top keys: their types and ranges.
     "micro_batch=0": (2, "fix: micro_batch=null"),
     "device=gpu": (2, "must be 'auto', 'cpu', 'cuda' or 'mps' (got 'gpu')"),
@@ -107,6 +117,8 @@ CONFIGS = {
     "device=cuda": (2, "device=cuda"),
     "data=text": (2, "data.path"),
     "data=text data.path=my/*.md": (2, "my/*.md"),
+    "data=text data.path=[my/texts,absent]": (2, "(path='my/texts')"),
+    "data=text data.path=": (2, "(path='')"),
     "init_from=absent": (2, "absent"),
 }
 
@@ -286,3 +298,30 @@ def test_a_bug_in_a_layer_is_no_refusal(monkeypatch):
     monkeypatch.setattr("model.attention.softmax.SoftmaxAttention.project_qkv", fail)
     with pytest.raises(RuntimeError, match="multiplied"), errors.user_input():
         set_up_run(compose(["name=test"]), [])
+
+
+# What is typed, and what turns it off.
+UNUSED = {
+    "max_epochs=2": "steps=2 is obeyed",
+    "tokens_per_parameter=20": "steps=2 is obeyed",
+    "data.text_field=body": "only .jsonl, .parquet, .csv have fields",
+    "data.vocab_size=5000": "the tokenizer has ",
+    "ffn=none model.hidden=8": "there is no feed-forward",
+    "attention.rope_base=null attention.rope_fraction=0.5": "attention.rope_base=null",
+    "schedule.cooldown=0 schedule.floor=0.1": "schedule.cooldown=0",
+}
+
+
+def test_an_override_without_effect_is_named(command, story):
+    for typed, reason in UNUSED.items():
+        settings = compose([*TINY, *TEXT, "name=test", "steps=2", *typed.split()])
+        corpus = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=400))
+        unused = unused_keys(settings, corpus)
+        key, _, _ = typed.split()[-1].partition("=")
+        assert reason in unused[key], typed
+    words = [*TINY, *TEXT, "data.vocab_size=400", "steps=2", "schedule.warmup=5"]
+    result = command("train.py", *words, "max_epochs=2", "eval_tokens=999999").succeeded()
+    assert result.err.count("warning: ") == 1
+    assert "warning: max_epochs=2 has no effect: steps=2 is obeyed as it is\n" in result.err
+    assert "held-out tokens: eval_tokens asks for more" in result.err
+    assert "0 steps in place of schedule.warmup=5" in result.err

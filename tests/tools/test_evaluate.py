@@ -223,6 +223,8 @@ def test_the_loss_of_rows_together_is_that_of_rows_alone(drawn):
         (("--text", "none.txt"), "none.txt"),
         (("--slices",), "not a run"),
         (("--lengths",), "not a run"),
+        (("--lengths", "--context", "9"), "--lengths does not go with --context"),
+        (("--slices", "--separator", "x"), "--slices does not go with --separator"),
         ((), "one of the arguments"),
     ],
 )
