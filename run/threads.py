@@ -55,7 +55,7 @@ def cpu_time() -> CpuTime:
     statistics = Path("/proc/stat")
     if statistics.exists():
         names = {f"cpu{core}" for core in cores()}
-        for line in statistics.read_text().splitlines():
+        for line in statistics.read_text("utf-8").splitlines():
             name, *fields = line.split()
             if name in names:
                 ticks = [int(field) for field in fields]
@@ -85,7 +85,7 @@ def cpu_quota() -> float | None:
     memberships = Path("/proc/self/cgroup")
     quotas = []
     if memberships.exists():
-        for line in memberships.read_text().splitlines():
+        for line in memberships.read_text("utf-8").splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers == "":
                 quotas += group_quotas(Path("/sys/fs/cgroup"), group)
@@ -104,10 +104,10 @@ def group_quotas(root: Path, group: str) -> list[float]:
         version2 = parent / "cpu.max"
         version1 = parent / "cpu.cfs_quota_us"
         if version2.exists():
-            quota, period = version2.read_text().split()
+            quota, period = version2.read_text("utf-8").split()
         elif version1.exists():
-            quota = version1.read_text()
-            period = (parent / "cpu.cfs_period_us").read_text()
+            quota = version1.read_text("utf-8")
+            period = (parent / "cpu.cfs_period_us").read_text("utf-8")
         else:
             continue
         if quota != "max" and int(quota) > 0:
