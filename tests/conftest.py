@@ -315,7 +315,8 @@ def tell(folder: Path) -> Path:
     ]
     path = folder / "story.txt"
     path.write_text(
-        "<|endoftext|>\n".join("".join(lines[i : i + 3]) for i in range(0, len(lines), 3))
+        "<|endoftext|>\n".join("".join(lines[i : i + 3]) for i in range(0, len(lines), 3)),
+        encoding="utf-8",
     )
     return path
 

@@ -31,7 +31,7 @@ FILES += [ROOT / f"{name}.py" for name in COMMANDS]
 def imports(path: Path) -> set[str]:
     """The modules that a file imports anywhere, and what it takes from them: a.b, a.b.c."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -90,7 +90,7 @@ def test_a_command_imports_neither_tools_nor_one_attention_of_many(command):
 def test_slow_libraries_are_imported_only_where_they_are_used():
     code = f"import {', '.join(COMMANDS)}, sys; print(*sys.modules)"
     loaded = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8", check=True
     )
     assert not SLOW & set(loaded.stdout.split())
 
@@ -117,7 +117,7 @@ def is_text_without_encoding(call: ast.Call) -> bool:
 
 
 def test_text_files_are_utf8_in_any_locale():
-    for path in FILES:
+    for path in (*FILES, *(ROOT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 assert not is_text_without_encoding(node), f"{path}: {ast.unparse(node)}"

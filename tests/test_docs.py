@@ -31,7 +31,7 @@ PAGES = (
     "docs/evaluation",
     "docs/extend",
 )
-TEXTS = [(ROOT / f"{page}.md").read_text() for page in PAGES]
+TEXTS = [(ROOT / f"{page}.md").read_text(encoding="utf-8") for page in PAGES]
 BLOCKS = [block for text in TEXTS for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
 # each command once, without its comment
 COMMANDS = [shlex.join(shlex.split(line, comments=True)) for line in "".join(BLOCKS).splitlines()]
@@ -92,7 +92,7 @@ def test_generation_commands(command, tokenizer, line, monkeypatch):
     )
     compile_without_inductor(monkeypatch)
     saved(Path("runs/stdlib-small-gqa"), tree_of("gqa", "model.depth=1"), tokenizer)
-    Path("prompts.txt").write_text("one\nand another")
+    Path("prompts.txt").write_text("one\nand another", encoding="utf-8")
     assert " tokens/s, " in run(command, line, "--max-new-tokens", "3").err
 
 
@@ -133,7 +133,7 @@ def test_a_model_is_taken_away_and_back(command, trained, stories, monkeypatch):
 
 def test_the_commands_of_conversion_run(command, tokenizer, story):
     saved(Path("old"), tree_of("mha"), tokenizer)
-    page = (ROOT / "docs" / "convert.md").read_text()
+    page = (ROOT / "docs" / "convert.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     for number, line in enumerate(block.splitlines()):
         line = line.partition("#")[0].replace("MODEL", "old").replace("TEXT", str(story))
@@ -145,13 +145,15 @@ def test_the_commands_of_conversion_run(command, tokenizer, story):
 
 def test_the_test_command_of_ci_is_the_readmes():
     (test,) = (line for line in TEXTS[0].splitlines() if line.endswith(".venv/bin/pytest"))
-    assert test in (ROOT / ".ci" / "run").read_text()
+    assert test in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/generation.md"])
 def test_a_notebook_has_texts_and_logits(command, tokenizer, page):
     model = saved(Path("runs/NAME"), tree_of("gqa"), tokenizer)
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    (snippet,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL
+    )
     session: dict = {}
     exec(compile(snippet, page, "exec"), session)
     assert session["name"] == "NAME step-00000001"
@@ -161,18 +163,18 @@ def test_a_notebook_has_texts_and_logits(command, tokenizer, page):
 
 
 def test_the_examples_of_extensions_are_the_code_that_ships():
-    text = (ROOT / "docs" / "extend.md").read_text()
+    text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     examples = re.findall(
         r"^`([\w/.]+)`:\n```(?:python|yaml)\n(.*?)```", text, re.DOTALL | re.MULTILINE
     )
     assert len(examples) == text.count("```python") + text.count("```yaml") >= 11
     for path, example in examples:
         words = " ".join(example.split())  # whatever the indentation
-        assert words in " ".join((ROOT / path).read_text().split()), path
+        assert words in " ".join((ROOT / path).read_text(encoding="utf-8").split()), path
 
 
 def test_the_attention_tutorial_runs(capsys):
-    page = (ROOT / "docs" / "attention.md").read_text()
+    page = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
     snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(snippets) > 15
     session: dict = {}

@@ -64,7 +64,7 @@ def test_rows_are_documents_as_they_are(tmp_path, suffix):
     file = tmp_path / f"rows{suffix}"
     rows = table({"n": range(len(ROWS)), "body": ROWS})
     if suffix == ".jsonl":
-        file.write_text("\n\n".join(json.dumps(row) for row in rows.to_pylist()))
+        file.write_text("\n\n".join(json.dumps(row) for row in rows.to_pylist()), encoding="utf-8")
     elif suffix == ".csv":
         csv.write_csv(rows, file)
     else:
@@ -73,15 +73,17 @@ def test_rows_are_documents_as_they_are(tmp_path, suffix):
 
 
 def test_a_row_may_be_a_whole_book(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 3_000_000}))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 3_000_000}), encoding="utf-8")
     assert [len(text) for text in texts(tmp_path / "a.jsonl")] == [3_000_000]
 
 
 def test_folders_and_globs_read_all_kinds(tmp_path):
     (tmp_path / "sub").mkdir()
-    (tmp_path / "a.txt").write_text("plain")
-    (tmp_path / "b.jsonl").write_text('{"text": "first"}\n\n{"text": "second", "more": 1}\n')
-    (tmp_path / "note.md").write_text("not this")
+    (tmp_path / "a.txt").write_text("plain", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text(
+        '{"text": "first"}\n\n{"text": "second", "more": 1}\n', encoding="utf-8"
+    )
+    (tmp_path / "note.md").write_text("not this", encoding="utf-8")
     parquet.write_table(table({"text": ["table"], "n": [1]}), tmp_path / "sub" / "c.parquet")
     assert texts(tmp_path) == ["plain", "first", "second", "table"]
     assert texts(f"{tmp_path}/*.jsonl") == ["first", "second"]
@@ -108,7 +110,7 @@ def test_a_path_means_the_same_however_it_is_spelled(tmp_path, monkeypatch, spel
     for name in ("t.txt", "b/T2.TXT", "b/val/v.txt"):
         file = tmp_path / "corpus" / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(name)
+        file.write_text(name, encoding="utf-8")
     (tmp_path / "b").mkdir()
     (tmp_path / "link").symlink_to("corpus")
     path = spelling.strip("[]").split(",") if "[" in spelling else spelling
@@ -120,9 +122,9 @@ def test_a_path_means_the_same_however_it_is_spelled(tmp_path, monkeypatch, spel
 def test_a_folder_follows_links_and_leaves_hidden_files_out(tmp_path):
     for name in ("corpus/a.txt", "corpus/val/v.txt", "elsewhere/b.txt", "corpus/.old/a.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text(name, encoding="utf-8")
     corpus = tmp_path / "corpus"
-    (corpus / ".c.txt").write_text("hidden")
+    (corpus / ".c.txt").write_text("hidden", encoding="utf-8")
     (corpus / "more").symlink_to(tmp_path / "elsewhere")
     (corpus / "loop").symlink_to(corpus)
     # What is held out under one name is not trained on under another, and nothing is read twice.
@@ -142,14 +144,14 @@ def test_a_path_without_files_is_refused(tmp_path, monkeypatch, path):
     with pytest.raises(ValueError, match=r"no files .*\. fix: "):
         find_files(path, TEXT_SUFFIXES)
     # An entry of a list is not left out.
-    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     if path == ["absent"]:
         with pytest.raises(ValueError, match="path='absent'"):
             find_files(["a.txt", *path], TEXT_SUFFIXES)
 
 
 def test_a_separator_that_no_line_can_equal_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("one\n---\ntwo")
+    (tmp_path / "a.txt").write_text("one\n---\ntwo", encoding="utf-8")
     with pytest.raises(
         ValueError, match=r"white space around a line .* fix: data\.separator='---'"
     ):
@@ -158,22 +160,22 @@ def test_a_separator_that_no_line_can_equal_is_refused(tmp_path):
 
 def test_what_a_folder_does_not_read_is_named(tmp_path, capsys):
     for name in ("a.md", "b.MD", "c.pdf"):
-        (tmp_path / name).write_text("text")
+        (tmp_path / name).write_text("text", encoding="utf-8")
     with pytest.raises(ValueError, match=r"has 2 .md, 1 .pdf\). fix: .*: '.*/\*\*/\*.md'"):
         find_files(str(tmp_path), TEXT_SUFFIXES)
     for name in ("a.txt", "test.txt", "val.txt"):
-        (tmp_path / name).write_text("text")
+        (tmp_path / name).write_text("text", encoding="utf-8")
     said = source(tmp_path).note()
     assert said == "files: 1 to train on, 1 held out; not read: 2 .md, 1 .pdf, 1 for tests"
     assert source(tmp_path / "a.txt").note() is None
 
 
 def test_a_suffix_in_capitals_is_that_suffix(tmp_path):
-    (tmp_path / "a.JSONL").write_text('{"text": "row"}\n')
-    (tmp_path / "b.CSV").write_text("text\ncell\n")
+    (tmp_path / "a.JSONL").write_text('{"text": "row"}\n', encoding="utf-8")
+    (tmp_path / "b.CSV").write_text("text\ncell\n", encoding="utf-8")
     parquet.write_table(table({"text": ["table"]}), tmp_path / "c.Parquet")
     assert texts(tmp_path) == texts(f"{tmp_path}/*") == ["row", "cell", "table"]
-    (tmp_path / "d.GZ").write_text("text")
+    (tmp_path / "d.GZ").write_text("text", encoding="utf-8")
     with pytest.raises(ValueError, match="not a text"):
         texts(tmp_path / "d.GZ")
 
@@ -181,7 +183,7 @@ def test_a_suffix_in_capitals_is_that_suffix(tmp_path):
 @pytest.mark.parametrize("suffix", (".txt", ".jsonl", ".csv"))
 @pytest.mark.parametrize("content", (b"", b"\n \n"))
 def test_an_empty_file_does_not_stop_a_folder(tmp_path, suffix, content):
-    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     (tmp_path / f"empty{suffix}").write_bytes(content)
     assert texts(tmp_path) == ["text"]
 
@@ -222,7 +224,9 @@ def test_a_document_in_parts_has_the_tokens_of_the_whole(tmp_path, monkeypatch, 
     text = "".join(draw.choice(SCRIPTS)[: draw.randrange(60)] for _ in range(200))
     text = text.replace("\u2581", "") if kind == "with a space in front" else text
     documents = [text, "short", text[::-1] + "\n"]
-    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(documents), newline="\n")
+    (tmp_path / "a.txt").write_text(
+        "\n<|endoftext|>\n".join(documents), newline="\n", encoding="utf-8"
+    )
     monkeypatch.setattr("data.files.PART_CHARS", 100)
     monkeypatch.setattr("data.prepare.PART_CHARS", 100)
     monkeypatch.setattr("data.prepare.CHARS_PER_BATCH", 300)
@@ -267,7 +271,7 @@ def test_a_long_document_is_held_out_and_trained_on_within_the_limits(tmp_path, 
         Tokenizer, "train", lambda given, size: trained_on.extend(given) or train(trained_on, size)
     )
     text = "".join(f"line {number} of a text of one document\n" for number in range(500))
-    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     corpus = prepare(source(tmp_path / "a.txt"), tmp_path / "cache")
     pieces = corpus.tokenizer
     assert pieces.decode(corpus.validation.tolist()) == text[-300:]
@@ -275,7 +279,7 @@ def test_a_long_document_is_held_out_and_trained_on_within_the_limits(tmp_path, 
     (seen,) = trained_on
     assert text.startswith(seen) and 5_000 <= len(seen) < 5_200
     # A file that is held out by its name is cut there too.
-    (tmp_path / "val.txt").write_text(text)
+    (tmp_path / "val.txt").write_text(text, encoding="utf-8")
     corpus = prepare(source(tmp_path), tmp_path / "cache")
     held_out = pieces.decode(corpus.validation.tolist())
     assert text.startswith(held_out) and 200 < len(held_out) <= 300
@@ -290,7 +294,7 @@ def test_memory_does_not_follow_the_longest_document(tmp_path, monkeypatch):
     peaks = []
     for size in (50_000, 300_000):
         (tmp_path / "a.txt").write_text(
-            "Ann had 12 red balls and two were of Bob, not hers. " * (size // 52)
+            "Ann had 12 red balls and two were of Bob, not hers. " * (size // 52), encoding="utf-8"
         )
         tracemalloc.start()
         prepare(
@@ -342,7 +346,7 @@ def test_a_file_with_another_suffix_is_another_text(tmp_path):
     content = '{"text": "first"}\n{"text": "second"}\n'
     found = set()
     for name in ("a.jsonl", "a.txt", "b.txt"):
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, encoding="utf-8")
         found.add(source(tmp_path / name).identity())
     assert len(found) == 2  # the name alone changes nothing
 
@@ -350,15 +354,15 @@ def test_a_file_with_another_suffix_is_another_text(tmp_path):
 def test_documents_are_held_out_by_their_own_hash(tmp_path):
     documents = [f"document {i}" for i in range(200)]
     for order in (documents, documents[::-1]):
-        (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(order))
+        (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(order), encoding="utf-8")
         held_out = {text for text, held in documents_of(source(tmp_path / "a.txt")) if held}
         assert held_out == set(filter(is_held_out, documents))
 
 
 def test_few_documents_hold_out_one_and_a_lone_one_its_end(tmp_path):
-    (tmp_path / "few.txt").write_text("a\n<|endoftext|>\nb\n<|endoftext|>\nc")
+    (tmp_path / "few.txt").write_text("a\n<|endoftext|>\nb\n<|endoftext|>\nc", encoding="utf-8")
     assert sum(held_out for _, held_out in documents_of(source(tmp_path / "few.txt"))) == 1
-    (tmp_path / "lone.txt").write_text("0123456789" * 10)
+    (tmp_path / "lone.txt").write_text("0123456789" * 10, encoding="utf-8")
     assert documents_of(source(tmp_path / "lone.txt")) == [
         ("0123456789" * 9 + "01234", False),
         ("56789", True),
@@ -431,7 +435,7 @@ def test_a_corpus_is_built_once_and_again_when_its_text_changes(tmp_path, story,
     assert len(built) == 1
     # The same size, the same time, other bytes.
     before = story.stat()
-    story.write_text(story.read_text().replace("Ann", "Ina"))
+    story.write_text(story.read_text(encoding="utf-8").replace("Ann", "Ina"), encoding="utf-8")
     os.utime(story, ns=(before.st_atime_ns, before.st_mtime_ns))
     prepare(source(story), tmp_path / "cache")
     assert len(built) == 2
@@ -465,7 +469,7 @@ def test_two_processes_build_one_corpus(tmp_path, story, monkeypatch):
     built = tmp_path / "built"
 
     def noted(*about) -> None:
-        with built.open("a") as file:
+        with built.open("a", encoding="utf-8") as file:
             file.write("built")
         sleep(0.3)  # until the other process waits for the lock
         build(*about)
@@ -473,7 +477,7 @@ def test_two_processes_build_one_corpus(tmp_path, story, monkeypatch):
     monkeypatch.setattr(preparation, "build_corpus", noted)
     running = [start(lambda: prepare(source(story), tmp_path / "cache") and 0) for _ in "ab"]
     assert [finish(process) for process in running] == [0, 0]
-    assert built.read_text() == "built"
+    assert built.read_text(encoding="utf-8") == "built"
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(2**16, "uint16"), (2**16 + 1, "uint32")])
@@ -497,7 +501,7 @@ def test_a_preparation_that_fails_leaves_nothing(tmp_path, story, monkeypatch, t
 def test_only_two_megabytes_are_held_out(tmp_path, monkeypatch):
     monkeypatch.setattr("data.prepare.MAX_VALIDATION_BYTES", 300)
     (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": f"{i} " * 20}) + "\n" for i in range(100))
+        "".join(json.dumps({"text": f"{i} " * 20}) + "\n" for i in range(100)), encoding="utf-8"
     )
     corpus = prepare(source(tmp_path / "a.jsonl", holdout=3), tmp_path / "cache")
     assert 200 < corpus.tokenizer.nbytes(corpus.validation) <= 300

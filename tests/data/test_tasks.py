@@ -216,7 +216,7 @@ def test_full_attention_recalls_everything_and_a_window_what_it_reaches(command)
     for name, chosen in (("full", []), ("short", ["attention.window=4"])):
         intervals = ("save_every=1000", "sample_every=1000", f"name={name}")
         assert command("train.py", *words, *chosen, *intervals).code == 0
-        lines = Path("runs", name, "metrics.jsonl").read_text().splitlines()
+        lines = Path("runs", name, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         last[name] = json.loads(lines[-1])
     assert last["full"]["recall_accuracy"] > 0.99
     slices = last["short"]["slices"]

@@ -28,7 +28,9 @@ NASTY = [
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     source = Stdlib(vocab_size=512, tokenizer=None)
-    return Tokenizer.train(source.root.joinpath("ast.py").read_text().split("\n\n"), 512)
+    return Tokenizer.train(
+        source.root.joinpath("ast.py").read_text(encoding="utf-8").split("\n\n"), 512
+    )
 
 
 @pytest.mark.parametrize("text", NASTY)
@@ -51,7 +53,7 @@ def test_any_random_text_comes_back(tokenizer):
 @pytest.mark.parametrize("prefix", [True, False])
 def test_any_text_comes_back_from_a_tokenizer_of_others(tmp_path, story, kind, prefix):
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(story.read_text().split("\n")),
+        sentence_iterator=iter(story.read_text(encoding="utf-8").split("\n")),
         model_prefix=str(tmp_path / "a"),
         model_type=kind,
         vocab_size=320,
@@ -72,7 +74,9 @@ def test_any_text_comes_back_from_a_tokenizer_of_others(tmp_path, story, kind, p
 
 
 def test_documents_that_do_not_come_back_are_told(tmp_path, story, capfd):
-    story.write_text(story.read_text().replace("ball", "\ufb01sh  "))
+    story.write_text(
+        story.read_text(encoding="utf-8").replace("ball", "\ufb01sh  "), encoding="utf-8"
+    )
     model = tmp_path / "nfkc"
     sentencepiece.SentencePieceTrainer.train(
         input=str(story), model_prefix=str(model), vocab_size=50, minloglevel=2
@@ -127,7 +131,7 @@ def test_a_given_tokenizer_is_used(tmp_path, story, tokenizer):
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_the_bytes_of_tokens_are_those_of_their_text(tmp_path, story, prefix):
-    texts = story.read_text().replace("\n", " ").split("<|endoftext|> ")
+    texts = story.read_text(encoding="utf-8").replace("\n", " ").split("<|endoftext|> ")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
         model_prefix=str(tmp_path / "a"),

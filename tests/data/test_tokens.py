@@ -170,7 +170,7 @@ KEYS = {
 @pytest.mark.parametrize("word", KEYS)
 def test_keys_that_contradict_the_tokens_are_refused(command, word):
     save(Path("a.bin"), ONES)
-    Path("story.txt").write_text("text that could be read as ids " * 100)
+    Path("story.txt").write_text("text that could be read as ids " * 100, encoding="utf-8")
     words = ["data=tokens", "data.path=a.bin", f"data.vocab_size={VOCABULARY}", f"data.bos={BOS}"]
     result = command("train.py", *TINY, "steps=2", *words, word)
     (line,) = result.err.splitlines()

@@ -101,12 +101,14 @@ class Job:
         """What of a run must not depend on where it was cut: metrics without clocks, and the last weights."""
         lines = [
             json.loads(line)
-            for line in (self.root / "run" / "metrics.jsonl").read_text().splitlines()
+            for line in (self.root / "run" / "metrics.jsonl")
+            .read_text(encoding="utf-8")
+            .splitlines()
         ]
         timed = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
         curve = [{key: value for key, value in line.items() if key not in timed} for line in lines]
         last = self.checkpoints[-1]
-        samples = (self.root / "run" / "samples.txt").read_text()
+        samples = (self.root / "run" / "samples.txt").read_text(encoding="utf-8")
         return [
             *curve,
             samples,

@@ -82,9 +82,9 @@ PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see i
 def seen(folder: Path, what: str) -> str | None:
     """The first test that fails without this protection."""
     file, line, instead, tests = PROTECTIONS[what]
-    text = (ROOT / file).read_text()
+    text = (ROOT / file).read_text(encoding="utf-8")
     assert text.count(line) == 1, (file, line)
-    (folder / file).write_text(text.replace(line, instead))
+    (folder / file).write_text(text.replace(line, instead), encoding="utf-8")
     name, *rest = (tests or "crashes.py -k every_crash").split()
     path = f"tests/{name[3:]}" if name.startswith("../") else f"tests/faults/test_{name}"
     command = [
@@ -100,7 +100,7 @@ def seen(folder: Path, what: str) -> str | None:
         path,
         *rest,
     ]
-    with (folder / "told").open("w+") as told:
+    with (folder / "told").open("w+", encoding="utf-8") as told:
         process = subprocess.Popen(
             command, cwd=folder, stdout=told, stderr=told, start_new_session=True
         )
@@ -109,7 +109,7 @@ def seen(folder: Path, what: str) -> str | None:
             os.killpg(process.pid, signal.SIGKILL)
         told.seek(0)
         failed = [line for line in told if line.startswith("FAILED")]
-    (folder / file).write_text(text)
+    (folder / file).write_text(text, encoding="utf-8")
     return failed[0].split()[1] if failed else None
 
 

@@ -54,7 +54,7 @@ def test_each_choice_of_instructions_has_a_cache_of_its_own():
     for capability in ("default", "avx2"):
         env = os.environ | {"ATEN_CPU_CAPABILITY": capability}
         env.pop("TORCHINDUCTOR_CACHE_DIR", None)
-        how = {"cwd": ROOT, "env": env, "text": True}
+        how = {"cwd": ROOT, "env": env, "encoding": "utf-8"}
         caches.add(Path(subprocess.check_output([sys.executable, "-c", CACHE], **how).strip()))
     assert len(caches) == 2 and {cache.parent for cache in caches} == {ROOT / ".cache"}
 
@@ -73,7 +73,7 @@ def start(cache: Path, *command: str) -> subprocess.Popen:
         env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,
     )
 

@@ -249,7 +249,9 @@ def is_told(take: Callable, folder: Path) -> bool:
 )
 def test_any_model_is_taken_or_refused_in_words(seed, tokenizer, tmp_path, capfd):
     """Folders of Hugging Face and checkpoints, with both kinds of tokenizers."""
-    write_tokenizer(tmp_path, "TinyLlama-1.1B", tell(tmp_path).read_text().split("\n"))
+    write_tokenizer(
+        tmp_path, "TinyLlama-1.1B", tell(tmp_path).read_text(encoding="utf-8").split("\n")
+    )
     sources = {}
     for number, each in enumerate((tokenizer, special_tokens.import_tokenizer(tmp_path))):
         run = tmp_path / f"run{number}"
@@ -288,7 +290,7 @@ def test_no_code_runs_what_it_reads():
     for path in (
         path for path in ROOT.rglob("*.py") if not {"tests", ".venv", ".cache"} & set(path.parts)
     ):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {alias.name for alias in node.names} | {getattr(node, "module", "")}
                 assert not {"pickle", "marshal", "shelve", "dill"} & (

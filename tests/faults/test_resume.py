@@ -319,7 +319,7 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path, tokenizer):
     state = {"optimizer": weights}  # which nobody needs here
     path = checkpoint.save(tmp_path, 1, weights, {"model": tree}, tokenizer.files, state)
     command = [sys.executable, "-c", LOADING, str(ROOT), str(path)]
-    share = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    share = float(subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout)
     assert 0.9 < share < 1.2
 
 
@@ -347,7 +347,7 @@ def test_a_compiled_run_goes_on_to_the_bit(tmp_path, story):
         )
         metrics = tmp_path / folder / "metrics.jsonl"
         while seconds is not None and not (
-            metrics.exists() and metrics.read_text().count("\n") > seconds
+            metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") > seconds
         ):
             time.sleep(0.01)
         if seconds is not None:
@@ -355,7 +355,10 @@ def test_a_compiled_run_goes_on_to_the_bit(tmp_path, story):
         return process.wait(timeout=LONG)
 
     def curve(folder: str) -> list:
-        lines = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
+        lines = map(
+            json.loads,
+            (tmp_path / folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(),
+        )
         return [
             (line["step"], line.get("train_loss"), line.get("grad_norm"), line.get("val_loss"))
             for line in lines

@@ -152,7 +152,9 @@ def test_a_signal_to_one_of_two_processes_saves_and_ends_both(tmp_path, story, m
 
     def send(number: int, after: int):
         def act(processes: list) -> None:
-            wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > after)
+            wait_for(
+                lambda: metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") > after
+            )
             os.kill(processes[-1].pid, number)
 
         return act
@@ -160,7 +162,7 @@ def test_a_signal_to_one_of_two_processes_saves_and_ends_both(tmp_path, story, m
     codes, told = ranks(train, 2, tmp_path, send(signal.SIGTERM, after=3))
     assert codes == [75, 75] and "resume=true" in told, told
     newest = checkpoint.newest_checkpoint(Path("run"))
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    steps = [json.loads(line)["step"] for line in metrics.read_text(encoding="utf-8").splitlines()]
     assert newest.name == f"step-{steps[-1]:08d}"
 
     resume = [*train, "resume=true"]

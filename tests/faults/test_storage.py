@@ -55,7 +55,7 @@ def test_metrics_are_written_whole_or_not(job):
     assert forked(job.with_words(*words), at_most(4000)) == 74  # standard error is full too
     lines = [
         json.loads(line)["step"]
-        for line in (job.root / "run" / "metrics.jsonl").read_text().splitlines()
+        for line in (job.root / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     assert lines == sorted(set(lines)) and 5 < len(lines) < 40
 
@@ -64,7 +64,7 @@ def test_one_run_in_a_folder(job, capfd):
     job.fresh()
     assert forked(job.with_words("steps=2")) == 0
     before = {path: path.read_bytes() for path in (job.root / "run").rglob("*") if path.is_file()}
-    with (job.root / "run" / ".lock").open("a") as lock:
+    with (job.root / "run" / ".lock").open("a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert forked(job) == 2
         told = capfd.readouterr().err
@@ -123,12 +123,12 @@ def test_a_place_that_cannot_be_written_is_storage(command, story):
 
 def test_a_folder_of_other_files_is_not_taken(command, story):
     Path("mine").mkdir()
-    Path("mine/config.yaml").write_text("my: config")
+    Path("mine/config.yaml").write_text("my: config", encoding="utf-8")
     words = ("steps=2", "data=text", f"data.path={story}", "data.vocab_size=400", "run_dir=mine")
     for more in ((), ("resume=true",)):
         result = command("train.py", *TINY, *words, *more)
         assert result.code == 2 and "holds other files" in result.err
-    assert [path.read_text() for path in Path("mine").iterdir()] == ["my: config"]
+    assert [path.read_text(encoding="utf-8") for path in Path("mine").iterdir()] == ["my: config"]
 
 
 def test_a_copy_in_the_folder_of_checkpoints_is_left_alone(job):

@@ -263,7 +263,7 @@ def load_guard() -> None:
     library = ROOT / ".cache" / f"noop-cuda-guard-{key}.so"
     library.parent.mkdir(exist_ok=True)
     # Several processes may want it at once.
-    with open(library.with_suffix(".lock"), "w") as lock:
+    with open(library.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             compile_guard(compiler, library)

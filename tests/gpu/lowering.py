@@ -375,7 +375,7 @@ def inspect(name: str, built: object) -> Kernel:
         file.write(built.asm["cubin"])
         file.flush()
         command = [cuobjdump, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     return Kernel(name, int(registers), int(stack), built.metadata.shared)
 

@@ -14,5 +14,5 @@ CASES = ("tests/gpu/fake_cuda_cases.py", "tests/gpu/fake_ranks_cases.py")
 
 def test_training_and_generation_on_gpus_that_are_not_there():
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *CASES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

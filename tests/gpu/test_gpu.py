@@ -157,7 +157,10 @@ def run_words(story: Path, *more: str) -> list[str]:
 
 
 def losses_of(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return [line["train_loss"] for line in lines if "train_loss" in line]
 
 

@@ -36,7 +36,7 @@ def run(module: str, *arguments: str) -> dict:
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", module, *arguments]
     result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONG
+        command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=LONG
     )
     assert result.returncode == 0, result.stderr[-2000:]
     return json.loads(result.stdout)

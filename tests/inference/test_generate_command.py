@@ -28,7 +28,7 @@ def generate(command, drawn_run):
 
 
 def filed(prompts: list[str]) -> str:
-    Path("prompts.txt").write_text("\n".join(prompts))
+    Path("prompts.txt").write_text("\n".join(prompts), encoding="utf-8")
     return "--prompt-file=prompts.txt"
 
 
@@ -79,7 +79,7 @@ def test_attention_can_be_drawn(command, tokenizer, variant, others):
     assert Path("map.png").read_bytes().startswith(b"\x89PNG")
     # The picture says what it shows, and of which layers it can show nothing.
     command(*words, "map.svg").succeeded()
-    texts = re.findall("<!-- (.*?) -->", Path("map.svg").read_text())
+    texts = re.findall("<!-- (.*?) -->", Path("map.svg").read_text(encoding="utf-8"))
     assert {"weight", "drawn step-00000001: 'Ann had $3 and $4'"} < set(texts)
     assert any(text.startswith("query") for text in texts)
     assert any(text.startswith("key") for text in texts)

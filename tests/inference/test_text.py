@@ -25,13 +25,13 @@ from tools.formats import special_tokens
 
 
 def byte_pairs(folder: Path, family: str) -> Tokenizer:
-    write_tokenizer(folder, family, [tell(folder).read_text()])
+    write_tokenizer(folder, family, [tell(folder).read_text(encoding="utf-8")])
     return special_tokens.import_tokenizer(folder)
 
 
 def sentence_pieces(folder: Path, **knobs: object) -> Tokenizer:
     proto = io.BytesIO()
-    texts = iter(tell(folder).read_text().split("\n"))
+    texts = iter(tell(folder).read_text(encoding="utf-8").split("\n"))
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=texts, model_writer=proto, hard_vocab_limit=False, **knobs
     )
@@ -45,7 +45,7 @@ def word_pieces(folder: Path) -> Tokenizer:
     processor.add_special_tokens(["[SEP]"])
     processor.decoder = tokenizers.decoders.WordPiece()
     processor.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1}', encoding="utf-8")
     return Tokenizer.load(folder / "tokenizer.json")
 
 

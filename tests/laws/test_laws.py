@@ -47,7 +47,7 @@ def compiled_cases() -> list[tuple[str, str]]:
     known = set()
     for name in VARIANTS:
         preset = CONFIGS / "attention" / f"{name}.yaml"
-        classes = set(re.findall(r"_target_: (\S+)", preset.read_text()))
+        classes = set(re.findall(r"_target_: (\S+)", preset.read_text(encoding="utf-8")))
         cases.append((f"{name} {sizes}", "aot_eager" if classes - known else "eager"))
         known |= classes
     return cases

@@ -20,7 +20,7 @@ def files_over_all_attentions() -> list[str]:
     """The test files that are parametrized by the attentions, without those that need a GPU."""
     files = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        is_over_all = "VARIANTS" in path.read_text() and path != Path(__file__)
+        is_over_all = "VARIANTS" in path.read_text(encoding="utf-8") and path != Path(__file__)
         if is_over_all and path.parent.name != "gpu":
             files.append(str(path.relative_to(ROOT)))
     return files
@@ -52,7 +52,7 @@ def test_a_variant_of_two_files_keeps_every_law(name, tmp_path):
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     cases = [*ElementTree.parse(tmp_path / "results.xml").getroot().iter("testcase")]

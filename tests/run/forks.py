@@ -74,7 +74,7 @@ def ranks(
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    with (folder / "stderr").open("w+") as stderr:
+    with (folder / "stderr").open("w+", encoding="utf-8") as stderr:
         processes = []
         for rank in range(world_size):
             env = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -182,7 +182,7 @@ def test_run_folders_count_up_and_the_newest_is_resumed(tmp_path, monkeypatch):
         step = tmp_path / f"runs/{name}/checkpoints/step-00000001"
         step.mkdir(parents=True)
         config = again.model_dump() | {"seed": seed, "text": ""}
-        (step / "config.json").write_text(json.dumps(config))
+        (step / "config.json").write_text(json.dumps(config), encoding="utf-8")
     # The newest of those that were trained as this one is to be, or else the newest.
     assert claimed(again) == "runs/a-2"
     assert claimed(settings_of("name=a", "resume=true", "seed=2")) == "runs/a-3"

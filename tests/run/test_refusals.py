@@ -137,7 +137,7 @@ def test_a_bad_config_is_answered_in_one_line_whose_fix_works(typed, capfd, monk
     assert end.value.code == code and not list(tmp_path.iterdir())
 
     Path("my/texts").mkdir(parents=True)
-    Path("my/texts/a.txt").write_text("text")
+    Path("my/texts/a.txt").write_text("text", encoding="utf-8")
     what, _, fix = line.partition(". fix: ")
     words = fixed(overrides, what, fix)
     set_up_run(compose(["name=test", *words]), words)
@@ -286,7 +286,7 @@ def test_bad_input_to_generation_is_a_line_and_a_code(command, drawn_run, monkey
 def test_no_fix_says_merely_to_change_something():
     for path in ROOT.rglob("*.py"):
         if not {"tests", ".venv", ".cache"} & set(path.relative_to(ROOT).parts):
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             for empty in ("change it", "change one", "one of them"):
                 assert f"fix: {empty}" not in text, path
 

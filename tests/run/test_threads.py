@@ -32,6 +32,7 @@ def choose(available: int = 2, kept: int | None = None, prepare: str = "", **env
         capture_output=True,
         text=True,
         check=True,
+        encoding="utf-8",
     )
     line, settings = result.stdout.splitlines()
     number, *spinning = settings.split()
@@ -129,8 +130,8 @@ GROUPS = {
 def test_quotas_of_control_groups(membership, tmp_path, monkeypatch):
     for name, content in GROUPS[membership].items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    (tmp_path / "membership").write_text(membership)
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / "membership").write_text(membership, encoding="utf-8")
 
     def inside(path: str) -> Path:
         if path == "/proc/self/cgroup":

@@ -221,9 +221,9 @@ def make_folder(folder: Path, family: str, layers: int, texts: list[str], **save
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(torch.bfloat16).save_pretrained(folder, **save)
     # As it was published, and not as this version of transformers writes it.
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": ids}
-    (folder / "generation_config.json").write_text(json.dumps(generation))
+    (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
 
 
 def write_tokenizer(folder: Path, family: str, texts: list[str]) -> None:
@@ -253,7 +253,7 @@ def write_tokenizer(folder: Path, family: str, texts: list[str]) -> None:
         token for token in content["added_tokens"] if not token["content"].startswith("<0x")
     ]
     content["model"]["ignore_merges"] = family == "Llama-3.2-1B"
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos if family in (*TEMPLATES, "SmolLM2-135M") else None,
@@ -261,7 +261,7 @@ def write_tokenizer(folder: Path, family: str, texts: list[str]) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": CONFIGS[family]["max_position_embeddings"],
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def byte_level(family: str) -> Tokenizer:

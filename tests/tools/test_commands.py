@@ -15,7 +15,9 @@ MODULES = {
     for path in sorted((ROOT / "tools").rglob("*.py"))
     if path.name != "__init__.py"
 }
-COMMANDS = {name: path for name, path in MODULES.items() if "__main__" in path.read_text()}
+COMMANDS = {
+    name: path for name, path in MODULES.items() if "__main__" in path.read_text(encoding="utf-8")
+}
 OTHERS = [name for name in MODULES if name not in COMMANDS]
 
 
@@ -44,7 +46,7 @@ def test_help_has_examples_and_each_default_once(command, name):
 def test_a_module_that_is_no_command_says_so(monkeypatch, capfd, name):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", name, "a=b"])
     monkeypatch.setattr(sys, "argv", ["-m", "a=b"])
-    package = compile((ROOT / "tools" / "__init__.py").read_text(), "tools", "exec")
+    package = compile((ROOT / "tools" / "__init__.py").read_text(encoding="utf-8"), "tools", "exec")
     if name in COMMANDS:
         exec(package, {})
         return
@@ -64,5 +66,5 @@ def test_an_option_is_not_abbreviated(command):
 
 def test_python_asks_the_package_first():
     words = [sys.executable, "-m", "tools.latency"]
-    result = subprocess.run(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    result = subprocess.run(words, cwd=ROOT, stderr=subprocess.PIPE, encoding="utf-8")
     assert result.returncode == 2 and result.stderr.startswith("error: not a command")

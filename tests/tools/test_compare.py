@@ -42,7 +42,7 @@ def quick(forked_jobs, monkeypatch) -> None:
 
 def result(folder: str = "out") -> dict[str, list[str]]:
     """What each variant is judged by: the columns up to that of the cache, and the parts."""
-    page = Path(folder, "report.html").read_text()
+    page = Path(folder, "report.html").read_text(encoding="utf-8")
     parts = table(page, 1)
     found = {}
     for name, row in table(page, 0).items():
@@ -55,7 +55,7 @@ def curves(folder: str) -> dict[str, list]:
     keys = ("step", "train_loss", "val_bpb", "grad_norm")
     found = {}
     for path in Path(folder).glob("*/metrics.jsonl"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         found[path.parent.name] = [[line.get(key) for key in keys] for line in lines]
     return found
 
@@ -70,7 +70,7 @@ def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
         r"Beside gqa \(2 seeds\), bits per byte with a margin of 0.01: \w+.*: mqa",
         first.out,
     )
-    assert "attention=gqa,mqa" in Path("out/report.html").read_text()
+    assert "attention=gqa,mqa" in Path("out/report.html").read_text(encoding="utf-8")
     losses = result()
     assert sorted(losses) == ["gqa", "mqa"]
     for name, cells in losses.items():
@@ -100,7 +100,7 @@ def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
     assert f"gqa was trained by {trained_by}, with" in html.unescape(pages[0][0].decode())
     moved = command(COMPARE, *asked[:-1], "kept")
     assert moved.code == 0 and moved.err.count("finished before") == 4, moved.err
-    with Path("kept/runs.jsonl").open("a") as file:
+    with Path("kept/runs.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"folder": ')
     torn = command(COMPARE, "--report", "kept")
     assert torn.code == 2 and "runs.jsonl, line" in torn.err and "Traceback" not in torn.err
@@ -111,7 +111,7 @@ def test_a_run_that_fails_is_a_row_and_its_variant_stays_the_baseline(command, w
     Path("out/gqa-0/mine").touch()  # where no run may be
     asked = ("attention=gqa,mla", "seed=0,1", *words, "--dir", "out")
     command(COMPARE, *asked).succeeded()
-    page = Path("out/report.html").read_text()
+    page = Path("out/report.html").read_text(encoding="utf-8")
     assert "gqa-0 is not in the report: exit 2: " in page
     rows = result()
     assert sorted(rows) == ["gqa", "mla"]
@@ -119,10 +119,10 @@ def test_a_run_that_fails_is_a_row_and_its_variant_stays_the_baseline(command, w
     assert "nan" not in page.lower()
 
     Path("out/runs.jsonl").unlink()
-    Path("out/mla-0/metrics.jsonl").write_text("{")
+    Path("out/mla-0/metrics.jsonl").write_text("{", encoding="utf-8")
     runs = ("out/gqa-1", "out/mla-0", "out/mla-1")
     command(COMPARE, "--report", *runs, "--dir", "out").succeeded()
-    page = Path("out/report.html").read_text()
+    page = Path("out/report.html").read_text(encoding="utf-8")
     assert "mla-0 is not in the report: metrics cannot be read" in page
 
 
@@ -137,7 +137,7 @@ def test_what_depends_on_a_baseline_that_failed_is_not_trained(command, words, q
 
 def begun(said: Path, *words: str) -> Forked:
     """The command in a process of its own, which tells `said`."""
-    with said.open("w") as file:
+    with said.open("w", encoding="utf-8") as file:
         return Forked([sys.executable, ROOT / COMPARE, *words], file, file, {})
 
 
@@ -146,7 +146,9 @@ def test_a_comparison_that_is_killed_goes_on(command, words, quick, tmp_path):
     command(COMPARE, *asked, "--dir", "whole").succeeded()
     cut = begun(tmp_path / "said", *asked, "--dir", "cut")
     wait_for(lambda: [*tmp_path.glob("cut/mqa-0/checkpoints/step-*")])
-    (trainer,) = Path(f"/proc/{cut.pid}/task/{cut.pid}/children").read_text().split()
+    (trainer,) = (
+        Path(f"/proc/{cut.pid}/task/{cut.pid}/children").read_text(encoding="utf-8").split()
+    )
     os.kill(cut.pid, signal.SIGKILL)  # and what it was training, in the middle
     os.kill(int(trainer), signal.SIGKILL)
     assert cut.wait() == -signal.SIGKILL
@@ -161,7 +163,7 @@ def test_two_calls_at_a_time_share_the_runs(command, words, quick, tmp_path):
     asked = ("attention=gqa,mqa", "seed=0,1", *words, "--dir", "out")
     both = [begun(tmp_path / name, *asked) for name in ("one", "other")]
     assert [call.wait() for call in both] == [0, 0]
-    said = "".join((tmp_path / name).read_text() for name in ("one", "other"))
+    said = "".join((tmp_path / name).read_text(encoding="utf-8") for name in ("one", "other"))
     assert "not in the report" not in said
     trained = re.findall(r"(\w+-\d): [\d.]+ bits per byte", said)
     assert sorted(trained) == ["gqa-0", "gqa-1", "mqa-0", "mqa-1"]
@@ -207,8 +209,8 @@ def test_a_signal_saves_and_ends(command, words, quick, tmp_path):
     wait_for(lambda: [*tmp_path.glob("out/run-0/checkpoints/step-*")])
     running.terminate()
     assert running.wait() == 75
-    assert "the same call goes on" in (tmp_path / "said").read_text()
-    assert "is saved in" in (tmp_path / "out/run-0.log").read_text()
+    assert "the same call goes on" in (tmp_path / "said").read_text(encoding="utf-8")
+    assert "is saved in" in (tmp_path / "out/run-0.log").read_text(encoding="utf-8")
     assert not Run.read(tmp_path / "out/run-0").done
 
 
@@ -253,7 +255,7 @@ def test_a_task_is_trained(command, words, quick):
     result = command(COMPARE, *asked).succeeded()
     assert "recall_accuracy_3" in Run.read(Path("out/mqa-0")).last
     assert "gqa 0 of 1 (at the floor), mqa 0 of 1 (at the floor)" in result.out
-    rows = table(Path("out/report.html").read_text(), 0)
+    rows = table(Path("out/report.html").read_text(encoding="utf-8"), 0)
     assert rows["gqa"]["seeds that solve it"] == "0 of 1"
     assert "decoding, ms/token" not in rows["gqa"]
 
@@ -273,7 +275,7 @@ def test_each_gpu_has_a_run_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setattr(jobs, "ROOT", tmp_path)
-    (tmp_path / "train.py").write_text(MEETING)
+    (tmp_path / "train.py").write_text(MEETING, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     both = [jobs.Job(tmp_path / name, []) for name in ("a", "b")]
     settings = settings_of(*TINY).model_dump()

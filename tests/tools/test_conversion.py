@@ -269,7 +269,7 @@ def heal(command, tokenizer, story):
     def train(name: str, *more: str):
         result = command("train.py", *words, f"run_dir={name}", *more)
         log = Path(name, "metrics.jsonl")
-        lines = log.read_text().splitlines() if log.exists() else []
+        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
         return result, [json.loads(line) for line in lines]
 
     return train

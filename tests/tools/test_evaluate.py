@@ -43,14 +43,16 @@ def held_out_tokens() -> list[int]:
 
 @stories
 def test_a_model_of_others_has_its_reference_loss(command):
-    told = json.loads((STORIES / "reference.json").read_text())
+    told = json.loads((STORIES / "reference.json").read_text(encoding="utf-8"))
     command("tools/import_hf.py", str(STORIES), "--out", "stories").succeeded()
     # Of the documents, those that the reference did not cut.
-    documents = (DATASETS / "tinystories" / "valid.txt").read_text().split("<|endoftext|>")
+    documents = (
+        (DATASETS / "tinystories" / "valid.txt").read_text(encoding="utf-8").split("<|endoftext|>")
+    )
     scores = told["per_doc_tokens_and_nll_sum"]
     whole = [number for number, (count, _) in enumerate(scores) if count < 500]
     text = "\n<|endoftext|>\n".join(documents[number].strip() for number in whole)
-    Path("whole.txt").write_text(text)
+    Path("whole.txt").write_text(text, encoding="utf-8")
     num_tokens = sum(scores[number][0] for number in whole)
     nats = sum(scores[number][1] for number in whole)
     found = evaluated(command, "--run", "stories", "--text", "whole.txt")
@@ -114,13 +116,13 @@ def test_windows_are_those_of_a_rolling_log_likelihood():
 def test_bits_per_byte_are_those_of_a_plain_loop(command, story, tokenizer, family):
     """With BOS in front of a prompt, and without."""
     if family != "SentencePiece":
-        write_tokenizer(Path(), family, [story.read_text()])
+        write_tokenizer(Path(), family, [story.read_text(encoding="utf-8")])
         tokenizer = import_tokenizer(Path())
         assert tokenizer.starts_with_bos == (family == "Llama-3.2-1B")
     model = saved(Path("runs/drawn"), tree_of("gqa"), tokenizer).double()
     # What looks like a special token is text in a document.
     texts = ["Ann had a red ball.", "Привет! Bob said: " * 20, "x", "a </s><|endoftext|> b"]
-    Path("some.txt").write_text("\n<|endoftext|>\n".join(texts))
+    Path("some.txt").write_text("\n<|endoftext|>\n".join(texts), encoding="utf-8")
     found = evaluated(command, "--run", "runs/drawn", "--text", "some.txt", "--batch-size", "2")
     rows = [[tokenizer.bos, *tokens] for tokens in tokenizer.encode_batch(texts)]
     assert all({tokenizer.bos, *tokenizer.eos_ids}.isdisjoint(row[1:]) for row in rows)
@@ -137,7 +139,7 @@ def test_another_context_has_the_loss_of_its_windows(command, tokenizer, variant
     model = saved(Path("runs/drawn"), tree_of(variant), tokenizer).double()
     assert model.context == 64
     text = "Ann had a red ball. Bob said: may I? " * 30
-    Path("some.txt").write_text(text)
+    Path("some.txt").write_text(text, encoding="utf-8")
     words = ("--run", "runs/drawn", "--text", "some.txt", "--context", str(context))
     found = evaluated(command, *words)
     tokens = [tokenizer.bos, *tokenizer.encode(text)]
@@ -164,7 +166,10 @@ def test_a_text_that_has_changed_since_training_is_refused(command, story, kind)
     text = ("context=8", "data=text", f"data.path={story}", "data.vocab_size=400")
     saved_run(Path("runs/drawn"), settings_of(*text).model_dump())
     command("tools/evaluate.py", "--run", "runs/drawn", kind).succeeded()
-    story.write_text(story.read_text() + "<|endoftext|>\nWords that no one has heard before.\n")
+    story.write_text(
+        story.read_text(encoding="utf-8") + "<|endoftext|>\nWords that no one has heard before.\n",
+        encoding="utf-8",
+    )
     result = command("tools/evaluate.py", "--run", "runs/drawn", kind)
     assert result.code == 2 and not result.out
     assert "the text has changed since the run was trained on it" in result.err

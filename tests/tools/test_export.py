@@ -119,7 +119,7 @@ def test_an_option_that_no_class_knows_is_refused_unless_it_is_off():
 
 def test_where_it_is_written_and_in_which_dtype(command, trained):
     words = ("tools/export_hf.py", "--run", str(trained), "--out")
-    Path("file").write_text("")
+    Path("file").write_text("", encoding="utf-8")
     for where in (str(trained), "file", "file/there"):
         result = command(*words, where)
         assert result.code == 2 and result.err.count("\n") == result.err.count("fix: ") == 1

@@ -36,7 +36,7 @@ def published(tmp_path_factory):
         if not folder.exists():
             # The smallest is in several files.
             save = {"max_shard_size": "200KB"} if family == "SmolLM2-135M" else {}
-            texts = tell(root).read_text().split("\n")
+            texts = tell(root).read_text(encoding="utf-8").split("\n")
             make_folder(folder, family, LAYERS[family], texts, **save)
             import_hf.main(Namespace(folder=folder, out=root / f"our-{family}"))
         return folder, root / f"our-{family}"
@@ -149,10 +149,10 @@ def test_an_eos_that_the_file_does_not_mark_as_special_is_no_text_of_a_document(
 
     folder = shutil.copytree(published("SmolLM2-135M")[0], tmp_path / "model")
     file = folder / "tokenizer.json"
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     for token in content["added_tokens"]:
         token["special"] = False
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(content), encoding="utf-8")
     tokenizer = import_tokenizer(folder)
     theirs = AutoTokenizer.from_pretrained(folder)
     text = "a <|endoftext|> b"
@@ -180,12 +180,14 @@ def test_the_import_tells_which_texts_do_not_come_back(family, published, comman
 
 def spoiled(folder: Path, name: str, **entries: object) -> None:
     file = folder / name
-    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+    file.write_text(
+        json.dumps(json.loads(file.read_text(encoding="utf-8")) | entries), encoding="utf-8"
+    )
 
 
 DAMAGES = {
     "not a tokenizer": (
-        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        lambda folder: (folder / "tokenizer.json").write_text("{}", encoding="utf-8"),
         "no model with a tokenizer (",
     ),
     "no EOS": (
@@ -205,11 +207,13 @@ DAMAGES = {
         "a tokenizer needs EOS",
     ),
     "a list": (
-        lambda folder: (folder / "generation_config.json").write_text("[1]"),
+        lambda folder: (folder / "generation_config.json").write_text("[1]", encoding="utf-8"),
         "missing or of other types",
     ),
     "nested": (
-        lambda folder: (folder / "tokenizer_config.json").write_text(100_000 * "["),
+        lambda folder: (folder / "tokenizer_config.json").write_text(
+            100_000 * "[", encoding="utf-8"
+        ),
         "missing or of other types",
     ),
     "no unknown": (

@@ -58,14 +58,17 @@ def imported(command, folder: Path) -> dict[str, torch.Tensor]:
 
 @stories
 def test_a_published_model_tells_its_reference_story_and_is_trained_on(command):
-    told = json.loads((STORIES / "reference.json").read_text())
+    told = json.loads((STORIES / "reference.json").read_text(encoding="utf-8"))
     imported(command, STORIES)
     words = ("", "--run", "new", "--temperature", "0", "--max-new-tokens", "199")
     result = command("generate.py", *words).succeeded()
     # The two largest logits lie 0.004 apart or more; in fp32 they are off by 0.00002.
     assert result.out == told["greedy_text"] + "\n"
 
-    Path("part.txt").write_text((DATASETS / "tinystories" / "valid.txt").read_text()[:300_000])
+    Path("part.txt").write_text(
+        (DATASETS / "tinystories" / "valid.txt").read_text(encoding="utf-8")[:300_000],
+        encoding="utf-8",
+    )
     words = (
         "data=text",
         "data.path=part.txt",
@@ -165,7 +168,9 @@ def change(**entries):
 
     def harm(there: Path) -> None:
         file = there / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+        file.write_text(
+            json.dumps(json.loads(file.read_text(encoding="utf-8")) | entries), encoding="utf-8"
+        )
 
     return harm
 
@@ -235,7 +240,7 @@ def with_an_index(content: str):
 
 
 def write(name: str, content: str):
-    return lambda there: (there / name).write_text(content)
+    return lambda there: (there / name).write_text(content, encoding="utf-8")
 
 
 def no_tokenizer(there: Path) -> None:
@@ -249,7 +254,10 @@ def test_a_sentencepiece_model_has_bos_and_eos_of_its_configs(adds_bos, command,
 
     change(eos_token_id=[7, tokenizer.eos])(there)
     file = there / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"add_bos_token": adds_bos}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"add_bos_token": adds_bos}),
+        encoding="utf-8",
+    )
     imported(command, there)
     ours = Tokenizer.load(checkpoint.find_model("new") / "tokenizer.model")
     theirs = AutoTokenizer.from_pretrained(there)

@@ -81,7 +81,7 @@ def write(tmp_path_factory):
 
     def written(runs: list[Run], **problems: str) -> tuple[str, str]:
         summary = report.write_report(folder, runs, problems, margin=0.01)
-        return (folder / "report.html").read_text(), summary
+        return (folder / "report.html").read_text(encoding="utf-8"), summary
 
     return written
 

@@ -50,7 +50,7 @@ class Curve(NamedTuple):
 def read_runs(path: Path = FOLDER / "runs.jsonl") -> dict[Case, dict[float, float]]:
     """The losses of each case, by the rate of matrices."""
     cases = defaultdict(dict)
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         run = json.loads(line)
         cases[Case(*(run[key] for key in Case._fields))][run["lr"]] = run["val_bpb"]
     return cases

@@ -247,7 +247,9 @@ def test_pretrained_weights_have_the_rate_as_it_is(command, story, tmp_path):
     words = [word for word in words if not word.startswith(("model", "data.vocab_size"))]
     tuned = command("train.py", *words, "init_from=first", "run_dir=second", "optimizer.lr=0.001")
     assert tuned.code == 0 and "not scaled" in tuned.err and "warning" not in tuned.err
-    line = json.loads((tmp_path / "second" / "metrics.jsonl").read_text().splitlines()[-2])
+    line = json.loads(
+        (tmp_path / "second" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-2]
+    )
     assert {line[key] for key in ROLES.values()} == {line["lr"]}
     default = command("train.py", *words, "init_from=first", "run_dir=third")
     assert "warning: the default optimizer.lr=0.035 is for training from scratch" in default.err
@@ -256,6 +258,6 @@ def test_pretrained_weights_have_the_rate_as_it_is(command, story, tmp_path):
 def test_the_tables_of_the_page_are_those_of_the_runs(capsys, tmp_path):
     rates_tables.main(tmp_path / "width.svg")
     tables = [text for text in capsys.readouterr().out.split("\n\n") if "|---|" in text]
-    page = (ROOT / "docs" / "rates.md").read_text()
+    page = (ROOT / "docs" / "rates.md").read_text(encoding="utf-8")
     assert len(tables) == 4 and all(table.strip() in page for table in tables)
     assert (tmp_path / "width.svg").exists()

@@ -24,7 +24,10 @@ TRAIN = ("train.py", *TINY, *SHORT, *TEXT)
 
 
 def metrics(run: Path | str) -> list[dict]:
-    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in Path(run, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def values(run: Path | str, *keys: str) -> list[float]:
@@ -45,15 +48,18 @@ def test_a_run_leaves_everything_in_its_folder(trained):
     assert values(trained, "step") == [1, 2, 2, 3, 4, 4]
     assert [line["step"] for line in metrics(trained) if "val_bpb" in line] == [2, 4]
     assert (
-        yaml.safe_load((trained / "config.yaml").read_text())["model"]["attention"]["kv_heads"] == 2
+        yaml.safe_load((trained / "config.yaml").read_text(encoding="utf-8"))["model"]["attention"][
+            "kv_heads"
+        ]
+        == 2
     )
-    assert "--- step 4\n" in (trained / "samples.txt").read_text()
+    assert "--- step 4\n" in (trained / "samples.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("losses", "is_told"), [((5, 4, 4.5), True), ((5, 4, 4.01), False)])
 def test_a_held_out_loss_that_rises_is_told(tmp_path, capfd, losses, is_told):
     lines = [f'{{"tokens": {loss}, "val_loss": {loss}}}\n' for loss in losses]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     Logger(tmp_path, None, None, is_enabled=True).plot()
     told = capfd.readouterr().err
     assert ("the held-out loss rose from 4.000 to 4.500 nats" in told) == is_told, told
@@ -178,7 +184,9 @@ def test_a_run_says_what_bounds_it_and_goes_on_for_more_passes(command, story):
         assert result.code == 0 and bounds in result.err
         assert (", in at most 2.0 passes" in result.err) == (epochs == 2)
     assert ends[0] == ends[1] and ends[2] in (2 * ends[0], 2 * ends[0] + 1)
-    assert yaml.safe_load(Path("run/config.yaml").read_text())["micro_batch"] is None
+    assert (
+        yaml.safe_load(Path("run/config.yaml").read_text(encoding="utf-8"))["micro_batch"] is None
+    )
 
 
 INDEXED = ("attention=dsa", "attention.topk=8")  # it has an auxiliary loss
@@ -242,7 +250,7 @@ def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(
             top_k=50,
             seed=2,
         )
-        samples = Path("spread/samples.txt").read_text()
+        samples = Path("spread/samples.txt").read_text(encoding="utf-8")
         assert samples.startswith(f"--- step 2\n{text}\n--- step 4\n")
     shutil.rmtree(second.with_name("step-00000004"))
     for processes in numbers:
@@ -276,10 +284,10 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 
 
 def test_infinite_weights_of_one_process_end_all(tmp_path, story):
-    (tmp_path / "train.py").write_text(SPOILED)
+    (tmp_path / "train.py").write_text(SPOILED, encoding="utf-8")
     start = [sys.executable, *["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]]
     words = (*TRAIN, "save_every=1", "sharded=true", "micro_batch=4")
-    how = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": LONG}
+    how = {"cwd": tmp_path, "capture_output": True, "encoding": "utf-8", "timeout": LONG}
     done = subprocess.run([*start, *words], **how)
     assert "error: training diverged (step 1 made weights or optimizer infinite)" in done.stderr
     assert done.stderr.count("exitcode  : 4") == 2
