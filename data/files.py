@@ -158,7 +158,7 @@ def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
     is nothing to train on.
     """
     files = named_files(path, suffixes)
-    is_single = len(find_files(path, suffixes)) == 1
+    is_single = len({file.resolve() for file in files}) == 1
     root = common_folder(path)
     train = {}
     validation = {}
@@ -194,7 +194,7 @@ def describe_files(path: Paths, suffixes: tuple[str, ...], split: Split) -> str 
     """A line about the files that are read and those that are not; None for a single file."""
     skipped = skipped_suffixes(path, suffixes)
     if split.unused:
-        skipped["for tests"] = len(split.unused)
+        skipped["in test files"] = len(split.unused)
     if not skipped and len(split.train) == 1 and not split.validation:
         return None
     text = f"files: {len(split.train)} to train on, {len(split.validation)} held out"

@@ -235,9 +235,9 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         )
     if changes:
         say(
-            f"warning: the tokenizer changes {len(changes)} of the held-out documents "
-            f"({changes[0]}), and val_bpb counts the bytes that come back. fix: another "
-            "data.tokenizer, if each byte matters"
+            f"warning: the tokenizer does not reproduce {len(changes)} of the held-out documents "
+            f"({changes[0]}); val_bpb counts the bytes of the decoded text. fix: another "
+            "data.tokenizer"
         )
 
 

@@ -13,6 +13,8 @@ from data.tokenizer import IdTokenizer, Tokenizer
 
 # A file of llm.c begins with a header of 256 int32, of which three are used.
 HEADER_BYTES = 1024
+MIN_PROBED_TOKENS = 100  # fewer do not tell the width of the ids
+PROBED_TOKENS = 1_000_000
 HEADER_FIELDS = ("magic", "version", "num_tokens")
 LLMC_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by magic number: GPT-2's ids and Llama 3's
 
@@ -108,11 +110,13 @@ class Pretokenized(Source):
                 "fix: get it again, or data.dtype"
             )
 
-        # Small ids of twice the width are zeros in turn, which no text is.
+        # Ids that are stored at twice this width have a zero in every second place.
         tokens = np.memmap(file, dtype, "r", start)
         assert len(tokens) == count
         highest = tokens.max()
-        if highest > 0 and not (tokens[::2].any() and tokens[1::2].any()):
+        probe = tokens[:PROBED_TOKENS]
+        is_halved = not (probe[::2].any() and probe[1::2].any())
+        if is_halved and len(probe) >= MIN_PROBED_TOKENS and highest > 0:
             raise ValueError(
                 f"every second {dtype.name} is 0, so these are ids of another dtype ({file}). "
                 "fix: data.dtype=uint32, or save them as uint16 or uint32, little-endian"

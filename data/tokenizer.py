@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from hashlib import sha256
 from itertools import chain, pairwise
 from pathlib import Path
@@ -49,21 +50,24 @@ class Tokenizer:
         special = {"bos_token_id": self.processor.bos_id(), "eos_token_id": self.processor.eos_id()}
         special |= json.loads(files.get("generation_config.json", "{}"))
         self.set_special_ids(special)
-        # Neighbouring characters in a piece: two others are never merged into one token.
-        self.pairs = set()
-        for token in range(self.vocab_size):
-            self.pairs.update(pairwise(self.processor.id_to_piece(token)))
-        # A SPACE in a text is encoded as its bytes, so that it decodes to itself. What follows it is
-        # no beginning of a text, and gets none of the blanks that some models put there.
-        self.processor_inside = self.processor
-        model = ModelProto.FromString(files[self.FILE])
-        if model.normalizer_spec.add_dummy_prefix:
-            model.normalizer_spec.add_dummy_prefix = False
-            self.processor_inside = spm.SentencePieceProcessor(
-                model_proto=model.SerializeToString()
-            )
+        # A SPACE in a text is encoded as its bytes, so that it decodes to itself.
         self.space_tokens = self.processor.piece_to_id(SPACE_BYTES)
         assert len(self.space_tokens) == len(SPACE_BYTES)
+
+    @cached_property
+    def processor_inside(self) -> spm.SentencePieceProcessor:
+        """For what follows a SPACE: without the blank that some models put in front of a text."""
+        model = ModelProto.FromString(self.files[self.FILE])
+        model.normalizer_spec.add_dummy_prefix = False
+        return spm.SentencePieceProcessor(model_proto=model.SerializeToString())
+
+    @cached_property
+    def pairs(self) -> set[tuple[str, str]]:
+        """Neighbouring characters in a piece: two others are never merged into one token."""
+        pairs = set()
+        for token in range(self.vocab_size):
+            pairs.update(pairwise(self.processor.id_to_piece(token)))
+        return pairs
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -144,8 +148,9 @@ class Tokenizer:
         # Encode the parts between SPACEs, and join them by the byte tokens of a SPACE.
         first, *others = text.split(SPACE)
         tokens = self.processor.encode(first)
-        for part in self.processor_inside.encode(others):
-            tokens += self.space_tokens + part
+        if others:
+            for part in self.processor_inside.encode(others):
+                tokens += self.space_tokens + part
         return tokens
 
     def encode_prompt(self, text: str) -> list[int]:

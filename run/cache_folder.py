@@ -21,7 +21,7 @@ def writable_cache(wanted: Path) -> Path:
     Nothing is made unless it is the temporary folder.
     """
     for folder in (wanted, user_cache()):
-        if is_writable(folder):
+        if folder is not None and is_writable(folder):
             return folder
     return temporary_cache() or wanted
 
@@ -32,7 +32,7 @@ def compiler_cache(wanted: Path) -> Path:
     It writes a command as a text without quotes, and splits it as a shell would.
     """
     for folder in (wanted, user_cache()):
-        if is_writable(folder) and is_one_word(str(folder)):
+        if folder is not None and is_writable(folder) and is_one_word(str(folder)):
             return folder
     return temporary_cache() or wanted
 
@@ -44,12 +44,12 @@ def is_one_word(path: str) -> bool:
     return False
 
 
-def user_cache() -> Path:
-    """The folder of this project in the cache of the user; relative if the user has no home."""
+def user_cache() -> Path | None:
+    """The folder of this project in the cache of the user; None if the user has no home."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(root):  # the specification says to ignore it
         root = os.path.expanduser("~/.cache")
-    return Path(root, NAME)
+    return Path(root, NAME) if os.path.isabs(root) else None
 
 
 def is_writable(folder: Path) -> bool:
@@ -81,13 +81,14 @@ def temporary_cache() -> Path | None:
         folder = Path(tempfile.gettempdir(), f"{NAME}-{os.getuid()}")
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        # Another user may have made it: what is loaded from there would be theirs.
+        # Another user may have made it: we would load code written by that user.
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             folder = Path(tempfile.mkdtemp(prefix=f"{NAME}-"))
     except OSError:
         return None
     say(
         f"warning: the cache is {folder}, which may not last: .cache and {user_cache()} cannot be "
-        "written, or lack locks. fix: XDG_CACHE_HOME=FOLDER"
+        "written, lack locks, or have a path that torch.compile cannot use. "
+        "fix: XDG_CACHE_HOME=FOLDER"
     )
     return folder

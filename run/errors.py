@@ -151,7 +151,7 @@ def naming(path: os.PathLike | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
 
@@ -186,7 +186,8 @@ def report_errors() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
-        flush(sys.stdout)
+        with naming("standard output"):
+            flush(sys.stdout)
     except IntegrityError as error:
         exit_with(INTEGRITY, error)
     except OverrideError as error:
@@ -199,7 +200,7 @@ def report_errors() -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        place = error.filename or "standard output"
+        place = error.filename or "standard output, or a file of this command"
         exit_with(STORAGE, f"{error.strerror} ({place}). fix: make room, or another place")
     finally:
         with suppress(OSError):

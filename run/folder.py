@@ -76,7 +76,9 @@ def lock_run_dir(run: Path, lock: FileLock, resume: bool) -> None:
     with report_folder_errors():
         try:
             if not sealed.acquire(lock):
-                warn_once(f"the file system of {run} has no locks: train there once at a time")
+                warn_once(
+                    f"the file system of {run} does not support locks: do not start two runs in one folder"
+                )
         except Timeout:
             raise ValueError(
                 f"another process trains in the folder (run_dir={run}). "
@@ -112,22 +114,41 @@ def find_run_to_resume(settings: Settings, text_sha256: str) -> Path | None:
     return runs[-1] if runs else None
 
 
-def find_begun_run(settings: Settings) -> Path | None:
+def find_begun_run(settings: Settings, context: int | None) -> Path | None:
     """The run that resume=true continues with its own model; None if there is none yet.
 
-    It is `run_dir`, or the newest runs/name that began with the same `init_from`.
+    It is `run_dir`, or the newest runs/name that began with the same `init_from` and has this
+    `context`. Raises ValueError if no context is given and several such runs differ in it.
     """
     if not settings.resume:
         return None
     if settings.run_dir is not None:
-        run = Path(settings.run_dir).expanduser()
+        run = Path(os.path.expanduser(settings.run_dir))
         return run if has_checkpoint(run) else None
-    begun = None
+    begun = {}  # by context, the newest of each
     for run in runs_of(settings.name):
         with suppress(IntegrityError):
-            if newest_config(run).get("init_from") == settings.init_from:
-                begun = run
-    return begun
+            config = newest_config(run)
+            if has_same_origin(config, settings.init_from):
+                begun[config["context"]] = run
+    if context is None and len(begun) > 1:
+        names = " ".join(str(run) for run in begun.values())
+        raise ValueError(
+            f"several runs began with init_from={settings.init_from} ({names}). "
+            f"fix: run_dir={next(iter(begun.values()))}"
+        )
+    if context is None:
+        return next(iter(begun.values()), None)
+    return begun.get(context)
+
+
+def has_same_origin(config: dict, init_from: str | None) -> bool:
+    """Whether a run began with the weights of `init_from`, however that path is spelled."""
+    then = config.get("init_from")
+    if then is None or init_from is None:
+        return then == init_from
+    paths = {os.path.abspath(os.path.expanduser(path)) for path in (then, init_from)}
+    return len(paths) == 1
 
 
 def runs_of(name: str) -> list[Path]:
@@ -158,7 +179,7 @@ def is_same_run(run: Path, now: dict) -> bool:
     with suppress(IntegrityError):
         then = newest_config(run)
         _, refused = changes_since(then, now)
-        return not refused and then.get("init_from") == now["init_from"]
+        return not refused and has_same_origin(then, now["init_from"])
     return False
 
 

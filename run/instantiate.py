@@ -110,7 +110,8 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
             TypeAdapter(annotations[name], config=CHECKS).validate_python(value)
         except ValidationError:
             fix = f"leave {key} out, or such a value"
-            if wanted.startswith("str") and isinstance(value, int | float):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if wanted.startswith("str") and is_number:
                 fix = shlex.quote(f'{key}="{value}"')
             raise ValueError(f"{key} must be {wanted} (got {value!r}). fix: {fix}") from None
         # Sizes are integers. Options that could be turned off by 0 are turned off by null.

@@ -81,7 +81,9 @@ def sync(path: Path) -> None:
                 os.close(descriptor)
     except OSError as error:
         # A directory above the run may belong to others, who do not let it be read.
-        if error.errno not in {*UNSUPPORTED, errno.EACCES}:
+        if error.errno == errno.EACCES and path.is_dir():
+            return
+        if error.errno not in UNSUPPORTED:
             raise
         warn_once(
             f"this file system cannot sync what is saved ({error.strerror}): a power cut may take "

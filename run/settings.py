@@ -221,8 +221,10 @@ def check_key(key: str, word: str) -> None:
     """Raise ValueError for an override of a key that the run sets itself, and of Hydra's own keys."""
     for copy, original in COPIES.items():
         if key == copy or key.startswith(f"{copy}."):
-            fix = original + word.removeprefix(copy)
-            raise ValueError(f"{copy} is a copy of {original} ({word}). fix: {shlex.quote(fix)}")
+            fix = shlex.quote(original + word.removeprefix(copy))
+            if word.startswith("~"):
+                fix = f"leave {word} out"
+            raise ValueError(f"{copy} is a copy of {original} ({word}). fix: {fix}")
     if re.match("hydra[./]", key):
         fix = f"leave {key} out"
         if key == "hydra.run.dir":

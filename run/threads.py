@@ -1,4 +1,4 @@
-"""How many threads a process computes with on a CPU, and how long they wait for each other awake.
+"""How many threads a process computes with on a CPU, and how long they spin while they wait.
 
 Threads that share a product wait at its end for the slowest. They spin while they wait, because
 falling asleep takes longer than most waits. Beside other work this wastes the cores: the thread
@@ -117,9 +117,9 @@ def group_quotas(root: Path, group: str) -> list[float]:
 
 @cache
 def lasting_load() -> float:
-    """The number of cores that other processes use, as the start of this process shows it.
+    """The number of cores that other processes use, measured since this process started.
 
-    A load that is seen then is measured once more, for BURST_SECONDS: it may be over.
+    A high load may be brief, so it is measured again, over BURST_SECONDS.
     """
     load = other_load(STARTED)
     if load >= FEW_CORES:
@@ -132,7 +132,7 @@ def lasting_load() -> float:
 def free_threads(threads: int) -> tuple[int, str]:
     """How many of `threads` are worth using, and the reason, which is empty for all of them.
 
-    Beside other work a thread gets half of each core at least.
+    Beside other work they are half at least: a core is shared equally.
     """
     num_cores = len(cores())
     quota = cpu_quota()
@@ -141,7 +141,7 @@ def free_threads(threads: int) -> tuple[int, str]:
         return threads, f"a quota of {quota:.1f} cores"
     load = lasting_load()
     if load >= FEW_CORES:
-        free = round(max(num_cores - load, num_cores / 2))
+        free = round(max(num_cores - load, threads / 2))
         if free < threads:
             return max(1, free), f"other programs use {load:.1f} of {num_cores} cores"
     return threads, ""
@@ -150,8 +150,8 @@ def free_threads(threads: int) -> tuple[int, str]:
 def choose_threads(kept: int | None = None) -> str:
     """Set the number of torch's threads, once. Return a line that says why it is not the default.
 
-    A run that is resumed has `kept` the number of its first process, which determines how sums are
-    rounded. OMP_NUM_THREADS, which torchrun sets too, decides before anything else.
+    `kept` is the number of threads of a run that is resumed, which determines how sums are rounded.
+    OMP_NUM_THREADS, which torchrun sets too, decides before anything else.
     """
     import torch  # after `bound_spinning`
 
@@ -160,13 +160,12 @@ def choose_threads(kept: int | None = None) -> str:
     available = torch.get_num_threads()
     if kept is None:
         threads, reason = free_threads(available)
+        fix = f"OMP_NUM_THREADS={available} uses all"
     else:
-        threads = min(kept, len(cores()))
-        reason = "the run began so"
+        threads = min(kept, len(cores()), max(1, int(cpu_quota() or kept)))
+        reason = "as when the run began"
+        fix = "OMP_NUM_THREADS=N changes it"
     if threads == available:
         return ""
     torch.set_num_threads(threads)
-    return (
-        f"{reason}: computing with {threads} of {available} threads "
-        f"(OMP_NUM_THREADS={available} takes all)"
-    )
+    return f"computing with {threads} thread{'s' * (threads > 1)} ({reason}; {fix})"

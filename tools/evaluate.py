@@ -89,7 +89,7 @@ def evaluate_text(
 ) -> dict:
     """Score the tokens of each document, after BOS and without EOS, in windows of the context.
 
-    BOS is what stands in front of a document in training: of a tokenizer without BOS, an EOS.
+    If the tokenizer has no BOS, EOS takes its place, as in training.
     """
     # Tokenize and cut all documents before scoring, because rows are sorted by length.
     rows = []

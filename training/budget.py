@@ -113,8 +113,8 @@ class TimeBudget:
             if self.is_outdated(progress, steps):
                 progress.total_steps = steps
                 say(
-                    f"the speed has changed: max_minutes={self.settings.max_minutes:g} now has "
-                    f"room for {room} steps: the run ends at step {steps}"
+                    f"the speed has changed: the run now ends at step {steps}, to fit "
+                    f"max_minutes={self.settings.max_minutes:g}"
                 )
             return False
 
@@ -135,8 +135,8 @@ class TimeBudget:
     def is_outdated(self, progress: Progress, steps: int) -> bool:
         """Whether the run should end at `steps`, and not where it was fitted to end.
 
-        It should if the difference is not small, and makes a difference to the rates before the
-        next check. A rate never rises again.
+        True if the number changes by more than TOLERANCE, and the next check would be too late for
+        the new schedule or the new end. The rate must not rise.
         """
         difference = abs(steps - progress.total_steps)
         next_check = progress.step + self.check_interval(progress)
@@ -144,7 +144,8 @@ class TimeBudget:
         refitted = self.schedule(next_check, steps)
         last = self.schedule(progress.step - 1, progress.total_steps)
         is_large = difference > TOLERANCE * progress.total_steps
-        return is_large and refitted != fitted and refitted <= last
+        is_urgent = refitted != fitted or min(steps, progress.total_steps) <= next_check
+        return is_large and is_urgent and refitted <= last
 
     def count_steps(self, step: int) -> tuple[float | None, bool]:
         """Called after `step`: return (steps left, is_final); (None, False) until one is timed.

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from data.corpus import Corpus
 from run import checkpoint, errors
+from run.distributed import DistEnv
 from run.folder import changes_since
 from run.hardware import processor
 from run.progress import say, waiting
@@ -33,6 +34,12 @@ class SavedMachine(BaseModel):
     compiled: bool
     micro_batch: PositiveInt
     threads: PositiveInt
+    processes: PositiveInt
+    device: str  # its kind is the first word
+
+    def is_like(self, ranks: DistEnv) -> bool:
+        """Whether these processes have the device and the number of those that were saved."""
+        return self.device.split()[0] == ranks.device.type and self.processes == ranks.world_size
 
 
 class SavedState(BaseModel):

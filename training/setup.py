@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,11 +97,16 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
         data = settings.name.partition("-")[0]
         name = re.sub(r"[^\w.-]", "-", f"{data}-{Path(source).resolve().name}")
         settings = settings.model_copy(update={"name": name})
-    pretrained = checkpoint.find_model(folder.find_begun_run(settings) or source)
-    model = checkpoint.load_model_config(pretrained)
-
     # The model keeps its shape, but may be trained on shorter or longer sequences.
-    context = settings.context if "context" in keys else model["context"]
+    context = settings.context
+    if "context" not in keys:
+        context = None
+        with suppress(ValueError):  # a run that is resumed does not need `init_from` any more
+            context = checkpoint.load_model_config(checkpoint.find_model(source))["context"]
+    pretrained = checkpoint.find_model(folder.find_begun_run(settings, context) or source)
+    model = checkpoint.load_model_config(pretrained)
+    if context is None:
+        context = model["context"]
     changes = {"context": context, "model": model | {"context": context}}
     if "context" in settings.data:  # of a task, whose rows are as long
         changes["data"] = settings.data | {"context": context}
@@ -189,7 +194,7 @@ def unused_keys(settings: Settings, corpus: Corpus) -> dict[str, str]:
         unused["max_epochs"] = "the rows of a task do not repeat"
         unused["document_mask"] = "a row of a task is one document"
     if settings.steps is not None:
-        unused["max_epochs"] = f"steps={settings.steps} is obeyed as it is"
+        unused["max_epochs"] = f"steps={settings.steps} sets the length of the run"
         unused["tokens_per_parameter"] = unused["max_epochs"]
     elif settings.tokens_per_parameter is not None:
         unused["max_epochs"] = f"tokens_per_parameter={settings.tokens_per_parameter:g} is set"
@@ -263,10 +268,13 @@ def build_run(
     """
     newest = ranks.on_rank0(checkpoint.prepare_run, run_dir, settings.resume)
     saved = None if newest is None else read_saved_run(newest)
-    # A resumed run computes with as many threads as before, and so the same bits.
+    # A run that is resumed on the same kind of machine computes with as many threads as before, and
+    # so the same bits.
     if ranks.device.type == "cpu":
-        reason = threads.choose_threads(kept=None if saved is None else saved.machine.threads)
-        if reason:
+        kept = None
+        if saved is not None and saved.machine.is_like(ranks):
+            kept = saved.machine.threads
+        if reason := threads.choose_threads(kept):
             say(reason)
     bound = planned_steps(settings, loader)
     progress = Progress(total_steps=bound, expected_steps=bound)

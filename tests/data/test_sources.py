@@ -166,7 +166,7 @@ def test_what_a_folder_does_not_read_is_named(tmp_path, capsys):
     for name in ("a.txt", "test.txt", "val.txt"):
         (tmp_path / name).write_text("text", encoding="utf-8")
     said = source(tmp_path).note()
-    assert said == "files: 1 to train on, 1 held out; not read: 2 .md, 1 .pdf, 1 for tests"
+    assert said == "files: 1 to train on, 1 held out; not read: 2 .md, 1 .pdf, 1 in test files"
     assert source(tmp_path / "a.txt").note() is None
 
 

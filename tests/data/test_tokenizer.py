@@ -85,7 +85,7 @@ def test_documents_that_do_not_come_back_are_told(tmp_path, story, capfd):
     capfd.readouterr()
     prepare(source(story, tokenizer=f"{model}.model"), tmp_path / "cache")
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
-    assert f"the tokenizer changes {len(held_out)} of the held-out documents" in line
+    assert f"the tokenizer does not reproduce {len(held_out)} of the held-out documents" in line
     assert r"' red \ufb01sh  . Ann saw ' comes back as ' red fish . Ann saw '" in line
     # Our own tokenizers change nothing.
     prepare(source(story), tmp_path / "cache")

@@ -302,8 +302,8 @@ def test_a_bug_in_a_layer_is_no_refusal(monkeypatch):
 
 # What is typed, and what turns it off.
 UNUSED = {
-    "max_epochs=2": "steps=2 is obeyed",
-    "tokens_per_parameter=20": "steps=2 is obeyed",
+    "max_epochs=2": "steps=2 sets the length",
+    "tokens_per_parameter=20": "steps=2 sets the length",
     "data.text_field=body": "only .jsonl, .parquet, .csv have fields",
     "data.vocab_size=5000": "the tokenizer has ",
     "ffn=none model.hidden=8": "there is no feed-forward",
@@ -322,6 +322,6 @@ def test_an_override_without_effect_is_named(command, story):
     words = [*TINY, *TEXT, "data.vocab_size=400", "steps=2", "schedule.warmup=5"]
     result = command("train.py", *words, "max_epochs=2", "eval_tokens=999999").succeeded()
     assert result.err.count("warning: ") == 1
-    assert "warning: max_epochs=2 has no effect: steps=2 is obeyed as it is\n" in result.err
+    assert "warning: max_epochs=2 has no effect: steps=2 sets the length of the run\n" in result.err
     assert "held-out tokens: eval_tokens asks for more" in result.err
     assert "0 steps in place of schedule.warmup=5" in result.err

@@ -51,7 +51,10 @@ def loaded(cores: int, load: float) -> str:
         (2, 2, 2.0, 1),
         (16, 16, 1.2, 15),
         (16, 16, 15.9, 8),
-        (16, 8, 7.0, 8),  # torch takes one thread of a core that has two
+        # Torch takes one thread of a core that has two.
+        (16, 8, 7.0, 8),
+        (16, 8, 10.0, 6),
+        (16, 8, 16.0, 4),
         (1, 1, 1.0, 1),
     ],
 )
@@ -83,8 +86,10 @@ def test_a_resumed_run_keeps_its_threads():
     busy = f"{loaded(4, 4.0)}; threads.BURST_SECONDS = 0; threads.cpu_quota = lambda: None"
     assert choose(4, kept=4, prepare=busy)[:2] == ("all", 4)
     line, number, _ = choose(4, kept=1, prepare=busy)
-    assert number == 1 and line.startswith("the run began so")
+    assert number == 1 and line.startswith("computing with 1 thread (as when the run began; ")
     assert choose(4, kept=64, prepare=busy)[1] == 4
+    # A quota throttles all threads of a process.
+    assert choose(4, kept=4, prepare="threads.cpu_quota = lambda: 2.5")[1] == 2
 
 
 def test_the_load_is_that_of_other_processes():

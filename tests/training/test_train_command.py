@@ -150,6 +150,22 @@ def test_runs_of_one_name_are_resumed_with_what_they_began_with(command, trained
     assert metrics("runs/begun")[-1]["step"] == 6 and metrics("runs/begun-2")[-1]["step"] == 4
 
 
+def test_a_run_is_found_however_init_from_is_spelled_and_in_its_own_context(command, trained):
+    words = [word for word in TINY[1:] if not word.startswith(("context=", "batch_tokens="))]
+    words += [*SHORT, *TEXT[:2], "optimizer.lr=0.001", "name=begun", "batch_tokens=1024"]
+    begin = f"init_from={trained}"
+    command("train.py", *words, begin).succeeded()
+    command("train.py", *words, begin, "context=32").succeeded()
+    spelled = f"init_from=./{trained}/"
+    command("train.py", *words, spelled, "resume=true", "steps=6").succeeded()
+    command("train.py", *words, spelled, "resume=true", "steps=8", "context=32").succeeded()
+    assert metrics("runs/begun")[-1]["step"] == 6 and metrics("runs/begun-2")[-1]["step"] == 8
+    # Without its origin, the context does not say which of the two is meant.
+    shutil.rmtree(trained)
+    refused = command("train.py", *words, begin, "resume=true", "steps=10")
+    assert refused.code == 2 and "fix: run_dir=runs/begun" in refused.err
+
+
 def test_a_task_is_trained_on_from_another_run_of_it(command):
     words = (*TINY[1:], *SHORT, "data=recall", "data.pairs=[4]", "optimizer.lr=0.001")
     command("train.py", *words, "model=tiny", "data.vocab_size=64", "run_dir=first").succeeded()

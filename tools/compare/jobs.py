@@ -182,7 +182,9 @@ def open_locked(path: Path) -> IO | None:
     except OSError as error:
         if error.errno not in errors.UNSUPPORTED:
             raise
-        warn_once(f"the file system of {path.parent} has no locks: call this once at a time")
+        warn_once(
+            f"the file system of {path.parent} does not support locks: do not start a comparison twice"
+        )
     return log
 
 
