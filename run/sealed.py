@@ -81,13 +81,13 @@ def sync(path: Path) -> None:
                 os.close(descriptor)
     except OSError as error:
         # A directory above the run may belong to others, who do not let it be read.
-        if error.errno == errno.EACCES and path.is_dir():
-            return
-        if error.errno not in UNSUPPORTED:
+        is_unreadable = error.errno == errno.EACCES and path.is_dir()
+        if error.errno not in UNSUPPORTED and not is_unreadable:
             raise
+        kind = "folders" if path.is_dir() else "files"
         warn_once(
-            f"this file system cannot sync what is saved ({error.strerror}): a power cut may take "
-            "the newest checkpoint, though a killed process takes none"
+            f"{kind} cannot be synced here ({error.strerror}): a power cut may take the newest "
+            "checkpoint, though a killed process takes none"
         )
 
 

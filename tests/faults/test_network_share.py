@@ -13,8 +13,10 @@ from run import progress, sealed
 from tests.conftest import LONG, ROOT, TINY
 from tests.faults.harness import finish, start
 
-NO_SYNC = "warning: this file system cannot sync what is saved (Invalid argument): a power cut may"
-NO_LOCK = "has no locks: train there once at a time"
+NO_SYNC = (
+    "warning: folders cannot be synced here (Invalid argument): a power cut may take the newest"
+)
+NO_LOCK = "does not support locks: do not start two runs in one folder"
 
 
 @pytest.fixture(scope="module")
