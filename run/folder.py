@@ -125,21 +125,22 @@ def find_begun_run(settings: Settings, context: int | None) -> Path | None:
     if settings.run_dir is not None:
         run = Path(os.path.expanduser(settings.run_dir))
         return run if has_checkpoint(run) else None
-    begun = {}  # by context, the newest of each
+    begun = []
+    contexts = set()
     for run in runs_of(settings.name):
         with suppress(IntegrityError):
             config = newest_config(run)
-            if has_same_origin(config, settings.init_from):
-                begun[config["context"]] = run
-    if context is None and len(begun) > 1:
-        names = " ".join(str(run) for run in begun.values())
+            is_wanted = context is None or config["context"] == context
+            if is_wanted and has_same_origin(config, settings.init_from):
+                begun.append(run)
+                contexts.add(config["context"])
+    if len(contexts) > 1:
+        names = " ".join(str(run) for run in begun)
         raise ValueError(
             f"several runs began with init_from={settings.init_from} ({names}). "
-            f"fix: run_dir={next(iter(begun.values()))}"
+            f"fix: run_dir={begun[0]}"
         )
-    if context is None:
-        return next(iter(begun.values()), None)
-    return begun.get(context)
+    return begun[-1] if begun else None
 
 
 def has_same_origin(config: dict, init_from: str | None) -> bool:
