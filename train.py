@@ -24,6 +24,7 @@ from run.settings import compose, help_text
 from run.signals import Signals
 from training import setup
 from training.clock import Clock
+from training.profiling import StepProfiler
 
 IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # which max_minutes counts too
 
@@ -34,6 +35,7 @@ def main(overrides: list[str]) -> None:
     with Signals() as signals:
         # Whatever is wrong with the input shows here, before the run has a folder.
         with errors.user_input():
+            overrides = folder.add_saved_overrides(overrides)
             settings = compose(overrides)
             settings, pretrained, device = setup.set_up_run(settings, overrides)
             settings, corpus, loader = setup.load_corpus(settings, pretrained)
@@ -47,7 +49,15 @@ def main(overrides: list[str]) -> None:
             setup.report_machine_errors(),
         ):
             run = setup.build_run(
-                settings, corpus, loader, run_dir, ranks, signals, clock, pretrained=pretrained
+                settings,
+                corpus,
+                loader,
+                run_dir,
+                ranks,
+                signals,
+                clock,
+                overrides=overrides,
+                pretrained=pretrained,
             )
             exit_code = train(run)
             ranks.barrier()
@@ -63,7 +73,13 @@ def train(run: setup.Run) -> int:
     if progress.step == 0 and settings.init_from is not None:
         run.evaluator.evaluate(progress)
     if progress.is_finished:
-        say(f"already at step {progress.step} of {progress.total_steps}. To go on: steps=N")
+        say(
+            f"already at step {progress.step} of {progress.total_steps}. To train further: "
+            f"{folder.resume_command(run.run_dir)} steps=N"
+        )
+
+    num_profiled = settings.profile if run.ranks.is_main else None
+    profiler = StepProfiler(num_profiled, run.run_dir, run.ranks.device, run.clock)
 
     # A checkpoint is saved before the sample and the evaluation of its step: if these are cut off,
     # a resumed run does them again.
@@ -78,20 +94,20 @@ def train(run: setup.Run) -> int:
             break
 
         take_step(run)
+        profiler.step()
         if run.budget.fit(progress):
             say(run.trainer.describe_rates(progress.total_steps))
         if progress.is_due(settings.log_every):
             report(run)
         run.log.mark_resume_point()
 
+    profiler.close()
+
     # A signal asks to save what was trained and to end.
     if run.signals.agreed:
         run.checkpointer.save(progress)
         run.log.close()
-        say(
-            f"step {progress.step} is saved in {run.run_dir}. "
-            "To go on: the same overrides and resume=true"
-        )
+        say(f"step {progress.step} is saved. To go on: {folder.resume_command(run.run_dir)}")
         return run.signals.agreed
     run.log.close()
     run.log.plot()

@@ -2,7 +2,9 @@
 
 import os
 import re
-from collections.abc import Iterator
+import shlex
+import shutil
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -14,7 +16,7 @@ from run.checkpoint import load_config
 from run.distributed import DistEnv
 from run.errors import IntegrityError
 from run.progress import warn_once
-from run.settings import Settings, flatten
+from run.settings import Settings, as_text, flatten, parse_overrides
 
 RUNS = Path("runs")
 
@@ -29,8 +31,10 @@ FIXED_ON_RESUME = (
     "batch_tokens",
     "document_mask",
 )
+# What a run writes before it takes a step.
+FIRST_FILES = (".lock", "config.yaml", "metrics.jsonl", "samples.txt")
 # Keys that do not change a result: their changes are not even reported.
-IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb")
+IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb", "profile", "overrides")
 
 
 @contextmanager
@@ -41,10 +45,12 @@ def open_run_dir(settings: Settings, ranks: DistEnv, text_sha256: str = "") -> I
     newest runs/name whose run began with the same `init_from` and can be resumed with these settings
     on the text of this SHA-256; if there is none, the newest.
 
+    A new folder is removed at the end if the run has not come as far as its first metrics.
+
     Ends with exit code 2 if the folder is in use, has other files, has a run and resume=false, or
     does not exist and resume=true. Ends with exit code 74 if it cannot be made.
     """
-    run = ranks.on_rank0(choose_run_dir, settings, text_sha256)
+    run, is_new = ranks.on_rank0(choose_run_dir, settings, text_sha256)
     # Of all ranks, rank 0 alone acquires the lock. The system releases it if the process is killed,
     # which a lock by the mere existence of a file would not guarantee: hence no soft lock.
     lock = FileLock(run / ".lock", blocking=False, fallback_to_soft=False)
@@ -52,23 +58,34 @@ def open_run_dir(settings: Settings, ranks: DistEnv, text_sha256: str = "") -> I
         ranks.on_rank0(lock_run_dir, run, lock, settings.resume)
         yield run
     finally:
+        if is_new and lock.is_locked:
+            remove_if_unused(run)
         lock.release()
 
 
-def choose_run_dir(settings: Settings, text_sha256: str) -> Path:
-    """Choose the folder of a run, and make it if it does not exist."""
+def choose_run_dir(settings: Settings, text_sha256: str) -> tuple[Path, bool]:
+    """Choose the folder of a run, and make it if it does not exist -> the folder, whether it is new."""
     with report_folder_errors():
         if settings.run_dir is not None:
             run = Path(os.path.expanduser(settings.run_dir))
             check_run_dir(run, settings.resume)
+            is_new = not run.exists()
             run.mkdir(parents=True, exist_ok=True)
-            return run
-        run = None
+            return run, is_new
         if settings.resume:
             run = find_run_to_resume(settings, text_sha256)
-        if run is None:
-            run = create_run_dir(settings.name)
-        return run
+            if run is not None:
+                return run, False
+        return create_run_dir(settings.name), True
+
+
+def remove_if_unused(run: Path) -> None:
+    """Remove a folder that has only the files with which a run begins, and no metrics yet."""
+    names = {path.name for path in run.glob("*")}
+    metrics = run / "metrics.jsonl"
+    has_metrics = metrics.exists() and metrics.stat().st_size > 0
+    if names <= set(FIRST_FILES) and not has_metrics:
+        shutil.rmtree(run, ignore_errors=True)
 
 
 def lock_run_dir(run: Path, lock: FileLock, resume: bool) -> None:
@@ -112,6 +129,42 @@ def find_run_to_resume(settings: Settings, text_sha256: str) -> Path | None:
     if same_runs:
         return same_runs[-1]
     return runs[-1] if runs else None
+
+
+def add_saved_overrides(overrides: list[str]) -> list[str]:
+    """Put the overrides that a run was trained with in front of `run_dir=RUN resume=true`.
+
+    Those that are given with it replace the run's own of the same key, or of the same group. Without
+    a run to resume, returns `overrides`.
+    """
+    words = [as_text(word) for word in overrides]
+    given = {override.key_or_group: override.value() for override in parse_overrides(words)}
+    if given.get("resume") is not True or not isinstance(given.get("run_dir"), str):
+        return overrides
+    run = Path(os.path.expanduser(given["run_dir"]))
+    if not has_checkpoint(run):
+        return overrides
+    with suppress(IntegrityError):  # which is reported when the run is restored
+        saved = newest_config(run).get("overrides", [])
+        kept = [word for word in saved if not is_replaced(override_key(word), given)]
+        return kept + overrides
+    return overrides
+
+
+def is_replaced(key: str, given: Collection[str]) -> bool:
+    """Whether `given` has the key or its group: schedule replaces schedule.floor."""
+    return key in given or key.partition(".")[0] in given
+
+
+def override_key(word: str) -> str:
+    """The key of an override: of key=value, +key=value and ~key."""
+    return word.lstrip("+~").partition("=")[0]
+
+
+def resume_command(run: Path) -> str:
+    """The command that resumes a run, to be shown to the user."""
+    program = "torchrun ... train.py" if "RANK" in os.environ else "python train.py"
+    return f"{program} {shlex.quote(f'run_dir={run}')} resume=true"
 
 
 def find_begun_run(settings: Settings, context: int | None) -> Path | None:

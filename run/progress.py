@@ -36,16 +36,19 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def waiting(what: str, total: int = 1) -> Iterator[tqdm]:
-    """Announce `what` if the code inside takes longer than PATIENCE; a terminal shows a bar, too.
+def waiting(what: str, total: int = 1, *, patience_factor: float = 1.0) -> Iterator[tqdm]:
+    """Announce `what` if the code inside takes longer than `patience_factor` x PATIENCE.
+
+    A terminal shows a bar, too.
 
     The code inside may call `update` of the bar after each of `total` parts, for an estimate of the
     time left.
     """
+    patience = PATIENCE * patience_factor
     # None shows the bar on a terminal only.
     bar = tqdm(
         total=total,
-        delay=PATIENCE,
+        delay=patience,
         leave=False,
         disable=not is_rank0() or None,
         bar_format="{n_fmt} of {total_fmt}, {elapsed} gone, {remaining} left",
@@ -53,7 +56,7 @@ def waiting(what: str, total: int = 1) -> Iterator[tqdm]:
     is_done = Event()
 
     def announce() -> None:
-        if not is_done.wait(PATIENCE):
+        if not is_done.wait(patience):
             say(what)
         while not is_done.wait(1.0):
             bar.refresh()

@@ -126,6 +126,8 @@ class Settings(BaseModel):
     """steps"""
     log_every: PositiveInt
     """steps"""
+    profile: PositiveInt | None
+    """steps in a trace of where the time goes, after the first three; null: no trace"""
     resume: bool
     """continue from the newest checkpoint of run_dir"""
     init_from: Text | None

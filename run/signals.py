@@ -56,12 +56,13 @@ class Signals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         is_repeated = self.received != 0 and number == signal.SIGINT and "RANK" not in os.environ
         if is_repeated or not self.is_armed:
-            loss = "nothing is lost"
+            problem = "ended at once, before a step: nothing is lost. fix: call it again"
             if is_repeated:
-                loss = "what came after the last save is lost"
-            errors.exit_with(
-                EXIT_CODES[number], f"ended at once, {loss}. fix: call it again, with resume=true"
-            )
+                problem = (
+                    "ended at once: what came after the last save is lost. "
+                    "fix: call it again, with resume=true"
+                )
+            errors.exit_with(EXIT_CODES[number], problem)
         # The handler may have interrupted a print, so it uses none.
         if self.received == 0:
             self.received = EXIT_CODES[number]

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.conftest import (
     ROOT,
@@ -160,6 +161,8 @@ def test_a_notebook_has_texts_and_logits(command, tokenizer, page):
     assert [type(text) for text in session["texts"]] == [str, str] and all(session["texts"])
     tokens = session["tokens"].cpu().clone()  # no tensor of inference mode
     close(session["logits"].cpu(), model(tokens), rtol=1e-3, atol=1e-3)
+    for layer in session.get("weights", {}).values():
+        close(layer.sum(-1), torch.ones(layer.shape[:-1]), rtol=1e-3, atol=1e-3)
 
 
 def test_the_examples_of_extensions_are_the_code_that_ships():

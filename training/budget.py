@@ -14,7 +14,8 @@ from training.clock import Clock
 from training.evaluation import count_eval_tokens
 from training.steps import Progress
 
-UNTIMED_STEPS = 3  # steps that compile and fill caches, and are not timed
+UNTIMED_STEPS = 3  # steps that compile and fill caches, and are not timed unless they are slow
+FEW_STEPS = 20  # in which a model learns next to nothing
 TIMED_FRACTION = 0.1  # of the limit: the speed is that of the steps in such a time
 TOLERANCE = 0.05  # of the number of steps: a smaller change does not fit it again
 CHECKS = 100  # how often a fitted number is checked, over the run
@@ -63,6 +64,7 @@ class TimeBudget:
         clock: Clock,
         *,
         schedule: Callable[[int, float], float],
+        is_compiled: bool,
         bound: float,
     ):
         self.settings = settings
@@ -70,12 +72,14 @@ class TimeBudget:
         self.ranks = ranks
         self.clock = clock
         self.schedule = schedule
+        self.is_compiled = is_compiled
         self.bound = bound
         self.has_limit = settings.max_minutes is not None
         self.limit = 60 * settings.max_minutes if self.has_limit else math.inf  # seconds
         self.is_fitted = False
         self.is_resumed = False
         self.first_step: int | None = None  # after which steps are timed
+        self.last_time = clock.training()  # of the last step
         # (step, seconds of training) at the checks of the last tenth of the limit.
         self.times: deque[tuple[int, float]] = deque()
 
@@ -122,10 +126,13 @@ class TimeBudget:
         if is_final:
             progress.total_steps = steps
             self.is_fitted = True
-            say(
-                f"max_minutes={self.settings.max_minutes:g} has room for {room} steps: "
-                f"the run ends at step {steps}"
-            )
+            limit = f"max_minutes={self.settings.max_minutes:g}"
+            say(f"{limit} has room for {room} steps: the run ends at step {steps}")
+            if room < min(FEW_STEPS, self.bound):
+                say(
+                    f"warning: {room} steps are too few to learn from. fix: a larger {limit}, "
+                    f"fewer batch_tokens={self.settings.batch_tokens}, or a smaller model"
+                )
         return is_final
 
     def check_interval(self, progress: Progress) -> int:
@@ -150,17 +157,23 @@ class TimeBudget:
     def count_steps(self, step: int) -> tuple[float | None, bool]:
         """Called after `step`: return (steps left, is_final); (None, False) until one is timed.
 
-        Steps are timed for a tenth of the limit, or until half of the limit has passed.
+        Steps are timed for a tenth of the limit, or until half of the limit has passed. Any one that
+        takes a tenth of the limit is enough, unless it compiles.
         """
+        now = self.clock.training()
+        step_seconds = now - self.last_time
+        self.last_time = now
+        duration = TIMED_FRACTION * self.limit
+        compiles = self.is_compiled and self.first_step is None
         if self.first_step is None:
             self.first_step = step - 1 + UNTIMED_STEPS
         if step < self.first_step:
-            return None, False
+            if step_seconds < duration or compiles:
+                return None, False
+            return self.seconds_left() / step_seconds, True
 
         # Keep the time of one earlier step that is a tenth of the limit ago, or the first.
-        now = self.clock.training()
         self.times.append((step, now))
-        duration = TIMED_FRACTION * self.limit
         while len(self.times) > 2 and now - self.times[1][1] >= duration:
             self.times.popleft()
         timed_from, start = self.times[0]

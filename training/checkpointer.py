@@ -1,6 +1,8 @@
 """What a run saves and restores, and what must not change when it is resumed."""
 
+import math
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,13 @@ from torch.utils._pytree import tree_leaves
 from data.corpus import Corpus
 from run import checkpoint, errors
 from run.distributed import DistEnv
-from run.folder import changes_since
+from run.folder import changes_since, resume_command
 from run.hardware import processor
 from run.progress import say, waiting
 from run.settings import Settings
 from training.budget import TimeBudget
 from training.clock import Clock
+from training.evaluation import Evaluator
 from training.logger import Logger
 from training.meter import Meter
 from training.optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
@@ -54,6 +57,7 @@ class SavedState(BaseModel):
     seconds: float  # since the run began, without the time between its processes
     optimizer: dict[str, dict[str, Any]]  # by parameter
     scaler: dict[str, int | float]
+    eval_tokens: int | None  # held-out tokens of every evaluation; None before it is known
     loss_sum: Tensor  # of the steps since the last report, over all ranks
     reported_step: NonNegativeInt
     log: dict[str, int | str | None]  # sizes of the log files, which resuming truncates to these
@@ -87,6 +91,7 @@ class Checkpointer:
     def __init__(
         self,
         settings: Settings,
+        overrides: Sequence[str],
         run_dir: Path,
         *,
         corpus: Corpus,
@@ -94,16 +99,19 @@ class Checkpointer:
         micro_batch_size: int,
         meter: Meter,
         budget: TimeBudget,
+        evaluator: Evaluator,
         log: Logger,
         clock: Clock,
     ):
         self.settings = settings
+        self.overrides = list(overrides)  # which gave the settings, for a command that resumes
         self.run_dir = run_dir
         self.corpus = corpus
         self.trainer = trainer
         self.ranks = trainer.ranks
         self.meter = meter
         self.budget = budget
+        self.evaluator = evaluator
         self.log = log
         self.clock = clock
         self.micro_batch_size = micro_batch_size
@@ -141,6 +149,8 @@ class Checkpointer:
 
     def state(self, progress: Progress) -> SavedState:
         """Collect the state of all parts. All ranks call this together."""
+        if progress.total_steps != math.inf:
+            self.evaluator.plan_tokens(progress)
         return SavedState(
             step=progress.step,
             steps=progress.total_steps,
@@ -149,15 +159,20 @@ class Checkpointer:
             seconds=self.clock.total(),
             optimizer=optimizer_state(self.trainer.model, self.trainer.optimizers),
             scaler=self.trainer.scaler.state_dict(),
+            eval_tokens=self.evaluator.eval_tokens,
             loss_sum=self.meter.loss_sum.cpu() * self.ranks.world_size,
             reported_step=self.meter.reported_step,
             log=self.log.resume_point,
         )
 
     def saved_config(self) -> dict:
-        """The settings, the text and the machine, with which a resumed run is compared."""
+        """The settings and their overrides, the text, and the machine."""
         machine = fingerprint(self.trainer, self.micro_batch_size)
-        return self.settings.model_dump() | {"text": self.corpus.sha256, "machine": machine}
+        return self.settings.model_dump() | {
+            "overrides": self.overrides,
+            "text": self.corpus.sha256,
+            "machine": machine,
+        }
 
     def restore(self, saved: SavedRun, progress: Progress) -> None:
         """Load a checkpoint into all parts, and open the log where it ended.
@@ -177,6 +192,9 @@ class Checkpointer:
 
         # Position, metrics and clock.
         progress.start_at(state.step)
+        if state.step >= state.steps:
+            progress.ended_step = state.step
+        self.evaluator.eval_tokens = state.eval_tokens
         self.clock.add_earlier(state.seconds)
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
         self.log.open(state.log)
@@ -221,9 +239,11 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
     """What has changed, and may, as a line. Raises ValueError for what may not."""
     changed, refused = changes_since(then, now)
     if refused:
+        run = path.parent.parent
         raise ValueError(
-            f"{path} was made with another {', '.join(refused)}. fix: the overrides used then to "
-            "resume it; to begin another run, resume=false, and init_from= for its weights"
+            f"{path} was made with another {', '.join(refused)}. fix: {resume_command(run)}, which "
+            "has the overrides of the run; to begin another run, resume=false, and init_from= for "
+            "its weights"
         )
     return f"changed since {path.name}: {', '.join(changed)}" if changed else ""
 

@@ -118,12 +118,19 @@ class Evaluator:
         self.signals = signals
         self.clock = clock
         self.batch_size = batch_size
+        self.eval_tokens: int | None = None  # of all evaluations, once the first has been planned
+
+    def plan_tokens(self, progress: Progress) -> int:
+        """The held-out tokens of an evaluation, which stay the same when a run is extended."""
+        if self.eval_tokens is None or self.settings.eval_tokens is not None:
+            self.eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.total_steps)
+        return self.eval_tokens
 
     def evaluate(self, progress: Progress) -> None:
         """Log the loss on the held-out text. Ends with exit code 4 if it is not finite."""
         if self.signals.agree(self.ranks):
             return
-        eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.total_steps)
+        eval_tokens = self.plan_tokens(progress)
         # A graph without gradients would take a CPU up to a minute to compile: run the one that was
         # compiled for training. At the first step of a process nothing is compiled yet.
         with_gradients = (

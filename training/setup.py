@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,11 +260,12 @@ def build_run(
     signals: Signals,
     clock: Clock,
     *,
+    overrides: Sequence[str] = (),
     pretrained: Path | None = None,
 ) -> Run:
     """Build the parts of a run, and restore its newest checkpoint if it is resumed.
 
-    A new run starts with the `pretrained` weights if they are given.
+    `overrides` are the words that gave the settings. A new run starts with the `pretrained` weights if they are given.
     """
     newest = ranks.on_rank0(checkpoint.prepare_run, run_dir, settings.resume)
     saved = None if newest is None else read_saved_run(newest)
@@ -311,7 +312,13 @@ def build_run(
         clock=clock,
     )
     budget = TimeBudget(
-        settings, corpus, ranks, clock, schedule=trainer.schedule, bound=progress.total_steps
+        settings,
+        corpus,
+        ranks,
+        clock,
+        schedule=trainer.schedule,
+        is_compiled=is_compiled,
+        bound=progress.total_steps,
     )
     log = Logger(run_dir, settings, clock, is_enabled=ranks.is_main)
     evaluator = Evaluator(
@@ -325,12 +332,14 @@ def build_run(
     )
     checkpointer = Checkpointer(
         settings,
+        overrides,
         run_dir,
         corpus=corpus,
         trainer=trainer,
         micro_batch_size=micro_batch_size,
         meter=meter,
         budget=budget,
+        evaluator=evaluator,
         log=log,
         clock=clock,
     )

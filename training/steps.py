@@ -16,6 +16,7 @@ class Progress:
     expected_steps: float = math.inf  # as first fitted, or estimated: for the learning rates
     first_step: int = 0  # where this process began
     saved_step: int = 0  # of the newest checkpoint
+    ended_step: int | None = None  # at which the run had ended, before it was given more steps
 
     def start_at(self, step: int) -> None:
         """Begin this process at the step of a checkpoint."""
@@ -28,8 +29,9 @@ class Progress:
         return self.step >= self.total_steps
 
     def is_due(self, interval: int) -> bool:
-        """True every `interval` steps and at the last step."""
-        return self.step > 0 and (self.step % interval == 0 or self.is_finished)
+        """True every `interval` steps, and at the last step, also of a run that is extended."""
+        is_end = self.is_finished or self.step == self.ended_step
+        return self.step > 0 and (self.step % interval == 0 or is_end)
 
 
 def end_diverged(where: str, progress: Progress) -> NoReturn:

@@ -4,6 +4,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from training.optimizer_state import learning_rates, set_learning_rates
 from training.parallel import build_parallel, compile_model
 from training.schedules import limit_warmup
 from training.steps import Progress
+
+SLOW_STEP = 5  # times the usual patience, after which a step is announced
+LONG_STEP = 1.0  # seconds: a step after a shorter one is not watched
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Trainer:
         self.reference = instantiate(settings.optimizer.get("reference"), "training")
         is_fp16 = self.precision == torch.float16
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=is_fp16)
+        self.may_be_slow = True  # whether the next step may take so long that it is announced
 
     def run_factor(self, steps: float) -> float:
         """Return the factor of all peak rates in a run of `steps` steps."""
@@ -101,7 +106,14 @@ class Trainer:
         if compiles:
             loss_sums = self.compile_gradients(progress.step, micro_batch_size)
         else:
-            loss_sums = self.compute_gradients(progress.step, micro_batch_size)
+            start = monotonic()
+            wait = nullcontext()
+            if self.may_be_slow:
+                message = f"step {progress.step + 1} takes long (shorter steps: fewer batch_tokens)"
+                wait = waiting(message, patience_factor=SLOW_STEP)
+            with wait:
+                loss_sums = self.compute_gradients(progress.step, micro_batch_size)
+            self.may_be_slow = monotonic() - start > LONG_STEP
 
         # Clip.
         for optimizer in self.optimizers:

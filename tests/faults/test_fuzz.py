@@ -126,7 +126,7 @@ def test_any_config_is_taken_or_refused_in_words(capfd, tmp_path, monkeypatch, c
 
 def test_the_fuzz_sees_rules_that_are_missing(capfd, monkeypatch):
     monkeypatch.setattr(instantiate, "check_arguments", lambda target, arguments, path: None)
-    assert next(fuzzed(120, 13, capfd), None) is not None
+    assert next(fuzzed(600, 13, capfd), None) is not None
 
 
 def test_any_file_is_read_or_refused_in_words(tmp_path):

@@ -175,6 +175,7 @@ def test_run_folders_count_up_and_the_newest_is_resumed(tmp_path, monkeypatch):
 
     def claimed(settings: Settings) -> str:
         with folder.open_run_dir(settings, DistEnv(0, 1, torch.device("cpu"))) as run:
+            (run / "samples.png").touch()  # an empty folder would be removed
             return str(run)
 
     assert [claimed(fresh) for _ in range(3)] == ["runs/a", "runs/a-2", "runs/a-3"]

@@ -44,3 +44,18 @@ def test_a_terminal_has_a_clock_while_nothing_comes_of_a_wait(capsys, monkeypatc
         time.sleep(1.6)
     told, *_, clock = drawn(capsys)
     assert told == "reading" and re.match("1 of 4, 00:01 gone, 00:0[345] left", clock)
+
+
+def test_a_slow_step_is_announced_after_five_times_the_usual_patience(run_of, capsys, monkeypatch):
+    run = run_of("steps=9")
+    monkeypatch.setattr(progress, "PATIENCE", 0.05)
+    compute = run.trainer.compute_gradients
+
+    def compute_slowly(*arguments):
+        time.sleep(0.5)
+        return compute(*arguments)
+
+    run.trainer.compute_gradients = compute_slowly
+    drawn(capsys)
+    take_step(run)
+    assert "step 1 takes long (shorter steps: fewer batch_tokens)" in drawn(capsys)

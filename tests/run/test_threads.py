@@ -108,7 +108,7 @@ def test_the_load_is_that_of_other_processes():
         loop.wait()
     # Other tests may run on the same cores, so each loop has a part of a core.
     own = end.own - start.own
-    assert own > 0.1
+    assert own > 0
     assert 0.1 < load < end.busy - start.busy - 0.8 * own
 
 

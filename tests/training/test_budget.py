@@ -56,3 +56,14 @@ def test_a_fitted_number_stays_at_a_speed_that_varies_little(run_of, monkeypatch
     generator = random.Random(0)
     end, _, totals = simulate(run, monkeypatch, 10, lambda share: generator.uniform(0.8, 1.2))
     assert 0.9 < end < 1 and len(totals) == 1
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_steps_that_are_slow_are_fitted_at_once(run_of, monkeypatch, capsys, is_compiled):
+    run = run_of("max_minutes=1", "steps=null", "max_epochs=null", "eval_tokens=512")
+    run.budget.is_compiled = is_compiled
+    # A step takes ten seconds, and the first one 20 if it compiles.
+    first = 2 if is_compiled else 1
+    end, _, totals = simulate(run, monkeypatch, 1, lambda share: 200 * (first if share == 0 else 1))
+    assert 0.5 < end < 1.1 and len(totals) == 1
+    assert f"warning: {totals[0]} steps are too few to learn from" in capsys.readouterr().err

@@ -93,7 +93,12 @@ def test_a_micro_batch_of_a_cpu_divides_the_batch(micro, batch, expected):
 def test_a_resumed_run_keeps_the_micro_batch_it_had(command, story):
     words = (*TINY, *SHORT, "data=text", f"data.path={story}", "data.vocab_size=400")
     assert command("train.py", *words, "run_dir=run", "micro_batch=2").code == 0
-    assert command("train.py", *words, "run_dir=run", "steps=6", "resume=true").code == 0
+    assert (
+        command(
+            "train.py", *words, "run_dir=run", "steps=6", "micro_batch=null", "resume=true"
+        ).code
+        == 0
+    )
     saved = json.loads(
         Path("run/checkpoints/step-00000006/config.json").read_text(encoding="utf-8")
     )

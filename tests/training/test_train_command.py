@@ -1,7 +1,11 @@
 """`train.py` as a user runs it: what it prints, what it leaves behind, how it ends."""
 
+import gzip
 import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +17,14 @@ import yaml
 from data.tokenizer import Tokenizer
 from inference.text import generate_text
 from run import checkpoint
+from run import folder as run_folder
 from run.checkpoint import load_model
 from tests.conftest import LONG, ROOT, SHORT, TINY
 from tests.run.forks import ranks
 from tools.compare.runs import Run
+from training import evaluation
 from training.logger import Logger
+from training.trainer import Trainer
 
 TEXT = ("data=text", "data.path=story.txt", "data.vocab_size=400")
 TRAIN = ("train.py", *TINY, *SHORT, *TEXT)
@@ -73,6 +80,82 @@ def test_commands_can_be_repeated(command, trained):
     longer = command(*TRAIN, "resume=true", "steps=6")
     assert longer.code == 0 and "done. Now try: python generate.py --run runs/text" in longer.err
     assert (checkpoints / "step-00000006").is_dir()
+
+
+def test_a_run_is_resumed_with_its_own_overrides(command, trained):
+    resumed = command(
+        "train.py", f"run_dir={trained}", "resume=true", "steps=6", "schedule=cosine"
+    ).succeeded()
+    assert "changed since step-00000004: schedule._target_" in resumed.err
+    assert "steps (then 4, now 6)" in resumed.err
+    assert f"generate.py --run {trained}" in resumed.err
+    # The second resumption has the words of the first.
+    again = command("train.py", f"run_dir={trained}", "resume=true").succeeded()
+    assert "already at step 6 of 6" in again.err and "changed since" not in again.err
+    assert f"python train.py run_dir={trained} resume=true steps=N" in again.err
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ([], ["model=15m", "model.dim=64", "~data.split", "steps=4", "resume=true"]),
+        (["steps=8"], ["model=15m", "model.dim=64", "~data.split", "resume=true", "steps=8"]),
+        (["model=small"], ["~data.split", "steps=4", "resume=true", "model=small"]),
+        (
+            ["+model.dim=96"],
+            ["model=15m", "~data.split", "steps=4", "resume=true", "+model.dim=96"],
+        ),
+        (["data=text"], ["model=15m", "model.dim=64", "steps=4", "resume=true", "data=text"]),
+    ],
+)
+def test_given_overrides_replace_the_saved_ones(tmp_path, monkeypatch, given, expected):
+    saved = ["model=15m", "model.dim=64", "~data.split", "steps=4", f"run_dir={tmp_path}"]
+    (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
+    monkeypatch.setattr(run_folder, "newest_config", lambda run: {"overrides": saved})
+    words = [f"run_dir={tmp_path}", "resume=true", *given]
+    added = [word for word in run_folder.add_saved_overrides(words) if "run_dir" not in word]
+    assert added == expected
+
+
+def test_an_extended_run_keeps_what_its_old_end_showed(command, story, monkeypatch):
+    monkeypatch.setattr(evaluation, "MIN_EVAL_TOKENS", 64)
+    words = (*TRAIN, "eval_every=100", "sample_every=100", "run_dir=runs/a")
+    command(*words).succeeded()
+    run = Path("runs/a")
+    (old_end,) = (line for line in metrics(run) if "val_loss" in line)
+    samples = (run / "samples.txt").read_text(encoding="utf-8")
+    command("train.py", "run_dir=runs/a", "resume=true", "steps=8").succeeded()
+    kept, new_end = (line for line in metrics(run) if "val_loss" in line)
+    assert kept["step"] == 4 and new_end["step"] == 8
+    assert kept["val_loss"] == old_end["val_loss"]
+    assert kept["eval_tokens"] == new_end["eval_tokens"] == old_end["eval_tokens"]
+    assert (run / "samples.txt").read_text(encoding="utf-8").startswith(samples)
+
+
+@pytest.mark.parametrize("words", [(), ("run_dir=new/run",)])
+def test_a_run_that_ends_before_its_first_step_leaves_no_folder(command, story, monkeypatch, words):
+    Path("runs").mkdir()
+    monkeypatch.setattr(Trainer, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    ended = command(*TRAIN, *words)
+    assert ended.code == 130 and "nothing is lost. fix: call it again" in ended.err
+    assert not any(Path("runs").iterdir()) and not Path("new/run").exists()
+    # A folder that was there before stays.
+    Path("mine").mkdir()
+    assert command(*TRAIN, "run_dir=mine").code == 130 and Path("mine").exists()
+
+
+def test_a_profile_is_written_and_its_largest_entries_are_shown(command, story):
+    result = command(*TRAIN, "steps=6", "profile=2", "run_dir=runs/a").succeeded()
+    trace = gzip.decompress(Path("runs/a/trace.json.gz").read_bytes())
+    events = json.loads(trace)["traceEvents"]
+    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#3", "ProfilerStep#4"}
+    shares = re.findall(r"^ *([\d.]+)% +[\d,.]+ ms +[\d,]+ x  \S+", result.err, re.MULTILINE)
+    assert len(shares) == 10 and sorted(map(float, shares), reverse=True) == list(
+        map(float, shares)
+    )
+    short = command(*TRAIN, "steps=2", "profile=2", "run_dir=runs/b").succeeded()
+    assert "warning: no trace" in short.err and not Path("runs/b/trace.json.gz").exists()
 
 
 @pytest.mark.parametrize(

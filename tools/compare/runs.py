@@ -90,6 +90,7 @@ class Run:
                 f"metrics cannot be read ({metrics}: {error}). fix: train it anew"
             ) from None
         settings = checkpoint.load_config(newest)
+        settings.pop("overrides", None)  # which gave the settings
         # Runs are compared on the same text only: where none was asked for, what was read.
         if settings.get("eval_tokens") is None:
             settings["eval_tokens"] = lines[-1].get("eval_tokens")
