@@ -8,6 +8,7 @@ from torch import Tensor
 from data.loader import Loader
 from run import hardware
 from run.distributed import DistEnv
+from run.threads import cpu_time, other_load
 from training.clock import Clock
 from training.steps import Progress, end_diverged
 from training.trainer import StepResult
@@ -50,6 +51,7 @@ class Meter:
         # Steps after this one are timed, from this time on.
         self.timed_step = 0
         self.timed_from = clock.training()
+        self.cpu_timed_from = cpu_time()
 
     def add(self, result: StepResult, progress: Progress) -> None:
         """Count a step, of which `progress` does not know yet."""
@@ -65,6 +67,7 @@ class Meter:
         """Time the steps after this one."""
         self.timed_step = step
         self.timed_from = self.clock.training()
+        self.cpu_timed_from = cpu_time()
 
     def report(self, progress: Progress) -> dict[str, float | int | None]:
         """Return the metrics of the steps since the last report, and begin the next.
@@ -96,6 +99,8 @@ class Meter:
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
+            # Since timing began: shorter times have too few ticks of the system's clock.
+            "other_load": round(other_load(self.cpu_timed_from), 2),
             "peak_memory_bytes": hardware.peak_memory(self.ranks.device),
         }
 

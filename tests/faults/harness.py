@@ -105,7 +105,7 @@ class Job:
             .read_text(encoding="utf-8")
             .splitlines()
         ]
-        timed = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}
+        timed = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes", "other_load"}
         curve = [{key: value for key, value in line.items() if key not in timed} for line in lines]
         last = self.checkpoints[-1]
         samples = (self.root / "run" / "samples.txt").read_text(encoding="utf-8")
