@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tools.compare.statistics import judge, spreads_differ, text_of
+from tools.compare.statistics import (
+    judge,
+    seeds_to_decide,
+    solves_more_often,
+    spreads_differ,
+    text_of,
+)
 
 NAN = math.nan
 SPREAD = [1.0, 1.1, 1.2]
@@ -122,3 +128,28 @@ def test_a_detectable_difference_is_found_in_four_of_five(scales):
         verdict = judge(baseline, dict(enumerate(variants)), 0.01)[0]
         num_found += verdict.high - verdict.detectable < 0
     assert 140 <= num_found <= 180
+
+
+@pytest.mark.parametrize(
+    "counts, num_variants, is_more",
+    [
+        # All of n seeds against none: p = 2 / C(2n, n), counted by hand.
+        ((3, 3, 0, 3), 1, False),  # 2 / 20
+        ((4, 4, 0, 4), 1, True),  # 2 / 70
+        ((4, 4, 0, 4), 2, False),  # 4 / 70
+        ((5, 5, 0, 5), 6, True),  # 12 / 252
+        ((5, 5, 0, 5), 7, False),  # 14 / 252
+        ((0, 4, 4, 4), 1, False),  # less often
+        ((4, 4, 4, 4), 1, False),
+    ],
+)
+def test_seeds_that_solve_a_task_decide_only_beyond_chance(counts, num_variants, is_more):
+    assert solves_more_often(*counts, num_variants) == is_more
+
+
+def test_the_seeds_to_decide_grow_with_the_variants():
+    assert [seeds_to_decide(number) for number in (1, 2, 6, 7, 29)] == [4, 5, 5, 6, 7]
+    for number in range(1, 30):
+        seeds = seeds_to_decide(number)
+        chances = [2 * number / math.comb(2 * each, each) for each in (seeds - 1, seeds)]
+        assert chances[1] < 0.05 <= chances[0]

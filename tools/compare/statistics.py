@@ -104,6 +104,27 @@ def critical_value(sizes: tuple[int, ...], level: float) -> float:
     return float(brentq(excess, 0.95 * low, 1.05 * high, xtol=1e-4))
 
 
+def solves_more_often(
+    solved: int, total: int, baseline_solved: int, baseline_total: int, num_variants: int
+) -> bool:
+    """Whether more seeds of a variant than of the baseline solve a task, beyond chance.
+
+    By Fisher's exact test, with Bonferroni's correction for `num_variants` variants.
+    """
+    table = [[solved, total - solved], [baseline_solved, baseline_total - baseline_solved]]
+    pvalue = stats.fisher_exact(table).pvalue
+    is_more = solved / total > baseline_solved / baseline_total
+    return is_more and bool(pvalue * num_variants < LEVEL)
+
+
+def seeds_to_decide(num_variants: int) -> int:
+    """The fewest seeds with which `solves_more_often` can be true: if all solve, and none."""
+    seeds = 1
+    while not solves_more_often(seeds, seeds, 0, seeds, num_variants):
+        seeds += 1
+    return seeds
+
+
 def spreads_differ(baseline: list[float], variants: Samples) -> bool:
     """Whether the samples have different variances, by Bartlett's test."""
     samples = [values for values in (baseline, *variants.values()) if has_spread(values)]
