@@ -1,12 +1,63 @@
-"""Reading the tables of a report."""
+"""Records of runs for a report, and its tables read back."""
 
 import re
 from html import unescape
+from pathlib import Path
+
+from tests.conftest import TINY, settings_of
+from tools.compare.runs import Run
+
+
+def text_run(variant: str, seed: int, loss: float, *overrides: str, tokens: int = 1000) -> Run:
+    """A run on text that ended at this loss in bits per byte."""
+    words = (f"attention={variant}", f"seed={seed}", f"name={variant}", *overrides)
+    settings = settings_of(*TINY, *words).model_dump() | {"machine": {"device": "cpu"}}
+    slices = {"repeated": 2 * loss, "new": 4 * loss}
+    first = {"step": 1, "tokens": tokens // 2, "seconds": 1.0, "train_loss": 6.0}
+    last = first | {"step": 2, "tokens": tokens, "val_loss": 3 * loss, "val_bpb": loss}
+    last["slices"] = {name: {"loss": value, "tokens": 7} for name, value in slices.items()}
+    run = Run(Path(f"{variant}-{seed}"), settings, [first, last], True, 100.0 + seed)
+    run.commit = "abc123"
+    run.command = "python -m tools.compare --margin 0.02"
+    if variant != "mqa":
+        run.lengths = {"1": 3.0, "2": 3.2, "4": 3.5 + 0.01 * seed}
+    run.decoding = {"decoding, ms/token": 1.25}
+    return run
+
+
+def searched(variant: str, losses: dict[float, float]) -> list[Run]:
+    """The runs of a search for learning rates, by the factor of the rates; inf diverged."""
+    runs = []
+    for factor, loss in losses.items():
+        run = text_run(variant, 1000, loss)
+        run.factor = factor
+        if loss == float("inf"):
+            run.lines = []
+        runs.append(run)
+    return runs
+
+
+def recall_run(variant: str, seed: int, accuracy: float) -> Run:
+    """A run on the task recall that ended at this accuracy."""
+    run = text_run(variant, seed, 1.0)
+    run.settings["data"] = {
+        "_target_": "data.tasks.Recall",
+        "pairs": [4, 8],
+        "vocab_size": 8192,
+        "power": 0.01,
+        "context": 64,
+    }
+    run.lines[0] |= {"recall_accuracy": accuracy - 0.06}
+    run.lines[-1] |= {"val_bpb": None, "slices": {}, "recall_accuracy": accuracy}
+    return run
 
 
 def table(page: str, number: int) -> dict[str, dict[str, str]]:
     """A table of report.html: cells by the first column and by the title of theirs."""
-    block = re.findall(r"<table .*?</table>", page, re.DOTALL)[number]
-    rows = re.findall(r"<tr.*?</tr>", block, re.DOTALL)
-    header, *cells = [re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row, re.DOTALL) for row in rows]
-    return {unescape(row[0]): dict(zip(header, map(unescape, row), strict=True)) for row in cells}
+    block = re.findall(r"<table.*?</table>", page, re.DOTALL)[number]
+    rows = []
+    for row in re.findall(r"<tr.*?</tr>", block, re.DOTALL):
+        cells = re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row, re.DOTALL)
+        rows.append([unescape(re.sub("<.*?>", "", cell)) for cell in cells])
+    header, *body = rows
+    return {row[0]: dict(zip(header, row, strict=True)) for row in body}

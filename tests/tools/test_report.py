@@ -1,5 +1,6 @@
 """The report says what the runs show, in every measure, and no more."""
 
+import html
 import math
 import re
 from dataclasses import replace
@@ -11,9 +12,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from tests.conftest import TINY, settings_of
-from tests.tools.pages import table
+from tests.tools.pages import recall_run, searched, table, text_run
 from tools.compare import report
+from tools.compare.comparison import sort_runs
 from tools.compare.plots import ForestRow, draw_forest
 from tools.compare.runs import Run, changes
 
@@ -23,54 +24,10 @@ ACCURACY = {"gqa": (1.0, 0.97, 0.2), "mqa": (0.95, 0.92, 0.91), "retention": (0.
 FLOOR = 0.1875  # of one or the other of 4 or 8 values that are all different
 
 
-def text_run(variant: str, seed: int, loss: float, *overrides: str, tokens: int = 1000) -> Run:
-    """A run on text that ended at this loss in bits per byte."""
-    words = (f"attention={variant}", f"seed={seed}", f"name={variant}", *overrides)
-    settings = settings_of(*TINY, *words).model_dump() | {"machine": {"device": "cpu"}}
-    slices = {"repeated": 2 * loss, "new": 4 * loss}
-    first = {"step": 1, "tokens": tokens // 2, "seconds": 1.0, "train_loss": 6.0}
-    last = first | {"step": 2, "tokens": tokens, "val_loss": 3 * loss, "val_bpb": loss}
-    last["slices"] = {name: {"loss": value, "tokens": 7} for name, value in slices.items()}
-    run = Run(Path(f"{variant}-{seed}"), settings, [first, last], True, 100.0 + seed)
-    run.commit = "abc123"
-    run.command = "python -m tools.compare --margin 0.02"
-    if variant != "mqa":
-        run.lengths = {"1": 3.0, "2": 3.2, "4": 3.5 + 0.01 * seed}
-    run.decoding = {"decoding, ms/token": 1.25}
-    return run
-
-
-def searched(variant: str, losses: dict[float, float]) -> list[Run]:
-    """The runs of a search for learning rates, by the factor of the rates; inf diverged."""
-    runs = []
-    for factor, loss in losses.items():
-        run = text_run(variant, 1000, loss)
-        run.factor = factor
-        if loss == float("inf"):
-            run.lines = []
-        runs.append(run)
-    return runs
-
-
-def recall_run(variant: str, seed: int) -> Run:
-    run = text_run(variant, seed, 1.0)
-    run.settings["data"] = {
-        "_target_": "data.tasks.Recall",
-        "pairs": [4, 8],
-        "vocab_size": 8192,
-        "power": 0.01,
-        "context": 64,
-    }
-    accuracy = ACCURACY[variant][seed]
-    run.lines[0] |= {"recall_accuracy": accuracy - 0.06}
-    run.lines[-1] |= {"val_bpb": None, "slices": {}, "recall_accuracy": accuracy}
-    return run
-
-
 LOSSES = {"gqa": 1.0, "mqa": 0.98, "retention": 1.2}
 RUNS = [
     *(text_run(name, seed, LOSSES[name] + 0.001 * seed**2) for name in LOSSES for seed in SEEDS),
-    *(recall_run(name, seed) for name in ACCURACY for seed in SEEDS),
+    *(recall_run(name, seed, ACCURACY[name][seed]) for name in ACCURACY for seed in SEEDS),
 ]
 
 
@@ -93,35 +50,41 @@ def whole(write) -> tuple[str, str]:
 
 
 def test_each_variant_has_a_row_with_every_measure(whole):
-    rows, parts, recall = (table(whole[0], number) for number in range(3))
+    # Of the task there are no parts.
+    rows, costs, parts, settings, recall = (table(whole[0], number) for number in range(5))
     # The best first.
-    assert list(rows) == list(parts) == list(recall) == ["mqa", "gqa", "retention"]
-    assert rows["gqa"]["verdict on bits per byte"] == "baseline"
-    assert rows["mqa"]["bits per byte"] == "0.9817"
-    difference = rows["retention"]["difference in bits per byte"]
+    for each in (rows, costs, parts, settings, recall):
+        assert list(each) == ["mqa", "gqa", "retention"]
+    assert rows["gqa"]["verdict"] == "baseline"
+    assert rows["mqa"]["loss, bits per byte"] == "0.9817"
+    difference = rows["retention"]["difference from gqa"]
     # Dunnett's critical value for two variants and 6 degrees of freedom is 2.86 (his table).
     half = 2.86 * np.std([0, 0.001, 0.004], ddof=1) * (2 / 3) ** 0.5
     ends = [float(end) for end in re.findall(r"[+-][\d.]+", difference)]
     assert ends == pytest.approx([0.2, 0.2 - half, 0.2 + half], abs=1.1e-4)
-    assert rows["retention"]["verdict on bits per byte"] == "worse"
+    assert rows["retention"]["verdict"] == "worse"
+    # 2 bytes of keys and of values, of 2 heads of 16 dimensions, in 2 layers, at 64 tokens.
+    assert rows["gqa"]["cache, kB"] == "16.4"
     assert parts["mqa"]["4 x the context, nats more"] == "n/a"
     assert parts["gqa"]["4 x the context, nats more"] == "0.5100"
     assert parts["mqa"]["verdict on repeated tokens, nats"] == "better"
-    assert rows["gqa"]["training, tokens/s"] == "101"
-    assert rows["gqa"]["decoding, ms/token"] == "1.25"
-    assert rows["gqa"]["settings"] == "" and "kv_heads=1" in rows["mqa"]["settings"]
+    assert costs["gqa"]["training, tokens/s"] == "101"
+    assert costs["gqa"]["decoding, ms/token"] == "1.25"
+    assert settings["gqa"]["differs from gqa in"] == "baseline"
+    assert "kv_heads=1" in settings["mqa"]["differs from gqa in"]
 
 
 def test_seeds_that_solve_a_task_are_counted(whole):
     page, summary = whole
-    rows = table(page, 2)
+    rows = table(page, 4)
     assert [row["seeds that solve it"] for row in rows.values()] == ["3 of 3", "2 of 3", "0 of 3"]
     # The first evaluation of gqa-0 has solved it already, and of gqa-1 not.
     assert rows["mqa"]["million tokens until then"] == "0.00"
     assert rows["retention"]["million tokens until then"] == "never"
     assert rows["retention"]["accuracy, %"] == "17.0 to 20.0"
-    assert f"(floor {FLOOR:.3f}), seeds that reach 90%: mqa 3 of 3, gqa 2 of 3, " in summary
-    assert "retention 0 of 3 (at the floor)." in summary
+    assert f"The floor of {FLOOR:.3f} is" in page
+    assert "Seeds that solve recall: mqa 3 of 3 (50 % of the cache), gqa 2 of 3, " in summary
+    assert "retention 0 of 3 (no better than guessing)." in summary
 
 
 def test_each_size_has_a_baseline_of_its_own(write):
@@ -139,12 +102,12 @@ def test_each_size_has_a_baseline_of_its_own(write):
     ]
     page, summary = write(runs)
     for number, dim in enumerate((32, 64)):
-        rows = table(page, 2 * number)
+        rows = table(page, 4 * number)
         assert list(rows) == [f"gqa-dim-{dim}", f"mqa-dim-{dim}"]
-        assert rows[f"gqa-dim-{dim}"]["verdict on bits per byte"] == "baseline"
-        cell = rows[f"mqa-dim-{dim}"]["difference in bits per byte"]
+        assert rows[f"gqa-dim-{dim}"]["verdict"] == "baseline"
+        cell = rows[f"mqa-dim-{dim}"][f"difference from gqa-dim-{dim}"]
         assert cell.startswith("+0.1000 [+0.0")
-        assert f"Beside gqa-dim-{dim} (2 seeds), bits per byte with a margin" in summary
+        assert f"gqa-dim-{dim} has the lowest loss so far, which may be chance." in summary
 
 
 def test_what_the_search_found_stands_in_the_report(write):
@@ -157,20 +120,21 @@ def test_what_the_search_found_stands_in_the_report(write):
     }
     edge = {"retention": {1.0: 1.2, 0.5: 1.1}}
     page, _ = write(runs + [run for name, each in found.items() for run in searched(name, each)])
-    rows = table(page, 2)
-    assert [row["optimum x"] for row in rows.values()][:2] == ["1", "2"]
+    rows = table(page, 3)
+    assert [row["best factor"] for row in rows.values()][:2] == ["1", "2"]
     assert rows["gqa"]["off by two, nats"] == "+0.3000"
     assert [row["diverged"] for row in rows.values()] == ["0", "0", "1"]
-    assert rows["mqa"]["nats at the common rates"] == "3.1500"
-    assert rows["retention"]["tried"] == "0.25, 0.5, 1, 2, 4, 8, 16"
-    assert table(page, 0)["mqa"]["verdict on bits per byte"] == "better"
+    assert rows["mqa"]["nats at factor 1"] == "3.1500"
+    assert rows["retention"]["factors tried"] == "0.25, 0.5, 1, 2, 4, 8, 16"
+    assert table(page, 0)["mqa"]["verdict"] == "better"
     # A best rate at the edge of what was tried gives no verdict.
     page, summary = write(runs + [r for name, each in edge.items() for r in searched(name, each)])
-    assert table(page, 0)["retention"]["verdict on bits per byte"] == "best rate at the edge"
-    assert "best rate at the edge: retention" in summary
+    assert table(page, 0)["retention"]["verdict"] == "best rate at the edge"
+    assert "rate may lie outside the range tried: retention." in summary
     # What has been found so far can be seen before anything is judged.
     page, summary = write(searched("gqa", found["gqa"]))
-    assert table(page, 0)["gqa"]["optimum x"] == "1" and "has no run that judges" in summary
+    assert table(page, 0)["gqa"]["best factor"] == "1"
+    assert summary.startswith("No answer yet: no run of gqa, the baseline, has finished.")
 
 
 def test_seeds_that_diverged_count(write):
@@ -179,31 +143,35 @@ def test_seeds_that_diverged_count(write):
         if run not in runs:
             runs.append(replace(run, lines=[]))
     page, summary = write(runs)
-    assert table(page, 0)["mqa"]["verdict on bits per byte"] == "seeds diverged"
-    assert table(page, 1)["mqa"]["verdict on repeated tokens, nats"] == "seeds diverged"
-    assert table(page, 2)["mqa"]["seeds that solve it"] == "2 of 3" and "mqa 2 of 3" in summary
+    assert table(page, 0)["mqa"]["verdict"] == "seeds diverged"
+    assert table(page, 2)["mqa"]["verdict on repeated tokens, nats"] == "seeds diverged"
+    assert "training diverged with some seeds: mqa (1 seed)." in summary
+    assert table(page, 4)["mqa"]["seeds that solve it"] == "2 of 3" and "mqa 2 of 3" in summary
 
 
 def test_a_baseline_without_a_run_is_not_replaced(write):
     runs = [replace(run, baseline="mha") for run in RUNS]
     page, summary = write(runs)
-    assert summary.startswith("mha, the baseline, has no run") and "verdict" not in page
+    assert summary.startswith("No answer yet: no run of mha, the baseline, has finished.")
+    assert "verdict" not in page
     # Nor does the order of the runs choose another.
     runs = [replace(run, baseline="mqa") for run in RUNS if run.task == "text"]
-    assert table(write(runs)[0], 0)["mqa"]["verdict on bits per byte"] == "baseline"
+    assert table(write(runs)[0], 0)["mqa"]["verdict"] == "baseline"
 
 
 def test_what_was_not_trained_or_logged_has_no_value(write):
     old = [text_run("gqa", 0, 1.0), text_run("gqa", 1, 1.1)]
     del old[0].lines[-1]["slices"]
     page = write(old, failed="exit 4: training diverged")[0]
-    assert table(page, 1)["gqa"]["new tokens, nats"] == "n/a"
+    assert table(page, 2)["gqa"]["new tokens, nats"] == "n/a"
     assert "failed is not in the report: exit 4: training diverged" in page
 
 
 def test_the_page_stands_alone_in_any_color_scheme(whole):
-    page, summary = whole
-    assert "<script" not in page and "http" not in re.sub(r'xmlns(:\w+)?="\S+"', "", page)
+    page, _ = whole
+    assert "http" not in re.sub(r'xmlns(:\w+)?="\S+"', "", page)
+    (script,) = re.findall("<script>(.*?)</script>", page, re.DOTALL)
+    assert not re.findall(r"import|fetch|eval|Request|src", script)
     assert not re.findall(r'(?:src|href)="(?!#)', page)
     assert page.count("<svg") == 2 and "#000000" not in page and "currentColor" in page
     ids = re.findall(r'clipPath id="(.*?)"', page)
@@ -211,48 +179,206 @@ def test_the_page_stands_alone_in_any_color_scheme(whole):
     # Every tag but these is closed, in order.
     ElementTree.fromstring(re.sub("<!doctype html>|<meta .*?>|&nbsp;", "", page))
     # What a reader looks for comes first.
-    parts = ["<h2>", "Beside gqa (3 seeds)", "<svg", "<table"]
+    parts = ["<h1>", "Only a hint: mqa&#x27;s loss is lower", "<svg", "<table", "<details"]
     places = [page.index(part) for part in parts]
     assert places == sorted(places)
-    assert "margin of 0.01: better: mqa; worse: retention. Found with a chance" in summary
-    assert "by variant: differences of 0.0" in summary
-    assert "trained at commit abc123." in page
-    assert "gqa was trained by python -m tools.compare --margin 0.02, with" in page
+    # These are folded.
+    folded = page[page.index("<details") :]
+    assert "would have been detected (80 % power)." in folded
+    assert "python -m tools.compare --margin 0.02\n\nmodel._target_=" in folded
+    assert "Trained at commit abc123." in folded
 
 
-UNTUNED = "No learning rate was tuned for any variant (--tune does). "
-ENOUGH = "enough: steps={} max_minutes=null, {} a run at the speed of these"
+UNTUNED = "learning rates tuned for each variant (--tune)"
+ENOUGH = "steps={} max_minutes=null, about {} per run at this speed"
+
+
+def tuned(runs: list[Run]) -> list[Run]:
+    """The runs, and a search of learning rates for each variant whose best one is inside."""
+    firsts = {}
+    for run in runs:
+        firsts.setdefault(run.settings["name"], run)
+    searches = []
+    for run in firsts.values():
+        for factor, loss in {0.5: 1.1, 1.0: 1.0, 2.0: 1.1}.items():
+            searches.append(replace(run, factor=factor, lines=[{"val_loss": loss}]))
+    return runs + searches
+
+
+def trained_enough(losses: dict[str, float], num_seeds: int = 3) -> list[Run]:
+    """Runs of variants at these losses, on more than ten tokens per parameter, seeds 0.001 apart."""
+    runs = []
+    for name, loss in losses.items():
+        for seed in range(num_seeds):
+            runs.append(text_run(name, seed, loss + 0.001 * seed, tokens=30_000_000))
+    return runs
+
+
+def answer_of(write, runs: list[Run]) -> str:
+    """What the summary says above its table, beginning with what the page says first."""
+    page, summary = write(runs)
+    lines = summary.splitlines()
+    assert html.unescape(re.search('<p class="answer">(.*?)</p>', page)[1]) == lines[0]
+    assert page.index("<p") == page.index('<p class="answer">')
+    (header,) = [number for number, line in enumerate(lines) if line.split()[0] == "variant"]
+    return " ".join(lines[:header])
+
+
+def test_the_answer_says_which_variant_to_take_and_how_sure_that_is(write):
+    losses = {"gqa": 1.0, "mqa": 0.98, "mha": 0.99, "retention": 1.2}
+    answer = answer_of(write, tuned(trained_enough(losses)))
+    # Dunnett's critical value for three variants and 8 degrees of freedom is 2.88 (his table).
+    half = 2.88 * 0.001 * (2 / 3) ** 0.5
+    interval = f"{0.02 - half:.3f} to {0.02 + half:.3f}"
+    assert answer.startswith(
+        "Take mqa: its loss is lower than gqa's by 0.020 bits per byte "
+        f"(95 % interval {interval}; 3 seeds). mqa needs 50 % of gqa's cache and 9"
+    )
+    assert "Also better than gqa: mha; which of them is best was not tested." in answer
+    assert "Worse: retention." in answer and "To be sure" not in answer
+
+
+def test_without_tuned_rates_the_answer_is_a_hint(write):
+    answer = answer_of(write, trained_enough({"gqa": 1.0, "mqa": 0.98}))
+    assert answer.startswith("Only a hint: mqa's loss is lower than gqa's by 0.020 bits per byte")
+    assert f"To be sure, it takes {UNTUNED}. mqa needs" in answer
+    some = trained_enough({"gqa": 1.0, "mqa": 0.98})
+    some += searched("gqa", {0.5: 1.1, 1.0: 1.0, 2.0: 1.1})
+    assert "it takes learning rates tuned for mqa (--tune)." in answer_of(write, some)
+
+
+def test_no_variant_is_better_for_certain(write):
+    losses = {"gqa": 1.0, "mqa": 1.002, "mha": 1.0001, "retention": 1.2}
+    answer = answer_of(write, tuned(trained_enough(losses)))
+    assert answer == (
+        "No variant is better than gqa for certain. "
+        "As good (at most 0.01 bits per byte worse): mha, mqa (50 % of the cache). "
+        "Worse: retention."
+    )
+    # Nor is it said that rates which were not tuned make no difference.
+    answer = answer_of(write, trained_enough(losses))
+    assert answer.startswith(
+        "No variant is better than gqa for certain, at learning rates that were not tuned. "
+        f"To be sure, it takes {UNTUNED}. As good"
+    )
+
+
+def test_a_small_gain_is_not_rounded_to_nothing(write):
+    runs = tuned(trained_enough({"gqa": 1.0, "mqa": 1.0 - 0.0024}))
+    # 2.776 is the 97.5 % point of Student's t with 4 degrees of freedom.
+    half = 2.776 * 0.001 * (2 / 3) ** 0.5
+    answer = answer_of(write, runs)
+    assert f"by 0.0024 bits per byte (95 % interval {0.0024 - half:.4f} to" in answer
+
+
+def test_what_may_not_be_at_its_best_is_not_judged(write):
+    runs = trained_enough({"gqa": 1.0, "mqa": 0.98})
+    edge = {1.0: 1.0, 2.0: 0.9}
+    inside = {0.5: 1.1, 1.0: 1.0, 2.0: 1.1}
+    answer = answer_of(write, runs + searched("gqa", edge) + searched("mqa", inside))
+    assert answer.startswith("No verdict: the best learning rate of gqa, the baseline, may lie")
+    answer = answer_of(write, runs + searched("gqa", inside) + searched("mqa", edge))
+    assert answer.startswith("No verdict on any variant compared with gqa. No verdict, because")
+    lost = replace(runs[0], lines=[], folder=Path("gqa-7"))
+    answer = answer_of(write, tuned([*runs, lost]))
+    assert answer.startswith("No verdict: training of gqa, the baseline, diverged with 1 seed.")
+    # A variant without any run left is not forgotten.
+    lost = replace(text_run("mha", 0, 1.0), lines=[])
+    assert "diverged with every seed: mha." in answer_of(write, [*runs, lost])
+
+
+def recalled(solved: dict[str, int], num_seeds: int) -> list[Run]:
+    """Runs on recall, of which the first seeds of each variant solve it."""
+    runs = []
+    for name, count in solved.items():
+        runs += [recall_run(name, n, 0.95 if n < count else 0.3) for n in range(num_seeds)]
+    return runs
+
+
+def test_the_answer_of_a_task_counts_seeds_and_says_if_they_suffice(write):
+    # Fisher's exact test of 4 of 4 against 0 of 4: twice 1 / 70, which is less than 5 %.
+    answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 4}, 4)))
+    assert answer.startswith(
+        "Take mqa: 4 of 4 seeds solve recall (at least 90 % accuracy), and 0 of 4 seeds of gqa;"
+    )
+    # Of 3 of 3 against 0 of 3: twice 1 / 20.
+    answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 3}, 3)))
+    assert answer.startswith(
+        "Too little data to choose: 3 of 4 seeds. To be sure, it takes 4 seeds per variant "
+        "(seed=0,1,2,3). Seeds that solve recall: mqa 3 of 3 (50 % of the "
+        "cache), gqa 0 of 3."
+    )
+    # With two variants the level is halved, and 4 seeds no longer do.
+    answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 4, "mha": 1}, 4)))
+    assert answer.startswith("Too little data to choose: 4 of 5 seeds.")
+    answer = answer_of(write, recalled({"gqa": 0, "mqa": 5, "mha": 5}, 5))
+    assert answer.startswith("Only a hint, for mqa: 5 of 5 seeds") and UNTUNED in answer
+    assert "Also better than gqa: mha; which of them is best was not tested." in answer
+    # Where nothing can be better, nothing is missing.
+    answer = answer_of(write, recalled({"gqa": 3, "mqa": 3}, 3))
+    assert answer.startswith("Keep gqa: 3 of 3 seeds solve recall") and "To be sure" not in answer
+    answer = answer_of(write, tuned(recalled({"gqa": 3, "mqa": 4}, 5)))
+    assert answer.startswith("No variant solves recall more often than gqa for certain.")
+    answer = answer_of(write, recalled({"gqa": 0, "mqa": 0}, 3))
+    assert answer.startswith("No variant solves recall: no seed reaches 90 % accuracy.")
+
+
+@pytest.mark.parametrize(
+    "loads, machine, said",
+    [
+        ((0.1, 0.3), {}, "are comparable: on machines of one kind, other programs used 0.1 to 0.3"),
+        ((0.1, 1.4), {}, "are not comparable, because runs differ: other programs used 0.1 to 1.4"),
+        ((0.1, 0.1), {"threads": 2}, "are not comparable, because runs differ: threads 2 or None."),
+        ((None, None), {}, "may not be comparable: the load of other programs was not recorded"),
+    ],
+)
+def test_speeds_at_different_loads_are_not_compared(write, loads, machine, said):
+    runs = [text_run(name, seed, 1.0) for name in ("gqa", "mqa") for seed in range(2)]
+    for run in runs:
+        is_gqa = run.settings["name"] == "gqa"
+        run.other_load = loads[0] if is_gqa else loads[1]
+        if is_gqa:
+            run.settings["machine"] |= machine
+    page, summary = write(runs)
+    assert f"Training speeds {said}" in summary and f"Training speeds {said}" in page
+    load = "n/a" if loads[1] is None else f"{loads[1]}"
+    assert table(page, 1)["mqa"]["cores used by other programs"] == load
 
 
 @pytest.mark.parametrize(
     "ratio, num_seeds, doubt",
     [
         (10.1, 3, None),
-        (9.9, 3, f"9.9 of 10 tokens a parameter ({ENOUGH})"),
-        (10.1, 2, "2 of 3 seeds"),
+        (9.9, 3, ("9.9 of 10 tokens per parameter", f"10 tokens per parameter ({ENOUGH})")),
+        (10.1, 2, ("2 of 3 seeds", "3 seeds per variant (seed=0,1,2)")),
     ],
 )
 def test_the_first_line_says_what_the_runs_can_bear(write, ratio, num_seeds, doubt):
     parameters = sum(p.numel() for p in RUNS[0].model.parameters())
     runs = [
-        text_run("gqa", seed, 1.0, tokens=round(ratio * parameters)) for seed in range(num_seeds)
+        text_run("gqa", seed, 1.0 + 0.01 * seed, name, tokens=round(ratio * parameters))
+        for name in ("name=gqa", "name=same")
+        for seed in range(num_seeds)
     ]
-    first = write(runs)[1].splitlines()[0]
+    first = answer_of(write, tuned(runs))
     if doubt is None:
-        assert first.startswith(f"{UNTUNED}Beside gqa")
+        assert first.startswith("No variant is better than gqa for certain. Undecided")
     else:
         # Steps of 512 tokens, at 100 tokens a second.
         time = timedelta(seconds=round(10 * parameters / 100))
-        doubt = doubt.format(math.ceil(10 * parameters / 512), time)
-        assert first.startswith(f"Too little to choose: {doubt}. {UNTUNED}Beside gqa")
+        short, remedy = doubt
+        remedy = remedy.format(math.ceil(10 * parameters / 512), time)
+        assert first.startswith(f"Too little data to choose: {short}; gqa has the lowest loss")
+        assert f"To be sure, it takes {remedy}. Undecided" in first
 
 
 def test_the_first_line_says_that_one_was_trained_on_fewer_tokens(write):
     sizes = {"gqa": 30_000_000, "mqa": 20_000_000}
     runs = [text_run(name, seed, 1.0, tokens=sizes[name]) for name in sizes for seed in range(3)]
-    first = write(runs)[1].splitlines()[0]
-    doubt = "Too little to choose: 20,000,000 of 30,000,000 tokens. "
-    assert first.startswith(f"{doubt}{UNTUNED}Beside gqa")
+    first = answer_of(write, runs)
+    doubt = "Too little data to choose: some runs saw 20,000,000 tokens and others 30,000,000; "
+    assert first.startswith(doubt)
+    assert f"it takes the same number of tokens for all runs; {UNTUNED}." in first
 
 
 def test_the_settings_of_a_variant_are_those_that_its_baseline_has_otherwise():
@@ -264,16 +390,48 @@ def test_the_settings_of_a_variant_are_those_that_its_baseline_has_otherwise():
     assert window_nope.startswith("kinds.local.window=128, kinds.full.rope_base=None, _target_=")
 
 
-@pytest.mark.parametrize("count", [3, 30])
-def test_the_rows_of_a_plot_have_their_names_beside_them(count):
+@pytest.mark.parametrize("count", [2, 5, 30])
+def test_the_rows_of_a_plot_have_their_names_next_to_them(count):
     draw = np.random.default_rng(0)
     rows = [ForestRow(f"v{n}", draw.normal(size=5).tolist(), (-1.0, 1.0)) for n in range(count)]
     figure = draw_forest(rows, "loss", {"equal": 0.0, "margin": 0.01})
     figure.draw_without_rendering()
-    labels = figure.axes[0].get_yticklabels()
+    (axes,) = figure.axes
+    labels = axes.get_yticklabels()
     assert [label.get_text() for label in labels] == [row.label for row in rows]
     boxes = [label.get_window_extent() for label in labels]
-    # From top to bottom, without overlap, inside the picture.
+    # From top to bottom, without overlap, inside the picture, and not on the edges of the plot.
     for above, below in pairwise(boxes):
         assert above.y0 >= below.y1
     assert min(box.x0 for box in boxes) >= 0 and boxes[-1].y0 >= 0
+    bottom, top = axes.get_ylim()
+    assert bottom - (count - 1) >= 0.4 and 0 - top >= 0.4
+
+
+def test_rows_far_from_the_others_do_not_stretch_the_axis_of_a_plot():
+    near = [ForestRow(f"v{n}", [0.01 * n, 0.01 * n + 0.01], None) for n in range(5)]
+    far = ForestRow("far", [5.0, 5.25, 0.02], (4.0, 6.0))
+    figure = draw_forest([*near, far], "loss", {"equal": 0.0})
+    (axes,) = figure.axes
+    low, high = axes.get_xlim()
+    assert -0.1 < low < 0 and 0.06 < high < 0.3
+    # What lies outside is an arrow at the end, and its values next to the row.
+    assert [text.get_text() for text in axes.texts[2:]] == ["2 seeds: +5 to +5.25"]
+    arrows = [line for line in axes.lines if line.get_marker() == ">"]
+    assert [line.get_xydata().tolist() for line in arrows] == [[[high, 5]]]
+    # Every seed inside is a dot.
+    dots = [line.get_xdata() for line in axes.lines if line.get_marker() == "."]
+    assert [len(row) for row in dots] == [2, 2, 2, 2, 2, 3]
+    figure.draw_without_rendering()
+    assert axes.texts[-1].get_window_extent().x1 <= figure.bbox.x1
+
+
+def test_a_plot_says_at_its_axis_which_direction_is_better():
+    losses = report.compare_losses(sort_runs(RUNS[:9]), 0.01).figure
+    accuracies = report.compare_accuracies(sort_runs(RUNS[9:])).figure
+    # Above the line of the baseline too.
+    above = [text.get_text().strip() for text in losses.axes[0].texts[:2]]
+    assert above == ["\N{LEFTWARDS ARROW} better", "worse \N{RIGHTWARDS ARROW}"]
+    assert losses.axes[0].get_xlabel().startswith("\N{LEFTWARDS ARROW} better")
+    assert losses.axes[0].get_xlabel().endswith("worse \N{RIGHTWARDS ARROW}")
+    assert accuracies.axes[0].get_xlabel().endswith("better \N{RIGHTWARDS ARROW}")

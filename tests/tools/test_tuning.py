@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tools.compare.report import Comparison, withhold_verdicts
+from tools.compare.comparison import Comparison, withhold_verdicts
 from tools.compare.statistics import judge
 from tools.compare.tuning import FACTORS, FARTHEST, Optimum, find_optimum, next_factor, rate_losses
 

@@ -28,23 +28,19 @@ class Result(NamedTuple):
     verdicts: dict[str, Verdict]
     is_unequal: bool
 
-    def cells(self, name: str) -> dict[str, str]:
-        """The mean of a variant, its difference to the baseline, and the verdict."""
+    def cells(self, name: str) -> tuple[str, str, str]:
+        """The mean of a variant, its difference from the baseline, and the verdict."""
         if name not in self.samples:
-            return {self.title: "n/a"}
+            return "n/a", "", ""
         text = "baseline"
-        differs = ""
+        difference = ""
         if name in self.verdicts:
             verdict = self.verdicts[name]
             text = verdict.text
-            differs = f"{verdict.difference:+z.4f}"
+            difference = f"{verdict.difference:+z.4f}"
             if not math.isnan(verdict.low):
-                differs += f" [{verdict.low:+z.4f}, {verdict.high:+z.4f}]"
-        return {
-            self.title: f"{fmean(self.samples[name]):.4f}",
-            f"difference in {self.title}": differs,
-            f"verdict on {self.title}": text,
-        }
+                difference += f" [{verdict.low:+z.4f}, {verdict.high:+z.4f}]"
+        return f"{fmean(self.samples[name]):.4f}", difference, text
 
 
 def slice_loss(run: Run, name: str) -> float | None:

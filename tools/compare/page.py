@@ -1,30 +1,69 @@
-"""A page of HTML that needs no other file and no script."""
+"""A page of HTML that needs no other file."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html import escape
 from io import StringIO
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from pandas import DataFrame, option_context
+from pandas import DataFrame
 
+# A word breaks only if it is longer than a line of text. Tables that are wider than the screen scroll
+# inside their own box, and the figure is not higher than the screen.
 STYLE = """
-:root { color-scheme: light dark; --faint: light-dark(#6b6b6b, #a0a0a0) }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
-       overflow-wrap: anywhere }
-h1 { font-size: 1.5rem } h2 { font-size: 1.2rem; margin-top: 2rem }
-table { border-collapse: collapse; display: block; overflow-x: auto; margin: 1rem 0 }
-th, td { padding: .3rem .4rem; border-bottom: 1px solid #8884; text-align: right;
-         vertical-align: top }
-td { font-size: .9rem; font-variant-numeric: tabular-nums }
-th { font-size: .85rem }
-th:first-child, td:first-child { position: sticky; left: 0; background: Canvas }
-th:first-child, td:first-child, tr > :last-child { text-align: left }
-figure { display: inline-block; width: min(36rem, 100%); margin: 0 1rem 1rem 0 }
-figcaption { font-size: .9rem; color: var(--faint) }
-svg { width: 100%; height: auto; fill: currentColor }
+:root { color-scheme: light dark; --faint: light-dark(#5f5f5f, #a8a8a8); --line: #8885 }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 58rem; margin: 1rem auto 4rem;
+       padding: 0 1rem }
+h1 { font-size: 1rem; font-weight: normal; color: var(--faint); margin: 0 }
+h2 { font-size: 1rem; color: var(--faint); margin: 2rem 0 0; font-weight: normal }
+p { margin: .5rem 0; max-width: 48rem; overflow-wrap: break-word }
+p.answer { font-size: 1.35rem; line-height: 1.35; font-weight: 600 }
+p.faint, figcaption { font-size: .9rem; color: var(--faint) }
+figure { margin: 1rem 0; max-width: 40rem }
+svg { display: block; width: 100%; height: auto; max-height: 78vh; fill: currentColor }
+.scroll { overflow-x: auto; margin: 1rem 0 }
+table { border-collapse: collapse }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right;
+         vertical-align: top; font-size: .9rem; font-variant-numeric: tabular-nums }
+thead th { vertical-align: bottom }
+th:first-child, .text { text-align: left }
+th:first-child { position: sticky; left: 0; background: Canvas }
+td { white-space: nowrap }
+td.long { white-space: normal; min-width: 24rem }
+th button { font: inherit; color: inherit; background: none; border: 0; padding: 0;
+            text-align: inherit; cursor: pointer }
+th button::after { content: "\\a0\\2195"; color: var(--faint) }
+th[aria-sort=ascending] button::after { content: "\\a0\\2191" }
+th[aria-sort=descending] button::after { content: "\\a0\\2193" }
+details { border-top: 1px solid var(--line); padding: .4rem 0 }
+summary { cursor: pointer; font-weight: 600 }
+pre { overflow-x: auto; font-size: .85rem; line-height: 1.4 }
 """
-
+# A click on a title sorts the rows of its table by that column: first ascending, then descending.
+# In both directions, numbers come before words, and empty cells come last.
+SCRIPT = """
+function sortBy(header) {
+  const table = header.closest("table");
+  const direction = header.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+  const text = row => row.cells[header.cellIndex].textContent.trim();
+  const number = row => parseFloat(text(row).replaceAll(",", ""));
+  const rank = row => text(row) === "" ? 2 : Number.isFinite(number(row)) ? 0 : 1;
+  const compare = (a, b) =>
+    rank(a) === 0 ? number(a) - number(b) : text(a).localeCompare(text(b));
+  const rows = [...table.tBodies[0].rows];
+  rows.sort((a, b) => rank(a) - rank(b) || direction * compare(a, b));
+  for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
+  header.setAttribute("aria-sort", direction === 1 ? "ascending" : "descending");
+  table.tBodies[0].append(...rows);
+}
+for (const button of document.querySelectorAll("th button"))
+  button.addEventListener("click", () => sortBy(button.parentElement));
+"""
+LONG = 40  # characters, beyond which a cell may have several lines
+NUMBER = re.compile(r"[-+]?\d")  # the beginning of a cell with a number
+UNKNOWN = ("", "n/a", "never")  # other cells of a column of numbers
 
 Rows = list[dict[str, str]]  # by the titles of the columns; a row may lack some
 
@@ -36,19 +75,33 @@ class Page:
         self.blocks = [
             '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width">'
-            f"<title>Comparison</title><style>{STYLE}</style>\n<h1>Comparison</h1>"
+            f"<title>Comparison</title><style>{STYLE}</style>"
         ]
 
     def html(self) -> str:
-        return "\n".join([*self.blocks, "</html>\n"])
+        return "\n".join([*self.blocks, f"<script>{SCRIPT}</script>", "</html>\n"])
 
-    def paragraph(self, text: str, tag: str = "p") -> None:
-        self.blocks.append(f"<{tag}>{escape(text)}</{tag}>")
+    def paragraph(self, text: str, tag: str = "p", style: str = "") -> None:
+        """Add a text, which is left out if it is empty."""
+        if text:
+            style = f' class="{style}"' if style else ""
+            self.blocks.append(f"<{tag}{style}>{escape(' '.join(text.split()))}</{tag}>")
+
+    def code(self, lines: list[str]) -> None:
+        """Add lines that are shown as they are. Long ones scroll."""
+        self.blocks.append(f'<pre tabindex="0">{escape(chr(10).join(lines))}</pre>')
+
+    @contextmanager
+    def folded(self, title: str) -> Iterator[None]:
+        """What is added inside is hidden until the reader clicks on the title."""
+        self.blocks.append(f"<details><summary>{escape(title)}</summary>")
+        yield
+        self.blocks.append("</details>")
 
     def figure(self, figure: Figure, caption: str) -> str:
         """Add a figure, and return its SVG. Its black becomes the color of the text around it."""
         buffer = StringIO()
-        # The names of its parts follow from their order, and not from chance.
+        # The ids of its parts follow from their order, not from chance.
         with rc_context({"svg.hashsalt": str(len(self.blocks))}):
             figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         _, tag, drawing = buffer.getvalue().partition("<svg")
@@ -58,10 +111,34 @@ class Page:
         self.blocks.append(f"<figure>{svg}<figcaption>{caption}</figcaption></figure>")
         return svg
 
-    def table(self, rows: Rows) -> None:
-        frame = DataFrame(rows).fillna("")
-        with option_context("display.max_colwidth", None):
-            self.blocks.append(frame.to_html(index=False, border=0))
+    def table(self, rows: Rows, sorted_by: str = "") -> None:
+        """Add a table that scrolls by itself, and sorts by the column whose title is clicked."""
+        titles = list(dict.fromkeys(title for row in rows for title in row))
+        header = ""
+        body = ["" for _ in rows]
+        for number, title in enumerate(titles):
+            texts = [row.get(title, "") for row in rows]
+            style = column_style(texts)
+            state = ' aria-sort="ascending"' if title == sorted_by else ""
+            button = f'<button type="button">{escape(title)}</button>'
+            header += f'<th scope="col" class="{style}"{state}>{button}</th>'
+            for index, text in enumerate(texts):
+                if number == 0:
+                    body[index] += f'<th scope="row">{escape(text)}</th>'
+                else:
+                    body[index] += f'<td class="{style}">{escape(text)}</td>'
+        lines = "\n".join(f"<tr>{cells}</tr>" for cells in body)
+        self.blocks.append(
+            '<div class="scroll" tabindex="0"><table>\n'
+            f"<thead><tr>{header}</tr></thead>\n<tbody>\n{lines}\n</tbody></table></div>"
+        )
+
+
+def column_style(texts: list[str]) -> str:
+    """How a column is aligned, and whether its cells may have several lines."""
+    if all(NUMBER.match(text) or text in UNKNOWN for text in texts):
+        return "number"
+    return "text long" if max(map(len, texts)) > LONG else "text"
 
 
 def plain_table(rows: Rows) -> str:

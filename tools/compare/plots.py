@@ -1,28 +1,41 @@
 """The plots of a comparison: rows of points with intervals, and losses by rate."""
 
 import math
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 from matplotlib import color_sequences, cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import MaxNLocator
 
 from tools.compare.tuning import Losses
 
-WIDTH = 5.6  # inches: its letters can be read on a screen of 400 pixels
-ROW = 0.24  # inches
+# Inches. Drawn 40 rem wide, 30 rows fit a screen of 800 pixels; on one of 390 pixels, the letters
+# of 8 points can still be read.
+WIDTH = 4.6
+ROW = 0.22
+MAX_ROWS_HEIGHT = 4.2
+MAX_LABEL = 26  # letters of the name of a row
+REACH = 3.0  # how many times the typical distance from the middle row the axis shows
 COLORS = color_sequences["petroff10"]  # told apart by color-blind readers: 2107.02270
 # Ten colors with the first marker and line, then with the next.
 STYLES = cycler(marker=["o", "s", "^"], linestyle=["-", "--", ":"]) * cycler(color=COLORS)
-in_bytes = EngFormatter(unit="B", places=1)  # 66048 -> 66.0 kB
+VERDICT_COLORS = {"better": COLORS[0], "worse": COLORS[6]}  # blue, orange
+OTHER_COLOR = "gray"
 
 
 class ForestRow(NamedTuple):
     label: str
     points: list[float]
     interval: tuple[float, float] | None
+    verdict: str = ""
+
+    @property
+    def values(self) -> list[float]:
+        """All that is drawn: the points, and the ends of the interval if these are known."""
+        ends = self.interval or ()
+        return [value for value in (*self.points, *ends) if math.isfinite(value)]
 
 
 def new_figure(xlabel: str, ylabel: str, height: float) -> tuple[Figure, Axes]:
@@ -34,24 +47,102 @@ def new_figure(xlabel: str, ylabel: str, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def draw_forest(rows: list[ForestRow], xlabel: str, lines: dict[str, float]) -> Figure:
+def draw_forest(
+    rows: list[ForestRow],
+    xlabel: str,
+    lines: dict[str, float],
+    limits: tuple[float, float] | None = None,
+    directions: tuple[str, str] = ("", ""),
+) -> Figure:
     """Plot rows from top to bottom: a dot for each point, and the interval with its middle.
 
-    `lines` are values on the axis that are marked in all rows, by their labels.
+    `lines` are values on the axis that are marked in all rows, by their labels. Without `limits` of
+    the axis, rows far from most others do not stretch it: arrows at its ends stand for the points
+    outside, and their values are written to the right of the row. `directions` say what lies to the
+    left and to the right of the first of the lines, above it and at the axis.
     """
-    figure, axes = new_figure(xlabel, "", 1.0 + ROW * len(rows))
+    row_height = min(ROW, MAX_ROWS_HEIGHT / len(rows))
+    to_left, to_right = directions
+    axis_label = "      ".join(filter(None, (to_left, xlabel, to_right)))
+    figure, axes = new_figure(axis_label, "", 1.0 + row_height * len(rows))
+    low, high = limits or axis_limits(rows, lines)
     for style, (label, value) in zip(("-", ":"), lines.items(), strict=False):
         axes.axvline(value, color="gray", linestyle=style, linewidth=1, label=label)
+
+    # Directions to both sides of the first line, above it.
+    origin = next(iter(lines.values()))
+    for text, alignment in ((f"{to_left}  ", "right"), (f"  {to_right}", "left")):
+        axes.text(
+            origin, 1.01, text, transform=axes.get_xaxis_transform(), ha=alignment, fontsize=8
+        )
+
     for height, row in enumerate(rows):
-        heights = [height] * len(row.points)
-        axes.plot(row.points, heights, ".", color=COLORS[0], alpha=0.5, markersize=4)
+        color = VERDICT_COLORS.get(row.verdict, OTHER_COLOR)
         if row.interval is not None and all(map(math.isfinite, row.interval)):
-            axes.plot(row.interval, [height] * 2, "-", color="black", marker="|", linewidth=1.2)
-            axes.plot(fmean(row.interval), height, "D", color="black", markersize=3)
-    axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
-    axes.invert_yaxis()
-    figure.legend(loc="outside upper right", ncols=2, fontsize=7, frameon=False)
+            axes.plot(row.interval, [height] * 2, "-", color=color, marker="|", linewidth=1.5)
+            axes.plot(fmean(row.interval), height, "D", color=color, markersize=3.5)
+        axes.plot(row.points, [height] * len(row.points), ".", color="black", markersize=3)
+
+        # An arrow at the end of the axis for what lies outside.
+        below = [point for point in row.points if point < low]
+        above = [point for point in row.points if point > high]
+        for outside, end, marker in ((below, low, "<"), (above, high, ">")):
+            if outside:
+                axes.plot(end, height, marker, color=color, markersize=5, clip_on=False)
+        if below or above:
+            text = describe_outside(below, above)
+            place = (1.03, height)
+            across = ("axes fraction", "data")
+            axes.annotate(text, place, xycoords=across, va="center", fontsize=7)
+
+    axes.set_xlim(low, high)
+    axes.set_ylim(len(rows) - 0.4, -0.6)  # from top to bottom, with half a row at the edges
+    axes.set_yticks(range(len(rows)), [shorten(row.label) for row in rows], fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.xaxis.label.set_size(8)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    figure.legend(loc="outside lower center", ncols=2, fontsize=7, frameon=False)
     return figure
+
+
+def axis_limits(rows: list[ForestRow], lines: dict[str, float]) -> tuple[float, float]:
+    """The ends of the axis: all values, except those far from the middle of most rows.
+
+    The typical distance is the median over the rows of the distance from the median row, but at
+    least the median width of a row. The values of `lines` are inside.
+    """
+    drawn = [row.values for row in rows if row.values]
+    middles = [fmean(values) for values in drawn]
+    middle = median(middles)
+    distance = median(abs(each - middle) for each in middles)
+    width = median(max(values) - min(values) for values in drawn)
+    reach = REACH * max(distance, width)
+    low = max(middle - reach, min(min(values) for values in drawn))
+    high = min(middle + reach, max(max(values) for values in drawn))
+    low = min(low, *lines.values())
+    high = max(high, *lines.values())
+    space = 0.04 * (high - low) or 0.01
+    return low - space, high + space
+
+
+def describe_outside(below: list[float], above: list[float]) -> str:
+    """The values of the points beyond the ends of the axis: "3 seeds: 0.12 to 0.15"."""
+    texts = []
+    for points in (below, above):
+        if points:
+            ends = list(dict.fromkeys(f"{point:+.3g}" for point in (min(points), max(points))))
+            noun = "seed" if len(points) == 1 else "seeds"
+            texts.append(f"{len(points)} {noun}: {' to '.join(ends)}")
+    return "; ".join(texts)
+
+
+def shorten(label: str) -> str:
+    """Leave out the middle of a long label."""
+    if len(label) <= MAX_LABEL:
+        return label
+    half = MAX_LABEL // 2
+    return f"{label[:half]}\u2026{label[1 - half :]}"
 
 
 def draw_searches(losses: dict[str, Losses]) -> Figure:

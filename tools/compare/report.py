@@ -1,8 +1,7 @@
 """Writes the report of a comparison, report.html, from the records of its runs."""
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import defaultdict
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -11,58 +10,64 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from run.errors import without_fix
-from run.progress import duration
-from tools.compare.measures import (
-    NEAR_FLOOR,
-    SOLVED,
-    TEXT_PARTS,
-    Result,
-    evaluate,
-    num_solved,
-    tokens_until_solved,
-)
-from tools.compare.page import Page, plain_table
-from tools.compare.plots import ForestRow, draw_forest, draw_searches, in_bytes
-from tools.compare.runs import Groups, Run, changes, command, group_by_variant
-from tools.compare.statistics import Verdict
-from tools.compare.tuning import Losses, find_optimum, rate_losses
+from run.threads import FEW_CORES
+from tools.compare.answer import Answer, answer_accuracies, answer_losses, describe_power
+from tools.compare.comparison import Comparison, judge_measure, sort_runs
+from tools.compare.measures import SOLVED, TEXT_PARTS, num_solved, tokens_until_solved
+from tools.compare.page import Page, Rows, plain_table
+from tools.compare.plots import ForestRow, draw_forest, draw_searches
+from tools.compare.runs import Groups, Run, changes, command
+from tools.compare.tuning import Losses, find_optimum
 
-# What a choice takes at least. With fewer seeds, only large differences show. With fewer tokens,
-# the ranking may change with more training; 20 are optimal for their compute (Hoffmann et al.,
-# 2203.15556).
-MIN_SEEDS = 3
-MIN_TOKENS = 10  # a parameter
+# Settings of a machine that change its speed.
+SPEED_KEYS = ("device", "threads", "processes", "precision", "compiled")
 VERDICTS = """
-Verdict: of the 95 % intervals of all variants together (seeds not paired), "better" and "worse"
-ones leave out zero, and "as good" ones end within the margin, on the bad side. "Cannot tell" is not
-equal: it says which difference these seeds would have found with a chance of 80 %. Variants whose
-best learning rate lies at the edge of what was tried have no verdict.
+The brackets hold a 95 % confidence interval of the difference from the baseline. The intervals of
+all variants hold together: in 95 of 100 comparisons like this one, every interval contains the true
+difference. Seeds are not paired.
 """
-EQUAL = """
-Intervals are those of Dunnett's test, with the variance pooled over the variants.
+VERDICT_NAMES = """
+Better: the whole interval is below zero. As good: the variant is worse by at most the margin of
+{margin:g}, which should be chosen before training. Worse: the whole interval is above zero, and it
+reaches beyond the margin. Cannot tell: the runs allow both. That does not mean equal: more seeds
+may show a difference. A variant gets no verdict if its best learning rate, or that of the baseline,
+is the lowest or the highest one tried, or if training diverged with some seeds.
 """
+EQUAL = "The intervals are from Dunnett's test, with one variance pooled over all variants."
 UNEQUAL = """
-The spreads of the variants differ (Bartlett's test): intervals are those of Welch's t-tests with
-Bonferroni's correction, of which more err with few seeds.
+Some variants vary more between seeds than others (Bartlett's test), so the intervals are from
+Welch's t-tests with Bonferroni's correction. With few seeds, these miss the true difference more
+often than stated.
+"""
+ACCURACIES = """
+A seed solves the task if its accuracy reaches {solved:.0f} %. Training either finds the solution or
+does not, so accuracies have no useful mean, and seeds are counted instead. A variant is called
+better if Fisher's exact test at 5 %, corrected for the number of variants, rules out chance. The
+floor of {floor:.3f} is the accuracy of guessing the most frequent answer each time.
 """
 PARTS = """
-Repeated tokens complete a bigram that occurred earlier in the same context; new tokens are all
-others. "4 x the context" is by how much the loss of the last tokens of windows of four times the
-training context exceeds that of the same tokens behind one training context, without more training
-or scaled positions. The intervals of all these columns hold together.
+Repeated tokens are those that complete a pair of tokens which occurred earlier in the same context;
+all other tokens are new. "4 x the context" shows what happens on longer texts than the model was
+trained on: the loss on the last tokens of windows that are four times as long as the training
+context, minus the loss on the same tokens with one training context in front of them. The model is
+not trained further, and positions are not rescaled. All intervals of this table hold together.
 """
 COSTS = """
-The first line of configs/attention/NAME.yaml says what an attention is. The cache holds one row of
-a full context in bf16. Training speed is the median over the lines of a log. Decoding is measured
-at full context with the first seed's model as generate.py loads it, and not compiled. FLOPs are
-those of forward and backward. Of all settings, the last column has those that differ from the
-baseline's (kinds.NAME: of the layers of one kind); where sizes are matched, the width of the
-feed-forward does that.
+The cache is the memory that one sequence of a full context needs in bf16. FLOPs are for training:
+one forward and one backward pass. The training speed of a run is the median over the lines of its
+log. Decoding is measured at full context, with the model of the first seed as generate.py loads it,
+without compilation.
+"""
+SETTINGS = """
+Only settings that differ from the baseline are listed; kinds.NAME is for the layers of one kind.
+If parameters or FLOPs are matched (--match), the feed-forward width, hidden, makes up the
+difference. The first line of configs/attention/NAME.yaml describes an attention.
 """
 TUNING = """
-Each variant was trained at several factors of all learning rates, with a seed that judges nothing.
-The runs above have the factor at which a parabola in its logarithm is lowest. Off by two: by how
-much a rate of half or twice the optimum raises the loss.
+Each variant was first trained with all of its learning rates multiplied by several factors, with a
+seed that is not used for the verdicts. A parabola was fitted to the loss over the logarithm of the
+factor; the runs that are compared use the factor where it is lowest. "Off by two" is by how much
+the fitted loss rises if the learning rate is half or twice the best one.
 """
 
 
@@ -85,48 +90,34 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for (task, dim), members in parts.items():
-        page.paragraph(f"{task}, models of dim {dim}, context {members[0].model.context}", "h2")
+        context = members[0].model.context
+        page.paragraph(f"Comparison on {task}: models of dim {dim}, context {context}", "h1")
         figure, text = add_comparison(page, members, margin)
         if figure:
             (folder / f"{task}-{dim}.svg").write_text(figure, encoding="utf-8")
         lines.append(text)
 
-    for line in missing:
-        page.paragraph(line)
+    if missing:
+        with page.folded(f"Runs that are not in this report: {len(missing)}"):
+            for line in missing:
+                page.paragraph(line)
     commits = sorted({str(run.commit) for run in runs})
-    page.paragraph(f"Made by {command()}; trained at commit {', '.join(commits)}.")
+    page.paragraph(f"Trained at commit {', '.join(commits)}. This page was made by:", style="faint")
+    page.code([command()])
     file = folder / "report.html"
     file.write_text(page.html(), encoding="utf-8")
     return "\n".join([*lines, *missing, f"written: {file}, which any browser opens"])
 
 
 @dataclass
-class Comparison:
-    """The runs of one task and model size, and what is known of the variants besides.
-
-    `baseline` is the name of the variant that all are compared with. It has no group where none of
-    its runs judges.
-    """
-
-    groups: Groups  # the runs that judge, of each variant; the best first
-    baseline: str
-    losses: dict[str, Losses]  # of each variant that has searched for learning rates
-    diverged: Counter  # seeds of each variant
-
-    @property
-    def first(self) -> Run:
-        """The first run of the baseline."""
-        return self.groups[self.baseline][0]
-
-
-@dataclass
 class Findings:
-    """How the variants of a comparison differ: clauses, a plot, cells of each variant, notes."""
+    """How the variants of a comparison differ: the answer, a plot, cells by variant, notes."""
 
-    text: str
+    answer: Answer
     figure: Figure
     caption: str
     cells: dict[str, dict[str, str]]
+    sorted_by: str  # the title of the column
     notes: list[str]
 
 
@@ -134,101 +125,94 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
     """Add all about the runs of one task and size -> the SVG of their verdicts, and a summary."""
     comparison = sort_runs(runs)
     groups = comparison.groups
-    baseline = comparison.baseline
-    if baseline not in groups:
+    if not groups:
+        text = (
+            f"No answer yet: no run of {comparison.baseline}, the baseline, has finished. "
+            f"Variants whose learning rates were searched: {len(comparison.losses)}."
+        )
+        page.paragraph(text, style="answer")
         if comparison.losses:
             add_searches(page, comparison.losses)
-        return "", (
-            f"{baseline}, the baseline, has no run that judges; "
-            f"variants that have searched for learning rates: {len(comparison.losses)}."
-        )
+        return "", text
+
     # A task is solved or not, which has no mean; a loss has a difference, and a verdict.
     first = comparison.first
     if first.floor is None:
         findings = compare_losses(comparison, margin)
     else:
         findings = compare_accuracies(comparison)
-    summary = (
-        f"{doubts(comparison)}Beside {baseline} ({len(groups[baseline])} seeds), {findings.text}"
-    )
 
-    # What a reader looks for comes first.
-    page.paragraph(summary)
+    # The answer first, then the figure and the table.
+    answer = findings.answer
+    page.paragraph(answer.headline, style="answer")
+    for remark in answer.remarks:
+        page.paragraph(remark)
     svg = page.figure(findings.figure, findings.caption)
+    for clause in answer.verdicts:
+        page.paragraph(clause)
     rows = []
     for name, members in groups.items():
-        row = {"variant": name, **findings.cells[name]}
-        search = comparison.losses.get(members[0].settings["name"])
-        if search:
-            row["rates x"] = f"{find_optimum(search).factor:.3g}"
-        rows.append(row | cost_cells(members))
-    with_settings = []
-    for row in rows:
-        members = groups[row["variant"]]
-        with_settings.append(row | {"settings": changes(members[0], first)})
-    page.table(with_settings)
-    for note in findings.notes:
-        page.paragraph(note)
+        rows.append({"variant": name, **findings.cells[name], **size_cells(members[0])})
+    page.table(rows, findings.sorted_by)
 
+    # Everything else is folded.
+    with page.folded("How to read the table"):
+        for note in findings.notes:
+            page.paragraph(note)
+    speeds = add_costs(page, groups)
     if first.task == "text":
         add_parts(page, comparison)
     if comparison.losses:
         add_searches(page, comparison.losses)
-    settings = ", ".join(f"{key}={value}" for key, value in first.settings_except(()).items())
-    page.paragraph(
-        f"{baseline} was trained by {first.command or 'train.py'}, with these settings and on this "
-        f"machine: {settings}"
-    )
-    return svg, f"{summary}\n{plain_table(rows)}"
+    add_settings(page, comparison)
 
-
-def sort_runs(runs: list[Run]) -> Comparison:
-    """Sort the runs of a comparison, of which the first tells the baseline."""
-    searches = defaultdict(list)
-    diverged = Counter()
-    judged = []
-    for run in runs:
-        if run.factor is not None:
-            searches[run.settings["name"]].append(run)
-        elif run.has_diverged:
-            diverged[run.settings["name"]] += 1
-        else:
-            judged.append(run)
-    losses = {name: rate_losses(members) for name, members in searches.items()}
-
-    # The first group is that of the baseline, which may have a longer name than its runs.
-    baseline = runs[0].baseline or runs[0].settings["name"]
-    judged.sort(key=lambda run: run.settings["name"] != baseline)
-    if not judged or judged[0].settings["name"] != baseline:
-        return Comparison({}, baseline, losses, diverged)
-    groups = group_by_variant(judged)
-    baseline = next(iter(groups))  # groups keep the order of the runs
-    means = {name: fmean(run.loss for run in members) for name, members in groups.items()}
-    is_accuracy = judged[0].floor is not None
-    best_first = sorted(means, key=means.get, reverse=is_accuracy)
-    return Comparison({name: groups[name] for name in best_first}, baseline, losses, diverged)
+    for row in rows:
+        row["training, tokens/s"] = mean_speed(groups[row["variant"]])
+    return svg, "\n".join([str(answer), plain_table(rows), speeds])
 
 
 def compare_losses(comparison: Comparison, margin: float) -> Findings:
     """Judge the losses on text."""
     groups = comparison.groups
     baseline = comparison.baseline
-    title = comparison.first.metric_name
-    result = judge_measure(comparison, title, attrgetter("loss"), margin)
-    marks = {"equal": 0.0, f"margin {margin:g}": margin}
+    unit = comparison.first.metric_name
+    result = judge_measure(comparison, unit, attrgetter("loss"), margin)
+    titles = (f"loss, {unit}", f"difference from {baseline}", "verdict")
+    cells = {}
+    for name in groups:
+        cells[name] = dict(zip(titles, result.cells(name), strict=True))
+
+    # A dot for each seed and the interval, as differences from the mean of the baseline.
     center = fmean(run.loss for run in groups[baseline])
+    rows = []
+    for name, runs in groups.items():
+        points = [run.loss - center for run in runs]
+        if name in result.verdicts:
+            verdict = result.verdicts[name]
+            rows.append(ForestRow(name, points, (verdict.low, verdict.high), verdict.text))
+        else:
+            rows.append(ForestRow(f"{name} (baseline)", points, None))
+    figure = draw_forest(
+        rows,
+        f"difference from {baseline}, {unit}",
+        {f"mean of {baseline}": 0.0, f"margin {margin:g}": margin},
+        directions=("\N{LEFTWARDS ARROW} better", "worse \N{RIGHTWARDS ARROW}"),
+    )
     return Findings(
-        text=verdict_clauses(result, margin),
-        figure=draw_losses(
-            groups,
-            f"{title}: difference to {baseline}, less is better",
-            marks,
-            center,
-            result.verdicts,
+        answer=answer_losses(comparison, result, margin),
+        figure=figure,
+        caption=(
+            "A dot is a seed, a diamond the mean difference, and a line its 95 % interval. "
+            "Blue: better. Orange: worse. Gray: neither."
         ),
-        caption="a dot for each seed, and 95 % intervals of all variants together",
-        cells={name: result.cells(name) for name in groups},
-        notes=[VERDICTS, UNEQUAL if result.is_unequal else EQUAL, COSTS],
+        cells=cells,
+        sorted_by=titles[0],
+        notes=[
+            VERDICTS,
+            VERDICT_NAMES.format(margin=margin),
+            describe_power(result),
+            UNEQUAL if result.is_unequal else EQUAL,
+        ],
     )
 
 
@@ -236,121 +220,24 @@ def compare_accuracies(comparison: Comparison) -> Findings:
     """Count the seeds that solve a task."""
     groups = comparison.groups
     first = comparison.first
-    diverged = comparison.diverged
-    marks = {f"floor {first.floor:.3f}": first.floor, f"solved {SOLVED:g}": SOLVED}
-    return Findings(
-        text=accuracy_clauses(groups, first, diverged),
-        figure=draw_losses(groups, first.metric_name, marks, 0.0, {}),
-        caption="a dot for each seed",
-        cells={name: accuracy_cells(runs, diverged[name]) for name, runs in groups.items()},
-        notes=[COSTS],
+    cells = {}
+    for name, runs in groups.items():
+        cells[name] = accuracy_cells(runs, comparison.num_diverged(name))
+    rows = [ForestRow(name, [run.loss for run in runs], None) for name, runs in groups.items()]
+    figure = draw_forest(
+        rows,
+        first.metric_name,
+        {f"floor {first.floor:.3f}": first.floor, f"solved {SOLVED:g}": SOLVED},
+        limits=(-0.03, 1.03),
+        directions=("", "better \N{RIGHTWARDS ARROW}"),
     )
-
-
-def judge_measure(
-    comparison: Comparison,
-    title: str,
-    measure: Callable[[Run], float | None],
-    margin: float,
-    num_measures: int = 1,
-) -> Result:
-    """Measure all runs and judge the variants, except those whose verdict is withheld."""
-    result = evaluate(title, measure, comparison.groups, comparison.baseline, margin, num_measures)
-    return result._replace(verdicts=withhold_verdicts(result.verdicts, comparison))
-
-
-def withhold_verdicts(verdicts: dict[str, Verdict], comparison: Comparison) -> dict[str, Verdict]:
-    """Take back verdicts where the best rate of the variant or of the baseline may be missing.
-
-    Also where some of its seeds diverged: what the others have in common is that they did not.
-    """
-    outside = set()
-    for name, losses in comparison.losses.items():
-        if not find_optimum(losses).is_inside:
-            outside.add(name)
-    remaining = {}
-    for name, verdict in verdicts.items():
-        # Namesakes are told apart by what follows a blank; searches and seeds have the name alone.
-        pair = {name.partition(" ")[0], comparison.baseline.partition(" ")[0]}
-        text = verdict.text
-        if pair & outside:
-            text = "best rate at the edge"
-        if pair & comparison.diverged.keys():
-            text = "seeds diverged"
-        remaining[name] = verdict._replace(text=text)
-    return remaining
-
-
-def doubts(comparison: Comparison) -> str:
-    """What the runs cannot bear, of all variants the one with the least; "" without any."""
-    groups = comparison.groups
-    found = []
-    seeds = min(map(len, groups.values()))
-    if seeds < MIN_SEEDS:
-        found.append(f"{seeds} of {MIN_SEEDS} seeds")
-    firsts = [runs[0] for runs in groups.values()]
-    tokens = []
-    for runs in groups.values():
-        tokens += [run.last["tokens"] for run in runs]
-    if min(tokens) < max(tokens):
-        found.append(f"{min(tokens):,} of {max(tokens):,} tokens")
-    ratio = min(run.last["tokens"] / run.model.num_parameters() for run in firsts)
-    # Rounded, since parameters are matched to a few in a thousand.
-    if round(ratio, 1) < MIN_TOKENS and firsts[0].task == "text":
-        found.append(f"{ratio:.2g} of {MIN_TOKENS} tokens a parameter ({enough_tokens(firsts)})")
-    text = f"Too little to choose: {', '.join(found)}. " if found else ""
-
-    # The rates of the config are scaled to a model and a run, but not tuned for a variant.
-    untuned = []
-    for name, runs in groups.items():
-        if runs[0].settings["name"] not in comparison.losses:
-            untuned.append(name)
-    if untuned and firsts[0].task == "text":
-        names = "any variant" if len(untuned) == len(groups) else ", ".join(untuned)
-        text += f"No learning rate was tuned for {names} (--tune does). "
-    return text
-
-
-def enough_tokens(runs: list[Run]) -> str:
-    """The overrides with which all these models would see MIN_TOKENS a parameter."""
-    tokens = MIN_TOKENS * max(run.model.num_parameters() for run in runs)
-    steps = math.ceil(tokens / runs[0].settings["batch_tokens"])
-    text = f"enough: steps={steps} max_minutes=null"
-    seconds = tokens / min(run.tokens_per_second for run in runs)
-    if math.isfinite(seconds):
-        text += f", {duration(seconds)} a run at the speed of these"
-    return text
-
-
-def verdict_clauses(result: Result, margin: float) -> str:
-    """The variants by their verdict, and which difference would have been found."""
-    names = defaultdict(list)
-    detectable = []
-    for name, verdict in result.verdicts.items():
-        names[verdict.text].append(name)
-        if not math.isnan(verdict.detectable):
-            detectable.append(verdict.detectable)
-    clauses = [f"{text}: {', '.join(each)}" for text, each in names.items()]
-    text = f"{result.title} with a margin of {margin:g}: {'; '.join(clauses) or 'no variant'}."
-    if detectable:
-        text += (
-            " Found with a chance of 80 %, by variant: differences of "
-            f"{min(detectable):.4f} to {max(detectable):.4f}."
-        )
-    return text
-
-
-def accuracy_clauses(groups: Groups, first: Run, diverged: Counter) -> str:
-    """Which variants solve the task of `first`, and with how many of their seeds."""
-    texts = []
-    for name, runs in groups.items():
-        text = f"{name} {num_solved(runs)} of {len(runs) + diverged[name]}"
-        if max(run.loss for run in runs) < first.floor + NEAR_FLOOR:
-            text += " (at the floor)"
-        texts.append(text)
-    return (
-        f"{first.metric_name} (floor {first.floor:.3f}), seeds that reach {SOLVED:.0%}: "
-        f"{', '.join(texts)}."
+    return Findings(
+        answer=answer_accuracies(comparison),
+        figure=figure,
+        caption="A dot is a seed.",
+        cells=cells,
+        sorted_by="",
+        notes=[ACCURACIES.format(solved=100 * SOLVED, floor=first.floor)],
     )
 
 
@@ -358,43 +245,79 @@ def accuracy_cells(runs: list[Run], num_diverged: int) -> dict[str, str]:
     """How many seeds of a variant solve the task, after how many tokens, and their accuracies."""
     accuracies = [100 * run.loss for run in runs]
     tokens = tokens_until_solved(runs)
-    until = "never" if math.isnan(tokens) else f"{tokens / 1e6:.2f}"
     return {
         "seeds that solve it": f"{num_solved(runs)} of {len(runs) + num_diverged}",
-        "million tokens until then": until,
+        "million tokens until then": "never" if math.isnan(tokens) else f"{tokens / 1e6:.2f}",
         "accuracy, %": f"{min(accuracies):.1f} to {max(accuracies):.1f}",
     }
 
 
-def cost_cells(runs: list[Run]) -> dict[str, str]:
-    """What a variant costs, by the titles of the columns."""
-    first = runs[0]
+def size_cells(run: Run) -> dict[str, str]:
+    """What a variant costs on any machine."""
     return {
-        "cache": in_bytes(first.cache_bytes),
-        "training, tokens/s": f"{fmean(run.tokens_per_second for run in runs):,.0f}",
-        **{title: f"{value:.2f}" for title, value in first.decoding.items()},
-        "parameters": f"{first.model.num_parameters():,}",
-        "MFLOP/token": f"{first.model.training_flops() / 1e6:.2f}",
+        "cache, kB": f"{run.cache_bytes / 1e3:,.1f}",
+        "MFLOP/token": f"{run.model.training_flops() / 1e6:,.2f}",
     }
 
 
-def draw_losses(
-    groups: Groups, title: str, marks: dict[str, float], center: float, verdicts: dict[str, Verdict]
-) -> Figure:
-    """The forest plot of the metric less `center`, with the values of `marks` by their labels."""
+def mean_speed(runs: list[Run]) -> str:
+    return cell(fmean(run.tokens_per_second for run in runs), ",.0f")
+
+
+def cell(value: float, form: str) -> str:
+    """A number of a table, if it is known."""
+    return format(value, form) if math.isfinite(value) else "n/a"
+
+
+def add_costs(page: Page, groups: Groups) -> str:
+    """Add the speed of each variant -> whether the speeds can be compared."""
     rows = []
     for name, runs in groups.items():
-        interval = None
-        if name in verdicts:
-            interval = (verdicts[name].low, verdicts[name].high)
-        rows.append(
-            ForestRow(
-                label=f"{name}, {in_bytes(runs[0].cache_bytes)}",
-                points=[run.loss - center for run in runs],
-                interval=interval,
-            )
+        loads = [run.other_load for run in runs if run.other_load is not None]
+        row = {
+            "variant": name,
+            "training, tokens/s": mean_speed(runs),
+            "cores used by other programs": cell(fmean(loads or [math.nan]), ".1f"),
+            "parameters": f"{runs[0].model.num_parameters():,}",
+        }
+        rows.append(row | {title: f"{value:.2f}" for title, value in runs[0].decoding.items()})
+    speeds = describe_speeds(groups)
+    with page.folded("Speed and size"):
+        page.paragraph(speeds)
+        page.table(rows)
+        page.paragraph(COSTS)
+    return speeds
+
+
+def describe_speeds(groups: Groups) -> str:
+    """Whether the training speeds can be compared: the machines, and the load of other programs.
+
+    On a GPU the load is shown, but does not decide: most of it slows nothing.
+    """
+    runs = [run for members in groups.values() for run in members]
+    machines = [run.settings.get("machine", {}) for run in runs]
+    is_cpu = any(str(machine.get("device")).startswith("cpu") for machine in machines)
+    differences = []
+    for key in SPEED_KEYS:
+        values = sorted({str(machine.get(key)) for machine in machines})
+        if len(values) > 1:
+            differences.append(f"{key} {' or '.join(values)}")
+    loads = [run.other_load for run in runs if run.other_load is not None]
+    load = ""
+    if loads:
+        ends = dict.fromkeys([f"{min(loads):.1f}", f"{max(loads):.1f}"])  # one if they are equal
+        load = f"other programs used {' to '.join(ends)} cores"
+        if is_cpu and max(loads) - min(loads) >= FEW_CORES:
+            differences.append(load)
+
+    if differences:
+        return f"Training speeds are not comparable, because runs differ: {'; '.join(differences)}."
+    if len(loads) < len(runs):
+        return (
+            "Training speeds may not be comparable: the load of other programs was not recorded "
+            f"for {len(runs) - len(loads)} of {len(runs)} runs."
         )
-    return draw_forest(rows, title, marks)
+    return f"Training speeds are comparable: on machines of one kind, {load} during the runs."
 
 
 def add_parts(page: Page, comparison: Comparison) -> None:
@@ -402,30 +325,48 @@ def add_parts(page: Page, comparison: Comparison) -> None:
     rows = [{"variant": name} for name in comparison.groups]
     for title, measure in TEXT_PARTS.items():
         result = judge_measure(comparison, title, measure, 0.0, num_measures=len(TEXT_PARTS))
+        titles = (title, f"difference in {title}", f"verdict on {title}")
         for row in rows:
-            row |= result.cells(row["variant"])
-    page.table(rows)
-    page.paragraph(PARTS)
+            row |= dict(zip(titles, result.cells(row["variant"]), strict=True))
+    with page.folded("Parts of the loss, and longer texts"):
+        page.table(rows)
+        page.paragraph(PARTS)
 
 
 def add_searches(page: Page, losses: dict[str, Losses]) -> None:
     """Add what the search for learning rates found."""
-    page.paragraph(TUNING)
-    page.figure(
-        draw_searches(losses), "held-out loss by the factor of the rates; what diverged is left out"
-    )
     rows = []
     for name, each in losses.items():
         optimum = find_optimum(each)
         rows.append(
             {
                 "variant": name,
-                "optimum x": f"{optimum.factor:.3g}",
-                "off by two, nats": f"{optimum.sensitivity:+.4f}",
-                "tried": ", ".join(f"{factor:g}" for factor in sorted(each)),
+                "best factor": f"{optimum.factor:.3g}",
+                "off by two, nats": cell(optimum.sensitivity, "+.4f"),
+                "factors tried": ", ".join(f"{factor:g}" for factor in sorted(each)),
                 "diverged": str(list(each.values()).count(math.inf)),
-                "nats at the common rates": f"{each.get(1.0, math.nan):.4f}",
-                "nats at the best tried": f"{min(each.values()):.4f}",
+                "nats at factor 1": cell(each.get(1.0, math.nan), ".4f"),
+                "nats at the best tried": cell(min(each.values()), ".4f"),
             }
         )
-    page.table(rows)
+    with page.folded("Learning rates"):
+        page.paragraph(TUNING)
+        caption = "Held-out loss by the factor of the learning rates, without runs that diverged."
+        page.figure(draw_searches(losses), caption)
+        page.table(rows)
+
+
+def add_settings(page: Page, comparison: Comparison) -> None:
+    """Add the settings that distinguish the variants, and all settings of the baseline."""
+    baseline = comparison.baseline
+    first = comparison.first
+    rows: Rows = []
+    for name, runs in comparison.groups.items():
+        text = "baseline" if name == baseline else changes(runs[0], first)
+        rows.append({"variant": name, f"differs from {baseline} in": text})
+    with page.folded("Settings and command"):
+        page.table(rows)
+        page.paragraph(SETTINGS)
+        page.paragraph(f"{baseline} was trained by this command, with the settings below it:")
+        settings = [f"{key}={value}" for key, value in first.settings_except(()).items()]
+        page.code([first.command or "train.py", "", *settings])

@@ -46,6 +46,7 @@ NOT_IDENTITY = (
     "sample_every",
     "log_every",
 )
+NAME_SETTINGS = 3  # in the name of a variant
 RECORDS = "runs.jsonl"  # in the folder of a comparison
 
 Groups = dict[str, list["Run"]]  # the runs of each variant, by its name; the baseline first
@@ -64,6 +65,7 @@ class Run:
     lines: list[dict]  # none of a run that diverged
     done: bool
     tokens_per_second: float = math.nan  # the median over the lines of the log
+    other_load: float | None = None  # cores that other processes used; likewise, where it is logged
     factor: float | None = None  # of the learning rates, in a run that looks for the best of these
     baseline: str | None = None  # the variant that it is compared with
     commit: str | None = None
@@ -94,12 +96,9 @@ class Run:
         # Runs are compared on the same text only: where none was asked for, what was read.
         if settings.get("eval_tokens") is None:
             settings["eval_tokens"] = lines[-1].get("eval_tokens")
-        # The first line includes the first steps, which are slower; a short run has no other.
-        rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
-        if len(rates) > 1:
-            del rates[0]
-        speed = median(rates) if rates else math.nan
-        return cls(folder, settings, lines, done, speed)
+        speed = median_of_log(lines, "tokens_per_second")
+        load = median_of_log(lines, "other_load")
+        return cls(folder, settings, lines, done, math.nan if speed is None else speed, load)
 
     def append_to_records(self) -> None:
         """Add a line to the records beside the run's folder, with its evaluations only."""
@@ -178,6 +177,17 @@ class Run:
         return self.settings_except(NOT_IDENTITY)
 
 
+def median_of_log(lines: list[dict], key: str) -> float | None:
+    """The median of a metric over the lines that have it; None without any.
+
+    The first line includes the first steps, which are slower, and counts only if it is alone.
+    """
+    values = [line[key] for line in lines if line.get(key) is not None]
+    if not values:
+        return None
+    return median(values[1:] or values)
+
+
 def command() -> str:
     """The call of this process, with its options."""
     return f"python -m tools.compare {shlex.join(sys.argv[1:])}"
@@ -219,7 +229,8 @@ def group_by_variant(runs: list[Run]) -> Groups:
     """Group runs that differ by their seed alone, and name each group.
 
     A group has the name of its runs; where several have the same name, the settings that set them
-    apart follow it. Raises ValueError where two runs of a group have one seed.
+    apart follow it, NAME_SETTINGS at most, and a number if that does not suffice. Raises ValueError
+    where two runs of a group have one seed.
     """
     groups = defaultdict(dict)  # runs by seed, by their name and what else they have in common
     for run in runs:
@@ -236,12 +247,22 @@ def group_by_variant(runs: list[Run]) -> Groups:
     for (name, identity), by_seed in groups.items():
         namesakes = [set(other) for own, other in groups if own == name]
         shared = set.intersection(*namesakes)
+        different = [pair for pair in identity if pair not in shared]
         words = [name]
-        for key, value in identity:
-            if (key, value) not in shared:
-                words.append(f"{key.rpartition('.')[2]}={value}")
-        named[" ".join(words)] = list(by_seed.values())
-    assert len(named) == len(groups)  # else a name would stand for two variants
+        for key, value in different[:NAME_SETTINGS]:
+            last = key.rpartition(".")[2]
+            if last == "_target_":
+                words.append(value.rpartition(".")[2])  # the class
+            else:
+                words.append(f"{last}={value}")
+        if len(different) > NAME_SETTINGS:
+            words.append(f"and {len(different) - NAME_SETTINGS} more")
+        title = " ".join(words)
+        number = 2
+        while title in named:
+            title = " ".join([*words, f"({number})"])
+            number += 1
+        named[title] = list(by_seed.values())
     return named
 
 
