@@ -314,6 +314,12 @@ def test_the_answer_of_a_task_counts_seeds_and_says_if_they_suffice(write):
     answer = answer_of(write, recalled({"gqa": 0, "mqa": 5, "mha": 5}, 5))
     assert answer.startswith("Only a hint, for mqa: 5 of 5 seeds") and UNTUNED in answer
     assert "Also better than gqa: mha; which of them is best was not tested." in answer
+    # A better rate may lie outside the range that was tried.
+    runs = recalled({"gqa": 0, "mqa": 4}, 4)
+    edge = [replace(runs[0], factor=factor, lines=[{"val_loss": factor}]) for factor in (1.0, 0.5)]
+    inside = [run for run in tuned(runs) if run.factor and run.settings["name"] == "mqa"]
+    answer = answer_of(write, runs + edge + inside)
+    assert answer.startswith("Only a hint, for mqa: 4 of 4") and "learning rates for gqa" in answer
     # Where nothing can be better, nothing is missing.
     answer = answer_of(write, recalled({"gqa": 3, "mqa": 3}, 3))
     assert answer.startswith("Keep gqa: 3 of 3 seeds solve recall") and "To be sure" not in answer

@@ -93,7 +93,7 @@ def answer_losses(comparison: Comparison, result: Result, margin: float) -> Answ
 
 
 def answer_accuracies(comparison: Comparison) -> Answer:
-    """Answer by the number of seeds that solve a task, which is what has no mean."""
+    """Answer by the number of seeds that solve a task: accuracies have no useful mean."""
     groups = comparison.groups
     baseline = comparison.baseline
     task = comparison.first.task
@@ -118,6 +118,12 @@ def answer_accuracies(comparison: Comparison) -> Answer:
 
     can_be_better = solved[baseline] < totals[baseline] or totals[baseline] < MIN_SEEDS
     gaps = find_gaps(comparison, max(MIN_SEEDS, seeds_to_decide(len(comparison.others))))
+    at_edge = [name for name in groups if stem(name) in comparison.at_edge]
+    if at_edge:  # of losses, the verdicts are withheld
+        names = ", ".join(at_edge)
+        gaps.remedies.append(
+            f"a wider range of learning rates for {names} (the best is at its edge)"
+        )
     ours = f"{of_seeds(baseline)} seeds of {baseline}"
     if not comparison.others:
         headline = f"{baseline} is alone: there is nothing to compare it with."
