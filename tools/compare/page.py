@@ -27,7 +27,7 @@ svg { display: block; width: 100%; height: auto; max-height: 78vh; fill: current
 table { border-collapse: collapse }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right;
          vertical-align: top; font-size: .9rem; font-variant-numeric: tabular-nums }
-thead th { vertical-align: bottom }
+thead th { vertical-align: bottom; min-width: 5rem }
 th:first-child, .text { text-align: left }
 th:first-child { position: sticky; left: 0; background: Canvas }
 td { white-space: nowrap }

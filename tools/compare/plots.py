@@ -16,7 +16,7 @@ from tools.compare.tuning import Losses
 WIDTH = 4.6
 ROW = 0.22
 MAX_ROWS_HEIGHT = 4.2
-MAX_LABEL = 26  # letters of the name of a row
+MAX_LABEL = 22  # letters of the name of a row
 REACH = 3.0  # how many times the typical distance from the middle row the axis shows
 COLORS = color_sequences["petroff10"]  # told apart by color-blind readers: 2107.02270
 # Ten colors with the first marker and line, then with the next.
@@ -107,10 +107,10 @@ def draw_forest(
 
 
 def axis_limits(rows: list[ForestRow], lines: dict[str, float]) -> tuple[float, float]:
-    """The ends of the axis: all values, except those far from the middle of most rows.
+    """The ends of the axis, between which are all values but those far from the median row.
 
-    The typical distance is the median over the rows of the distance from the median row, but at
-    least the median width of a row. The values of `lines` are inside.
+    Far is REACH times the median over the rows of the distance from the median row, or of the width
+    of a row if that is larger. The values of `lines` are inside.
     """
     drawn = [row.values for row in rows if row.values]
     middles = [fmean(values) for values in drawn]
@@ -118,10 +118,9 @@ def axis_limits(rows: list[ForestRow], lines: dict[str, float]) -> tuple[float, 
     distance = median(abs(each - middle) for each in middles)
     width = median(max(values) - min(values) for values in drawn)
     reach = REACH * max(distance, width)
-    low = max(middle - reach, min(min(values) for values in drawn))
-    high = min(middle + reach, max(max(values) for values in drawn))
-    low = min(low, *lines.values())
-    high = max(high, *lines.values())
+    inside = [value for values in drawn for value in values if abs(value - middle) <= reach]
+    low = min(*inside, *lines.values())
+    high = max(*inside, *lines.values())
     space = 0.04 * (high - low) or 0.01
     return low - space, high + space
 

@@ -21,6 +21,7 @@ from tools.compare.tuning import Losses, find_optimum
 
 # Settings of a machine that change its speed.
 SPEED_KEYS = ("device", "threads", "processes", "precision", "compiled")
+MAX_NAME = 16  # letters of the baseline in a title
 VERDICTS = """
 The brackets hold a 95 % confidence interval of the difference from the baseline. The intervals of
 all variants hold together: in 95 of 100 comparisons like this one, every interval contains the true
@@ -176,8 +177,9 @@ def compare_losses(comparison: Comparison, margin: float) -> Findings:
     groups = comparison.groups
     baseline = comparison.baseline
     unit = comparison.first.metric_name
+    difference = "difference from " + (baseline if len(baseline) <= MAX_NAME else "the baseline")
     result = judge_measure(comparison, unit, attrgetter("loss"), margin)
-    titles = (f"loss, {unit}", f"difference from {baseline}", "verdict")
+    titles = (f"loss, {unit}", difference, "verdict")
     cells = {}
     for name in groups:
         cells[name] = dict(zip(titles, result.cells(name), strict=True))
@@ -194,8 +196,8 @@ def compare_losses(comparison: Comparison, margin: float) -> Findings:
             rows.append(ForestRow(f"{name} (baseline)", points, None))
     figure = draw_forest(
         rows,
-        f"difference from {baseline}, {unit}",
-        {f"mean of {baseline}": 0.0, f"margin {margin:g}": margin},
+        f"{difference}, {unit}",
+        {"mean of the baseline": 0.0, f"margin {margin:g}": margin},
         directions=("\N{LEFTWARDS ARROW} better", "worse \N{RIGHTWARDS ARROW}"),
     )
     return Findings(

@@ -247,7 +247,9 @@ def group_by_variant(runs: list[Run]) -> Groups:
     for (name, identity), by_seed in groups.items():
         namesakes = [set(other) for own, other in groups if own == name]
         shared = set.intersection(*namesakes)
-        different = [pair for pair in identity if pair not in shared]
+        different = [
+            pair for pair in identity if pair not in shared and not pair[0].endswith("_partial_")
+        ]
         words = [name]
         for key, value in different[:NAME_SETTINGS]:
             last = key.rpartition(".")[2]
