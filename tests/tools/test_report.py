@@ -5,7 +5,7 @@ import math
 import re
 from dataclasses import replace
 from datetime import timedelta
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -435,15 +435,21 @@ def test_rows_far_from_the_others_do_not_stretch_the_axis_of_a_plot():
 def test_a_plot_has_room_for_long_names():
     long = "gqa hidden=100 rope_fraction=0.5 gated=True and 2 more"
     runs = [replace(run, settings=run.settings | {"name": long}) for run in RUNS[:3]]
-    figure = report.compare_losses(sort_runs([*runs, *RUNS[3:9]]), 0.01).figure
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    (legend,) = figure.legends
-    texts = [axes.xaxis.label, *axes.get_yticklabels(), *axes.texts, *legend.get_texts()]
-    for text in texts:
-        box = text.get_window_extent()
-        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1, text.get_text()
-    assert axes.bbox.width > figure.bbox.width / 3
+    # With a row that is clipped, and without.
+    for others in (RUNS[3:6], RUNS[3:9]):
+        figure = report.compare_losses(sort_runs([*runs, *others]), 0.01).figure
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        (legend,) = figure.legends
+        texts = [axes.xaxis.label, *figure.texts, *axes.get_yticklabels(), *axes.texts]
+        texts += legend.get_texts()
+        # The two directions touch at the line of the baseline; nothing else may.
+        boxes = [text.get_window_extent() for text in texts if text not in axes.texts[:1]]
+        assert not any(box.overlaps(other) for box, other in combinations(boxes, 2))
+        for text in texts:
+            box = text.get_window_extent()
+            assert box.x0 >= 0 and box.x1 <= figure.bbox.x1, text.get_text()
+        assert axes.bbox.width > figure.bbox.width / 3
 
 
 def test_a_plot_says_at_its_axis_which_direction_is_better():
@@ -452,6 +458,6 @@ def test_a_plot_says_at_its_axis_which_direction_is_better():
     # Above the line of the baseline too.
     above = [text.get_text().strip() for text in losses.axes[0].texts[:2]]
     assert above == ["\N{LEFTWARDS ARROW} better", "worse \N{RIGHTWARDS ARROW}"]
-    assert losses.axes[0].get_xlabel().startswith("\N{LEFTWARDS ARROW} better")
-    assert losses.axes[0].get_xlabel().endswith("worse \N{RIGHTWARDS ARROW}")
-    assert accuracies.axes[0].get_xlabel().endswith("better \N{RIGHTWARDS ARROW}")
+    assert losses.get_supxlabel().startswith("\N{LEFTWARDS ARROW} better")
+    assert losses.get_supxlabel().endswith("worse \N{RIGHTWARDS ARROW}")
+    assert accuracies.get_supxlabel().endswith("better \N{RIGHTWARDS ARROW}")

@@ -64,7 +64,8 @@ def draw_forest(
     row_height = min(ROW, MAX_ROWS_HEIGHT / len(rows))
     to_left, to_right = directions
     axis_label = "      ".join(filter(None, (to_left, xlabel, to_right)))
-    figure, axes = new_figure(axis_label, "", 1.0 + row_height * len(rows))
+    figure, axes = new_figure("", "", 1.0 + row_height * len(rows))
+    figure.supxlabel(axis_label, fontsize=8)  # it may be wider than the axis
     low, high = limits or axis_limits(rows, lines)
     for style, (label, value) in zip(("-", ":"), lines.items(), strict=False):
         axes.axvline(value, color="gray", linestyle=style, linewidth=1, label=label)
@@ -100,9 +101,8 @@ def draw_forest(
     axes.set_yticks(range(len(rows)), [shorten(row.label) for row in rows], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8)
-    axes.xaxis.label.set_size(8)
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    figure.legend(loc="outside lower center", ncols=2, fontsize=7, frameon=False)
+    figure.legend(loc="outside upper right", ncols=2, fontsize=7, frameon=False)
     return figure
 
 
