@@ -206,7 +206,7 @@ def tuned(runs: list[Run]) -> list[Run]:
 
 
 def trained_enough(losses: dict[str, float], num_seeds: int = 3) -> list[Run]:
-    """Runs of variants at these losses, on more than ten tokens per parameter, seeds 0.001 apart."""
+    """Runs of variants at these losses, on over ten tokens per parameter, seeds 0.001 apart."""
     runs = []
     for name, loss in losses.items():
         for seed in range(num_seeds):

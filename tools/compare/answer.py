@@ -129,8 +129,8 @@ def answer_accuracies(comparison: Comparison) -> Answer:
         headline = f"{baseline} is alone: there is nothing to compare it with."
     elif better:
         claim = (
-            f"{of_seeds(top)} seeds solve {task} (at least {percent(SOLVED)} accuracy), and {ours}; "
-            "chance alone rarely gives such a gap (Fisher's exact test at 5 %)."
+            f"{of_seeds(top)} seeds solve {task} (at least {percent(SOLVED)} accuracy), "
+            f"and {ours}; chance alone rarely gives such a gap (Fisher's exact test at 5 %)."
         )
         headline = f"Take {top}: {claim}"
         if gaps.remedies:

@@ -10,8 +10,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-# A word breaks only if it is longer than a line of text. Tables that are wider than the screen scroll
-# inside their own box, and the figure is not higher than the screen.
+# A word breaks only if it is longer than a line of text. Tables that are wider than the screen
+# scroll inside their own box, and the figure is not higher than the screen.
 STYLE = """
 :root { color-scheme: light dark; --faint: light-dark(#5f5f5f, #a8a8a8); --line: #8885 }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 58rem; margin: 1rem auto 4rem;

@@ -28,11 +28,11 @@ all variants hold together: in 95 of 100 comparisons like this one, every interv
 difference. Seeds are not paired.
 """
 VERDICT_NAMES = """
-Better: the whole interval is below zero. As good: the variant is worse by at most the margin of
-{margin:g}, which should be chosen before training. Worse: the whole interval is above zero, and it
-reaches beyond the margin. Cannot tell: the runs allow both. That does not mean equal: more seeds
-may show a difference. A variant gets no verdict if its best learning rate, or that of the baseline,
-is the lowest or the highest one tried, or if training diverged with some seeds.
+Better: the whole interval is below zero. As good: it ends below the margin of {margin:g}, which
+should be chosen before training. Worse: the whole interval is above zero, and it ends beyond the
+margin. Cannot tell: the runs allow both. That does not mean equal: more seeds may show a
+difference. A variant gets no verdict if training diverged with some of its seeds, or if its best
+learning rate is the lowest or the highest one tried; the same holds for the baseline.
 """
 EQUAL = "The intervals are from Dunnett's test, with one variance pooled over all variants."
 UNEQUAL = """
@@ -43,8 +43,9 @@ often than stated.
 ACCURACIES = """
 A seed solves the task if its accuracy reaches {solved:.0f} %. Training either finds the solution or
 does not, so accuracies have no useful mean, and seeds are counted instead. A variant is called
-better if Fisher's exact test at 5 %, corrected for the number of variants, rules out chance. The
-floor of {floor:.3f} is the accuracy of guessing the most frequent answer each time.
+better if chance alone rarely gives such a gap: by Fisher's exact test at 5 %, corrected for the
+number of variants. The floor of {floor:.3f} is the accuracy of guessing the most frequent answer
+each time.
 """
 PARTS = """
 Repeated tokens are those that complete a pair of tokens which occurred earlier in the same context;
