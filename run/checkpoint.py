@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from run import sealed
+from run.cli import run_path
 from run.errors import IntegrityError, without_fix
 from run.instantiate import instantiate, instantiate_model
 from run.progress import say
@@ -140,7 +141,7 @@ def find_model(path: Path | str | None) -> Path:
         if newest is None:
             raise ValueError("no trained model (in runs/). fix: python train.py, or --run FOLDER")
         path = newest.parents[1]
-    path = Path(os.path.expanduser(path))
+    path = run_path(os.path.expanduser(path))
     if (path / "manifest.json").exists():
         # The user has chosen it, so it may be a copy of another name, or a link.
         sealed.verify(path.resolve(), FIX, may_be_renamed=True)

@@ -9,9 +9,8 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from types import FrameType
 from typing import IO, NoReturn
 
@@ -115,20 +114,73 @@ def without_fix(problem: object) -> str:
     return str(problem).partition(". fix: ")[0]
 
 
-def suggest(word: str, known: list[str]) -> str | None:
+def suggest(word: str, known: Iterable[str]) -> str | None:
     """The known word that is closest to a mistyped one, or None if none is close.
 
     Words are compared by their last part: for lr, optimizer.lr is suggested, and for gqq,
-    attention=gqa. If several known words have the same last part, the first one is suggested.
+    attention=gqa. If several known words have the same last part, the first one is suggested. An
+    abbreviation such as doc_mask is close, and a word that is an edit away for every four of its
+    letters, but always one.
     """
+    typed = last_part(word).lower()
     by_last_part = {}
     for name in known:
         by_last_part.setdefault(last_part(name), name)
-    matches = get_close_matches(last_part(word).lower(), by_last_part, n=1, cutoff=0.65)
-    if not matches:
+    if typed in by_last_part:
+        return by_last_part[typed]
+    for name in by_last_part:
+        if abbreviates(typed, name):
+            return by_last_part[name]
+    distances = {name: edit_distance(typed, name) for name in by_last_part}
+    closest = min(distances, key=distances.get, default=None)
+    if closest is None or distances[closest] > max(1, len(typed) // 4):
         return None
-    (closest,) = matches
     return by_last_part[closest]
+
+
+def abbreviates(short: str, word: str) -> bool:
+    """Whether each part of `short`, between underscores, is the beginning of a part of a word."""
+    parts = short.split("_")
+    whole_parts = word.split("_")
+    if len(parts) != len(whole_parts):
+        return False
+    pairs = zip(parts, whole_parts, strict=True)
+    return all(len(part) >= 3 and whole.startswith(part) for part, whole in pairs)
+
+
+def edit_distance(a: str, b: str) -> int:
+    """The optimal string alignment distance: the number of letters to put in, to leave out, to
+    replace, or to swap with the next one, that turn a into b.
+    """
+    # A row has the distances of a prefix of a to all prefixes of b.
+    earlier = []
+    previous = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        row = [i]
+        for j, other in enumerate(b, 1):
+            distance = min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (letter != other))
+            is_swap = i > 1 and j > 1 and a[i - 2 : i] == b[j - 1] + b[j - 2]
+            if is_swap:
+                distance = min(distance, earlier[j - 2] + 1)
+            row.append(distance)
+        earlier = previous
+        previous = row
+    return previous[-1]
+
+
+def as_typed(value: object) -> str:
+    """A value of a config as the user types it: null for None, true for True."""
+    names = {None: "null", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return names[value]
+    if isinstance(value, list):
+        return f"[{','.join(as_typed(item) for item in value)}]"
+    return str(value)
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: as it is typed, and text in quotes."""
+    return repr(value) if isinstance(value, str) else as_typed(value)
 
 
 def last_part(word: str) -> str:
@@ -160,12 +212,15 @@ def naming(path: os.PathLike | str) -> Iterator[None]:
 def user_input() -> Iterator[None]:
     """Report a ValueError or OSError raised inside as bad input, with exit code 2.
 
-    Only for checking configs and opening data: elsewhere such an error is a bug.
+    An OverrideError has a code of its own. Only for checking configs and opening data: elsewhere
+    such an error is a bug.
     """
     try:
         yield
     except BrokenPipeError:  # of standard output
         raise
+    except OverrideError as error:
+        exit_with(OVERRIDE, error, rank0_only=True)
     except OSError as error:
         if error.errno in NO_ROOM:
             raise

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from run import errors, sealed
 from run.checkpoint import load_config
+from run.cli import run_path
 from run.distributed import DistEnv
 from run.errors import IntegrityError
 from run.progress import warn_once
@@ -201,7 +202,7 @@ def has_same_origin(config: dict, init_from: str | None) -> bool:
     then = config.get("init_from")
     if then is None or init_from is None:
         return then == init_from
-    paths = {os.path.abspath(os.path.expanduser(path)) for path in (then, init_from)}
+    paths = {os.path.abspath(run_path(os.path.expanduser(path))) for path in (then, init_from)}
     return len(paths) == 1
 
 
@@ -253,7 +254,8 @@ def changes_since(then: dict, now: dict) -> tuple[list[str], list[str]]:
         # after the run began is no change as long as it is off.
         differs = (then.get(key) or None) != (now.get(key) or None)
         if differs and not key.startswith(IGNORED_ON_RESUME):
-            change = f"{key} (then {then.get(key)}, now {now.get(key)})"
+            values = (errors.as_typed(then.get(key)), errors.as_typed(now.get(key)))
+            change = f"{key} (then {values[0]}, now {values[1]})"
             changed.append(change)
             if key.startswith(FIXED_ON_RESUME):
                 refused.append(change)

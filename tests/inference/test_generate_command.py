@@ -55,6 +55,40 @@ def test_options_that_contradict_each_other_are_refused(command, words, said):
     assert (result.code, result.out) == (2, "") and said in line and ". fix: " in line
 
 
+def test_underscores_in_options_are_dashes(generate):
+    words = "--max_new_tokens=5 --top_k 1 --num_samples 2 --run drawn"  # runs/drawn
+    expected = generate("Ann had", "--max-new-tokens=5 --top-k 1 --num-samples 2").succeeded()
+    assert generate("Ann had", words).succeeded().out == expected.out
+    # They stay in values, and after --.
+    assert generate("--top_k", "--temperature 0 --max-new-tokens 2 --stop a_b --").code == 0
+
+
+# Options of other programs and typos: the first fix.
+OPTIONS = {
+    "--temp 0.5": "--temperature 0.5",
+    "--max_tokens=5": "--max-new-tokens 5",
+    "--length 5": "--max-new-tokens 5",
+    "--prompt Once": "the prompt without an option, Once",
+    "--start=Once": "the prompt without an option, Once",
+    "--ckpt runs/drawn": "--run runs/drawn",
+    "--checkpoint runs/drawn": "--run runs/drawn",
+    "--model runs/drawn": "--run runs/drawn",
+    "--tempreature 1": "--temperature 1",
+    "--no_cach": "--no-cache",
+    "max_new_tokens=5": "--max-new-tokens 5",
+    "--zyzzyva": "python generate.py --help",
+}
+
+
+@pytest.mark.parametrize("typed", OPTIONS)
+def test_an_option_of_another_program_is_answered(command, typed):
+    result = command("generate.py", "Ann had", *typed.split())
+    (line,) = result.err.splitlines()
+    problem, _, fix = line.partition(". fix: ")
+    assert (result.code, fix.partition(";")[0]) == (2, OPTIONS[typed])
+    assert problem.startswith(f"error: unrecognized arguments: {typed.split()[0]}")
+
+
 def test_a_terminal_shows_the_prompt_dimmed(generate, monkeypatch):
     """On standard error, in a line of its own where the text goes elsewhere."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
