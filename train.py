@@ -13,6 +13,12 @@ from run import errors
 
 if __name__ == "__main__":
     errors.begin_command()
+    # Help, and overrides that are wrong, are answered before the slow import of PyTorch.
+    from run.options import read_command_line
+
+    with errors.report_errors(), errors.user_input():
+        SETTINGS, OVERRIDES = read_command_line(sys.argv[1:])
+    errors.begin_command()
     if sys.stderr.isatty():
         print("loading PyTorch", end="", file=sys.stderr, flush=True)
 
@@ -20,7 +26,7 @@ import os
 
 from run import distributed, folder, hardware
 from run.progress import say
-from run.settings import compose, help_text
+from run.settings import Settings
 from run.signals import Signals
 from training import setup
 from training.clock import Clock
@@ -29,14 +35,15 @@ from training.profiling import StepProfiler
 IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # which max_minutes counts too
 
 
-def main(overrides: list[str]) -> None:
-    """Set up a run from its config, train it, and exit with a code that says how it ended."""
+def main(settings: Settings, overrides: list[str]) -> None:
+    """Set up a run from its config, train it, and exit with a code that says how it ended.
+
+    `settings` are composed of the overrides.
+    """
     clock = Clock(monotonic() - IMPORT_SECONDS)
     with Signals() as signals:
         # Whatever is wrong with the input shows here, before the run has a folder.
         with errors.user_input():
-            overrides = folder.add_saved_overrides(overrides)
-            settings = compose(overrides)
             settings, pretrained, device = setup.set_up_run(settings, overrides)
             settings, corpus, loader = setup.load_corpus(settings, pretrained)
             setup.warn_of_unused_keys(settings, corpus, overrides)
@@ -136,7 +143,4 @@ if __name__ == "__main__":
     errors.start_line()
     # Under torchrun, gloo's destructor can hang.
     with distributed.hard_exit("RANK" in os.environ), errors.report_errors():
-        if "-h" in sys.argv or "--help" in sys.argv:
-            print(help_text())
-        else:
-            main(sys.argv[1:])
+        main(SETTINGS, OVERRIDES)

@@ -7,8 +7,7 @@ import torch
 from data.tokenizer import Tokenizer, tokenizer_file
 from inference import quantize
 from model.transformer import Transformer
-from run import checkpoint, compilation, hardware, threads
-from run.instantiate import ROOT
+from run import ROOT, checkpoint, compilation, hardware, threads
 from run.progress import say, waiting
 
 

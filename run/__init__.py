@@ -1,6 +1,10 @@
 """Runs on disk and on the machine: config, folder, checkpoints, device, processes, errors."""
 
+from pathlib import Path
+
 from run import threads
+
+ROOT = Path(__file__).parents[1]  # the folder of the repository
 
 # Every command imports this package before torch, which reads these settings once.
 threads.bound_spinning()

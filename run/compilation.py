@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from run import errors
+from run import ROOT, errors
 from run.cache_folder import compiler_cache, has_locks, temporary_cache
 from run.hardware import processor_features
-from run.instantiate import ROOT
 from run.progress import say
 
 CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"

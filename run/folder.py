@@ -17,7 +17,7 @@ from run.cli import run_path
 from run.distributed import DistEnv
 from run.errors import IntegrityError
 from run.progress import warn_once
-from run.settings import Settings, as_text, flatten, parse_overrides
+from run.settings import Settings, as_text, flatten, key_of, parse_overrides
 
 RUNS = Path("runs")
 
@@ -147,7 +147,7 @@ def add_saved_overrides(overrides: list[str]) -> list[str]:
         return overrides
     with suppress(IntegrityError):  # which is reported when the run is restored
         saved = newest_config(run).get("overrides", [])
-        kept = [word for word in saved if not is_replaced(override_key(word), given)]
+        kept = [word for word in saved if not is_replaced(key_of(word), given)]
         return kept + overrides
     return overrides
 
@@ -155,11 +155,6 @@ def add_saved_overrides(overrides: list[str]) -> list[str]:
 def is_replaced(key: str, given: Collection[str]) -> bool:
     """Whether `given` has the key or its group: schedule replaces schedule.floor."""
     return key in given or key.partition(".")[0] in given
-
-
-def override_key(word: str) -> str:
-    """The key of an override: of key=value, +key=value and ~key."""
-    return word.lstrip("+~").partition("=")[0]
 
 
 def resume_command(run: Path) -> str:

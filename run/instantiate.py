@@ -10,15 +10,16 @@ import shlex
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 from torch.types import Device
 
-ROOT = Path(__file__).parents[1]
+from run import ROOT, aliases
+from run.errors import shown
+
 CHECKS = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
@@ -109,18 +110,31 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
         try:
             TypeAdapter(annotations[name], config=CHECKS).validate_python(value)
         except ValidationError:
-            fix = f"leave {key} out, or such a value"
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if wanted.startswith("str") and is_number:
-                fix = shlex.quote(f'{key}="{value}"')
-            raise ValueError(f"{key} must be {wanted} (got {value!r}). fix: {fix}") from None
+            problem = f"{key} must be {wanted} (got {shown(value)})"
+            fix = fixed_value(key, value, annotations[name])
+            raise ValueError(f"{problem}. fix: {fix or f'leave {key} out'}") from None
         # Sizes are integers. Options that could be turned off by 0 are turned off by null.
         is_size = wanted.startswith("int") or wanted.endswith("None")
         is_positive = is_size and target.__module__.startswith("model.")
         items = value if isinstance(value, list) else [value]
         for item in items:
             if isinstance(item, int | float) and (item < 0 or (item == 0 and is_positive)):
-                raise ValueError(f"{key} is too small (got {value!r}). fix: leave {key} out")
+                raise ValueError(f"{key} is too small (got {shown(value)}). fix: leave {key} out")
+
+
+def fixed_value(key: str, value: Any, annotation: Any) -> str | None:
+    """An override with a value of another type that was probably meant; None if none is known."""
+    wanted = inspect.formatannotation(annotation)
+    nearest = aliases.nearest_value(key, value, annotation)
+    if nearest is not None:
+        return f"{key}={nearest}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if wanted.startswith("str") and is_number:
+        return shlex.quote(f'{key}="{value}"')
+    # Of one number or name. A list of floats has several, such as the betas of an optimizer.
+    if wanted in ("list[int]", "list[str]") and isinstance(value, get_args(annotation)):
+        return shlex.quote(f"{key}=[{value}]")
+    return None
 
 
 def parameters_of(target: Callable) -> list[inspect.Parameter]:

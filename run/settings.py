@@ -1,9 +1,9 @@
 """The configuration: its top keys as a typed class, and its composition from configs/."""
 
-import json
 import re
 import shlex
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
@@ -20,13 +20,14 @@ from pydantic import (
     ValidationError,
 )
 
-from run import errors
-from run.errors import OverrideError
-from run.instantiate import ROOT
+from run import ROOT, aliases
+from run.cli import run_path
+from run.errors import OverrideError, as_typed, shown, suggest
 
 CONFIGS = ROOT / "configs"
 CPU_MICRO_BATCH = 8  # sequences, at most; larger micro-batches are not faster on a CPU
 GROUPS = ("model", "attention", "ffn", "norm", "data", "optimizer", "schedule")
+CHOSEN = (*GROUPS, "experiment")  # keys whose value is the name of a preset
 PARTS = {  # groups that become part of the model's config
     "attention": "what mixes tokens, in each layer",
     "ffn": "the feed-forward network of each layer",
@@ -43,15 +44,12 @@ COPIES = {
     "data.context": "context",
 }
 
+HYDRA_KEYS = {"hydra.run.dir": "run_dir", "hydra.job.name": "name"}
+
+# What nanoGPT begins with, as `as_text` quotes it.
+OTHER_STARTS = {"resume": "resume=true", "scratch": "leave init_from out"}  # of nanoGPT
+
 HELP = "python train.py --help, which lists all"
-EXAMPLES = """Train a language model.
-
-  python train.py attention=mha max_minutes=10
-  python train.py data=text data.path=my/stories.txt model=15m
-  python train.py name=mine optimizer=adamw optimizer.lr=1e-3 resume=true
-
-Groups and keys, with their defaults; the keys of a choice are in configs/GROUP/CHOICE.yaml:"""
-
 # Keys whose value is a text that may look like a number or have commas, such as a file's name.
 TEXT_KEYS = ("name", "run_dir", "init_from", "distill", "data.path", "data.tokenizer")
 
@@ -175,43 +173,38 @@ class Settings(BaseModel):
         return max(size for size in range(1, most + 1) if sequences % size == 0)
 
 
-def compose(overrides: list[str]) -> Settings:
+def compose(overrides: list[str], typed: list[str] | None = None) -> Settings:
     """The settings of `python train.py OVERRIDES`, also for notebooks and other commands.
 
-    Raises OverrideError for overrides with an unknown key or an unreadable value, and ValueError,
-    with a line for each problem, for values that are not allowed.
+    `typed` is what the errors name in place of `overrides`: the same with sweeps, if these are one
+    combination of them. Raises OverrideError for overrides with an unknown key or an unreadable
+    value, and ValueError, with a line for each problem, for values that are not allowed.
     """
     import hydra
-    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
 
     # Hydra refuses a + in front of a key that exists; here it is allowed.
-    words = [as_text(word.lstrip("+")) for word in overrides]
-    for override in parse_overrides(words):
-        word = override.input_line
+    parsed = parse_overrides([as_text(word.lstrip("+")) for word in overrides])
+    words = [override.input_line for override in parsed]
+    for override in parsed:
         # Hydra would accept several choices of a group, but leave them out of the name.
         if override.key_or_group in GROUPS and isinstance(override.value(), list):
-            raise OverrideError(unknown(word))
+            raise OverrideError(unknown_choice(*override.input_line.split("=", 1)))
         if override.is_sweep_override():
-            key, _, value = word.partition("=")
-            fix = f"python -m tools.compare {shlex.quote(word)}"
-            if key not in GROUPS and "(" not in value:  # as in range(3)
-                as_list = shlex.quote(f"{key}=[{value}]")
-                fix += f" or, for a list, {as_list} or, for a text, {shlex.quote(quoted(word))}"
-            raise OverrideError(f"several values for one run ({word}). fix: {fix}")
-        check_key(override.key_or_group, word)
+            raise OverrideError(sweep_problem(override.input_line, overrides))
+        check_key(override.key_or_group, override.input_line)
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
-            cfg = hydra.compose("train", words, return_hydra_config=True)
-            # The name is made from the groups' choices, which are in Hydra's part of the config.
-            HydraConfig.instance().set_config(cfg)
-            OmegaConf.set_struct(cfg, False)
-            del cfg.hydra
-            keys = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+            keys = compose_tree(words)
         except (HydraException, OmegaConfBaseException) as error:
-            raise OverrideError(composing_problem(error, words)) from None
+            raise OverrideError(composing_problem(error, words, typed or words)) from None
     for part in PARTS:
         del keys[part]
+    # A config that is saved has the path of a run that is given by its name.
+    for key in ("init_from", "distill"):
+        value = keys[key]
+        if isinstance(value, str) and run_path(value) != Path(value):
+            keys[key] = str(run_path(value))
     try:
         return Settings(**keys)
     except ValidationError as error:
@@ -219,8 +212,35 @@ def compose(overrides: list[str]) -> Settings:
         raise ValueError("\n".join(lines)) from None
 
 
+def compose_tree(words: list[str]) -> dict:
+    """The keys of train.yaml and of the chosen presets, by Hydra, which is initialized."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+
+    cfg = hydra.compose("train", words, return_hydra_config=True)
+    # The name is made from the groups' choices, which are in Hydra's part of the config.
+    HydraConfig.instance().set_config(cfg)
+    OmegaConf.set_struct(cfg, False)
+    del cfg.hydra
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+def sweep_problem(word: str, words: list[str]) -> str:
+    """A line for an override with several values, which are a comparison, a list or a text."""
+    key, _, value = word.partition("=")
+    fix = f"python -m tools.compare {shlex.join(words)}"
+    if key not in defaults() and "(" not in value:  # as in range(3)
+        as_list = shlex.quote(f"{key}=[{value}]")
+        fix += f"; or, for a list, {as_list}; or, for a text, {shlex.quote(quoted(word))}"
+    return f"several values for one run ({word}). fix: {fix}"
+
+
 def check_key(key: str, word: str) -> None:
-    """Raise ValueError for an override of a key that the run sets itself, and of Hydra's own keys."""
+    """Raise ValueError for an override of a key that the run sets itself, and of Hydra's own keys.
+
+    Also for a value of a text that has another key here.
+    """
+    value = word.removeprefix(key)
     for copy, original in COPIES.items():
         if key == copy or key.startswith(f"{copy}."):
             fix = shlex.quote(original + word.removeprefix(copy))
@@ -229,9 +249,22 @@ def check_key(key: str, word: str) -> None:
             raise ValueError(f"{copy} is a copy of {original} ({word}). fix: {fix}")
     if re.match("hydra[./]", key):
         fix = f"leave {key} out"
-        if key == "hydra.run.dir":
-            fix = shlex.quote(f"run_dir{word.removeprefix(key)}")
+        if key in HYDRA_KEYS:
+            fix = shlex.quote(HYDRA_KEYS[key] + value)
+        elif re.match("hydra[./](launcher|sweep)", key):
+            fix += "; several runs: python -m tools.compare attention=gqa,mha"
         raise ValueError(f"Hydra's own keys have no effect ({word}). fix: {fix}")
+    if key in TEXT_KEYS:
+        check_text(key, value.strip('="'))
+
+
+def check_text(key: str, value: str) -> None:
+    """Raise ValueError for a text that is a word of other programs, and no path that exists."""
+    if value.lower() == "none":
+        fix = "leave name out" if key == "name" else f"{key}=null"
+        raise ValueError(f"None is null here ({key}={value}). fix: {fix}")
+    if key == "init_from" and value in OTHER_STARTS and not run_path(value).exists():
+        raise ValueError(f"not a run ({key}={value}). fix: {OTHER_STARTS[value]}")
 
 
 def parse_overrides(words: list[str]) -> list:
@@ -249,7 +282,7 @@ def parse_overrides(words: list[str]) -> list:
             key, _, value = word.lstrip("+-~").partition("=")
             value = value or defaults().get(key)
             fix = HELP
-            if value is not None:
+            if key and value is not None:
                 fix = f"{key}={value}, or another value"
             raise ValueError(f"an override is KEY=VALUE, without dashes (got {word}). fix: {fix}")
     GlobalHydra.instance().clear()  # a notebook may have initialized it
@@ -257,10 +290,25 @@ def parse_overrides(words: list[str]) -> list:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             # The config loader is for a value glob(...), which matches the files of configs/.
             loader = GlobalHydra.instance().config_loader()
-            return OverridesParser.create(loader).parse_overrides(words)
+            return OverridesParser.create(loader).parse_overrides(
+                [as_integer(word) for word in words]
+            )
     except OverrideParseException as error:
         fix = shlex.quote(quoted(error.override))
         raise OverrideError(f"not a value ({error.override}). fix: {fix}") from None
+
+
+def as_integer(override: str) -> str:
+    """Write a whole number such as 1e3 or 1000.0 without an exponent and a point.
+
+    A key for integers takes it only so, and a key for floats takes both.
+    """
+    key, _, value = override.partition("=")
+    if re.fullmatch(r"\d+(\.\d*)?(e\+?\d+)?", value, re.IGNORECASE) and not value.isdigit():
+        number = float(value)
+        if number.is_integer() and 0 < number < 2**53:
+            return f"{key}={number:.0f}"
+    return override
 
 
 def as_text(override: str) -> str:
@@ -279,55 +327,115 @@ def quoted(override: str) -> str:
     return f'{key}="{value}"'
 
 
-def composing_problem(error: Exception, words: list[str]) -> str:
-    """A line for an error that Hydra raised for these overrides: the problem and a fix."""
+def composing_problem(error: Exception, words: list[str], typed: list[str]) -> str:
+    """A line for an error that Hydra raised for the overrides `words`: the problem and a fix.
+
+    It names the overrides as they are in `typed`.
+    """
     from hydra.errors import MissingConfigException
 
     if isinstance(error, MissingConfigException):
-        return unknown(error.missing_cfg_file.replace("/", "=", 1))
-    # A key that the composed config lacks. Its root has the keys of the chosen presets.
-    missing = error.__cause__
-    if isinstance(missing, OmegaConfBaseException):
-        own = OmegaConf.to_container(missing.parent_node._get_root())
-        del own["hydra"]
-        # Find the override, such as lr.new=1: Hydra reports only the first key that is missing, lr.
-        override = missing.full_key
-        for word in words:
-            if word.startswith(missing.full_key):
-                override = word
-                break
-        key, _, value = override.partition("=")
-        return unknown(key, value, own=dict(flatten(own)))
+        return unknown_choice(*error.missing_cfg_file.split("/", 1))
+    # Hydra reports the first key that is missing; find all of them.
+    choosing = [word for word in words if word.partition("=")[0] in CHOSEN]
+    own = dict(flatten(compose_tree(choosing)))
+    wrong = [word for word in typed if not is_known(word, own, typed)]
+    if wrong:
+        return unknown_keys(wrong, own, typed)
     first_line = str(error).splitlines()[0]
     return f"{first_line.rstrip('.')}. fix: {HELP}"
+
+
+def is_known(word: str, own: Collection[str], words: list[str]) -> bool:
+    """Whether a config with the keys `own` has the key of an override, given the others."""
+    key = key_of(word)
+    if key in CHOSEN or any(known == key or known.startswith(f"{key}.") for known in own):
+        return True
+    # A key inside of a dict that another override sets.
+    parent = key.rpartition(".")[0]
+    return any(other.startswith(f"{parent}={{") for other in words)
+
+
+def key_of(word: str) -> str:
+    """The key of an override: of key=value, +key=value and ~key."""
+    return word.lstrip("+~").partition("=")[0]
 
 
 def describe(problem: dict) -> str:
     """A line for a problem that pydantic found: the key, the rule, the value and a fix."""
     key = str(problem["loc"][0])
+    value = problem["input"]
     rule = re.sub("^(Input|String) should", "must", problem["msg"])
-    return (
-        f"{key} {rule} (got {problem['input']!r}). "
-        f"fix: {key}={defaults()[key]}, or what --help lists"
-    )
+    rule = re.sub("True|False", lambda word: word[0].lower(), rule)
+    annotation = Settings.model_fields[key].annotation
+    fix = aliases.nearest_value(key, value, annotation) or defaults()[key]
+    more = "or what --help lists"
+    if key == "device" and re.fullmatch(r"cuda:\d+", str(value)):
+        more = f"and CUDA_VISIBLE_DEVICES={value[5:]} in front of python"
+    return f"{key} {rule} (got {shown(value)}). fix: {key}={fix}, {more}"
 
 
-def unknown(word: str, value: str = "VALUE", own: Collection[str] = ()) -> str:
-    """A line for a KEY or a GROUP=CHOICE that does not exist, with the closest one that does.
+def unknown_choice(group: str, choice: str) -> str:
+    """A line for a choice that a group does not have, with the closest one, or all."""
+    known = choices(group)
+    word = f"{group}={aliases.our_value(group, choice)}"
+    fix = word if word in known else suggest(word, known)
+    return f"unknown ({group}={choice}). fix: {fix or ' or '.join(known)}"
 
-    `value` is the value that the key was given, and `own` are the keys of the chosen presets.
+
+def unknown_keys(wrong: list[str], own: dict, words: list[str]) -> str:
+    """A line for the overrides in `words` with a key that does not exist, with keys that do.
+
+    `own` are the keys of the chosen presets, with their values.
     """
-    group, is_choice, _ = word.partition("=")
-    if is_choice:
-        known = choices(group)
-        fix = errors.suggest(word, known) or " or ".join(known)
-    else:
-        # Of keys with the same last part, the shortest is suggested: batch_tokens.
-        own = sorted(own, key=len)
-        fix = errors.suggest(word, [*GROUPS, *own, *preset_keys(), *choices()])
-        if fix is not None and fix not in choices():
-            fix += f"={shlex.quote(value)}"
-    return f"unknown ({word}). fix: {fix or HELP}"
+    # Our values, which are needed to convert the values of other programs.
+    given = {key: as_typed(value) for key, value in own.items()}
+    for word in words:
+        given[key_of(word)] = word.partition("=")[2]
+
+    foreign = {}
+    fixes = []
+    remarks = []
+    for word in wrong:
+        key, _, value = word.lstrip("+~").partition("=")
+        if aliases.is_foreign(key):
+            foreign[key] = value
+        elif nearest := nearest_key(key, own):
+            fixes.append(f"{nearest}={shlex.quote(value or 'VALUE')}")
+        else:
+            remarks.append(HELP if len(wrong) == 1 else f"{key}: {HELP}")
+    translated, more = aliases.translate(foreign, given)
+    for key, value in translated.items():
+        fixes.append(known_override(key, value, own, translated))
+
+    new = [fix for fix in dict.fromkeys(fixes) if fix not in words]
+    told = [" ".join(new), *dict.fromkeys(remarks + more)]
+    names = ", ".join(key_of(word) for word in wrong)
+    return f"unknown ({names}). fix: {'; '.join(filter(None, told))}"
+
+
+def nearest_key(key: str, own: Collection[str]) -> str | None:
+    """The known key that is nearest to a mistyped one: a group, a key of the chosen presets, or one
+    of another preset after its choice, data=text data.path; None if none is near.
+    """
+    # For model.head it is model.heads, though there is an optimizer.reference.head.
+    parent = key.rpartition(".")[0]
+    siblings = [known for known in own if known.rpartition(".")[0] == parent]
+    # Of keys with the same last part, the shortest is suggested: batch_tokens.
+    others = [*GROUPS, *sorted(own, key=len), *preset_keys()]
+    return suggest(key, siblings) or suggest(key, others)
+
+
+def known_override(key: str, value: str, own: Collection[str], others: Collection[str]) -> str:
+    """An override by which another program's is replaced, as it can be typed with these presets.
+
+    `others` are the keys that the others are replaced by, which may choose another preset.
+    """
+    if key in GROUPS and f"{key}={value}" not in choices(key):
+        return " or ".join(choices(key))
+    if key not in (*own, *GROUPS) and key.partition(".")[0] not in others:
+        key = nearest_key(key, own) or key
+    return f"{key}={shlex.quote(value)}"
 
 
 def choices(group: str = "*") -> list[str]:
@@ -368,24 +476,3 @@ def defaults() -> dict[str, str]:
             tree |= choice
     tree["name"] = "NAME"  # which is made from the choices of the groups
     return {key: as_typed(value) for key, value in tree.items()}
-
-
-def as_typed(value: object) -> str:
-    """A value as the user types it: null for None, and text without quotes."""
-    return json.dumps(value).strip('"')
-
-
-def help_text() -> str:
-    """The text of `python train.py --help`: examples, and each group and key with its default."""
-    schemas = Settings.model_json_schema()["properties"]
-    lines = [EXAMPLES]
-    for key, value in defaults().items():
-        schema = schemas.get(key, {})
-        kinds = choices(key)
-        if not kinds:
-            for alternative in schema.get("anyOf", [schema]):
-                values = alternative.get("enum", [alternative.get("type")])
-                kinds += [as_typed(value) for value in values]
-        text = schema.get("description", PARTS.get(key, "settings of other keys, all at once"))
-        lines.append(f"  {key}={value}  ({', '.join(kinds)})  {text}")
-    return "\n".join(lines)

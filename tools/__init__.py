@@ -17,17 +17,27 @@ COMMANDS = (
     "import_hf",
 )
 
+ANSWERS_FIRST = ("compare", "cost")  # which import torch after they have read their arguments
+
+
+def import_torch() -> None:
+    """Import torch, which takes seconds."""
+    from run.progress import waiting  # which imports tqdm
+
+    with waiting("loading PyTorch"):
+        import_module("torch")
+
+
 # Python has imported nothing else yet when `python -m` begins with this package.
 if sys.argv[0] == "-m" and "-m" in sys.orig_argv:
     errors.begin_command()
     name = sys.orig_argv[sys.orig_argv.index("-m") + 1]
     if name.removeprefix("tools.") not in COMMANDS:
+        nearest = errors.suggest(name, COMMANDS) or "NAME"
         errors.exit_with(
             errors.INPUT,
             f"not a command (python -m {name}). "
-            f"fix: python -m tools.NAME --help, with NAME one of {', '.join(COMMANDS)}",
+            f"fix: python -m tools.{nearest} --help; there are {', '.join(COMMANDS)}",
         )
-    from run.progress import waiting  # which imports tqdm
-
-    with waiting("loading PyTorch"):
-        import_module("torch")
+    if name.removeprefix("tools.") not in ANSWERS_FIRST:
+        import_torch()

@@ -33,10 +33,9 @@ from data.loader import Loader
 from inference import quantize
 from inference.engine import Engine
 from model.build import build_model
-from run import compilation, errors, hardware
+from run import ROOT, compilation, errors, hardware
 from run.cli import Parser
 from run.distributed import DistEnv
-from run.instantiate import ROOT
 from run.progress import say, waiting
 from run.settings import Settings, compose
 from tools.formats import hf_config

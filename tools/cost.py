@@ -8,13 +8,10 @@ The overrides are those of train.py. Nothing is computed: tensors are shapes wit
 
 import sys
 
-import torch
-
-from model.build import build_model
 from run import cli, errors
 from run.progress import waiting
-from run.settings import CONFIGS, compose
-from training.setup import check_buildable
+from run.settings import choices, compose
+from tools import import_torch
 
 COLUMNS = (
     "attention",
@@ -47,7 +44,7 @@ def main(arguments: list[str]) -> None:
         else:
             others.append(override)
     if not names:
-        names = sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml"))
+        names = [choice.partition("=")[2] for choice in choices("attention")]
 
     for name in names:
         with waiting(f"building attention={name}"):
@@ -64,6 +61,13 @@ def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
     settings = compose(
         ["name=cost", "batch_tokens=${context}", *overrides, f"attention={attention}"]
     )
+    # torch is imported only now, so that --help and wrong overrides are answered at once.
+    import_torch()
+    import torch
+
+    from model.build import build_model
+    from training.setup import check_buildable
+
     model = build_model(check_buildable(settings).model, "meta")
     bytes_of_one = model.cache_bytes(1, torch.bfloat16)
     bytes_of_two = model.cache_bytes(2, torch.bfloat16)

@@ -383,7 +383,7 @@ def summary(run: Run) -> str:
         f"{run.meter.flops_per_token / 1e6:.0f} MFLOP per token, {run.corpus.description}\n"
         f"{run.ranks.world_size} x {run.ranks.device}, {trainer.precision}, "
         f"compile={trainer.is_compiled}, micro_batch={run.micro_batch_size}\n"
-        f"ends after steps={total_steps} or max_minutes={settings.max_minutes}"
+        f"ends after steps={total_steps} or max_minutes={errors.as_typed(settings.max_minutes)}"
     )
     if passes > 1:
         text += f", in at most {passes:.1f} passes over the text"

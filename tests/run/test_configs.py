@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from omegaconf import OmegaConf
 
-from run import folder
+from run import folder, options
 from run.distributed import DistEnv
 from run.instantiate import instantiate, parameters_of, resolve_target
 from run.settings import Settings, compose
@@ -134,6 +135,46 @@ def test_the_help_of_training_lists_every_key_and_choice_and_its_examples_work(c
         assert f"{file.parent.name}={file.stem}" in result.out
     examples = re.findall("^  python train.py (.*)", result.out, re.MULTILINE)
     assert len(examples) == 3 and all(compose(line.split()) for line in examples)
+
+
+@pytest.mark.parametrize("option", ["--cfg job", "-c job", "--cfg=job --resolve"])
+def test_the_composed_config_is_printed(command, option):
+    words = ("model=tiny", "context=64", "attention=mqa", "optimizer.lr=0.5", "data.vocab_size=999")
+    result = command("train.py", *option.split(), *words).succeeded()
+    config = yaml.safe_load(result.out)
+    assert (config["context"], config["optimizer"]["lr"]) == (64, 0.5)
+    assert (config["model"]["dim"], config["model"]["attention"]["kv_heads"]) == (64, 1)
+    # Copies of other keys are resolved.
+    assert (config["model"]["context"], config["model"]["vocab_size"]) == (64, 999)
+    assert config.keys() == Settings.model_fields.keys() and result.err == ""
+    assert not Path("runs").exists()
+
+
+PRESETS = ("model=tiny", "attention=shared_kv", "ffn=gelu", "optimizer=adamw", "schedule=cosine")
+
+
+@pytest.mark.parametrize("choice", [*PRESETS, "attention=kda"])
+def test_help_lists_the_keys_of_a_preset_as_they_are_overridden(choice):
+    lines = list(options.preset_help([choice]))
+    words = [line.split("  ")[1] for line in lines if line.startswith("  ")]
+    assert compose([choice, *words]) == compose([choice])
+
+
+def test_help_shows_the_keys_of_the_groups_that_are_overridden(command):
+    general = command("train.py", "--help").succeeded().out
+    result = command("train.py", "attention=kda", "optimizer.lr=0.5", "--help").succeeded()
+    assert result.out.startswith(general.rstrip())
+    keys = result.out.removeprefix(general.rstrip())
+    # Literals of gdn.yaml, kda.yaml, mla.yaml and muon.yaml.
+    assert "  attention.kinds.recurrent.decay=channel  head, or channel: what has a" in keys
+    assert "  attention.kinds.full.rope_base=null  null: no positions\n" in keys
+    assert "  optimizer.lr=0.5  peak learning rate, at the reference" in keys
+    assert "  optimizer.reference.head=0.23  rate of the head\n" in keys
+    assert "schedule." not in keys
+    # Keys that a preset inherits from another class.
+    dsa = command("train.py", "attention=dsa", "-h").succeeded().out
+    assert "  attention.topk=256  keys that a query sees\n" in dsa
+    assert "  attention.qk_norm=before_rope  null, before_rope (with a weight)" in dsa
 
 
 def test_a_notebook_composes_configs_from_any_folder(tmp_path):

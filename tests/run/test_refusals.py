@@ -2,17 +2,20 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from run import errors
+from run import aliases, errors
 from run.errors import OverrideError
-from run.settings import compose
+from run.settings import GROUPS, compose, defaults
 from tests.conftest import ROOT, TINY
 from tools.compare.plan import plan_variants
+from tools.compare.sweep import expand_sweep
 from training.setup import set_up_run, unused_keys
 
 # What is typed: the exit code, and what the line says.
@@ -34,10 +37,12 @@ CONFIGS = {
     "stepss=5": (1, "fix: steps"),
     "zyzzyva=5": (1, "fix: python train.py --help, which lists all"),
     "+colour=blue": (1, "unknown (colour)"),
+    "+foo=1": (1, "fix: python train.py --help"),
+    "model.layers=4": (1, "fix: model.depth=4"),
+    "block_size=64": (1, "fix: context=64"),
     "+seed.new=1": (1, "unknown (seed.new)"),
     "~wandb": (2, "fix: wandb=disabled"),
     "--attention=mha": (2, "fix: attention=mha"),
-    "-m": (2, "(got -m)"),
     "+attention.windw=5": (1, "fix: attention.window=5"),
     # Groups and choices.
     "attnetion=mqa": (1, "fix: attention=mqa"),
@@ -45,7 +50,9 @@ CONFIGS = {
     "optimizer=zyzzyva": (1, "fix: optimizer=adamw or optimizer=muon"),
     "model=15M": (1, "fix: model=15m"),
     "experiment=tinystores": (1, "fix: experiment=tinystories"),
-    "attention=gqa,mqa": (1, "fix: python -m tools.compare attention=gqa,mqa"),
+    "attention=gqa,mqa": (1, "fix: python -m tools.compare name=test attention=gqa,mqa"),
+    "optimizer=adam": (1, "fix: optimizer=adamw"),
+    "data=shakespeare_char": (1, "fix: data=tinyshakespeare"),
     # Keys that the run sets itself.
     "model.vocab_size=512": (2, "fix: data.vocab_size=512"),
     "model.context=64": (2, "fix: context=64"),
@@ -58,14 +65,25 @@ CONFIGS = {
     # Values of top keys: their types and ranges.
     "micro_batch=0": (2, "fix: micro_batch=null"),
     "device=gpu": (2, "must be 'auto', 'cpu', 'cuda' or 'mps' (got 'gpu')"),
-    "compile=yes": (2, "compile must be"),
+    "compile=yes": (2, "compile must be 'auto', true or false (got 'yes'). fix: compile=true"),
+    "compile=on": (2, "fix: compile=true"),
     "resume=no": (2, "fix: resume=false"),
-    "wandb=ofline": (2, "fix: wandb=disabled"),
+    "document_mask=yes": (2, "fix: document_mask=true"),
+    "activation_checkpointing=1": (2, "fix: activation_checkpointing=true"),
+    "wandb=ofline": (2, "fix: wandb=offline"),
+    "wandb=true": (2, "fix: wandb=online"),
+    "wandb=none": (2, "fix: wandb=disabled"),
+    "precision=bf16-mixed": (2, "fix: precision=bf16"),
+    "precision=float32": (2, "fix: precision=fp32"),
+    "max_minutes=None": (2, "fix: max_minutes=null"),
+    "run_dir=None": (2, "fix: run_dir=null"),
+    "init_from=resume": (2, "fix: resume=true"),
+    "init_from=scratch": (2, "fix: leave init_from out"),
     "steps=0": (2, "steps must be greater than 0 (got 0). fix: steps=null"),
     "steps=nul": (2, "fix: steps=null"),
     "context=1": (2, "fix: context=256"),
     "max_minutes=inf": (2, "max_minutes must be a finite number (got inf)"),
-    "seed=true": (2, "seed must be a valid integer (got True)"),
+    "seed=true": (2, "seed must be a valid integer (got true)"),
     "name=a/b": (2, "name must match pattern"),
     "distill_weight=2": (2, "distill_weight must be less than or equal to 1"),
     "batch_tokens=1000": (2, "multiple of 256, whole sequences for every process (got 1000"),
@@ -88,9 +106,13 @@ CONFIGS = {
     "optimizer.betas=0.9": (2, "must be list[float] (got 0.9)"),
     "optimizer.betas=[0.9,-1]": (2, "optimizer.betas"),
     "optimizer=adamw optimizer.betas=[0.9]": (2, "betas"),
-    "attention.sink=no": (2, "attention.sink must be bool (got 'no')"),
+    "attention.sink=no": (2, "attention.sink must be bool (got 'no'). fix: attention.sink=false"),
+    "attention.window=None": (2, "fix: attention.window=null"),
+    "model.dim=null": (2, "model.dim must be int (got null)"),
+    "data=recall data.pairs=4": (2, "fix: 'data.pairs=[4]'"),
+    "attention=nope attention.pattern=rope": (2, "fix: 'attention.pattern=[rope]'"),
     "attention.softcap=0": (2, "attention.softcap is too small (got 0)"),
-    "attention.softcap=true": (2, "softcap must be float | None (got True)"),
+    "attention.softcap=true": (2, "softcap must be float | None (got true)"),
     "attention.kv_heads=3": (2, "kv_heads=3"),
     "attention.kv_heads=-1": (2, "attention.kv_heads"),
     "attention.window=0": (2, "attention.window"),
@@ -110,7 +132,8 @@ CONFIGS = {
     "model.heads=0": (2, "model.heads"),
     "model.heads=3": (2, "heads=3"),
     "model.dim=wide": (2, "model.dim must be int (got 'wide'). fix: leave model.dim out"),
-    "ffn.activation=gleu": (2, "Literal['silu', 'gelu', 'relu2']"),
+    "ffn.activation=gleu": (2, "'relu2'] (got 'gleu'). fix: ffn.activation=gelu"),
+    "ffn.activation=swish": (2, "fix: ffn.activation=silu"),
     "schedule.warmup=0.5": (2, "fix: leave schedule.warmup out"),
     "schedule.cooldown=2": (2, "cooldown"),
     "precision=fp16": (2, "fp16"),
@@ -146,7 +169,8 @@ def test_a_bad_config_is_answered_in_one_line_whose_fix_works(typed, capfd, monk
 def fixed(overrides: list[str], what: str, fix: str) -> list[str]:
     """The overrides after the first fix that a line tells."""
     if fix.startswith("python -m tools.compare"):
-        return plan_variants(shlex.split(fix)[3:4], "none", None, has_search=False)[0].overrides
+        call = fix.partition(";")[0]
+        return plan_variants(shlex.split(call)[3:], "none", None, has_search=False)[0].overrides
     if fix.startswith(("python train.py", "--help")):
         return []
     told = {}
@@ -163,6 +187,299 @@ def fixed(overrides: list[str], what: str, fix: str) -> list[str]:
         if not wrong & {word, key, value}:
             kept.append(word)
     return [*kept, *map("=".join, told.items())]
+
+
+# What people type who come from nanoGPT, nanochat, litgpt or transformers, and what they mean. The
+# defaults are context=256 batch_tokens=4096 optimizer.lr=0.035.
+FOREIGN = {
+    "n_layer=12 n_head=8 n_embd=256": "model.depth=12 model.dim=256 model.heads=8",
+    "num_hidden_layers=3": "model.depth=3",
+    "steps=5 n_layer=2 zyzzyva=5": "model.depth=2",
+    "train.max_steps=100": "steps=100 max_minutes=null",
+    "max_steps=-1": "steps=null max_minutes=null",
+    "max_tokens=1e6": "steps=245 max_minutes=null",  # 1e6 / 4096, rounded up
+    "num_train_epochs=3.0": "max_epochs=3 max_minutes=null",
+    "batch_size=8": "batch_tokens=2048",  # 8 x 256
+    "batch_size=8 block_size=64": "context=64 batch_tokens=512",
+    "batch_size=8 context=512": "batch_tokens=4096",
+    "experiment=tinystories batch_size=4": "batch_tokens=2048",  # its context is 512
+    "gradient_accumulation_steps=4": "micro_batch=4",  # 4096 / 256 / 4
+    "per_device_train_batch_size=8 gradient_accumulation_steps=2": "batch_tokens=4096 micro_batch=8",
+    "device_batch_size=4 total_batch_size=8192": "batch_tokens=8192 micro_batch=4",
+    "eval_iters=20": "eval_tokens=81920",
+    "learning_rate=6e-4": "optimizer=adamw optimizer.lr=6e-4 optimizer.reference=null",
+    "lr=0.1": "optimizer.lr=0.1",
+    "learning_rate=6e-4 min_lr=6e-5": "optimizer=adamw optimizer.lr=6e-4 optimizer.reference=null "
+    "schedule.floor=0.1",
+    "beta1=0.8": "optimizer.betas=[0.8,0.95]",
+    "beta1=0.8 beta2=0.99": "optimizer.betas=[0.8,0.99]",
+    "grad_clip=0.0": "clip=null",
+    "warmup_ratio=0.1 steps=1000": "schedule.warmup=100",
+    "warmup_ratio=0.1": "",
+    "optim=adamw_torch": "optimizer=adamw",
+    "lr_scheduler_type=cosine": "schedule=cosine",
+    "dtype=bfloat16": "precision=bf16",
+    "bf16=True": "precision=bf16",
+    "bf16=False": "",
+    "wandb_log=True": "wandb=online",
+    "wandb_log=False": "",
+    "report_to=none": "wandb=disabled",
+    "dataset=shakespeare_char": "data=tinyshakespeare",
+    "data_dir=my/texts": "data=text data.path=my/texts",
+    "out_dir=out": "run_dir=out",
+    "resume_from_checkpoint=True": "run_dir=null resume=true",
+    "bias=False dropout=0.1": "attention.dropout=0.1 attention.bias=false",
+    "attention=kda rope_theta=1e6": "attention.kinds.full.rope_base=1000000",
+    "always_save_checkpoint=True": "",
+}
+
+
+@pytest.mark.parametrize("typed", FOREIGN)
+def test_words_of_other_programs_are_answered_in_ours(typed):
+    with pytest.raises(OverrideError) as refused:
+        compose(typed.split())
+    problem, _, fix = str(refused.value).partition(". fix: ")
+    told = shlex.split(fix.partition(";")[0])
+    if FOREIGN[typed] == "":
+        assert fix.startswith("leave ")
+        return
+    assert told == FOREIGN[typed].split()
+    wrong = re.findall(r"[\w.]+", problem)
+    compose([word for word in typed.split() if word.partition("=")[0] not in wrong] + told)
+
+
+# Values as others have them, for overrides of ours that do not take 2.
+EXAMPLES = {
+    "optimizer": "adamw_torch",
+    "schedule": "linear",
+    "precision": "float16",
+    "device": "cpu",
+    "wandb": "wandb",
+    "data": "shakespeare",
+    "model.tied": "True",
+    "attention.bias": "True",
+    "attention.rope_fraction": "0.5",
+    "ffn.activation": "gelu_new",
+    "compile": "True",
+    "activation_checkpointing": "True",
+}
+
+
+def test_every_fix_for_a_word_of_another_program_composes():
+    given = {"context": "256", "batch_tokens": "4096", "steps": "100", "optimizer.lr": "0.035"}
+    fixes = set()
+    for name, template in aliases.TEMPLATES.items():
+        value = EXAMPLES.get(template.partition("={value}")[0], "2")
+        told, _ = aliases.translate({name: value}, given)
+        assert told, name
+        fixes.add(tuple(f"{key}={value}" for key, value in told.items()))
+    assert len(fixes) > 50
+    # Many are composed at once: a key is given again after it has been composed.
+    waiting = []
+    for fix in sorted(fixes, key=lambda fix: fix[0].count(".")):
+        keys = {word.partition("=")[0] for word in waiting}
+        if keys & {word.partition("=")[0] for word in fix}:
+            compose(waiting)
+            waiting = []
+        waiting += fix
+    compose(waiting)
+
+
+def test_no_key_of_ours_is_a_word_of_another_program():
+    tops = {key for key in defaults() if key not in GROUPS}
+    assert not tops & {*aliases.TEMPLATES, *aliases.REASONS}
+
+
+# A typo, or a word that means nothing here: what is suggested, if anything.
+SUGGESTIONS = {
+    "attentoin": "attention",
+    "atention": "attention",
+    "attnetion": "attention",
+    "modle": "model",
+    "optimiser": "optimizer",
+    "optimzer": "optimizer",
+    "scheduler": "schedule",
+    "dat": "data",
+    "nrom": "norm",
+    "stpes": "steps",
+    "step": "steps",
+    "max_minute": "max_minutes",
+    "maxminutes": "max_minutes",
+    "max_epoch": "max_epochs",
+    "contxt": "context",
+    "batchtokens": "batch_tokens",
+    "batch_token": "batch_tokens",
+    "microbatch": "micro_batch",
+    "micro_batches": "micro_batch",
+    "tokens_per_param": "tokens_per_parameter",
+    "token_per_parameter": "tokens_per_parameter",
+    "activation_checkpoints": "activation_checkpointing",
+    "zloss": "z_loss",
+    "doc_mask": "document_mask",
+    "shard": "sharded",
+    "document_masks": "document_mask",
+    "eval_evry": "eval_every",
+    "save_evey": "save_every",
+    "log_evry": "log_every",
+    "evaltokens": "eval_tokens",
+    "sede": "seed",
+    "devcie": "device",
+    "precison": "precision",
+    "comple": "compile",
+    "wnadb": "wandb",
+    "rundir": "run_dir",
+    "initfrom": "init_from",
+    "distil": "distill",
+    "resmue": "resume",
+    "model.dept": "model.depth",
+    "model.hiden": "model.hidden",
+    "model.head": "model.heads",
+    "model.diim": "model.dim",
+    "attention.windw": "attention.window",
+    "attention.kv_head": "attention.kv_heads",
+    "attention.kvheads": "attention.kv_heads",
+    "attention.rope_bas": "attention.rope_base",
+    "optimizer.momentun": "optimizer.momentum",
+    "optimizer.weightdecay": "optimizer.weight_decay",
+    "optimizer.beta": "optimizer.betas",
+    "schedule.warmpu": "schedule.warmup",
+    "schedule.cooldwon": "schedule.cooldown",
+    "ffn.activaton": "ffn.activation",
+    "data.vocabsize": "data.vocab_size",
+    "data.tokeniser": "data.tokenizer",
+    # Words that mean nothing here.
+    "foo": None,
+    "bar": None,
+    "colour": None,
+    "verbose": None,
+    "patience": None,
+    "num_experts": None,
+    "temperature": None,
+    "lora_alpha": None,
+    "label_smoothing": None,
+    "ema": None,
+    "quantization": None,
+    "world_size": None,
+    "strategy": None,
+}
+
+
+def test_only_a_near_key_is_suggested():
+    words = [f"{typed}={number}" for number, typed in enumerate(SUGGESTIONS)]
+    with pytest.raises(OverrideError) as refused:
+        compose(words)
+    fix = str(refused.value).partition(". fix: ")[2].partition(";")[0]
+    told = {}
+    for word in shlex.split(fix):
+        key, _, number = word.partition("=")
+        told[int(number)] = key
+    for number, (typed, wanted) in enumerate(SUGGESTIONS.items()):
+        assert told.get(number) == wanted, typed
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [("steps=1e3", 1000), ("batch_tokens=16e3", 16000), ("context=5.12e2", 512), ("seed=7.0", 7)],
+)
+def test_a_whole_number_may_have_an_exponent(typed, value):
+    key = typed.partition("=")[0]
+    assert repr(getattr(compose([typed]), key)) == repr(value)
+
+
+def test_a_whole_number_of_a_group_may_have_an_exponent():
+    settings = compose(["data.vocab_size=8e3", "model.dim=1.28e2", "context=1e3", "clip=1e0"])
+    sizes = (settings.data["vocab_size"], settings.model["dim"], settings.model["context"])
+    assert repr(sizes) == "(8000, 128, 1000)" and repr(settings.clip) == "1.0"
+    with pytest.raises(ValueError, match=re.escape("(got 1.5)")):
+        compose(["steps=1.5"])
+
+
+# Options of Hydra and of argparse, which train.py does not have: the call or the override to paste.
+OPTIONS = {
+    "-m attention=gqa,mha model=tiny": "python -m tools.compare attention=gqa,mha model=tiny",
+    "--multirun model=tiny": "python -m tools.compare attention=gqa,mha model=tiny",
+    "-m seed=1,2 hydra/launcher=joblib": "python -m tools.compare seed=1,2",
+    "--config-name fineweb": "python train.py experiment=fineweb",
+    "-cn=mine model=tiny": "python train.py model=tiny",
+    "--config-path ../conf model=tiny": "python train.py model=tiny",
+    "--config-dir=conf": "python train.py",
+    "--info defaults": "python train.py --cfg job",
+    "--resolve model=tiny": "python train.py --cfg job model=tiny",
+    "--cfg job --package model": "python train.py --cfg job",
+    "--cfg hydra": "python train.py --cfg job",
+    "--hydra-help": "python train.py --help",
+    "--lr 1e-3": "optimizer.lr=1e-3",
+    "--learning-rate=1e-3 optimizer=adamw": "optimizer.lr=1e-3 optimizer.reference=null",
+    "--batch-size 8 --block_size 64": "context=64 batch_tokens=512",
+    "--attention mha --depth=3 --max_minutes 1": "attention=mha max_minutes=1 model.depth=3",
+    "--resume": "resume=true",
+    "--no-compile": "compile=false",
+    "--wandb": "wandb=online",
+    "--zyzzyva": "python train.py --help, which lists all",
+}
+
+
+@pytest.mark.parametrize("typed", OPTIONS)
+def test_an_option_is_answered_with_what_does_the_same(command, typed):
+    result = command("train.py", *typed.split())
+    (line,) = result.err.splitlines()
+    fix = line.partition(". fix: ")[2].partition(";")[0]
+    assert (result.code, result.out, fix) == (2, "", OPTIONS[typed])
+    called, *words = shlex.split(fix.removeprefix("python "))
+    if called == "-m":
+        expand_sweep(words[1:])
+    elif called == "train.py" and words[:1] in (["--cfg"], ["--help"]):
+        command("train.py", *words).succeeded()
+    else:
+        compose([word for word in [called, *words] if "=" in word])
+
+
+COMPARED = {
+    "seeds=0,1": "seed=0,1",
+    "n_layer=2,4": "model.depth=2,4",
+    "batch_size=8,16": "batch_tokens=2048,4096",
+    "attention=gqa,gqq": "attention=gqa",
+    "model.layers=2,3": "model.depth=2,3",
+    "run_dir=mine attention=gqa,mqa": "--dir FOLDER",
+    "resume=true attention=gqa,mqa": "the same call again, which continues what was cut off",
+}
+
+
+@pytest.mark.parametrize("typed", COMPARED)
+def test_wrong_words_in_a_comparison_are_answered(command, typed):
+    result = command("tools/compare/__main__.py", *typed.split())
+    (line,) = result.err.splitlines()
+    assert line.partition(". fix: ")[2].partition(";")[0] == COMPARED[typed]
+    assert result.code in (1, 2) and not Path("runs").exists()
+
+
+AT_ONCE = (
+    "train.py attentoin=gqa",
+    "train.py steps=-1",
+    "train.py attention=gqq",
+    "train.py --help",
+    "train.py attention=kda --help",
+    "train.py --cfg job model=tiny",
+    "train.py -m attention=gqa,mha",
+    "-m tools.compare attentoin=gqa,mha",
+    "-m tools.compare attention=gqa,mha steps=-1",
+    "-m tools.compare --help",
+    "-m tools.cost attentoin=gqa",
+    "generate.py --max-token 5 x",
+)
+
+
+@pytest.mark.parametrize("call", AT_ONCE)
+def test_a_typo_is_answered_before_torch_is_imported(call):
+    words = [sys.executable, "-X", "importtime", *call.split()]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, encoding="utf-8")
+    *imported, last = result.stderr.splitlines()
+    names = {line.rpartition("|")[2].strip().partition(".")[0] for line in imported}
+    assert "run" in names and "torch" not in names
+    if result.returncode == 0:
+        assert result.stdout
+    else:
+        assert last.startswith("error: ")
 
 
 def test_all_keys_out_of_range_are_reported_at_once(capfd):

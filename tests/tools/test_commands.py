@@ -37,6 +37,7 @@ def test_help_has_examples_and_each_default_once(command, name):
     # An example is in the text, and not only in the usage.
     assert call in "".join(texts)
     assert not re.findall(r"\(default: (?:None|False|\[\])\)", result.out)
+    assert texts[-1].startswith("options:")  # nothing dangles behind them
     for option in re.findall(r"\n  (-.*?)(?=\n  -|\n\n|$)", result.out, re.DOTALL):
         assert option.count("(default:") <= 1, option
         assert re.search(r"\s{2,}\w", option), f"{option} is not explained"
@@ -56,6 +57,7 @@ def test_a_module_that_is_no_command_says_so(monkeypatch, capfd, name):
     assert end.value.code == 2
     assert line.startswith(f"error: not a command (python -m {name}). fix: ")
     assert all(command in line for command in tools.COMMANDS)
+    assert ("fix: python -m tools.cost --help" in line) == (name == "tools.kost")
 
 
 def test_an_option_is_not_abbreviated(command):

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from run.instantiate import ROOT, instantiate
+from run import ROOT
+from run.instantiate import instantiate
 from tests.conftest import settings_of
 from training.rates import Reference
 

@@ -221,6 +221,27 @@ def test_a_run_outlives_the_one_that_it_began_with(command, trained, folder):
     assert [line["step"] for line in metrics(begun)][-1] == 6
 
 
+def test_the_config_of_a_run_to_resume_is_printed_with_its_own_overrides(command, trained):
+    words = (f"run_dir={trained}", "resume=true", "steps=6", "--cfg", "job")
+    config = yaml.safe_load(command("train.py", *words).succeeded().out)
+    sizes = (config["steps"], config["context"], config["data"]["vocab_size"])
+    assert sizes == (6, 64, 400)
+
+
+def test_a_run_is_found_by_its_name(command, trained):
+    words = (*TINY[1:], *SHORT, *TEXT[:2], "optimizer.lr=0.001", "name=begun")
+    name = trained.name
+    command("train.py", *words, f"init_from={name}", f"distill={name}").succeeded()
+    for tool in ("tools/evaluate.py", "tools/export_hf.py"):
+        more = ("--slices",) if "evaluate" in tool else ("--out", "exported")
+        command(tool, "--run", name, *more).succeeded()
+    command("tools/convert.py", name, "attention=mqa", "--out", "converted").succeeded()
+    command("tools/compare/__main__.py", "--report", name, "--quick").succeeded()
+    # A folder of that name comes first.
+    shutil.copytree("runs/begun", name)
+    assert checkpoint.find_model(name).parts[0] == name
+
+
 def test_runs_of_one_name_are_resumed_with_what_they_began_with(command, trained):
     words = (*TINY[1:], *SHORT, *TEXT[:2], "optimizer.lr=0.001", "name=begun")
     Path("copy").mkdir()
@@ -241,7 +262,8 @@ def test_a_run_is_found_however_init_from_is_spelled_and_in_its_own_context(comm
     command("train.py", *words, begin, "context=32").succeeded()
     spelled = f"init_from=./{trained}/"
     command("train.py", *words, spelled, "resume=true", "steps=6").succeeded()
-    command("train.py", *words, spelled, "resume=true", "steps=8", "context=32").succeeded()
+    named = f"init_from={trained.name}"  # runs/NAME
+    command("train.py", *words, named, "resume=true", "steps=8", "context=32").succeeded()
     assert metrics("runs/begun")[-1]["step"] == 6 and metrics("runs/begun-2")[-1]["step"] == 8
     # Without its origin, the context does not say which of the two is meant.
     shutil.rmtree(trained)
@@ -279,7 +301,7 @@ def test_a_run_says_what_bounds_it_and_goes_on_for_more_passes(command, story):
     for epochs, resume in ((1, "false"), (1, "true"), (2, "true")):
         result = command("train.py", *words, f"max_epochs={epochs}", f"resume={resume}")
         ends.append(int(checkpoint.newest_checkpoint(Path("run")).name.removeprefix("step-")))
-        bounds = f"micro_batch=4\nends after steps={ends[-1]} or max_minutes=None"
+        bounds = f"micro_batch=4\nends after steps={ends[-1]} or max_minutes=null"
         assert result.code == 0 and bounds in result.err
         assert (", in at most 2.0 passes" in result.err) == (epochs == 2)
     assert ends[0] == ends[1] and ends[2] in (2 * ends[0], 2 * ends[0] + 1)

@@ -16,22 +16,34 @@ one that is still running. It ends with a report, which --report writes of any r
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from run import errors
-from run.cli import Parser, user_path
+from run.cli import Parser, run_path, user_path
 from run.errors import IntegrityError
 from run.settings import compose
-from tools.compare.measures import measure_checkpoints
-from tools.compare.plan import SIZES, Variant, plan_variants, train_variants
-from tools.compare.report import write_report
-from tools.compare.runs import RECORDS, Run, read_records
-from tools.compare.tuning import FACTORS
+from tools import import_torch
+from tools.compare.sweep import expand_sweep
+
+# torch is imported only in functions, so that --help and wrong overrides are answered at once.
+if TYPE_CHECKING:
+    from tools.compare.plan import Variant
+    from tools.compare.runs import Run
 
 
 def main(args: argparse.Namespace) -> None:
+    with errors.user_input():
+        if args.overrides:
+            expand_sweep(args.overrides)  # which finds what is wrong with them
+    import_torch()
+    from tools.compare.measures import measure_checkpoints
+    from tools.compare.plan import plan_variants, train_variants
+    from tools.compare.report import write_report
+
     if args.report:
-        runs, problems = read_runs(args.report)
-        folder = args.dir or report_folder(args.report)
+        folders = [run_path(folder) for folder in args.report]
+        runs, problems = read_runs(folders)
+        folder = args.dir or report_folder(folders)
     else:
         with errors.user_input():
             variants = plan_variants(args.overrides, args.match, args.dir, args.tune)
@@ -51,13 +63,17 @@ def main(args: argparse.Namespace) -> None:
 
 def report_folder(folders: list[Path]) -> Path:
     """Where a report goes: into the folder of a comparison if it is of this one alone."""
+    from tools.compare.runs import RECORDS
+
     if len(folders) == 1 and (folders[0] / RECORDS).exists():
         return folders[0]
     return Path("runs/report")
 
 
-def announce(variants: list[Variant], has_search: bool) -> None:
+def announce(variants: list["Variant"], has_search: bool) -> None:
     """Say how many runs there will be, and how long they take if that is known."""
+    from tools.compare.tuning import FACTORS
+
     count = sum(len(variant.seeds) for variant in variants)
     text = f"{count} runs in {variants[0].folder}/"
     if has_search:
@@ -70,11 +86,13 @@ def announce(variants: list[Variant], has_search: bool) -> None:
     print(text, file=sys.stderr)
 
 
-def read_runs(folders: list[Path]) -> tuple[list[Run], dict[str, str]]:
+def read_runs(folders: list[Path]) -> tuple[list["Run"], dict[str, str]]:
     """Read runs that have finished: of their folders, or the records of comparisons.
 
     Also returns why others are not among them, by the name of their folder.
     """
+    from tools.compare.runs import Run, read_records
+
     runs = []
     problems = {}
     for folder in folders:
@@ -104,7 +122,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE,...", help="for train.py; commas sweep")
-    add("--match", choices=(*SIZES, "none"), default="params", help="what model.hidden makes equal")
+    add(
+        "--match",
+        choices=("params", "flops", "none"),
+        default="params",
+        help="what model.hidden makes equal",
+    )
     add("--tune", action="store_true", help="find the learning rates of each variant first")
     add("--margin", type=float, default=0.01, help="a loss is as good if it is larger by less")
     add(

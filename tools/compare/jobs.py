@@ -12,8 +12,7 @@ from typing import IO
 
 import torch
 
-from run import errors
-from run.instantiate import ROOT
+from run import ROOT, errors
 from run.progress import say, waiting, warn_once
 from run.settings import compose
 from run.signals import Signals

@@ -1,18 +1,17 @@
-"""Plan the runs of a comparison: expand a sweep to variants of equal size, and those to jobs."""
+"""Plan the runs of a comparison: variants of equal size, and their jobs."""
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from zlib import crc32
 
 from model.build import build_model
 from model.transformer import Transformer
-from run.settings import GROUPS, as_text, compose, parse_overrides
+from run.settings import compose
 from tools.compare.jobs import Job, train_all
+from tools.compare.sweep import Variants, expand_sweep, name_variants
 from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses
 from training.setup import set_up_run
 
@@ -20,8 +19,6 @@ SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes cou
 # The sizes of a model that --match makes equal.
 SIZES = {"params": Transformer.num_parameters, "flops": Transformer.training_flops}
 SEARCH_SEED = 1000  # of the search for learning rates: it judges nothing
-Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) that each key takes in turn
-Variants = dict[str, list[str]]  # the overrides of each variant, by its name; the baseline first
 
 
 @dataclass
@@ -154,48 +151,6 @@ def train_after(earlier: list[Job], jobs: list[Job]) -> list[Job]:
             job.baseline = baseline
     train_all(jobs)
     return jobs
-
-
-def expand_sweep(overrides: list[str]) -> Sweep:
-    """Expand Hydra's sweeps (A,B or range or glob)."""
-    sweep = {}
-    # Runs on several texts do not compare, so a comma in the path of a text is part of it.
-    parsed = [as_text(word) if word.startswith("data.path=") else word for word in overrides]
-    for word, override in zip(overrides, parse_overrides(parsed), strict=True):
-        key = override.get_key_element()
-        sweep[key] = [word]
-        if override.is_discrete_sweep():
-            sweep[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-    return sweep
-
-
-def name_variants(sweep: Sweep) -> Variants:
-    """Name each combination by the values of the keys that are swept, such as mla-lr-0.01.
-
-    Raises ValueError where two combinations have one name.
-    """
-    # Without a sweep, the attention names the only variant.
-    named_keys = [key for key, values in sweep.items() if len(values) > 1 or key == "name"]
-    if not named_keys:
-        named_keys = ["attention"]
-    variants = {}
-    for combination in product(*sweep.values()):
-        # Groups are named by their value, and other keys also by the last part of the key.
-        parts = []
-        for override in combination:
-            key, _, value = override.partition("=")
-            if key in named_keys:
-                if key not in (*GROUPS, "name"):
-                    parts.append(key.rpartition(".")[2])
-                parts.append(value)
-
-        # A name is a folder too: letters, digits, dots and dashes.
-        name = re.sub(r"[^\w.-]+", "-", "-".join(parts), flags=re.ASCII).strip("-.") or "run"
-        if name in variants:
-            raise ValueError(f"two variants of one name ({name}). fix: leave one out")
-        # All runs are judged by the same text, or the same rows of a task: all that is held out.
-        variants[name] = ["eval_tokens=99999999", *combination, f"name={name}"]
-    return variants
 
 
 def match_sizes(variants: Variants, match: str) -> dict[str, str]:

@@ -17,9 +17,9 @@ import torch
 
 from model.build import build_model
 from model.transformer import Transformer
-from run import checkpoint
+from run import ROOT, checkpoint
 from run.errors import IntegrityError
-from run.instantiate import ROOT, instantiate
+from run.instantiate import instantiate
 from run.settings import flatten
 
 # Settings that are not compared: they name a run. Its length is in `tokens`, its machine in

@@ -1,0 +1,232 @@
+"""The command line of train.py: its overrides, --help, --cfg job, and an answer to other options.
+
+torch, which takes seconds to import, is not imported unless a run is resumed by its folder.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+from omegaconf import OmegaConf
+
+from run import aliases, errors
+from run.errors import OverrideError
+from run.settings import (
+    CONFIGS,
+    COPIES,
+    GROUPS,
+    PARTS,
+    Settings,
+    choices,
+    compose,
+    defaults,
+    key_of,
+    parse_overrides,
+)
+
+EXAMPLES = """Train a language model.
+
+  python train.py attention=mha max_minutes=10
+  python train.py data=text data.path=my/stories.txt model=15m
+  python train.py name=mine optimizer=adamw optimizer.lr=1e-3 resume=true
+
+Groups and keys, with their defaults; the keys of a choice are in configs/GROUP/CHOICE.yaml:"""
+
+
+# Options of Hydra by their short names.
+SHORT = {
+    "-c": "--cfg",
+    "-cd": "--config-dir",
+    "-cn": "--config-name",
+    "-cp": "--config-path",
+    "-h": "--help",
+    "-i": "--info",
+    "-m": "--multirun",
+    "-p": "--package",
+    "-r": "--run",
+}
+WITH_VALUE = ("--cfg", "--config-dir", "--config-name", "--config-path", "--package", "--info")
+ONE_CONFIG = "configs/train.yaml is the only config, and experiment=NAME adds keys to it"
+PRINTED = "--cfg job prints the whole config, resolved"
+# Options of Hydra that have no effect here: the reason, and what to call with the same overrides.
+HYDRA_OPTIONS = {
+    "--cfg": (PRINTED, "python train.py --cfg job"),
+    "--multirun": ("several runs are a comparison", "python -m tools.compare"),
+    "--config-dir": (ONE_CONFIG, "python train.py"),
+    "--config-name": (ONE_CONFIG, "python train.py"),
+    "--config-path": (ONE_CONFIG, "python train.py"),
+    "--info": (PRINTED, "python train.py --cfg job"),
+    "--package": (PRINTED, "python train.py --cfg job"),
+    "--resolve": (PRINTED, "python train.py --cfg job"),
+    "--run": ("train.py makes one run", "python train.py"),
+    "--hydra-help": ("--help lists all keys", "python train.py --help"),
+    "--shell-completion": ("--help lists all keys", "python train.py --help"),
+}
+
+
+def read_command_line(arguments: list[str]) -> tuple[Settings, list[str]]:
+    """The settings of `python train.py ARGUMENTS`, and the overrides that they are composed of.
+
+    Ends the process after --help and --cfg job. Raises what `compose` does, and ValueError for
+    other options.
+    """
+    overrides, options = split_options(arguments)
+    if "--help" in options:
+        print_and_exit(help_text(overrides))
+    # The printed config is resolved anyway.
+    is_printed = options.get("--cfg") == "job" and options.keys() <= {"--cfg", "--resolve"}
+    if options and not is_printed:
+        raise ValueError(options_problem(overrides, options))
+
+    # Only to resume a run by its folder, whose overrides belong to those given, torch is needed.
+    if {"run_dir", "resume"} <= {key_of(word) for word in overrides}:
+        from run.folder import add_saved_overrides
+
+        overrides = add_saved_overrides(overrides)
+    settings = compose(overrides)
+    if is_printed:
+        print_and_exit(OmegaConf.to_yaml(settings.model_dump()))
+    return settings, overrides
+
+
+def split_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Split arguments into overrides, and options, which begin with a dash, with their values."""
+    overrides = []
+    options = {}
+    waiting = list(reversed(arguments))
+    while waiting:
+        word = waiting.pop()
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        option, _, value = word.partition("=")
+        option = SHORT.get(option, option)
+        takes_value = option in WITH_VALUE or option not in HYDRA_OPTIONS
+        has_next = bool(waiting) and not re.match("-|[^=]+=", waiting[-1])
+        if not value and takes_value and has_next:
+            value = waiting.pop()
+        options[option] = value
+    return overrides, options
+
+
+def options_problem(overrides: list[str], options: dict[str, str]) -> str:
+    """A line for options that train.py does not have, with what does the same."""
+    for option, value in options.items():
+        if option in HYDRA_OPTIONS:
+            return hydra_problem(option, value, overrides)
+
+    # Options of other programs, such as --lr 1e-3.
+    words = []
+    typed = []
+    for option, value in options.items():
+        # An option without a value is a switch.
+        key = option.lstrip("-").replace("-", "_")
+        switch = "true"
+        if key.startswith("no_") and not value:
+            key = key.removeprefix("no_")
+            switch = "false"
+        words.append(f"{key}={aliases.our_value(key, value or switch)}")
+        typed.append(f"{option} {value}".rstrip())
+    try:
+        compose([*overrides, *words])
+        fix = shlex.join(words)
+    except (ValueError, OverrideError) as error:
+        # Those that are right stay as they are.
+        problem, _, fix = str(error).splitlines()[0].partition(". fix: ")
+        named = problem.partition("(")[2].rstrip(")").split(", ")
+        wrong = {problem.split()[0], *named}
+        right = [word for word in words if not wrong & {word, key_of(word)}]
+        fix = f"{shlex.join(right)} {fix}".strip()
+    return f"an override is KEY=VALUE, without dashes (got {', '.join(typed)}). fix: {fix}"
+
+
+def hydra_problem(option: str, value: str, overrides: list[str]) -> str:
+    """A line for an option of Hydra, with the call that does the same with these overrides."""
+    reason, call = HYDRA_OPTIONS[option]
+    words = [word for word in overrides if not re.match("hydra[./]", word)]
+    experiment = f"experiment={value.removesuffix('.yaml')}"
+    if option == "--config-name" and experiment in choices("experiment"):
+        words.append(experiment)
+    is_sweep = any(override.is_sweep_override() for override in parse_overrides(words))
+    if option == "--multirun" and not is_sweep:
+        words.insert(0, "attention=gqa,mha")
+    return f"{reason} ({f'{option} {value}'.rstrip()}). fix: {shlex.join([*call.split(), *words])}"
+
+
+def print_and_exit(text: str) -> NoReturn:
+    print(text.rstrip())
+    errors.flush(sys.stdout)
+    raise SystemExit(0)
+
+
+def help_text(overrides: list[str]) -> str:
+    """The text of `python train.py OVERRIDES --help`.
+
+    It has examples, each group and key with its default, and the keys of the presets of the groups
+    in the overrides.
+    """
+    schemas = Settings.model_json_schema()["properties"]
+    lines = [EXAMPLES]
+    for key, value in defaults().items():
+        schema = schemas.get(key, {})
+        kinds = choices(key)
+        if not kinds:
+            for alternative in schema.get("anyOf", [schema]):
+                values = alternative.get("enum", [alternative.get("type")])
+                kinds += [errors.as_typed(value) for value in values]
+        text = schema.get("description", PARTS.get(key, "settings of other keys, all at once"))
+        lines.append(f"  {key}={value}  ({', '.join(kinds)})  {text}")
+    return "\n".join([*lines, *preset_help(overrides)])
+
+
+def preset_help(overrides: list[str]) -> Iterator[str]:
+    """Lines about the keys of the groups that are in the overrides, with their values."""
+    named = {key_of(word).partition(".")[0] for word in overrides}
+    groups = [group for group in GROUPS if group in named]
+    if not groups:
+        return
+    settings = compose(overrides).model_dump()
+    for group in groups:
+        tree = settings["model"][group] if group in PARTS else settings[group]
+        yield f"\nKeys of {group}, with these overrides:\n"
+        yield from key_lines(tree, group, preset_comments(group))
+
+
+def key_lines(tree: dict, path: str, comments: dict[tuple[str, str], str]) -> Iterator[str]:
+    """A line for each key of nested dicts that can be overridden: its value and its comment."""
+    target = tree.get("_target_", "")
+    for name, value in tree.items():
+        key = f"{path}.{name}"
+        if name.startswith("_") or key in COPIES:
+            continue
+        if isinstance(value, dict):
+            yield from key_lines(value, key, comments)
+            continue
+        comment = comments.get((target, name)) or comments.get(("", name), "")
+        yield f"  {key}={errors.as_typed(value)}  {comment}".rstrip()
+
+
+def preset_comments(group: str) -> dict[tuple[str, str], str]:
+    """The comments behind the keys in a group's presets, by the _target_ of a key and its name.
+
+    Under an empty _target_ are the comments of the default preset, whose keys others inherit.
+    """
+    comments = {}
+    default = f"{group}={defaults()[group]}"
+    for choice in sorted(choices(group), key=lambda choice: choice != default):
+        targets = {}  # by their indentation
+        text = (CONFIGS / f"{choice.replace('=', '/')}.yaml").read_text(encoding="utf-8")
+        for line in text.splitlines():
+            match = re.match(r"( *)(\w+): *(.*?)( +# (?P<comment>.*))?$", line)
+            if match is None:
+                continue
+            indentation, name, value, *_ = match.groups()
+            if name == "_target_":
+                targets[indentation] = value
+            elif match["comment"]:
+                target = targets.get(indentation, "")
+                comments.setdefault((target, name), match["comment"])
+                comments.setdefault(("", name), match["comment"])
+    return comments
