@@ -14,7 +14,7 @@ from model.build import build_model
 from model.context import ForwardContext
 from model.rope import YaRN
 from run import checkpoint
-from tests.conftest import TINY, close, drawn, saved, tree_of
+from tests.conftest import TINY, VARIANTS, close, drawn, saved, tree_of
 from tools.formats import converted_model
 from tools.formats.latent_conversion import factorize, rotate_on_average, share_rotated_key
 
@@ -81,6 +81,72 @@ def test_an_exact_conversion_has_the_same_logits_cached_and_not(variant, words, 
         parts = [new(part, cache) for part in tokens.split([14, 1, 1, 17], dim=1)]
         close(torch.cat(parts, dim=1), expected, atol=1e-5, rtol=0)
     assert expected.std() > 0.1
+
+
+# Every preset that docs/convert.md lists, and what changes when a model of gqa becomes it.
+PRESETS = {
+    "chunked": ["chunk None -> 128 (approximate): layers [0, 1, 2]"],
+    "gated": ["an output gate of one half, doubled (exact): layers [0, 1, 2, 3]"],
+    "gdn": [
+        "a recurrence with these projections; all else is new (approximate): layers [0, 1, 2]",
+        "an output gate of one half, doubled (exact): layers [3]",
+    ],
+    "gpt_oss": [
+        "a sink of -20 (exact): layers [0, 1, 2, 3]",
+        "window None -> 128 (approximate): layers [0, 2]",
+    ],
+    "llama4": [
+        "chunk None -> 128 (approximate): layers [0, 1, 2]",
+        "no positions (approximate): layers [3]",
+    ],
+    "local_global": ["window None -> 128 (approximate): layers [0, 1, 2]"],
+    "mamba2": [
+        "a recurrence with these projections; all else is new (approximate): layers [0, 1, 2]",
+        "an output gate of one half, doubled (exact): layers [3]",
+    ],
+    "mha": ["key-value heads 2 -> 4, repeated (exact): layers [0, 1, 2, 3]"],
+    "mla": [
+        "a latent of rank 32; 8 of 16 features of a key keep their rotation (approximate): "
+        "layers [0, 1, 2, 3]"
+    ],
+    "mqa": ["key-value heads 2 -> 1, averaged (approximate): layers [0, 1, 2, 3]"],
+    "nope": ["no positions (approximate): layers [3]"],
+    "shared_kv": [
+        "keys and values are the mean of 2 layers (approximate): layers [0, 2]",
+        "keys and values of an earlier layer (approximate): layers [1, 3]",
+    ],
+    "sink": ["a sink of -20 (exact): layers [0, 1, 2, 3]"],
+    "sliding_window": ["window None -> 128 (approximate): layers [0, 1, 2, 3]"],
+    "value_residual": ["a share of 0 of the first layer's values (exact): layers [1, 2, 3]"],
+    "window_nope": [
+        "window None -> 128 (approximate): layers [0, 1, 2]",
+        "no positions (approximate): layers [3]",
+    ],
+}
+
+
+@pytest.mark.parametrize("preset", VARIANTS)
+def test_every_preset_is_converted_with_all_that_it_sets_or_refused(preset, convert):
+    """Also what a preset has from the presets that it extends."""
+    if preset in PRESETS:
+        _, new, lines = convert("gqa", f"attention={preset}")
+        assert lines == PRESETS[preset]
+        assert new(tokens_of(new)).isfinite().all()
+    else:
+        with pytest.raises(ValueError, match=r"^(no formula for this|nothing changes).*\. fix: "):
+            convert("gqa", f"attention={preset}")
+
+
+@pytest.mark.parametrize("variant", ["local_global", "nope", "window_nope", "chunked"])
+@pytest.mark.parametrize("preset, option", [("mqa", "kv_heads=1"), ("sink", "sink=true")])
+def test_the_fix_for_a_hybrid_keeps_its_pattern(variant, preset, option):
+    tree = tree_of(variant)
+    fix = f"attention.{option}, which keeps the layers' pattern"
+    with pytest.raises(ValueError, match=f"several values .*fix: {fix}"):
+        converted_model.convert_config(tree, [f"attention={preset}"])
+    converted = converted_model.convert_config(tree, [f"attention.{option}"])
+    assert converted["attention"]["pattern"] == tree["attention"]["pattern"]
+    assert len(build_model(converted, "meta").blocks) == tree["depth"]
 
 
 # source, its words; words of the conversion; what is said

@@ -1,6 +1,7 @@
 """Convert a checkpoint to another attention: its config, then its weights."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from model.build import build_model
 from model.transformer import Transformer
 from run import checkpoint
-from run.settings import CONFIGS, compose, flatten, parse_overrides
+from run.settings import CONFIGS, as_typed, compose, flatten, parse_overrides
 from tools.formats.attention_conversion import convert_layer
 from tools.formats.layer_change import Change, Layers, Weights
 from tools.formats.layer_knobs import attention_kinds, attention_knobs
@@ -63,12 +64,31 @@ def preset_options(preset: str) -> set[str]:
     # gqa.yaml lists every option, because the other presets extend it; only one defines it.
     if preset == "gqa":
         return {"kv_heads"}
-    content = read_preset(preset)
-    keys = {key for key, _ in flatten(content)}
-    # A preset of another mechanism repeats options of gqa, such as rope_base: keep the model's.
-    if "defaults" not in content:
-        keys -= read_preset("gqa").keys()
+    keys = set(set_keys(preset))
     return {key for key in keys if key.rpartition(".")[2] not in PRESERVED_OPTIONS}
+
+
+def set_keys(preset: str) -> Iterator[str]:
+    """Yield the options that a preset's file sets, and the presets that it extends, except gqa."""
+    if preset == "gqa":
+        return
+    content = read_preset(preset)
+    own_keys = {key for key, _ in flatten(content) if key != "defaults"}
+    # A preset of another mechanism repeats options of gqa, such as rope_base: keep the model's.
+    # But `chunk` is a mask in gqa, and the tokens computed at once in a recurrence.
+    if "defaults" not in content:
+        own_keys -= read_preset("gqa").keys() - {"chunk"}
+    yield from own_keys
+
+    # An entry is PRESET, PRESET@kinds.KIND or {/attention@kinds.KIND: PRESET}.
+    for entry in content.get("defaults", []):
+        if isinstance(entry, dict):
+            ((group, parent),) = entry.items()
+            kind = group.partition("@")[2]
+        else:
+            parent, _, kind = entry.partition("@")
+        for key in set_keys(parent):
+            yield f"{kind}.{key}" if kind else key
 
 
 def read_preset(name: str) -> dict:
@@ -113,9 +133,16 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
                 continue
             values = [layer[key] for layer in layers_by_kind[kind] if key in layer]
             if any(value != values[0] for value in values):
+                fix = f"attention.{prefix}{key}=VALUE for all of them"
+                # Where the mechanism stays, the layers can keep their pattern.
+                mechanisms = {layer["_target_"] for layer in layers_by_kind[kind]}
+                if not kind and mechanisms == {knobs["_target_"]}:
+                    words = [
+                        f"attention.{name}={as_typed(knobs[name])}" for name in sorted(explicit)
+                    ]
+                    fix = f"{' '.join(words)}, which keeps the layers' pattern; or {fix}"
                 raise ValueError(
-                    f"layers have several values for one option ({key}: {values}). "
-                    f"fix: attention.{prefix}{key}=VALUE"
+                    f"layers have several values for one option ({key}: {values}). fix: {fix}"
                 )
             if values:
                 knobs[key] = values[0]
