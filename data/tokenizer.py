@@ -26,8 +26,14 @@ PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\n|.{1,4000}", re.DOTALL)
 WORDS = re.compile(r".*\w(?= \w)", re.DOTALL)  # up to the last space between two words
 SPACE = "\u2581"  # SentencePiece's sign for a space; if a text has one, it would decode to a space
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
-# Files next to a tokenizer's own. generation_config.json may have the ids of BOS and EOS.
-CONFIGS = ("tokenizer_config.json", "generation_config.json")
+# Files next to a tokenizer's own. generation_config.json may have the ids of BOS and EOS; the others
+# are kept for an export, but for the entry split_special_tokens of tokenizer_config.json.
+CONFIGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
 
 
 class Tokenizer:
@@ -51,12 +57,21 @@ class Tokenizer:
         special |= json.loads(files.get("generation_config.json", "{}"))
         self.set_special_ids(special)
         # A SPACE in a text is encoded as its bytes, so that it decodes to itself.
-        self.space_tokens = self.processor.piece_to_id(SPACE_BYTES)
-        assert len(self.space_tokens) == len(SPACE_BYTES)
+        space_tokens = self.processor.piece_to_id(SPACE_BYTES)
+        assert len(space_tokens) == len(SPACE_BYTES)
+        self.text_separators = {SPACE: space_tokens}
+        # In a prompt, the text of BOS, EOS and other control tokens is that token.
+        self.special_tokens = {}
+        for token in range(self.vocab_size):
+            if self.processor.is_control(token) or self.processor.is_unknown(token):
+                self.special_tokens[self.processor.id_to_piece(token)] = [token]
+        self.prompt_separators = self.text_separators
+        if not splits_special_tokens(files):
+            self.prompt_separators = self.text_separators | self.special_tokens
 
     @cached_property
     def processor_inside(self) -> spm.SentencePieceProcessor:
-        """For what follows a SPACE: without the blank that some models put in front of a text."""
+        """For what follows a separator: without the blank that some models put before a text."""
         model = ModelProto.FromString(self.files[self.FILE])
         model.normalizer_spec.add_dummy_prefix = False
         return spm.SentencePieceProcessor(model_proto=model.SerializeToString())
@@ -145,17 +160,23 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode without BOS and EOS; a text that looks like one of them is ordinary text."""
-        # Encode the parts between SPACEs, and join them by the byte tokens of a SPACE.
-        first, *others = text.split(SPACE)
-        tokens = self.processor.encode(first)
-        if others:
-            for part in self.processor_inside.encode(others):
-                tokens += self.space_tokens + part
-        return tokens
+        return self.encode_parts(text, self.text_separators)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a text to be continued, as at least one token."""
-        return self.as_prompt(self.encode(text))
+        """Encode a text to be continued, as at least one token.
+
+        Text that looks like a special token is that token, as in transformers.
+        """
+        return self.as_prompt(self.encode_parts(text, self.prompt_separators))
+
+    def encode_parts(self, text: str, separators: dict[str, list[int]]) -> list[int]:
+        """Encode the parts of a text between separators, and join them by their tokens."""
+        pattern = "|".join(map(re.escape, separators))
+        first, *others = re.split(f"({pattern})", text)
+        tokens = self.processor.encode(first)
+        for separator, part in zip(others[::2], others[1::2], strict=True):
+            tokens += separators[separator] + self.processor_inside.encode(part)
+        return tokens
 
     def as_prompt(self, tokens: list[int]) -> list[int]:
         """Put BOS in front of the tokens of a prompt, if the model expects it or there are none."""
@@ -249,6 +270,9 @@ class IdTokenizer(Tokenizer):
             tokens.append(int(word))
         return tokens
 
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.as_prompt(self.encode(text))
+
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
@@ -285,6 +309,7 @@ class JsonTokenizer(Tokenizer):
             if token in (self.bos, *self.eos_ids) and not added.special:
                 added.special = True
                 self.processor.add_special_tokens([added])
+        self.splits_special_tokens = splits_special_tokens(files)
         # The tokenizer's template may put BOS in front of a text.
         self.starts_with_bos = self.processor.encode("").ids == [self.bos]
 
@@ -293,8 +318,7 @@ class JsonTokenizer(Tokenizer):
         return tokens
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a text to be continued. Text that looks like a special token is that token."""
-        self.processor.encode_special_tokens = False
+        self.processor.encode_special_tokens = self.splits_special_tokens
         return self.as_prompt(self.processor.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -310,6 +334,12 @@ class JsonTokenizer(Tokenizer):
         """
         match = WORDS.match(text)
         return 0 if match is None else match.end()
+
+
+def splits_special_tokens(files: dict[str, bytes]) -> bool:
+    """Whether a special token in a prompt is ordinary text, by the tokenizer_config.json."""
+    config = json.loads(files.get("tokenizer_config.json", "{}"))
+    return config.get("split_special_tokens", False)
 
 
 def tokenizer_file(folder: Path) -> Path:

@@ -94,7 +94,7 @@ def export(args: argparse.Namespace) -> str:
         "torch_dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": tokenizer.bos,
         "eos_token_id": list(tokenizer.eos_ids),
-        "pad_token_id": None,
+        "pad_token_id": pad_token_id(tokenizer),
     }
     (architecture,) = config["architectures"]
     weights = hf_weights(model, architecture)
@@ -107,13 +107,28 @@ def export(args: argparse.Namespace) -> str:
     return architecture
 
 
+def pad_token_id(tokenizer: Tokenizer) -> int | None:
+    """The token of a padded batch: what an imported model has, or else <unk> of SentencePiece.
+
+    No text is encoded to <unk>, since unknown characters become bytes. EOS is no choice: programs
+    that train leave padding out of the loss, and the model would not learn to stop.
+    """
+    stored = json.loads(tokenizer.files.get("generation_config.json", "{}"))
+    if "pad_token_id" in stored or isinstance(tokenizer, JsonTokenizer):
+        return stored.get("pad_token_id")
+    return tokenizer.processor.unk_id()
+
+
 def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
     """The files of a tokenizer as `transformers` reads them.
 
     Raises ValueError for one that it cannot express.
     """
+    stored_config = json.loads(tokenizer.files.get("tokenizer_config.json", "{}"))
     if isinstance(tokenizer, JsonTokenizer):
-        return tokenizer.files
+        # Other classes of transformers 5 put a pre-tokenizer of their own in its place.
+        tokenizer_config = stored_config | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        return tokenizer.files | {"tokenizer_config.json": to_bytes(tokenizer_config)}
     if isinstance(tokenizer, IdTokenizer):
         raise ValueError(
             f"its tokens have no text ({path}). fix: train on text, or on tokens with "
@@ -134,19 +149,22 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
             "fix: tools.import_hf of a folder with a tokenizer.json"
         )
     pieces = vocabulary.pieces
-    tokenizer_config = {
+    tokenizer_config = stored_config | {
         "tokenizer_class": "LlamaTokenizer",
         "bos_token": pieces[tokenizer.bos].piece,
         "eos_token": pieces[tokenizer.eos].piece,
         "unk_token": pieces[trainer.unk_id].piece,
+        "pad_token": pieces[pad_token_id(tokenizer)].piece,
         "add_bos_token": tokenizer.starts_with_bos,
         "add_prefix_space": False,
         "legacy": False,
-        "split_special_tokens": True,  # </s> in a text is text
         "clean_up_tokenization_spaces": False,
     }
-    content = json.dumps(tokenizer_config, indent=1).encode()
-    return tokenizer.files | {"tokenizer_config.json": content}
+    return tokenizer.files | {"tokenizer_config.json": to_bytes(tokenizer_config)}
+
+
+def to_bytes(content: dict) -> bytes:
+    return json.dumps(content, indent=1).encode()
 
 
 if __name__ == "__main__":

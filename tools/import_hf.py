@@ -11,7 +11,13 @@ from run.cli import Parser, user_path
 from run.progress import say
 from tools.export_hf import new_folder, save_checkpoint
 from tools.formats.hf_config import from_hf_config
-from tools.formats.special_tokens import describe_changes, import_tokenizer, malformed, read_json
+from tools.formats.special_tokens import (
+    describe_changes,
+    describe_versions,
+    import_tokenizer,
+    malformed,
+    read_json,
+)
 from tools.formats.weights import read_weights
 
 
@@ -52,6 +58,8 @@ def import_model(args: argparse.Namespace) -> None:
     changes = describe_changes(tokenizer)
     if changes:
         say(f"note: the tokenizer changes some texts, such as {', '.join(changes[:4])}")
+    for difference in describe_versions(tokenizer):
+        say(f"note: {difference}")
 
 
 if __name__ == "__main__":

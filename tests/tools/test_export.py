@@ -72,8 +72,10 @@ def test_transformers_and_we_again_read_what_is_exported(variant, command, token
     assert_greedy(ours, prompt, continued(ours, [prompt], 40, rows=1)[0], greedy)
     fast = AutoTokenizer.from_pretrained("there")
     for text in NASTY:
+        # In a prompt, the text of a special token is that token; in a document it is text.
+        assert fast(text)["input_ids"] == tokenizer.encode_prompt(text), text
         ids = [tokenizer.bos, *tokenizer.encode(text)]
-        assert fast(text)["input_ids"] == ids, text
+        assert fast(text, split_special_tokens=True)["input_ids"] == ids, text
         assert fast.decode(ids, skip_special_tokens=True) == text
 
     # And back, where the class is one of published models.
@@ -86,6 +88,35 @@ def test_transformers_and_we_again_read_what_is_exported(variant, command, token
     close(load_model(place, "cpu").state_dict(), ours.state_dict(), atol=0, rtol=0)
     again = Tokenizer.load(place / "tokenizer.model")
     assert again.sha256 == tokenizer.sha256 and again.starts_with_bos
+
+
+def test_programs_that_tune_can_append_eos_and_pad(command, drawn_run):
+    """trl appends the text of EOS to each example; a model that never sees its id never stops."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    command("tools/export_hf.py", "--run", str(drawn_run), "--out", "there").succeeded()
+    tokenizer = AutoTokenizer.from_pretrained("there")
+    model = AutoModelForCausalLM.from_pretrained("there").eval()
+    assert (
+        tokenizer("a ball" + tokenizer.eos_token)["input_ids"][-1] == model.config.eos_token_id[0]
+    )
+
+    # Padding is no EOS, which would be left out of the loss, and changes no row of a batch.
+    assert tokenizer.pad_token_id == model.config.pad_token_id == tokenizer.unk_token_id
+    alone = tokenizer(["Ann", "Ann had a red ball"], return_tensors=None)["input_ids"]
+    batch = tokenizer(
+        ["Ann", "Ann had a red ball"],
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
+        return_token_type_ids=False,
+    )
+    made = model.generate(**batch, max_new_tokens=9, do_sample=False, eos_token_id=-1)
+    for row, prompt in zip(made, alone, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=9, do_sample=False, eos_token_id=-1
+        )
+        assert row[-9:].tolist() == expected[0, -9:].tolist()
 
 
 @pytest.mark.parametrize("variant", NONE)

@@ -12,7 +12,7 @@ from data.prepare import prepare
 from data.tokenizer import Tokenizer
 from run import checkpoint
 from run.checkpoint import load_model
-from tests.conftest import TINY, close, continued, tell
+from tests.conftest import TINY, close, continued, saved, tell, tree_of
 from tests.faults.harness import source
 from tests.tools.families import CONFIGS, make_folder
 from tests.tools.test_export import NASTY
@@ -160,6 +160,57 @@ def test_an_eos_that_the_file_does_not_mark_as_special_is_no_text_of_a_document(
     assert tokenizer.encode_prompt(text) == theirs(text)["input_ids"]
     assert tokenizer.eos in tokenizer.encode_prompt(text)
     assert tokenizer.decode([tokenizer.eos, *tokenizer.encode(text)]) == text
+
+
+TEMPLATE = "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
+def test_chat_template_padding_and_sampling_come_back(
+    kind, place, published, command, story, tokenizer, tmp_path
+):
+    """Out of a folder as transformers saves it, through training, into such a folder."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    if kind == "tokenizer.json":
+        folder = shutil.copytree(published("Qwen3-0.6B")[0], tmp_path / "model")
+    else:
+        folder = tmp_path / "model"
+        saved(tmp_path / "old", tree_of("llama"), tokenizer)
+        command("tools/export_hf.py", "--run", "old", "--out", str(folder)).succeeded()
+    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs.pad_token = theirs.bos_token or "<|im_start|>"
+    theirs.chat_template = TEMPLATE
+    written = tmp_path / "written"
+    theirs.save_pretrained(written)
+    spoiled(folder, "tokenizer_config.json", pad_token=theirs.pad_token)
+    if place == "chat_template.jinja":
+        shutil.copy(written / place, folder / place)
+    else:
+        spoiled(folder, place, chat_template=TEMPLATE)
+    generation = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "do_sample": True,
+        "eos_token_id": theirs.eos_token_id,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+
+    command("tools/import_hf.py", str(folder), "--out", "new").succeeded()
+    words = [word for word in TINY if not word.startswith(("model=", "context"))]
+    words += ["init_from=new", "data=text", f"data.path={story}", "context=32", "steps=1"]
+    command("train.py", *words, "run_dir=runs/t").succeeded()
+    command("tools/export_hf.py", "--run", "runs/t", "--out", "again").succeeded()
+    again = AutoTokenizer.from_pretrained("again")
+    turns = [{"role": "user", "content": "Ann had a red ball."}]
+    assert again.apply_chat_template(turns) == theirs.apply_chat_template(turns)
+    assert again.pad_token_id == theirs.pad_token_id
+    assert json.loads(Path("again/config.json").read_text(encoding="utf-8"))["pad_token_id"] == (
+        theirs.pad_token_id
+    )
+    sampling = GenerationConfig.from_pretrained("again")
+    assert (sampling.temperature, sampling.top_k, sampling.do_sample) == (0.6, 20, True)
 
 
 NOTES = {

@@ -7,11 +7,25 @@ from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+from data.tokenizer import CONFIGS as KEPT_FILES
 from data.tokenizer import JsonTokenizer, Tokenizer
 from run.errors import IntegrityError
 
 # An entry of a later file replaces one of an earlier file.
-CONFIGS = ("tokenizer_config.json", "config.json", "generation_config.json")
+CONFIGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "config.json",
+    "generation_config.json",
+)
+# Classes of transformers 5 that replace the pre-tokenizer of a tokenizer.json by their own, and
+# their default of add_prefix_space.
+REBUILDING_CLASSES = {"GPT2Tokenizer": False, "Qwen2Tokenizer": False, "LlamaTokenizer": True}
+SAVE_AGAIN = (
+    "save it again with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+)
 # The texts in a normalizer or decoder that replace others, as JSON writes them.
 REPLACEMENTS = re.compile(r'"content": "((?:\\.|[^"\\])+)"')
 MOST_GROWTH = 64
@@ -50,30 +64,40 @@ def import_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a folder, with the ids of BOS and EOS as our checkpoints have them.
 
     Of a tokenizer.json and a tokenizer.model, it is the one that transformers reads, so that it can
-    be exported again as it is. Raises ValueError where it has no EOS, or puts more than BOS in
-    front of a text.
+    be exported again as it is, with its chat template and special tokens. Raises ValueError where
+    it has no EOS, puts more than BOS in front of a text, or has other ids in transformers.
     """
     files = {}
     settings = {}
     for name in CONFIGS:
         if (folder / name).exists():
-            files[name] = (folder / name).read_bytes()
             content = read_json(folder / name)
+            # Of the special tokens, transformers reads one of the two files that may name them.
+            if name == "special_tokens_map.json" and "added_tokens_decoder" in settings:
+                continue
             settings |= {key: value for key, value in content.items() if value is not None}
-    files.pop("config.json", None)  # of the model
+    if (folder / "added_tokens.json").exists() and "added_tokens_decoder" not in settings:
+        settings["added_tokens"] = [*read_json(folder / "added_tokens.json")]
+    for name in KEPT_FILES:
+        if (folder / name).exists():
+            files[name] = (folder / name).read_bytes()
 
     # What it puts in front of a prompt: BOS or nothing.
     if (folder / "tokenizer.json").exists():
         files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
-        check_growth(read_json(folder / "tokenizer.json"))
+        content = read_json(folder / "tokenizer.json")
+        check_growth(content)
         tokenizer = with_special_ids(JsonTokenizer, files, {"eos_token_id": 0})
         tokenizer.decode(tokenizer.encode(UNUSUAL))
         vocabulary = tokenizer.processor.get_vocab()
         prefix = tokenizer.processor.encode("").ids
         is_in_front = tokenizer.processor.encode("a").ids[: len(prefix)] == prefix
+        special_tokens = {token["content"]: token for token in content["added_tokens"]}
+        check_class(settings, content, adds_bos=bool(prefix))
     else:
-        files = {"tokenizer.model": (folder / "tokenizer.model").read_bytes()}
-        tokenizer = Tokenizer(files)
+        model = (folder / "tokenizer.model").read_bytes()
+        files["tokenizer.model"] = with_prefix_space(model, settings.get("add_prefix_space"))
+        tokenizer = with_special_ids(Tokenizer, files, {})
         piece = tokenizer.processor.id_to_piece
         vocabulary = {piece(token): token for token in range(tokenizer.vocab_size)}
         pieces = {"bos_token": piece(tokenizer.bos), "eos_token": piece(tokenizer.eos)}
@@ -82,7 +106,8 @@ def import_tokenizer(folder: Path) -> Tokenizer:
         prefix = special_ids(settings, "bos", vocabulary)
         if not settings.get("add_bos_token", True):
             prefix = []
-        is_in_front = True
+        is_in_front = not settings.get("add_eos_token", False)
+        special_tokens = tokenizer.special_tokens
 
     # Without a BOS, an EOS stands between documents: the one that a model calls BOS, if any.
     eos_ids = special_ids(settings, "eos", vocabulary)
@@ -95,12 +120,90 @@ def import_tokenizer(folder: Path) -> Tokenizer:
             f"{tokenizer.vocab_size} tokens). fix: eos_token in tokenizer_config.json, or "
             "eos_token_id in config.json or generation_config.json"
         )
+    check_named_tokens(settings, special_tokens)
     special = {
         "bos_token_id": candidates[0],
         "eos_token_id": eos_ids,
         "add_bos_token": len(prefix) == 1,
     }
+    # Padding is the tokenizer's choice; old configs of models have -1 for none.
+    if "pad_token" in settings:
+        settings.pop("pad_token_id", None)
+    for token in special_ids(settings, "pad", vocabulary):
+        if 0 <= token < tokenizer.vocab_size:
+            special["pad_token_id"] = token
     return with_special_ids(type(tokenizer), files, special)
+
+
+def check_class(settings: dict, content: dict, adds_bos: bool) -> None:
+    """Raise ValueError if the class of the tokenizer changes what its tokenizer.json does."""
+    name = settings.get("tokenizer_class", "").removesuffix("Fast")
+    steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
+    is_byte_level = '"ByteLevel"' in steps
+    if name not in REBUILDING_CLASSES or (name == "LlamaTokenizer" and is_byte_level):
+        return
+    adds_space = re.search(
+        r'"add_prefix_space": true|"prepend_scheme": "(first|always)"|"type": "Prepend"', steps
+    )
+    actual = {"add_prefix_space": adds_space is not None}
+    if name == "LlamaTokenizer":
+        actual |= {"add_bos_token": adds_bos, "add_eos_token": False}
+    expected = actual | {"add_prefix_space": REBUILDING_CLASSES[name]} | settings
+    for key, value in actual.items():
+        if expected[key] != value:
+            raise ValueError(
+                f"{name} and tokenizer.json differ ({key} is {expected[key]} in "
+                f"tokenizer_config.json, {value} in tokenizer.json). "
+                f'fix: "{key}": {json.dumps(value)} in tokenizer_config.json, if that is right'
+            )
+
+
+def with_prefix_space(model: bytes, adds_space: bool | None) -> bytes:
+    """A SentencePiece model that puts a space in front of a text as `add_prefix_space` says.
+
+    Raises ValueError if that is missing and transformers has another default than the model.
+    """
+    content = ModelProto.FromString(model)
+    if adds_space is None and not content.normalizer_spec.add_dummy_prefix:
+        raise ValueError(
+            "add_prefix_space is missing in tokenizer_config.json (tokenizer.model puts no space in "
+            'front of a text, but transformers would). fix: "add_prefix_space": false in it'
+        )
+    if adds_space in (None, content.normalizer_spec.add_dummy_prefix):
+        return model
+    content.normalizer_spec.add_dummy_prefix = adds_space
+    return content.SerializeToString()
+
+
+def check_named_tokens(settings: dict, special_tokens: dict) -> None:
+    """Raise ValueError for tokens that the configs name and the tokenizer lacks, or has otherwise.
+
+    transformers would add them, with ids of its own. `special_tokens` are those of the tokenizer,
+    by their text; those of a tokenizer.json are dicts of their options.
+    """
+    named = []
+    for key, value in settings.items():
+        if key.endswith("_token") and isinstance(value, str | dict):
+            named.append(value)
+    for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens"):
+        tokens = settings.get(key, [])
+        named += tokens.values() if isinstance(tokens, dict) else tokens
+    texts = [token["content"] if isinstance(token, dict) else token for token in named]
+    different = [text for text in texts if text not in special_tokens]
+
+    for token in settings.get("added_tokens_decoder", {}).values():
+        known = special_tokens.get(token["content"])
+        options = {key: token.get(key) for key in ("lstrip", "rstrip", "single_word")}
+        is_equal = known is not None
+        if isinstance(known, dict):
+            is_equal = all(known[key] == value for key, value in options.items())
+        if not is_equal:
+            different.append(token["content"])
+    if different:
+        raise ValueError(
+            "tokens that the tokenizer lacks, or has with other options "
+            f"(tokenizer_config.json: {', '.join(dict.fromkeys(different))}). fix: {SAVE_AGAIN}"
+        )
 
 
 def describe_changes(tokenizer: Tokenizer) -> list[str]:
@@ -111,6 +214,29 @@ def describe_changes(tokenizer: Tokenizer) -> list[str]:
             texts.append(f"a {token.content} b")
     changes = [tokenizer.change(text, tokenizer.encode(text)) for text in texts]
     return [change for change in changes if change is not None]
+
+
+def describe_versions(tokenizer: Tokenizer) -> list[str]:
+    """Describe where versions of transformers differ about a tokenizer; ours is as its own file."""
+    config = json.loads(tokenizer.files.get("tokenizer_config.json", "{}"))
+    differences = []
+    if isinstance(tokenizer, JsonTokenizer):
+        is_llama = config.get("tokenizer_class", "").removesuffix("Fast") == "LlamaTokenizer"
+        adds_space = is_llama and '"Prepend"' in tokenizer.files["tokenizer.json"].decode()
+    else:
+        model = ModelProto.FromString(tokenizer.files["tokenizer.model"])
+        adds_space = model.normalizer_spec.add_dummy_prefix
+        if "add_bos_token" not in config:
+            differences.append(
+                "BOS is put in front of a prompt, as by transformers 4 (5 leaves it out where "
+                "tokenizer_config.json has no add_bos_token)"
+            )
+    if adds_space:
+        differences.append(
+            "texts that begin with a space, or have a special token inside, may have other ids in "
+            "transformers (4 and 5 differ)"
+        )
+    return differences
 
 
 def read_json(file: Path) -> dict:
@@ -133,11 +259,13 @@ def check_growth(content: dict) -> None:
 
 
 def with_special_ids(kind: type, files: dict[str, bytes], ids: dict) -> Tokenizer:
-    return kind(files | {"generation_config.json": json.dumps(ids).encode()})
+    """A tokenizer with these ids, next to all else that its generation_config.json has."""
+    content = json.loads(files.get("generation_config.json", "{}")) | ids
+    return kind(files | {"generation_config.json": json.dumps(content).encode()})
 
 
 def special_ids(settings: dict, kind: str, vocabulary: dict[str, int]) -> list[int]:
-    """The ids of BOS or EOS: `eos_token_id`, which may be a list, or that of `eos_token`."""
+    """The ids of BOS, EOS or padding: `eos_token_id`, which may be a list, or by `eos_token`."""
     ids = settings.get(f"{kind}_token_id", [])
     if ids == []:
         # A token may be a dict of its content and options.

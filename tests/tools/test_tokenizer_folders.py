@@ -1,0 +1,257 @@
+"""A tokenizer of a Hugging Face folder has the ids that transformers reads, or is refused."""
+
+import io
+import json
+import random
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from sentencepiece import SentencePieceTrainer
+
+from data.tokenizer import Tokenizer
+from tests.conftest import tell
+from tests.tools.families import CONFIGS, SPECIAL, write_tokenizer
+from tests.tools.test_export import NASTY
+from tools.formats.special_tokens import describe_versions, import_tokenizer
+
+EXTRA = {"content": "<extra>", "lstrip": False, "rstrip": False, "single_word": False}
+LLAMA = {
+    "tokenizer_class": "LlamaTokenizer",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+}
+FAST = {"add_bos_token": True, "add_prefix_space": False}
+GREEDY_STRIP = {"lstrip": True, "rstrip": True, "special": True}
+
+
+def edit(name: str, **entries: object) -> Callable[[Path], None]:
+    """A change of a JSON file of the folder, which may not exist yet; None removes an entry."""
+
+    def change(folder: Path) -> None:
+        file = folder / name
+        content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        content = {key: value for key, value in (content | entries).items() if value is not None}
+        file.write_text(json.dumps(content), encoding="utf-8")
+
+    return change
+
+
+def flag_tokens(special: bool | None) -> Callable[[Path], None]:
+    """A change of the added tokens of tokenizer.json: special or not, or none at all."""
+
+    def change(folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        content = json.loads(file.read_text(encoding="utf-8"))
+        tokens = [token | {"special": special} for token in content["added_tokens"]]
+        content["added_tokens"] = [] if special is None else tokens
+        file.write_text(json.dumps(content), encoding="utf-8")
+
+    return change
+
+
+config = partial(edit, "tokenizer_config.json")
+SMOL = "SmolLM2-135M"
+QWEN = "Qwen3-0.6B"
+TINY = "TinyLlama-1.1B"
+MISTRAL = "Mistral-7B-v0.3"
+# A folder and what is changed in it. SentencePiece models are "plain", or have a space in front.
+EQUAL = {
+    "SmolLM2": (SMOL, config()),
+    "GPT-2's class": (SMOL, config(tokenizer_class="GPT2Tokenizer", add_prefix_space=False)),
+    "special tokens are text": (SMOL, config(split_special_tokens=True)),
+    "an entry without effect": (SMOL, config(add_bos_token=True)),
+    "an extra token it has": (SMOL, config(extra_special_tokens=["<|im_start|>"])),
+    "padding": (SMOL, config(pad_token="<|im_end|>")),
+    "tokens that are not special": (SMOL, flag_tokens(False)),
+    "Llama 3": ("Llama-3.2-1B", config()),
+    "Llama 3 without an effect": ("Llama-3.2-1B", config(add_bos_token=False)),
+    "Llama's class, bytes": ("Llama-3.2-1B", config(tokenizer_class="LlamaTokenizer")),
+    "Qwen": (QWEN, config()),
+    "Qwen's class": (QWEN, config(tokenizer_class="Qwen2Tokenizer")),
+    "no class": (QWEN, config(tokenizer_class=None)),
+    "SmolLM3": ("SmolLM3-3B", config()),
+    "TinyLlama": (TINY, config()),
+    "Mistral": (MISTRAL, config(tokenizer_class="LlamaTokenizer")),
+    "SentencePiece": ("plain", config(**LLAMA | FAST)),
+    "SentencePiece, no BOS": ("plain", config(**LLAMA | FAST | {"add_bos_token": False})),
+    "SentencePiece, no special": ("plain", config(**LLAMA | FAST, split_special_tokens=True)),
+    "SentencePiece, no space": ("space", config(**LLAMA | FAST)),
+    "SentencePiece, old name": (
+        "plain",
+        config(**LLAMA | FAST | {"tokenizer_class": "LlamaTokenizerFast"}),
+    ),
+}
+SAVE = "save it again with transformers"
+REFUSED = {
+    "GPT-2's space": (
+        SMOL,
+        config(tokenizer_class="GPT2Tokenizer", add_prefix_space=True),
+        '"add_prefix_space": false',
+    ),
+    "Qwen's space": (
+        QWEN,
+        config(tokenizer_class="Qwen2TokenizerFast", add_prefix_space=True),
+        '"add_prefix_space": false',
+    ),
+    "a new token": (SMOL, config(added_tokens_decoder={"600": EXTRA}), SAVE),
+    "other options": (
+        SMOL,
+        config(added_tokens_decoder={"1": EXTRA | GREEDY_STRIP | {"content": "<|im_start|>"}}),
+        SAVE,
+    ),
+    "an extra token": (SMOL, config(extra_special_tokens=["<extra>"]), SAVE),
+    "a named extra token": (SMOL, config(extra_special_tokens={"image_token": "<extra>"}), SAVE),
+    "an additional token": (SMOL, config(additional_special_tokens=["ball"]), SAVE),
+    "new padding": (SMOL, config(pad_token="<pad>"), SAVE),
+    "a word as BOS": (SMOL, config(bos_token="ball"), SAVE),
+    "added_tokens.json": (SMOL, edit("added_tokens.json", **{"<extra>": 600}), SAVE),
+    "special_tokens_map.json": (SMOL, edit("special_tokens_map.json", sep_token="<extra>"), SAVE),
+    "no special tokens": (SMOL, flag_tokens(None), SAVE),
+    "no space": (
+        TINY,
+        config(tokenizer_class="LlamaTokenizer", add_prefix_space=False),
+        '"add_prefix_space": true',
+    ),
+    "no BOS": (
+        TINY,
+        config(tokenizer_class="LlamaTokenizer", add_bos_token=False),
+        '"add_bos_token": true',
+    ),
+    "EOS behind a text": (
+        TINY,
+        config(tokenizer_class="LlamaTokenizer", add_eos_token=True),
+        '"add_eos_token": false',
+    ),
+    "SentencePiece, EOS behind": (
+        "plain",
+        config(**LLAMA | FAST, add_eos_token=True),
+        "eos_token in tokenizer_config.json",
+    ),
+    "SentencePiece, a new token": (
+        "plain",
+        config(**LLAMA | FAST, added_tokens_decoder={"600": EXTRA}),
+        SAVE,
+    ),
+    "SentencePiece, which space": (
+        "plain",
+        config(**LLAMA, add_bos_token=True),
+        '"add_prefix_space": false',
+    ),
+}
+# Versions of transformers differ: ids are those of the file, and a note says so.
+NOTED = {
+    "TinyLlama's class": (TINY, config(tokenizer_class="LlamaTokenizer"), ["4 and 5 differ"]),
+    "SentencePiece alone": ("space", lambda folder: None, ["BOS is put", "4 and 5 differ"]),
+    "SentencePiece, which BOS": ("plain", config(**LLAMA, add_prefix_space=False), ["BOS is put"]),
+}
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """A function: family, or kind of SentencePiece model -> a folder with its tokenizer."""
+    root = tmp_path_factory.mktemp("originals")
+    texts = tell(root).read_text(encoding="utf-8").split("\n")
+
+    def made(name: str) -> Path:
+        folder = root / name
+        if folder.exists():
+            return folder
+        folder.mkdir()
+        entries = {"model_type": "llama", "eos_token_id": 2, "bos_token_id": 1}
+        if name in CONFIGS:
+            write_tokenizer(folder, name, texts)
+            tokens, _, (eos, *_) = SPECIAL[name]
+            entries = {"model_type": CONFIGS[name]["model_type"], "eos_token_id": tokens.index(eos)}
+        else:
+            written = io.BytesIO()
+            SentencePieceTrainer.train(
+                sentence_iterator=iter(texts),
+                model_writer=written,
+                model_type="bpe",
+                vocab_size=400,
+                hard_vocab_limit=False,
+                byte_fallback=True,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                add_dummy_prefix=name == "space",
+                minloglevel=2,
+            )
+            (folder / "tokenizer.model").write_bytes(written.getvalue())
+        (folder / "config.json").write_text(json.dumps(entries), encoding="utf-8")
+        return folder
+
+    return made
+
+
+@pytest.fixture
+def changed(originals, tmp_path):
+    """A function: name, and what is changed in a copy of its folder -> the copy."""
+
+    def copy(name: str, change: Callable[[Path], None]) -> Path:
+        folder = shutil.copytree(originals(name), tmp_path / "model")
+        change(folder)
+        return folder
+
+    return copy
+
+
+def texts() -> list[str]:
+    """NASTY texts, and 200 of words, blanks and special tokens in a random order."""
+    parts = ("Ann", " had", " a", "ball", ".", ",", "\n", " ", "  ", "\t", "12", " 6", "Тест", "é")
+    special = ("<s>", "</s>", "<|im_start|>", "<|endoftext|>", "<extra>", "<pad>", "<0x41>")
+    draw = random.Random(0)
+    drawn = ["".join(draw.choices(parts + special, k=draw.randint(1, 9))) for _ in range(200)]
+    return [*NASTY, *drawn]
+
+
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """The ids of all texts; without BOS, an empty text has none in transformers."""
+    return [tokenizer.encode_prompt(text) for text in texts()]
+
+
+@pytest.mark.parametrize("kind", EQUAL)
+def test_ids_are_those_of_transformers(kind, changed):
+    from transformers import AutoTokenizer
+
+    folder = changed(*EQUAL[kind])
+    ours = import_tokenizer(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for text, ids in zip(texts(), prompts(ours), strict=True):
+        assert ids == (theirs(text)["input_ids"] or [ours.bos]), text
+    assert not describe_versions(ours)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_folder_that_transformers_reads_otherwise_is_refused(kind, changed):
+    name, change, fix = REFUSED[kind]
+    with pytest.raises(ValueError, match="fix: ") as refused:
+        import_tokenizer(changed(name, change))
+    assert fix in str(refused.value).partition("fix: ")[2] and "\n" not in str(refused.value)
+
+
+def test_a_refused_folder_that_is_saved_again_is_read(changed):
+    from transformers import AutoTokenizer
+
+    folder = changed(SMOL, config(extra_special_tokens=["<extra>"], pad_token="<pad>"))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs.save_pretrained(folder)
+    ours = import_tokenizer(folder)
+    assert prompts(ours) == [theirs(text)["input_ids"] or [ours.bos] for text in texts()]
+
+
+@pytest.mark.parametrize("kind", NOTED)
+def test_where_versions_differ_the_file_counts_and_a_note_says_so(kind, changed, originals):
+    name, change, notes = NOTED[kind]
+    plain = import_tokenizer(originals(name)) if name in CONFIGS else None
+    ours = import_tokenizer(changed(name, change))
+    found = describe_versions(ours)
+    assert len(found) == len(notes)
+    assert all(note in line for note, line in zip(notes, found, strict=True))
+    if plain is not None:
+        assert prompts(ours) == prompts(plain)
+    else:
+        assert ours.encode_prompt("a ball") == [1, *ours.processor.encode("a ball")]
