@@ -90,6 +90,22 @@ def test_norms_are_computed_with_their_epsilon(variant):
         close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("variant", ["mla", "mla attention.query_rank=24 attention.bias=true"])
+def test_latent_attention_needs_no_entry_that_other_programs_do_not_read(variant):
+    """mlx-lm, vLLM and llama.cpp rotate neighbouring rows, whatever rope_interleave says."""
+    import transformers
+
+    ours = redraw(instantiate(tree_of(*variant.split()))).eval()
+    config = to_hf_config(tree_of(*variant.split()))
+    assert config.pop("rope_interleave") is True
+    how = transformers.AutoConfig.for_model(**config, pad_token_id=None)
+    theirs = transformers.DeepseekV3ForCausalLM(how).eval()
+    theirs.load_state_dict(hf_weights(ours, "DeepseekV3ForCausalLM"))
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+
+
 def test_a_scaling_that_transformers_lacks_is_refused():
     """It would be exported as no scaling at all."""
     tree = tree_of("llama", "attention.rope_scaling={_target_:model.rope.Scaling,factor:4}")

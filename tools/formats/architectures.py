@@ -21,6 +21,15 @@ from tools.formats.decoder import (
 )
 
 
+def interleave(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of heads (K * D, ...) from our RoPE to one that rotates neighbours.
+
+    RoPE rotates row d of a head with row d + D/2 in ours, and row 2 d with row 2 d + 1 there.
+    """
+    halves = weight.unflatten(0, (-1, 2, head_dim // 2))
+    return halves.transpose(1, 2).flatten(0, 2)
+
+
 class Llama(Architecture):
     """Llama 2 and 3, 2307.09288 and 2407.21783."""
 
@@ -112,10 +121,7 @@ class Llama4(Architecture):
         (weight,) = parts
         if "q_proj" not in name and "k_proj" not in name:
             return weight
-        # RoPE rotates row d of a head with row d + D/2 in ours, and row 2 d with row 2 d + 1 there.
-        head_dim = model.blocks[0].attention.head_dim
-        halves = weight.unflatten(0, (-1, 2, head_dim // 2))
-        return halves.transpose(1, 2).flatten(0, 2)
+        return interleave(weight, model.blocks[0].attention.head_dim)
 
 
 class GraniteSWA(Architecture):
@@ -163,7 +169,7 @@ class DeepseekV3(Architecture):
         "kv_proj": "kv_b_proj",
     }
     constants = {
-        "rope_interleave": False,
+        "rope_interleave": True,  # programs that do not read it take it to be true
         "num_mtp_layers": 0,
         # Required even if no layer has experts.
         "n_routed_experts": 1,
@@ -188,6 +194,19 @@ class DeepseekV3(Architecture):
         if attention.q_down_proj is None:
             return {}
         return {"q_proj": "q_b_proj"}
+
+    def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
+        attention = model.blocks[0].attention
+        if "kv_a_proj" in name:
+            latent, rope = parts
+            return torch.cat((latent, interleave(rope, attention.rope_dim)))
+        if "q_proj" in name or "q_b_proj" in name:
+            # In each head, the rows without positions precede the rows that RoPE rotates.
+            heads = parts[0].unflatten(0, (attention.heads, -1))
+            plain, rope = heads.tensor_split([-attention.rope_dim], dim=1)
+            rope = interleave(rope.flatten(0, 1), attention.rope_dim).view_as(rope)
+            return torch.cat((plain, rope), dim=1).flatten(0, 1)
+        return super().pack(name, parts, model)
 
 
 class KimiLinear(DeepseekV3):
@@ -227,7 +246,8 @@ class KimiLinear(DeepseekV3):
         return super().attention_names(attention)
 
     def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
-        tensor = super().pack(name, parts, model)
+        # There are no positions, so no rows are interleaved.
+        tensor = Architecture.pack(self, name, parts, model)
         if name.endswith("A_log"):
             tensor = tensor[None, None, :, None]  # (1, 1, H, 1)
         return tensor
