@@ -107,6 +107,81 @@ def test_a_run_takes_the_model_that_it_begins_with(command, exported, story):
     assert command("train.py", *words, "steps=2", "resume=true").code == 0
 
 
+SMALL = {
+    "vocab_size": 360,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+# Entries that transformers 4 leaves out, and what they are then.
+LEFT_OUT = {"SmolLM3": ("tie_word_embeddings", True)}
+
+
+def drawn_folder(name: str, folder: Path, tokenizer_of: Path, vocab_size: int) -> None:
+    """A small random model of a class of transformers, as it saves it, with our tokenizer."""
+    import transformers
+
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = getattr(transformers, f"{name}Config")(**SMALL | special | {"vocab_size": vocab_size})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    if name in LEFT_OUT:
+        entry, value = LEFT_OUT[name]
+        file = folder / "config.json"
+        content = json.loads(file.read_text(encoding="utf-8"))
+        assert content.pop(entry, value) == value
+        file.write_text(json.dumps(content), encoding="utf-8")
+    for file in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(tokenizer_of / file, folder / file)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"])
+def test_a_model_comes_back_from_training_as_transformers_has_it(
+    name, command, exported, story, tokenizer
+):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    drawn_folder(name, Path("model"), exported / "there", tokenizer.vocab_size)
+    tokens = torch.arange(3, 53)[None]
+    command("tools/import_hf.py", "model", "--out", "new").succeeded()
+    before = load_model(checkpoint.find_model("new"), "cpu")
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained("model").eval()(tokens).logits
+        close(before(tokens), expected, atol=1e-4, rtol=0)
+
+    words = [word for word in TINY if not word.startswith(("model=", "precision"))]
+    words += ["init_from=new", "data=text", f"data.path={story}", "steps=2", "precision=fp32"]
+    command("train.py", *words, "run_dir=run", "optimizer=adamw", "optimizer.lr=1e-2").succeeded()
+    command("tools/export_hf.py", "--run", "run", "--out", "again").succeeded()
+    theirs = AutoModelForCausalLM.from_pretrained("again").eval()
+    with torch.no_grad():
+        after = load_model(checkpoint.find_model("run"), "cpu")(tokens)
+        close(after, theirs(tokens).logits, atol=1e-4, rtol=0)
+    assert (after - expected).abs().max() > 0.1
+    their_tokenizer = AutoTokenizer.from_pretrained("again")
+    for text in ("Ann had a red ball.", " </s>a", "\tТест\n"):
+        assert their_tokenizer(text)["input_ids"] == tokenizer.encode_prompt(text)
+
+
+def test_a_tensor_that_the_class_does_not_have_is_refused(command, exported, tokenizer):
+    """transformers ignores a bias of Qwen2's outputs."""
+    drawn_folder("Qwen2", Path("model"), exported / "there", tokenizer.vocab_size)
+    name = "model.layers.1.self_attn.o_proj.bias"
+    weights = load_file(Path("model") / WEIGHTS)
+    assert name not in weights
+    save_file(weights | {name: torch.ones(64)}, Path("model") / WEIGHTS)
+    result = command("tools/import_hf.py", "model", "--out", "new")
+    assert result.code == 3 and f"not the model's weights (model: {name})" in result.err
+
+
 def test_no_other_command_reads_what_is_not_ours(command, there, story):
     text = ("data=text", f"data.path={story}", "steps=1")
     for foreign in (there, there / WEIGHTS):
@@ -301,15 +376,16 @@ DAMAGES = {
     "architecture": (2, change(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
     "architecture is text": (2, change(architectures="LlamaForCausalLM"), "an unknown arch"),
     "code": (2, change(auto_map={"AutoModelForCausalLM": "m.M"}), "auto_map"),
-    "size": (2, change(intermediate_size=-128), "model.hidden"),
+    "size": (2, change(intermediate_size=-128), "intermediate_size is too small (got -128)"),
     "large": (3, change(hidden_size=2**40), "not the model's weights"),
     "deep": (2, change(num_hidden_layers=10**9), "not a config of"),
     "text": (2, change(hidden_size="64"), "not a config of"),
     "a missing entry": (2, change(num_hidden_layers=None), "not a config of"),
     "layers": (2, change(layer_types=["chunked_attention"] * 2), "not a config of"),
-    "epsilon": (2, change(rms_norm_eps=-1.0), "norm_eps"),
-    "base": (2, change(rope_parameters={"rope_theta": float("inf")}), "rope_base"),
-    "activation": (2, change(hidden_act="mish"), "mish"),
+    "epsilon": (2, change(rms_norm_eps=-1.0), "rms_norm_eps is too small"),
+    "base": (2, change(rope_parameters={"rope_theta": float("inf")}), "rope_theta"),
+    "activation": (2, change(hidden_act="mish"), "(config.json: hidden_act must be"),
+    "groups": (2, change(num_key_value_heads=3), "num_key_value_heads=3"),
     "bias": (2, change(mlp_bias=True), "mlp_bias=True"),
     "positions": (2, change(rope_parameters=LONGROPE), "longrope"),
     "more than a factor": (2, change(rope_parameters=MSCALE), "mscale"),

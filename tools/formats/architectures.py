@@ -80,7 +80,8 @@ class SmolLM3(Qwen3):
     model_type = "smollm3"
     fixed_knobs = {}
     free_knobs = ("bias", "window", "rope_base")
-    defaults = Qwen3.defaults | {"head_dim": None}
+    # Without the entry, embeddings are tied: transformers 4 leaves it out then.
+    defaults = Qwen3.defaults | {"head_dim": None, "tie_word_embeddings": True}
 
 
 class Qwen2(Qwen3):
@@ -90,7 +91,7 @@ class Qwen2(Qwen3):
     fixed_knobs = {"bias": True}
     free_knobs = ("window",)
     zeros = ("o_proj.bias",)
-    defaults = SmolLM3.defaults | {"attention_bias": True}
+    defaults = Qwen3.defaults | {"head_dim": None, "attention_bias": True}
 
 
 class Llama4(Architecture):

@@ -1,5 +1,9 @@
 """Our models as classes of `transformers` and back: which class, and its config.json."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from model.build import build_model
 from run.checkpoint import MOST_LAYERS
 from tools.formats.architectures import ARCHITECTURES
@@ -29,6 +33,14 @@ SHAPE = {
     "tied": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
 }
+# Our keys -> entries, for what is said of a config.json.
+ENTRIES = SHAPE | {
+    "activation": "hidden_act",
+    "kv_heads": "num_key_value_heads",
+    "rope_base": "rope_theta",
+    "window": "sliding_window",
+}
+OUR_KEY = re.compile(r"\b(?:model|attention|ffn)\.(\w+)|\b(\w+)(?==)")
 # Entries that are not compared with those that we would write: positions, which may be written in
 # several ways, and what changes no logits. All others are: `transformers` may act on any of them.
 READ = {"rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings"}
@@ -170,7 +182,9 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
         tree = read_model(entries, architecture)
         layers = attention_knobs(tree)
         different = sorted(architecture.misfits(tree, layers))
-        written = {"layer_types": layer_types(layers), "is_causal": True} | to_hf_config(tree, name)
+        with own_words(name):
+            config_of_tree = to_hf_config(tree, name)
+        written = {"layer_types": layer_types(layers), "is_causal": True} | config_of_tree
     # Compare it with what we would write.
     for entry in sorted((entries.keys() | written.keys()) - READ - IGNORED):
         if entries.get(entry) != written.get(entry):
@@ -181,6 +195,19 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
             "fix: another model, or delete entries that are no part of it"
         )
     return name, tree
+
+
+@contextmanager
+def own_words(name: str) -> Iterator[None]:
+    """Let what our layers raise for values that they cannot have name the entries of config.json."""
+    try:
+        yield
+    except ValueError as error:
+        what = str(error).partition(". fix: ")[0]
+        what = OUR_KEY.sub(lambda key: ENTRIES.get(key[1] or key[2], key[0]), what)
+        raise ValueError(
+            f"this {name} has what our layers lack (config.json: {what}). fix: another model"
+        ) from None
 
 
 def with_defaults(config: dict, architecture: Architecture) -> dict:
