@@ -1,7 +1,7 @@
 """Exports in the programs that people use: the table of docs/formats.md. Run by hand, not in CI.
 
-    python -m tests.tools.programs make FOLDER         trains tiny models and exports them
-    PYTHON tests/tools/programs.py PROGRAM FOLDER      compares a program with what `make` noted
+    python -m tests.tools.programs make FOLDER                    trains tiny models and exports them
+    PYTHON tests/tools/programs.py PROGRAM FOLDER [PRESET...]     compares a program with what `make` noted
 
 PYTHON is that of a virtual environment which has the program:
 
@@ -255,7 +255,7 @@ class LlamaCpp:
 
         file = folder / "model.gguf"
         words = [sys.executable, os.environ["CONVERTER"], folder, "--outfile", file]
-        done = subprocess.run([*words, "--outtype", "f32"], capture_output=True, text=True)
+        done = subprocess.run([*words, "--outtype", "f32"], capture_output=True, encoding="utf-8")
         if done.returncode:
             raise RuntimeError(done.stderr.strip().splitlines()[-1])
         # Keys and values are cached in fp32, which is type 0.
@@ -321,10 +321,12 @@ def compare(program, folder: Path) -> list[str]:
     ]
 
 
-def main(name: str, root: Path) -> None:
+def main(name: str, root: Path, presets: list[str]) -> None:
     kind, package = PROGRAMS[name]
-    print(f"| {name} {version(package)} | logits | ids | greedy | stop |\n|---|---|---|---|---|")
-    for preset in PRESETS:
+    print(
+        f"| {name} ({package} {version(package)}) | logits | ids | greedy | stop |\n|---|---|---|---|---|"
+    )
+    for preset in presets:
         try:
             program = kind(root / preset)
             if name == "trl":
@@ -338,8 +340,10 @@ def main(name: str, root: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     command, root = sys.argv[1], Path(sys.argv[2]).absolute()
     if command == "make":
         make(root)
     else:
-        main(command, root)
+        main(command, root, sys.argv[3:] or [*PRESETS])

@@ -142,7 +142,7 @@ REFUSED = {
         '"add_prefix_space": false',
     ),
 }
-# Versions of transformers differ: ids are those of the file, and a note says so.
+# Versions of transformers differ: the file decides, and a note tells.
 NOTED = {
     "TinyLlama's class": (TINY, config(tokenizer_class="LlamaTokenizer"), ["4 and 5 differ"]),
     "SentencePiece alone": ("space", lambda folder: None, ["BOS is put", "4 and 5 differ"]),
@@ -244,7 +244,7 @@ def test_a_refused_folder_that_is_saved_again_is_read(changed):
 
 
 @pytest.mark.parametrize("kind", NOTED)
-def test_where_versions_differ_the_file_counts_and_a_note_says_so(kind, changed, originals):
+def test_where_versions_differ_the_file_decides_and_a_note_tells(kind, changed, originals):
     name, change, notes = NOTED[kind]
     plain = import_tokenizer(originals(name)) if name in CONFIGS else None
     ours = import_tokenizer(changed(name, change))

@@ -178,8 +178,8 @@ def with_prefix_space(model: bytes, adds_space: bool | None) -> bytes:
 def check_named_tokens(settings: dict, special_tokens: dict) -> None:
     """Raise ValueError for tokens that the configs name and the tokenizer lacks, or has otherwise.
 
-    transformers would add them, with ids of its own. `special_tokens` are those of the tokenizer,
-    by their text; those of a tokenizer.json are dicts of their options.
+    transformers would add them, with ids of its own. `special_tokens` has the tokenizer's, by their
+    text: as dicts of options for a tokenizer.json, else as lists of ids.
     """
     named = []
     for key, value in settings.items():
