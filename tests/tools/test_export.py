@@ -34,7 +34,7 @@ EXPORTED = (
 NONE = {
     "softcap": "attention.softcap=50.0",
     "shared_kv": "SharedAttention",
-    "gqa model.softcap=30.0": "softcap=30.0",
+    "gqa model.softcap=30.0": "softcap=30",
     "llama4 attention.kinds.full.qk_norm=after_rope": "attention.qk_norm=after_rope",
     "sink attention.qk_norm=null attention.rope_base=null": "attention.sink=True",
     "sink": "attention.qk_norm=null",
