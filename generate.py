@@ -136,20 +136,35 @@ def parse_arguments() -> argparse.Namespace:
     add_model_options(parser)
 
     # How to sample.
-    add("--max-new-tokens", type=positive, default=200, help="of each continuation")
+    add("--max-new-tokens", type=positive, default=200, help="tokens of each continuation, at most")
     add("--temperature", type=bounded_number(float, 0), default=0.8, help="0: greedy")
-    add("--top-k", type=natural, default=50, help="sample from so many tokens; 0: from all")
-    add("--top-p", type=fraction, default=0.95, help="from the likeliest of this probability")
-    add("--min-p", type=fraction, default=0.0, help="from those this likely beside the likeliest")
+    add("--top-k", type=natural, default=50, help="keep the k most likely tokens; 0: all")
+    add(
+        "--top-p",
+        type=fraction,
+        default=0.95,
+        help="keep the fewest tokens with this total probability",
+    )
+    add(
+        "--min-p",
+        type=fraction,
+        default=0.0,
+        help="drop tokens less likely than this share of the top one",
+    )
     add("--repetition-penalty", type=bounded_number(float, 1e-9), default=1.0, help="1: none")
     add("--num-samples", type=positive, default=1, help="continuations of each prompt")
-    add("--seed", type=natural, default=0, help="each prompt draws alike, whatever the others are")
+    add("--seed", type=natural, default=0, help="samples do not depend on the other prompts")
     add("--stop", action="append", default=[], help="end before this text; may be repeated")
 
     # How to compute.
     add("--cache-dtype", choices=("auto", "int8"), default="auto", help="auto: as the weights")
-    add("--compile", choices=("auto", "true", "false"), default="auto", help="auto: if it pays")
-    add("--no-cache", action="store_true", help="compute all tokens anew at each step, slower")
+    add(
+        "--compile",
+        choices=("auto", "true", "false"),
+        default="auto",
+        help="auto: for long generations",
+    )
+    add("--no-cache", action="store_true", help="recompute all tokens at each step, slower")
 
     args = parser.parse_args()
     if args.no_cache and args.compile == "true":

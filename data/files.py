@@ -1,7 +1,9 @@
 """The user's files: which ones a path names, which of them are held out, and their documents."""
 
+import json
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -21,6 +23,7 @@ OTHER_SUFFIXES = (
     *(".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".pdf", ".docx", ".bin"),
     *(".json", ".ndjson", ".ipynb", ".tsv", ".arrow", ".feather"),
 )
+MOST_SUFFIXES = 3  # that an error offers to read
 BLOCK_BYTES = 2**26  # bytes of a .jsonl or .csv that are read at a time; no row may have more
 ROWS_AHEAD = 1024  # rows of a .parquet that are decoded at a time
 # A longer document is read, encoded and written in parts. UTF-8 has up to 4 bytes a character.
@@ -134,14 +137,16 @@ def no_files(entry: str, suffixes: tuple[str, ...]) -> str:
     """The error for an entry that names no file."""
     skipped = skipped_suffixes(entry, suffixes)
     problem = f"no files (path={entry!r}"
-    fix = f"a file, a glob, or a folder of {' '.join(suffixes)}"
+    fix = f"a file, a glob, or a folder of {' '.join(suffixes)}, such as data.path=my/texts"
     if skipped:
         problem += f" has {listing(skipped)}"
-        texts = [suffix for suffix in skipped if suffix.startswith(".")]
+        texts = [suffix for suffix, _ in skipped.most_common() if suffix.startswith(".")]
         texts = [suffix for suffix in texts if suffix not in OTHER_SUFFIXES]
         if texts and suffixes == TEXT_SUFFIXES:
-            fix = f"a glob, which reads any text: '{entry.rstrip('/')}/**/*{texts[0]}'"
-    return f"{problem}). fix: {fix}; train.py takes it as data.path=my/texts"
+            globs = [f"{entry.rstrip('/')}/**/*{suffix}" for suffix in texts[:MOST_SUFFIXES]]
+            value = globs[0] if len(globs) == 1 else json.dumps(globs, separators=(",", ":"))
+            fix = f"globs, which read any text: {shlex.quote(f'data.path={value}')}"
+    return f"{problem}). fix: {fix}"
 
 
 def listing(counts: Counter) -> str:

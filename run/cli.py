@@ -164,7 +164,10 @@ def bounded_number(
         number = number_type(text)
         if minimum <= number <= maximum:
             return number
-        raise argparse.ArgumentTypeError(f"must be from {minimum:g} to {maximum:g}, got {text}")
+        allowed = f"at least {minimum:g}"
+        if maximum < sys.maxsize:
+            allowed = f"from {minimum:g} to {maximum:g}"
+        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text}")
 
     parse.__name__ = number_type.__name__  # argparse names it in its own errors
     return parse

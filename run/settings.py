@@ -398,8 +398,11 @@ def unknown_keys(wrong: list[str], own: dict, words: list[str]) -> str:
     remarks = []
     for word in wrong:
         key, _, value = word.lstrip("+~").partition("=")
+        group = key.partition(".")[0]
         if aliases.is_foreign(key):
             foreign[key] = value
+        elif "." in key and f"{group}={value}" in choices(group):  # attention.type=mla
+            fixes.append(f"{group}={value}")
         elif nearest := nearest_key(key, own):
             fixes.append(f"{nearest}={shlex.quote(value or 'VALUE')}")
         else:
@@ -414,15 +417,20 @@ def unknown_keys(wrong: list[str], own: dict, words: list[str]) -> str:
     return f"unknown ({names}). fix: {'; '.join(filter(None, told))}"
 
 
-def nearest_key(key: str, own: Collection[str]) -> str | None:
+def nearest_key(key: str, own: dict) -> str | None:
     """The known key that is nearest to a mistyped one: a group, a key of the chosen presets, or one
     of another preset after its choice, data=text data.path; None if none is near.
     """
     # For model.head it is model.heads, though there is an optimizer.reference.head.
     parent = key.rpartition(".")[0]
     siblings = [known for known in own if known.rpartition(".")[0] == parent]
-    # Of keys with the same last part, the shortest is suggested: batch_tokens.
-    others = [*GROUPS, *sorted(own, key=len), *preset_keys()]
+
+    # Of keys with the same last part, the shortest is suggested, batch_tokens, and of the kinds of
+    # layers one that has a value: attention.kinds.local.window.
+    def rank(known: str) -> tuple[bool, int]:
+        return ".kinds." in known and own[known] is None, len(known)
+
+    others = [*GROUPS, *sorted(own, key=rank), *preset_keys()]
     return suggest(key, siblings) or suggest(key, others)
 
 

@@ -109,7 +109,7 @@ class TimeBudget:
         eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.step + steps_left)
         eval_steps = EVALUATION_COST * eval_tokens / self.settings.batch_tokens
         steps_left = (steps_left - eval_steps) / (1 + eval_steps / self.settings.eval_every)
-        room = progress.step + max(1, int(steps_left))
+        room = progress.step + max(0, int(steps_left))
         steps = min(self.bound, room)
 
         # A number that is fitted changes only if the schedule depends on it.
@@ -130,8 +130,8 @@ class TimeBudget:
             say(f"{limit} has room for {room} steps: the run ends at step {steps}")
             if room < min(FEW_STEPS, self.bound):
                 say(
-                    f"warning: {room} steps are too few to learn from. fix: a larger {limit}, "
-                    f"fewer batch_tokens={self.settings.batch_tokens}, or a smaller model"
+                    f"warning: too few steps to learn from ({room}). fix: a larger max_minutes, "
+                    f"a smaller batch_tokens (now {self.settings.batch_tokens}), or a smaller model"
                 )
         return is_final
 

@@ -1,5 +1,6 @@
 """From a config to a run: a model that can be built, a corpus, batches, and all parts together."""
 
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -390,5 +391,5 @@ def summary(run: Run) -> str:
     held_out = run.corpus.validation_tokens(settings.context)
     if settings.eval_tokens is not None and settings.eval_tokens > held_out:
         text += f"\nevaluates on all {held_out:,} held-out tokens: eval_tokens asks for more"
-    steps = None if run.budget.is_open else total_steps
+    steps = None if total_steps == math.inf else total_steps
     return f"{text}\n{trainer.describe_rates(steps)}"

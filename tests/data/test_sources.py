@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import shlex
 import sysconfig
 import tracemalloc
 from pathlib import Path
@@ -161,13 +162,30 @@ def test_a_separator_that_no_line_can_equal_is_refused(tmp_path):
 def test_what_a_folder_does_not_read_is_named(tmp_path, capsys):
     for name in ("a.md", "b.MD", "c.pdf"):
         (tmp_path / name).write_text("text", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"has 2 .md, 1 .pdf\). fix: .*: '.*/\*\*/\*.md'"):
+    with pytest.raises(
+        ValueError, match=r"has 2 .md, 1 .pdf\). fix: .*: 'data\.path=.*/\*\*/\*.md'"
+    ):
         find_files(str(tmp_path), TEXT_SUFFIXES)
     for name in ("a.txt", "test.txt", "val.txt"):
         (tmp_path / name).write_text("text", encoding="utf-8")
     said = source(tmp_path).note()
     assert said == "files: 1 to train on, 1 held out; not read: 2 .md, 1 .pdf, 1 in test files"
     assert source(tmp_path / "a.txt").note() is None
+
+
+def test_the_globs_that_an_error_offers_read_the_folder(tmp_path):
+    (tmp_path / "deep").mkdir()
+    for number in range(30):
+        (tmp_path / f"{number}.md").write_text(f"page {number}", encoding="utf-8")
+        (tmp_path / "deep" / f"{number}.py").write_text(f"code = {number}", encoding="utf-8")
+    (tmp_path / "more.py").write_text("code = 30", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"31 \.py, 30 \.md") as refused:
+        find_files(str(tmp_path), TEXT_SUFFIXES)
+    fix = str(refused.value).partition("any text: ")[2]
+    (value,) = shlex.split(fix)
+    globs = json.loads(value.removeprefix("data.path="))
+    assert globs == [f"{tmp_path}/**/*.py", f"{tmp_path}/**/*.md"]
+    assert len(find_files(globs, TEXT_SUFFIXES)) == 61
 
 
 def test_a_suffix_in_capitals_is_that_suffix(tmp_path):

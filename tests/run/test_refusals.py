@@ -230,6 +230,8 @@ FOREIGN = {
     "resume_from_checkpoint=True": "run_dir=null resume=true",
     "bias=False dropout=0.1": "attention.dropout=0.1 attention.bias=false",
     "attention=kda rope_theta=1e6": "attention.kinds.full.rope_base=1000000",
+    "attention=window_nope attention.window=64": "attention.kinds.local.window=64",
+    "attention.type=mla": "attention=mla",
     "always_save_checkpoint=True": "",
 }
 
@@ -577,7 +579,7 @@ BAD_GENERATION = {
     "an infinite one": (["a", "--temperature", "inf"], 2, "inf"),
     "a negative top-k": (["a", "--top-k", "-1"], 2, "-1"),
     "a top-p above 1": (["a", "--top-p", "1.5"], 2, "must be from 0 to 1, got 1.5"),
-    "a negative length": (["a", "--max-new-tokens", "-5"], 2, "must be from 1 to 9"),
+    "a negative length": (["a", "--max-new-tokens", "-5"], 2, "must be at least 1, got -5"),
     "no GPU": (["a", "--device", "cuda"], 2, "cuda"),
     "a missing file": (["--prompt-file", "absent.txt"], 2, "absent.txt"),
     "a file that is no text": (["--prompt-file", "latin.txt"], 2, "position 5"),

@@ -66,4 +66,11 @@ def test_steps_that_are_slow_are_fitted_at_once(run_of, monkeypatch, capsys, is_
     first = 2 if is_compiled else 1
     end, _, totals = simulate(run, monkeypatch, 1, lambda share: 200 * (first if share == 0 else 1))
     assert 0.5 < end < 1.1 and len(totals) == 1
-    assert f"warning: {totals[0]} steps are too few to learn from" in capsys.readouterr().err
+    assert f"warning: too few steps to learn from ({totals[0]})" in capsys.readouterr().err
+
+
+def test_a_run_whose_first_step_takes_all_of_the_time_ends_with_it(run_of, monkeypatch, capsys):
+    run = run_of("max_minutes=1", "steps=null", "max_epochs=null", "eval_tokens=512")
+    _, factors, totals = simulate(run, monkeypatch, 1, lambda share: 1400)  # 70 seconds
+    assert len(factors) == 1 and totals == [1]
+    assert "warning: too few steps to learn from (1)" in capsys.readouterr().err
