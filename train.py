@@ -23,6 +23,7 @@ if __name__ == "__main__":
         print("loading PyTorch", end="", file=sys.stderr, flush=True)
 
 import os
+import shlex
 
 from run import distributed, folder, hardware
 from run.progress import say
@@ -118,7 +119,7 @@ def train(run: setup.Run) -> int:
         return run.signals.agreed
     run.log.close()
     run.log.plot()
-    say(f'done. Now try: python generate.py --run {run.run_dir} "PROMPT"')
+    say(f'done. Now try: python generate.py --run {shlex.quote(str(run.run_dir))} "PROMPT"')
     return 0
 
 
