@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -332,16 +333,18 @@ def composing_problem(error: Exception, words: list[str], typed: list[str]) -> s
 
     It names the overrides as they are in `typed`.
     """
-    from hydra.errors import MissingConfigException
+    from hydra.errors import HydraException, MissingConfigException
 
     if isinstance(error, MissingConfigException):
         return unknown_choice(*error.missing_cfg_file.split("/", 1))
-    # Hydra reports the first key that is missing; find all of them.
+    # Hydra reports the first key that is missing; find all of them, unless the choices of the
+    # groups are what cannot be composed, such as data=${x}.
     choosing = [word for word in words if word.partition("=")[0] in CHOSEN]
-    own = dict(flatten(compose_tree(choosing)))
-    wrong = [word for word in typed if not is_known(word, own, typed)]
-    if wrong:
-        return unknown_keys(wrong, own, typed)
+    with suppress(HydraException, OmegaConfBaseException):
+        own = dict(flatten(compose_tree(choosing)))
+        wrong = [word for word in typed if not is_known(word, own, typed)]
+        if wrong:
+            return unknown_keys(wrong, own, typed)
     first_line = str(error).splitlines()[0]
     return f"{first_line.rstrip('.')}. fix: {HELP}"
 

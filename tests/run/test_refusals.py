@@ -122,6 +122,7 @@ CONFIGS = {
     "attention.dropout=1.5": (2, "1.5"),
     "attention._target_=os.system": (2, "os.system"),
     "attention=gdn +attention.kinds.recurrent.window=8": (1, "window"),
+    "data=${x}": (1, "interpolation"),
     "attention=mla attention.rope_dim=3": (2, "3"),
     "attention=dsa attention.index_dim=3": (2, "fix: attention.index_dim=4"),
     "attention=mla attention.rank=0": (2, "attention.rank"),

@@ -137,7 +137,7 @@ def import_tokenizer(folder: Path) -> Tokenizer:
 
 def check_class(settings: dict, content: dict, adds_bos: bool) -> None:
     """Raise ValueError if the class of the tokenizer changes what its tokenizer.json does."""
-    name = settings.get("tokenizer_class", "").removesuffix("Fast")
+    name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
     steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
     is_byte_level = '"ByteLevel"' in steps
     if name not in REBUILDING_CLASSES or (name == "LlamaTokenizer" and is_byte_level):
@@ -221,7 +221,7 @@ def describe_versions(tokenizer: Tokenizer) -> list[str]:
     config = json.loads(tokenizer.files.get("tokenizer_config.json", "{}"))
     differences = []
     if isinstance(tokenizer, JsonTokenizer):
-        is_llama = config.get("tokenizer_class", "").removesuffix("Fast") == "LlamaTokenizer"
+        is_llama = str(config.get("tokenizer_class") or "").removesuffix("Fast") == "LlamaTokenizer"
         adds_space = is_llama and '"Prepend"' in tokenizer.files["tokenizer.json"].decode()
     else:
         model = ModelProto.FromString(tokenizer.files["tokenizer.model"])
