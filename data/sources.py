@@ -1,5 +1,6 @@
 """Sources of documents, and which of them are held out for validation."""
 
+import importlib.metadata
 import json
 import re
 import sys
@@ -22,6 +23,28 @@ from data.files import (
 )
 from data.prepare import MAX_VALIDATION_BYTES, Source, text_hash
 
+# Folders of Python code that are not read. Tests and encoding tables are not typical code, and
+# site-packages differ between machines.
+SKIPPED = {
+    "test",
+    "tests",
+    "testing",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+}
+# Of the first HEADER_LINES of a file that a program has written.
+GENERATED = re.compile(
+    r"auto-?generated|automatically generated|generated (by|from|file|code)"
+    r"|do not (edit|modify)",
+    re.IGNORECASE,
+)
+HEADER_LINES = 10
+COPIED_LINE = 20  # characters from which on an equal line counts as copied
+
 
 def is_held_out(identity: str, holdout: int) -> bool:
     """Whether a document is held out: one in `holdout` is, chosen by its hash."""
@@ -35,29 +58,17 @@ class Stdlib(Source):
     A document is a file; one in 20 is held out.
     """
 
-    # Tests and encoding tables are not typical code, and site-packages differ between machines.
-    SKIPPED = {
-        "test",
-        "tests",
-        "idlelib",
-        "lib2to3",
-        "encodings",
-        "pydoc_data",
-        "site-packages",
-        "dist-packages",
-    }
-
     def __post_init__(self):
         self.root = Path(sysconfig.get_paths()["stdlib"])
         # Skipped folders are not searched: site-packages may have tens of thousands of files.
         paths = list(self.root.glob("*.py"))
         for folder in self.root.iterdir():
-            if folder.is_dir() and folder.name not in self.SKIPPED:
+            if folder.is_dir() and folder.name not in SKIPPED:
                 paths += folder.rglob("*.py")
         self.files = []
         for path in paths:
             file = path.relative_to(self.root)
-            if self.SKIPPED.isdisjoint(file.parts):
+            if SKIPPED.isdisjoint(file.parts):
                 self.files.append(file.as_posix())
         self.files.sort()
 
@@ -69,6 +80,66 @@ class Stdlib(Source):
             # tokenize.open() decodes by the encoding that a source file declares.
             with tokenize.open(self.root / file) as source:
                 yield Part(source.read(), is_held_out(file, 20))
+
+
+@dataclass(kw_only=True)
+class Packages(Source):
+    """The sources of installed Python packages: a large text that needs no download.
+
+    A document is a file. Tests, generated files and copies are left out. Files come in the order of
+    the hashes of their paths, and one in 20 is held out. `packages` are the names by which pip
+    knows them; raises ValueError for one that is not installed.
+    """
+
+    packages: list[str]
+
+    def __post_init__(self):
+        files = {}
+        for name in self.packages:
+            try:
+                distribution = importlib.metadata.distribution(name)
+            except importlib.metadata.PackageNotFoundError:
+                raise ValueError(
+                    f"this package is not installed ({name}). fix: pip install {name}, or leave it "
+                    "out of data.packages"
+                ) from None
+            for file in distribution.files or ():
+                if file.suffix == ".py" and SKIPPED.isdisjoint(file.parts):
+                    files[file.as_posix()] = file
+        # Neighbours in a folder are alike: the order of the hashes mixes them.
+        self.files = [files[path] for path in sorted(files, key=text_hash)]
+
+    def identity(self) -> str:
+        # pip records the hash of each file that it installs.
+        return json.dumps([[str(file), file.hash and file.hash.value] for file in self.files])
+
+    def parts(self) -> Iterator[Part]:
+        lines = set()  # of all files so far
+        for file in self.files:
+            with tokenize.open(file.locate()) as source:
+                text = source.read()
+            if text.strip() and not is_generated(text) and not is_copy(text, lines):
+                yield Part(text, is_held_out(file.as_posix(), 20))
+
+
+def is_generated(text: str) -> bool:
+    """Whether the first lines of a file say that a program has written it."""
+    header = "\n".join(text.split("\n", HEADER_LINES)[:HEADER_LINES])
+    return GENERATED.search(header) is not None
+
+
+def is_copy(text: str, known: set[int]) -> bool:
+    """Whether most lines of a text are in `known`, hashes of lines; if not, its lines are added.
+
+    Short lines, which many files share, do not count.
+    """
+    lines = [line.strip() for line in text.splitlines()]
+    hashes = [hash(line) for line in lines if len(line) >= COPIED_LINE]
+    num_known = sum(line in known for line in hashes)
+    if num_known > len(hashes) / 2:
+        return True
+    known.update(hashes)
+    return False
 
 
 @dataclass(kw_only=True)

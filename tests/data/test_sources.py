@@ -19,7 +19,7 @@ from pyarrow import csv, parquet, table
 from data import prepare as preparation
 from data.files import TEXT_SUFFIXES, Part, find_files, read_documents, split_files
 from data.prepare import build_corpus, prepare, tokenized
-from data.sources import Stdlib
+from data.sources import Packages, Stdlib
 from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer
 from tests.conftest import STORIES
 from tests.faults.harness import documents_of, finish, source, start
@@ -47,6 +47,82 @@ def test_the_library_split_is_the_documented_one():
     assert source.files == sorted(files)
     held_out = [held for _, held in documents_of(source)]
     assert held_out == [is_held_out(file) for file in sorted(files)]
+
+
+LINES = {name: f"{name}_long_enough = {name} * 100\n" for name in "abcdefgh"}
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package, whose files are {path: text}."""
+    files = {
+        "zoo/one.py": LINES["a"] + LINES["b"] + LINES["c"],
+        "zoo/two.py": LINES["d"] + LINES["e"] + "x = 1\n" * 9,
+        "zoo/tests/check.py": LINES["f"],
+        "zoo/testing/check.py": LINES["f"],
+        "zoo/made.py": "# This file is auto-generated.\n" + LINES["g"],
+        "zoo/late.py": "\n" * 10 + "# do not edit the line below\n" + LINES["h"],
+        "zoo/empty.py": "\n",
+        "zoo/notes.md": "not code",
+        "zoo/short.py": "x = 1\n" * 9,
+        "zoo-2.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: Zoo\nVersion: 2.0\n",
+    }
+    record = ""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        record += f"{name},sha256={hashlib.sha256(text.encode()).hexdigest()},{len(text)}\n"
+    (tmp_path / "zoo-2.0.dist-info/RECORD").write_text(record)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_packages_are_read_without_tests_and_generated_files(package):
+    source = Packages(vocab_size=400, tokenizer=None, packages=["zoo"])
+    read = ["zoo/one.py", "zoo/two.py", "zoo/late.py", "zoo/short.py"]
+    read.sort(key=lambda path: hashlib.sha256(path.encode()).hexdigest())
+    documents = documents_of(source)
+    assert [text for text, _ in documents] == [(package / path).read_text() for path in read]
+    assert [held for _, held in documents] == [is_held_out(path) for path in read]
+
+
+def test_a_copied_file_is_read_once(package):
+    record = package / "zoo-2.0.dist-info/RECORD"
+    # Two of three long lines are those of zoo/one.py; in the other file one of two.
+    texts = {
+        "zoo/copy.py": LINES["a"] + LINES["b"] + LINES["h"] + "x = 1\n" * 9,
+        "zoo/half.py": LINES["d"] + LINES["f"],
+    }
+    for name, text in texts.items():
+        (package / name).write_text(text)
+        with record.open("a") as file:
+            file.write(f"{name},,\n")
+    read = {
+        text for text, _ in documents_of(Packages(vocab_size=400, tokenizer=None, packages=["zoo"]))
+    }
+    # Of a file and its copy, the one whose path has the smaller hash comes first.
+    first, second = sorted(
+        ["zoo/one.py", "zoo/copy.py"], key=lambda path: hashlib.sha256(path.encode()).hexdigest()
+    )
+    assert (package / first).read_text() in read
+    assert (package / second).read_text() not in read
+    assert texts["zoo/half.py"] in read
+
+
+def test_another_version_of_a_package_is_another_corpus(package):
+    def identity():
+        return Packages(vocab_size=400, tokenizer=None, packages=["zoo"]).identity()
+
+    before = identity()
+    assert identity() == before
+    record = package / "zoo-2.0.dist-info/RECORD"
+    record.write_text(record.read_text().replace("zoo/one.py,sha256=", "zoo/one.py,sha256=0"))
+    assert identity() != before
+
+
+def test_a_package_that_is_not_installed_is_named():
+    with pytest.raises(ValueError, match=r"not installed .unheard-of.\. fix: pip install"):
+        Packages(vocab_size=400, tokenizer=None, packages=["numpy", "unheard-of"])
 
 
 def test_a_txt_is_cut_at_separator_lines_only(tmp_path):

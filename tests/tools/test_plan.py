@@ -46,6 +46,15 @@ def test_jobs_compose_to_what_was_asked(plan_jobs):
     assert [each.seed for each in settings] == [0, 0, 3, 3]
 
 
+def test_each_size_trains_as_long_as_its_own_first_run(plan_jobs):
+    words = ["attention=gqa,mqa", "model.dim=32,64", "seed=0,1", "model=tiny"]
+    jobs = {job.run_dir.name: job for job in plan_jobs(words, "params", Path("out"))}
+    assert len(jobs) == 8
+    for name, job in jobs.items():
+        first = "gqa-dim-32-0" if "dim-32" in name else "gqa-dim-64-0"
+        assert job.baseline is (None if name == first else jobs[first])
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", ["params", "flops"])
 def test_every_preset_is_made_as_large_as_the_baseline(kind, variant):

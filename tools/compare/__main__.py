@@ -7,7 +7,7 @@
 
 Overrides are those of train.py; KEY=A,B trains with each value, and the first is the baseline. Each
 combination is a process of its own, on a machine with several GPUs one on each. max_minutes (5, of
-train.py) is the time of the first run; all others train on as many tokens as that.
+train.py) is the time of the first run of each model size; the others train on as many tokens.
 With --tune, each variant first looks for the learning rates at which it is at its best.
 The same call again skips what is finished, goes on where it was cut off, and shares the work with
 one that is still running. It ends with a report, which --report writes of any runs.

@@ -116,7 +116,7 @@ def plan_variants(
 def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
     """Train what is missing, first what the search for learning rates needs, and return all jobs.
 
-    The first job, the baseline's, decides how long all others train.
+    The first job of each model size, that of its baseline, decides how long the others train.
     """
     jobs = []
     # The search goes on until no variant has its best rate at the edge of what was tried.
@@ -144,11 +144,15 @@ def next_searches(variants: list[Variant]) -> list[Job]:
 
 
 def train_after(earlier: list[Job], jobs: list[Job]) -> list[Job]:
-    """Train jobs, and return them; the baseline is the first of all, among `earlier` if any."""
-    baseline = earlier[0] if earlier else jobs[0]
-    for job in jobs:
-        if job is not baseline:
-            job.baseline = baseline
+    """Train jobs, and return them. The first job of each size decides how long the others train.
+
+    It is among the `earlier` jobs if there are any.
+    """
+    firsts = {}  # by the baseline of the size
+    for job in [*earlier, *jobs]:
+        first = firsts.setdefault(job.compared_with, job)
+        if job is not first:
+            job.baseline = first
     train_all(jobs)
     return jobs
 
