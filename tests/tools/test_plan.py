@@ -11,6 +11,7 @@ from tools.compare import plan
 from tools.compare.jobs import Job
 from tools.compare.plan import match_hidden, plan_variants, train_variants
 from tools.compare.runs import Run
+from tools.compare.sweep import expand_sweep, name_variants
 
 
 def num_parameters(overrides: list[str]) -> int:
@@ -44,6 +45,22 @@ def test_jobs_compose_to_what_was_asked(plan_jobs):
         assert each.run_dir == str(job.run_dir) and each.resume
         assert job.run_dir.name.startswith(each.name) and each.optimizer["lr"] == 0.01
     assert [each.seed for each in settings] == [0, 0, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "words, names",
+    [
+        (["attention=conv", "attention.window=null,64"], ["conv-window-null", "conv-window-64"]),
+        (
+            ["attention=gdn", "attention.pattern=[recurrent],[recurrent,full]"],
+            ["gdn-pattern-recurrent", "gdn-pattern-recurrent-full"],
+        ),
+        (["attention=gqa,mqa", "optimizer.lr=0.01"], ["gqa", "mqa"]),
+        (["attention=conv", "optimizer.lr=0.01,0.1"], ["lr-0.01", "lr-0.1"]),
+    ],
+)
+def test_a_name_has_the_attention_whose_settings_it_gives(words, names):
+    assert list(name_variants(expand_sweep([*words, "model=tiny"]))) == names
 
 
 def test_each_size_trains_as_long_as_its_own_first_run(plan_jobs):

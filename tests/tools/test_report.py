@@ -102,7 +102,7 @@ def test_each_size_has_a_baseline_of_its_own(write):
     ]
     page, summary = write(runs)
     for number, dim in enumerate((32, 64)):
-        rows = table(page, 4 * number)
+        rows = table(page, 1 + 4 * number)  # after the table of the sizes
         assert list(rows) == [f"gqa-dim-{dim}", f"mqa-dim-{dim}"]
         assert rows[f"gqa-dim-{dim}"]["verdict"] == "baseline"
         cell = rows[f"mqa-dim-{dim}"][f"difference from gqa-dim-{dim}"]
@@ -321,12 +321,33 @@ def test_the_answer_of_a_task_counts_seeds_and_says_if_they_suffice(write):
     answer = answer_of(write, runs + edge + inside)
     assert answer.startswith("Only a hint, for mqa: 4 of 4") and "learning rates for gqa" in answer
     # Where nothing can be better, nothing is missing.
-    answer = answer_of(write, recalled({"gqa": 3, "mqa": 3}, 3))
+    answer = answer_of(write, recalled({"gqa": 3, "mha": 3}, 3))
     assert answer.startswith("Keep gqa: 3 of 3 seeds solve recall") and "To be sure" not in answer
     answer = answer_of(write, tuned(recalled({"gqa": 3, "mqa": 4}, 5)))
     assert answer.startswith("No variant solves recall more often than gqa for certain.")
     answer = answer_of(write, recalled({"gqa": 0, "mqa": 0}, 3))
     assert answer.startswith("No variant solves recall: no seed reaches 90 % accuracy.")
+
+
+def test_a_smaller_cache_that_solves_a_task_as_well_is_named(write):
+    runs = tuned(recalled({"gqa": 3, "mqa": 3, "retention": 0}, 3))
+    answer = answer_of(write, runs)
+    assert answer.startswith(
+        "gqa solves recall with all seeds (3 of 3, at least 90 % accuracy), and so does mqa with "
+        "50 % of its cache (3 of 3)."
+    )
+
+
+def test_speeds_are_not_compared_if_seeds_of_one_variant_differ(write):
+    runs = [text_run(name, seed, 1.0) for name in ("gqa", "mqa") for seed in range(2)]
+    for run in runs:
+        run.other_load = 0.1
+    assert "Training speeds are comparable" in write(runs)[1]
+    runs[-1].tokens_per_second *= 1.5
+    assert (
+        "Training speeds are not comparable, because runs differ: seeds of one variant by a factor "
+        "of 1.5." in write(runs)[1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,16 @@ def answer_accuracies(comparison: Comparison) -> Answer:
             f"Keep {baseline}: {of_seeds(baseline)} seeds solve {task} (at least {percent(SOLVED)} "
             "accuracy), and no variant can do better."
         )
+        # The smallest cache with which all seeds solve it too.
+        equal = [name for name in ranking if solved[name] == totals[name]]
+        smallest = min(equal, key=lambda name: cache_share(comparison, name))
+        share = cache_share(comparison, smallest)
+        if share < 1:
+            headline = (
+                f"{baseline} solves {task} with all seeds ({of_seeds(baseline)}, at least "
+                f"{percent(SOLVED)} accuracy), and so does {smallest} with {percent(share)} of its "
+                f"cache ({of_seeds(smallest)})."
+            )
     elif gaps.data:
         headline = f"Too little data to choose: {', '.join(gaps.data)}."
     else:

@@ -37,10 +37,16 @@ class Result(NamedTuple):
         if name in self.verdicts:
             verdict = self.verdicts[name]
             text = verdict.text
-            difference = f"{verdict.difference:+z.4f}"
-            if not math.isnan(verdict.low):
-                difference += f" [{verdict.low:+z.4f}, {verdict.high:+z.4f}]"
+            difference = with_interval(verdict.difference, verdict.low, verdict.high)
         return f"{fmean(self.samples[name]):.4f}", difference, text
+
+
+def with_interval(difference: float, low: float, high: float) -> str:
+    """A difference as text, with its interval if there is one."""
+    text = f"{difference:+z.4f}"
+    if not math.isnan(low):
+        text += f" [{low:+z.4f}, {high:+z.4f}]"
+    return text
 
 
 def slice_loss(run: Run, name: str) -> float | None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from matplotlib import color_sequences, cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from tools.compare.tuning import Losses
 
@@ -103,6 +103,49 @@ def draw_forest(
     axes.tick_params(axis="x", labelsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     figure.legend(loc="outside upper right", ncols=2, fontsize=7, frameon=False)
+    return figure
+
+
+def draw_ladder(
+    flops: list[float],
+    losses: dict[str, list[list[float]]],
+    fits: dict[str, list[float]],
+    intervals: dict[str, list[tuple[float, float, float]]],
+    baseline: str,
+    unit: str,
+) -> Figure:
+    """Plot losses over the training compute, and below them the differences from the baseline.
+
+    Of each variant at each compute: the losses of the seeds, the loss of the fitted line, and the
+    difference with the ends of its interval.
+    """
+    figure = Figure(figsize=(WIDTH, 5.2), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True)
+    for axes, label in ((upper, unit), (lower, f"difference from {baseline}")):
+        axes.set_ylabel(label, fontsize=8)
+        axes.set_prop_cycle(STYLES)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    upper.set_yscale("log")
+    upper.set_xscale("log")
+    upper.yaxis.set_major_locator(MaxNLocator(5))
+    upper.yaxis.set_major_formatter("{x:g}")
+    upper.yaxis.set_minor_locator(NullLocator())
+    lower.set_xlabel("training FLOPs of a run", fontsize=8)
+    lower.axhline(0.0, color="gray", linewidth=1)
+
+    for number, (name, by_flops) in enumerate(losses.items()):
+        (line,) = upper.plot(flops, fits[name], label=name, linewidth=1, markersize=0)
+        for each, values in zip(flops, by_flops, strict=True):
+            upper.plot([each] * len(values), values, ".", color=line.get_color(), markersize=3)
+        if name == baseline:
+            continue
+        # Side by side, so that intervals do not hide each other.
+        shifted = [each * 1.04 ** (number - len(losses) / 2) for each in flops]
+        differences, lows, highs = zip(*intervals[name], strict=True)
+        lower.plot(shifted, differences, color=line.get_color(), markersize=4, linewidth=1)
+        lower.vlines(shifted, lows, highs, color=line.get_color(), linewidth=1)
+    figure.legend(loc="outside upper center", ncols=4, fontsize=7, frameon=False)
     return figure
 
 

@@ -13,6 +13,7 @@ from run.errors import without_fix
 from run.threads import FEW_CORES
 from tools.compare.answer import Answer, answer_accuracies, answer_losses, describe_power
 from tools.compare.comparison import Comparison, judge_measure, sort_runs
+from tools.compare.ladder import add_ladder
 from tools.compare.measures import SOLVED, TEXT_PARTS, num_solved, tokens_until_solved
 from tools.compare.page import Page, Rows, plain_table
 from tools.compare.plots import ForestRow, draw_forest, draw_searches
@@ -21,6 +22,7 @@ from tools.compare.tuning import Losses, find_optimum
 
 # Settings of a machine that change its speed.
 SPEED_KEYS = ("device", "threads", "processes", "precision", "compiled")
+MAX_SPREAD = 1.2  # between the speeds of seeds of a variant that can be compared with others
 MAX_NAME = 16  # letters of the baseline in a title
 VERDICTS = """
 The brackets hold a 95 % confidence interval of the difference from the baseline. The intervals of
@@ -91,6 +93,16 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
         parts[run.task, run.settings["model"]["dim"]].append(run)
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
+
+    # Text at several sizes: first, how the differences change with the size.
+    comparisons = [sort_runs(members) for (task, _), members in parts.items() if task == "text"]
+    comparisons = [comparison for comparison in comparisons if comparison.groups]
+    if len(comparisons) > 1:
+        figure, text = add_ladder(page, comparisons, margin)
+        if figure:
+            (folder / "text-ladder.svg").write_text(figure, encoding="utf-8")
+            lines.append(text)
+
     for (task, dim), members in parts.items():
         context = members[0].model.context
         page.paragraph(f"Comparison on {task}: models of dim {dim}, context {context}", "h1")
@@ -313,6 +325,11 @@ def describe_speeds(groups: Groups) -> str:
         if is_cpu and max(loads) - min(loads) >= FEW_CORES:
             differences.append(load)
 
+    # A load can also fill the cores without changing: seeds of a variant compute the same.
+    spread = max(speed_spread(members) for members in groups.values())
+    if is_cpu and spread >= MAX_SPREAD:
+        differences.append(f"seeds of one variant by a factor of {spread:.1f}")
+
     if differences:
         return f"Training speeds are not comparable, because runs differ: {'; '.join(differences)}."
     if len(loads) < len(runs):
@@ -321,6 +338,12 @@ def describe_speeds(groups: Groups) -> str:
             f"for {len(runs) - len(loads)} of {len(runs)} runs."
         )
     return f"Training speeds are comparable: on machines of one kind, {load} during the runs."
+
+
+def speed_spread(runs: list[Run]) -> float:
+    """The highest training speed of the runs, over the lowest; 1 if none is known."""
+    speeds = [run.tokens_per_second for run in runs if math.isfinite(run.tokens_per_second)]
+    return max(speeds) / min(speeds) if speeds else 1.0
 
 
 def add_parts(page: Page, comparison: Comparison) -> None:

@@ -43,12 +43,12 @@ def expand_sweep(overrides: list[str]) -> Sweep:
 def name_variants(sweep: Sweep) -> Variants:
     """Name each combination by the values of the keys that are swept, such as mla-lr-0.01.
 
-    Raises ValueError where two combinations have one name.
+    Raises ValueError if two combinations have one name.
     """
-    # Without a sweep, the attention names the only variant.
+    # The attention names the only variant, and comes before its own settings.
     named_keys = [key for key, values in sweep.items() if len(values) > 1 or key == "name"]
-    if not named_keys:
-        named_keys = ["attention"]
+    if not named_keys or any(key.startswith("attention.") for key in named_keys):
+        named_keys.append("attention")
     variants = {}
     for combination in product(*sweep.values()):
         # Groups are named by their value, and other keys also by the last part of the key.
@@ -61,7 +61,7 @@ def name_variants(sweep: Sweep) -> Variants:
                 parts.append(value)
 
         # A name is a folder too: letters, digits, dots and dashes.
-        name = re.sub(r"[^\w.-]+", "-", "-".join(parts), flags=re.ASCII).strip("-.") or "run"
+        name = re.sub(r"[^\w.]+", "-", "-".join(parts), flags=re.ASCII).strip("-.") or "run"
         if name in variants:
             raise ValueError(f"two variants of one name ({name}). fix: leave one out")
         # All runs are judged by the same text, or the same rows of a task: all that is held out.

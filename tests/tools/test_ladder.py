@@ -1,0 +1,119 @@
+"""The trend over model sizes: its slope and interval, and how often chance alone makes one."""
+
+import math
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tests.tools.pages import table, text_run
+from tools.compare import report
+from tools.compare.ladder import CANNOT_TELL, Rung, compute_factor, fit_power_law, judge_trends
+
+DIMS = {64: 1e12, 96: 4e12, 128: 13e12, 192: 64e12}  # FLOPs of a run
+
+
+def simulate(draw, numbers, spreads, lead=lambda flops: 0.0, variants="abcd"):
+    """Rungs with `numbers` of seeds and `spreads` between them; `lead` is of variant a."""
+    rungs = []
+    for (dim, flops), number, spread in zip(DIMS.items(), numbers, spreads, strict=True):
+        samples = {}
+        for name in ("base", *variants):
+            mean = 2.0 * (flops / 1e12) ** -0.06 - (lead(flops) if name == "a" else 0.0)
+            samples[name] = list(draw.normal(mean, spread, number))
+        rungs.append(Rung(dim, flops, samples))
+    return rungs
+
+
+def test_the_slope_is_that_of_a_line_through_the_differences():
+    rungs = simulate(np.random.default_rng(0), (6, 6, 4, 2), [0.01] * 4)
+    trend = judge_trends(rungs, "base")["b"]
+    logs = [math.log10(flops) for flops in DIMS.values()]
+    differences = [np.mean(rung.samples["b"]) - np.mean(rung.samples["base"]) for rung in rungs]
+    assert trend.slope == pytest.approx(np.polyfit(logs, differences, 1)[0], rel=1e-9)
+    assert trend.low < trend.slope < trend.high
+
+
+def test_with_two_sizes_and_one_variant_it_is_the_test_of_an_interaction():
+    """Two sizes of equal numbers: the t-test of (a - base) at one size less that at the other."""
+    draw = np.random.default_rng(1)
+    rungs = simulate(draw, (5, 5, 5, 5), [0.01] * 4, variants="a")[:2]
+    trend = judge_trends(rungs, "base")["a"]
+    span = math.log10(4)
+    (a0, b0), (a1, b1) = ((each.samples["a"], each.samples["base"]) for each in rungs)
+    slope = (np.mean(a1) - np.mean(b1) - np.mean(a0) + np.mean(b0)) / span
+    parts = [(np.var(a, ddof=1) + np.var(b, ddof=1)) / 5 / span**2 for a, b in ((a0, b0), (a1, b1))]
+    freedom = sum(parts) ** 2 / sum(part**2 / 8 for part in parts)
+    half = math.sqrt(sum(parts)) * stats.t.ppf(0.975, freedom)
+    assert (trend.slope, trend.low, trend.high) == pytest.approx(
+        (slope, slope - half, slope + half)
+    )
+
+
+@pytest.mark.parametrize(
+    ("lead", "text"),
+    [
+        (lambda flops: 0.1 * math.log10(flops / 1e11), "lead grows"),
+        (lambda flops: 0.1 * math.log10(1e15 / flops), "lead shrinks"),
+        (lambda flops: -0.1 * math.log10(flops / 1e11), "deficit grows"),
+        (lambda flops: -0.1 * math.log10(1e15 / flops), "deficit shrinks"),
+        (lambda flops: 0.1, CANNOT_TELL),
+    ],
+)
+def test_a_trend_is_named(lead, text):
+    rungs = simulate(np.random.default_rng(2), (6, 6, 4, 2), [0.003] * 4, lead)
+    trends = judge_trends(rungs, "base")
+    assert trends["a"].text == text
+    assert [trends[name].text for name in "bcd"] == [CANNOT_TELL] * 3
+
+
+def test_without_a_spread_nothing_is_told():
+    rungs = simulate(np.random.default_rng(3), (1, 1, 1, 1), [0.01] * 4)
+    trends = judge_trends(rungs, "base")
+    assert {trend.text for trend in trends.values()} == {CANNOT_TELL}
+    assert all(math.isnan(trend.low) for trend in trends.values())
+
+
+def test_the_power_law_and_the_compute_of_a_difference():
+    samples = {dim: {"a": [3.0 * flops**-0.07] * 2} for dim, flops in DIMS.items()}
+    law = fit_power_law([Rung(dim, DIMS[dim], each) for dim, each in samples.items()], "a")
+    assert (law.scale, law.exponent) == pytest.approx((3.0, 0.07))
+    flops = DIMS[192]
+    factor = compute_factor(-0.05, law.loss(flops), law)
+    assert law.loss(factor * flops) == pytest.approx(law.loss(flops) - 0.05)
+    assert factor > 1 and compute_factor(0.05, law.loss(flops), law) < 1
+
+
+def test_a_report_of_several_sizes_begins_with_the_trend(tmp_path):
+    runs = []
+    for dim, lead in ((64, 0.01), (96, 0.05)):
+        for name in ("gqa", "kda"):
+            for seed in range(4):
+                loss = 1.2 - 0.001 * dim + 0.001 * seed**2 - lead * (name == "kda")
+                run = text_run(name, seed, loss)
+                run.settings["model"]["dim"] = dim
+                runs.append(run)
+    summary = report.write_report(tmp_path, runs, {}, margin=0.01)
+    assert summary.startswith(
+        "At dim 96, the largest size, kda's loss is lower than gqa's by 0.050 bits per byte.\n"
+    )
+    assert "The lead of kda grows with the size." in summary
+    rows = table((tmp_path / "report.html").read_text(encoding="utf-8"), 0)
+    assert rows["kda"]["trend"] == "lead grows" and rows["gqa"]["verdict there"] == "baseline"
+    ElementTree.parse(tmp_path / "text-ladder.svg")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "spreads", [(0.01, 0.01, 0.01, 0.01), (0.02, 0.01, 0.005, 0.0025), (0.003, 0.006, 0.009, 0.012)]
+)
+def test_chance_alone_rarely_makes_a_trend(spreads):
+    """500 tables of equal variants: at most 5 % have a trend, within the error of 500 draws."""
+    draw = np.random.default_rng(4)
+    false = 0
+    for _ in range(500):
+        trends = judge_trends(simulate(draw, (6, 6, 4, 2), spreads), "base")
+        false += any(trend.text != CANNOT_TELL for trend in trends.values())
+    print(f"{spreads}: {false} of 500")
+    assert false <= stats.binom.ppf(0.975, 500, 0.05)

@@ -1,0 +1,305 @@
+"""Whether the differences from the baseline grow or shrink with the size of the model."""
+
+import math
+from collections import defaultdict
+from operator import attrgetter
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from tools.compare.comparison import Comparison, judge_measure
+from tools.compare.measures import with_interval
+from tools.compare.page import Page
+from tools.compare.plots import draw_ladder
+from tools.compare.statistics import LEVEL, Samples, Verdict, has_spread, spreads_differ
+
+CANNOT_TELL = "cannot tell"
+CLAUSES = {
+    "lead grows": "The lead of {names} grows with the size.",
+    "lead shrinks": "The lead of {names} shrinks with the size.",
+    "deficit grows": "The deficit of {names} grows with the size.",
+    "deficit shrinks": "The deficit of {names} shrinks with the size.",
+    CANNOT_TELL: "Whether the difference of {names} grows or shrinks cannot be told.",
+}
+LADDER = """
+Each size has its own verdicts, further down. The trend is the slope of a straight line through the
+differences, over the logarithm of the training compute: a lead or a deficit grows or shrinks if the
+95 % interval of the slope leaves out zero. The intervals of all variants hold together (Bonferroni's
+correction). A trend describes these sizes; it does not promise that it continues.
+"""
+COMPUTE = """
+The exponents are of power laws, loss = a x FLOPs ^ -exponent, fitted to all runs of a variant. That
+of the baseline gives the compute with which it would reach the variant's loss at the largest size,
+as a multiple of what it was given there, if parameters and tokens grow in the same proportion.
+"""
+
+
+class Rung(NamedTuple):
+    """The runs of one model size: the losses of each variant, the baseline's included."""
+
+    dim: int
+    flops: float  # training FLOPs of a run of the baseline
+    samples: Samples
+
+    def difference(self, name: str, baseline: str) -> float:
+        """The mean loss of a variant, less that of the baseline."""
+        return fmean(self.samples[name]) - fmean(self.samples[baseline])
+
+
+class Trend(NamedTuple):
+    """How the difference of a variant from the baseline changes with the training compute.
+
+    `slope` is the change of the difference for ten times the compute, and `low` and `high` end its
+    interval. With a chance of 95 %, the intervals of all variants hold the true slopes. They are
+    NaN if a size has no spread between seeds.
+    """
+
+    slope: float
+    low: float
+    high: float
+    text: str
+
+
+class PowerLaw(NamedTuple):
+    """loss = scale * flops ** -exponent, fitted to all runs of a variant.
+
+    `low` and `high` end the 95 % interval of the exponent.
+    """
+
+    scale: float
+    exponent: float
+    low: float
+    high: float
+
+    def loss(self, flops: float) -> float:
+        return self.scale * flops**-self.exponent
+
+
+def add_ladder(page: Page, comparisons: list[Comparison], margin: float) -> tuple[str, str]:
+    """Add how the differences change with the model size -> the SVG of it, and a summary.
+
+    Both are empty if the baseline is the only variant that was trained at all sizes.
+    """
+    rungs = make_rungs(comparisons)
+    by_dim = {width(comparison): comparison for comparison in comparisons}
+    largest = by_dim[rungs[-1].dim]
+    baseline = without_dim(largest.baseline, width(largest))
+    variants = [name for name in rungs[-1].samples if name != baseline]
+    if not variants or baseline not in rungs[-1].samples:
+        return "", ""
+
+    # The verdicts of each size are those of its own table.
+    unit = largest.first.metric_name
+    verdicts = defaultdict(dict)
+    for dim, comparison in by_dim.items():
+        result = judge_measure(comparison, unit, attrgetter("loss"), margin)
+        for name, verdict in result.verdicts.items():
+            verdicts[dim][without_dim(name, dim)] = verdict
+    at_largest = verdicts[width(largest)]
+    variants.sort(key=lambda name: at_largest[name].difference)
+    trends = judge_trends(rungs, baseline)
+    laws = {name: fit_power_law(rungs, name) for name in (baseline, *variants)}
+
+    sizes = ", ".join(str(rung.dim) for rung in rungs)
+    page.paragraph(f"How the differences change with the size of the model: dim {sizes}", "h1")
+    headline = describe_largest(rungs[-1], baseline, at_largest, unit)
+    clauses = describe_trends(rungs, trends)
+    page.paragraph(headline, style="answer")
+    page.paragraph(clauses)
+    flops = [rung.flops for rung in rungs]
+    figure = draw_ladder(
+        flops,
+        losses={name: [rung.samples[name] for rung in rungs] for name in laws},
+        fits={name: [law.loss(each) for each in flops] for name, law in laws.items()},
+        intervals={name: [verdicts[rung.dim][name][:3] for rung in rungs] for name in variants},
+        baseline=baseline,
+        unit=unit,
+    )
+    caption = (
+        "Above, a dot is a seed and a line a fitted power law. Below, the difference from "
+        f"{baseline} with its 95 % interval."
+    )
+    svg = page.figure(figure, caption)
+    page.table(ladder_rows(rungs, baseline, variants, at_largest, trends, laws))
+    with page.folded("How to read the trends"):
+        page.paragraph(LADDER)
+        page.paragraph(COMPUTE)
+    return svg, f"{headline}\n{clauses}"
+
+
+def width(comparison: Comparison) -> int:
+    return comparison.first.settings["model"]["dim"]
+
+
+def describe_largest(rung: Rung, baseline: str, verdicts: dict[str, Verdict], unit: str) -> str:
+    """Which variant is the best at the largest size."""
+    at = f"At dim {rung.dim}, the largest size, "
+    better = [name for name in rung.samples if name in verdicts and verdicts[name].text == "better"]
+    if not better:
+        return f"{at}no variant is better than {baseline} for certain."
+    best = min(better, key=lambda name: verdicts[name].difference)
+    return (
+        f"{at}{best}'s loss is lower than {baseline}'s by {-verdicts[best].difference:.3f} {unit}."
+    )
+
+
+def describe_trends(rungs: list[Rung], trends: dict[str, Trend]) -> str:
+    sentences = []
+    for text, clause in CLAUSES.items():
+        names = [name for name, trend in trends.items() if trend.text == text]
+        if names:
+            sentences.append(clause.format(names=", ".join(names)))
+    span = rungs[-1].flops / rungs[0].flops
+    return f"Over {span:.3g} times the training compute: {' '.join(sentences)}"
+
+
+def ladder_rows(
+    rungs: list[Rung],
+    baseline: str,
+    variants: list[str],
+    verdicts: dict[str, Verdict],
+    trends: dict[str, Trend],
+    laws: dict[str, PowerLaw],
+) -> list[dict[str, str]]:
+    """The table: the difference at the largest size, its trend, and the fitted power laws."""
+    largest = rungs[-1]
+    loss = fmean(largest.samples[baseline])
+    rows = []
+    titles = (
+        "variant",
+        f"difference at dim {largest.dim}",
+        "verdict there",
+        "trend",
+        "change for 10 x the compute",
+        f"compute of {baseline} for this loss",
+        "exponent",
+    )
+    for name in (baseline, *variants):
+        cells = [name, "", "baseline", "", "", ""]
+        law = laws[name]
+        if name in trends:
+            verdict = verdicts[name]
+            trend = trends[name]
+            factors = [
+                compute_factor(difference, loss, laws[baseline])
+                for difference in (verdict.difference, verdict.high, verdict.low)
+            ]
+            cells = [
+                name,
+                with_interval(*verdict[:3]),
+                verdict.text,
+                trend.text,
+                with_interval(*trend[:3]),
+                "{:.2f} x [{:.2f}, {:.2f}]".format(*factors),
+            ]
+        exponent = f"{law.exponent:.4f} [{law.low:.4f}, {law.high:.4f}]"
+        rows.append(dict(zip(titles, (*cells, exponent), strict=True)))
+    return rows
+
+
+def make_rungs(comparisons: list[Comparison]) -> list[Rung]:
+    """The sizes at which the baseline was trained, the smallest first, and the common variants."""
+    samples_by_dim = {}
+    flops_by_dim = {}
+    for comparison in comparisons:
+        dim = width(comparison)
+        first = comparison.first
+        samples_by_dim[dim] = {}
+        for name, runs in comparison.groups.items():
+            samples_by_dim[dim][without_dim(name, dim)] = [run.loss for run in runs]
+        flops_by_dim[dim] = first.model.training_flops() * first.last["tokens"]
+    common = set.intersection(*(set(samples) for samples in samples_by_dim.values()))
+    rungs = []
+    for dim in sorted(samples_by_dim, key=flops_by_dim.get):
+        samples = {name: samples_by_dim[dim][name] for name in sorted(common)}
+        rungs.append(Rung(dim, flops_by_dim[dim], samples))
+    return rungs
+
+
+def without_dim(name: str, dim: int) -> str:
+    """The name of a variant without its width, which is a part of it if widths are swept."""
+    return name.replace(f"dim-{dim}", "").strip("-")
+
+
+def judge_trends(rungs: list[Rung], baseline: str) -> dict[str, Trend]:
+    """Judge by variant whether its difference from the baseline changes with the compute.
+
+    The slope of a straight line through the differences, over the logarithm of the compute, is a
+    weighted sum of means, so its standard error follows from the spreads of the seeds. These are
+    pooled over the variants of a size unless they differ (Bartlett's test). The degrees of freedom
+    are Satterthwaite's, Biometrics Bulletin 2 (1946), and Bonferroni's correction is for the number
+    of variants.
+    """
+    logs = np.log10([rung.flops for rung in rungs])
+    deviations = logs - logs.mean()
+    weights = deviations / (deviations**2).sum()
+
+    trends = {}
+    variants = [name for name in rungs[0].samples if name != baseline]
+    for name in variants:
+        differences = [rung.difference(name, baseline) for rung in rungs]
+        slope = float(np.dot(weights, differences))
+        parts = []  # of the variance of the slope, with their degrees of freedom
+        for rung, weight in zip(rungs, weights, strict=True):
+            for variance, freedom in difference_variance(rung.samples, name, baseline):
+                parts.append((weight**2 * variance, freedom))
+        total = sum(variance for variance, _ in parts)
+        if math.isnan(total):
+            trends[name] = Trend(slope, math.nan, math.nan, CANNOT_TELL)
+            continue
+        freedom = total**2 / sum(variance**2 / each for variance, each in parts)
+        half = math.sqrt(total) * stats.t.ppf(1 - LEVEL / len(variants) / 2, freedom)
+        text = trend_text(slope - half, slope + half, differences[-1])
+        trends[name] = Trend(slope, slope - half, slope + half, text)
+    return trends
+
+
+def difference_variance(samples: Samples, name: str, baseline: str) -> list[tuple[float, int]]:
+    """The variance of the difference of two means, in parts -> (variance, degrees of freedom).
+
+    NaN if a variance cannot be estimated.
+    """
+    pair = [samples[name], samples[baseline]]
+    others = {key: values for key, values in samples.items() if key != baseline}
+    if has_spread(samples[baseline]) and spreads_differ(samples[baseline], others):
+        if not all(map(has_spread, pair)):
+            return [(math.nan, 1)]
+        return [(np.var(values, ddof=1) / len(values), len(values) - 1) for values in pair]
+    known = [values for values in samples.values() if has_spread(values)]
+    if not known:
+        return [(math.nan, 1)]
+    freedom = sum(len(values) - 1 for values in known)
+    pooled = sum(np.var(values) * len(values) for values in known) / freedom
+    return [(pooled * sum(1 / len(values) for values in pair), freedom)]
+
+
+def trend_text(low: float, high: float, difference: float) -> str:
+    """What the interval of a slope says about the difference at the largest size."""
+    if low <= 0 <= high:
+        return CANNOT_TELL
+    noun = "lead" if difference < 0 else "deficit"
+    verb = "grows" if (high < 0) == (difference < 0) else "shrinks"
+    return f"{noun} {verb}"
+
+
+def fit_power_law(rungs: list[Rung], name: str) -> PowerLaw:
+    """Fit a straight line to the logarithms of loss and compute."""
+    logs = []
+    losses = []
+    for rung in rungs:
+        for loss in rung.samples[name]:
+            logs.append(math.log(rung.flops))
+            losses.append(math.log(loss))
+    line = stats.linregress(logs, losses)
+    half = math.nan
+    if len(logs) > 2:
+        half = line.stderr * stats.t.ppf(1 - LEVEL / 2, len(logs) - 2)
+    exponent = -line.slope
+    return PowerLaw(math.exp(line.intercept), exponent, exponent - half, exponent + half)
+
+
+def compute_factor(difference: float, loss: float, law: PowerLaw) -> float:
+    """How much compute the baseline needs for its `loss` to change by `difference`, as a factor."""
+    return (1 + difference / loss) ** (-1 / law.exponent)
