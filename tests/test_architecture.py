@@ -1,6 +1,7 @@
 """Which file may import which: arrows point one way, and the commands import no foreign formats."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from run.settings import compose, flatten
 from tests.conftest import ROOT
 
 # Each room may import itself and those before it, but model and data know nothing of each other.
@@ -70,6 +72,26 @@ def test_no_file_imports_itself_by_way_of_others():
 def test_two_files_never_share_a_name():
     names = [path.name for path in FILES if path.name not in ("__init__.py", "__main__.py")]
     assert len(names) == len(set(names))
+
+
+def test_the_count_of_lines_in_the_readme_is_true():
+    """What the commands import, at the top of a file or in a function, and the default choices."""
+    settings = compose([]).model_dump()
+    named = {
+        value.rpartition(".")[0] for key, value in flatten(settings) if key.endswith("_target_")
+    }
+    waiting = [ROOT / f"{name}.py" for name in COMMANDS]
+    waiting += [file for file in FILES if module_of(file) in named]
+    reached = set()
+    while waiting:
+        file = waiting.pop()
+        if file not in reached:
+            reached.add(file)
+            waiting += imported_files(file)
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in reached)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (told,) = re.findall(r"run some ([\d,]+) lines", readme)
+    assert int(told.replace(",", "")) == round(lines, -2)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
