@@ -166,14 +166,14 @@ def test_help_shows_the_keys_of_the_groups_that_are_overridden(command):
     assert result.out.startswith(general.rstrip())
     keys = result.out.removeprefix(general.rstrip())
     # Literals of gdn.yaml, kda.yaml, mla.yaml and muon.yaml.
-    assert "  attention.kinds.recurrent.decay=channel  head, or channel: what has a" in keys
-    assert "  attention.kinds.full.rope_base=null  null: no positions\n" in keys
+    assert "  attention.kinds.recurrent.decay=channel  head: a decay per head; channel: a" in keys
+    assert "  attention.kinds.full.rope_base=null  base of the RoPE frequencies; null: no" in keys
     assert "  optimizer.lr=0.5  peak learning rate, at the reference" in keys
-    assert "  optimizer.reference.head=0.23  rate of the head\n" in keys
+    assert "  optimizer.reference.head=0.23  rate of the head, as a multiple of lr\n" in keys
     assert "schedule." not in keys
     # Keys that a preset inherits from another class.
     dsa = command("train.py", "attention=dsa", "-h").succeeded().out
-    assert "  attention.topk=256  keys that a query sees\n" in dsa
+    assert "  attention.topk=256  keys that a query attends to\n" in dsa
     assert "  attention.qk_norm=before_rope  null, before_rope (with a weight)" in dsa
 
 
