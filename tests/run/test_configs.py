@@ -137,6 +137,12 @@ def test_the_help_of_training_lists_every_key_and_choice_and_its_examples_work(c
     assert len(examples) == 3 and all(compose(line.split()) for line in examples)
 
 
+def test_a_preset_begins_with_one_line_about_it():
+    for file in CONFIGS.glob("*/*.yaml"):
+        lines = file.read_text(encoding="utf-8").removeprefix("# @package _global_\n").splitlines()
+        assert re.match(r"# \S.{,97}$", lines[0]), file
+
+
 @pytest.mark.parametrize("option", ["--cfg job", "-c job", "--cfg=job --resolve"])
 def test_the_composed_config_is_printed(command, option):
     words = ("model=tiny", "context=64", "attention=mqa", "optimizer.lr=0.5", "data.vocab_size=999")
