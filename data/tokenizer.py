@@ -33,6 +33,7 @@ CONFIGS = (
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
+    "additional_chat_templates.json",  # a text by its name, each a file of an export
 )
 
 

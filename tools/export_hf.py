@@ -7,7 +7,7 @@ python -m tools.export_hf --out FOLDER --dtype bf16
 import argparse
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,10 +19,18 @@ from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer, tokenizer_file
 from run import checkpoint, errors
 from run.checkpoint import load_model
 from run.cli import Parser, add_run_option, user_path
-from run.progress import waiting
+from run.progress import say, waiting
 from tools.formats.hf_config import to_hf_config
+from tools.formats.special_tokens import ID_ENTRIES, IMPORTED_IDS, TEMPLATES
 from tools.formats.weights import hf_weights
 
+# Programs that read an export wrongly without an error, as measured in docs/formats.md.
+DROP_WINDOWS = {
+    "qwen3": "mlx-lm, llama.cpp and ctranslate2",
+    "mistral": "mlx-lm and llama.cpp",
+    "smollm3": "llama.cpp",
+}
+READ_SWIGLU = "mlx-lm, llama.cpp and ctranslate2"
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -72,15 +80,20 @@ def save_checkpoint(
 
 def main(args: argparse.Namespace) -> None:
     with new_folder(args.out):
-        architecture = export(args)
+        architecture, misreadings = export(args)
+    if misreadings:
+        say(
+            "warning: some programs read this model wrongly, without an error: "
+            f"{'; '.join(misreadings)}. fix: a program that docs/formats.md shows as equal"
+        )
     print(
         f"written: {architecture}, {args.dtype}: {args.out}. To use it: "
         f'transformers.AutoModelForCausalLM.from_pretrained("{args.out}")'
     )
 
 
-def export(args: argparse.Namespace) -> str:
-    """Write the files of a model and return the name of its class."""
+def export(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """Write the files of a model -> the name of its class, and what programs misread of it."""
     # All that can be wrong with the model or the arguments is found before a file is written.
     with errors.user_input():
         path = checkpoint.find_model(args.run)
@@ -90,21 +103,51 @@ def export(args: argparse.Namespace) -> str:
         model = load_model(path, "cpu")
 
     dtype = DTYPES[args.dtype]
-    config |= {
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": tokenizer.bos,
-        "eos_token_id": list(tokenizer.eos_ids),
-        "pad_token_id": pad_token_id(tokenizer),
-    }
+    config |= {"torch_dtype": str(dtype).removeprefix("torch."), **special_ids(tokenizer)}
     (architecture,) = config["architectures"]
     weights = hf_weights(model, architecture)
     weights = {name: weight.to(dtype) for name, weight in weights.items()}
     checkpoint.write_weights(args.out / "model.safetensors", weights)
     for name, content in files.items():
+        (args.out / name).parent.mkdir(exist_ok=True)
         (args.out / name).write_bytes(content)
     # The last file: no library takes a folder without it for a model.
     (args.out / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    return architecture
+    return architecture, describe_misreadings(config, files)
+
+
+def describe_misreadings(config: dict, files: Collection[str]) -> list[str]:
+    """Describe what programs read wrongly, without an error, of an export with this config.json."""
+    misreadings = []
+    model_type = config["model_type"]
+    has_window = "sliding_attention" in config.get("layer_types", []) or (
+        model_type == "mistral" and config["sliding_window"] is not None
+    )
+    if has_window and model_type in DROP_WINDOWS:
+        misreadings.append(f"{DROP_WINDOWS[model_type]} drop its windows")
+    if config["hidden_act"] != "silu":
+        misreadings.append(f"{READ_SWIGLU} read its feed-forward as SwiGLU")
+    if model_type == "qwen3" and "tokenizer.model" in files:
+        misreadings.append("llama.cpp puts a space in front of a prompt without an override")
+    return misreadings
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int] | None]:
+    """The ids in config.json: BOS and EOS as an imported model had them there, or our own."""
+    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.eos_ids)}
+    imported = stored_generation_config(tokenizer).get(IMPORTED_IDS)
+    if imported is not None:
+        # Without any EOS in its configs, the model would not stop in transformers.
+        generation_ids = imported.get("generation_config.json", {})
+        has_eos = {**imported["config.json"], **generation_ids}.get("eos_token_id") is not None
+        ids = {"bos_token_id": None, "eos_token_id": None if has_eos else ids["eos_token_id"]}
+        ids |= {key: value for key, value in imported["config.json"].items() if value is not None}
+    return ids | {"pad_token_id": pad_token_id(tokenizer)}
+
+
+def stored_generation_config(tokenizer: Tokenizer) -> dict:
+    """What a checkpoint has as generation_config.json."""
+    return json.loads(tokenizer.files.get("generation_config.json", "{}"))
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int | None:
@@ -113,7 +156,7 @@ def pad_token_id(tokenizer: Tokenizer) -> int | None:
     No text is encoded to <unk>, since unknown characters become bytes. EOS is no choice: programs
     that train leave padding out of the loss, and the model would not learn to stop.
     """
-    stored = json.loads(tokenizer.files.get("generation_config.json", "{}"))
+    stored = stored_generation_config(tokenizer)
     if "pad_token_id" in stored or isinstance(tokenizer, JsonTokenizer):
         return stored.get("pad_token_id")
     return tokenizer.processor.unk_id()
@@ -128,7 +171,7 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
     if isinstance(tokenizer, JsonTokenizer):
         # Other classes of transformers 5 put a pre-tokenizer of their own in its place.
         tokenizer_config = stored_config | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        return tokenizer.files | {"tokenizer_config.json": to_bytes(tokenizer_config)}
+        return kept_files(tokenizer) | {"tokenizer_config.json": to_bytes(tokenizer_config)}
     if isinstance(tokenizer, IdTokenizer):
         raise ValueError(
             f"its tokens have no text ({path}). fix: train on text, or on tokens with "
@@ -151,16 +194,50 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
     pieces = vocabulary.pieces
     tokenizer_config = stored_config | {
         "tokenizer_class": "LlamaTokenizer",
-        "bos_token": pieces[tokenizer.bos].piece,
-        "eos_token": pieces[tokenizer.eos].piece,
-        "unk_token": pieces[trainer.unk_id].piece,
-        "pad_token": pieces[pad_token_id(tokenizer)].piece,
         "add_bos_token": tokenizer.starts_with_bos,
         "add_prefix_space": False,
         "legacy": False,
         "clean_up_tokenization_spaces": False,
     }
-    return tokenizer.files | {"tokenizer_config.json": to_bytes(tokenizer_config)}
+    # An imported tokenizer keeps its names of these.
+    special_tokens = {
+        "bos_token": tokenizer.processor.bos_id(),
+        "eos_token": tokenizer.processor.eos_id(),
+        "unk_token": tokenizer.processor.unk_id(),
+        "pad_token": pad_token_id(tokenizer),
+    }
+    for name, token in special_tokens.items():
+        if tokenizer_config.get(name) is None:
+            tokenizer_config[name] = pieces[token].piece
+    return kept_files(tokenizer) | {"tokenizer_config.json": to_bytes(tokenizer_config)}
+
+
+def kept_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The files of a tokenizer under the names, and with the entries, that transformers knows.
+
+    Raises ValueError for a chat template whose name is not that of a file.
+    """
+    files = dict(tokenizer.files)
+
+    # A folder that we imported may have had no generation_config.json.
+    generation_config = stored_generation_config(tokenizer)
+    imported = generation_config.pop(IMPORTED_IDS, None)
+    if imported is not None:
+        del files["generation_config.json"]
+        if "generation_config.json" in imported:
+            del generation_config["add_bos_token"]
+            for key in ID_ENTRIES:
+                generation_config.pop(key, None)
+            generation_config |= imported["generation_config.json"]
+            files["generation_config.json"] = to_bytes(generation_config)
+
+    # Chat templates are in a folder.
+    templates = json.loads(files.pop(f"{TEMPLATES}.json", "{}"))
+    for name, text in templates.items():
+        if Path(name).name != name:
+            raise ValueError(f"a chat template leads elsewhere ({name}). fix: import it again")
+        files[f"{TEMPLATES}/{name}.jinja"] = text.encode()
+    return files
 
 
 def to_bytes(content: dict) -> bytes:

@@ -12,6 +12,7 @@ from run.progress import say
 from tools.export_hf import new_folder, save_checkpoint
 from tools.formats.hf_config import from_hf_config
 from tools.formats.special_tokens import (
+    describe_bos,
     describe_changes,
     describe_versions,
     import_tokenizer,
@@ -42,7 +43,8 @@ def import_model(args: argparse.Namespace) -> None:
     """Read a model of transformers and write it as a checkpoint."""
     # All that can be wrong with the folder is found before a file is written.
     with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
-        architecture, tree = from_hf_config(read_json(args.folder / "config.json"))
+        config = read_json(args.folder / "config.json")
+        architecture, tree = from_hf_config(config)
         tokenizer = import_tokenizer(args.folder)
         num_tokens = tokenizer.vocab_size
         num_embeddings = tree["vocab_size"]
@@ -58,8 +60,10 @@ def import_model(args: argparse.Namespace) -> None:
     changes = describe_changes(tokenizer)
     if changes:
         say(f"note: the tokenizer changes some texts, such as {', '.join(changes[:4])}")
-    for difference in describe_versions(tokenizer):
+    for difference in describe_versions(tokenizer, config["model_type"]):
         say(f"note: {difference}")
+    if unused_bos := describe_bos(tokenizer):
+        say(f"note: {unused_bos}")
 
 
 if __name__ == "__main__":

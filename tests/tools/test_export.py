@@ -12,7 +12,9 @@ from sentencepiece import SentencePieceTrainer
 from data.tokenizer import Tokenizer
 from run import checkpoint
 from run.checkpoint import load_model
-from tests.conftest import VARIANTS, assert_greedy, close, continued, saved, tree_of
+from tests.conftest import ROOT, VARIANTS, assert_greedy, close, continued, saved, tree_of
+from tests.tools.programs import PRESETS
+from tools.export_hf import describe_misreadings
 from tools.formats.architectures import ARCHITECTURES
 from tools.formats.hf_config import IMPORTED, choose_architecture, to_hf_config
 
@@ -136,6 +138,46 @@ def test_every_preset_is_exported_or_refused(variant):
         assert str(error).count(". fix: ") == 1
     else:
         assert config["architectures"][0] in ARCHITECTURES
+
+
+def measured(column: int) -> dict[str, str]:
+    """A column of the table of programs in docs/formats.md: the first word of a cell by preset."""
+    text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
+    table = text.partition("### What works in which program")[2].partition("\n\n- ")[0]
+    cells = {}
+    for line in table.splitlines():
+        if line.startswith("| ") and not line.startswith("| preset"):
+            columns = [each.strip() for each in line.strip("|").split("|")]
+            cells[columns[0]] = columns[column].split()[0].rstrip(",;")
+    return cells
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_programs_that_were_measured_to_misread_an_export_are_named(preset):
+    variant, *overrides = PRESETS[preset].removeprefix("attention=").split()
+    config = to_hf_config(tree_of(variant, *overrides, "model.depth=4"))
+    named = " ".join(describe_misreadings(config, ["tokenizer.json"]))
+    for column, program in ((4, "mlx-lm"), (5, "llama.cpp"), (6, "ctranslate2")):
+        difference = measured(column)[preset]
+        is_wrong = difference != "-" and float(difference) > 0.1
+        assert (program in named) == is_wrong or difference == "-", (program, named)
+    if "window" not in preset and "geglu" not in preset:
+        assert not named
+    # Its tokenizer.model alone is read otherwise, by one of them.
+    named = " ".join(describe_misreadings(config, ["tokenizer.model"]))
+    assert ("llama.cpp puts a space" in named) == (config["model_type"] == "qwen3")
+
+
+def test_an_export_warns_of_programs_that_misread_it(command, tokenizer):
+    for variant, words in (
+        ("llama", []),
+        ("sliding_window", ["llama.cpp", "its windows", "space"]),
+    ):
+        saved(Path(variant), tree_of(variant), tokenizer)
+        result = command("tools/export_hf.py", "--run", variant, "--out", f"{variant}-out")
+        lines = result.succeeded().err.splitlines()
+        assert len(lines) == (len(words) > 0)
+        assert all(word in lines[0] and "docs/formats.md" in lines[0] for word in words)
 
 
 def test_an_option_that_no_class_knows_is_refused_unless_it_is_off():

@@ -18,6 +18,7 @@ from tests.tools.families import CONFIGS, make_folder
 from tests.tools.test_export import NASTY
 from tests.training.test_train_command import metrics
 from tools import import_hf
+from tools.export_hf import kept_files
 from tools.formats.special_tokens import import_tokenizer
 
 LAYERS = dict.fromkeys(CONFIGS, 1) | {"SmolLM2-135M": 2, "SmolLM3-3B": 4}
@@ -211,6 +212,63 @@ def test_chat_template_padding_and_sampling_come_back(
     )
     sampling = GenerationConfig.from_pretrained("again")
     assert (sampling.temperature, sampling.top_k, sampling.do_sample) == (0.6, 20, True)
+
+
+IDS = ("bos_token_id", "eos_token_id")
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
+@pytest.mark.parametrize("generation", [None, {"eos_token_id": [3, 2], "top_p": 0.9}])
+def test_ids_and_all_chat_templates_come_back(
+    kind, generation, published, command, tokenizer, tmp_path
+):
+    """Also those that contradict each other, in whatever file they are."""
+    from transformers import AutoTokenizer
+
+    if kind == "tokenizer.json":
+        folder = shutil.copytree(published("SmolLM3-3B")[0], tmp_path / "model")
+        spoiled(folder, "config.json", bos_token_id=0, eos_token_id=3)
+    else:
+        folder = tmp_path / "model"
+        saved(tmp_path / "old", tree_of("llama"), tokenizer)
+        command("tools/export_hf.py", "--run", "old", "--out", str(folder)).succeeded()
+        spoiled(folder, "config.json", bos_token_id=7, eos_token_id=2)
+        spoiled(folder, "tokenizer_config.json", add_bos_token=False)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs.chat_template = {"default": TEMPLATE, "tool_use": TEMPLATE * 2, "é.v2": "{{ 1 }}"}
+    written = tmp_path / "written"
+    theirs.save_pretrained(written)
+    shutil.copy(written / "chat_template.jinja", folder)
+    shutil.copytree(written / "additional_chat_templates", folder / "additional_chat_templates")
+
+    note = command("tools/import_hf.py", str(folder), "--out", "new").succeeded().err
+    command("tools/export_hf.py", "--run", "new", "--out", "again").succeeded()
+    again = AutoTokenizer.from_pretrained("again")
+    assert again.chat_template == theirs.chat_template
+    assert (again.bos_token, again.eos_token) == (theirs.bos_token, theirs.eos_token)
+    came, went = (
+        json.loads((place / "config.json").read_text(encoding="utf-8"))
+        for place in (folder, Path("again"))
+    )
+    assert [went[key] for key in IDS] == [came[key] for key in IDS]
+    file = Path("again/generation_config.json")
+    assert file.exists() == (generation is not None)
+    if generation is not None:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        assert content | generation == content and not {"bos_token_id", "imported_ids"} & {*content}
+    # What no text begins with is named.
+    assert f"note: config.json has bos_token_id {came['bos_token_id']}, " in note
+
+
+def test_a_chat_template_that_leads_elsewhere_is_not_written(published, tmp_path):
+    tokenizer = Tokenizer.load(checkpoint.find_model(published("SmolLM3-3B")[1]) / "tokenizer.json")
+    templates = json.dumps({"../../evil": "text"}).encode()
+    tokenizer.files = tokenizer.files | {"additional_chat_templates.json": templates}
+    with pytest.raises(ValueError, match="leads elsewhere"):
+        kept_files(tokenizer)
 
 
 NOTES = {

@@ -53,6 +53,16 @@ def flag_tokens(special: bool | None) -> Callable[[Path], None]:
     return change
 
 
+def read_as(model_type: str, **entries: object) -> Callable[[Path], None]:
+    """A change of the model's class, and of the tokenizer's configuration."""
+
+    def change(folder: Path) -> None:
+        edit("config.json", model_type=model_type)(folder)
+        edit("tokenizer_config.json", **entries)(folder)
+
+    return change
+
+
 config = partial(edit, "tokenizer_config.json")
 SMOL = "SmolLM2-135M"
 QWEN = "Qwen3-0.6B"
@@ -84,6 +94,10 @@ EQUAL = {
         "plain",
         config(**LLAMA | FAST | {"tokenizer_class": "LlamaTokenizerFast"}),
     ),
+    "SentencePiece of Qwen3": ("plain", read_as("qwen3", **LLAMA | FAST)),
+    "SentencePiece of Mistral": ("space", read_as("mistral", **FAST)),
+    "the tokenizer of Qwen2": (QWEN, read_as("qwen2", tokenizer_class="LlamaTokenizerFast")),
+    "a class that Mistral ignores": ("Llama-3.2-1B", read_as("mistral", tokenizer_class="Cohere")),
 }
 SAVE = "save it again with transformers"
 REFUSED = {
@@ -141,12 +155,40 @@ REFUSED = {
         config(**LLAMA, add_bos_token=True),
         '"add_prefix_space": false',
     ),
+    "SentencePiece of Qwen2": (
+        "plain",
+        read_as("qwen2", **LLAMA | FAST),
+        "the tokenizer.json of the model",
+    ),
+    "SentencePiece of Qwen3, no class": (
+        "space",
+        read_as("qwen3", **FAST),
+        '"tokenizer_class": "LlamaTokenizer"',
+    ),
+    "SentencePiece of Gemma": (
+        "plain",
+        config(**LLAMA | FAST | {"tokenizer_class": "GemmaTokenizer"}),
+        '"tokenizer_class": "LlamaTokenizer"',
+    ),
+    "SentencePiece of T5": (
+        "plain",
+        config(**LLAMA | FAST | {"tokenizer_class": "T5TokenizerFast"}),
+        '"tokenizer_class": "LlamaTokenizer"',
+    ),
 }
 # Versions of transformers differ: the file decides, and a note tells.
 NOTED = {
     "TinyLlama's class": (TINY, config(tokenizer_class="LlamaTokenizer"), ["4 and 5 differ"]),
     "SentencePiece alone": ("space", lambda folder: None, ["BOS is put", "4 and 5 differ"]),
     "SentencePiece, which BOS": ("plain", config(**LLAMA, add_prefix_space=False), ["BOS is put"]),
+    "Llama 3 as Qwen2": ("Llama-3.2-1B", read_as("qwen2"), ["with Qwen2Tokenizer"]),
+    "SmolLM2 as Qwen3": (SMOL, read_as("qwen3", tokenizer_class=None), ["with Qwen2Tokenizer"]),
+    "Qwen as GPT-2": (QWEN, config(tokenizer_class="GPT2TokenizerFast"), ["with GPT2Tokenizer"]),
+    "Mistral as Cohere": (
+        MISTRAL,
+        read_as("llama", tokenizer_class="CohereTokenizer"),
+        ["with CohereTokenizer"],
+    ),
 }
 
 
@@ -208,6 +250,10 @@ def texts() -> list[str]:
     return [*NASTY, *drawn]
 
 
+def model_type_of(folder: Path) -> str:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+
+
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     """The ids of all texts; without BOS, an empty text has none in transformers."""
     return [tokenizer.encode_prompt(text) for text in texts()]
@@ -222,7 +268,7 @@ def test_ids_are_those_of_transformers(kind, changed):
     theirs = AutoTokenizer.from_pretrained(folder)
     for text, ids in zip(texts(), prompts(ours), strict=True):
         assert ids == (theirs(text)["input_ids"] or [ours.bos]), text
-    assert not describe_versions(ours)
+    assert not describe_versions(ours, model_type_of(folder))
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -245,12 +291,18 @@ def test_a_refused_folder_that_is_saved_again_is_read(changed):
 
 @pytest.mark.parametrize("kind", NOTED)
 def test_where_versions_differ_the_file_decides_and_a_note_tells(kind, changed, originals):
+    from transformers import AutoTokenizer
+
     name, change, notes = NOTED[kind]
     plain = import_tokenizer(originals(name)) if name in CONFIGS else None
-    ours = import_tokenizer(changed(name, change))
-    found = describe_versions(ours)
+    folder = changed(name, change)
+    ours = import_tokenizer(folder)
+    found = describe_versions(ours, model_type_of(folder))
     assert len(found) == len(notes)
     assert all(note in line for note, line in zip(notes, found, strict=True))
+    if "transformers 5 reads" in found[0]:
+        theirs = AutoTokenizer.from_pretrained(folder)
+        assert prompts(ours) != [theirs(text)["input_ids"] or [ours.bos] for text in texts()]
     if plain is not None:
         assert prompts(ours) == prompts(plain)
     else:

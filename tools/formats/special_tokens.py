@@ -8,6 +8,8 @@ from math import prod
 from pathlib import Path
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as TokenizerFile
 
 from data.tokenizer import CONFIGS as KEPT_FILES
 from data.tokenizer import JsonTokenizer, Tokenizer
@@ -23,6 +25,18 @@ CONFIGS = (
 # Classes of transformers 5 that replace the pre-tokenizer of a tokenizer.json by their own, and
 # their default of add_prefix_space.
 REBUILDING_CLASSES = {"GPT2Tokenizer": False, "Qwen2Tokenizer": False, "LlamaTokenizer": True}
+# Names of classes that read a tokenizer.json as it is.
+PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
+# How Qwen2Tokenizer cuts a text, whatever its tokenizer.json has.
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Ids that a config.json and a generation_config.json have, and that an export gives back. Padding
+# is the tokenizer's choice.
+ID_ENTRIES = ("bos_token_id", "eos_token_id")
+IMPORTED_IDS = "imported_ids"  # an entry of the generation_config.json of our checkpoints
+TEMPLATES = "additional_chat_templates"  # a folder of transformers; one .json file in ours
 SAVE_AGAIN = (
     "save it again with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 )
@@ -43,6 +57,15 @@ FRAGILE = (
     "e\u0301",
     "\u0436\U0001f408",
     "a\u2581b",
+)
+# Texts of which classes cut some in different places: digits, blanks, line ends, letters.
+CUTS = (
+    *FRAGILE,
+    "12345 678",
+    "x=1;\r\n\r\n  y",
+    "don't DON'T",
+    "a_b-c...",
+    "\u0442\u0435\u0441\u0442 \u0436",
 )
 
 
@@ -69,9 +92,12 @@ def import_tokenizer(folder: Path) -> Tokenizer:
     """
     files = {}
     settings = {}
+    imported_ids = {}
     for name in CONFIGS:
         if (folder / name).exists():
             content = read_json(folder / name)
+            if name in ("config.json", "generation_config.json"):
+                imported_ids[name] = {key: content[key] for key in ID_ENTRIES if key in content}
             # Of the special tokens, transformers reads one of the two files that may name them.
             if name == "special_tokens_map.json" and "added_tokens_decoder" in settings:
                 continue
@@ -81,6 +107,11 @@ def import_tokenizer(folder: Path) -> Tokenizer:
     for name in KEPT_FILES:
         if (folder / name).exists():
             files[name] = (folder / name).read_bytes()
+    templates = {}
+    for file in sorted((folder / TEMPLATES).glob("*.jinja")):
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    if templates:
+        files[f"{TEMPLATES}.json"] = json.dumps(templates, indent=1).encode()
 
     # What it puts in front of a prompt: BOS or nothing.
     if (folder / "tokenizer.json").exists():
@@ -95,6 +126,7 @@ def import_tokenizer(folder: Path) -> Tokenizer:
         special_tokens = {token["content"]: token for token in content["added_tokens"]}
         check_class(settings, content, adds_bos=bool(prefix))
     else:
+        check_sentencepiece_class(settings)
         model = (folder / "tokenizer.model").read_bytes()
         files["tokenizer.model"] = with_prefix_space(model, settings.get("add_prefix_space"))
         tokenizer = with_special_ids(Tokenizer, files, {})
@@ -125,6 +157,7 @@ def import_tokenizer(folder: Path) -> Tokenizer:
         "bos_token_id": candidates[0],
         "eos_token_id": eos_ids,
         "add_bos_token": len(prefix) == 1,
+        IMPORTED_IDS: imported_ids,
     }
     # Padding is the tokenizer's choice; old configs of models have -1 for none.
     if "pad_token" in settings:
@@ -133,6 +166,31 @@ def import_tokenizer(folder: Path) -> Tokenizer:
         if 0 <= token < tokenizer.vocab_size:
             special["pad_token_id"] = token
     return with_special_ids(type(tokenizer), files, special)
+
+
+def class_in_transformers(settings: dict) -> str:
+    """The class with which transformers 5 reads a tokenizer; "" if it reads a file as it is."""
+    name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
+    model_type = settings.get("model_type")
+    if model_type == "qwen2" or (model_type == "qwen3" and not name):
+        return "Qwen2Tokenizer"
+    if model_type == "mistral" or name in PLAIN_CLASSES:
+        return ""
+    return name
+
+
+def check_sentencepiece_class(settings: dict) -> None:
+    """Raise ValueError if transformers reads a tokenizer.model with a class of other rules."""
+    name = class_in_transformers(settings)
+    if name in ("", "LlamaTokenizer"):
+        return
+    fix = "the tokenizer.json of the model"
+    if settings.get("model_type") != "qwen2":
+        fix += ', or "tokenizer_class": "LlamaTokenizer" in tokenizer_config.json, if that is right'
+    raise ValueError(
+        f"a tokenizer.model alone has other ids in transformers (model_type "
+        f"{settings.get('model_type')}, read with {name}). fix: {fix}"
+    )
 
 
 def check_class(settings: dict, content: dict, adds_bos: bool) -> None:
@@ -216,10 +274,16 @@ def describe_changes(tokenizer: Tokenizer) -> list[str]:
     return [change for change in changes if change is not None]
 
 
-def describe_versions(tokenizer: Tokenizer) -> list[str]:
+def describe_versions(tokenizer: Tokenizer, model_type: str = "") -> list[str]:
     """Describe where versions of transformers differ about a tokenizer; ours is as its own file."""
     config = json.loads(tokenizer.files.get("tokenizer_config.json", "{}"))
     differences = []
+    name = class_in_transformers({"model_type": model_type} | config)
+    if isinstance(tokenizer, JsonTokenizer) and has_other_cuts(tokenizer, name):
+        differences.append(
+            f"transformers 5 reads tokenizer.json with {name}, which cuts some texts elsewhere; "
+            "here, and in transformers 4, the file decides"
+        )
     if isinstance(tokenizer, JsonTokenizer):
         is_llama = str(config.get("tokenizer_class") or "").removesuffix("Fast") == "LlamaTokenizer"
         adds_space = is_llama and '"Prepend"' in tokenizer.files["tokenizer.json"].decode()
@@ -237,6 +301,39 @@ def describe_versions(tokenizer: Tokenizer) -> list[str]:
             "transformers (4 and 5 differ)"
         )
     return differences
+
+
+def has_other_cuts(tokenizer: JsonTokenizer, name: str) -> bool:
+    """Whether this class of transformers 5 has other ids than a tokenizer.json, or may have."""
+    if name in ("", "LlamaTokenizer"):  # of the latter, `check_class` compares what it changes
+        return False
+    theirs = TokenizerFile.from_str(tokenizer.files["tokenizer.json"].decode())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=name == "GPT2Tokenizer")
+    if name == "Qwen2Tokenizer":
+        theirs.normalizer = normalizers.NFC()
+        split = pre_tokenizers.Split(Regex(QWEN2_PATTERN), "isolated")
+        theirs.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    elif name == "GPT2Tokenizer":
+        theirs.normalizer = None
+        theirs.pre_tokenizer = byte_level
+    else:
+        return True
+    ours = tokenizer.processor
+    return any(theirs.encode(text).ids != ours.encode(text).ids for text in CUTS)
+
+
+def describe_bos(tokenizer: Tokenizer) -> str | None:
+    """Describe a BOS that a model's configs name, but that no text begins with; None without one."""
+    imported_ids = json.loads(tokenizer.files["generation_config.json"])[IMPORTED_IDS]
+    for name, ids in imported_ids.items():
+        named = ids.get("bos_token_id")
+        if named not in (None, tokenizer.bos):
+            begin = "BOS" if tokenizer.starts_with_bos else "EOS"
+            return (
+                f"{name} has bos_token_id {named}, which the tokenizer puts in front of no text: "
+                f"documents and an empty prompt begin with {begin}, {tokenizer.bos}"
+            )
+    return None
 
 
 def read_json(file: Path) -> dict:
