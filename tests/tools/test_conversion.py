@@ -14,7 +14,7 @@ from model.build import build_model
 from model.context import ForwardContext
 from model.rope import YaRN
 from run import checkpoint
-from tests.conftest import TINY, VARIANTS, close, drawn, saved, tree_of
+from tests.conftest import ROOT, TINY, VARIANTS, close, drawn, saved, tree_of
 from tools.formats import converted_model
 from tools.formats.latent_conversion import factorize, rotate_on_average, share_rotated_key
 
@@ -278,7 +278,18 @@ REFUSED = [
     ("mha", "attention.kv_heads=3", ""),
     ("gated", "attention.gated=false", "an attention with gate_proj.weight"),
     ("gqa attention.rope_base=null", "attention.rope_base=10000.0", "attention.rope_base=null"),
-    ("gqa", "attention=differential", "attention=gqa, shared_kv, value_residual, mla or gdn"),
+    (
+        "gqa",
+        "attention=differential",
+        "attention=gqa, shared_kv, value_residual, mla, gdn or mamba2",
+    ),
+    ("gqa", "attention=retention", "mla, gdn or mamba2"),
+    ("gqa", "attention=kda", "attention.kinds.full.rope_base=10000.0"),
+    (
+        "gqa",
+        "attention=gdn attention.kinds.full.window=9 attention.kinds.full.softcap=5.0",
+        "attention.kinds.full.softcap=null",
+    ),
     ("gqa", "attention=softcap", "attention.softcap=null"),
     ("gqa", "attention=llama", "leave out what the model has"),
     ("gqa", "attention.rank=8", "attention=PRESET"),
@@ -306,6 +317,38 @@ def test_what_has_no_formula_is_refused_with_the_nearest(
         result.err
     )
     assert not Path("new").exists()
+
+
+def listed() -> dict[str, set[str]]:
+    """The presets that docs/convert.md lists as converted, and as refused."""
+    text = (ROOT / "docs/convert.md").read_text(encoding="utf-8")
+    presets = {}
+    for title in ("Converted", "Refused"):
+        line = text.partition(f"{title} from a model of `gqa`: ")[2].partition("\n\n")[0]
+        presets[title] = set(re.findall(r"`(\w+)`", line))
+    return presets
+
+
+@pytest.mark.parametrize("preset", [name for name in VARIANTS if name != "gqa"])
+def test_the_page_lists_which_presets_are_converted(preset, tokenizer, tmp_path):
+    saved(tmp_path / "run", tree_of("gqa", "model.depth=4"), tokenizer)
+    path = checkpoint.find_model(tmp_path / "run")
+    title = "Converted"
+    try:
+        tree = converted_model.convert_config(
+            checkpoint.load_model_config(path), [f"attention={preset}"]
+        )
+        converted_model.load_converted(build_model(tree), tree, path)
+    except ValueError as error:
+        title = "Refused"
+        # What can be pasted is done.
+        fix = str(error).partition("fix: ")[2]
+        assert "fix: " in str(error)
+        if fix.startswith("attention.kinds."):
+            converted_model.convert_config(
+                checkpoint.load_model_config(path), [f"attention={preset}", fix]
+            )
+    assert preset in listed()[title], title
 
 
 def test_the_command_writes_a_model_that_all_others_read(command, tokenizer, tmp_path):

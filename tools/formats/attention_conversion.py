@@ -9,6 +9,7 @@ import torch
 from model.attention.cross_layer import SharedAttention, ValueResidualAttention
 from model.attention.mla import LatentAttention
 from model.attention.recurrent import GatedRecurrence
+from model.attention.retention import Retention
 from model.attention.softmax import SoftmaxAttention
 from tools.formats.latent_conversion import PROJECTIONS_AND_NORMS, fixed_options, softmax_to_latent
 from tools.formats.layer_change import (
@@ -40,10 +41,13 @@ def convert_layer(layers: Layers, layer: int, weights: Weights) -> Converted:
     old = type(layers.old[layer])
     new = type(layers.new[layer])
     if (old, new) not in CONVERSIONS:
+        change = f"{old.__name__} to {new.__name__}"
         fix = "train the new attention anew"
+        if new is Retention:
+            change += ", whose values and gate are wider than any projection of the model"
         if old is SoftmaxAttention:
-            fix = "attention=gqa, shared_kv, value_residual, mla or gdn"
-        raise no_formula(layer, f"{old.__name__} to {new.__name__}", fix)
+            fix = "attention=gqa, shared_kv, value_residual, mla, gdn or mamba2"
+        raise no_formula(layer, change, fix)
     return CONVERSIONS[old, new](layers, layer, weights)
 
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -171,15 +172,29 @@ def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Chan
     others = {name: tensor for name, tensor in stored.items() if ".attention." not in name}
     copy_weights(others, parameters)
     changes = []
-    knobs = zip(attention_knobs(old_tree), attention_knobs(tree), strict=True)
-    for layer, (old_knobs, new_knobs) in enumerate(knobs):
+    _, kind_of_layer = attention_kinds(tree["attention"], tree["depth"])
+    knobs = zip(attention_knobs(old_tree), attention_knobs(tree), kind_of_layer, strict=True)
+    for layer, (old_knobs, new_knobs, kind) in enumerate(knobs):
         weights = layers.read(layer)
         layer_changes = []
         if old_knobs != new_knobs:
-            weights, layer_changes = convert_layer(layers, layer, weights)
+            with fix_of_kind(kind):
+                weights, layer_changes = convert_layer(layers, layer, weights)
         changes.append(layer_changes)
         copy_weights(weights, parameters, prefix=f"blocks.{layer}.attention.")
     return changes
+
+
+@contextmanager
+def fix_of_kind(kind: str) -> Iterator[None]:
+    """Let the fix of a ValueError inside address the options of one kind of layers, if any."""
+    try:
+        yield
+    except ValueError as error:
+        fix = "fix: attention."
+        if kind:
+            fix += f"kinds.{kind}."
+        raise ValueError(str(error).replace("fix: attention.", fix)) from None
 
 
 def copy_weights(weights: Weights, parameters: Weights, prefix: str = "") -> None:
