@@ -16,7 +16,7 @@ from run.checkpoint import load_config
 from run.cli import run_path
 from run.distributed import DistEnv
 from run.errors import IntegrityError
-from run.progress import warn_once
+from run.progress import say, warn_once
 from run.settings import Settings, as_text, flatten, key_of, parse_overrides
 
 RUNS = Path("runs")
@@ -64,6 +64,20 @@ def open_run_dir(settings: Settings, ranks: DistEnv, text_sha256: str = "") -> I
         lock.release()
 
 
+def check_before_text(settings: Settings) -> None:
+    """Check the folder of a run before the text is prepared; say if there is nothing to resume.
+
+    Raises ValueError for a `run_dir` that cannot be trained in.
+    """
+    if settings.run_dir is not None:
+        run = Path(os.path.expanduser(settings.run_dir))
+        check_run_dir(run, settings.resume)
+        if settings.resume and not has_checkpoint(run):
+            say(f"nothing to resume in {run}, which has no checkpoint: a new run begins there")
+    elif settings.resume and not runs_of(settings.name):
+        say(f"nothing to resume: no {RUNS / settings.name} has a checkpoint. A new run begins")
+
+
 def choose_run_dir(settings: Settings, text_sha256: str) -> tuple[Path, bool]:
     """Choose the folder of a run, and make it if it does not exist -> the folder, whether it is new."""
     with report_folder_errors():
@@ -102,10 +116,7 @@ def lock_run_dir(run: Path, lock: FileLock, resume: bool) -> None:
                 f"another process trains in the folder (run_dir={run}). "
                 "fix: wait, or another run_dir"
             ) from None
-        if has_checkpoint(run) and not resume:
-            raise ValueError(
-                f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir"
-            )
+        check_run_dir(run, resume)
 
 
 @contextmanager
@@ -213,7 +224,10 @@ def runs_of(name: str) -> list[Path]:
 
 
 def check_run_dir(run: Path, resume: bool) -> None:
-    """Raise ValueError for a folder of other files, and for one to resume that does not exist."""
+    """Raise ValueError for a folder that does not exist, or has other files or a run.
+
+    One that is resumed must exist, and may have a run.
+    """
     if resume and not run.exists():
         raise ValueError(
             f"there is nothing to resume (run_dir={run} does not exist). "
@@ -222,6 +236,10 @@ def check_run_dir(run: Path, resume: bool) -> None:
     names = {path.name for path in run.glob("*")}
     if names and names.isdisjoint({".lock", "checkpoints"}):
         raise ValueError(f"the folder holds other files (run_dir={run}). fix: another run_dir")
+    if has_checkpoint(run) and not resume:
+        raise ValueError(
+            f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir"
+        )
 
 
 def is_same_run(run: Path, now: dict) -> bool:

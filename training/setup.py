@@ -47,6 +47,7 @@ def set_up_run(
     hardware.pick_precision(settings.precision, device)
     compilation.pick_compile(settings.compile, device, is_long=True)
     check_buildable(settings)
+    folder.check_before_text(settings)
     return settings, pretrained, device
 
 
@@ -352,8 +353,6 @@ def build_run(
         if pretrained is not None:
             checkpoint.load_weights(trainer.model, pretrained)
             say(f"starting with the weights of {pretrained}")
-        elif settings.resume:
-            say(f"nothing to resume in {run_dir}: a fresh start")
         log.open({})
     return Run(
         settings=settings,

@@ -22,7 +22,7 @@ from run.checkpoint import load_model
 from tests.conftest import LONG, ROOT, SHORT, TINY
 from tests.run.forks import ranks
 from tools.compare.runs import Run
-from training import evaluation
+from training import evaluation, setup
 from training.logger import Logger
 from training.trainer import Trainer
 
@@ -180,7 +180,33 @@ def test_what_cannot_go_on_in_a_folder_changes_nothing_there(command, trained, w
 def test_nothing_to_resume_starts_fresh_and_says_so(command, story, words, told):
     Path("begun").mkdir()  # by a run that was killed before its first save
     result = command(*TRAIN, "resume=true", *words)
-    assert result.code == 0 and f"nothing to resume{told}" in result.err
+    assert result.code == 0 and result.err.startswith(f"nothing to resume{told}")
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (("resume=true",), "nothing to resume: no runs/text-tiny-gqa has a checkpoint"),
+        (("resume=true", "run_dir=begun"), "nothing to resume in begun, which"),
+        (("resume=true", "run_dir=runs/mispelt"), "runs/mispelt does not exist"),
+        (("run_dir=R",), "the folder holds a run (run_dir=R)"),
+        (("run_dir=others",), "the folder holds other files (run_dir=others)"),
+    ],
+)
+def test_the_folder_of_a_run_is_checked_before_the_text_is_prepared(
+    command, story, finished, monkeypatch, words, told
+):
+    Path("begun").mkdir()
+    Path("others").mkdir()
+    Path("others/notes.txt").touch()
+    shutil.copytree(finished / "runs/text-tiny-gqa", "R")
+
+    def prepare(*_) -> None:
+        raise ValueError("the text is prepared. fix: nothing")
+
+    monkeypatch.setattr(setup, "prepare", prepare)
+    result = command(*TRAIN, *words)
+    assert result.code == 2 and told in result.err.splitlines()[0]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
