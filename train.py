@@ -31,6 +31,7 @@ from run.settings import Settings
 from run.signals import Signals
 from training import setup
 from training.clock import Clock
+from training.logger import PICTURE
 from training.profiling import StepProfiler
 
 IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # which max_minutes counts too
@@ -82,9 +83,13 @@ def train(run: setup.Run) -> int:
         run.evaluator.evaluate(progress)
     if progress.is_finished:
         say(
-            f"already at step {progress.step} of {progress.total_steps}. To train further: "
-            f"{folder.resume_command(run.run_dir)} steps=N"
+            f"finished: step {progress.step} of {progress.total_steps} is done. To train further: "
+            f"{folder.resume_command(run.run_dir)} steps={2 * progress.step}"
         )
+    if progress.is_complete:
+        if not (run.run_dir / PICTURE).exists():
+            run.log.plot()
+        return 0
 
     num_profiled = settings.profile if run.ranks.is_main else None
     profiler = StepProfiler(num_profiled, run.run_dir, run.ranks.device, run.clock)

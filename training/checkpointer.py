@@ -197,7 +197,6 @@ class Checkpointer:
         self.evaluator.eval_tokens = state.eval_tokens
         self.clock.add_earlier(state.seconds)
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
-        self.log.open(state.log)
 
         # Keep the number of steps, unless another is asked for. Changing max_minutes does not fit it
         # again: the schedule follows the time that was planned.
@@ -210,6 +209,12 @@ class Checkpointer:
             progress.expected_steps = state.expected_steps
         if state.is_fitted and (has_same_bound or gives_steps):
             self.budget.mark_fitted()
+
+        # The log ends at the step of the checkpoint, unless all of a finished run is in it.
+        if progress.is_finished:
+            progress.is_complete = self.ranks.on_rank0(self.log.has_end, state.log, state.step)
+        if not progress.is_complete:
+            self.log.open(state.log)
         say(f"resuming step {progress.step}\n{changes}".rstrip())
 
     def read_state(self, path: Path) -> SavedState:

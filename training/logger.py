@@ -17,6 +17,7 @@ from training.steps import Progress
 
 METRICS = "metrics.jsonl"
 FILES = (METRICS, "samples.txt")
+PICTURE = "loss.png"
 MIN_RISE = 1.01  # of the held-out loss, as a factor: smaller ones are noise
 
 
@@ -73,6 +74,24 @@ class Logger:
                     mode=self.settings.wandb,
                 )
                 self.wandb_id = self.wandb.id
+
+    def has_end(self, state: dict[str, int | str | None], step: int) -> bool:
+        """Whether the files have the sample and the evaluation of a run's last step.
+
+        They are written after its last checkpoint, whose `state` has the sizes of the files then.
+        """
+        ends = {}
+        try:
+            for name in FILES:
+                content = (self.run_dir / name).read_bytes()
+                ends[name] = content[state.get(name, 0) :].decode()
+            lines = [json.loads(line) for line in ends[METRICS].splitlines()]
+        except (OSError, ValueError):  # missing, or cut off
+            return False
+        is_evaluated = any("val_loss" in line for line in lines)
+        is_sampled = f"--- step {step}\n" in ends["samples.txt"]
+        is_whole = all(end.endswith("\n") for end in ends.values())
+        return is_evaluated and is_sampled and is_whole
 
     def mark_resume_point(self) -> None:
         """Let a checkpoint of this step store the sizes of the files as they are now.
@@ -149,7 +168,7 @@ class Logger:
             return
         try:
             with waiting("drawing loss.png"):
-                losses = draw_loss(self.run_dir / METRICS, self.run_dir / "loss.png")
+                losses = draw_loss(self.run_dir / METRICS, self.run_dir / PICTURE)
             lowest = min(losses)
             if losses[-1] > MIN_RISE * lowest:
                 say(

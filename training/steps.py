@@ -16,6 +16,7 @@ class Progress:
     expected_steps: float = math.inf  # as first fitted, or estimated: for the learning rates
     first_step: int = 0  # where this process began
     saved_step: int = 0  # of the newest checkpoint
+    is_complete: bool = False  # whether an earlier process has finished the run, and its log
     ended_step: int | None = None  # at which the run had ended, before it was given more steps
 
     def start_at(self, step: int) -> None:

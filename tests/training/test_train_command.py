@@ -76,7 +76,7 @@ def test_commands_can_be_repeated(command, trained):
     checkpoints = Path("runs/text-tiny-gqa-2/checkpoints")
     assert command(*TRAIN).code == 0 and (checkpoints / "step-00000004").is_dir()
     finished = command(*TRAIN, "resume=true")
-    assert finished.code == 0 and "already at step 4 of 4" in finished.err
+    assert finished.code == 0 and "finished: step 4 of 4 is done" in finished.err
     longer = command(*TRAIN, "resume=true", "steps=6")
     assert longer.code == 0 and "done. Now try: python generate.py --run runs/text" in longer.err
     assert (checkpoints / "step-00000006").is_dir()
@@ -91,8 +91,31 @@ def test_a_run_is_resumed_with_its_own_overrides(command, trained):
     assert f"generate.py --run {trained}" in resumed.err
     # The second resumption has the words of the first.
     again = command("train.py", f"run_dir={trained}", "resume=true").succeeded()
-    assert "already at step 6 of 6" in again.err and "changed since" not in again.err
-    assert f"python train.py run_dir={trained} resume=true steps=N" in again.err
+    assert "finished: step 6 of 6 is done" in again.err and "changed since" not in again.err
+    assert f"python train.py run_dir={trained} resume=true steps=12" in again.err
+
+
+def test_a_finished_run_is_not_sampled_and_evaluated_again(command, trained, monkeypatch):
+    files = [trained / name for name in ("metrics.jsonl", "samples.txt")]
+    before = [file.read_bytes() for file in files]
+    refuse = None  # a sample or an evaluation would call it
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "evaluate", refuse)
+        patch.setattr(evaluation, "stream_text", refuse)
+        result = command("train.py", f"run_dir={trained}", "resume=true").succeeded()
+    assert "held out" not in result.err and "a sample" not in result.err
+    assert [file.read_bytes() for file in files] == before
+    # What was cut off at the end is made up for, whatever of it is missing.
+    for file, content in zip(files, before, strict=True):
+        file.write_bytes(content[:-3])
+        command("train.py", f"run_dir={trained}", "resume=true").succeeded()
+        now = [each.read_bytes() for each in files]
+        assert now[1] == before[1]
+        without_times = [re.sub(rb'"seconds": [\d.]+', b"", text) for text in (now[0], before[0])]
+        assert without_times[0] == without_times[1]
+    # More steps repeat the evaluation of the old end, which is logged once.
+    command("train.py", f"run_dir={trained}", "resume=true", "steps=6").succeeded()
+    assert [line["step"] for line in metrics(trained) if "val_loss" in line] == [2, 4, 6]
 
 
 @pytest.mark.parametrize(
