@@ -110,6 +110,7 @@ def train(run: setup.Run) -> int:
         profiler.step()
         if run.budget.fit(progress):
             say(run.trainer.describe_rates(progress.total_steps))
+        run.log.advance(progress, run.budget.expected_end(progress))
         if progress.is_due(settings.log_every):
             report(run)
         run.log.mark_resume_point()
@@ -133,7 +134,6 @@ def take_step(run: setup.Run) -> None:
     result = run.trainer.step(run.progress, run.micro_batch_size)
     run.meter.add(result, run.progress)
     run.progress.step += 1
-    run.log.advance(run.progress)
     run.signals.arm()  # from now on there is something to save
     run.signals.agree(run.ranks)
 

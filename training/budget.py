@@ -18,6 +18,7 @@ UNTIMED_STEPS = 3  # steps that compile and fill caches, and are not timed unles
 FEW_STEPS = 20  # in which a model learns next to nothing
 TIMED_FRACTION = 0.1  # of the limit: the speed is that of the steps in such a time
 TOLERANCE = 0.05  # of the number of steps: a smaller change does not fit it again
+SAID_TOLERANCE = 0.15  # of the number of steps: a smaller change is not worth a line
 CHECKS = 100  # how often a fitted number is checked, over the run
 RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot
 SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
@@ -78,6 +79,7 @@ class TimeBudget:
         self.limit = 60 * settings.max_minutes if self.has_limit else math.inf  # seconds
         self.is_fitted = False
         self.is_resumed = False
+        self.said_steps = bound  # the end of the run in the last line about it
         self.first_step: int | None = None  # after which steps are timed
         self.last_time = clock.training()  # of the last step
         # (step, seconds of training) at the checks of the last tenth of the limit.
@@ -116,16 +118,14 @@ class TimeBudget:
         if self.is_fitted:
             if self.is_outdated(progress, steps):
                 progress.total_steps = steps
-                say(
-                    f"the speed has changed: the run now ends at step {steps}, to fit "
-                    f"max_minutes={self.settings.max_minutes:g}"
-                )
+                self.say_new_end(steps)
             return False
 
         progress.expected_steps = steps
         if is_final:
             progress.total_steps = steps
             self.is_fitted = True
+            self.said_steps = steps
             limit = f"max_minutes={self.settings.max_minutes:g}"
             say(f"{limit} has room for {room} steps: the run ends at step {steps}")
             if room < min(FEW_STEPS, self.bound):
@@ -134,6 +134,22 @@ class TimeBudget:
                     f"a smaller batch_tokens (now {self.settings.batch_tokens}), or a smaller model"
                 )
         return is_final
+
+    def say_new_end(self, steps: int) -> None:
+        """Say that the run ends elsewhere, unless that is near what was said before."""
+        if abs(steps - self.said_steps) > SAID_TOLERANCE * self.said_steps:
+            self.said_steps = steps
+            say(
+                f"the speed has changed: the run now ends at step {steps}, to fit "
+                f"max_minutes={self.settings.max_minutes:g}"
+            )
+
+    def expected_end(self, progress: Progress) -> float:
+        """The step at which the run will end, as far as is known; infinite if it is not."""
+        if not self.is_open:
+            return progress.total_steps
+        # Until steps are timed, `max_minutes` may end the run at any step.
+        return progress.expected_steps if len(self.times) > 1 else math.inf
 
     def check_interval(self, progress: Progress) -> int:
         """Steps between two checks of a number of steps that is fitted."""

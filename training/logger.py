@@ -101,10 +101,9 @@ class Logger:
         """
         self.resume_point = {**self.sizes, "wandb": self.wandb_id}
 
-    def advance(self, progress: Progress) -> None:
-        """Move the bar of a terminal, at most once a second."""
+    def advance(self, progress: Progress, total: float) -> None:
+        """Move the bar of a terminal, at most once a second, in a run of `total` steps."""
         if self.bar is not None:
-            total = progress.total_steps
             self.bar.n = progress.step
             self.bar.total = None if total == math.inf else total
             self.bar.update(0)

@@ -1,6 +1,8 @@
 """The number of steps that max_minutes has room for, on machines whose speed changes."""
 
+import math
 import random
+import re
 from itertools import pairwise
 
 import pytest
@@ -74,3 +76,37 @@ def test_a_run_whose_first_step_takes_all_of_the_time_ends_with_it(run_of, monke
     _, factors, totals = simulate(run, monkeypatch, 1, lambda share: 1400)  # 70 seconds
     assert len(factors) == 1 and totals == [1]
     assert "warning: too few steps to learn from (1)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bound", [40_000, None])
+def test_the_end_is_shown_as_it_is_expected(run_of, monkeypatch, bound):
+    """Not as the bound of the epochs, which the clock never lets a run reach."""
+    run = run_of("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
+    if bound is not None:
+        run.progress.total_steps = run.progress.expected_steps = run.budget.bound = bound
+    shown = []
+    fit = run.budget.fit
+
+    def recorded(progress) -> bool:
+        is_final = fit(progress)
+        shown.append(run.budget.expected_end(progress))
+        return is_final
+
+    monkeypatch.setattr(run.budget, "fit", recorded)
+    # A step takes 0.05 s, later 0.1: there is room for 12,000, then 7,800.
+    simulate(run, monkeypatch, 10, lambda share: 1 + (share > 0.3))
+    assert shown[:2] == [math.inf, math.inf]
+    assert all(10_000 < end < 12_000 for end in shown[10:3000])
+    assert 7_000 < shown[-1] < 8_200 and shown[-1] == run.progress.total_steps == len(shown)
+
+
+def test_a_speed_that_changes_all_the_time_is_told_a_few_times(run_of, monkeypatch, capsys):
+    run = run_of("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
+    generator = random.Random(0)
+    _, _, totals = simulate(
+        run, monkeypatch, 10, lambda share: (1 + 3 * share) * generator.uniform(0.7, 1.3)
+    )
+    told = re.findall(r"the run now ends at step (\d+)", capsys.readouterr().err)
+    assert len(totals) > 5 and len(told) < 5
+    # What was told last is near the end.
+    assert abs(int(told[-1]) - totals[-1]) < 0.2 * totals[-1]
