@@ -8,14 +8,16 @@ step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manif
 import errno
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from zipfile import is_zipfile
 
 import torch
+import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -139,6 +141,9 @@ def find_model(path: Path | str | None) -> Path:
         saved = Path("runs").glob(f"*/checkpoints/{STEPS}")
         newest = max(saved, key=lambda folder: folder.stat().st_mtime_ns, default=None)
         if newest is None:
+            configs = sorted(Path("runs").glob("*/config.yaml"), key=os.path.getmtime)
+            if configs:
+                raise unsaved_run(configs[-1])
             raise ValueError("no trained model (in runs/). fix: python train.py, or --run FOLDER")
         path = newest.parents[1]
     path = run_path(os.path.expanduser(path))
@@ -151,11 +156,26 @@ def find_model(path: Path | str | None) -> Path:
         renamed = [file.parent for file in path.glob("checkpoints/*/manifest.json")]
         if renamed:
             raise ValueError(f"no checkpoint named step-* ({path}). fix: --run {renamed[0]}")
+        if (path / "config.yaml").exists():
+            raise unsaved_run(path / "config.yaml")
         raise ValueError(
             f"not a run ({path}). fix: python train.py, or for a model of Hugging Face "
             "python -m tools.import_hf FOLDER --out NAME"
         )
     return checkpoint
+
+
+def unsaved_run(config: Path) -> ValueError:
+    """The problem of a run, of which this is the config.yaml, that has saved nothing yet."""
+    save_every = "save_every"
+    with suppress(OSError, yaml.YAMLError, TypeError, LookupError):
+        save_every = yaml.safe_load(config.read_text(encoding="utf-8"))["save_every"]
+    run = config.parent
+    return ValueError(
+        f"the run has no checkpoint yet ({run}: the first is due at step {save_every}, or when it "
+        f"ends). fix: wait for it, or end the run with Ctrl-C, which saves; if it was killed: "
+        f"python train.py {shlex.quote(f'run_dir={run}')} resume=true, with its overrides"
+    )
 
 
 @contextmanager

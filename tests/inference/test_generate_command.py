@@ -1,6 +1,7 @@
 """`generate.py` as a user runs it: what it prints, and how it ends."""
 
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -232,6 +233,19 @@ def test_a_long_prompt_loses_its_beginning_with_a_warning(generate):
 def test_generation_without_any_run_says_how_to_get_one(command):
     result = command("generate.py", "a")
     assert result.code == 2 and "fix: python train.py" in result.err
+
+
+@pytest.mark.parametrize("words", [(), ("--run", "runs/new run")])
+def test_a_run_that_has_saved_nothing_yet_is_named(command, words):
+    for age, name in enumerate(("old", "new run")):
+        run = Path("runs") / name
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("steps: null\nsave_every: 70\n", encoding="utf-8")
+        os.utime(run / "config.yaml", (age, age))
+    result = command("generate.py", "Once", *words)
+    assert result.code == 2 and result.err.count("\n") == 1
+    assert "no checkpoint yet (runs/new run: the first is due at step 70, " in result.err
+    assert "python train.py 'run_dir=runs/new run' resume=true" in result.err
 
 
 def test_a_home_is_found_behind_an_equals_sign(command, drawn_run, monkeypatch):
