@@ -215,6 +215,10 @@ class Tokenizer:
         """Decode. Bytes that are not UTF-8 become U+FFFD; BOS and EOS are left out."""
         return self.processor.decode(tokens)
 
+    def piece(self, token: int) -> str:
+        """The entry of a token in the vocabulary, such as <s>, <0x41> or \u2581and."""
+        return self.processor.id_to_piece(token)
+
     def change(self, text: str, tokens: list[int]) -> str | None:
         """Describe where a text differs from what its tokens decode to; None if it comes back."""
         decoded = self.decode(tokens)
@@ -280,6 +284,9 @@ class IdTokenizer(Tokenizer):
     def decode(self, tokens: list[int]) -> str:
         return " ".join(str(token) for token in tokens if token != self.bos)
 
+    def piece(self, token: int) -> str:
+        return str(token)
+
     def nbytes(self, tokens: np.ndarray) -> None:
         return None
 
@@ -327,6 +334,9 @@ class JsonTokenizer(Tokenizer):
         self.processor.encode_special_tokens = True
         encodings = self.processor.encode_batch(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def piece(self, token: int) -> str:
+        return self.processor.id_to_token(token) or str(token)
 
     def last_cut(self, text: str) -> int:
         """Return the last place in front of a space between two words; 0 if there is none.

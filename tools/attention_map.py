@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data.tokenizer import Tokenizer
 from inference.load import load
 from inference.prompts import new_sequences
 from model.attention.kernels import AttentionKernel
@@ -39,11 +40,19 @@ def main() -> None:
         maps = attention_weights(model, sequence.tokens)
         if not maps:
             raise ValueError("no layer of this model is a softmax. fix: --run of another")
-        labels = [tokenizer.decode([token]) or str(token) for token in sequence.tokens]
+        labels = [label(tokenizer, token) for token in sequence.tokens]
         others = sorted(set(range(len(model.blocks))) - maps.keys())
         title = f"{name}: {args.prompt!r:.60}\nlayers without softmax: {others or 'none'}"
         draw(maps, labels, title, args.out)
     print(f"{title}\nwritten: {args.out}, which any viewer of pictures opens")
+
+
+def label(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token; if it has none of its own, such as BOS or a byte, its vocabulary entry."""
+    text = tokenizer.decode([token])
+    if text == "" or "\ufffd" in text:
+        return tokenizer.piece(token)
+    return text if text.isprintable() and not text.isspace() else repr(text)
 
 
 @torch.no_grad()

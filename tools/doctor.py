@@ -5,6 +5,8 @@
 It takes no arguments. Each finding is a line with a fix.
 """
 
+import os
+
 import torch
 from torch.utils import collect_env
 
@@ -37,7 +39,11 @@ def describe_machine(device: torch.device) -> None:
         print(f"GPU: {torch.cuda.get_device_name()}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free")
     is_compiled = compilation.pick_compile("auto", device, is_long=True)
     precision = hardware.pick_precision("auto", device)
-    print(f"training: {device}, {precision} products, compile={is_compiled}")
+    print(
+        f"training: {device}, {precision} products, compile={is_compiled} (compile=auto: in runs "
+        f"of at least {compilation.LONG_STEPS} steps and {compilation.LONG_MINUTES:g} minutes, as "
+        "is the default one)"
+    )
 
 
 def slow(device: torch.device) -> list[str]:
@@ -55,8 +61,13 @@ def slow(device: torch.device) -> list[str]:
         )
     load = threads.lasting_load()
     if load >= threads.FEW_CORES:
+        num_threads = torch.get_num_threads()
+        if "OMP_NUM_THREADS" not in os.environ:
+            num_threads, _ = threads.free_threads(num_threads)
         findings.append(
-            f"other programs use {load:.1f} of {num_cores} cores. fix: wait for them or end them"
+            f"other programs use {load:.1f} of {num_cores} cores, next to which train.py computes "
+            f"with threads={num_threads}. fix: end them or wait; OMP_NUM_THREADS=1 if they stay, "
+            f"OMP_NUM_THREADS={num_cores} to use all cores"
         )
     driver = nvidia_driver()
     if driver is not None and device.type != "cuda":

@@ -161,6 +161,8 @@ class Evaluator:
         for name, value in metrics.items():
             if isinstance(value, float):
                 numbers.append(f"{name} {value:.4f}")
+        held_out = self.corpus.validation_tokens(self.settings.context)
+        numbers.append(f"from {eval_tokens:,} of {held_out:,} held-out tokens")
         say(f"step {progress.step}  held out: {', '.join(numbers)}")
 
     def sample(self, progress: Progress) -> None:

@@ -1,5 +1,6 @@
 """A trace of some training steps, and where their time goes."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ class StepProfiler:
         self.profiler = None
         if num_steps is None:
             return
+        # The library under torch's profiler logs its start and end on standard error.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

@@ -1,5 +1,6 @@
 """Text that others have tokenized: every format is read as it was published, and a run needs no tokenizer for it."""
 
+import re
 import struct
 from pathlib import Path
 
@@ -93,6 +94,9 @@ def test_a_run_needs_no_tokenizer(command):
     assert "held out: val_loss" in result.err and "val_bpb" not in result.err
     first, last = (line for line in metrics("run") if "val_loss" in line)
     assert first["val_bpb"] is None
+    read, held_out = re.search(r"from ([\d,]+) of ([\d,]+) held-out tokens", result.err).groups()
+    assert int(read.replace(",", "")) == last["eval_tokens"]
+    assert int(held_out.replace(",", "")) == len(joined(stories(40, 1)))
     # Over 5 seeds, in fp32 and in bf16: 4.44 to 4.46, then 4.08 to 4.11.
     assert last["val_loss"] < first["val_loss"] < 4.7
 

@@ -1,5 +1,6 @@
 """What tools.doctor says of machines that are not there."""
 
+import math
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from run import compilation, hardware, threads
+from tests.conftest import settings_of
 from tools import doctor
 
 GB = 10**9
@@ -57,6 +59,10 @@ def test_a_machine_without_findings(diagnose):
     assert (result.code, result.err) == (0, "")
     assert result.out.splitlines()[-2:] == [NOTHING, "next: python train.py"]
     assert "training: cpu" in result.out
+    # The default run is one that compile=auto compiles.
+    settings = settings_of()
+    assert settings.compile == "auto" and "compile=True (compile=auto: in runs of at" in result.out
+    assert compilation.is_long_run(math.inf, settings.max_minutes)
     assert not Path("runs").exists() and not Path(".cache").exists()
 
 
@@ -78,10 +84,15 @@ def test_other_work_and_a_quota_slow_training(diagnose, monkeypatch):
     monkeypatch.setattr(threads, "cores", lambda: [0, 1])
     monkeypatch.setattr(threads, "lasting_load", lambda: 1.24)
     monkeypatch.setattr(threads, "cpu_quota", lambda: 1.5)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     findings = [line for line in diagnose().out.splitlines() if line.startswith("slow: ")]
     quota, load = findings
     assert "quota allows 1.5 of 2 cores. fix: " in quota
-    assert "other programs use 1.2 of 2 cores. fix: " in load
+    assert (
+        "other programs use 1.2 of 2 cores, next to which train.py computes with threads=1. "
+        in load
+    )
+    assert "fix: " in load and "OMP_NUM_THREADS=2" in load and "OMP_NUM_THREADS=1" in load
 
 
 def test_a_gpu_and_what_it_would_train_with(diagnose, gpu):

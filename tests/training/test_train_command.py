@@ -169,6 +169,7 @@ def test_a_run_that_ends_before_its_first_step_leaves_no_folder(command, story, 
 
 def test_a_profile_is_written_and_its_largest_entries_are_shown(command, story):
     result = command(*TRAIN, "steps=6", "profile=2", "run_dir=runs/a").succeeded()
+    assert "profiler_start" not in result.err  # a line of the profiler's library
     trace = gzip.decompress(Path("runs/a/trace.json.gz").read_bytes())
     events = json.loads(trace)["traceEvents"]
     steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
