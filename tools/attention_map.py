@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token; if it has none of its own, such as BOS or a byte, its vocabulary entry."""
+    """The text of a token; of BOS or a byte, which have none, the entry in the vocabulary."""
     text = tokenizer.decode([token])
     if text == "" or "\ufffd" in text:
         return tokenizer.piece(token)

@@ -215,7 +215,7 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
 def kept_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """The files of a tokenizer under the names, and with the entries, that transformers knows.
 
-    Raises ValueError for a chat template whose name is not that of a file.
+    Raises ValueError for a chat template whose name is not a file's.
     """
     files = dict(tokenizer.files)
 

@@ -118,7 +118,7 @@ def test_attention_can_be_drawn(command, tokenizer, variant, others):
     assert {"weight", "drawn step-00000001: 'Ann had $3 and $4'"} < set(texts)
     assert any(text.startswith("query") for text in texts)
     assert any(text.startswith("key") for text in texts)
-    assert "&lt;s&gt;" in texts and "Ann" in texts  # BOS has no text of its own
+    assert "&lt;s&gt;" in texts and "Ann" in texts  # BOS decodes to nothing
     assert f"layers without softmax: {others}" in texts
     assert command(*words, "map.wav").code == 2
 
