@@ -22,6 +22,7 @@ def test_the_first_bar_has_loss_rate_and_time_left(run_of, capsys, monkeypatch, 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     run = run_of(*words)
     take_step(run)
+    run.log.advance(run.progress, run.budget.expected_end(run.progress))
     report(run)
     bar = drawn(capsys)[-1]
     rate = r"loss [0-9.]+  [0-9,]+ tokens/s  [0-9.]+ GiB  0:0[0-2]:\d\d left"
