@@ -70,9 +70,9 @@ def package(tmp_path, monkeypatch):
     record = ""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
         record += f"{name},sha256={hashlib.sha256(text.encode()).hexdigest()},{len(text)}\n"
-    (tmp_path / "zoo-2.0.dist-info/RECORD").write_text(record)
+    (tmp_path / "zoo-2.0.dist-info/RECORD").write_text(record, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -82,7 +82,9 @@ def test_packages_are_read_without_tests_and_generated_files(package):
     read = ["zoo/one.py", "zoo/two.py", "zoo/late.py", "zoo/short.py"]
     read.sort(key=lambda path: hashlib.sha256(path.encode()).hexdigest())
     documents = documents_of(source)
-    assert [text for text, _ in documents] == [(package / path).read_text() for path in read]
+    assert [text for text, _ in documents] == [
+        (package / path).read_text(encoding="utf-8") for path in read
+    ]
     assert [held for _, held in documents] == [is_held_out(path) for path in read]
 
 
@@ -94,8 +96,8 @@ def test_a_copied_file_is_read_once(package):
         "zoo/half.py": LINES["d"] + LINES["f"],
     }
     for name, text in texts.items():
-        (package / name).write_text(text)
-        with record.open("a") as file:
+        (package / name).write_text(text, encoding="utf-8")
+        with record.open("a", encoding="utf-8") as file:
             file.write(f"{name},,\n")
     read = {
         text for text, _ in documents_of(Packages(vocab_size=400, tokenizer=None, packages=["zoo"]))
@@ -104,8 +106,8 @@ def test_a_copied_file_is_read_once(package):
     first, second = sorted(
         ["zoo/one.py", "zoo/copy.py"], key=lambda path: hashlib.sha256(path.encode()).hexdigest()
     )
-    assert (package / first).read_text() in read
-    assert (package / second).read_text() not in read
+    assert (package / first).read_text(encoding="utf-8") in read
+    assert (package / second).read_text(encoding="utf-8") not in read
     assert texts["zoo/half.py"] in read
 
 
@@ -116,7 +118,8 @@ def test_another_version_of_a_package_is_another_corpus(package):
     before = identity()
     assert identity() == before
     record = package / "zoo-2.0.dist-info/RECORD"
-    record.write_text(record.read_text().replace("zoo/one.py,sha256=", "zoo/one.py,sha256=0"))
+    changed = record.read_text(encoding="utf-8").replace("one.py,sha256=", "one.py,sha256=0")
+    record.write_text(changed, encoding="utf-8")
     assert identity() != before
 
 
