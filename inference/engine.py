@@ -14,6 +14,7 @@ from model.transformer import Transformer
 from run import hardware
 
 CACHE_MULTIPLE = 256  # tokens; a compiled step is reused if the next cache has the same capacity
+READ_MULTIPLE = 256  # slots; a decode step reads so many at a time, up to the last filled one
 
 
 class Engine:
@@ -40,8 +41,11 @@ class Engine:
         self.num_rows = 1 if cache is None else len(cache.lengths)
         weight = model.embed.weight
         self.state = SamplerState.empty(self.num_rows, len(weight), weight.device)
+        # What decode steps read of the cache: a view of the filled slots, set by `read_slots`.
+        self.filled = cache
+        self.last_filled: Cache | None = None  # of the compiled step before
         # What `compile` makes: the decode step on CUDA, its model alone on a CPU.
-        self.compiled_step: Callable[[], Tensor] | None = None
+        self.compiled_step: Callable[..., Tensor] | None = None
 
     @torch.inference_mode()
     def generate(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
@@ -74,6 +78,7 @@ class Engine:
                 copied = torch.cuda.current_stream().record_event()
             # `num_left` still includes the token that is being copied; above 1, another follows.
             if self.cache is not None and any(s.num_left > 1 for s in active.values()):
+                self.read_slots(1 + max(len(sequence.tokens) for sequence in active.values()))
                 self.advance()
             if copied is not None:
                 copied.synchronize()
@@ -148,12 +153,27 @@ class Engine:
             hidden, _ = self.model.hidden_states(part.clamp(min=0), filled, padding)
         return hidden
 
+    def read_slots(self, length: int) -> None:
+        """Let decode steps read no more of the cache than rows of `length` tokens fill.
+
+        The length is rounded up, so that it seldom changes, and to no less than the size of a ring:
+        a ring is read as a whole.
+        """
+        rings = [layer.size for layer in self.cache.layers if layer.is_ring]
+        length = max(length, *rings, 1)
+        count = math.ceil(length / READ_MULTIPLE) * READ_MULTIPLE
+        count = min(count, self.cache.capacity)
+        if count != self.filled.capacity:
+            self.filled = self.cache.truncated(count)
+
     def advance(self) -> None:
         """Decode the newest token of each row and draw the next one, compiled if `compile` ran."""
         if self.compiled_step is None:
             self.decode_step()
+        elif self.filled is not self.last_filled:
+            self.run_compiled(self.compiled_step)
         else:
-            # Nothing can have changed since `compile` ran the step, and guards take time.
+            # Nothing can have changed since the step before, and guards take time.
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                 self.run_compiled(self.compiled_step)
 
@@ -165,15 +185,20 @@ class Engine:
 
     def next_logits(self) -> Tensor:
         """Decode the newest token of each row; return the logits (B, V) of the one after it."""
-        return self.model(self.state.tokens, self.cache)[:, -1]
+        return self.model(self.state.tokens, self.filled)[:, -1]
+
+    def next_logits_of(self, slots: Tensor) -> Tensor:
+        """`next_logits` of a cache that is read up to len(slots), which may differ at each call."""
+        return self.model(self.state.tokens, self.cache.truncated(len(slots)))[:, -1]
 
     @torch.inference_mode()
     def compile(self) -> None:
         """Compile the decode step of an engine with a cache, and empty the cache.
 
-        One graph serves every length of the cache. On CUDA it is one CUDA graph, from the embedding
-        to the drawn tokens. It reads and writes cache and state at the addresses that it was
-        recorded with: prefill writes there between two steps, in the order of the stream.
+        One graph serves every length of the cache. On a CPU the number of slots that it reads is a
+        dynamic size. On CUDA it is one CUDA graph, from the embedding to the drawn tokens, which
+        reads all slots. It reads and writes cache and state at the addresses that it was recorded
+        with: prefill writes there between two steps, in the order of the stream.
         """
         is_cuda = self.state.tokens.is_cuda
         # With this tuning, Inductor compiles products of a single token together with what
@@ -181,23 +206,30 @@ class Engine:
         # torch/_inductor/decomposition.py).
         options = {"triton.cudagraphs": is_cuda, "coordinate_descent_tuning": is_cuda}
         # Compiled for a CPU, the search for the largest logit would take half of a step's time.
-        function = self.decode_step if is_cuda else self.next_logits
-        compiled = torch.compile(function, dynamic=False, fullgraph=True, options=options)
+        function = self.decode_step if is_cuda else self.next_logits_of
+        dynamic = False if is_cuda else None
+        compiled = torch.compile(function, dynamic=dynamic, fullgraph=True, options=options)
 
         for tensor in (self.cache.lengths, *self.cache.buffers(), *self.state.tensors()):
             torch._dynamo.mark_static_address(tensor)
-        # The first call compiles. If it fails, `advance` keeps to the eager step.
+        # The first call compiles, for fewer slots than all: a size that equals the capacity would be
+        # taken for a constant. If it fails, `advance` keeps to the eager step.
+        self.read_slots(1)
         self.run_compiled(compiled)
         self.compiled_step = compiled
         self.cache.reset()
 
     def run_compiled(self, compiled: Callable[[], Tensor]) -> None:
         """Run a decode step with what `compile` has compiled of it."""
+        self.last_filled = self.filled
         if self.state.tokens.is_cuda:
             torch.compiler.cudagraph_mark_step_begin()
             compiled()
         else:
-            self.state.draw(self.sampler, compiled())
+            # The size of a tensor is the only number that stays dynamic from the first call on.
+            slots = torch.empty(self.filled.capacity)
+            torch._dynamo.mark_dynamic(slots, 0)
+            self.state.draw(self.sampler, compiled(slots))
 
 
 def new_cache(

@@ -51,12 +51,18 @@ class LayerCache:
         # The features of tokens, and their scales.
         self.features: dict[str, Tensor] = {}
         self.scales: dict[str, Tensor] = {}
+
+        def new_slots(shape: Shape, dtype: torch.dtype) -> Tensor:
+            # One slot more than is used: no view of the first slots is contiguous over rows then,
+            # not even of all, and code that is compiled for a dynamic number of slots holds for all.
+            slots = torch.zeros(batch, self.size + 1, *shape, dtype=dtype, device=device)
+            return slots[:, : self.size]
+
         for name, shape in features.items():
             feature_dtype = wide_dtype if shape[-1] == 1 else dtype
-            slots = torch.zeros(batch, self.size, *shape, dtype=feature_dtype, device=device)
-            self.features[name] = slots
+            self.features[name] = new_slots(shape, feature_dtype)
             if feature_dtype == torch.int8:
-                self.scales[name] = torch.zeros_like(slots[..., :1], dtype=torch.float16)
+                self.scales[name] = new_slots((*shape[:-1], 1), torch.float16)
 
         # The states of rows.
         self.states: dict[str, Tensor] = {}
@@ -111,7 +117,8 @@ class LayerCache:
 
     def truncated(self, count: int) -> "LayerCache":
         """A view for rows of up to `count` tokens: it shares the memory, and less of it is read."""
-        if not self.features or count >= self.size:
+        # A comparison with >= alone, so that a dynamic count is not fixed in compiled code.
+        if not self.features or count > self.size or (self.is_ring and count >= self.size):
             return self
         view = copy(self)
         view.features = {name: x[:, :count] for name, x in self.features.items()}

@@ -139,3 +139,13 @@ class GatedFeedForward(nn.Module):
 
 def no_feed_forward(dim: int, hidden: int) -> None:
     """Leave the feed-forward out of a layer: Zoology's models, 2312.04927."""
+
+
+def take_along(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    """x.take_along_dim(index, dim), for an index whose other sizes are those of x or 1.
+
+    In compiled code it leaves dynamic sizes dynamic, which take_along_dim does not.
+    """
+    shape = list(x.shape)
+    shape[dim] = index.shape[dim]
+    return x.gather(dim, index.expand(shape))

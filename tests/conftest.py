@@ -20,6 +20,7 @@ from functools import cache, partial
 from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -185,19 +186,24 @@ def continued(
         Sequence([*prompt], most, seed=seed, eos=eos) for seed, prompt in enumerate(prompts)
     ]
     drawn = {id(sequence): [] for sequence in sequences}
-    engine = Engine(model, draw, cache, **more)
-    if compiled:
-        engine.compile()
-    for sequence in engine.generate(sequences):
-        drawn[id(sequence)].append(sequence.tokens[-1])
+    # Steps read few slots at first, then more: up to all of a context.
+    with mock.patch("inference.engine.READ_MULTIPLE", 4):
+        engine = Engine(model, draw, cache, **more)
+        if compiled:
+            engine.compile()
+        for sequence in engine.generate(sequences):
+            drawn[id(sequence)].append(sequence.tokens[-1])
     return [*drawn.values()]
 
 
 def compile_without_inductor(monkeypatch, backend: str = "aot_eager") -> None:
     """Let torch.compile make whole graphs, and run them as they are."""
     compile_with = torch.compile
-    options = {"backend": backend, "dynamic": False, "fullgraph": True}
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, **options))
+
+    def compile_whole(function, dynamic=False, **_):
+        return compile_with(function, backend=backend, dynamic=dynamic, fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", compile_whole)
 
 
 @torch.no_grad()

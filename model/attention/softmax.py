@@ -18,7 +18,7 @@ from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knob
 from model.attention.kernels import AttentionKernel, ScoreBias
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
-from model.layers import Linear, RMSNorm, apply_rope, rms, split_heads
+from model.layers import Linear, RMSNorm, apply_rope, rms, split_heads, take_along
 from model.rope import Scaling
 
 
@@ -190,7 +190,7 @@ class SoftmaxAttention(Attention):
         if cache is None or in_reach.shape[1] != cache.size:
             return new
         slots = ctx.cache_slots(cache.size)
-        return in_reach.take_along_dim(slots[..., None, None], dim=1)
+        return take_along(in_reach, slots[..., None, None], dim=1)
 
     def cache_shapes(self) -> dict[str, Shape]:
         kv_shape = (self.kv_heads, self.head_dim)

@@ -13,7 +13,7 @@ from model.attention.kernels import ScoreOptions, attention_weights
 from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
-from model.layers import LayerNorm, Linear, fp32, no_autocast, split_heads
+from model.layers import LayerNorm, Linear, fp32, no_autocast, split_heads, take_along
 
 TIE_BREAK = 1e-12  # subtracted from a score for each token between query and key
 
@@ -79,10 +79,10 @@ class SparseAttention(SoftmaxAttention):
         if cache is not None and q.shape[1] == 1 and self.num_chosen < cache.size:
             # Read the slots of the chosen tokens, L of them.
             slots = chosen.int().topk(self.num_chosen, dim=-1).indices  # (B, 1 or K, 1, L)
-            chosen = chosen.take_along_dim(slots, dim=-1)
+            chosen = take_along(chosen, slots, dim=-1)
             index = slots.transpose(1, 3)[:, :, 0, :, None]  # (B, L, 1 or K, 1)
-            k = k.take_along_dim(index, dim=1)
-            v = v.take_along_dim(index, dim=1)
+            k = take_along(k, index, dim=1)
+            v = take_along(v, index, dim=1)
 
         # Queries that share a key head share its mask. Padding attends to everything.
         if chosen.shape[1] > 1:
@@ -135,7 +135,9 @@ class BlockAttention(SparseAttention):
 
         # The keys of the chosen blocks and of the query's own.
         is_chosen = self.choose_blocks(q, sums, query_block, ctx.positions // self.block)
-        chosen = is_chosen.take_along_dim(key_block.clamp(min=0)[:, None, None], dim=-1)
+        # Slots without a key, and rows beyond their capacity, whose results are dropped, have none.
+        key_block = key_block.clamp(min=0, max=sums.shape[1] - 1)
+        chosen = take_along(is_chosen, key_block[:, None, None], dim=-1)
         chosen = chosen & visible_mask(visible)
         y = self.attend_chosen(q, kv["k"], kv["v"], chosen, visible, cache)
         return self.project_out(y, x), carry

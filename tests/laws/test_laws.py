@@ -172,13 +172,19 @@ def test_the_cache_costs_what_cache_bytes_says(model, capacity):
         assert model.new_cache(5, capacity, dtype, "cpu").nbytes == 5 * stated
 
 
+def num_graphs(model) -> int:
+    """Of a decode step: one, and another if fewer slots are read at first than a layer chooses."""
+    chosen = [getattr(block.attention, "num_chosen", 0) for block in model.blocks]
+    return 1 + any(4 <= number < model.context for number in chosen)
+
+
 @each_kind_once
 def test_a_decode_step_compiles_once(model, backend, monkeypatch):
     torch._dynamo.reset()
     counters.clear()
     compile_without_inductor(monkeypatch, backend)
     compiled = continued(model, PROMPTS, 20, rows=3, compiled=True)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == num_graphs(model)
     assert compiled == continued(model, PROMPTS, 20)  # past the context
 
 
@@ -200,7 +206,7 @@ def test_a_thousand_tokens_are_never_compiled_again(model):
     quantize.optimize_for_decoding(model, int8=False)
     compiled = continued(model, PROMPTS, 1000, rows=3, compiled=True)
     assert (
-        counters["stats"]["unique_graphs"] == 1
+        counters["stats"]["unique_graphs"] == num_graphs(model)
         and not counters["graph_break"]
         and not counters["recompiles"]
     )
