@@ -17,7 +17,7 @@ if __name__ == "__main__":
     errors.begin_command()
 
 from run.cli import Parser, add_model_options, bounded_number, user_path
-from run.progress import waiting
+from run.progress import say, waiting
 
 # torch is imported only in functions, so that --help and wrong options are answered at once.
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
     memory = "no cache"
     if engine.cache is not None:
         memory = f"{engine.cache.nbytes:,} bytes of cache"
-    print(f"{name}: {num_tokens} tokens, {speed:,.0f} tokens/s, {memory}", file=sys.stderr)
+    say(f"{name}: {num_tokens} tokens, {speed:,.0f} tokens/s, {memory}")
 
 
 def pick_compile(args: argparse.Namespace, num_prompts: int) -> bool:

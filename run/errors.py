@@ -6,6 +6,7 @@ A bug is not an expected problem: it shows its traceback.
 import errno
 import os
 import re
+import select
 import signal
 import socket
 import sys
@@ -103,6 +104,21 @@ def flush(stream: IO | None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if not isinstance(error, BrokenPipeError):
             raise
+
+
+def is_end_of_reader(error: OSError) -> bool:
+    """Whether an error is that the reader of standard output, such as `head`, has ended.
+
+    Another pipe can break too: to a process that was killed, or to a server.
+    """
+    if not isinstance(error, BrokenPipeError) or sys.stdout is None:
+        return False
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+    except (OSError, ValueError, AttributeError):  # it is no file, as in a notebook
+        return False
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def is_rank0() -> bool:
@@ -217,12 +233,10 @@ def user_input() -> Iterator[None]:
     """
     try:
         yield
-    except BrokenPipeError:  # of standard output
-        raise
     except OverrideError as error:
         exit_with(OVERRIDE, error, rank0_only=True)
     except OSError as error:
-        if error.errno in NO_ROOM:
+        if error.errno in NO_ROOM or is_end_of_reader(error):
             raise
         source = error.filename
         if source is None:
@@ -249,10 +263,10 @@ def report_errors() -> Iterator[None]:
         exit_with(OVERRIDE, error)
     except KeyboardInterrupt:
         exit_with(INTERRUPTED, "interrupted. fix: call it again")
-    except BrokenPipeError:  # the reader of our output has ended
-        flush(sys.stdout)
-        raise SystemExit(0) from None
     except OSError as error:
+        if is_end_of_reader(error):
+            flush(sys.stdout)
+            raise SystemExit(0) from None
         if error.errno not in NO_ROOM:
             raise
         place = error.filename or "standard output, or a file of this command"

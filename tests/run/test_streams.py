@@ -73,6 +73,31 @@ def test_a_full_disk_behind_standard_output_is_storage(generate):
     assert told.stderr.endswith(b"). fix: make room, or another place\n")
 
 
+BROKEN = """
+import os
+from run import errors
+reader, writer = os.pipe()
+os.close(reader)
+with errors.report_errors(){inner}:
+    print("text", flush=True)
+    os.write(writer, b"text")
+"""
+
+
+def test_only_the_end_of_the_reader_of_standard_output_is_success():
+    """Another pipe that breaks, such as one to a process that was killed, is an error."""
+    for inner, code in (("", 1), (", errors.user_input()", 2)):
+        words = [sys.executable, "-c", BROKEN.format(inner=inner)]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        told = subprocess.run(words, env=env, capture_output=True, timeout=LONG)
+        assert told.returncode == code and b"Broken pipe" in told.stderr
+        reader, writer = os.pipe()
+        os.close(reader)
+        told = subprocess.run(words, env=env, stdout=writer, stderr=subprocess.PIPE, timeout=LONG)
+        os.close(writer)
+        assert (told.returncode, told.stderr) == (0, b"")
+
+
 ASCII = ({"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0"})
 
 
