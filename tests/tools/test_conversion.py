@@ -271,6 +271,25 @@ def test_a_latent_takes_the_size_of_its_inputs_from_the_norm_before(variant, siz
     assert (after - before).norm() < 0.4 * before.norm()
 
 
+def test_an_option_of_a_hybrid_is_set_in_its_kinds_of_layers(convert):
+    tree = tree_of("gqa", "model.depth=4")
+    with pytest.raises(ValueError, match=r"rope_base is null, not 10000\.0") as refused:
+        convert("gqa", "attention=kda")
+    fix = str(refused.value).partition(". fix: ")[2]
+    assert fix == "attention.kinds.full.rope_base=10000.0"
+    plain = converted_model.convert_config(tree, ["attention=kda", "attention.rope_base=10000.0"])
+    assert plain == converted_model.convert_config(tree, ["attention=kda", fix])
+    assert plain["attention"]["kinds"]["full"]["rope_base"] == 10000.0
+
+
+def test_all_options_that_a_conversion_needs_are_named_at_once(convert):
+    with pytest.raises(ValueError, match="no formula") as refused:
+        convert("gqa", "attention.qk_norm=null attention.head_dim=32 attention.kv_heads=1")
+    fix = str(refused.value).partition(". fix: ")[2]
+    assert fix == "attention.head_dim=16 attention.qk_norm=before_rope"
+    converted_model.convert_config(tree_of("gqa"), ["attention.kv_heads=1", *fix.split()])
+
+
 REFUSED = [
     ("mha", "model.dim=32", "attention=PRESET or attention.KEY=VALUE"),
     ("gqa", "attention.qk_norm=null", "attention.qk_norm=before_rope"),

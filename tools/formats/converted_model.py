@@ -1,5 +1,6 @@
 """Convert a checkpoint to another attention: its config, then its weights."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,22 +31,18 @@ def convert_config(tree: dict, overrides: list[str]) -> dict:
     for an unknown preset.
     """
     # attention=PRESET selects a preset, attention.KEY=VALUE sets an option.
-    options = {}
-    for parsed in parse_overrides(overrides):
-        group, _, key = parsed.key_or_group.partition(".")
-        if group != "attention":
-            raise ValueError(
-                f"only attention is converted ({parsed.input_line}). "
-                "fix: attention=PRESET or attention.KEY=VALUE"
-            )
-        options[key] = parsed.value()
-
+    options = parse_options(overrides)
     preset = options.pop("", None)
     if preset is None:
         attention = set_options(tree, options)
     else:
         sizes = [f"model.{key}={tree[key]}" for key in ("dim", "depth", "heads")]
-        composed = compose([*sizes, *overrides])
+        composed = compose([*sizes, f"attention={preset}"])
+        kinds, _ = attention_kinds(composed.model["attention"], tree["depth"])
+        words = in_kinds(overrides, kinds)
+        options = parse_options(words)
+        options.pop("")
+        composed = compose([*sizes, *words])
         explicit = options.keys() | preset_options(preset)
         attention = inherit_options(tree, composed.model["attention"], explicit)
     if attention == tree["attention"]:
@@ -58,6 +55,31 @@ def convert_config(tree: dict, overrides: list[str]) -> dict:
     except (TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"no attention ({' '.join(overrides)}: {error})") from None
     return converted
+
+
+def parse_options(overrides: list[str]) -> dict:
+    """The values of options by their keys; "" is the key of a preset. Raises as convert_config()."""
+    options = {}
+    for parsed in parse_overrides(overrides):
+        group, _, key = parsed.key_or_group.partition(".")
+        if group != "attention":
+            raise ValueError(
+                f"only attention is converted ({parsed.input_line}). "
+                "fix: attention=PRESET or attention.KEY=VALUE"
+            )
+        options[key] = parsed.value()
+    return options
+
+
+def in_kinds(overrides: list[str], kinds: dict[str, dict]) -> list[str]:
+    """The overrides, with an option of a hybrid set in every kind of layers that has it."""
+    words = []
+    for word in overrides:
+        key, _, value = word.partition("=")
+        option = key.removeprefix("attention.")
+        holders = [kind for kind, knobs in kinds.items() if kind and option in knobs]
+        words += [f"attention.kinds.{kind}.{option}={value}" for kind in holders] or [word]
+    return words
 
 
 def preset_options(preset: str) -> set[str]:
@@ -191,10 +213,10 @@ def fix_of_kind(kind: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        fix = "fix: attention."
+        problem, separator, fix = str(error).partition("fix: ")
         if kind:
-            fix += f"kinds.{kind}."
-        raise ValueError(str(error).replace("fix: attention.", fix)) from None
+            fix = re.sub(r"\battention\.(?=\w+=)", f"attention.kinds.{kind}.", fix)
+        raise ValueError(problem + separator + fix) from None
 
 
 def copy_weights(weights: Weights, parameters: Weights, prefix: str = "") -> None:

@@ -103,8 +103,8 @@ def check_latent(old: SoftmaxAttention, new: LatentAttention, layer: int) -> Non
         raise no_formula(layer, "to a latent", "a model with RoPE, and no QK-norm after it")
     plain = {"window": None, "chunk": None, "softcap": None, "rope_fraction": 1.0}
     check_equal(layer, vars(old) | fixed_options(old), plain)
-    check_equal(layer, {"rope_base": new.rope_base}, {"rope_base": old.rope_base})
-    check_equal(layer, {"rope_scaling": new.rope_scaling}, {"rope_scaling": old.rope_scaling})
+    positions = {"rope_base": old.rope_base, "rope_scaling": old.rope_scaling}
+    check_equal(layer, vars(new), positions)
     if new.q_down_proj is not None:
         raise no_formula(layer, "queries -> a latent", "attention.query_rank=null")
     if old.head_dim % new.rope_dim or new.head_dim < old.head_dim - new.rope_dim:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import Attention
+from run.errors import as_typed
 
 Weights = dict[str, Tensor]  # by their names in the module of a layer's attention
 
@@ -58,12 +59,14 @@ def no_formula(layer: int, change: str, fix: str) -> ValueError:
 
 def check_equal(layer: int, options: dict, needed: dict) -> None:
     """Raise ValueError unless these options have the values that the conversion needs."""
+    changes = []
+    fixes = []
     for key, value in needed.items():
         if options[key] != value:
-            fix = "null" if value is None else value
-            raise no_formula(
-                layer, f"{key} is {options[key]}, not {value}", f"attention.{key}={fix}"
-            )
+            changes.append(f"{key} is {as_typed(options[key])}, not {as_typed(value)}")
+            fixes.append(f"attention.{key}={as_typed(value)}")
+    if changes:
+        raise no_formula(layer, ", ".join(changes), " ".join(fixes))
 
 
 def check_all_used(layer: int, weights: Weights, used: Iterable[str]) -> None:
