@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from run import sealed
-from run.cli import run_path
-from run.errors import IntegrityError, without_fix
+from run.errors import IntegrityError, suggest, without_fix
 from run.instantiate import instantiate, instantiate_model
+from run.paths import holding_run, run_path
 from run.progress import say
 from run.sharding import shard_like
 
@@ -131,11 +131,11 @@ def newest_checkpoint(run: Path) -> Path | None:
     return None
 
 
-def find_model(path: Path | str | None) -> Path:
+def find_model(path: Path | str | None, option: str = "--run ") -> Path:
     """The newest checkpoint of the run at `path`, or `path` itself if it is a checkpoint.
 
     Without a path: the newest checkpoint of the run in runs/ that saved last. Raises ValueError if
-    there is none, IntegrityError for a damaged one.
+    there is none, with a fix that begins with `option`, and IntegrityError for a damaged one.
     """
     if path is None:
         saved = Path("runs").glob(f"*/checkpoints/{STEPS}")
@@ -155,13 +155,11 @@ def find_model(path: Path | str | None) -> Path:
     if checkpoint is None:
         renamed = [file.parent for file in path.glob("checkpoints/*/manifest.json")]
         if renamed:
-            raise ValueError(f"no checkpoint named step-* ({path}). fix: --run {renamed[0]}")
+            fix = f"{option}{shlex.quote(str(renamed[0]))}"
+            raise ValueError(f"no checkpoint named step-* ({path}). fix: {fix}")
         if (path / "config.yaml").exists():
             raise unsaved_run(path / "config.yaml")
-        raise ValueError(
-            f"not a run ({path}). fix: python train.py, or for a model of Hugging Face "
-            "python -m tools.import_hf FOLDER --out NAME"
-        )
+        raise ValueError(f"not a run ({path}). fix: {fix_for_path(path, option)}")
     return checkpoint
 
 
@@ -175,6 +173,29 @@ def unsaved_run(config: Path) -> ValueError:
         f"the run has no checkpoint yet ({run}: the first is due at step {save_every}, or when it "
         f"ends). fix: wait for it, or end the run with Ctrl-C, which saves; if it was killed: "
         f"python train.py {shlex.quote(f'run_dir={run}')} resume=true, with its overrides"
+    )
+
+
+def fix_for_path(path: Path, option: str) -> str:
+    """How to name a run in place of a path that is none, after `option`."""
+    # A file or a folder inside of a run, or a mistyped name of one.
+    run = holding_run(path)
+    if run is None:
+        names = [folder.parents[1].name for folder in Path("runs").glob(f"*/checkpoints/{STEPS}")]
+        nearest = suggest(path.name, names)
+        run = nearest and Path("runs", nearest)
+    if run is not None:
+        return f"{option}{shlex.quote(str(run))}"
+
+    # A model of transformers, or one of its files.
+    folder = path if path.is_dir() else path.parent
+    if (folder / "config.json").exists():
+        name = f"models/{folder.resolve().name}"
+        call = shlex.join(["python", "-m", "tools.import_hf", str(folder), "--out", name])
+        return f"{call}; then {option}{shlex.quote(name)}"
+    return (
+        "python train.py, or for a model of Hugging Face "
+        "python -m tools.import_hf FOLDER --out NAME"
     )
 
 

@@ -104,8 +104,10 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
     if "context" not in keys:
         context = None
         with suppress(ValueError):  # a run that is resumed does not need `init_from` any more
-            context = checkpoint.load_model_config(checkpoint.find_model(source))["context"]
-    pretrained = checkpoint.find_model(folder.find_begun_run(settings, context) or source)
+            path = checkpoint.find_model(source, "init_from=")
+            context = checkpoint.load_model_config(path)["context"]
+    begun = folder.find_begun_run(settings, context)
+    pretrained = checkpoint.find_model(begun or source, "init_from=")
     model = checkpoint.load_model_config(pretrained)
     if context is None:
         context = model["context"]

@@ -196,6 +196,7 @@ def test_a_tensor_that_the_class_does_not_have_is_refused(command, exported, tok
 
 def test_no_other_command_reads_what_is_not_ours(command, there, story):
     text = ("data=text", f"data.path={story}", "steps=1")
+    call = f"python -m tools.import_hf {there} --out models/there; then "
     for foreign in (there, there / WEIGHTS):
         for words in (
             ("generate.py", "Ann", "--run", str(foreign)),
@@ -206,7 +207,12 @@ def test_no_other_command_reads_what_is_not_ours(command, there, story):
         ):
             result = command(*words)
             assert result.code == 2 and result.err.count("\n") == 1, result.err
-            assert f"not a run ({foreign}). fix: " in result.err and "tools.import_hf" in result.err
+            option = words[-1].partition("=")[0] + "="
+            if words[0] != "train.py":
+                option = "" if "convert" in words[0] else "--run "
+            assert f"not a run ({foreign}). fix: {call}{option}models/there\n" in result.err
+    command("tools/import_hf.py", str(there), "--out", "models/there").succeeded()
+    command("generate.py", "Ann", "--run", "models/there").succeeded()
     assert "not a run (absent)" in command("train.py", *TINY[1:], "init_from=absent").err
 
 
