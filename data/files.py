@@ -63,11 +63,14 @@ def find_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
 def named_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
     """List the files that `path` names, by each of their names; raises as find_files()."""
     files = []
+    missing = []
     for entry in entries_of(path):
         found = expand(entry, suffixes)
         if not found:
-            raise ValueError(no_files(entry, suffixes))
+            missing.append(no_files(entry, suffixes))
         files += found
+    if missing:
+        raise ValueError("\n".join(missing))
     for file in files:
         # A pipe or a device may have no end.
         if not file.is_file():

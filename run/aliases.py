@@ -4,15 +4,20 @@ They are not taken, because some have another unit: they are refused, and the li
 """
 
 import math
+import re
+from collections.abc import Collection
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from run.errors import as_typed, suggest
 
-# What to type, and the keys that have this meaning elsewhere. {value} is the user's value; the
-# other fields are FORMULAS of it. What a formula needs is above it: the context, then the batch.
+# What to type, and the keys that have this meaning elsewhere: their last part, or all of the key.
+# {value} is the user's value; the other fields are FORMULAS of it. What a formula needs is above it:
+# the context, then the batch.
 OVERRIDES = {
     # The network.
+    "attention={value}": "variant variants attentions attn attn_type attention_type attention_variant "
+    "attention_variants",
     "context={value}": "block_size max_seq_len max_seq_length seq_len seq_length sequence_len "
     "sequence_length max_length model_max_length context_length ctx_len n_ctx n_positions "
     "max_position_embeddings",
@@ -47,10 +52,14 @@ OVERRIDES = {
     "token_budget",
     "max_epochs={value} max_minutes=null": "num_train_epochs num_epochs n_epochs epochs epoch",
     "tokens_per_parameter={value} max_minutes=null": "target_param_data_ratio param_data_ratio",
-    # The optimizer. Their rate holds for all parameters as it is: docs/rates.md.
+    # The optimizer. Elsewhere a rate holds for all parameters as it is: docs/rates.md.
     "optimizer={value}": "optim optimizer_type optimizer_name",
-    "optimizer=adamw optimizer.lr={value} optimizer.reference=null": "learning_rate max_lr peak_lr "
+    "optimizer=adamw optimizer.lr={rate} optimizer.reference=null": "lr learning_rate max_lr peak_lr "
     "base_lr",
+    "optimizer.lr={matrix_rate}": "matrix_lr muon_lr",
+    "optimizer.reference.embedding={multiple}": "embedding_lr",
+    "optimizer.reference.head={multiple}": "unembedding_lr head_lr",
+    "optimizer.reference.vectors={multiple}": "scalar_lr vector_lr",
     "optimizer.weight_decay={value}": "weight_decay wd",
     "optimizer.betas=[{value},{beta2}]": "beta1 adam_beta1",
     "optimizer.betas=[{beta1},{value}]": "beta2 adam_beta2",
@@ -86,12 +95,15 @@ OVERRIDES = {
     "wandb={value}": "report_to",
     # The data and the weights.
     "data={value}": "dataset dataset_name",
-    "data=text data.path={value}": "data_dir data_path train_file train_data",
+    "data=text data.path={value}": "data_dir data_path train_file train_files train_data data_file "
+    "data_files dataset_path dataset_dir text_file text_files glob files data.file data.dir "
+    "data.folder data.paths",
     "data=tokens data.path={value}": "train_bin input_bin",
     "data.vocab_size={value}": "vocab_size padded_vocab_size",
     "data.tokenizer={value}": "tokenizer_path tokenizer_dir tokenizer_name tokenizer_name_or_path",
     "init_from={value}": "init_checkpoint model_name_or_path initial_checkpoint_dir load_from",
-    "seed={value}": "seeds random_seed rng_seed manual_seed",
+    "seed={value}": "random_seed rng_seed manual_seed",
+    "seed={seeds}": "seeds num_seeds n_seeds",
 }
 FORMULAS = {
     "batch_tokens": "sequences x context x accumulation",
@@ -100,6 +112,11 @@ FORMULAS = {
     "eval_tokens": "batches x batch_tokens",
     "warmup": "ratio x steps",
     "floor": "its rate / the peak rate",
+    "rate": "the rate of all parameters, as it is; optimizer.lr={value} alone is the rate of a run at "
+    "dim 128, which is scaled to yours (docs/rates.md)",
+    "matrix_rate": "the rate of a run at dim 128, which is scaled to yours (docs/rates.md)",
+    "multiple": "its rate / optimizer.lr, and scaled with that (docs/rates.md)",
+    "seeds": "the numbers themselves, a run each",
 }
 
 # Keys of others that no key here replaces, by the reason.
@@ -127,6 +144,7 @@ PLAIN = {
     "0": "false",
     "none": "null",
 }
+OFF = ("0", "0.0", "-1", "false", "no", "off")
 VALUES = {
     "precision": {
         "bfloat16": "bf16",
@@ -163,6 +181,13 @@ VALUES = {
     "run_dir": {"true": "null"},
 }
 
+# Keys of ours that end a run, which max_minutes=5 would end before.
+LENGTHS = ("steps", "max_epochs", "tokens_per_parameter")
+# Suffixes of a number, and the minutes of a unit of time.
+MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+POWERS_OF_TWO = {"k": 2**10, "m": 2**20}  # for a context of 4k and a batch of 0.5M
+MINUTES = {"s": 1 / 60, "sec": 1 / 60, "m": 1, "min": 1, "h": 60, "d": 1440}
+
 TEMPLATES = {key: template for template, keys in OVERRIDES.items() for key in keys.split()}
 REASONS = {key: reason for reason, keys in LEFT_OUT.items() for key in keys.split()}
 
@@ -172,22 +197,30 @@ def last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def translate(foreign: dict[str, str], given: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+def translate(
+    foreign: dict[str, str], given: dict[str, str], typed: Collection[str] = ()
+) -> tuple[dict[str, str], list[str]]:
     """Overrides of ours for keys of others -> their values by key, and remarks on them.
 
     `foreign` has the values of keys in TEMPLATES or REASONS. `given` has the values of our own
-    keys, which the formulas need.
+    keys, which the formulas need, and `typed` those of them that the user has chosen.
     """
-    values = {last_part(key): value for key, value in foreign.items()}
+    values = {word_of(key): value for key, value in foreign.items()}
     given = given | values
     fixes = {}
     remarks = []
     for word in [word for word in TEMPLATES if word in values]:
         template = TEMPLATES[word]
+        # A rate for Muon, which the user has chosen, is not one for all parameters.
+        if "{rate}" in template and given.get("optimizer") == "muon":
+            template = "optimizer.lr={matrix_rate}"
         value = our_value("", values[word])
         # Without its value in the template, a key is a switch.
         if "{" not in template and value in ("false", "0", "null"):
             remarks.append(f"leave {word} out")
+            continue
+        if "{multiple}" in template and given.get("optimizer.reference") == "null":
+            remarks.append(f"leave {word} out: optimizer.reference=null has one rate for all")
             continue
         fields = {"value": value, "beta1": beta(given, 0), "beta2": beta(given, 1)}
         formula = formula_of(template)
@@ -196,9 +229,13 @@ def translate(foreign: dict[str, str], given: dict[str, str]) -> tuple[dict[str,
             if fields[formula] is None:
                 remarks.append(f"leave {word} out: here it is {FORMULAS[formula]}")
                 continue
-            remarks.append(f"{word}: {FORMULAS[formula]}")
+            remark = FORMULAS[formula].format(value=values[word])
+            remarks.append(f"{word}: {remark}")
         for override in template.split():
             key, _, text = override.partition("=")
+            # The user's optimizer and minutes stay.
+            if key in typed and key in ("optimizer", "max_minutes") and "{" not in text:
+                continue
             fixes[key] = our_value(key, text.format_map(fields))
             given[key] = fixes[key]
     for word in [word for word in REASONS if word in values]:
@@ -216,6 +253,12 @@ def formula_of(template: str) -> str | None:
 
 def convert(formula: str, value: str, given: dict[str, str]) -> str | None:
     """The user's value by one of FORMULAS, and of a sweep A,B each; None for what is no number."""
+    if formula in ("rate", "matrix_rate"):
+        return value
+    if formula == "seeds":
+        if value.isdecimal() and int(value) > 1:  # how many there are
+            return ",".join(str(seed) for seed in range(int(value)))
+        return value.strip("[]")
     results = []
     for part in value.split(","):
         try:
@@ -229,7 +272,7 @@ def compute(formula: str, number: float, given: dict[str, str]) -> str:
     """A formula of a number that the user gave. Raises ValueError if it needs one that is null."""
     if formula == "warmup":
         return f"{number * float(given['steps']):.0f}"
-    if formula == "floor":
+    if formula in ("floor", "multiple"):
         return f"{number / float(given['optimizer.lr']):.3g}"
     if formula == "batch_tokens":
         accumulation = 1.0
@@ -262,6 +305,16 @@ def our_value(key: str, value: str) -> str:
     return VALUES.get(key, {}).get(value.lower(), value)
 
 
+def meant_number(key: str, value: Any) -> str | None:
+    """A number with a suffix, such as 10k, or 2h for minutes, without it; None for another value."""
+    match = re.fullmatch(r"(\d+\.?\d*) *([a-z]+)", str(value).lower())
+    units = {"max_minutes": MINUTES, "context": POWERS_OF_TWO, "batch_tokens": POWERS_OF_TWO}
+    units = units.get(key, MULTIPLES)
+    if match is None or match[2] not in units:
+        return None
+    return f"{float(match[1]) * units[match[2]]:.10g}"
+
+
 def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
     """What the user of a value probably means, among the values of a type that have a name.
 
@@ -269,6 +322,8 @@ def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
     """
     known = named_values(annotation)
     typed = as_typed(value).lower()
+    if "null" in known and typed in OFF:
+        return "null"
     for meaning in (VALUES.get(key, {}).get(typed), PLAIN.get(typed), typed.partition(":")[0]):
         if meaning in known:
             return meaning
@@ -289,5 +344,10 @@ def named_values(annotation: Any) -> list[str]:
     return values
 
 
+def word_of(key: str) -> str:
+    """The part of a key that TEMPLATES and REASONS have."""
+    return key if key in TEMPLATES else last_part(key)
+
+
 def is_foreign(key: str) -> bool:
-    return last_part(key) in TEMPLATES or last_part(key) in REASONS
+    return word_of(key) in TEMPLATES or word_of(key) in REASONS

@@ -2,13 +2,15 @@
 
 import argparse
 import os
+import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from run import errors
+from run import aliases, errors
+from run.paths import holding_run, is_run
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -47,20 +49,46 @@ OTHER_OPTIONS = {
     "--precision": "--dtype",
     "--stop-sequence": "--stop",
 }
+# Switches of other programs: what to type if they are on, and if off; None: leave them out.
+OTHER_SWITCHES = {
+    "--greedy": ("--temperature 0", None),
+    "--sample": (None, "--temperature 0"),
+    "--do-sample": (None, "--temperature 0"),
+    "--cache": (None, "--no-cache"),
+    "--use-cache": (None, "--no-cache"),
+    "--use-kv-cache": (None, "--no-cache"),
+    "--stream": (None, None),
+    "--cpu": ("--device cpu", None),
+    "--gpu": ("--device cuda", "--device cpu"),
+    "--cuda": ("--device cuda", "--device cpu"),
+    "--bf16": ("--dtype bf16", None),
+    "--fp32": ("--dtype fp32", None),
+    "--int8": ("--dtype int8", None),
+    "--load-in-8bit": ("--dtype int8", None),
+}
+ON = ("", "true", "1", "yes", "on")
+OFF = ("false", "0", "no", "off")
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line with a fix, which ends in `hint`.
 
     Underscores in the name of an option are taken as dashes, and options of other programs are
-    refused with ours.
+    refused with ours. `check` is for commands with overrides: it raises for those that are wrong.
     """
 
-    def __init__(self, command: str, description: str, hint: str):
+    def __init__(
+        self,
+        command: str,
+        description: str,
+        hint: str,
+        check: Callable[[list[str]], object] | None = None,
+    ):
         super().__init__(
             command, description=description, formatter_class=HelpFormatter, allow_abbrev=False
         )
         self.hint = hint
+        self.check = check
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         errors.flush(sys.stdout)  # the reader of --help may have ended
@@ -71,6 +99,9 @@ class Parser(argparse.ArgumentParser):
         # An option may be written as an override of train.py: temperature=0.5.
         key, equals, value = message.removeprefix("unrecognized arguments: ").partition("=")
         option = f"--{key.replace('_', '-')}"
+        required = message.removeprefix("the following arguments are required: ")
+        if required in self._option_string_actions:
+            fix = f"{required} {self._option_string_actions[required].metavar}"
         if equals and option in self._option_string_actions:
             fix = f"{option} {value}"
         self.exit(2, f"error: {message}. fix: {fix}\n")
@@ -79,36 +110,159 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
-        for index, word in enumerate(words):
-            if word == "--":  # what follows are no options
-                break
-            if word.startswith("--"):
-                words[index] = self.known_option(word, words[index + 1 : index + 2])
+        if not {"-h", "--help"} & set(words):
+            for index, word in enumerate(words):
+                if word == "--":  # what follows are no options
+                    break
+                if word.startswith("--"):
+                    words[index] = self.known_option(word, words, index)
+            self.check_positionals(words)
         return super().parse_known_args(words, namespace)
 
-    def known_option(self, word: str, following: list[str]) -> str:
-        """A word --NAME or --NAME=VALUE with the name as it is spelled here.
+    def known_option(self, word: str, words: list[str], index: int) -> str:
+        """A word --NAME or --NAME=VALUE of all `words`, with the name as it is spelled here.
 
         Ends the process with the fix for one that another program has, or that is mistyped.
         """
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
+        following = words[index + 1 : index + 2]
         known = [option for option in self._option_string_actions if option.startswith("--")]
+        problem = f"unrecognized arguments: {word}"
         if name in known:
+            is_switch = self._option_string_actions[name].nargs == 0
+            if equals and is_switch:
+                fix = name if value.lower() in ON else f"leave {name} out"
+                self.error(f"a switch has no value ({word})", fix)
             return f"{name}{equals}{value}"
+        self.check_switch(name, (value or "".join(following)).lower(), problem)
         ours = OTHER_OPTIONS.get(name)
         has_prompt = any(action.dest == "prompt" for action in self._actions)
         if ours == "prompt" and has_prompt:
             text = shlex.quote(value or " ".join(following))
-            self.error(f"unrecognized arguments: {word}", f"the prompt without an option, {text}")
+            self.error(problem, f"the prompt without an option, {text}")
+        is_model = "--run" in (name, ours) and "--run" not in known
+        if is_model and any(action.dest in ("model", "folder") for action in self._actions):
+            text = shlex.quote(value or " ".join(following))
+            self.error(problem, f"the folder without an option, {text}")
         if ours not in known:
             ours = errors.suggest(name, known)
+            if self.check is not None and is_key(name):
+                ours = None
         if ours is not None:
             fix = ours
+            if ours == "--run":
+                run = holding_run(value or "".join(following))
+                following = following if run is None else [str(run)]
+                value = value if run is None else ""
             if self._option_string_actions[ours].nargs != 0:
                 fix += f" {shlex.quote(value or ' '.join(following) or 'VALUE')}"
-            self.error(f"unrecognized arguments: {word}", fix)
+            self.error(problem, fix)
+        if self.check is not None and name != "--run":
+            self.refuse_options(words)
         return word
+
+    def check_switch(self, name: str, value: str, problem: str) -> None:
+        """End the process for one of OTHER_SWITCHES, if its fix is an option of this command."""
+        is_on = value not in OFF
+        if name.startswith("--no-") and name not in OTHER_SWITCHES:
+            name = f"--{name.removeprefix('--no-')}"
+            is_on = not is_on
+        fixes = OTHER_SWITCHES.get(name, (None, None))
+        options = [fix.split()[0] for fix in fixes if fix is not None]
+        if name not in OTHER_SWITCHES or not set(options) <= self._option_string_actions.keys():
+            return
+        fix = fixes[0] if is_on else fixes[1]
+        self.error(problem, fix or f"leave it out, as {self.prog} does so anyway")
+
+    def refuse_options(self, words: list[str]) -> NoReturn:
+        """End the process for options that are overrides here, such as --attention gqa,mha."""
+        # Imported only here, because it takes longer than all else of a command's --help.
+        from run.options import options_problem, split_options
+
+        ours = []
+        others = []
+        current = ours
+        for word in words:
+            name = word.partition("=")[0]
+            if word.startswith("-"):
+                current = ours if name in self._option_string_actions else others
+            elif "=" in word:
+                current = ours
+            current.append(word)
+        overrides = [word for word in ours if re.match(r"[\w.+~/]+=", word)]
+        _, options = split_options(others)
+        problem, _, fix = options_problem(overrides, options, self.check).partition(". fix: ")
+        self.error(problem, fix)
+
+    def check_positionals(self, words: list[str]) -> None:
+        """End the process for a run without --run, or a new folder without --out.
+
+        The fix has the options that are missing, too.
+        """
+        positionals = [action for action in self._actions if not action.option_strings]
+        if any(action.nargs in ("*", "+") for action in positionals):
+            return
+        free, given = self.split_words(words)
+        wanted = ({"--run", "--out"} & self._option_string_actions.keys()) - given
+        # A prompt may be the name of a run, but hardly its path.
+        has_prompt = bool(positionals) and positionals[0].dest == "prompt"
+        runs = [word for word in free if is_run(word) and ("/" in word or not has_prompt)]
+        options = {}
+        if "--run" in wanted and runs:
+            options["--run"] = runs[0]
+            free.remove(runs[0])
+        surplus = free[len(positionals) :]
+        if "--out" in wanted and surplus:
+            options["--out"] = surplus[0]
+        if options:
+            fixes = [f"{option} {shlex.quote(word)}" for option, word in options.items()]
+            fixes += self.missing_options(given | options.keys())
+            fixes += [action.dest.upper() for action in positionals[len(free) :]]
+            self.error(f"unrecognized arguments: {' '.join(options.values())}", " ".join(fixes))
+
+    def split_words(self, words: list[str]) -> tuple[list[str], set[str]]:
+        """The words that are no options and no values of one, and the names of the options."""
+        free = []
+        given = set()
+        is_value = False
+        for word in words:
+            if word == "--":  # what follows is meant as it is
+                break
+            name, equals, _ = word.partition("=")
+            action = self._option_string_actions.get(name)
+            if action is not None:
+                given.add(name)
+                is_value = action.nargs is None and not equals
+                continue
+            if not is_value and not word.startswith("-"):
+                free.append(word)
+            is_value = False
+        return free, given
+
+    def missing_options(self, given: set[str]) -> Iterator[str]:
+        """The options that are required, but not among the given ones, as they can be typed."""
+        for action in self._actions:
+            if action.required and action.option_strings and not given & {*action.option_strings}:
+                yield f"{action.option_strings[0]} {action.metavar}"
+        for group in self._mutually_exclusive_groups:
+            switches = []
+            is_given = False
+            for action in group._group_actions:
+                is_given = is_given or bool(given & {*action.option_strings})
+                if action.nargs == 0:
+                    switches += action.option_strings
+            if group.required and not is_given:
+                yield from switches[:1]
+
+
+def is_key(option: str) -> bool:
+    """Whether an option of a command with overrides is a key of train.py, such as --dim."""
+    from run.settings import defaults, preset_keys  # only here, as it imports pydantic
+
+    key = option.lstrip("-").replace("-", "_")
+    own = {known.rpartition(".")[2] for known in (*defaults(), *preset_keys())}
+    return key in own or aliases.is_foreign(key)
 
 
 def add_run_option(parser: Parser) -> None:
@@ -143,15 +297,6 @@ def add_model_options(parser: Parser) -> None:
 def user_path(text: str) -> Path:
     """A `type` for argparse: a path, in which ~ is the home folder, as in `--out=~/model`."""
     return Path(os.path.expanduser(text))
-
-
-def run_path(path: Path | str) -> Path:
-    """The path of a run or a checkpoint; where there is no NAME, it is runs/NAME if that exists."""
-    path = Path(path)
-    named = Path("runs", path)
-    if not path.exists() and named.exists():
-        return named
-    return path
 
 
 def bounded_number(

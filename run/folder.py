@@ -13,9 +13,9 @@ from filelock import FileLock, Timeout
 
 from run import errors, sealed
 from run.checkpoint import load_config
-from run.cli import run_path
 from run.distributed import DistEnv
 from run.errors import IntegrityError
+from run.paths import run_path
 from run.progress import say, warn_once
 from run.settings import Settings, as_text, flatten, key_of, parse_overrides
 

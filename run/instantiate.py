@@ -10,7 +10,8 @@ import shlex
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -19,7 +20,19 @@ from torch.types import Device
 
 from run import ROOT, aliases
 from run.errors import shown
+from run.settings import COPIES
 
+TYPE_NAMES = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a text",
+    NoneType: "null",
+    list[int]: "a list of whole numbers",
+    list[float]: "a list of numbers",
+    list[str]: "a list of names",
+}
+LIST_EXAMPLES = {"list[int]": "[4,8]", "list[float]": "[0.9,0.95]"}
 CHECKS = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
@@ -89,13 +102,15 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
     """Raise TypeError for an unknown argument, and ValueError for a value that is not allowed.
 
     Not allowed are values of another type than the annotation, NaN, infinity, negative numbers, and
-    for many options of a model 0. The call itself refuses arguments that are missing.
+    for many options of a model 0. The call itself refuses arguments that are missing. An integer
+    becomes a list in `arguments` if a list of integers is wanted.
     """
     annotations = {known.name: known.annotation for known in parameters_of(target)}
     # The user types attention.window, which is model.attention.window in the config.
     prefix = re.sub(r"^model\.(?=(attention|ffn|norm)\b)", "", f"{path}.")
     for name, value in arguments.items():
-        key = prefix + name
+        # A copy of a key is overridden by the original: model.vocab_size by data.vocab_size.
+        key = COPIES.get(prefix + name, prefix + name)
         if name not in annotations:
             raise TypeError(
                 f"{target.__name__} takes no such argument ({key}). fix: leave {key} out"
@@ -106,11 +121,15 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
                 f"{name}: {type(value).__name__}"
             )
 
+        # One number is meant as a list of it.
         wanted = inspect.formatannotation(annotations[name])
+        if wanted == "list[int]" and type(value) is int:
+            value = [value]
+            arguments[name] = value
         try:
             TypeAdapter(annotations[name], config=CHECKS).validate_python(value)
         except ValidationError:
-            problem = f"{key} must be {wanted} (got {shown(value)})"
+            problem = f"{key} must be {type_in_words(annotations[name])} (got {shown(value)})"
             fix = fixed_value(key, value, annotations[name])
             raise ValueError(f"{problem}. fix: {fix or f'leave {key} out'}") from None
         # Sizes are integers. Options that could be turned off by 0 are turned off by null.
@@ -122,6 +141,18 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
                 raise ValueError(f"{key} is too small (got {shown(value)}). fix: leave {key} out")
 
 
+def type_in_words(annotation: Any) -> str:
+    """What the values of a type are called in a message, such as `a whole number or null`."""
+    if annotation in TYPE_NAMES:
+        return TYPE_NAMES[annotation]
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(type_in_words(part) for part in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        *values, last = [shown(value) for value in get_args(annotation)]
+        return f"{', '.join(values)} or {last}" if values else last
+    return inspect.formatannotation(annotation)
+
+
 def fixed_value(key: str, value: Any, annotation: Any) -> str | None:
     """An override with a value of another type that was probably meant; None if none is known."""
     wanted = inspect.formatannotation(annotation)
@@ -131,9 +162,13 @@ def fixed_value(key: str, value: Any, annotation: Any) -> str | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if wanted.startswith("str") and is_number:
         return shlex.quote(f'{key}="{value}"')
-    # Of one number or name. A list of floats has several, such as the betas of an optimizer.
-    if wanted in ("list[int]", "list[str]") and isinstance(value, get_args(annotation)):
+    number = aliases.meant_number(key, value)
+    if number is not None and not wanted.startswith("list"):
+        return f"{key}={number}"
+    if wanted == "list[str]" and isinstance(value, str):
         return shlex.quote(f"{key}=[{value}]")
+    if wanted in LIST_EXAMPLES:
+        return shlex.quote(f"{key}={LIST_EXAMPLES[wanted]}")
     return None
 
 

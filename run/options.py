@@ -6,24 +6,28 @@ torch, which takes seconds to import, is not imported unless a run is resumed by
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from omegaconf import OmegaConf
 
 from run import aliases, errors
 from run.errors import OverrideError
+from run.paths import is_run, run_path
 from run.settings import (
     CONFIGS,
     COPIES,
     GROUPS,
+    HELP,
+    ONE_CONFIG,
     PARTS,
     Settings,
     choices,
     compose,
     defaults,
+    has_several_values,
     key_of,
-    parse_overrides,
+    named_choice,
 )
 
 EXAMPLES = """Train a language model.
@@ -47,16 +51,14 @@ SHORT = {
     "-p": "--package",
     "-r": "--run",
 }
-WITH_VALUE = ("--cfg", "--config-dir", "--config-name", "--config-path", "--package", "--info")
-ONE_CONFIG = "configs/train.yaml is the only config, and experiment=NAME adds keys to it"
+CONFIG_FILES = ("--config", "--config-file", "--config-name", "--config-path", "--config-dir")
+WITH_VALUE = (*CONFIG_FILES, "--cfg", "--package", "--info")
 PRINTED = "--cfg job prints the whole config, resolved"
 # Options of Hydra that have no effect here: the reason, and what to call with the same overrides.
 HYDRA_OPTIONS = {
     "--cfg": (PRINTED, "python train.py --cfg job"),
     "--multirun": ("several runs are a comparison", "python -m tools.compare"),
-    "--config-dir": (ONE_CONFIG, "python train.py"),
-    "--config-name": (ONE_CONFIG, "python train.py"),
-    "--config-path": (ONE_CONFIG, "python train.py"),
+    **dict.fromkeys(CONFIG_FILES, (ONE_CONFIG, "python train.py")),
     "--info": (PRINTED, "python train.py --cfg job"),
     "--package": (PRINTED, "python train.py --cfg job"),
     "--resolve": (PRINTED, "python train.py --cfg job"),
@@ -79,6 +81,11 @@ def read_command_line(arguments: list[str]) -> tuple[Settings, list[str]]:
     is_printed = options.get("--cfg") == "job" and options.keys() <= {"--cfg", "--resolve"}
     if options and not is_printed:
         raise ValueError(options_problem(overrides, options))
+    for word in overrides:
+        if "=" not in word and is_run(word):
+            resumed = shlex.join([f"run_dir={run_path(word)}", "resume=true"])
+            fix = f"{resumed}; or, to start from its weights, {shlex.quote(f'init_from={word}')}"
+            raise ValueError(f"a run is no override ({word}). fix: {fix}")
 
     # Only to resume a run by its folder, whose overrides belong to those given, torch is needed.
     if {"run_dir", "resume"} <= {key_of(word) for word in overrides}:
@@ -92,7 +99,10 @@ def read_command_line(arguments: list[str]) -> tuple[Settings, list[str]]:
 
 
 def split_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Split arguments into overrides, and options, which begin with a dash, with their values."""
+    """Split arguments into overrides, and options, which begin with a dash, with their values.
+
+    Several values of an option, as in --seed 0 1, are joined by commas.
+    """
     overrides = []
     options = {}
     waiting = list(reversed(arguments))
@@ -102,25 +112,33 @@ def split_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
             overrides.append(word)
             continue
         option, _, value = word.partition("=")
-        option = SHORT.get(option, option)
+        option = SHORT.get(option, option).replace("_", "-")
         takes_value = option in WITH_VALUE or option not in HYDRA_OPTIONS
-        has_next = bool(waiting) and not re.match("-|[^=]+=", waiting[-1])
-        if not value and takes_value and has_next:
-            value = waiting.pop()
-        options[option] = value
+        values = [value] if value else []
+        if not value and takes_value:
+            while waiting and not re.match("-|[^=]+=", waiting[-1]):
+                values.append(waiting.pop())
+        # Of Hydra, -c is short for --cfg, and elsewhere for a file of settings.
+        if option == "--cfg" and re.search(r"\.ya?ml$", value or "".join(values)):
+            option = "--config"
+        options[option] = ",".join(word.rstrip(",") for word in values)
     return overrides, options
 
 
-def options_problem(overrides: list[str], options: dict[str, str]) -> str:
-    """A line for options that train.py does not have, with what does the same."""
+def options_problem(
+    overrides: list[str], options: dict[str, str], check: Callable[[list[str]], object] = compose
+) -> str:
+    """A line for options that are overrides here, or Hydra's, with what does the same.
+
+    `check` raises for overrides that the command does not take.
+    """
+    hydra_options = {}
+    typed = []
+    words = []
     for option, value in options.items():
         if option in HYDRA_OPTIONS:
-            return hydra_problem(option, value, overrides)
-
-    # Options of other programs, such as --lr 1e-3.
-    words = []
-    typed = []
-    for option, value in options.items():
+            hydra_options[option] = value
+            continue
         # An option without a value is a switch.
         key = option.lstrip("-").replace("-", "_")
         switch = "true"
@@ -129,30 +147,55 @@ def options_problem(overrides: list[str], options: dict[str, str]) -> str:
             switch = "false"
         words.append(f"{key}={aliases.our_value(key, value or switch)}")
         typed.append(f"{option} {value}".rstrip())
-    try:
-        compose([*overrides, *words])
-        fix = shlex.join(words)
-    except (ValueError, OverrideError) as error:
-        # Those that are right stay as they are.
-        problem, _, fix = str(error).splitlines()[0].partition(". fix: ")
-        named = problem.partition("(")[2].rstrip(")").split(", ")
-        wrong = {problem.split()[0], *named}
-        right = [word for word in words if not wrong & {word, key_of(word)}]
-        fix = f"{shlex.join(right)} {fix}".strip()
+
+    if not words:
+        option, value = next(iter(hydra_options.items()))
+        reason, _ = HYDRA_OPTIONS[option]
+        fix = hydra_call(option, value, overrides)
+        return f"{reason} ({f'{option} {value}'.rstrip()}). fix: {fix}"
+
+    # Options of other programs, such as --lr 1e-3, maybe next to one of Hydra.
+    fix = as_overrides(overrides, words, check)
+    told, semicolon, remark = fix.partition("; ")
+    if hydra_options and all("=" in word for word in shlex.split(told)):
+        option, value = next(iter(hydra_options.items()))
+        fix = hydra_call(option, value, [*overrides, *shlex.split(told)]) + semicolon + remark
     return f"an override is KEY=VALUE, without dashes (got {', '.join(typed)}). fix: {fix}"
 
 
-def hydra_problem(option: str, value: str, overrides: list[str]) -> str:
-    """A line for an option of Hydra, with the call that does the same with these overrides."""
-    reason, call = HYDRA_OPTIONS[option]
+def as_overrides(
+    overrides: list[str], words: list[str], check: Callable[[list[str]], object]
+) -> str:
+    """The fix for options that were written as the overrides `words`, next to other overrides."""
+    try:
+        check([*overrides, *words])
+    except (ValueError, OverrideError) as error:
+        problem, _, fix = str(error).splitlines()[0].partition(". fix: ")
+        if fix.startswith("python -m "):  # a whole call
+            return fix
+        # Those that are right stay as they are.
+        named = problem.partition("(")[2].rstrip(")").split(", ")
+        wrong = {problem.split()[0], *named}
+        right = [word for word in words if not wrong & {word, key_of(word)}]
+        return f"{shlex.join(right)} {fix}".strip()
+    return shlex.join(words)
+
+
+def hydra_call(option: str, value: str, overrides: list[str]) -> str:
+    """The call that does the same as an option of Hydra, with these overrides."""
+    _, call = HYDRA_OPTIONS[option]
     words = [word for word in overrides if not re.match("hydra[./]", word)]
-    experiment = f"experiment={value.removesuffix('.yaml')}"
-    if option == "--config-name" and experiment in choices("experiment"):
-        words.append(experiment)
-    is_sweep = any(override.is_sweep_override() for override in parse_overrides(words))
+    choice = named_choice(value)
+    if option in CONFIG_FILES and choice is not None:
+        words.append(choice)
+    elif option in ("--config", "--config-file") and not words:
+        return HELP
+    is_sweep = any(has_several_values(word) for word in words)
     if option == "--multirun" and not is_sweep:
         words.insert(0, "attention=gqa,mha")
-    return f"{reason} ({f'{option} {value}'.rstrip()}). fix: {shlex.join([*call.split(), *words])}"
+    if call.startswith("python train.py"):  # of one run
+        words = [word.partition(",")[0] if has_several_values(word) else word for word in words]
+    return shlex.join([*call.split(), *words])
 
 
 def print_and_exit(text: str) -> NoReturn:

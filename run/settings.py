@@ -1,11 +1,12 @@
 """The configuration: its top keys as a typed class, and its composition from configs/."""
 
+import os
 import re
 import shlex
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import yaml
 from omegaconf import OmegaConf
@@ -22,8 +23,11 @@ from pydantic import (
 )
 
 from run import ROOT, aliases
-from run.cli import run_path
 from run.errors import OverrideError, as_typed, shown, suggest
+from run.paths import run_path
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 CONFIGS = ROOT / "configs"
 CPU_MICRO_BATCH = 8  # sequences, at most; larger micro-batches are not faster on a CPU
@@ -45,7 +49,20 @@ COPIES = {
     "data.context": "context",
 }
 
+# Numbers for keys that are null by default.
+TYPICAL = {
+    "steps": "1000",
+    "tokens_per_parameter": "20",
+    "micro_batch": "8",
+    "eval_tokens": "100000",
+    "profile": "5",
+}
+
 HYDRA_KEYS = {"hydra.run.dir": "run_dir", "hydra.job.name": "name"}
+
+# Keys of other programs for a file of settings.
+CONFIG_KEYS = ("config", "config_file", "config_path", "config_name", "conf", "cfg", "yaml")
+ONE_CONFIG = "overrides such as model=tiny or experiment=NAME configure a run, no file does"
 
 # What nanoGPT begins with, as `as_text` quotes it.
 OTHER_STARTS = {"resume": "resume=true", "scratch": "leave init_from out"}  # of nanoGPT
@@ -186,19 +203,23 @@ def compose(overrides: list[str], typed: list[str] | None = None) -> Settings:
 
     # Hydra refuses a + in front of a key that exists; here it is allowed.
     parsed = parse_overrides([as_text(word.lstrip("+")) for word in overrides])
-    words = [override.input_line for override in parsed]
     for override in parsed:
-        # Hydra would accept several choices of a group, but leave them out of the name.
-        if override.key_or_group in GROUPS and isinstance(override.value(), list):
-            raise OverrideError(unknown_choice(*override.input_line.split("=", 1)))
-        if override.is_sweep_override():
-            raise OverrideError(sweep_problem(override.input_line, overrides))
         check_key(override.key_or_group, override.input_line)
+        check_choice(override)
+    # Of several values, the first one stands for all, so that wrong keys are found before.
+    words = [first_value(override) for override in parsed]
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
             keys = compose_tree(words)
         except (HydraException, OmegaConfBaseException) as error:
-            raise OverrideError(composing_problem(error, words, typed or words)) from None
+            is_comparison = typed is not None
+            typed = typed or [unquoted(override) for override in parsed]
+            problem = composing_problem(error, words, typed, is_comparison=is_comparison)
+            raise OverrideError(problem) from None
+    for override in parsed:
+        sweep = sweep_of(override)
+        if sweep is not None:
+            raise OverrideError(sweep_problem(override.input_line, sweep, overrides))
     for part in PARTS:
         del keys[part]
     # A config that is saved has the path of a run that is given by its name.
@@ -226,14 +247,68 @@ def compose_tree(words: list[str]) -> dict:
     return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
-def sweep_problem(word: str, words: list[str]) -> str:
-    """A line for an override with several values, which are a comparison, a list or a text."""
+def sweep_of(override: "Override") -> str | None:
+    """An override with several values as Hydra's sweep KEY=A,B; None for one with a single value.
+
+    A list is one if no list can be meant: no key of train.yaml takes one.
+    """
+    word = override.input_line
     key, _, value = word.partition("=")
-    fix = f"python -m tools.compare {shlex.join(words)}"
+    if override.is_sweep_override():
+        return word
+    items = override.value()
+    if key in defaults() and isinstance(items, list) and len(items) > 1:
+        return f"{key}={value.strip('[]')}"
+    return None
+
+
+def unquoted(override: "Override") -> str:
+    """An override as it was typed, before as_text() quoted a value without quotes."""
+    plain = f"{override.input_line.partition('=')[0]}={override.value()}"
+    return plain if as_text(plain) == override.input_line else override.input_line
+
+
+def has_several_values(word: str) -> bool:
+    """Whether an override is a sweep, and not a list, a dict or a text with commas."""
+    is_sweep = re.search(r"""=[^[{("']*,|=(range|choice|glob)\(""", word) is not None
+    return is_sweep and key_of(word) not in TEXT_KEYS
+
+
+def first_value(override: "Override") -> str:
+    """An override with the first of several values, as far as it has some."""
+    sweep = sweep_of(override)
+    if sweep is None:
+        return override.input_line
+    key, _, values = sweep.partition("=")
+    if override.is_sweep_override():
+        if not override.is_discrete_sweep():  # such as interval(0,1)
+            fix = re.sub(r"=.*\((.*)\)$", r"=\1", sweep)
+            raise OverrideError(f"an interval has no values to train with ({sweep}). fix: {fix}")
+        values = next(override.sweep_string_iterator())
+    first = values.partition(",")[0]
+    if key in CHOSEN:
+        (first,) = nearest_choices(key, [first])
+    return f"{key}={first}"
+
+
+def sweep_problem(word: str, sweep: str, words: list[str]) -> str:
+    """A line for an override with several values, which are a comparison, a list or a text."""
+    key, _, value = sweep.partition("=")
+    sweep = nearest_choice(sweep)
+    if is_one_number(value):
+        return f"a number has no commas (got {word}). fix: {key}={value.replace(',', '')}"
+    compared = [sweep if other.lstrip("+") == word else other for other in words]
+    fix = f"python -m tools.compare {shlex.join(compared)}"
     if key not in defaults() and "(" not in value:  # as in range(3)
         as_list = shlex.quote(f"{key}=[{value}]")
         fix += f"; or, for a list, {as_list}; or, for a text, {shlex.quote(quoted(word))}"
     return f"several values for one run ({word}). fix: {fix}"
+
+
+def is_one_number(value: str) -> bool:
+    """Whether the commas of a value separate the thousands of a number, as in 10,000."""
+    is_number = re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value) is not None
+    return is_number and ",0" in value  # 100,200 may be two numbers
 
 
 def check_key(key: str, word: str) -> None:
@@ -268,7 +343,16 @@ def check_text(key: str, value: str) -> None:
         raise ValueError(f"not a run ({key}={value}). fix: {OTHER_STARTS[value]}")
 
 
-def parse_overrides(words: list[str]) -> list:
+def check_choice(override: "Override") -> None:
+    """Raise OverrideError for a choice that is a number, or a list of a single choice."""
+    value = override.value()
+    is_single = isinstance(value, list) and len(value) == 1
+    if override.key_or_group in CHOSEN and (is_single or isinstance(value, int | float)):
+        group, _, name = override.input_line.partition("=")
+        raise OverrideError(unknown_choices(group, [name]))
+
+
+def parse_overrides(words: list[str]) -> list["Override"]:
     """Parse KEY=VALUE, or ~GROUP.KEY, which deletes a key, into Hydra's Override objects.
 
     Raises ValueError for other words, and OverrideError for a value that Hydra cannot read.
@@ -278,14 +362,11 @@ def parse_overrides(words: list[str]) -> list:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
 
-    for word in words:
-        if not re.match(r"~\w+\.|[^-~][^=]*=", word):
-            key, _, value = word.lstrip("+-~").partition("=")
-            value = value or defaults().get(key)
-            fix = HELP
-            if key and value is not None:
-                fix = f"{key}={value}, or another value"
-            raise ValueError(f"an override is KEY=VALUE, without dashes (got {word}). fix: {fix}")
+    bare = [word for word in words if not re.match(r"~\w+\.|[^-~][^=]*=", word)]
+    if bare:
+        got = " ".join(bare)
+        fix = named_fix(bare, words) or HELP
+        raise ValueError(f"an override is KEY=VALUE, without dashes (got {got}). fix: {fix}")
     GlobalHydra.instance().clear()  # a notebook may have initialized it
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -297,6 +378,52 @@ def parse_overrides(words: list[str]) -> list:
     except OverrideParseException as error:
         fix = shlex.quote(quoted(error.override))
         raise OverrideError(f"not a value ({error.override}). fix: {fix}") from None
+
+
+def named_fix(bare: list[str], words: list[str]) -> str | None:
+    """The overrides that are meant by words without an equals sign, among all `words`.
+
+    Such a word is a key, whose default is told, the name of a choice, or the yaml of one.
+    None for other words.
+    """
+    fixes = []
+    values = {}  # by the groups of the words that name a choice
+    for word in bare:
+        key, _, value = word.lstrip("+-~").partition("=")
+        value = value or defaults().get(key)
+        choice = named_choice(word)
+        if choice is not None:
+            group, _, name = choice.partition("=")
+            values.setdefault(group, []).append(name)
+        elif key and value is not None:
+            fixes.append(f"{key}={value}, or another value")
+        else:
+            return None
+
+    # The shell splits a list behind its comma: attention=gqa, mha.
+    others = [word for word in words if word not in bare]
+    for group, names in values.items():
+        for word in others:
+            if word.startswith(f"{group}="):
+                names[:0] = filter(None, word.partition("=")[2].strip("[]").split(","))
+        fixes.append(f"{group}={','.join(names)}")
+    if any(len(names) > 1 for names in values.values()):
+        kept = [word for word in others if word.partition("=")[0] not in values]
+        return f"python -m tools.compare {shlex.join([*kept, *fixes])}"
+    return " ".join(fixes)
+
+
+def named_choice(word: str) -> str | None:
+    """The choice that a name or the path of a yaml means: model=15m for 15m and model/15m.yaml."""
+    path = Path(re.sub(r"\.ya?ml$", "", word))
+    folder = path.parent.name
+    is_other_file = os.path.isfile(word) and not folder
+    # Of an experiment and another group with one name, the experiment is meant.
+    for choice in sorted(choices(), key=lambda choice: not choice.startswith("experiment")):
+        group, _, name = choice.partition("=")
+        if path.name == name and folder in ("", group) and not is_other_file:
+            return choice
+    return None
 
 
 def as_integer(override: str) -> str:
@@ -328,15 +455,18 @@ def quoted(override: str) -> str:
     return f'{key}="{value}"'
 
 
-def composing_problem(error: Exception, words: list[str], typed: list[str]) -> str:
+def composing_problem(
+    error: Exception, words: list[str], typed: list[str], *, is_comparison: bool
+) -> str:
     """A line for an error that Hydra raised for the overrides `words`: the problem and a fix.
 
-    It names the overrides as they are in `typed`.
+    It names the overrides as they are in `typed`, for a comparison or for train.py.
     """
     from hydra.errors import HydraException, MissingConfigException
 
     if isinstance(error, MissingConfigException):
-        return unknown_choice(*error.missing_cfg_file.split("/", 1))
+        group, _, choice = error.missing_cfg_file.partition("/")
+        return unknown_choices(group, [choice])
     # Hydra reports the first key that is missing; find all of them, unless the choices of the
     # groups are what cannot be composed, such as data=${x}.
     choosing = [word for word in words if word.partition("=")[0] in CHOSEN]
@@ -344,7 +474,7 @@ def composing_problem(error: Exception, words: list[str], typed: list[str]) -> s
         own = dict(flatten(compose_tree(choosing)))
         wrong = [word for word in typed if not is_known(word, own, typed)]
         if wrong:
-            return unknown_keys(wrong, own, typed)
+            return unknown_keys(wrong, own, typed, is_comparison=is_comparison)
     first_line = str(error).splitlines()[0]
     return f"{first_line.rstrip('.')}. fix: {HELP}"
 
@@ -371,28 +501,65 @@ def describe(problem: dict) -> str:
     rule = re.sub("^(Input|String) should", "must", problem["msg"])
     rule = re.sub("True|False", lambda word: word[0].lower(), rule)
     annotation = Settings.model_fields[key].annotation
-    fix = aliases.nearest_value(key, value, annotation) or defaults()[key]
+    fix = aliases.nearest_value(key, value, annotation) or aliases.meant_number(key, value)
+    if fix is None and isinstance(value, list):  # of a single value
+        fix = ",".join(as_typed(item) for item in value)
+    fix = fix or TYPICAL.get(key) or defaults()[key]
     more = "or what --help lists"
     if key == "device" and re.fullmatch(r"cuda:\d+", str(value)):
         more = f"and CUDA_VISIBLE_DEVICES={value[5:]} in front of python"
     return f"{key} {rule} (got {shown(value)}). fix: {key}={fix}, {more}"
 
 
-def unknown_choice(group: str, choice: str) -> str:
-    """A line for a choice that a group does not have, with the closest one, or all."""
+def check_choices(group: str, names: list[str]) -> None:
+    """Raise OverrideError for names of choices that a group does not have."""
     known = choices(group)
-    word = f"{group}={aliases.our_value(group, choice)}"
-    fix = word if word in known else suggest(word, known)
-    return f"unknown ({group}={choice}). fix: {fix or ' or '.join(known)}"
+    if not all(f"{group}={name}" in known for name in names):
+        raise OverrideError(unknown_choices(group, names))
 
 
-def unknown_keys(wrong: list[str], own: dict, words: list[str]) -> str:
+def nearest_choices(group: str, names: list[str]) -> list[str]:
+    """The choices of a group that are closest to these names, each once; others stay."""
+    known = choices(group)
+    nearest = []
+    for name in names:
+        word = f"{group}={aliases.our_value(group, name.strip('[] '))}"
+        if word not in known:
+            word = suggest(word, known) or f"{group}={name}"
+        nearest.append(word.partition("=")[2])
+    return list(dict.fromkeys(nearest))
+
+
+def nearest_choice(word: str) -> str:
+    """An override with the closest choices if its key is a group, else as it is."""
+    key, _, value = word.partition("=")
+    if key not in CHOSEN:
+        return word
+    return f"{key}={','.join(nearest_choices(key, value.split(',')))}"
+
+
+def unknown_choices(group: str, names: list[str]) -> str:
+    """A line for names of which some are no choice of a group, with the closest ones, or all."""
+    known = choices(group)
+    wrong = [f"{group}={name}" for name in names if f"{group}={name}" not in known]
+    nearest = nearest_choices(group, names)
+    right = [name for name in nearest if f"{group}={name}" in known]
+    fix = f"{group}={','.join(right)}"
+    if not right:
+        fix = " or ".join(known)
+    elif len(right) < len(nearest):
+        fix += f"; there are {', '.join(known)}"
+    return f"unknown ({', '.join(wrong)}). fix: {fix}"
+
+
+def unknown_keys(wrong: list[str], own: dict, words: list[str], *, is_comparison: bool) -> str:
     """A line for the overrides in `words` with a key that does not exist, with keys that do.
 
     `own` are the keys of the chosen presets, with their values.
     """
     # Our values, which are needed to convert the values of other programs.
     given = {key: as_typed(value) for key, value in own.items()}
+    typed = [key_of(word) for word in words]
     for word in words:
         given[key_of(word)] = word.partition("=")[2]
 
@@ -402,19 +569,28 @@ def unknown_keys(wrong: list[str], own: dict, words: list[str]) -> str:
     for word in wrong:
         key, _, value = word.lstrip("+~").partition("=")
         group = key.partition(".")[0]
-        if aliases.is_foreign(key):
+        if key in CONFIG_KEYS:
+            fixes.append(named_choice(value) or HELP)
+            remarks.append(ONE_CONFIG)
+        elif aliases.is_foreign(key):
             foreign[key] = value
         elif "." in key and f"{group}={value}" in choices(group):  # attention.type=mla
             fixes.append(f"{group}={value}")
         elif nearest := nearest_key(key, own):
             fixes.append(f"{nearest}={shlex.quote(value or 'VALUE')}")
+            # In a group of another program, as in trainer.max_epochs, it alone ends a run.
+            if "." in key and nearest in aliases.LENGTHS and "max_minutes" not in typed:
+                fixes.append("max_minutes=null")
         else:
             remarks.append(HELP if len(wrong) == 1 else f"{key}: {HELP}")
-    translated, more = aliases.translate(foreign, given)
+    translated, more = aliases.translate(foreign, given, typed)
     for key, value in translated.items():
         fixes.append(known_override(key, value, own, translated))
 
     new = [fix for fix in dict.fromkeys(fixes) if fix not in words]
+    right = [nearest_choice(word) for word in words if word not in wrong]
+    if not is_comparison and any(has_several_values(word) for word in [*right, *new]):
+        new = ["python -m tools.compare", *map(shlex.quote, right), *new]
     told = [" ".join(new), *dict.fromkeys(remarks + more)]
     names = ", ".join(key_of(word) for word in wrong)
     return f"unknown ({names}). fix: {'; '.join(filter(None, told))}"
@@ -442,8 +618,12 @@ def known_override(key: str, value: str, own: Collection[str], others: Collectio
 
     `others` are the keys that the others are replaced by, which may choose another preset.
     """
-    if key in GROUPS and f"{key}={value}" not in choices(key):
-        return " or ".join(choices(key))
+    if key in GROUPS:
+        nearest = nearest_choice(f"{key}={value}")
+        names = nearest.partition("=")[2].split(",")
+        if not all(f"{key}={name}" in choices(key) for name in names):
+            return " or ".join(choices(key))
+        return nearest
     if key not in (*own, *GROUPS) and key.partition(".")[0] not in others:
         key = nearest_key(key, own) or key
     return f"{key}={shlex.quote(value)}"

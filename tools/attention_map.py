@@ -31,7 +31,9 @@ Maps = dict[int, Tensor]  # weights (H, T, T) by the number of the layer
 def main() -> None:
     parser = Parser("python -m tools.attention_map", __doc__, "quote the prompt")
     parser.add_argument("prompt", help="text whose tokens attend to each other")
-    parser.add_argument("--out", type=user_path, required=True, help="a .png or .svg")
+    parser.add_argument(
+        "--out", type=user_path, required=True, metavar="map.png", help="a .png or .svg"
+    )
     add_model_options(parser)
     args = parser.parse_args()
     with errors.user_input(), waiting("drawing a square for each head"):

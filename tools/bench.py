@@ -57,7 +57,9 @@ Step = Callable[[], Seconds]  # trains for a step, or decodes all tokens
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser("python -m tools.bench", __doc__, "train or decode, and then KEY=VALUE")
+    parser = Parser(
+        "python -m tools.bench", __doc__, "train or decode, and then KEY=VALUE", check=compose
+    )
     add = parser.add_argument
     add("kind", choices=COMPETITORS, help="what is measured")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")

@@ -12,6 +12,7 @@ from data.tokenizer import Tokenizer, tokenizer_file
 from model.build import build_model
 from run import checkpoint, errors
 from run.cli import Parser, user_path
+from run.settings import compose
 from tools.export_hf import new_folder, save_checkpoint
 from tools.formats import converted_model
 
@@ -21,11 +22,12 @@ def parse_arguments() -> argparse.Namespace:
         "python -m tools.convert",
         __doc__,
         "MODEL attention=PRESET attention.KEY=VALUE --out FOLDER",
+        check=compose,
     )
     add = parser.add_argument
     add("model", type=user_path, help="a run or a checkpoint")
     add("overrides", nargs="+", metavar="KEY=VALUE", help="of attention, as for train.py")
-    add("--out", type=user_path, required=True, help="a new folder")
+    add("--out", type=user_path, required=True, metavar="FOLDER", help="a new folder")
     return parser.parse_args()
 
 
@@ -44,7 +46,7 @@ def convert(args: argparse.Namespace) -> list[str]:
     """Write the model with another attention; return lines about what has changed."""
     # What can be wrong is found before a file is written.
     with errors.user_input():
-        path = checkpoint.find_model(args.model)
+        path = checkpoint.find_model(args.model, "")
         tree = checkpoint.load_model_config(path)
         new_tree = converted_model.convert_config(tree, args.overrides)
         tokenizer = Tokenizer.load(tokenizer_file(path))

@@ -12,6 +12,7 @@ from run import cli, errors
 from run.progress import waiting
 from run.settings import choices, compose
 from tools import import_torch
+from tools.compare.sweep import expand_sweep
 
 COLUMNS = (
     "attention",
@@ -30,11 +31,14 @@ next: python train.py attention=NAME, with the same overrides"""
 
 
 def main(arguments: list[str]) -> None:
-    parser = cli.Parser("python -m tools.cost", __doc__, "such as model=124m context=4096")
+    parser = cli.Parser(
+        "python -m tools.cost", __doc__, "such as model=124m context=4096", check=expand_sweep
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
     overrides = parser.parse_args(arguments).overrides
 
     # Take out the attentions, each of which is a row.
+    expand_sweep(overrides)  # which checks all of them
     names = []
     others = []
     for override in overrides:

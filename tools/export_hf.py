@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser("python -m tools.export_hf", __doc__, "such as --run runs/NAME --out FOLDER")
     add_run_option(parser)
     add = parser.add_argument
-    add("--out", type=user_path, required=True, help="a new folder")
+    add("--out", type=user_path, required=True, metavar="FOLDER", help="a new folder")
     add("--dtype", choices=DTYPES, default="f32", help="of weights")
     return parser.parse_args()
 

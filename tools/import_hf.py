@@ -4,10 +4,12 @@ python -m tools.import_hf my/SmolLM2-135M --out models/smollm2
 """
 
 import argparse
+import shlex
 
 from model.build import build_model
 from run import errors
 from run.cli import Parser, user_path
+from run.paths import is_run
 from run.progress import say
 from tools.export_hf import new_folder, save_checkpoint
 from tools.formats.hf_config import from_hf_config
@@ -29,7 +31,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "folder", type=user_path, help="with config.json, safetensors and a tokenizer"
     )
-    parser.add_argument("--out", type=user_path, required=True, help="a new folder")
+    parser.add_argument(
+        "--out", type=user_path, required=True, metavar="FOLDER", help="a new folder"
+    )
     return parser.parse_args()
 
 
@@ -43,6 +47,9 @@ def import_model(args: argparse.Namespace) -> None:
     """Read a model of transformers and write it as a checkpoint."""
     # All that can be wrong with the folder is found before a file is written.
     with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
+        if is_run(args.folder):
+            fix = f"python generate.py PROMPT --run {shlex.quote(str(args.folder))}"
+            raise ValueError(f"a run of ours needs no import ({args.folder}). fix: {fix}")
         config = read_json(args.folder / "config.json")
         architecture, tree = from_hf_config(config)
         tokenizer = import_tokenizer(args.folder)

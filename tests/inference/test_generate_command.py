@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from inference import generate_text, load, stream_text
 from inference.batch import Sequence
 from inference.text import detokenize
-from run import sealed
+from run import checkpoint, sealed
 from tests.conftest import LONG, ROOT, Result, saved, tree_of
 
 GREEDY = " --temperature 0 --max-new-tokens "
@@ -74,6 +75,21 @@ OPTIONS = {
     "--ckpt runs/drawn": "--run runs/drawn",
     "--checkpoint runs/drawn": "--run runs/drawn",
     "--model runs/drawn": "--run runs/drawn",
+    "--ckpt runs/drawn/ckpt.pt": "--run runs/drawn",
+    "--ckpt=runs/drawn/ckpt.pt": "--run runs/drawn",
+    "--checkpoint runs/drawn/checkpoints": "--run runs/drawn",
+    "--checkpoint drawn/checkpoints/step-00000001/model.safetensors": "--run "
+    "runs/drawn/checkpoints/step-00000001",
+    "--greedy": "--temperature 0",
+    "--do_sample": "leave it out, as python generate.py does so anyway",
+    "--do_sample=false": "--temperature 0",
+    "--do-sample False": "--temperature 0",
+    "--no-sample": "--temperature 0",
+    "--use_cache=False": "--no-cache",
+    "--stream": "leave it out, as python generate.py does so anyway",
+    "--cpu": "--device cpu",
+    "--load_in_8bit": "--dtype int8",
+    "runs/drawn": "--run runs/drawn",
     "--tempreature 1": "--temperature 1",
     "--no_cach": "--no-cache",
     "max_new_tokens=5": "--max-new-tokens 5",
@@ -82,12 +98,48 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("typed", OPTIONS)
-def test_an_option_of_another_program_is_answered(command, typed):
+def test_an_option_of_another_program_is_answered(command, drawn_run, typed):
     result = command("generate.py", "Ann had", *typed.split())
     (line,) = result.err.splitlines()
     problem, _, fix = line.partition(". fix: ")
     assert (result.code, fix.partition(";")[0]) == (2, OPTIONS[typed])
     assert problem.startswith(f"error: unrecognized arguments: {typed.split()[0]}")
+    if fix.startswith("--"):
+        words = ["--max-new-tokens", "2", *shlex.split(fix.partition(";")[0])]
+        command("generate.py", "Ann had", *words).succeeded()
+
+
+def test_a_switch_has_no_value(command):
+    for value, fix in (("true", "--no-cache"), ("false", "leave --no-cache out")):
+        result = command("generate.py", "Ann had", f"--no-cache={value}")
+        assert result.code == 2 and result.err.endswith(f". fix: {fix}\n")
+
+
+def test_the_path_of_a_run_is_no_prompt(command, drawn_run):
+    result = command("generate.py", str(drawn_run))
+    assert result.code == 2 and result.err.endswith(". fix: --run runs/drawn PROMPT\n")
+    # Its name may be one.
+    command("generate.py", "drawn", "--max-new-tokens", "2").succeeded()
+
+
+# Paths that are no run: the one that is meant.
+NO_RUNS = {
+    "runs/drawn/ckpt.pt": "runs/drawn",
+    "runs/drawn/checkpoints": "runs/drawn",
+    "runs/drawn/checkpoints/step-00000001/state.pt": "runs/drawn/checkpoints/step-00000001",
+    "runs/drawm": "runs/drawn",
+    "drwan": "runs/drawn",
+}
+
+
+@pytest.mark.parametrize("path", NO_RUNS)
+def test_a_path_near_a_run_is_answered_with_the_run(drawn_run, path):
+    for option in ("--run ", "init_from=", "distill=", ""):
+        with pytest.raises(ValueError, match=r"^not a run") as refused:
+            checkpoint.find_model(path, option)
+        fix = str(refused.value).partition(". fix: ")[2]
+        assert fix == f"{option}{NO_RUNS[path]}"
+    assert checkpoint.find_model(NO_RUNS[path]).parent.parent == drawn_run
 
 
 def test_a_terminal_shows_the_prompt_dimmed(generate, monkeypatch):

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from data.files import find_files
 from run import aliases, errors
 from run.errors import OverrideError
+from run.instantiate import instantiate
 from run.settings import GROUPS, compose, defaults
 from tests.conftest import ROOT, TINY
 from tools.compare.plan import plan_variants
@@ -21,7 +23,7 @@ from training.setup import set_up_run, unused_keys
 # What is typed: the exit code, and what the line says.
 CONFIGS = {
     # Keys that are mistyped, without their group, or of another name elsewhere.
-    "lr=0.1": (1, "fix: optimizer.lr=0.1"),
+    "lr=0.1": (1, "fix: optimizer=adamw optimizer.lr=0.1 optimizer.reference=null; lr: "),
     "optimizer.lr": (2, "without dashes (got optimizer.lr)"),
     "max_minutes": (2, "fix: max_minutes=5"),
     "batch_token=512": (1, "fix: batch_tokens=512"),
@@ -81,6 +83,22 @@ CONFIGS = {
     "init_from=scratch": (2, "fix: leave init_from out"),
     "steps=0": (2, "steps must be greater than 0 (got 0). fix: steps=null"),
     "steps=nul": (2, "fix: steps=null"),
+    "steps=1,000": (1, "a number has no commas (got steps=1,000). fix: steps=1000"),
+    "steps=1e3.5": (2, "fix: steps=1000"),
+    "steps=10k": (2, "fix: steps=10000"),
+    "steps=[10]": (2, "fix: steps=10"),
+    "profile=true": (2, "fix: profile=5"),
+    "profile=false": (2, "fix: profile=null"),
+    "eval_tokens=true": (2, "fix: eval_tokens=100000"),
+    "clip=false": (2, "fix: clip=null"),
+    "batch_tokens=0.5M": (2, "fix: batch_tokens=524288"),
+    "context=4k batch_tokens=65536": (2, "fix: context=4096"),
+    "max_minutes=2h": (2, "fix: max_minutes=120"),
+    "max_minutes=90s": (2, "fix: max_minutes=1.5"),
+    "data.vocab_size=8k": (
+        2,
+        "data.vocab_size must be a whole number (got '8k'). fix: data.vocab_size=8000",
+    ),
     "context=1": (2, "fix: context=256"),
     "max_minutes=inf": (2, "max_minutes must be a finite number (got inf)"),
     "seed=true": (2, "seed must be a valid integer (got true)"),
@@ -92,27 +110,38 @@ CONFIGS = {
     "data=track max_minutes=null": (2, "the run has no end"),
     "sharded=true": (2, "nothing to shard over"),
     "attention=null": (2, "must be a string or a list"),
-    "model=[1]": (1, "unknown (model=[1]). fix: model=124m or "),
-    "attention=[gqa,mla]": (1, "unknown (attention=[gqa,mla])"),
+    "model=[1]": (1, "unknown (model=[1]). fix: model=1b"),
+    "attention=[gqa,mla]": (1, "fix: python -m tools.compare name=test attention=gqa,mla"),
+    "attention=[gqa]": (1, "unknown (attention=[gqa]). fix: attention=gqa"),
+    "attention=gqa,mlaa": (1, "fix: python -m tools.compare name=test attention=gqa,mla"),
+    "model=124": (1, "fix: model=124m"),
+    "steps=[10,20]": (1, "fix: python -m tools.compare name=test steps=10,20"),
+    "steps=10,20 lr=1e-3": (1, "fix: python -m tools.compare name=test steps=10,20 optimizer="),
     "data=recall data.pairs=[4,4]": (2, "a number comes twice (got [4, 4])"),
     "data=text data.path=my/texts data.separator=it's": (1, """fix: 'data.separator="it'"'"'s"'"""),
     "data=text data.path=my/texts data.text_field=7": (2, """fix: 'data.text_field="7"'"""),
     "steps=${stepps}": (1, "stepps"),
     "distill_weight=0.9": (2, "fix: leave distill_weight out"),
     # Values in groups: types, and what the constructors refuse.
-    "optimizer.lr=nan": (2, "optimizer.lr must be float (got nan)"),
+    "optimizer.lr=nan": (2, "optimizer.lr must be a finite number (got nan)"),
     "optimizer.lr=fast": (2, "fix: leave optimizer.lr out"),
     "optimizer.lr=0": (2, "nothing is learned"),
-    "optimizer.betas=0.9": (2, "must be list[float] (got 0.9)"),
+    "optimizer.betas=0.9": (
+        2,
+        "must be a list of numbers (got 0.9). fix: 'optimizer.betas=[0.9,0.95]'",
+    ),
     "optimizer.betas=[0.9,-1]": (2, "optimizer.betas"),
     "optimizer=adamw optimizer.betas=[0.9]": (2, "betas"),
-    "attention.sink=no": (2, "attention.sink must be bool (got 'no'). fix: attention.sink=false"),
+    "attention.sink=no": (
+        2,
+        "attention.sink must be true or false (got 'no'). fix: attention.sink=false",
+    ),
     "attention.window=None": (2, "fix: attention.window=null"),
-    "model.dim=null": (2, "model.dim must be int (got null)"),
-    "data=recall data.pairs=4": (2, "fix: 'data.pairs=[4]'"),
+    "model.dim=null": (2, "model.dim must be a whole number (got null)"),
+    "data=recall data.pairs=x": (2, "a list of whole numbers (got 'x'). fix: 'data.pairs=[4,8]'"),
     "attention=nope attention.pattern=rope": (2, "fix: 'attention.pattern=[rope]'"),
     "attention.softcap=0": (2, "attention.softcap is too small (got 0)"),
-    "attention.softcap=true": (2, "softcap must be float | None (got true)"),
+    "attention.softcap=true": (2, "softcap must be a finite number or null (got true)"),
     "attention.kv_heads=3": (2, "kv_heads=3"),
     "attention.kv_heads=-1": (2, "attention.kv_heads"),
     "attention.window=0": (2, "attention.window"),
@@ -132,8 +161,11 @@ CONFIGS = {
     "attention=shared_kv attention.share=all": (2, "'all'"),
     "model.heads=0": (2, "model.heads"),
     "model.heads=3": (2, "heads=3"),
-    "model.dim=wide": (2, "model.dim must be int (got 'wide'). fix: leave model.dim out"),
-    "ffn.activation=gleu": (2, "'relu2'] (got 'gleu'). fix: ffn.activation=gelu"),
+    "model.dim=wide": (
+        2,
+        "model.dim must be a whole number (got 'wide'). fix: leave model.dim out",
+    ),
+    "ffn.activation=gleu": (2, "'silu', 'gelu' or 'relu2' (got 'gleu'). fix: ffn.activation=gelu"),
     "ffn.activation=swish": (2, "fix: ffn.activation=silu"),
     "schedule.warmup=0.5": (2, "fix: leave schedule.warmup out"),
     "schedule.cooldown=2": (2, "cooldown"),
@@ -141,7 +173,6 @@ CONFIGS = {
     "device=cuda": (2, "device=cuda"),
     "data=text": (2, "data.path"),
     "data=text data.path=my/*.md": (2, "my/*.md"),
-    "data=text data.path=[my/texts,absent]": (2, "(path='my/texts')"),
     "data=text data.path=": (2, "(path='')"),
     "init_from=absent": (2, "absent"),
 }
@@ -209,7 +240,20 @@ FOREIGN = {
     "device_batch_size=4 total_batch_size=8192": "batch_tokens=8192 micro_batch=4",
     "eval_iters=20": "eval_tokens=81920",
     "learning_rate=6e-4": "optimizer=adamw optimizer.lr=6e-4 optimizer.reference=null",
-    "lr=0.1": "optimizer.lr=0.1",
+    "lr=0.1": "optimizer=adamw optimizer.lr=0.1 optimizer.reference=null",
+    "optimizer=adamw lr=1e-3": "optimizer.lr=1e-3 optimizer.reference=null",
+    "optimizer=muon lr=0.02": "optimizer.lr=0.02",
+    "training.lr=1e-3": "optimizer=adamw optimizer.lr=1e-3 optimizer.reference=null",
+    "embedding_lr=0.35": "optimizer.reference.embedding=10",  # 0.35 / 0.035
+    "matrix_lr=0.02 unembedding_lr=0.004": "optimizer.lr=0.02 optimizer.reference.head=0.2",
+    "lr=1e-3 embedding_lr=0.1": "optimizer=adamw optimizer.lr=1e-3 optimizer.reference=null",
+    "trainer.max_epochs=3": "max_epochs=3 max_minutes=null",
+    "trainer.max_epochs=3 max_minutes=9": "max_epochs=3",
+    "max_iters=100 max_minutes=9": "steps=100",
+    "data=text data.glob=my/*.txt": "data.path=my/*.txt",
+    "data=text data.dir=my/texts": "data.path=my/texts",
+    "config=configs/model/15m.yaml": "model=15m",
+    "random_seed=3": "seed=3",
     "learning_rate=6e-4 min_lr=6e-5": "optimizer=adamw optimizer.lr=6e-4 optimizer.reference=null "
     "schedule.floor=0.1",
     "beta1=0.8": "optimizer.betas=[0.8,0.95]",
@@ -263,6 +307,8 @@ EXAMPLES = {
     "attention.bias": "True",
     "attention.rope_fraction": "0.5",
     "ffn.activation": "gelu_new",
+    "attention": "mha",
+    "seed={seeds}": "1",
     "compile": "True",
     "activation_checkpointing": "True",
 }
@@ -277,11 +323,12 @@ def test_every_fix_for_a_word_of_another_program_composes():
         assert told, name
         fixes.add(tuple(f"{key}={value}" for key, value in told.items()))
     assert len(fixes) > 50
-    # Many are composed at once: a key is given again after it has been composed.
+    # Many are composed at once: a key is given again after it has been composed, and another rate.
     waiting = []
     for fix in sorted(fixes, key=lambda fix: fix[0].count(".")):
         keys = {word.partition("=")[0] for word in waiting}
-        if keys & {word.partition("=")[0] for word in fix}:
+        has_rate = "reference" in " ".join(waiting) and "reference" in " ".join(fix)
+        if has_rate or keys & {word.partition("=")[0] for word in fix}:
             compose(waiting)
             waiting = []
         waiting += fix
@@ -411,7 +458,20 @@ OPTIONS = {
     "--cfg job --package model": "python train.py --cfg job",
     "--cfg hydra": "python train.py --cfg job",
     "--hydra-help": "python train.py --help",
-    "--lr 1e-3": "optimizer.lr=1e-3",
+    "--config-name tiny": "python train.py model=tiny",
+    "-cn tiny attention=mha": "python train.py attention=mha model=tiny",
+    "--config configs/experiment/fineweb.yaml": "python train.py experiment=fineweb",
+    "--config-file model/tiny.yaml": "python train.py model=tiny",
+    "--config mine.yaml": "python train.py --help, which lists all",
+    "-c mine.yaml model=tiny": "python train.py model=tiny",
+    "--lr 1e-3": "optimizer=adamw optimizer.lr=1e-3 optimizer.reference=null",
+    "--lr 1e-3 --cfg job": "python train.py --cfg job optimizer=adamw optimizer.lr=1e-3 "
+    "optimizer.reference=null",
+    "--cfg job --depth 3 model=tiny": "python train.py --cfg job model=tiny model.depth=3",
+    "--batch-size 8 -m attention=gqa,mha": "python -m tools.compare attention=gqa,mha "
+    "batch_tokens=2048",
+    "--attention gqa,mha --max_minutes 1": "python -m tools.compare attention=gqa,mha max_minutes=1",
+    "--seeds 0 1": "python -m tools.compare seed=0,1",
     "--learning-rate=1e-3 optimizer=adamw": "optimizer.lr=1e-3 optimizer.reference=null",
     "--batch-size 8 --block_size 64": "context=64 batch_tokens=512",
     "--attention mha --depth=3 --max_minutes 1": "attention=mha max_minutes=1 model.depth=3",
@@ -437,7 +497,72 @@ def test_an_option_is_answered_with_what_does_the_same(command, typed):
         compose([word for word in [called, *words] if "=" in word])
 
 
+# Words without an equals sign, and the overrides or the call that they are taken for.
+BARE = {
+    "gqa": "attention=gqa",
+    "tiny gqa": "model=tiny attention=gqa",
+    "configs/experiment/tinystories.yaml": "experiment=tinystories",
+    "model/15m": "model=15m",
+    "gqa mha": "python -m tools.compare attention=gqa,mha",
+    "attention=gqa mha model=tiny": "python -m tools.compare model=tiny attention=gqa,mha",
+    "seed=range(2) lr=1e-3": "python -m tools.compare 'seed=range(2)' optimizer=adamw "
+    "optimizer.lr=1e-3 optimizer.reference=null",
+    "attention=gqa, mha": "python -m tools.compare attention=gqa,mha",
+    "seeds=3": "python -m tools.compare seed=0,1,2",
+    "attention=gqa,mhaa lr=1e-3": "python -m tools.compare attention=gqa,mha optimizer=adamw "
+    "optimizer.lr=1e-3 optimizer.reference=null",
+}
+
+
+@pytest.mark.parametrize("typed", BARE)
+def test_names_without_a_key_are_answered_with_it(typed):
+    with pytest.raises((ValueError, OverrideError)) as refused:
+        compose(typed.split())
+    fix = str(refused.value).partition(". fix: ")[2].partition(";")[0]
+    assert fix == BARE[typed]
+    expand_sweep([word for word in shlex.split(fix) if "=" in word])
+
+
+def test_a_file_of_the_user_is_no_choice(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").touch()
+    with pytest.raises(ValueError, match=re.escape("(got tiny.yaml). fix: python train.py --help")):
+        compose(["tiny.yaml"])
+
+
+def test_one_number_is_taken_for_a_list_of_it():
+    settings = compose(["name=test", "data=recall", "data.pairs=4"])
+    assert instantiate(settings.data, "data").pairs == [4]
+
+
+def test_all_missing_paths_are_named(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("here.txt").write_text("text", encoding="utf-8")
+    with pytest.raises(ValueError, match="absent") as refused:
+        find_files(["absent", "here.txt", "gone"], (".txt",))
+    lines = str(refused.value).splitlines()
+    assert ["path='absent'" in lines[0], "path='gone'" in lines[1], len(lines)] == [True, True, 2]
+
+
 COMPARED = {
+    "attention=[gqa,mha]": "attention=gqa,mha",
+    "attention=gqa,mha seed=[0,1]": "seed=0,1",
+    "attention=gqa,mha seeds=2": "seed=0,1",
+    "attention=gqa,mhaa": "attention=gqa,mha",
+    "attention=gqa,zyzzyva,mhaa": "attention=gqa,mha",
+    "attention=gqa optimizer=muon,adam": "optimizer=muon,adamw",
+    "attention=gqa,mha steps=1,000": "steps=1000",
+    "--variants gqa,mha": "attention=gqa,mha",
+    "--variants gqa,mhaa": "attention=gqa,mha",
+    "--attention gqa,mha": "attention=gqa,mha",
+    "attention=gqa,mha --dim 64,96": "model.dim=64,96",
+    "--attention gqa mha --quick": "attention=gqa,mha",
+    "attention=gqa,mha --seeds 0 1": "seed=0,1",
+    "attention=gqa,mha --seeds 2 --tune": "seed=0,1",
+    "attention=gqa,mha --seed 0,1": "seed=0,1",
+    "attention=gqa,mha --max_minutes 3": "max_minutes=3",
+    "attention=gqa,mha --tune=true": "--tune",
+    "gqa mha": "python -m tools.compare attention=gqa,mha",
     "seeds=0,1": "seed=0,1",
     "n_layer=2,4": "model.depth=2,4",
     "batch_size=8,16": "batch_tokens=2048,4096",
@@ -452,8 +577,10 @@ COMPARED = {
 def test_wrong_words_in_a_comparison_are_answered(command, typed):
     result = command("tools/compare/__main__.py", *typed.split())
     (line,) = result.err.splitlines()
-    assert line.partition(". fix: ")[2].partition(";")[0] == COMPARED[typed]
+    fix = line.partition(". fix: ")[2].partition(";")[0]
+    assert fix == COMPARED[typed]
     assert result.code in (1, 2) and not Path("runs").exists()
+    expand_sweep([word for word in shlex.split(fix) if "=" in word])
 
 
 AT_ONCE = (

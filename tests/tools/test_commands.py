@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +65,49 @@ def test_an_option_is_not_abbreviated(command):
     """generate.py --prompt would be its --prompt-file."""
     result = command("generate.py", "--prompt", "Once")
     assert result.code == 2 and "unrecognized arguments: --prompt" in result.err
+
+
+# Calls with a run or a folder that needs an option in front of it, and the fix.
+MISPLACED = {
+    "evaluate runs/drawn": "--run runs/drawn --slices",
+    "evaluate runs/drawn --lengths": "--run runs/drawn",
+    "evaluate --text story.txt drawn": "--run drawn",
+    "export_hf runs/drawn": "--run runs/drawn --out FOLDER",
+    "export_hf runs/drawn mine": "--run runs/drawn --out mine",
+    "export_hf --run runs/drawn mine": "--out mine",
+    "export_hf --out mine runs/drawn": "--run runs/drawn",
+    "attention_map runs/drawn Ann": "--run runs/drawn --out map.png",
+    "attention_map Ann": "--out map.png",
+    "import_hf there": "--out FOLDER",
+    "import_hf there mine": "--out mine",
+    "import_hf --run there --out mine": "the folder without an option, there",
+    "import_hf runs/drawn --out mine": "python generate.py PROMPT --run runs/drawn",
+    "convert --run runs/drawn attention=mqa --out mine": "the folder without an option, runs/drawn",
+    "convert runs/drawn --attention mqa --out mine": "attention=mqa",
+    "convert runs/drawn mqa --out mine": "attention=mqa",
+    "convert runs/drawn attention=mqa": "--out FOLDER",
+    "cost --attention gqa,mha --context 64": "attention=gqa,mha context=64",
+    "cost attention=gqa,mhaa": "attention=gqa,mha",
+    "bench train --attention mha": "attention=mha",
+    "compare runs/drawn runs/other": "--report runs/drawn runs/other",
+}
+
+
+@pytest.mark.parametrize("call", MISPLACED)
+def test_a_misplaced_word_is_answered_with_its_option(command, drawn_run, call):
+    name, *words = call.split()
+    file = "compare/__main__.py" if name == "compare" else f"{name}.py"
+    result = command(f"tools/{file}", *words)
+    *_, line = result.err.splitlines()
+    assert line.startswith("error: ") and line.partition(". fix: ")[2] == MISPLACED[call]
+    assert result.code in (1, 2) and not result.out and not Path("mine").exists()
+
+
+@pytest.mark.parametrize("call", ["export_hf runs/drawn", "attention_map runs/drawn Ann"])
+def test_the_fix_of_a_misplaced_run_works(command, drawn_run, call):
+    name, *words = call.split()
+    fixed = [word for word in words if word != "runs/drawn"]
+    command(f"tools/{name}.py", *fixed, *MISPLACED[call].split()).succeeded()
 
 
 def test_python_asks_the_package_first():

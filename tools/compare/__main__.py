@@ -14,13 +14,15 @@ one that is still running. It ends with a report, which --report writes of any r
 """
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from run import errors
-from run.cli import Parser, run_path, user_path
+from run.cli import Parser, user_path
 from run.errors import IntegrityError
+from run.paths import is_run, run_path
 from run.settings import compose
 from tools import import_torch
 from tools.compare.sweep import expand_sweep
@@ -119,6 +121,7 @@ def parse_arguments() -> argparse.Namespace:
         "python -m tools.compare",
         __doc__,
         "overrides are written without dashes: attention=gqa,mha",
+        check=expand_sweep,
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE,...", help="for train.py; commas sweep")
@@ -144,6 +147,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--quick", action="store_true", help="report without longer contexts and decoding speed")
     args = parser.parse_intermixed_args()
+    folders = [word for word in args.overrides if "=" not in word]
+    if folders and is_run(folders[0]):
+        parser.error(f"a run is no override ({folders[0]})", shlex.join(["--report", *folders]))
     if bool(args.overrides) == bool(args.report):
         parser.error("either overrides to train with, or --report RUN...")
     return args

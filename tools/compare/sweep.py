@@ -2,9 +2,22 @@
 
 import re
 from itertools import product
+from typing import TYPE_CHECKING
 
 from run.errors import OverrideError
-from run.settings import GROUPS, as_text, choices, compose, parse_overrides, unknown_choice
+from run.settings import (
+    GROUPS,
+    as_text,
+    check_choices,
+    compose,
+    is_one_number,
+    nearest_choices,
+    parse_overrides,
+    sweep_of,
+)
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) that each key takes in turn
 Variants = dict[str, list[str]]  # the overrides of each variant, by its name; the baseline first
@@ -26,6 +39,7 @@ def expand_sweep(overrides: list[str]) -> Sweep:
     parsed = [as_text(word) if word.startswith("data.path=") else word for word in typed]
     for word, override in zip(typed, parse_overrides(parsed), strict=True):
         key = override.get_key_element()
+        check_sweep(override)
         sweep[key] = [word]
         if override.is_discrete_sweep():
             sweep[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
@@ -33,11 +47,26 @@ def expand_sweep(overrides: list[str]) -> Sweep:
     for key, words in sweep.items():
         if key in OWN_KEYS:
             raise ValueError(f"a comparison sets it itself ({words[0]}). fix: {OWN_KEYS[key]}")
-        for word in words:
-            if key in GROUPS and word not in choices(key):
-                raise OverrideError(unknown_choice(*word.split("=", 1)))
+        if key in GROUPS:
+            check_choices(key, [word.partition("=")[2] for word in words])
     compose([words[0] for key, words in sweep.items() if key != "seed"], typed)
     return sweep
+
+
+def check_sweep(override: "Override") -> None:
+    """Raise OverrideError for a list where several values are meant, and for commas in a number."""
+    word = override.input_line
+    key, _, value = word.partition("=")
+    sweep = sweep_of(override)
+    if is_one_number(value):
+        fix = f"{key}={value.replace(',', '')}"
+        raise OverrideError(f"a number has no commas (got {word}). fix: {fix}")
+    if sweep is not None and sweep != word:
+        names = sweep.partition("=")[2].split(",")
+        if key in GROUPS:
+            names = nearest_choices(key, names)
+        fix = f"{key}={','.join(names)}"
+        raise OverrideError(f"several values have no brackets (got {word}). fix: {fix}")
 
 
 def name_variants(sweep: Sweep) -> Variants:
