@@ -62,6 +62,8 @@ def missing_for_compilation(device: torch.device) -> str | None:
 
         if not has_triton():
             return "Triton"
+        if c_compiler() is None:
+            return "a C compiler"
     elif device.type != "cpu":
         return "a CPU or a CUDA device"
     if cpp_compiler() is None:
@@ -73,6 +75,13 @@ def cpp_compiler() -> str | None:
     """The path of the C++ compiler, $CXX or the system's default; None if it does not exist."""
     default = "clang++" if sys.platform == "darwin" else "g++"
     return shutil.which(os.environ.get("CXX", default))
+
+
+def c_compiler() -> str | None:
+    """The C compiler that Triton calls for each kernel's launcher; None if it does not exist."""
+    if "CC" in os.environ:
+        return shutil.which(os.environ["CC"])
+    return shutil.which("gcc") or shutil.which("clang")
 
 
 def prepare_to_compile() -> None:

@@ -1,10 +1,12 @@
 """The device, its precision, peak FLOP/s and memory, and the processor of this machine."""
 
 import ctypes
+import os
 import platform
 import re
 import resource
 import sys
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -12,11 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from run.progress import warn_once
+
 # Parameters of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 
-# Dense tensor-core peaks in bf16 (V100 and T4: fp16), FLOP/s, from NVIDIA's data sheets.
+# Dense tensor-core peaks in bf16 (T4: fp16), FLOP/s, from NVIDIA's data sheets.
 # Keys are patterns of device names; the first one that matches is used.
 PEAKS = {
     "B200|GB200": 2250e12,
@@ -30,7 +34,6 @@ PEAKS = {
     "RTX 5090": 209e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
-    "V100": 125e12,
     "T4": 65e12,
 }
 
@@ -38,12 +41,19 @@ PEAKS = {
 def pick_device(wanted: str) -> torch.device:
     """The device for `device=wanted`: auto takes a GPU if torch can use one.
 
-    Raises ValueError for a device that torch cannot use.
+    A warning names a GPU that auto passes over because torch has no kernels for it. Raises
+    ValueError for a device that torch cannot use.
     """
     # In order of preference.
     for kind in ("cuda", "mps", "cpu"):
-        if wanted in (kind, "auto") and is_available(kind):
+        if wanted not in (kind, "auto") or not is_available(kind):
+            continue
+        missing = missing_kernels() if kind == "cuda" else None
+        if missing is None:
             return torch.device(kind)
+        if wanted == kind:
+            raise ValueError(missing)
+        warn_once(missing)
     raise ValueError(
         f"torch can use no such device here (device={wanted}). "
         "fix: what python -m tools.doctor says, or device=auto (--device auto)"
@@ -57,6 +67,55 @@ def is_available(kind: str) -> bool:
     if kind == "mps":
         return torch.backends.mps.is_available()
     return True
+
+
+def missing_kernels() -> str | None:
+    """A GPU that torch finds but has no kernels for, with a fix; None if there is no such GPU.
+
+    torch.cuda.is_available() is true for it, and its first kernel would end the process. Under
+    torchrun, all GPUs are checked, so that all ranks choose the same device.
+    """
+    architectures = torch.cuda.get_arch_list()
+    if torch.version.cuda is None or not architectures:  # a build for ROCm, or without a list
+        return None
+    num_gpus = torch.cuda.device_count() if "LOCAL_RANK" in os.environ else 1
+    for index in range(num_gpus):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says the same in many lines
+            major, minor = torch.cuda.get_device_capability(index)
+        if has_kernels((major, minor), architectures):
+            continue
+        oldest = min(int(name.partition("_")[2].rstrip("af")) for name in architectures)
+        newer_or_older = "an older" if 10 * major + minor < oldest else "a newer"
+        return (
+            f"torch has no kernels for this GPU ({torch.cuda.get_device_name(index)}, "
+            f"sm_{major}{minor}; torch {torch.__version__} has {' '.join(architectures)}). "
+            f"fix: a build of torch for {newer_or_older} CUDA, or device=cpu (--device cpu)"
+        )
+    return None
+
+
+def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
+    """Whether code for these architectures, such as sm_86 and compute_90, runs on a GPU.
+
+    Machine code (sm_XY) runs on GPUs of the same major capability whose minor one is not lower, and
+    PTX (compute_XY), which the driver compiles, on all later ones. With the suffix a, either runs
+    on this capability alone, and with f on the same major one. NVIDIA, CUDA C++ Programming Guide,
+    section on compute capabilities.
+    """
+    for name in architectures:
+        kind, major, minor, suffix = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name).groups()
+        built_for = (int(major), int(minor))
+        is_later = capability >= built_for
+        if suffix == "a":
+            is_compatible = capability == built_for
+        elif kind == "sm" or suffix == "f":
+            is_compatible = is_later and capability[0] == built_for[0]
+        else:
+            is_compatible = is_later
+        if is_compatible:
+            return True
+    return False
 
 
 def pick_precision(wanted: str, device: torch.device) -> torch.dtype:

@@ -70,7 +70,10 @@ def slow(device: torch.device) -> list[str]:
             f"OMP_NUM_THREADS={num_cores} to use all cores"
         )
     driver = nvidia_driver()
-    if driver is not None and device.type != "cuda":
+    missing = hardware.missing_kernels() if hardware.is_available("cuda") else None
+    if missing is not None:
+        findings.append(missing)
+    elif driver is not None and device.type != "cuda":
         findings.append(
             f"torch cannot use the NVIDIA GPU here (driver {driver}, torch for CUDA "
             f"{torch.version.cuda}). fix: a newer driver, a torch build for an older CUDA, or "

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from run import hardware
+from run import compilation, hardware, progress
 from tests.conftest import TINY
 
 
@@ -26,6 +26,88 @@ def test_auto_is_the_best_device_that_torch_can_use(monkeypatch, wanted, usable,
             hardware.pick_device(wanted)
     else:
         assert hardware.pick_device(wanted) == torch.device(picked)
+
+
+# As torch.cuda.get_arch_list() has them: a wheel for CUDA 13, one for CUDA 12.6, and other builds.
+CUDA_13 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
+CUDA_12 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((6, 0), CUDA_13, False),  # P100
+        ((7, 0), CUDA_13, False),  # V100
+        ((7, 0), CUDA_12, True),
+        ((7, 5), CUDA_13, True),  # T4
+        ((8, 9), CUDA_13, True),  # L4, by the code for sm_86
+        ((8, 6), "sm_89", False),  # a lower minor capability
+        ((10, 0), "sm_90", False),
+        ((12, 1), CUDA_13, True),
+        ((10, 0), "sm_80 compute_90", True),  # compiled by the driver
+        ((8, 0), "sm_75 compute_90", False),
+        ((9, 0), "sm_90a", True),
+        ((10, 3), "sm_100a compute_90a", False),
+        ((10, 3), "sm_100f", True),
+        ((11, 0), "compute_100f", False),
+    ],
+)
+def test_code_runs_on_the_gpus_that_nvidia_promises(capability, architectures, runs):
+    assert hardware.has_kernels(capability, architectures.split()) is runs
+
+
+@pytest.fixture
+def v100(monkeypatch):
+    """A GPU that torch finds, and has no kernels for."""
+    progress.warn_once.cache_clear()
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "get_arch_list": CUDA_13.split(),
+        "get_device_capability": (7, 0),
+        "get_device_name": "Tesla V100-SXM2-16GB",
+    }
+    for name, value in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+def test_a_gpu_without_kernels_is_passed_over_in_a_line_and_refused_if_asked_for(v100, capsys):
+    for _ in range(2):
+        assert hardware.pick_device("auto") == torch.device("cpu")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: torch has no kernels for this GPU (Tesla V100-SXM2-16GB, sm_70")
+    assert "fix: a build of torch for an older CUDA, or device=cpu" in line
+    with pytest.raises(ValueError, match="no kernels .*sm_70"):
+        hardware.pick_device("cuda")
+    assert hardware.pick_device("cpu") == torch.device("cpu")
+
+
+def test_ranks_decide_by_all_gpus_of_their_machine(v100, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    capabilities = [(9, 0), (7, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    assert hardware.pick_device("auto") == torch.device("cuda")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert hardware.pick_device("auto") == torch.device("cpu")
+
+
+def test_a_gpu_of_rocm_has_kernels_of_other_names(v100, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a", "gfx942"])
+    assert hardware.pick_device("auto") == torch.device("cuda")
+
+
+def test_compilation_for_a_gpu_needs_a_c_compiler(monkeypatch):
+    """Triton's own search, in triton/runtime/build.py: $CC, gcc or clang."""
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setattr("shutil.which", lambda name: None if name == "absent" else name)
+    monkeypatch.delenv("CC", raising=False)
+    assert compilation.missing_for_compilation(torch.device("cuda")) is None
+    monkeypatch.setenv("CC", "absent")
+    assert compilation.missing_for_compilation(torch.device("cuda")) == "a C compiler"
+    assert compilation.missing_for_compilation(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("cpu", "highest"), ("cuda", "high")])

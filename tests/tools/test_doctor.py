@@ -100,3 +100,20 @@ def test_a_gpu_and_what_it_would_train_with(diagnose, gpu):
     assert "GPU: NVIDIA H100 80GB HBM3, 79 of 80 GB free" in result.out
     assert "training: cuda, torch.bfloat16 products" in result.out
     assert NOTHING in result.out
+
+
+def test_a_gpu_without_kernels_is_found(machine, gpu, monkeypatch, capsys):
+    machine("580.95.05")
+    for name, value in {
+        "is_available": True,
+        "get_arch_list": ["sm_75", "sm_80"],
+        "get_device_capability": (6, 1),
+        "get_device_name": "NVIDIA GeForce GTX 1080 Ti",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    doctor.main()
+    out = capsys.readouterr().out
+    assert "training: cpu" in out
+    (line,) = [line for line in out.splitlines() if "no kernels" in line]
+    assert line.startswith("slow: ") and "GTX 1080 Ti, sm_61" in line and "older CUDA" in line
+    assert "torch cannot use the NVIDIA GPU" not in out
