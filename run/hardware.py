@@ -128,18 +128,25 @@ def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
         raise ValueError("fp16 needs a GPU (precision=fp16, device=cpu). fix: precision=auto")
     if wanted != "auto":
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted]
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.float16
+    return fastest_dtype(device)
+
+
+def fastest_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of the fastest matrix products: bf16, fp16 on GPUs before Ampere, or fp32."""
     if multiplies_bf16(device):
         return torch.bfloat16
+    if device.type == "cuda":
+        return torch.float16
     return torch.float32
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bf16 natively; other CPUs are several times slower at it."""
+    """Whether the device multiplies bf16 natively; others are several times slower at it."""
     if device.type == "cpu":
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return device.type == "cuda"
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return False
 
 
 def prepare_for_training(device: torch.device) -> None:

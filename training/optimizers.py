@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from run.hardware import multiplies_bf16
+from run.hardware import fastest_dtype
 from run.sharding import full_tensor, shard_like
 from training.rates import Reference, adam_groups, split_parameters
 
@@ -76,14 +76,14 @@ def map_over_ranks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def newton_schulz(x: Tensor) -> Tensor:
     """x (N, R, C) -> its matrices with all singular values near 1.
 
-    Five Newton-Schulz steps, in bf16 where that is fast: they need no more precision.
+    Five Newton-Schulz steps, in the fastest dtype: they need no more precision than bf16 has.
     """
     is_tall = x.shape[1] > x.shape[2]
     if is_tall:
         x = x.mT
-    if multiplies_bf16(x.device):
-        x = x.bfloat16()
+    # Scaled before it is cast, since gradients may be too small for fp16.
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    x = x.to(fastest_dtype(x.device))
     for _ in range(5):
         # x = a x + (b A + c A^2) x with A = x x^T, and Jordan's coefficients a, b, c.
         gram = x @ x.mT

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention.base import CrossLayer, LayerSpec
+from model.attention.kernels import TokenBias
 from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext
@@ -38,13 +39,10 @@ class ForgettingAttention(SoftmaxAttention):
         kv, visible = self.extend_cache(cache, ctx, k=k, v=v, sum_log_f=sum_log_f)
 
         # log f_(j+1) + ... + log f_i: the difference of the sums at the query and at the key.
-        query_sum = sum_log_f.squeeze(-1)  # (B, T, H)
-        key_sum = kv["sum_log_f"].squeeze(-1)  # (B, S, H)
-
-        def decay(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return query_sum[row, query, head] - key_sum[row, key, head]
-
-        y = self.attend(q, kv["k"], kv["v"], visible, decay)
+        query_sum = sum_log_f.squeeze(-1).transpose(1, 2)  # (B, H, T)
+        key_sum = kv["sum_log_f"].squeeze(-1).transpose(1, 2)  # (B, H, S)
+        decay = TokenBias(query_sum, -key_sum)
+        y = self.kernel(q, kv["k"], kv["v"], visible, sink=self.sink, token_bias=decay)
         return self.project_out(y, x), carry
 
     def cache_shapes(self) -> dict[str, Shape]:

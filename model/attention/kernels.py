@@ -1,6 +1,6 @@
 """Softmax attention: its definition, kernels that equal it, and the choice of one.
 
-The kernels are blocks of queries, FlexAttention and torch's fused one.
+The kernels are blocks of queries, FlexAttention and torch's fused ones.
 
 Functions take q (B, H, T, E), k (B, K, S, E), v (B, K, S, F) and mask (B, 1, T, S), and return
 (B, H, T, F); `AttentionKernel` takes and returns them with tokens before heads. H is a multiple of
@@ -9,6 +9,7 @@ means plain causal attention with T = S, which needs no mask in memory.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,21 @@ from model.layers import apply_softcap, fp32
 # (row, head, query, key) -> what to add to the score; four tensors of indices that broadcast.
 ScoreBias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK_SIZE = 128  # queries in a block of `blockwise_attention`
+# Widths of heads up to which FlexAttention's backward fits into the shared memory of any GPU since
+# Ampere; at 192 it takes 114,688 bytes of a block, of which consumer GPUs have 101,376.
+MAX_SMALL_WIDTH = 128
+LARGE_SHARED_MEMORY = 120_000  # bytes of a block: A100 has 166,912
+BIAS_COLUMNS = 8  # that `append_token_bias` adds: a multiple of 8 keeps rows aligned
+BIAS_UNIT = 16.0  # what a part of a bias is multiplied by; it keeps the parts in fp16's range
 # Up to this many tokens, `blockwise_attention` compiled for a CPU beats the fused kernel.
 MAX_COMPILED_TOKENS = 1024
+
+
+class TokenBias(NamedTuple):
+    """What is added to all scores of a query, and to all scores of a key; in fp32."""
+
+    query: Tensor  # (B, H, T)
+    key: Tensor  # (B, H, S)
 
 
 class ScoreOptions(NamedTuple):
@@ -32,6 +46,7 @@ class ScoreOptions(NamedTuple):
     scale: float
     softcap: float | None = None  # bounds the scores
     bias: ScoreBias | None = None  # added
+    token_bias: TokenBias | None = None  # added
     sink: Tensor | None = None  # (H,), the score of one more key, which adds no value
     dropout: float = 0.0  # of weights
 
@@ -57,7 +72,7 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, options: ScoreO
 
     scores = fp32(q @ k.mT) * options.scale  # (B, H, T, S)
     scores = apply_softcap(scores, options.softcap)
-    scores = add_bias(scores, options.bias)
+    scores = add_bias(scores, options)
     scores = scores.masked_fill(~mask, -torch.inf)
     if options.sink is not None:
         column = fp32(options.sink).view(-1, 1, 1).expand(len(q), -1, length, 1)
@@ -103,7 +118,7 @@ def attend_block(
 
     scores = fp32(matmul(q * options.scale, k.mT))
     scores = apply_softcap(scores, options.softcap)
-    scores = add_bias(scores, options.bias, first)
+    scores = add_bias(scores, options, first)
     scores = scores.masked_fill(~mask, -torch.inf)
 
     # Subtract the largest score, so that no exponential overflows.
@@ -144,8 +159,15 @@ def flex_attention_kernel(
 ) -> Tensor:
     """Compute attention by FlexAttention, which skips blocks without a visible key. 2412.05496.
 
-    It takes no dropout.
+    It takes no dropout, and no token bias together with a soft-cap.
     """
+    if options.token_bias is not None:
+        # A `score_mod` that reads tensors with gradients would add to them in any order, one score
+        # at a time: slowly, and with other bits in every run.
+        assert options.softcap is None
+        q, k = append_token_bias(q, k, options)
+        v = expand_heads(v, q)
+
     # A gradient through `lse`, which a sink needs, is wrong in torch 2.11 on an H200 unless the length
     # is a multiple of the block: queries and keys are padded to one (docs/gpu.md). Padding comes last,
     # so no token attends to it; its own outputs are cut off below.
@@ -182,7 +204,8 @@ def flex_attention_kernel(
 
     # Below 128 queries Inductor would choose its decoding kernel. That has no block size above 128
     # rows, where a row is one query of one of the query heads that share a key head.
-    y, aux = flex_attention(
+    attend = partial(
+        flex_attention,
         q,
         k,
         v,
@@ -193,10 +216,10 @@ def flex_attention_kernel(
         options.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
-        return_aux=AuxRequest(lse=True),
     )
     if options.sink is None:
-        return y
+        return attend()
+    y, aux = attend(return_aux=AuxRequest(lse=True))
     # The sink adds an exponential to the sum: y * sum / (sum + exp(sink)).
     y = y[:, :, :length]
     lse = aux.lse[:, :, :length]
@@ -204,13 +227,106 @@ def flex_attention_kernel(
     return y * fraction[..., None].type_as(y)
 
 
-def add_bias(scores: Tensor, bias: ScoreBias | None, first: int = 0) -> Tensor:
+def fused_attention_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: ScoreOptions
+) -> Tensor:
+    """Compute attention by torch's fused kernels. They take no soft-cap, bias or sink."""
+    width = v.shape[-1]
+    if options.token_bias is not None:
+        # FlashAttention wants values as wide as queries and keys.
+        q, k = append_token_bias(q, k, options)
+        v = F.pad(expand_heads(v, q), (0, q.shape[-1] - width))
+    elif q.is_cuda and not can_flash(q, mask):
+        # Without FlashAttention, grouped heads would be computed by a kernel that keeps all scores.
+        k = expand_heads(k, q)
+        v = expand_heads(v, q)
+    y = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=options.dropout,
+        is_causal=mask is None,
+        scale=options.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return y[..., :width]
+
+
+def can_flash(q: Tensor, mask: Tensor | None) -> bool:
+    """Whether FlashAttention takes these queries on a GPU: it needs Ampere, and has no masks."""
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    return is_half and mask is None and torch.cuda.get_device_properties(q.device).major >= 8
+
+
+def can_flex_attention(q: Tensor, v: Tensor) -> bool:
+    """Whether the GPU has the shared memory that FlexAttention needs for heads of this width."""
+    gpu = torch.cuda.get_device_properties(q.device)
+    is_narrow = max(q.shape[-1], v.shape[-1]) <= MAX_SMALL_WIDTH
+    return gpu.major >= 8 and (is_narrow or gpu.shared_memory_per_block_optin > LARGE_SHARED_MEMORY)
+
+
+def expand_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values (B, K, S, E) -> (B, H, S, E), repeated for the heads of queries (B, H, T, E)."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def append_token_bias(q: Tensor, k: Tensor, options: ScoreOptions) -> tuple[Tensor, Tensor]:
+    """Append columns to queries and keys, so that their products have the token bias.
+
+    q (B, H, T, E), k (B, K, S, E) -> (B, H, T, E + 8), (B, H, S, E + 8). The new columns of q are
+    three parts of the query's bias, three times the unit and padding, and those of k three times
+    the unit, three parts of the key's bias and padding.
+    """
+    # A softmax does not change with a query's bias, whose gradient is 0 but for rounding. Yet that
+    # rounding cancels some of the key's: without it, sums of both would have a larger error.
+    unit_scale = 1 / (options.scale * BIAS_UNIT)
+    query_parts = SplitInThree.apply(options.token_bias.query * unit_scale).type_as(q)
+    key_parts = SplitInThree.apply(options.token_bias.key * unit_scale).type_as(k)
+    query_units = torch.full_like(query_parts, BIAS_UNIT)
+    key_units = torch.full_like(key_parts, BIAS_UNIT)
+    padding = BIAS_COLUMNS - 2 * query_parts.shape[-1]
+    q = torch.cat((q, F.pad(torch.cat((query_parts, query_units), -1), (0, padding))), -1)
+    k = expand_heads(k, q)
+    k = torch.cat((k, F.pad(torch.cat((key_units, key_parts), -1), (0, padding))), -1)
+    return q, k
+
+
+class SplitInThree(torch.autograd.Function):
+    """x (...) in fp32 -> three numbers (..., 3) that sum to x, each of which bf16 has exactly.
+
+    Each has 8 of the 24 bits of x: so products in bf16, fp16 or TF32 that accumulate in fp32 keep
+    all of them.
+    """
+
+    # By its bits: Inductor takes x.bfloat16().float() for x.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        rest = x.float()
+        parts = []
+        for _ in range(3):
+            part = (rest.view(torch.int32) & -65536).view(torch.float32)
+            parts.append(part)
+            rest = rest - part
+        return torch.stack(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad[..., 0]  # each part has the same
+
+
+def add_bias(scores: Tensor, options: ScoreOptions, first: int = 0) -> Tensor:
     """Scores (B, H, T, S) with their biases added; `first` is the index of the first query."""
-    if bias is None:
+    if options.token_bias is not None:
+        query_bias = options.token_bias.query[:, :, first : first + scores.shape[2], None]
+        key_bias = options.token_bias.key[:, :, None, : scores.shape[3]]
+        scores = scores + (query_bias + key_bias)
+    if options.bias is None:
         return scores
     row, head, query, key = [torch.arange(size, device=scores.device) for size in scores.shape]
     query = query + first
-    return scores + bias(row[:, None, None, None], head[:, None, None], query[:, None], key)
+    bias = options.bias(row[:, None, None, None], head[:, None, None], query[:, None], key)
+    return scores + bias
 
 
 class AttentionKernel(nn.Module):
@@ -233,6 +349,7 @@ class AttentionKernel(nn.Module):
         *,
         sink: Tensor | None = None,
         score_bias: ScoreBias | None = None,
+        token_bias: TokenBias | None = None,
         scale: float | None = None,
     ) -> Tensor:
         """q (B, T, H, E), k (B, S, K, E), v (B, S, K, F) -> (B, T, H, F).
@@ -254,14 +371,19 @@ class AttentionKernel(nn.Module):
             scale = q.shape[-1] ** -0.5
         # `training` is read only where there is dropout: else evaluation would be compiled anew.
         dropout = self.dropout if self.dropout > 0 and self.training else 0.0
-        options = ScoreOptions(scale, self.softcap, score_bias, sink, dropout)
+        options = ScoreOptions(scale, self.softcap, score_bias, token_bias, sink, dropout)
         is_compiling = torch.compiler.is_compiling()
         is_fusable = self.softcap is None and sink is None and score_bias is None
+        if token_bias is not None:
+            # It is part of the products on a GPU alone, and not for a single query: that would copy
+            # all keys. A CPU adds it to the scores, which is exact in any dtype.
+            is_fusable = is_fusable and q.is_cuda and length > 1
 
         # FlexAttention must be compiled, and has no dropout. It takes what is not plain causal.
         is_plain = is_fusable and mask is None
         can_flex = is_compiling and q.is_cuda and length == k.shape[2] and dropout == 0
-        if can_flex and not is_plain:
+        can_flex = can_flex and (token_bias is None or self.softcap is None)
+        if can_flex and not is_plain and can_flex_attention(q, v):
             y = flex_attention_kernel(q, k, v, mask, options)
             return y.transpose(1, 2)
 
@@ -272,17 +394,7 @@ class AttentionKernel(nn.Module):
         is_short_on_cpu = q.device.type == "cpu" and mask is None and length <= MAX_COMPILED_TOKENS
         prefers_blocks = is_compiling and (length == 1 or is_short_on_cpu)
         if is_fusable and not prefers_blocks:
-            is_grouped = q.shape[1] != k.shape[1]
-            y = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=is_grouped,
-            )
+            y = fused_attention_kernel(q, k, v, mask, options)
         else:
             y = blockwise_attention(q, k, v, mask, options)
         return y.transpose(1, 2)

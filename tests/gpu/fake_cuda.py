@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -186,15 +187,15 @@ def calling_function() -> str | None:
 
 
 @contextmanager
-def fake_cuda() -> Iterator[FakeGPU]:
-    """Inside, torch has one GPU; its name and its memory are those of an H100."""
+def fake_cuda(major: int = 9) -> Iterator[FakeGPU]:
+    """Inside, torch has one GPU: an H100, or one of another major compute capability."""
     load_guard()
     gpu = FakeGPU()
     matmul_precision = torch.get_float32_matmul_precision()
     cudnn_sdp = torch.backends.cuda.cudnn_sdp_enabled()
     reduces_in_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     with ExitStack() as stack:
-        for name, value in cuda_answers(gpu).items():
+        for name, value in cuda_answers(gpu, major).items():
             stack.enter_context(patch(f"torch.{name}", always(value)))
         # FakeTensorMode must not ask the device for anything, although there seems to be one.
         patched = patch.object(FakeTensorMode, "avoid_device_init", True)
@@ -216,8 +217,10 @@ def fake_cuda() -> Iterator[FakeGPU]:
             torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(reduces_in_half)
 
 
-def cuda_answers(gpu: FakeGPU) -> dict[str, object]:
+def cuda_answers(gpu: FakeGPU, major: int) -> dict[str, object]:
     """What the functions of torch.cuda return. Waiting for an event of a stream is a wait."""
+    names = {7: "Tesla T4", 8: "NVIDIA GeForce RTX 4090", 9: "NVIDIA H100 80GB HBM3"}
+    shared_memory = {7: 64, 8: 99, 9: 227}[major] * 1024  # bytes of a block
 
     class Event:
         def synchronize(self) -> None:
@@ -229,10 +232,13 @@ def cuda_answers(gpu: FakeGPU) -> dict[str, object]:
 
     return {
         "cuda.is_available": True,
-        "cuda.is_bf16_supported": True,
+        "cuda.is_bf16_supported": major >= 8,
+        "cuda.get_device_properties": SimpleNamespace(
+            major=major, minor=0, shared_memory_per_block_optin=shared_memory
+        ),
         "cuda.device_count": 1,
         "cuda.current_device": 0,
-        "cuda.get_device_name": "NVIDIA H100 80GB HBM3",
+        "cuda.get_device_name": names[major],
         "cuda.mem_get_info": (79 * 2**30, 80 * 2**30),  # bytes that are free, and in all
         "cuda.max_memory_allocated": 0,
         "cuda.current_stream": Stream(),

@@ -22,9 +22,11 @@ from inference.batch import Sequence
 from inference.engine import Engine
 from inference.quantize import optimize_for_decoding
 from inference.sampling import sample
+from model.attention import kernels
 from model.build import build_model
 from model.context import ForwardContext
 from model.transformer import Transformer
+from run import hardware
 from run.distributed import DistEnv
 from run.signals import Signals
 from tests import conftest
@@ -33,6 +35,7 @@ from tests.gpu.fake_cuda import FakeGPU, fake_cuda
 from train import report, take_step
 from training import setup
 from training.clock import Clock
+from training.optimizers import newton_schulz
 from training.trainer import Trainer
 
 CUDA = torch.device("cuda")
@@ -92,8 +95,9 @@ def cases(variants: Iterable[str], precision: str = "bf16") -> list:
 
 
 @pytest.fixture
-def gpu():
-    with fake_cuda() as gpu:
+def gpu(request):
+    """An H100, or a GPU of another major compute capability, by a parameter."""
+    with fake_cuda(getattr(request, "param", 9)) as gpu:
         yield gpu
 
 
@@ -309,6 +313,79 @@ def test_training_evaluation_and_decoding_are_a_graph_each(gpu, run_of, graphs, 
     assert len(graphs) == 2, "the graphs of a training step and an evaluation"
     graphs.clear()
     check_compiled_decoding(variant.removesuffix(" document_mask=true"), graphs)
+
+
+# GPUs that differ in what they have kernels for.
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "is_grouped"),
+    [(9, "auto", True), (9, "fp32", False), (7, "auto", False)],
+    indirect=["gpu"],
+)
+def test_grouped_heads_are_expanded_without_flash_attention(
+    gpu, run_of, monkeypatch, precision, is_grouped
+):
+    """The kernel that would take them keeps all scores in memory."""
+    attend = kernels.F.scaled_dot_product_attention
+    calls = []
+
+    def record(q, k, v, **options):
+        calls.append(options["enable_gqa"])
+        assert options["enable_gqa"] == (q.shape[1] != k.shape[1])
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", record)
+    take_step(run_of(precision))
+    assert set(calls) == {is_grouped}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype"), [(9, torch.bfloat16), (7, torch.float16)], indirect=["gpu"]
+)
+def test_training_and_its_optimizer_multiply_in_what_the_gpu_has(gpu, dtype):
+    assert hardware.pick_precision("auto", CUDA) == dtype
+    assert newton_schulz(torch.zeros(2, 16, 24, device="cuda")).dtype == dtype
+
+
+def flex_attention_calls(graphs: list) -> list[torch.fx.Node]:
+    """The calls of FlexAttention in compiled graphs."""
+    nodes = [node for graph in graphs for node in graph.graph.nodes]
+    return [node for node in nodes if "flex_attention" in str(node.target)]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "variant", "count"),
+    [
+        (9, "sink", 1),
+        (9, "alibi", 1),
+        (9, "fox", 0),
+        (9, "fox document_mask=true", 1),
+        (9, "mla document_mask=true", 1),
+        (7, "sink", 0),
+    ],
+    indirect=["gpu"],
+)
+def test_flex_attention_reads_no_tensor_that_has_a_gradient(gpu, run_of, graphs, variant, count):
+    """Its backward would add to such a gradient in any order, a score at a time."""
+    check_compiled_training(run_of("auto", *f"attention={variant}".split()), graphs)
+    calls = flex_attention_calls(graphs)
+    assert len(calls) == count
+    for call in calls:
+        *_, of_scores, of_mask = call.args  # the tensors that the two functions read
+        for node in (*of_scores, *of_mask):
+            assert not node.meta["example_value"].requires_grad, node
+
+
+@pytest.mark.parametrize(
+    ("gpu", "width", "fits"),
+    [(9, 192, True), (8, 128, True), (8, 192, False), (7, 64, False)],
+    indirect=["gpu"],
+)
+def test_flex_attention_is_left_out_where_its_backward_does_not_fit(gpu, width, fits):
+    """At a width of 192 it takes 114,688 bytes of shared memory (pytorch/pytorch#198224)."""
+    q = torch.zeros(1, 1, 1, width, device="cuda")
+    assert kernels.can_flex_attention(q, q) is fits
 
 
 # Faults: with one line of the code replaced, the checks above fail.

@@ -3,17 +3,18 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import logsigmoid, pad, scaled_dot_product_attention
 
 from model.attention import kernels
 from model.attention.alibi import distance
-from model.attention.kernels import AttentionKernel, ScoreOptions, eager_attention
+from model.attention.kernels import AttentionKernel, ScoreOptions, TokenBias, eager_attention
 from model.context import ForwardContext, Visibility
 from tests.conftest import close
 from tests.model.test_layers import random
 from tests.training.test_optimizers import Operations
 
 SCALE = 8**-0.5
+F64 = torch.float64
 # What the faster kernels support: (window, softcap, has_sink).
 BLOCKWISE = [(None, None, False), (None, 2.0, True), (3, None, False), (3, 2.0, True)]
 FLEX = [(None, 2.0, False), (3, None, False), (3, None, True), (None, 2.0, True)]
@@ -162,6 +163,108 @@ def test_every_kernel_adds_a_score_bias(case, monkeypatch):
     close(y.where(is_token, 0), expected, rtol=0, atol=1e-5)
 
 
+def decays(length: int, dtype: torch.dtype) -> Tensor:
+    """Sums of log decays (2, 4, length), down to about -400 at 512 tokens."""
+    noise = torch.randn(2, 4, length, generator=torch.Generator().manual_seed(3))
+    return logsigmoid(noise).to(dtype).cumsum(dim=-1)
+
+
+def biased_by_tokens(q: Tensor, k: Tensor, v: Tensor, bias: TokenBias, sink=None) -> Tensor:
+    """Causal attention of torch in float64 with a bias of each query and key, and maybe a sink."""
+    q, k, v, query, key = [x.double() for x in (q, k, v, *bias)]
+    length = q.shape[2]
+    scores = query[..., None] + key[..., None, :]
+    scores = scores.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -torch.inf)
+    if sink is not None:  # a key of zeros with that score, which adds no value
+        column = sink.double()[:, None, None].expand(2, -1, length, 1)
+        scores = torch.cat((scores, column), dim=-1)
+        k = pad(k, (0, 0, 0, 1))
+        v = pad(v, (0, 0, 0, 1))
+    return scaled_dot_product_attention(q, k, v, scores, enable_gqa=True)
+
+
+@flex_test
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_every_kernel_adds_a_token_bias(has_sink, monkeypatch):
+    monkeypatch.setattr(kernels, "BLOCK_SIZE", 4)
+    q, k, v, visible, sink = kernel_inputs(None, has_sink)
+    bias = TokenBias(random(2, 4, 9).requires_grad_(), random(2, 4, 9).requires_grad_())
+    expected = biased_by_tokens(q, k, v, bias, sink)
+    inputs = (q, k, v, sink, bias.key)  # without a sink, the bias of a query has no gradient
+    options = ScoreOptions(SCALE, token_bias=bias, sink=sink)
+    chosen = AttentionKernel()(*by_tokens(q, k, v), visible, sink=sink, token_bias=bias)
+    for y in (
+        eager_attention(q, k, v, None, options),
+        kernels.blockwise_attention(q, k, v, None, options),
+        chosen.transpose(1, 2),
+    ):
+        assert_same_with_gradients(y, expected, inputs)
+
+    # The two kernels of a GPU, whose biases are columns of fp32 queries and keys.
+    q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
+    options = options._replace(scale=0.25, sink=None if sink is None else sink.detach().float())
+    expected = biased_by_tokens(q, k, v, bias, sink).float()
+    with torch.no_grad():
+        close(kernels.flex_attention_kernel(q, k, v, None, options), expected, rtol=0, atol=1e-5)
+        if sink is None:
+            y = kernels.fused_attention_kernel(q, k, v, None, options)
+            close(y, expected, rtol=0, atol=1e-5)
+
+
+# Relative errors: of the output, of the gradients of q, k and v, and of the decays' gradient.
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "bounds"),
+    [
+        (kernels.fused_attention_kernel, torch.float32, (2e-5, 2e-5, 2e-5)),
+        (kernels.fused_attention_kernel, torch.bfloat16, (4e-3, 8e-3, 0.06)),
+        (kernels.fused_attention_kernel, torch.float16, (5e-4, 1e-3, 8e-3)),
+        (kernels.blockwise_attention, torch.bfloat16, (6e-3, 1.5e-2, 0.015)),
+    ],
+)
+def test_decays_in_the_products_are_as_exact_as_added_ones(kernel, dtype, bounds):
+    """Against float64 at 512 tokens. A decay that bf16 rounds would be off by 1 at the end."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, 2, 4, 512, 64)
+    *inputs, weight = torch.randn(shape, generator=generator).bfloat16()
+    results = []
+    for function, dtypes in ((kernel, (dtype, torch.float32)), (biased_by_tokens, 2 * [F64])):
+        q, k, v = [x.to(dtypes[0]).requires_grad_() for x in inputs]
+        log_f = decays(512, F64).diff(dim=-1, prepend=torch.zeros(2, 4, 1)).to(dtypes[1])
+        log_f.requires_grad_()
+        sums = log_f.cumsum(dim=-1)
+        bias = TokenBias(sums, -sums)
+        if function is biased_by_tokens:
+            y = function(q, k, v, bias)
+        else:
+            y = function(q, k, v, None, ScoreOptions(64**-0.5, token_bias=bias))
+        grads = torch.autograd.grad(y, (q, k, v, log_f), weight.to(y.dtype))
+        results.append([x.double() for x in (y, *grads)])
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(*results, strict=True)]
+    y, q, k, v, log_f = errors
+    assert y < bounds[0] and max(q, k, v) < bounds[1] and log_f < bounds[2], errors
+
+
+def test_three_parts_in_bf16_sum_to_a_number_in_fp32():
+    x = random(1000).float() * torch.logspace(-3, 5, 1000)
+    parts = kernels.SplitInThree.apply(x)
+    close(parts, parts.bfloat16().float(), rtol=0, atol=0)
+    close(parts.double().sum(dim=-1), x.double(), rtol=0, atol=0)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+def test_compiled_parts_of_a_bias_keep_their_bits():
+    """Inductor removes casts there and back: parts that are made by casts would be zeros."""
+    torch._dynamo.reset()
+    q, k = (random(2, heads, 32, 16).bfloat16() for heads in (4, 2))
+    options = ScoreOptions(0.25, token_bias=TokenBias(*2 * [decays(32, torch.float32)]))
+    compiled = torch.compile(kernels.append_token_bias, fullgraph=True, dynamic=False)
+    for found, expected in zip(
+        compiled(q, k, options), kernels.append_token_bias(q, k, options), strict=True
+    ):
+        close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window, softcap, has_sink", BLOCKWISE[1:])
@@ -192,5 +295,5 @@ def test_flex_attention_compiles(window, softcap):
     options = ScoreOptions(0.25, softcap)
     compiled = torch.compile(kernels.flex_attention_kernel, fullgraph=True, dynamic=False)
     with torch.no_grad():  # without a GPU there is no backward
-        y = compiled(q, k, v, visible, options, None)
+        y = compiled(q, k, v, visible.mask, options)
     close(y, eager_attention(q, k, v, visible.mask, options), rtol=0, atol=1e-5)

@@ -77,9 +77,11 @@ def test_a_gpu_without_kernels_is_passed_over_in_a_line_and_refused_if_asked_for
     for _ in range(2):
         assert hardware.pick_device("auto") == torch.device("cpu")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: torch has no kernels for this GPU (Tesla V100-SXM2-16GB, sm_70")
+    assert line.startswith(
+        "warning: torch has no kernels for this GPU (Tesla V100-SXM2-16GB, sm_70"
+    )
     assert "fix: a build of torch for an older CUDA, or device=cpu" in line
-    with pytest.raises(ValueError, match="no kernels .*sm_70"):
+    with pytest.raises(ValueError, match=r"no kernels .*sm_70"):
         hardware.pick_device("cuda")
     assert hardware.pick_device("cpu") == torch.device("cpu")
 
