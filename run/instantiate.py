@@ -66,13 +66,17 @@ def instantiate(tree: Any, package: str = "model", path: str = "") -> Any:
 def instantiate_model(tree: dict, device: Device, dtype: torch.dtype) -> nn.Module:
     """Build a model on a device; its parameters are in `dtype` and have no values yet.
 
-    Buffers have their own dtype, as under autocast. On the meta device a model has shapes alone.
+    Buffers have their own dtype, as under autocast, and so have vectors that no linear layer owns:
+    norms, sinks and decays are in fp32 or wider. On the meta device a model has shapes alone.
     Raises what `instantiate` does.
     """
     with torch.device(device):
         model = instantiate(tree)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    vector_dtype = torch.promote_types(dtype, torch.float32)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            is_product = parameter.ndim > 1 or isinstance(module, nn.Linear)
+            parameter.data = parameter.data.to(dtype if is_product else vector_dtype)
     return model
 
 

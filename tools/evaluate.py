@@ -17,15 +17,16 @@ import json
 import math
 from collections.abc import Iterable
 
+import torch
+
 from data.files import TEXT_SUFFIXES, find_files, read_documents
 from data.tokenizer import IdTokenizer, Tokenizer
-from inference.load import load
 from model.transformer import Transformer
 from run import errors
 from run.cli import Parser, add_model_options, bounded_number
 from run.progress import say, waiting
 from tools.lengths import evaluate_corpus, measure_lengths, open_run
-from tools.scoring import total_nats, windows
+from tools.scoring import load_to_score, total_nats, windows
 from training.setup import open_run_corpus
 
 
@@ -75,17 +76,27 @@ def parse_arguments() -> argparse.Namespace:
 def evaluate_model(args: argparse.Namespace) -> dict:
     if args.lengths:
         return measure_lengths(args.run)
-    model, tokenizer, name = load(args.run, args.device, args.dtype, args.context)
-    result = {"name": name, "context": model.context}
+    precision = "auto"
     if args.slices:
         newest, settings = open_run(args.run)
-        return result | evaluate_corpus(model, open_run_corpus(newest, settings), settings)
+        precision = settings["precision"]
+    model, tokenizer, name, products = load_to_score(
+        args.run, args.device, args.dtype, args.context, precision
+    )
+    result = {"name": name, "context": model.context}
+    if args.slices:
+        corpus = open_run_corpus(newest, settings)
+        return result | evaluate_corpus(model, corpus, settings, products)
     documents = read_documents(find_files(args.text, TEXT_SUFFIXES), "text", args.separator)
-    return result | evaluate_text(model, tokenizer, documents, args.batch_size)
+    return result | evaluate_text(model, tokenizer, documents, args.batch_size, products)
 
 
 def evaluate_text(
-    model: Transformer, tokenizer: Tokenizer, documents: Iterable[str], batch_size: int
+    model: Transformer,
+    tokenizer: Tokenizer,
+    documents: Iterable[str],
+    batch_size: int,
+    precision: torch.dtype = torch.float32,
 ) -> dict:
     """Score the tokens of each document, after BOS and without EOS, in windows of the context.
 
@@ -103,7 +114,7 @@ def evaluate_text(
     if not rows:
         raise ValueError("there is no text. fix: --text PATH of another")
 
-    nats = total_nats(model, rows, batch_size)
+    nats = total_nats(model, rows, batch_size, precision=precision)
     num_tokens = sum(len(row.tokens) - row.first for row in rows)
     bits_per_byte = nats / math.log(2) / num_bytes
     if isinstance(tokenizer, IdTokenizer):  # the bytes of its tokens are unknown

@@ -5,13 +5,12 @@ from pathlib import Path
 import torch
 
 from data.corpus import Corpus
-from inference.load import load
 from model.transformer import Transformer
 from run import checkpoint
 from run.distributed import DistEnv
 from run.progress import waiting
 from run.signals import Signals
-from tools.scoring import Row, total_nats
+from tools.scoring import Row, load_to_score, total_nats
 from training.evaluation import evaluate
 from training.loss import LanguageModelLoss
 from training.setup import open_run_corpus
@@ -31,12 +30,15 @@ def measure_lengths(run_dir: Path | None) -> dict[str, float]:
     corpus = open_run_corpus(newest, settings)
     losses = {}
     for multiple in MULTIPLES:
-        model, _, _ = load(newest, context=multiple * settings["context"])
-        losses[str(multiple)] = last_loss(model, corpus, settings)
+        context = multiple * settings["context"]
+        model, _, _, precision = load_to_score(
+            newest, context=context, precision=settings["precision"]
+        )
+        losses[str(multiple)] = last_loss(model, corpus, settings, precision)
     return losses
 
 
-def last_loss(model: Transformer, corpus: Corpus, settings: dict) -> float:
+def last_loss(model: Transformer, corpus: Corpus, settings: dict, precision: torch.dtype) -> float:
     """The nats per token of the last half training context of windows of the held-out text.
 
     At all contexts of the model these are the same targets, with more or less in front of them.
@@ -57,7 +59,8 @@ def last_loss(model: Transformer, corpus: Corpus, settings: dict) -> float:
         assert len(tokens) == length
         rows.append(Row(tokens, first=length - num_targets))
     batch_size = max(1, BATCH_TOKENS // model.context)
-    nats = total_nats(model, rows, batch_size, document_start(corpus, settings))
+    bos = document_start(corpus, settings)
+    nats = total_nats(model, rows, batch_size, bos, precision=precision)
     return nats / (len(rows) * num_targets)
 
 
@@ -78,7 +81,9 @@ def document_start(corpus: Corpus, settings: dict) -> int | None:
     return corpus.tokenizer.bos if settings["document_mask"] else None
 
 
-def evaluate_corpus(model: Transformer, corpus: Corpus, settings: dict) -> dict:
+def evaluate_corpus(
+    model: Transformer, corpus: Corpus, settings: dict, precision: torch.dtype
+) -> dict:
     """The metrics of all held-out data in windows of the model's context, as training has them."""
     corpus = corpus.with_context(model.context)
     num_tokens = corpus.validation_tokens(model.context)
@@ -90,7 +95,7 @@ def evaluate_corpus(model: Transformer, corpus: Corpus, settings: dict) -> dict:
             num_tokens,
             model.context,
             batch_size,
-            torch.float32,
+            precision,
             DistEnv(0, 1, model.embed.weight.device),
             Signals(),
             with_gradients=False,

@@ -1,5 +1,6 @@
 """The loss of a model on texts that are cut into rows of tokens."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -7,9 +8,33 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from data.loader import document_ids
+from data.tokenizer import Tokenizer
+from inference.load import load
 from model.layers import fp32
 from model.transformer import Transformer
+from run import hardware
 from run.progress import waiting
+
+
+def load_to_score(
+    path: Path | str | None,
+    device: str = "auto",
+    dtype: str = "auto",
+    context: int | None = None,
+    precision: str = "auto",
+) -> tuple[Transformer, Tokenizer, str, torch.dtype]:
+    """Load a model to score text with -> what `load` returns, and the dtype of matrix products.
+
+    With dtype=auto, the weights are in fp32, and a GPU multiplies in the `precision` of training:
+    a checkpoint has the loss that its run has logged. Other dtypes are those of generation.
+    """
+    weights = "fp32" if dtype == "auto" else dtype
+    model, tokenizer, name = load(path, device, weights, context)
+    device = model.embed.weight.device
+    products = torch.float32
+    if dtype == "auto" and device.type == "cuda":
+        products = hardware.pick_precision(precision, device)
+    return model, tokenizer, name, products
 
 
 class Row(NamedTuple):
@@ -34,10 +59,16 @@ def windows(tokens: list[int], context: int) -> list[Row]:
 
 @torch.inference_mode()
 def total_nats(
-    model: Transformer, rows: list[Row], batch_size: int, bos: int | None = None
+    model: Transformer,
+    rows: list[Row],
+    batch_size: int,
+    bos: int | None = None,
+    *,
+    precision: torch.dtype = torch.float32,
 ) -> float:
     """The loss summed over the scored tokens of all rows, `batch_size` of which run together.
 
+    Matrices are multiplied in `precision`, or in the dtype of the weights if that is fp32.
     Where `bos` is a token id, it begins a document, and no token attends to another document.
     """
     device = model.embed.weight.device
@@ -53,12 +84,15 @@ def total_nats(
             documents = None
             if bos is not None:
                 documents = document_ids(inputs, bos)
-            hidden, _ = model.hidden_states(inputs, documents=documents)
+            with hardware.autocast(device, precision):
+                hidden, _ = model.hidden_states(inputs, documents=documents)
             for row, states in zip(batch, hidden, strict=True):
                 # The first token has nothing in front of it that would predict it.
                 assert 1 <= row.first < len(row.tokens)
                 # The hidden state at a token predicts the next one.
-                logits = model.logits(states[row.first - 1 : len(row.tokens) - 1])  # (targets, V)
+                states = states[row.first - 1 : len(row.tokens) - 1]
+                with hardware.autocast(device, precision):
+                    logits = model.logits(states)  # (targets, V)
                 logits = fp32(logits)
                 targets = torch.tensor(row.tokens[row.first :], device=device)
                 nats = cross_entropy(logits, targets, reduction="none")

@@ -32,6 +32,7 @@ from run.signals import Signals
 from tests import conftest
 from tests.conftest import TINY, VARIANTS, every_kind, settings_of, shortest, shrink, tree_of
 from tests.gpu.fake_cuda import FakeGPU, fake_cuda
+from tools.scoring import Row, load_to_score, total_nats
 from train import report, take_step
 from training import setup
 from training.clock import Clock
@@ -204,6 +205,19 @@ def test_a_run_is_saved_sampled_and_resumed(gpu, run_of, precision, overrides):
     assert resumed.progress.step == 1
     assert {p.device.type for p in resumed.trainer.model.parameters()} == {"cuda"}
     take_step(resumed)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "gdn"])
+def test_scoring_has_the_weights_and_the_products_of_training(gpu, run_of, variant):
+    saved = run_of("bf16", f"attention={variant}")
+    take_step(saved)
+    saved.checkpointer.save(saved.progress)
+    model, _, _, products = load_to_score(saved.run_dir, "cuda")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert products == saved.trainer.precision
+    gpu.reset()
+    total_nats(model, [Row([1, 2, 3, 4], first=1)], 1, precision=products)
+    assert not gpu.fp32_products.keys() - FP32_FUNCTIONS
 
 
 def decoding_model(variant: str, dtype: torch.dtype, *, int8: bool = False) -> Transformer:

@@ -10,7 +10,7 @@ from model.build import build_model
 from run import checkpoint
 from run import instantiate as instantiation
 from run.checkpoint import load_model
-from run.instantiate import instantiate
+from run.instantiate import instantiate, instantiate_model
 from tests.conftest import VARIANTS, close, drawn, poisoned_memory, tree_of
 from train import take_step
 
@@ -174,10 +174,21 @@ def test_buffers_keep_their_dtype_in_a_model_of_less_precision(
     weights = exact.state_dict()
     folder = checkpoint.save(tmp_path, 1, weights, {"model": tree}, tokenizer.files, {})
     model = load_model(folder, "cpu", torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters() if p.ndim > 1} == {torch.bfloat16}
     close(dict(model.named_buffers()), dict(exact.named_buffers()), rtol=0, atol=0)
     optimize_for_decoding(model, int8)
     tokens = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
     cache = model.new_cache(1, 16, torch.bfloat16, "cpu")
     with torch.no_grad():
         close(model(tokens, cache).float(), exact(tokens), rtol=0, atol=0.2)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "llama attention.bias=true"])
+def test_vectors_but_biases_are_in_fp32_in_a_model_of_less_precision(variant):
+    """exp(decay_rate) of a rounded number is another decay, and a rounded sink another weight."""
+    model = instantiate_model(tree_of(*variant.split()), "meta", torch.bfloat16)
+    dtypes = {}
+    for name, parameter in model.named_parameters():
+        is_vector = parameter.ndim == 1 and not name.endswith("proj.bias")
+        dtypes.setdefault(is_vector, set()).add(parameter.dtype)
+    assert dtypes == {True: {torch.float32}, False: {torch.bfloat16}}
