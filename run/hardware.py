@@ -159,6 +159,12 @@ def prepare_for_training(device: torch.device) -> None:
     keep_freed_memory(device)
 
 
+def describe_products(device: torch.device, dtype: torch.dtype) -> str:
+    """The dtype of matrix products in training, such as torch.bfloat16; on a GPU, fp32 is TF32."""
+    is_tf32 = dtype == torch.float32 and device.type == "cuda" and multiplies_bf16(device)
+    return f"{dtype} with products in TF32" if is_tf32 else str(dtype)
+
+
 def keep_freed_memory(device: torch.device) -> None:
     """On a CPU with glibc, let the process keep freed memory.
 

@@ -27,27 +27,41 @@ def choose_micro_batch(trainer: Trainer, settings: Settings) -> int:
 def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
     """How many sequences fit into the memory of this rank's GPU, at least 1.
 
-    Steps are measured as they are without torch.compile, which keeps less for the backward.
+    Steps are measured as they are without torch.compile, which keeps less for the backward. Raises
+    torch.OutOfMemoryError if one sequence does not fit.
     """
     # The first step allocates the gradients: only the next two, of 1 and 2 sequences, are compared.
-    device = trainer.ranks.device
-    peaks = []
-    for sequences in (1, 1, 2):
-        torch.cuda.reset_peak_memory_stats(device)
-        try:
-            trainer.accumulate(0, slice(sequences), is_last=False)
-        except torch.OutOfMemoryError:
-            return 1  # if one does not fit either, the first training step reports it
-        peaks.append(torch.cuda.max_memory_allocated(device))
+    ranks = trainer.ranks
+    measure_peak(trainer, 1)
+    before = torch.cuda.memory_allocated(ranks.device)
+    with_one = measure_peak(trainer, 1)
+    # A rank that ran out of memory in the middle of a sharded forward would leave the others in a
+    # collective: two sequences, which take at most twice as much, run if all ranks have room.
+    free_bytes = count_free_bytes(ranks.device)
+    has_room = free_bytes >= before + 2 * (with_one - before)
+    if not ranks.all_reduce_min(int(has_room)):
+        trainer.model.zero_grad()
+        return 1
+    with_two = measure_peak(trainer, 2)
     trainer.model.zero_grad()
-    _, with_one, with_two = peaks
 
-    # What torch has reserved is free but for what the step and the optimizer need.
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    free_bytes += torch.cuda.memory_reserved(device)
     weight_bytes = sum(weight.nbytes for weight in trainer.model.parameters())
     if settings.sharded:
-        weight_bytes /= trainer.ranks.world_size
+        weight_bytes /= ranks.world_size
     needed_bytes = with_one + STATE_PER_WEIGHT * weight_bytes
     room = (1 - MARGIN) * free_bytes - needed_bytes
     return 1 + max(0, int(room // max(1, with_two - with_one)))
+
+
+def measure_peak(trainer: Trainer, sequences: int) -> int:
+    """The most bytes that a forward and backward of so many sequences allocate on the GPU."""
+    device = trainer.ranks.device
+    torch.cuda.reset_peak_memory_stats(device)
+    trainer.accumulate(0, slice(sequences), is_last=False)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def count_free_bytes(device: torch.device) -> int:
+    """The bytes that torch can allocate, those it has allocated already included."""
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes + torch.cuda.memory_reserved(device)

@@ -383,7 +383,8 @@ def summary(run: Run) -> str:
     text = (
         f"{run.run_dir}: {trainer.model.num_parameters() / 1e6:.1f} M parameters, "
         f"{run.meter.flops_per_token / 1e6:.0f} MFLOP per token, {run.corpus.description}\n"
-        f"{run.ranks.world_size} x {run.ranks.device}, {trainer.precision}, "
+        f"{run.ranks.world_size} x {run.ranks.device}, "
+        f"{hardware.describe_products(run.ranks.device, trainer.precision)}, "
         f"compile={trainer.is_compiled}, micro_batch={run.micro_batch_size}\n"
         f"ends after steps={total_steps} or max_minutes={errors.as_typed(settings.max_minutes)}"
     )

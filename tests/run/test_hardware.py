@@ -122,6 +122,20 @@ def test_only_training_on_a_gpu_multiplies_fp32_in_tf32(kind, precision):
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "has_tf32", "described"),
+    [
+        ("cuda", torch.float32, True, "torch.float32 with products in TF32"),
+        ("cuda", torch.float32, False, "torch.float32"),  # before Ampere
+        ("cuda", torch.bfloat16, True, "torch.bfloat16"),
+        ("cpu", torch.float32, True, "torch.float32"),
+    ],
+)
+def test_fp32_on_a_gpu_is_described_as_tf32(monkeypatch, kind, dtype, has_tf32, described):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: has_tf32)
+    assert hardware.describe_products(torch.device(kind), dtype) == described
+
+
 def test_hints_of_inductor_about_precision_are_no_error(monkeypatch):
     from torch._inductor import compile_fx
 

@@ -26,6 +26,7 @@ class FakeGPU:
         functions = {
             "reset_peak_memory_stats": lambda device: None,
             "max_memory_allocated": lambda device: self.peak,
+            "memory_allocated": lambda device: 8 * WEIGHTS,
             "memory_reserved": lambda device: 2 * GB,
             "mem_get_info": lambda device: (free_bytes - 2 * GB, free_bytes),
         }
@@ -43,7 +44,7 @@ class Ranks(DistEnv):
     """Of two processes, the other of which has memory for three sequences."""
 
     def all_reduce_min(self, number: int) -> int:
-        return min(number, 3)
+        return min(number, 3)  # more than the 1 by which it agrees to measure two sequences
 
 
 def chosen(gpu: FakeGPU | None, ranks: DistEnv, *words: str) -> int:
@@ -73,6 +74,24 @@ def test_a_micro_batch_fills_the_memory_and_divides_the_batch(monkeypatch):
 def test_a_micro_batch_is_one_sequence_where_two_have_no_room(monkeypatch):
     gpu = FakeGPU(monkeypatch, 8 * GB, sequence_bytes=5 * GB)
     assert chosen(gpu, DistEnv(0, 1, torch.device("cuda")), "batch_tokens=1024") == 1
+    assert gpu.measured == [1, 1]
+
+
+@pytest.mark.parametrize("free_bytes", [8 * GB, 80 * GB])
+def test_no_rank_measures_what_another_has_no_room_for(monkeypatch, free_bytes):
+    """In a sharded forward, ranks wait for each other in every layer."""
+    others = iter((0, 1))  # has another rank room for two sequences, and how many does it take
+    monkeypatch.setattr(DistEnv, "all_reduce_min", lambda self, number: min(number, next(others)))
+    gpu = FakeGPU(monkeypatch, free_bytes, sequence_bytes=5 * GB)
+    assert chosen(gpu, DistEnv(0, 2, torch.device("cuda")), "batch_tokens=2048") == 1
+    assert gpu.measured == [1, 1]
+
+
+def test_a_sequence_that_does_not_fit_ends_the_run(monkeypatch):
+    """So torchrun ends the other ranks, which may wait for this one."""
+    gpu = FakeGPU(monkeypatch, 8 * GB, sequence_bytes=9 * GB)
+    with pytest.raises(torch.OutOfMemoryError):
+        chosen(gpu, DistEnv(0, 1, torch.device("cuda")), "batch_tokens=1024")
 
 
 def test_all_ranks_take_what_fits_on_the_one_with_the_least_memory(monkeypatch):
