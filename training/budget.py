@@ -11,7 +11,7 @@ from run.distributed import DistEnv
 from run.progress import say
 from run.settings import Settings
 from training.clock import Clock
-from training.evaluation import count_eval_tokens
+from training.evaluation import SAMPLE_TOKENS, count_eval_tokens
 from training.steps import Progress
 
 UNTIMED_STEPS = 3  # steps that compile and fill caches, and are not timed unless they are slow
@@ -23,6 +23,13 @@ CHECKS = 100  # how often a fitted number is checked, over the run
 RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot
 SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
 EVALUATION_COST = 0.5  # time to evaluate a token, relative to training on it: 0.4 to 0.6 on CPUs
+# Until the first sample and the first save have been timed.
+LAYER_SECONDS = 4e-4  # of a layer for a token of a sample
+SAVED_BYTES_PER_SECOND = 2e8  # checksums included
+BYTES_PER_WEIGHT = 12  # of a checkpoint: a weight and up to two values of an optimizer, in fp32
+# On a GPU, the first evaluation compiles a graph without gradients. The time that it takes,
+# relative to that of the first step, which compiles forward and backward.
+EVALUATION_COMPILATION = 0.5
 
 
 def planned_steps(settings: Settings, loader: Loader) -> float:
@@ -55,6 +62,7 @@ class TimeBudget:
     where the speed has changed so much that the schedule depends on it: a schedule with a constant
     phase, such as WSD, begins its decay when the time asks for it. `schedule` maps a step and the
     number of steps to a multiple of the peak rate; `bound` is the number of steps without a limit.
+    Of the time, what evaluations, saves and samples will take is set aside.
     """
 
     def __init__(
@@ -67,6 +75,7 @@ class TimeBudget:
         schedule: Callable[[int, float], float],
         is_compiled: bool,
         bound: float,
+        num_parameters: int,
     ):
         self.settings = settings
         self.corpus = corpus
@@ -75,12 +84,14 @@ class TimeBudget:
         self.schedule = schedule
         self.is_compiled = is_compiled
         self.bound = bound
+        self.num_parameters = num_parameters
         self.has_limit = settings.max_minutes is not None
         self.limit = 60 * settings.max_minutes if self.has_limit else math.inf  # seconds
         self.is_fitted = False
         self.is_resumed = False
         self.said_steps = bound  # the end of the run in the last line about it
         self.first_step: int | None = None  # after which steps are timed
+        self.compile_seconds = 0.0  # of the first step, if it compiles
         self.last_time = clock.training()  # of the last step
         # (step, seconds of training) at the checks of the last tenth of the limit.
         self.times: deque[tuple[int, float]] = deque()
@@ -107,10 +118,6 @@ class TimeBudget:
         steps_left, is_final = self.ranks.on_rank0(self.count_steps, progress.step)
         if steps_left is None:
             return False
-        # Every evaluation takes the time of some steps.
-        eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.step + steps_left)
-        eval_steps = EVALUATION_COST * eval_tokens / self.settings.batch_tokens
-        steps_left = (steps_left - eval_steps) / (1 + eval_steps / self.settings.eval_every)
         room = progress.step + max(0, int(steps_left))
         steps = min(self.bound, room)
 
@@ -183,10 +190,12 @@ class TimeBudget:
         compiles = self.is_compiled and self.first_step is None
         if self.first_step is None:
             self.first_step = step - 1 + UNTIMED_STEPS
+            if compiles:
+                self.compile_seconds = step_seconds
         if step < self.first_step:
             if step_seconds < duration or compiles:
                 return None, False
-            return self.seconds_left() / step_seconds, True
+            return self.count_room(step, step_seconds), True
 
         # Keep the time of one earlier step that is a tenth of the limit ago, or the first.
         self.times.append((step, now))
@@ -197,7 +206,34 @@ class TimeBudget:
             return None, False
         seconds = max(1e-6, now - start)
         is_final = seconds >= duration or self.clock.total() >= 0.5 * self.limit
-        return self.seconds_left() * (step - timed_from) / seconds, is_final
+        return self.count_room(step, seconds / (step - timed_from)), is_final
+
+    def count_room(self, step: int, step_seconds: float) -> float:
+        """How many steps fit into the time left after `step`, with what goes on between them."""
+        settings = self.settings
+        seconds_left = self.seconds_left()
+        expected_steps = step + seconds_left / step_seconds
+        eval_tokens = count_eval_tokens(settings, self.corpus, expected_steps)
+        eval_seconds = EVALUATION_COST * eval_tokens / settings.batch_tokens * step_seconds
+        sample_seconds = self.clock.pauses.get("sample")
+        if sample_seconds is None:
+            sample_seconds = SAMPLE_TOKENS * settings.model["depth"] * LAYER_SECONDS
+        save_seconds = self.clock.pauses.get("save")
+        if save_seconds is None:
+            save_seconds = BYTES_PER_WEIGHT * self.num_parameters / SAVED_BYTES_PER_SECOND
+
+        # At the end there is one more of each. Of the last save and sample, RESERVED_SECONDS are
+        # not among the seconds left any more.
+        seconds_left -= eval_seconds + max(0.0, sample_seconds + save_seconds - RESERVED_SECONDS)
+        if self.ranks.device.type == "cuda" and "evaluation" not in self.clock.pauses:
+            seconds_left -= EVALUATION_COMPILATION * self.compile_seconds
+        seconds_per_step = (
+            step_seconds
+            + eval_seconds / settings.eval_every
+            + sample_seconds / settings.sample_every
+            + save_seconds / settings.save_every
+        )
+        return seconds_left / seconds_per_step
 
     def seconds_left(self) -> float:
         """Seconds that are left for steps, and for what goes on between them."""

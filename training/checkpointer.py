@@ -121,7 +121,7 @@ class Checkpointer:
         if progress.saved_step == progress.step:
             return
         self.meter.check_finite(progress)
-        with self.clock.pause(), waiting("saving a checkpoint (less often: save_every)"):
+        with self.clock.pause("save"), waiting("saving a checkpoint (less often: save_every)"):
             self.meter.share_losses()
             weights = {}
             for name, tensor in self.trainer.model.state_dict().items():

@@ -11,6 +11,7 @@ class Clock:
     def __init__(self, started: float):
         self.started = started
         self.paused = 0.0
+        self.pauses: dict[str, float] = {}  # by activity, the seconds of the last one
 
     def add_earlier(self, seconds: float) -> None:
         """Count the seconds of the processes that this one resumes."""
@@ -23,8 +24,9 @@ class Clock:
         return self.total() - self.paused
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self, activity: str) -> Iterator[None]:
         """Inside, something other than training goes on."""
         start = monotonic()
         yield
-        self.paused += monotonic() - start
+        self.pauses[activity] = monotonic() - start
+        self.paused += self.pauses[activity]

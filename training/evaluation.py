@@ -139,7 +139,7 @@ class Evaluator:
             and self.ranks.device.type != "cuda"
         )
         message = f"evaluating on {eval_tokens:,} held-out tokens (less often: eval_every)"
-        with self.clock.pause(), waiting(message):
+        with self.clock.pause("evaluation"), waiting(message):
             metrics = evaluate(
                 self.trainer.loss_module,
                 self.corpus,
@@ -169,7 +169,7 @@ class Evaluator:
         """Write a sample of text to samples.txt, and show it."""
         if self.signals.agree(self.ranks):
             return
-        with self.clock.pause(), waiting("sampling text (less often: sample_every)"):
+        with self.clock.pause("sample"), waiting("sampling text (less often: sample_every)"):
             text = self.generate(seed=progress.step)
         if self.signals.agree(self.ranks):
             return

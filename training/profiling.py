@@ -61,7 +61,7 @@ class StepProfiler:
     def write(self, profiler: profile) -> None:
         """Write the trace, and show the operators that take the most time of their own."""
         self.has_written = True
-        with self.clock.pause(), waiting("writing the trace"):
+        with self.clock.pause("trace"), waiting("writing the trace"):
             profiler.export_chrome_trace(str(self.file))
             events = profiler.key_averages()
         is_cuda = self.device.type == "cuda"

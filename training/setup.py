@@ -323,6 +323,7 @@ def build_run(
         schedule=trainer.schedule,
         is_compiled=is_compiled,
         bound=progress.total_steps,
+        num_parameters=trainer.model.num_parameters(),
     )
     log = Logger(run_dir, settings, clock, is_enabled=ranks.is_main)
     evaluator = Evaluator(

@@ -6,11 +6,17 @@ import re
 from itertools import pairwise
 
 import pytest
+import torch
+
+from run.distributed import DistEnv
 
 
-def simulate(run, monkeypatch, minutes: float, slowness) -> tuple[float, list[float], list[int]]:
+def simulate(
+    run, monkeypatch, minutes: float, slowness, pauses=()
+) -> tuple[float, list[float], list[int]]:
     """Run without training: a step takes 0.05 s times slowness(share of the limit that is gone).
 
+    `pauses` are activities, their intervals in steps, and the seconds of the first and the others.
     Returns the share of the limit at the end, the schedule of each step, and the fitted numbers.
     """
     clock = [run.clock.started]
@@ -27,6 +33,11 @@ def simulate(run, monkeypatch, minutes: float, slowness) -> tuple[float, list[fl
         run.budget.fit(progress)
         if run.budget.is_fitted and progress.total_steps not in totals:
             totals.append(progress.total_steps)
+        for activity, interval, first, seconds in pauses:
+            if progress.is_due(interval):
+                is_first = activity not in run.clock.pauses
+                with run.clock.pause(activity):
+                    clock[0] += first if is_first else seconds
     return (clock[0] - run.clock.started) / (60 * minutes), factors, totals
 
 
@@ -110,3 +121,34 @@ def test_a_speed_that_changes_all_the_time_is_told_a_few_times(run_of, monkeypat
     assert len(totals) > 5 and len(told) < 5
     # What was told last is near the end.
     assert abs(int(told[-1]) - totals[-1]) < 0.2 * totals[-1]
+
+
+WSD = ("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
+
+
+@pytest.mark.parametrize("activity", ["sample", "save"])
+def test_saves_and_samples_are_in_the_minutes(run_of, monkeypatch, activity):
+    run = run_of(*WSD, f"{activity}_every=500")
+    # Five seconds each, a fifth of the time between two of them.
+    pauses = [(activity, 500, 5.0, 5.0)]
+    end, factors, _ = simulate(run, monkeypatch, 10, lambda share: 1, pauses)
+    assert 0.9 < end < 1 and factors[-1] < 0.11
+
+
+def test_a_large_model_is_fitted_with_its_first_save(run_of, monkeypatch):
+    """A checkpoint of 1.2 billion weights, written at 300 MB a second, every 1,000 steps."""
+    run = run_of(*WSD, "save_every=1000", "schedule=cosine")
+    run.budget.num_parameters = 1.2e9
+    pauses = [("save", 1000, 48.0, 48.0)]
+    end, _, totals = simulate(run, monkeypatch, 10, lambda share: 1, pauses)
+    assert 0.8 < end < 1 and max(totals) < 6500
+
+
+def test_the_graph_of_the_first_evaluation_is_in_the_minutes_on_a_gpu(run_of, monkeypatch):
+    run = run_of(*WSD, "eval_every=100000")  # at the end alone
+    run.budget.is_compiled = True
+    run.budget.ranks = DistEnv(0, 1, torch.device("cuda"))
+    # The first step takes 100 seconds, the first evaluation 50 more than the others.
+    pauses = [("evaluation", 100000, 50.05, 0.05)]
+    end, *_ = simulate(run, monkeypatch, 10, lambda share: 1 if share > 0 else 2000, pauses)
+    assert 0.9 < end < 1

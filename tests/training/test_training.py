@@ -257,7 +257,7 @@ def test_steps_are_fitted_to_the_minutes_beside_their_evaluations(
         if run.budget.is_fitted:
             fitted.add(run.progress.total_steps)
         if run.progress.is_due(eval_every):
-            with run.clock.pause():  # 20480 tokens are 40 steps, at half of their time
+            with run.clock.pause("evaluation"):  # 20480 tokens are 40 steps, at half of their time
                 clock[0] += 40 * 0.05 / 2
     assert len(fitted) == (epochs != 1)
     seconds = clock[0] - run.clock.started
