@@ -105,10 +105,15 @@ def compile_model(loss_module: LanguageModelLoss, settings: Settings, ranks: Dis
     elif ranks.device.type == "cpu" and settings.distill is None:
         modules = [*loss_module.model.blocks, loss_module.head_loss]
     compilation.prepare_to_compile()
+    configure_compiler()
+    for module in modules:
+        module.compile(dynamic=False)
+
+
+def configure_compiler() -> None:
+    """Set, for this process, how torch.compile traces a training step."""
     # Blocks share their code but not their constants, and count as recompilations.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.trace_autograd_ops = True  # of a forward that computes gradients
     # The backward runs outside of autocast: what a layer computes in fp32 has fp32 gradients.
     torch._functorch.config.backward_pass_autocast = "off"
-    for module in modules:
-        module.compile(dynamic=False)

@@ -329,6 +329,21 @@ def test_training_evaluation_and_decoding_are_a_graph_each(gpu, run_of, graphs, 
     check_compiled_decoding(variant.removesuffix(" document_mask=true"), graphs)
 
 
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_every_input_of_the_decode_graph_stays_at_its_address(gpu, graphs, is_int8):
+    """Otherwise its CUDA graph would copy weights or cache into place for every token."""
+    model = decoding_model("gqa", torch.bfloat16, int8=is_int8)
+    cache_dtype = torch.int8 if is_int8 else torch.bfloat16
+    Engine(model, SAMPLER, model.new_cache(2, 16, cache_dtype, CUDA)).compile()
+    (graph,) = graphs
+    inputs = graph.graph.find_nodes(op="placeholder")
+    moving = []
+    for node in inputs:
+        if "_dynamo_static_input_type" not in node.meta["tensor_dict"]:
+            moving.append(node.name)
+    assert len(inputs) > 20 and not moving
+
+
 # GPUs that differ in what they have kernels for.
 
 

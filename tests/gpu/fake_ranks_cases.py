@@ -1,12 +1,21 @@
 """Many GPUs without one: what a rank holds and sends."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.build import build_model
-from tests.conftest import settings_of
+from run.distributed import DistEnv
+from run.settings import Settings
+from run.sharding import full_tensor, shard_like
+from tests.conftest import redraw, settings_of
 from tests.gpu.fake_ranks import MICRO_BATCHES, RankMonitor, process_group, simulate
+from training.parallel import build_parallel, compile_model
 
 DEPTH = 2
 SMALL = (
@@ -76,3 +85,72 @@ def test_a_collective_sends_all_but_one_part_around_the_ring(name, rounds):
         arguments = (0,) if name == "broadcast" else ()
         getattr(torch.distributed, name)(x, *arguments)
     assert monitor.sent_bytes == rounds * 400 * 3 / 4
+
+
+# Compilation, on one rank that has real collectives. The graphs are run as they are.
+
+
+@contextmanager
+def lone_rank() -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def drawn_gradients(
+    monkeypatch, settings: Settings, is_compiled: bool
+) -> tuple[dict[str, torch.Tensor], int]:
+    """The gradients of two texts with weights that all matter, and the number of graphs."""
+    ranks = DistEnv(0, 1 if settings.sharded else 2, torch.device("cpu"))
+    loss_module, parallel = build_parallel(settings, ranks, torch.float32, bos=0)
+    drawn = dict(redraw(build_model(settings.model, "cpu", seed=None)).named_parameters())
+    with torch.no_grad():
+        for name, parameter in loss_module.model.named_parameters():
+            parameter.copy_(shard_like(drawn[name], parameter))
+
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    if is_compiled:
+        compile_module = torch.nn.Module.compile
+        monkeypatch.setattr(
+            torch.nn.Module,
+            "compile",
+            lambda self, **options: compile_module(self, **options, backend=count, fullgraph=True),
+        )
+        # As on a GPU, where DDP has the whole loss in one graph, which it splits at its buckets.
+        compile_model(loss_module, settings, replace(ranks, device=torch.device("cuda")))
+        if not settings.sharded:
+            parallel.bucket_bytes_cap = 2**16
+    tokens = torch.randint(1, 128, (2, 65), generator=torch.Generator().manual_seed(1))
+    tokens[:, 20] = 0
+    objective, _ = parallel(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    objective.backward()
+    gradients = {}
+    for name, parameter in loss_module.model.named_parameters():
+        gradients[name] = full_tensor(parameter.grad).clone()
+    return gradients, len(graphs)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "gdn"])
+@pytest.mark.parametrize(
+    ("sharded", "num_graphs"), [("false", range(3, 99)), ("true", range(1, 3))]
+)
+def test_compiled_ranks_have_the_gradients_of_eager_ones(monkeypatch, variant, sharded, num_graphs):
+    """DDPOptimizer splits the loss at buckets, and FSDP has each block compiled by itself."""
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**16)
+    words = (f"attention={variant}", "model.depth=3", "data.vocab_size=128", "context=64")
+    settings = settings_of("model=tiny", *words, f"sharded={sharded}")
+    with lone_rank():
+        expected, _ = drawn_gradients(monkeypatch, settings, is_compiled=False)
+        found, count = drawn_gradients(monkeypatch, settings, is_compiled=True)
+    assert count in num_graphs
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

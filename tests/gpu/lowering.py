@@ -35,7 +35,7 @@ from run.settings import Settings
 from tests.conftest import settings_of
 from tests.gpu.fake_cuda import fake_cuda
 from training.loss import LanguageModelLoss
-from training.parallel import checkpoint_activations
+from training.parallel import checkpoint_activations, configure_compiler
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,6 @@ def lowering_for(gpu: GPU) -> Iterator[Lowering]:
         }
         stack.enter_context(torch._inductor.config.patch(settings))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-        stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
         yield lowering
 
 
@@ -310,7 +309,7 @@ def lower_training(settings: Settings, gpu: GPU, precision: torch.dtype) -> Lowe
         if settings.activation_checkpointing:
             checkpoint_activations(model)
         loss_module = LanguageModelLoss(model, z_loss=settings.z_loss, bos=bos)
-        torch._dynamo.config.trace_autograd_ops = True
+        configure_compiler()
         loss_module.compile(dynamic=False, fullgraph=True)
         shape = (settings.micro_batch, settings.context)
         inputs = torch.zeros(shape, dtype=torch.int64, device="cuda")

@@ -1,7 +1,7 @@
 """Acceptance of a GPU: pytest -m gpu.
 
-An estimated ten minutes on one H100 with eight processes (-n 8), most of them compilation. None of
-it has run on a GPU yet. With ATTEND_TEST_GPU=cpu the tests themselves are tried on a CPU, with short
+About fifteen minutes on one H200 with ten processes (-n 10 --maxprocesses 10), most of them
+compilation. With ATTEND_TEST_GPU=cpu the tests themselves are tried on a CPU, with short
 contexts and a backend of torch.compile that generates no code.
 """
 
@@ -23,6 +23,7 @@ from tests import conftest
 from tests.conftest import EXTRAS, TINY, VARIANTS, tree_of
 from train import take_step
 from training.loss import LanguageModelLoss
+from training.parallel import configure_compiler
 
 CPU = torch.device("cpu")
 DEVICE = torch.device(os.environ.get("ATTEND_TEST_GPU", "cuda"))
@@ -32,6 +33,7 @@ BACKEND = "inductor" if IS_GPU else "aot_eager"
 BOS = 0
 # fp32 products of another order differ by some 1e-6, those in TF32 by 1e-3.
 FP32_BOUND = 1e-4
+BF16_SLACK = 0.02  # where eager bf16 happens to be nearly exact
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,7 +75,7 @@ def gradients(
     tokens = tokens.to(device)
     module = LanguageModelLoss(model, z_loss=1e-4, bos=bos)
     if is_compiled:
-        torch._dynamo.config.trace_autograd_ops = True
+        configure_compiler()
         module.compile(dynamic=False, fullgraph=True, backend=BACKEND)
     with hardware.autocast(device, precision):
         objective, _ = module(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
@@ -81,11 +83,18 @@ def gradients(
     return {name: p.grad.double().cpu() for name, p in model.named_parameters()}
 
 
-def largest_difference(found: dict, expected: dict) -> float:
-    """Of all parameters, the largest norm of a difference relative to that of the gradient."""
+def differences(found: dict, expected: dict) -> dict[str, float]:
+    """By parameter, the norm of the difference relative to that of the gradient; NaN if it is."""
     assert found.keys() == expected.keys()
-    differences = [(found[name] - g).norm() / g.norm() for name, g in expected.items()]
-    return torch.stack(differences).max().item()  # NaN if one is
+    return {name: ((found[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
+
+
+def assert_within(differences: dict[str, float], bounds: dict[str, float]) -> None:
+    outside = {}
+    for name, difference in differences.items():
+        if not difference < bounds[name]:
+            outside[name] = (difference, bounds[name])
+    assert not outside
 
 
 @pytest.mark.parametrize("bos", [None, BOS])
@@ -94,7 +103,7 @@ def largest_difference(found: dict, expected: dict) -> float:
 def test_gradients_of_the_compiled_loss_are_those_of_the_cpu(variant, context, bos):
     expected = gradients(variant, context, bos)
     found = gradients(variant, context, bos, device=DEVICE, is_compiled=True)
-    assert largest_difference(found, expected) < FP32_BOUND
+    assert_within(differences(found, expected), dict.fromkeys(expected, FP32_BOUND))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -103,8 +112,11 @@ def test_compiled_gradients_in_bf16_are_as_close_to_fp32_as_eager_ones(variant):
     expected = gradients(*case)
     eager = gradients(*case, device=DEVICE, precision=torch.bfloat16)
     compiled = gradients(*case, device=DEVICE, precision=torch.bfloat16, is_compiled=True)
-    bound = 2 * largest_difference(eager, expected)
-    assert largest_difference(compiled, expected) < bound
+    # Each by its own error, and never a gradient of zeros, whose difference is 1.
+    bounds = {}
+    for name, difference in differences(eager, expected).items():
+        bounds[name] = min(2 * difference + BF16_SLACK, 0.99)
+    assert_within(differences(compiled, expected), bounds)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

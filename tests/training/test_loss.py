@@ -13,6 +13,7 @@ from train import take_step
 from training import loss
 from training.evaluation import evaluate
 from training.loss import HeadLoss, LanguageModelLoss, LossOptions, TeacherHead
+from training.parallel import configure_compiler
 
 
 def saved_bytes(model: torch.nn.Module, tokens: torch.Tensor) -> int:
@@ -118,7 +119,7 @@ def test_the_loss_of_answers_alone_is_that_of_all_positions(variant, is_compiled
     for batch in batches:
         if is_compiled and batch is batches[1]:
             torch._dynamo.reset()
-            torch._dynamo.config.trace_autograd_ops = True  # as the trainer does
+            configure_compiler()
             module.compile(dynamic=False, fullgraph=True, backend="aot_eager")
         objective, metrics = module(*batch)
         objective.backward()
@@ -254,7 +255,7 @@ def test_a_model_learns_recomputed_in_one_graph(run_of, attention):
     steps = ("steps=12", "batch_tokens=128", "schedule.warmup=2")
     run = run_of(*overrides, "z_loss=1e-4", "activation_checkpointing=true", *steps)
     torch._dynamo.reset()
-    torch._dynamo.config.trace_autograd_ops = True
+    configure_compiler()
     run.trainer.loss_module.compile(dynamic=False, fullgraph=True, backend="aot_eager")
     losses = learn_by_heart(run, 12)
     assert losses[-1] < losses[0] / 2

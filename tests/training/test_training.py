@@ -17,6 +17,7 @@ from tests.tools.test_evaluate import nats_of
 from tests.training.test_train_command import metrics
 from train import report, take_step
 from training.evaluation import count_eval_tokens
+from training.parallel import configure_compiler
 from training.schedules import cosine, wsd
 
 
@@ -148,7 +149,7 @@ def test_every_variant_learns(run_of, variant, precision):
 def test_every_variant_learns_the_same_when_compiled(run_of, variant):
     eager, compiled = (run_of(f"attention={variant}", "batch_tokens=256") for _ in range(2))
     torch._dynamo.reset()
-    torch._dynamo.config.trace_autograd_ops = True
+    configure_compiler()
     compiled.trainer.loss_module.compile(dynamic=False, fullgraph=True)
     for _ in range(3):
         take_step(eager)
