@@ -1,4 +1,4 @@
-"""Lower the training and the decode step for an H100 that is not there, and build their kernels.
+"""Lower the training and the decode step for a GPU that is not there, and build their kernels.
 
 Tensors are fake, so that neither memory nor a driver is needed. Inductor writes the code that it
 would write on a machine with the GPU, and Triton and ptxas translate the kernels; none is launched.
@@ -71,6 +71,13 @@ class GPU:
 
 
 H100 = GPU("NVIDIA H100 80GB HBM3", 90, 132, 2048, 227 * 1024)
+GPUS = {
+    "sm_75": GPU("Tesla T4", 75, 40, 1024, 64 * 1024),
+    "sm_86": GPU("NVIDIA GeForce RTX 3090", 86, 82, 1536, 99 * 1024),
+    "sm_89": GPU("NVIDIA GeForce RTX 4090", 89, 128, 1536, 99 * 1024),
+    "sm_90": H100,
+    "sm_120": GPU("NVIDIA GeForce RTX 5090", 120, 170, 1536, 99 * 1024),
+}
 PRECISIONS = {
     "auto": torch.bfloat16,
     "bf16": torch.bfloat16,
@@ -116,6 +123,14 @@ class Lowering:
     graphs: list[Graph] = field(default_factory=list)
     kernels: dict[str, str] = field(default_factory=dict)  # source -> name
     tensors: dict[str, Tensor] = field(default_factory=dict)  # what the step is computed from
+
+    def count_atomic_flex_attention(self) -> int:
+        """How many kernels of FlexAttention add to memory in any order."""
+        count = 0
+        for source, name in self.kernels.items():
+            if "flex_attention" in name and "atomic_add" in source:
+                count += 1
+        return count
 
     def count(self, call: str) -> int:
         """How often a pattern of a call occurs in the code."""
@@ -273,13 +288,14 @@ def fused_attention(
 ) -> Tensor:
     """Compute scaled_dot_product_attention by the kernel that torch has for the arguments.
 
-    FlashAttention has neither masks nor fp32, and the memory-efficient kernel no grouped queries;
+    FlashAttention needs Ampere and has neither masks nor fp32, and the memory-efficient kernel no grouped queries;
     what neither has, or what is disabled, is products and a softmax. As in aten/src/ATen/native/
-    transformers/cuda/sdp_utils.cpp, without cuDNN, which torch may prefer on sm_90 and later.
+    transformers/cuda/sdp_utils.cpp, without cuDNN, which torch may prefer on sm_90 and sm_100.
     """
     aten = torch.ops.aten
     is_half = q.dtype in (torch.float16, torch.bfloat16)
-    can_flash = is_half and attn_mask is None and q.shape[-1] % 8 == 0
+    is_ampere = torch.cuda.get_device_capability()[0] >= 8
+    can_flash = is_ampere and is_half and attn_mask is None and q.shape[-1] % 8 == 0
     if can_flash and torch.backends.cuda.flash_sdp_enabled():
         return aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, False, scale=scale
@@ -388,21 +404,24 @@ def main() -> None:
     """Lower a step, build its kernels, and print a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("step", choices=["training", "decoding"])
+    parser.add_argument("--gpu", choices=GPUS, default="sm_90")
     parser.add_argument("overrides", nargs="*", help="of the config, as for train.py")
     args = parser.parse_args()
     settings = settings_of("device=cpu", *args.overrides)
+    gpu = GPUS[args.gpu]
     if args.step == "training":
-        lowering = lower_training(settings, H100, PRECISIONS[settings.precision])
+        lowering = lower_training(settings, gpu, PRECISIONS[settings.precision])
         reasons = []
     else:
-        lowering = lower_decoding(settings, H100)
+        lowering = lower_decoding(settings, gpu)
         reasons = lowering.graphs[0].reasons_against_capture()
-    kernels = build_kernels(lowering.kernels, H100)
+    kernels = build_kernels(lowering.kernels, gpu)
     report = {
         "overrides": args.overrides,
         "graphs": len(lowering.graphs),
         "kernels": len(lowering.kernels),
         "flash_attention": lowering.count(FLASH_ATTENTION),
+        "atomic_flex_attention": lowering.count_atomic_flex_attention(),
         "reasons_against_capture": reasons,
     }
     for limit in ("registers", "stack", "shared_memory"):
