@@ -155,15 +155,22 @@ class Transformer(nn.Module):
         """Return the number of weights; those that modules share count once."""
         return sum(p.numel() for p in self.parameters())
 
-    def training_flops(self) -> float:
+    def training_flops(self, *, whole_attention: bool = False) -> float:
         """Return the FLOPs of a token's forward and backward, averaged over a full context.
 
         A backward costs two forwards. A matrix of the blocks or of the head costs 2 FLOPs a weight;
-        the embedding is a lookup.
+        the embedding is a lookup. With `whole_attention`, every token counts as if it attended to
+        as many as the last one does: so nanoGPT, nanochat and torchtitan count causal attention.
         """
         weights = self.unembedding.numel()
         weights += sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2)
         flops = 2 * weights
         for block in self.blocks:
-            flops += block.attention.attention_flops(self.context)
+            attention_flops = block.attention.attention_flops
+            mean = attention_flops(self.context)
+            if whole_attention and self.context > 1:
+                # The last token has what a whole context has more than one without it.
+                before = self.context - 1
+                mean = self.context * mean - before * attention_flops(before)
+            flops += mean
         return 3 * flops

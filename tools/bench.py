@@ -108,10 +108,13 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     if kind == "decode":
         tokens = settings.sequences_per_process(1) * (NEW_TOKENS - 1)
     lines = {name: summarize(name, each, tokens) for name, each in measured.items()}
+    model = build_model(settings.model, "meta")
     for line in lines.values():
         if kind == "train":
-            flops = line["tokens_per_second"] * build_model(settings.model, "meta").training_flops()
-            line["share_of_ceiling"] = flops / ceiling
+            tokens_share = line["tokens_per_second"] / ceiling
+            line["share_of_ceiling"] = tokens_share * model.training_flops()
+            whole_flops = model.training_flops(whole_attention=True)
+            line["share_whole_attention"] = tokens_share * whole_flops
         print(json.dumps(case | line))
 
     # Within a turn all meet the same machine, so the ratio of speeds is the median over turns.

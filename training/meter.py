@@ -17,7 +17,8 @@ from training.trainer import StepResult
 class Meter:
     """Sums the losses of steps, and times them, until they are reported.
 
-    `flops_per_token` is the work of a training step on a token, for the MFU.
+    `flops_per_token` is the work of a training step on a token, for the MFU, and
+    `whole_flops_per_token` the same with causal attention counted as a whole square.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class Meter:
         loss_names: tuple[str, ...],
         *,
         flops_per_token: float,
+        whole_flops_per_token: float,
         batch_tokens: int,
         loader: Loader,
         ranks: DistEnv,
@@ -32,6 +34,7 @@ class Meter:
     ):
         self.loss_names = loss_names
         self.flops_per_token = flops_per_token
+        self.whole_flops_per_token = whole_flops_per_token
         self.batch_tokens = batch_tokens
         self.loader = loader
         self.ranks = ranks
@@ -83,14 +86,16 @@ class Meter:
 
         tokens_per_second = None
         mfu = None
+        whole_mfu = None
         now = self.clock.training()
         if progress.step > self.timed_step:
             steps_per_second = (progress.step - self.timed_step) / (now - self.timed_from)
             tokens_per_second = steps_per_second * self.batch_tokens
             peak_flops = hardware.peak_flops(self.ranks.device)
             if peak_flops is not None:
-                flops = tokens_per_second * self.flops_per_token
-                mfu = flops / peak_flops / self.ranks.world_size
+                share = tokens_per_second / peak_flops / self.ranks.world_size
+                mfu = share * self.flops_per_token
+                whole_mfu = share * self.whole_flops_per_token
 
         grad_norm = self.grad_norm.item()
         metrics = dict(zip(self.loss_names, losses.tolist(), strict=True))
@@ -99,6 +104,7 @@ class Meter:
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
+            "mfu_whole_attention": whole_mfu,
             # Since timing began: shorter times have too few ticks of the system's clock.
             "other_load": round(other_load(self.cpu_timed_from), 2),
             "peak_memory_bytes": hardware.peak_memory(self.ranks.device),

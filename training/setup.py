@@ -306,10 +306,10 @@ def build_run(
     else:
         micro_batch_size = choose_micro_batch(trainer, settings)
 
-    flops_per_token = trainer.model.training_flops()
     meter = Meter(
         trainer.loss_names,
-        flops_per_token=flops_per_token,
+        flops_per_token=trainer.model.training_flops(),
+        whole_flops_per_token=trainer.model.training_flops(whole_attention=True),
         batch_tokens=settings.batch_tokens,
         loader=loader,
         ranks=ranks,

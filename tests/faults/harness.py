@@ -105,7 +105,8 @@ class Job:
             .read_text(encoding="utf-8")
             .splitlines()
         ]
-        timed = {"seconds", "tokens_per_second", "mfu", "peak_memory_bytes", "other_load"}
+        timed = {"seconds", "tokens_per_second", "peak_memory_bytes", "other_load"}
+        timed |= {"mfu", "mfu_whole_attention"}
         curve = [{key: value for key, value in line.items() if key not in timed} for line in lines]
         last = self.checkpoints[-1]
         samples = (self.root / "run" / "samples.txt").read_text(encoding="utf-8")

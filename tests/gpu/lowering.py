@@ -288,9 +288,10 @@ def fused_attention(
 ) -> Tensor:
     """Compute scaled_dot_product_attention by the kernel that torch has for the arguments.
 
-    FlashAttention needs Ampere and has neither masks nor fp32, and the memory-efficient kernel no grouped queries;
-    what neither has, or what is disabled, is products and a softmax. As in aten/src/ATen/native/
-    transformers/cuda/sdp_utils.cpp, without cuDNN, which torch may prefer on sm_90 and sm_100.
+    FlashAttention needs Ampere and has neither masks nor fp32, and the memory-efficient kernel no
+    grouped queries; what neither has, or what is disabled, is products and a softmax. As in
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, without cuDNN, which torch may prefer
+    where the major capability is 9 or 10.
     """
     aten = torch.ops.aten
     is_half = q.dtype in (torch.float16, torch.bfloat16)

@@ -42,7 +42,8 @@ def test_speeds_are_compared_turn_by_turn(monkeypatch, capfd):
     # Beside a single turn, the first one would move the median.
     monkeypatch.setattr(bench, "NUM_TURNS", 1)
     monkeypatch.setattr(bench, "request_turn", request_turn)
-    flops = instantiate(bench.bench_settings(WORDS)[0].model).training_flops()
+    model = instantiate(bench.bench_settings(WORDS)[0].model)
+    flops = model.training_flops()
     monkeypatch.setattr(bench, "measure_ceiling", lambda *_: 1024 * flops)
     bench.main(Namespace(kind="train", overrides=WORDS))
     out, err = capfd.readouterr()
@@ -50,6 +51,8 @@ def test_speeds_are_compared_turn_by_turn(monkeypatch, capfd):
     assert (ours["name"], ours["tokens_per_second"]) == ("ours", 512)
     assert (theirs["name"], theirs["tokens_per_second"]) == ("transformers", 256)
     assert (ours["share_of_ceiling"], theirs["share_of_ceiling"]) == (0.5, 0.25)
+    ratio_of_flops = model.training_flops(whole_attention=True) / flops
+    assert ours["share_whole_attention"] == pytest.approx(0.5 * ratio_of_flops)
     assert ratio == {"speed": 2.0, "of": "transformers"}
     *lines, last = err.splitlines()
     assert last.startswith("next: ")

@@ -7,7 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data.loader import IGNORE_INDEX
 from data.tasks import Recall
-from tests.conftest import VARIANTS, close, drawn, learn_by_heart, tree_of, weights
+from model.build import build_model
+from tests.conftest import VARIANTS, close, drawn, learn_by_heart, settings_of, tree_of, weights
 from tests.training.test_optimizers import Operations
 from train import take_step
 from training import loss
@@ -259,3 +260,23 @@ def test_a_model_learns_recomputed_in_one_graph(run_of, attention):
     run.trainer.loss_module.compile(dynamic=False, fullgraph=True, backend="aot_eager")
     losses = learn_by_heart(run, 12)
     assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [("mha", 64.0), ("gqa", 64.0), ("sliding_window attention.window=16", 16.0)],
+)
+def test_whole_attention_is_counted_as_nanogpt_does(overrides, keys):
+    """6 N + 12 L H Q T of PaLM's appendix B (2204.02311), and as nanochat, which takes a window for T."""
+    tree = settings_of("model=tiny", "context=64", *f"attention={overrides}".split()).model
+    model = build_model(tree | {"vocab_size": 100}, "meta")
+    matrices = [p.numel() for name, p in model.named_parameters() if p.ndim == 2]
+    num_weights = sum(matrices) - model.embed.weight.numel()
+    heads = tree["heads"]
+    head_dim = tree["dim"] // heads
+    attention = 12 * tree["depth"] * heads * head_dim * keys
+    assert model.training_flops(whole_attention=True) == 6 * num_weights + attention
+    # Ours: as many keys as a token attends to on average.
+    if keys == 64:
+        halved = 6 * num_weights + attention * 65 / 2 / 64
+        assert model.training_flops() == pytest.approx(halved)

@@ -180,7 +180,8 @@ def test_a_reported_loss_is_the_mean_since_the_last_report(run_of):
     losses = [line["train_loss"] for line in metrics(each.run_dir)]
     (whole,) = metrics(together.run_dir)
     assert whole["train_loss"] == pytest.approx(sum(losses) / 3, rel=1e-6)
-    keys = "step tokens seconds lr grad_norm tokens_per_second mfu other_load"
+    keys = "step tokens seconds lr grad_norm tokens_per_second mfu mfu_whole_attention "
+    keys += "other_load"
     assert {*keys.split()} <= whole.keys()
 
 
