@@ -22,12 +22,24 @@ MIN_RISE = 1.01  # of the held-out loss, as a factor: smaller ones are noise
 
 
 class Logger:
-    """The files and the messages of a run; silent unless it is enabled, as on rank 0 alone."""
+    """The files and the messages of a run; silent unless it is enabled, as on rank 0 alone.
 
-    def __init__(self, run_dir: Path, settings: Settings, clock: Clock, *, is_enabled: bool):
+    `steps_per_epoch` may be a fraction, and is infinite if the text never repeats.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: Settings,
+        clock: Clock,
+        *,
+        steps_per_epoch: float,
+        is_enabled: bool,
+    ):
         self.run_dir = run_dir
         self.settings = settings
         self.clock = clock
+        self.steps_per_epoch = steps_per_epoch
         self.is_enabled = is_enabled
         self.sizes = dict.fromkeys(FILES, 0)  # bytes
         # What a checkpoint of this step stores: sizes of the files, and the id of the run at wandb.
@@ -129,6 +141,7 @@ class Logger:
         """Write a line of metrics.jsonl, to wandb too."""
         values = {
             "tokens": progress.step * self.settings.batch_tokens,
+            "epoch": round(progress.step / self.steps_per_epoch, 4),
             "seconds": round(self.clock.total(), 3),
             **metrics,
         }

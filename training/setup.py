@@ -325,7 +325,13 @@ def build_run(
         bound=progress.total_steps,
         num_parameters=trainer.model.num_parameters(),
     )
-    log = Logger(run_dir, settings, clock, is_enabled=ranks.is_main)
+    log = Logger(
+        run_dir,
+        settings,
+        clock,
+        steps_per_epoch=loader.rows_per_epoch / loader.batch_size,
+        is_enabled=ranks.is_main,
+    )
     evaluator = Evaluator(
         settings,
         corpus,

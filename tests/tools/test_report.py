@@ -338,6 +338,19 @@ def test_a_smaller_cache_that_solves_a_task_as_well_is_named(write):
     )
 
 
+def test_a_text_that_is_too_short_for_enough_tokens_is_named(write):
+    """gqa has 598,400 parameters here, and the runs saw 1,000 tokens."""
+    runs = [text_run(name, seed, 1.0) for name in ("gqa", "mqa") for seed in range(3)]
+    parameters = max(run.model.num_parameters() for run in runs)
+    for epoch, is_told in ((0.0005, False), (0.02, True)):
+        for run in runs:
+            run.lines[-1]["epoch"] = epoch
+        answer = answer_of(write, runs)
+        passes = 10 * parameters / 1000 * epoch
+        told = f"but {passes:.0f} passes over this text: take a longer one, or a smaller model"
+        assert (passes > 4) == is_told == (told in answer), answer
+
+
 def test_speeds_are_not_compared_if_seeds_of_one_variant_differ(write):
     runs = [text_run(name, seed, 1.0) for name in ("gqa", "mqa") for seed in range(2)]
     for run in runs:

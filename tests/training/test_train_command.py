@@ -67,7 +67,7 @@ def test_a_run_leaves_everything_in_its_folder(trained):
 def test_a_held_out_loss_that_rises_is_told(tmp_path, capfd, losses, is_told):
     lines = [f'{{"tokens": {loss}, "val_loss": {loss}}}\n' for loss in losses]
     (tmp_path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
-    Logger(tmp_path, None, None, is_enabled=True).plot()
+    Logger(tmp_path, None, None, steps_per_epoch=1.0, is_enabled=True).plot()
     told = capfd.readouterr().err
     assert ("the held-out loss rose from 4.000 to 4.500 nats" in told) == is_told, told
 

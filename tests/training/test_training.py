@@ -183,6 +183,8 @@ def test_a_reported_loss_is_the_mean_since_the_last_report(run_of):
     keys = "step tokens seconds lr grad_norm tokens_per_second mfu mfu_whole_attention "
     keys += "other_load"
     assert {*keys.split()} <= whole.keys()
+    rows = together.trainer.loader.rows_per_epoch
+    assert whole["epoch"] == pytest.approx(3 * together.trainer.loader.batch_size / rows, abs=1e-4)
 
 
 def test_document_mask_changes_what_is_learned(run_of):

@@ -15,6 +15,7 @@ from tools.compare.statistics import seeds_to_decide, solves_more_often
 # (Hoffmann et al., 2203.15556).
 MIN_SEEDS = 3
 MIN_TOKENS = 10  # per parameter
+MAX_EPOCHS = 4  # passes over a text
 # What is said of the variants with a verdict; {margin} has a unit.
 CLAUSES = {
     "better": "Also better than {baseline}: {names}; which of them is best was not tested.",
@@ -216,6 +217,10 @@ def enough_tokens(runs: list[Run]) -> str:
     seconds = tokens / min(run.tokens_per_second for run in runs)
     if math.isfinite(seconds):
         text += f", about {duration(seconds)} per run at this speed"
+    # Up to four passes over a text are nearly as good as new text (2305.16264).
+    passes = max(tokens / run.last["tokens"] * run.last.get("epoch", 0.0) for run in runs)
+    if passes > MAX_EPOCHS:
+        text += f", but {passes:.0f} passes over this text: take a longer one, or a smaller model"
     return text
 
 
