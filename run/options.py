@@ -5,7 +5,9 @@ torch, which takes seconds to import, is not imported unless a run is resumed by
 
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -15,6 +17,7 @@ from run import aliases, errors
 from run.errors import OverrideError
 from run.paths import is_run, run_path
 from run.settings import (
+    CHOSEN,
     CONFIGS,
     COPIES,
     GROUPS,
@@ -34,9 +37,28 @@ EXAMPLES = """Train a language model.
 
   python train.py attention=mha max_minutes=10
   python train.py data=text data.path=my/stories.txt model=15m
-  python train.py name=mine optimizer=adamw optimizer.lr=1e-3 resume=true
+  python train.py run_dir=runs/NAME resume=true
+  torchrun --nproc_per_node=2 train.py model=124m
 
-Groups and keys, with their defaults; the keys of a choice are in configs/GROUP/CHOICE.yaml:"""
+Each key is shown with its default."""
+# The keys of train.py by the titles under which --help lists them.
+SECTIONS = {
+    "Presets, from configs/GROUP/NAME.yaml; GROUP=NAME --help lists the keys of one": CHOSEN,
+    "The run": ("name", "run_dir", "resume", "init_from", "seed"),
+    "Length": ("steps", "tokens_per_parameter", "max_minutes", "max_epochs"),
+    "Batches": ("context", "batch_tokens", "micro_batch", "document_mask"),
+    "Loss and gradients": ("clip", "z_loss", "distill", "distill_weight"),
+    "Device": ("device", "precision", "compile", "sharded", "activation_checkpointing"),
+    "Evaluation, checkpoints and logs": (
+        "eval_every",
+        "eval_tokens",
+        "save_every",
+        "sample_every",
+        "log_every",
+        "profile",
+        "wandb",
+    ),
+}
 
 
 # Options of Hydra by their short names.
@@ -211,17 +233,33 @@ def help_text(overrides: list[str]) -> str:
     in the overrides.
     """
     schemas = Settings.model_json_schema()["properties"]
+    values = defaults()
     lines = [EXAMPLES]
-    for key, value in defaults().items():
-        schema = schemas.get(key, {})
-        kinds = choices(key)
-        if not kinds:
+    for title, keys in SECTIONS.items():
+        lines.append(f"\n{title}:\n")
+        for key in keys:
+            schema = schemas.get(key, {})
+            text = schema.get("description", PARTS.get(key, "values of several keys at once"))
+            types = []
             for alternative in schema.get("anyOf", [schema]):
-                values = alternative.get("enum", [alternative.get("type")])
-                kinds += [errors.as_typed(value) for value in values]
-        text = schema.get("description", PARTS.get(key, "settings of other keys, all at once"))
-        lines.append(f"  {key}={value}  ({', '.join(kinds)})  {text}")
+                kinds = alternative.get("enum", [alternative.get("type")])
+                types += [errors.as_typed(kind) for kind in kinds]
+            presets = choices(key)
+            if presets:
+                names = ", ".join(word.partition("=")[2] for word in presets)
+                lines.append(f"  {key}={values[key]}")
+                lines += wrap(f"{text}: {names}")
+            else:
+                lines.append(f"  {key}={values[key]}  ({', '.join(types)})")
+                lines += wrap(text)
     return "\n".join([*lines, *preset_help(overrides)])
+
+
+def wrap(text: str) -> list[str]:
+    """Lines of a text for this terminal, indented below a key."""
+    width = shutil.get_terminal_size().columns
+    indent = 6 * " "
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def preset_help(overrides: list[str]) -> Iterator[str]:

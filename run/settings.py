@@ -34,9 +34,9 @@ CPU_MICRO_BATCH = 8  # sequences, at most; larger micro-batches are not faster o
 GROUPS = ("model", "attention", "ffn", "norm", "data", "optimizer", "schedule")
 CHOSEN = (*GROUPS, "experiment")  # keys whose value is the name of a preset
 PARTS = {  # groups that become part of the model's config
-    "attention": "what mixes tokens, in each layer",
-    "ffn": "the feed-forward network of each layer",
-    "norm": "in front of attention and feed-forward, and at the end",
+    "attention": "the attention variant of the layers",
+    "ffn": "the feed-forward network of the layers",
+    "norm": "the norm before attention and feed-forward, and before the head",
 }
 
 # Keys that are copies of another key: the run sets them, overrides do not.
@@ -86,74 +86,74 @@ class Settings(BaseModel):
     )
 
     model: dict
-    """the network: its sizes, attention, ffn and norm"""
+    """the network: its sizes and its parts"""
     data: dict
-    """the text, its tokenizer and its split"""
+    """the text or task, and the tokenizer"""
     optimizer: dict
     """the optimizer and its learning rates"""
     schedule: dict
     """the learning rate over the steps"""
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
-    """of the run"""
+    """name of the run"""
     run_dir: Text | None
     """folder of the run; null: runs/NAME, or the next free runs/NAME-2"""
     seed: NonNegativeInt
-    """of the weights, the order of the data and the dropout"""
+    """seeds initialization, data order and dropout"""
     device: Literal["auto", "cpu", "cuda", "mps"]
-    """auto: a GPU if there is one"""
+    """device to train on; auto: a GPU if there is one"""
     precision: Literal["auto", "fp32", "bf16", "fp16"]
-    """of matrix products; weights are in fp32"""
+    """dtype of matrix products; weights stay in fp32. auto: bf16 if the device computes it fast"""
     compile: Literal["auto", True, False]
-    """torch.compile; auto: in runs that are long enough"""
+    """use torch.compile; auto: in runs that are long enough to benefit"""
 
     steps: PositiveInt | None
-    """optimizer steps; null: no bound"""
+    """number of optimizer steps; null: no limit"""
     tokens_per_parameter: PositiveFloat | None
-    """training tokens for each parameter, where steps is null; null: no bound. 20: 2203.15556"""
+    """training tokens per parameter, if steps is null; null: no limit. 20 is compute-optimal (2203.15556)"""
     max_minutes: PositiveFloat | None
-    """from the start of the process; null: no bound"""
+    """time limit in minutes, from the start of the process; null: no limit"""
     max_epochs: PositiveInt | None
-    """passes over the text; ignored with steps or tokens_per_parameter; null: no bound. 4: 2305.16264"""
+    """passes over the text, if neither steps nor tokens_per_parameter is given; null: no limit. Up to 4 are nearly as good as new text (2305.16264)"""
     context: int = Field(ge=2)
     """tokens in a sequence"""
     batch_tokens: PositiveInt
     """tokens in an optimizer step, over all devices"""
     micro_batch: PositiveInt | None
-    """sequences in a forward on one device, at most; null: 8, on a GPU what it holds"""
+    """sequences in a forward pass on one device, at most; null: 8 on a CPU, on a GPU as its memory allows"""
     sharded: bool
-    """shard weights, gradients and optimizer over processes (FSDP)"""
+    """shard weights, gradients and optimizer state over processes (FSDP)"""
     activation_checkpointing: bool
-    """less memory, a third more time"""
+    """recompute activations in the backward pass: less memory, a third more time"""
     clip: PositiveFloat | None
-    """largest norm of the gradients; null: no clipping"""
+    """clip the gradient norm to this value; null: no clipping"""
     z_loss: NonNegativeFloat
-    """weight of log(Z)^2 in the loss, Z the sum over exp(logits)"""
+    """weight of the auxiliary loss log(Z)^2, where Z is the softmax denominator"""
     document_mask: bool
-    """a token attends to its own document only"""
+    """tokens attend within their own document only"""
 
     eval_every: PositiveInt
-    """steps"""
+    """steps between evaluations on held-out text"""
     eval_tokens: int | None = Field(ge=2)
-    """held-out tokens of an evaluation; null: a tenth of those trained since the last"""
+    """held-out tokens of an evaluation; null: a tenth of the tokens trained since the last one"""
     save_every: PositiveInt
-    """steps"""
+    """steps between checkpoints"""
     sample_every: PositiveInt
-    """steps"""
+    """steps between samples of text"""
     log_every: PositiveInt
-    """steps"""
+    """steps between lines of metrics"""
     profile: PositiveInt | None
-    """steps in a trace of where the time goes, after the first three; null: no trace"""
+    """trace this number of steps, after the first three; null: no trace"""
     resume: bool
     """continue from the newest checkpoint of run_dir"""
     init_from: Text | None
-    """a run or a checkpoint, with whose weights to start"""
+    """start with the weights of this run, checkpoint or imported model"""
     distill: Text | None
-    """a run or a checkpoint to learn from, of the same tokenizer"""
+    """teacher: a run, checkpoint or imported model with the same tokenizer"""
     distill_weight: float = Field(ge=0, le=1)
-    """1: learn from its predictions alone; 0: from the text alone"""
+    """weight of the teacher's predictions; 0 is the text alone, 1 the teacher alone"""
     wandb: Literal["disabled", "offline", "online"]
-    """whether Weights & Biases gets the metrics, too"""
+    """send the metrics to Weights & Biases"""
 
     def check_combinations(self, world_size: int) -> None:
         """Raise ValueError for settings that exclude each other with this number of processes."""
