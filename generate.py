@@ -136,35 +136,70 @@ def parse_arguments() -> argparse.Namespace:
     add_model_options(parser)
 
     # How to sample.
-    add("--max-new-tokens", type=positive, default=200, help="tokens of each continuation, at most")
-    add("--temperature", type=bounded_number(float, 0), default=0.8, help="0: greedy")
-    add("--top-k", type=natural, default=50, help="keep the k most likely tokens; 0: all")
+    add(
+        "--max-new-tokens",
+        type=positive,
+        default=200,
+        help="maximum number of tokens to generate for each prompt",
+    )
+    add(
+        "--temperature",
+        type=bounded_number(float, 0),
+        default=0.8,
+        help="divide logits by this before sampling; 0: greedy decoding",
+    )
+    add(
+        "--top-k",
+        type=natural,
+        default=50,
+        help="sample from the k most likely tokens; 0: from all",
+    )
     add(
         "--top-p",
         type=fraction,
         default=0.95,
-        help="keep the fewest tokens with this total probability",
+        help="nucleus sampling: the smallest set of tokens with this total probability",
     )
     add(
         "--min-p",
         type=fraction,
         default=0.0,
-        help="drop tokens less likely than this share of the top one",
+        help="drop tokens below this fraction of the largest probability",
     )
-    add("--repetition-penalty", type=bounded_number(float, 1e-9), default=1.0, help="1: none")
-    add("--num-samples", type=positive, default=1, help="continuations of each prompt")
-    add("--seed", type=natural, default=0, help="samples do not depend on the other prompts")
-    add("--stop", action="append", default=[], help="end before this text; may be repeated")
+    add(
+        "--repetition-penalty",
+        type=bounded_number(float, 1e-9),
+        default=1.0,
+        help="above 1, tokens of the text so far become less likely; 1: no penalty",
+    )
+    add("--num-samples", type=positive, default=1, help="number of samples for each prompt")
+    add(
+        "--seed",
+        type=natural,
+        default=0,
+        help="seed of the samples, which do not depend on the batch",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        help="stop string: generation ends before it; may be repeated",
+    )
 
     # How to compute.
-    add("--cache-dtype", choices=("auto", "int8"), default="auto", help="auto: as the weights")
+    add(
+        "--cache-dtype",
+        choices=("auto", "int8"),
+        default="auto",
+        help="of the KV cache; auto: the dtype of the weights",
+    )
     add(
         "--compile",
         choices=("auto", "true", "false"),
         default="auto",
-        help="auto: for long generations",
+        help="compile the decoding step; auto: for long generations only",
     )
-    add("--no-cache", action="store_true", help="recompute all tokens at each step, slower")
+    add("--no-cache", action="store_true", help="recompute all tokens at each step (slower)")
 
     args = parser.parse_args()
     if args.no_cache and args.compile == "true":

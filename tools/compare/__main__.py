@@ -5,12 +5,12 @@
     python -m tools.compare attention=gqa,mla seed=0,1,2,3,4,5,6,7 model=small --tune
     python -m tools.compare --report runs/NAME-*
 
-Overrides are those of train.py; KEY=A,B trains with each value, and the first is the baseline. Each
-combination is a process of its own, on a machine with several GPUs one on each. max_minutes (5, of
-train.py) is the time of the first run of each model size; the others train on as many tokens.
-With --tune, each variant first looks for the learning rates at which it is at its best.
-The same call again skips what is finished, goes on where it was cut off, and shares the work with
-one that is still running. It ends with a report, which --report writes of any runs.
+Overrides are those of train.py. KEY=A,B trains with each value; the first value is the baseline.
+Each combination is a separate process; with several GPUs, each trains one. The first run of each
+model size trains for max_minutes (default 5), and the others train on the same number of tokens.
+With --tune, the best learning rate of each variant is searched first.
+The same command again skips finished runs, resumes interrupted ones, and shares the work with a
+command that is still running. At the end it writes a report; --report writes one for any runs.
 """
 
 import argparse
@@ -124,28 +124,42 @@ def parse_arguments() -> argparse.Namespace:
         check=expand_sweep,
     )
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="KEY=VALUE,...", help="for train.py; commas sweep")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE,...",
+        help="overrides of train.py; several values, separated by commas, are swept",
+    )
     add(
         "--match",
         choices=("params", "flops", "none"),
         default="params",
-        help="what model.hidden makes equal",
+        help="adjust model.hidden so that all variants have equal parameters or FLOPs",
     )
-    add("--tune", action="store_true", help="find the learning rates of each variant first")
-    add("--margin", type=float, default=0.01, help="a loss is as good if it is larger by less")
+    add("--tune", action="store_true", help="search the best learning rate of each variant first")
+    add(
+        "--margin",
+        type=float,
+        default=0.01,
+        help="a variant is as good as the baseline if its loss is higher by less than this",
+    )
     add(
         "--dir",
         type=user_path,
-        help="where runs and report go (default: runs/compare-..., runs/report)",
+        help="folder of the runs and the report (default: runs/compare-..., runs/report)",
     )
     add(
         "--report",
         type=user_path,
         nargs="+",
         metavar="RUN",
-        help="only report, of runs or of a comparison's folder; the first run is the baseline's",
+        help="report on these runs, or on the folder of a comparison, without training; the first run is of the baseline",
     )
-    add("--quick", action="store_true", help="report without longer contexts and decoding speed")
+    add(
+        "--quick",
+        action="store_true",
+        help="do not measure longer contexts and decoding speed for the report",
+    )
     args = parser.parse_intermixed_args()
     folders = [word for word in args.overrides if "=" not in word]
     if folders and is_run(folders[0]):
