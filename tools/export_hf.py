@@ -138,10 +138,11 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int] | None]:
     imported = stored_generation_config(tokenizer).get(IMPORTED_IDS)
     if imported is not None:
         # Without any EOS in its configs, the model would not stop in transformers.
+        config_ids = imported.get("config.json", {})
         generation_ids = imported.get("generation_config.json", {})
-        has_eos = {**imported["config.json"], **generation_ids}.get("eos_token_id") is not None
+        has_eos = {**config_ids, **generation_ids}.get("eos_token_id") is not None
         ids = {"bos_token_id": None, "eos_token_id": None if has_eos else ids["eos_token_id"]}
-        ids |= {key: value for key, value in imported["config.json"].items() if value is not None}
+        ids |= {key: value for key, value in config_ids.items() if value is not None}
     return ids | {"pad_token_id": pad_token_id(tokenizer)}
 
 
