@@ -159,8 +159,8 @@ class Transformer(nn.Module):
         """Return the FLOPs of a token's forward and backward, averaged over a full context.
 
         A backward costs two forwards. A matrix of the blocks or of the head costs 2 FLOPs a weight;
-        the embedding is a lookup. With `whole_attention`, every token counts as if it attended to
-        as many as the last one does: so nanoGPT, nanochat and torchtitan count causal attention.
+        the embedding is a lookup. With `whole_attention`, every token counts as if it were the
+        last of its context, which is how nanoGPT, nanochat and torchtitan count causal attention.
         """
         weights = self.unembedding.numel()
         weights += sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2)

@@ -34,7 +34,7 @@ MAX_COMPILED_TOKENS = 1024
 
 
 class TokenBias(NamedTuple):
-    """What is added to all scores of a query, and to all scores of a key; in fp32."""
+    """Numbers added to all scores of a query, and to all scores of a key; in fp32."""
 
     query: Tensor  # (B, H, T)
     key: Tensor  # (B, H, S)

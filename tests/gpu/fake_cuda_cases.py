@@ -344,7 +344,7 @@ def test_every_input_of_the_decode_graph_stays_at_its_address(gpu, graphs, is_in
     assert len(inputs) > 20 and not moving
 
 
-# GPUs that differ in what they have kernels for.
+# GPUs that differ in their kernels.
 
 
 @pytest.mark.parametrize(
