@@ -313,6 +313,7 @@ def test_a_bar_and_lines_tell_the_same(run_of, monkeypatch, capsys, is_watched):
     run = run_of("steps=6")
     run.clock.started = run.meter.timed_from = 0.0
     take_step(run)
+    run.log.advance(run.progress, run.budget.expected_end(run.progress))
     clock[0] += 2.0
     report(run)
     run.log.close()
