@@ -13,12 +13,12 @@ from data.tokenizer import Tokenizer
 
 
 class EvaluationBatch(NamedTuple):
-    """A batch of held-out text, and the cell of data/slices.py that each target counts in."""
+    """A batch of held-out text, with the cell of each target, as data/slices.py defines cells."""
 
     inputs: Tensor  # (B, T)
     targets: Tensor  # (B, T)
     cells: Tensor  # (B, T)
-    positions: Tensor | None = None  # of the targets, where not every token has one
+    positions: Tensor | None = None  # of the targets, if not every token has one
 
 
 @dataclass
@@ -33,10 +33,10 @@ class Corpus:
     tokenizer: Tokenizer
     sha256: str
 
-    # Names for the cells of targets (data/slices.py), as metrics show them.
+    # Names of the classes and lengths of targets (data/slices.py), as metrics show them.
     class_names = ("new", "repeated")
     length_name = "position"
-    task_name = None  # a text is no task
+    task_name = None  # a text is not a task
 
     @property
     def num_classes(self) -> int:
@@ -50,7 +50,7 @@ class Corpus:
         return f"{num_tokens:,} tokens of text"
 
     def with_context(self, context: int) -> "Corpus":
-        """Return what is evaluated with `context` tokens; the rows of a task have that length."""
+        """Return the corpus for windows of `context` tokens; rows of a task have that length."""
         return self
 
     def loader(self, context: int, batch_size: int, seed: int) -> Loader:
@@ -64,7 +64,7 @@ class Corpus:
     def evaluation(
         self, num_tokens: int, context: int, batch_size: int
     ) -> Iterator[EvaluationBatch]:
-        """Yield the first `num_tokens` held-out tokens in windows that do not overlap."""
+        """Yield the first `num_tokens` held-out tokens in non-overlapping windows."""
         tokens = self.validation[:num_tokens]
         for inputs, targets in eval_windows(tokens, context, batch_size):
             yield EvaluationBatch(inputs, targets, text_cells(inputs, targets))

@@ -1,4 +1,4 @@
-"""The user's files: which ones a path names, which of them are held out, and their documents."""
+"""The user's files: find them by path, split off those held out, and read their documents."""
 
 import json
 import os
@@ -23,10 +23,10 @@ OTHER_SUFFIXES = (
     *(".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".pdf", ".docx", ".bin"),
     *(".json", ".ndjson", ".ipynb", ".tsv", ".arrow", ".feather"),
 )
-MOST_SUFFIXES = 3  # that an error offers to read
-BLOCK_BYTES = 2**26  # bytes of a .jsonl or .csv that are read at a time; no row may have more
-ROWS_AHEAD = 1024  # rows of a .parquet that are decoded at a time
-# A longer document is read, encoded and written in parts. UTF-8 has up to 4 bytes a character.
+MOST_SUFFIXES = 3  # suffixes that an error suggests
+BLOCK_BYTES = 2**26  # bytes of a .jsonl or .csv read at a time; no row may be longer
+ROWS_AHEAD = 1024  # rows of a .parquet decoded at a time
+# A longer document is read, encoded and written in parts. UTF-8 takes up to 4 bytes per character.
 PART_CHARS = 500_000
 
 Paths = str | list[str] | None  # data.path: a file, a glob, a folder, or a list of them
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The files that a path names, by what they are used for."""
+    """The files that a path names, grouped by their use."""
 
     train: list[Path]
     validation: list[Path]
@@ -51,9 +51,9 @@ class Split(NamedTuple):
 def find_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
     """List the files that `path` names, in the order of their paths, each file once.
 
-    Raises ValueError if an entry of `path` names no file, OSError for a folder that is not readable.
+    Raises ValueError if an entry of `path` names no file, OSError for an unreadable folder.
     """
-    # A link names the file that it leads to.
+    # A link stands for its target.
     files = {}
     for file in named_files(path, suffixes):
         files.setdefault(file.resolve(), file)
@@ -61,7 +61,7 @@ def find_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def named_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
-    """List the files that `path` names, by each of their names; raises as find_files()."""
+    """List the files that `path` names, once for each of their names; raises like find_files()."""
     files = []
     missing = []
     for entry in entries_of(path):
@@ -82,7 +82,7 @@ def named_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def entries_of(path: Paths) -> list[str]:
-    """The entries of a path, with ~ replaced by the home folder. Raises ValueError for none."""
+    """The entries of a path, with ~ replaced by the home folder. Raises ValueError if empty."""
     entries = path if isinstance(path, list) else [path]
     if not entries or not all(entries):
         raise ValueError(
@@ -95,7 +95,7 @@ def entries_of(path: Paths) -> list[str]:
 def expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
     """The files of an entry: a file, a folder, which is searched for `suffixes`, or a glob of both.
 
-    The suffix matters only in a folder: a file that is named, also by a glob, is taken as it is.
+    The suffix matters only in a folder: files named directly or by a glob may have any suffix.
     """
     paths = [Path(entry)]
     if not paths[0].exists():
@@ -110,11 +110,11 @@ def expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders, and follow links.
+    """Yield the files in a folder and its subfolders, following links.
 
-    Hidden files and folders are left out: their names begin with a dot.
+    Hidden files and folders, whose names begin with a dot, are skipped.
     """
-    # A link to a folder that contains it would never end.
+    # Following a link to a folder that contains the link would never end.
     above = above | {folder.resolve()}
     for path in folder.iterdir():
         if path.name.startswith("."):
@@ -126,7 +126,7 @@ def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 
 
 def skipped_suffixes(path: Paths, suffixes: tuple[str, ...]) -> Counter:
-    """Count, by suffix, the files in the folders of a path that are not read."""
+    """Count, by suffix, the unread files in the folders of a path."""
     skipped = Counter()
     for entry in entries_of(path):
         if Path(entry).is_dir():
@@ -137,7 +137,7 @@ def skipped_suffixes(path: Paths, suffixes: tuple[str, ...]) -> Counter:
 
 
 def no_files(entry: str, suffixes: tuple[str, ...]) -> str:
-    """The error for an entry that names no file."""
+    """The error message for an entry that names no file."""
     skipped = skipped_suffixes(entry, suffixes)
     problem = f"no files (path={entry!r}"
     fix = f"a file, a glob, or a folder of {' '.join(suffixes)}, such as data.path=my/texts"
@@ -153,7 +153,7 @@ def no_files(entry: str, suffixes: tuple[str, ...]) -> str:
 
 
 def listing(counts: Counter) -> str:
-    """Counts as text, the largest first, such as 12 .md, 1 .pdf."""
+    """Counts as text, the largest first, such as "12 .md, 1 .pdf"."""
     return ", ".join(f"{count} {name}" for name, count in counts.most_common())
 
 
@@ -161,9 +161,9 @@ def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
     """Split the files that `path` names into those to train on and those held out for validation.
 
     Files with val, valid or validation as a word of their name (folders included) are held out. If
-    there are none, files with test in their name are; otherwise, test files are not used at all. A
-    single file, and a file with train in its name, is always trained on. Raises ValueError if there
-    is nothing to train on.
+    there are none, files with test in their name are held out; otherwise test files are unused. A
+    single file, and any file with train in its name, is always trained on. Raises ValueError if
+    there is nothing to train on.
     """
     files = named_files(path, suffixes)
     is_single = len({file.resolve() for file in files}) == 1
@@ -172,7 +172,7 @@ def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
     validation = {}
     test = {}
     for file in files:
-        # Folders count only below `root`: those that lead to it say nothing about the file.
+        # Only folders below `root` count: its parent folders do not classify the file.
         name = os.path.relpath(file, root)
         words = SPLIT_WORDS.findall(name.lower())
         if is_single or "train" in words or not words:
@@ -183,7 +183,7 @@ def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
             kind = validation
         kind.setdefault(file.resolve(), file)
 
-    # A file with several names, by links, is held out if one of them says so.
+    # A file with several names, by links, is held out if any of its names matches.
     unused = {}
     if validation:
         unused = test
@@ -192,14 +192,14 @@ def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
     for kind in (train, unused):
         for file in validation.keys() & kind.keys():
             del kind[file]
-    # Training on files that are named validation would make the validation loss worthless.
+    # Training on files named validation would make the validation loss worthless.
     if not train:
         raise ValueError(f"nothing to train on (data.path={path}). fix: names without val or test")
     return Split(list(train.values()), list(validation.values()), list(unused.values()))
 
 
 def describe_files(path: Paths, suffixes: tuple[str, ...], split: Split) -> str | None:
-    """A line about the files that are read and those that are not; None for a single file."""
+    """A line that counts the files read and not read; None for a single file."""
     skipped = skipped_suffixes(path, suffixes)
     if split.unused:
         skipped["in test files"] = len(split.unused)
@@ -212,7 +212,7 @@ def describe_files(path: Paths, suffixes: tuple[str, ...], split: Split) -> str 
 
 
 def common_folder(path: Paths) -> str:
-    """The folder that contains all entries of a path: of `corpus/*/*.txt`, it is `corpus`."""
+    """The folder that contains all entries of a path, such as `corpus` for `corpus/*/*.txt`."""
     folders = []
     for entry in entries_of(path):
         # The folder itself, or the one that contains the file or the first wildcard.
@@ -234,11 +234,11 @@ def read_documents(files: Iterable[Path], field: str, separator: str) -> Iterato
 
 
 def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Part]:
-    """Yield the documents of files, without blank ones. A long one of a text comes in parts.
+    """Yield the documents of files, without blank ones. Long documents of text files come in parts.
 
     Each row of a .jsonl, .parquet or .csv is a document, with its text in `field`. Any other file
-    is text, cut at lines equal to `separator`. Raises ValueError, which names the file, for a file
-    that is not text.
+    is text, cut at lines equal to `separator`. Raises ValueError with the name of the file if it
+    is not text.
     """
     for file in files:
         suffix = file.suffix.lower()
@@ -259,10 +259,10 @@ def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Pa
 
 
 def read_text(file: Path, separator: str) -> Iterator[Part]:
-    """Yield the documents between separator lines, without the line end before a separator.
+    """Yield the documents between separator lines, without the newline before a separator.
 
     The text is unchanged, except that a byte order mark is removed. Only \\n ends a line. A part of
-    a long document has PART_CHARS characters, or up to twice as many.
+    a long document has between PART_CHARS and 2 PART_CHARS characters.
     """
     lines = []
     num_chars = 0
@@ -276,7 +276,7 @@ def read_text(file: Path, separator: str) -> Iterator[Part]:
                     lines = []
                     num_chars = 0
                 else:
-                    # The document goes on, so the end of the line before this one is part of it.
+                    # The document continues, so the newline before this line belongs to it.
                     if num_chars >= PART_CHARS:
                         yield Part("".join(lines), is_last=False)
                         lines = []
@@ -295,7 +295,7 @@ def read_text(file: Path, separator: str) -> Iterator[Part]:
 def read_rows(file: Path, field: str) -> Iterator[str]:
     """Yield the text in `field` of each row of a .jsonl, .parquet or .csv.
 
-    Raises ValueError, which names the file, for a row without that text.
+    Raises ValueError with the name of the file if a row has no such text.
     """
     import pyarrow
 
@@ -308,7 +308,7 @@ def read_rows(file: Path, field: str) -> Iterator[str]:
                 yield text.as_py()
                 num_rows += 1
     except (ValueError, OSError, pyarrow.ArrowException) as error:
-        # The end of the first line of pyarrow's messages says what happened.
+        # The cause is at the end of the first line of pyarrow's messages.
         first_line, _, _ = str(error).partition("\n")
         _, _, reason = first_line.rpartition("Invalid: ")
         fix = "repair it"
@@ -323,7 +323,7 @@ def read_rows(file: Path, field: str) -> Iterator[str]:
 def open_rows(file: Path, field: str) -> Iterable:
     """Open a .jsonl, .parquet or .csv as pyarrow's RecordBatches, with the column `field` alone.
 
-    The type of the column is given, so that none is guessed: text like a date stays text.
+    The column's type is given, so pyarrow does not guess it: text like a date stays text.
     """
     import pyarrow
     from pyarrow import csv, dataset, json
@@ -337,7 +337,7 @@ def open_rows(file: Path, field: str) -> Iterable:
     if is_blank(file):
         return []
     if file.suffix.lower() == ".jsonl":
-        # Not as a dataset: pyarrow 26 does not read a single row without a line end then.
+        # Not as a dataset: pyarrow 26 would fail to read a single row without a newline.
         parse = json.ParseOptions(schema, unexpected_field_behavior="ignore")
         return json.open_json(file, json.ReadOptions(block_size=BLOCK_BYTES), parse)
     return csv.open_csv(
@@ -351,7 +351,7 @@ def open_rows(file: Path, field: str) -> Iterable:
 
 
 def is_blank(file: Path) -> bool:
-    """Whether a file has nothing but white space."""
+    """Whether a file has only white space."""
     with file.open("rb") as opened:
         return not any(line.strip() for line in opened)
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-IGNORE_INDEX = -100  # a target that does not count, as in torch's cross_entropy
+IGNORE_INDEX = -100  # a target that the loss ignores, as in torch's cross_entropy
 
 
 class Batch(NamedTuple):
-    """Token ids and the token that follows each of them, int64."""
+    """Input tokens and the next token of each, as int64 ids."""
 
     inputs: Tensor  # (B, T)
     targets: Tensor  # (B, T)
@@ -23,7 +23,7 @@ class Loader:
     """Cuts concatenated shards into rows of `context` input tokens and their next tokens.
 
     An epoch cuts its rows from a random offset on, and visits each row once in random order. Row n
-    of step s is row s * `batch_size` + n, counted through all epochs. Raises ValueError if the text
+    of step s is row s * `batch_size` + n, counted across epochs. Raises ValueError if the text
     is too short for one batch.
     """
 
@@ -35,7 +35,7 @@ class Loader:
         self.seed = seed
 
         num_tokens = sum(len(shard) for shard in shards)
-        # The last target needs one more token. An offset of up to a row must fit: one row less.
+        # The last target needs one more token, and the random offset takes up to one row.
         self.rows_per_epoch = (num_tokens - 1) // context - 1
         if self.rows_per_epoch < batch_size:
             min_tokens = (batch_size + 1) * context + 1
@@ -45,7 +45,7 @@ class Loader:
             )
 
     def __call__(self, step: int, rows: slice = slice(None)) -> Batch:
-        """Return the batch of a step, or those `rows` of it."""
+        """Return the batch of a step, or only its `rows`."""
         first = step * self.batch_size
         numbers = range(first, first + self.batch_size)[rows]
         tokens = np.stack([self._row(number) for number in numbers])
@@ -63,8 +63,8 @@ class Loader:
         offset, order = epoch_rows(self.seed, epoch, self.context, self.rows_per_epoch)
         start = offset + int(order[index]) * self.context
 
-        # Count start and end from the beginning of each shard in turn. A negative start is in an
-        # earlier shard, an end past the length of the shard is in a later one.
+        # Count start and end from the beginning of each shard in turn. A negative start lies in an
+        # earlier shard, an end past the length of the shard in a later one.
         end = start + self.context + 1
         pieces = []
         for shard in self.shards:
@@ -84,12 +84,12 @@ def epoch_rows(seed: int, epoch: int, context: int, num_rows: int) -> tuple[int,
 
 
 def document_ids(inputs: Tensor, bos: int) -> Tensor:
-    """inputs (B, T) -> the number (B, T) of each token's document in its row; BOS begins one."""
+    """inputs (B, T) -> the index (B, T) of each token's document in its row; BOS begins one."""
     return (inputs == bos).cumsum(dim=1)
 
 
 def eval_windows(tokens: np.ndarray, context: int, batch_size: int) -> Iterator[Batch]:
-    """Iterate once over all text, in order, in windows that do not overlap.
+    """Iterate once over all text, in order, in non-overlapping windows.
 
     All batches have the same shape: the last one is padded, with IGNORE_INDEX as targets.
     """

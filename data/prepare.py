@@ -1,6 +1,6 @@
-"""Turn documents into token shards, once: later runs find them in a cache, by a hash.
+"""Turn documents into token shards, once: later runs find the shards in a cache, by a hash.
 
-A corpus is built under a lock, in an atomic directory: if the folder exists, it is complete.
+A corpus is built under a lock and its folder appears atomically: if it exists, it is complete.
 """
 
 import json
@@ -21,12 +21,12 @@ from run.errors import naming
 from run.progress import say, waiting
 from run.sealed import acquire, atomic_directory, remove_leftovers, verify
 
-# Part of the cache key: increase it if a change in data/ gives other tokens for the same text.
+# Part of the cache key: increase it if a change in data/ changes the tokens of a text.
 VERSION = 3
 TRAIN_SHARD = "train-00000.bin"
 VALIDATION_SHARD = "validation-00000.bin"
 DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
-CHARS_PER_BATCH = 4 * PART_CHARS  # in all of them, after which a batch is complete
+CHARS_PER_BATCH = 4 * PART_CHARS  # a batch is also complete at this many characters
 MAX_TOKENIZER_CHARS = 50_000_000  # characters of training text that a tokenizer is trained on
 MAX_VALIDATION_BYTES = 2_000_000  # UTF-8 bytes held out, in whole documents if there are several
 
@@ -39,30 +39,30 @@ class Source:
     trained on the training documents.
     """
 
-    tokens = None  # stop after this many training tokens; None: take all
-    is_endless = False  # True if no row comes twice
+    tokens = None  # stop after this many training tokens; None: use all
+    is_endless = False  # True if no row repeats
     vocab_size: int
     tokenizer: str | None
 
     def corpus(self) -> Corpus | None:
-        """Return the corpus of a source that has it ready; None if prepare() has to build it."""
+        """Return the corpus if the source has one ready; None if prepare() must build it."""
         return None
 
     def identity(self) -> str:
-        """Return a text that is equal if and only if the documents are equal."""
-        # Where the tokenizer is stored does not change the documents.
+        """Return a string that is equal if and only if the documents are equal."""
+        # The path of the tokenizer does not change the documents.
         return json.dumps(vars(self) | {"tokenizer": None})
 
     def note(self) -> str | None:
-        """Return a line about what is read, and what is not; None if there is nothing to tell."""
+        """Return a line about the files read and not read; None if there is nothing to report."""
         return None
 
     def unused_keys(self) -> dict[str, str]:
-        """Return the keys that nothing reads for these documents, each with the reason."""
+        """Return the config keys that have no effect on these documents, each with the reason."""
         return {}
 
     def parts(self) -> Iterator[Part]:
-        """Yield the documents, long ones in parts, in an order that never changes."""
+        """Yield the documents, long ones in parts, in a fixed order."""
         return iter(())
 
 
@@ -72,11 +72,11 @@ def text_hash(text: str) -> str:
 
 
 def prepare(source: Source, cache_dir: Path) -> Corpus:
-    """Open the corpus of a source, after building it in `cache_dir` if it is not there.
+    """Open the corpus of a source, after building it in `cache_dir` if it is missing.
 
-    It is built in another cache if `cache_dir` cannot be written. If several processes call this at
-    once, one builds and the others wait. Raises ValueError for text that cannot be used, and
-    IntegrityError for a corpus that was changed on disk.
+    It is built in another cache if `cache_dir` is not writable. If several processes call this at
+    once, one builds and the others wait. Raises ValueError for unusable text, and IntegrityError
+    for a corpus that was changed on disk.
     """
     corpus = source.corpus()
     note = source.note()
@@ -85,13 +85,13 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
     if corpus is not None:
         return corpus
 
-    # The cache key is the content and the tokenizer, or the vocabulary size of one to be trained.
+    # The cache key is the content and the tokenizer, or the vocabulary size if one is trained.
     identity = source.identity()
     folder = cache_dir / folder_name(source, identity, source.vocab_size)
     tokenizer = None
     if source.tokenizer:
         tokenizer = Tokenizer.load(source.tokenizer)
-        # A run's own tokenizer may be the one that was trained on this text: its corpus is there.
+        # A run's own tokenizer may have been trained on this text: reuse the corpus built then.
         if not has_tokenizer(folder, tokenizer):
             folder = cache_dir / folder_name(source, identity, tokenizer.sha256)
     if not folder.exists():
@@ -111,13 +111,13 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
 
 
 def folder_name(source: Source, identity: str, vocabulary: int | str) -> str:
-    """Name the cache folder of a text with a tokenizer: its SHA-256, or the size of a new one."""
+    """Name the cache folder of a text with a tokenizer's SHA-256 or a new one's vocabulary size."""
     key = text_hash(json.dumps([VERSION, identity, vocabulary]))
     return f"{type(source).__name__.lower()}-{key[:16]}"
 
 
 def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
-    """Whether there is a corpus in `folder` with the same files of a tokenizer."""
+    """Whether the corpus in `folder` has the same tokenizer files."""
     for name, content in tokenizer.files.items():
         file = folder / name
         if not file.exists() or file.read_bytes() != content:
@@ -126,14 +126,14 @@ def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
 
 
 def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Build a corpus. Other processes that need it wait, if the file system has locks."""
+    """Build a corpus. If the file system has locks, other processes that need it wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     # The system releases the lock if the process is killed, which a soft lock, the mere existence
     # of a file, would not guarantee.
     lock = FileLock(folder.with_name(".lock"), fallback_to_soft=False)
     try:
         if acquire(lock):
-            # Unfinished folders are those of killed processes: another one would hold the lock.
+            # Unfinished folders are from killed processes: a live one would hold the lock.
             remove_leftovers(folder.parent)
             # Another process may have built it while this one was waiting.
             if not folder.exists():
@@ -145,7 +145,7 @@ def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> Non
 
 
 def build_unlocked(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Build a corpus in a folder of this process, and rename it unless another was faster."""
+    """Build a corpus in a private folder, and rename it unless another process was faster."""
     with TemporaryDirectory(prefix=".unlocked-", dir=folder.parent) as own:
         built = Path(own) / folder.name
         build_corpus(source, tokenizer, built)
@@ -169,10 +169,10 @@ def build_corpus(source: Source, tokenizer: Tokenizer | None, folder: Path) -> N
 def tokenizer_corpus(source: Source) -> Iterator[str]:
     """Yield training documents until they have MAX_TOKENIZER_CHARS characters.
 
-    Of the last one, the parts after that are left out.
+    The last document is cut at that limit, between two parts.
     """
     size = 0
-    texts = []  # of the current document
+    texts = []  # parts of the current document
     for part in source.parts():
         if size >= MAX_TOKENIZER_CHARS:
             break
@@ -190,16 +190,16 @@ def tokenizer_corpus(source: Source) -> Iterator[str]:
 def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     """Tokenize the documents into a file for each split.
 
-    Raises ValueError if a split has no document, OverflowError for a token id that is outside of
-    the vocabulary and does not fit the dtype.
+    Raises ValueError if a split has no document, OverflowError for a token id outside the
+    vocabulary that does not fit the dtype.
     """
     dtype = dtype_of(tokenizer)
     train_tokens = 0
     held_out_bytes = 0
-    changes = []  # of held-out documents, which the tokenizer does not give back as they were
+    changes = []  # differences in held-out documents that the tokenizer does not reproduce
     held_out_documents = 0
-    end = 0  # of the last held-out document that is taken, in the file
-    is_first = True  # whether a document begins with the part
+    end = 0  # file offset after the last held-out document that is kept
+    is_first = True  # whether the part begins a document
     with (
         (folder / TRAIN_SHARD).open("wb") as train,
         (folder / VALIDATION_SHARD).open("wb") as validation,
@@ -214,7 +214,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
                     validation.write(raw)
                     if part.is_last or held_out_documents == 0:
                         end = validation.tell()
-                    # A part inside of a document may decode without its first space.
+                    # A part inside a document may decode without its first space.
                     if is_first and part.is_last:
                         change = tokenizer.change(part.text, tokens)
                         if change is not None:
@@ -242,8 +242,8 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[Part, list[int]]]:
-    """Yield each part of the documents with its tokens, which are those of the whole document."""
-    # A batch is tokenized on all cores, and the whole text is never in memory.
+    """Yield each part of the documents with its tokens, as the whole document is tokenized."""
+    # Each batch is tokenized on all cores; the whole text is never in memory.
     for batch in batches(cut_at_tokens(source.parts(), tokenizer)):
         encoded = tokenizer.encode_documents([before + part.text for part, before in batch])
         for (part, before), tokens in zip(batch, encoded, strict=True):
@@ -257,15 +257,15 @@ def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[Part, list
 def cut_at_tokens(parts: Iterable[Part], tokenizer: Tokenizer) -> Iterator[tuple[Part, str]]:
     """Cut documents of more than PART_CHARS characters between two tokens.
 
-    Yields the parts with the character in front of each one, which is empty where a document
-    begins.
+    Yields each part with the character in front of it, which is empty for the first part of a
+    document.
     """
-    rest = ""  # of the document
+    rest = ""  # text of the document not yet yielded
     before = ""
     for part in parts:
         text = rest + part.text
         while len(text) > PART_CHARS:
-            # A text that has no such place is cut somewhere, which may change a token.
+            # A text without such a place is cut at PART_CHARS, which may change a token.
             cut = tokenizer.last_cut(text[:PART_CHARS]) or PART_CHARS
             yield part._replace(text=text[:cut], is_last=False), before
             before = text[cut - 1]
@@ -278,7 +278,7 @@ def cut_at_tokens(parts: Iterable[Part], tokenizer: Tokenizer) -> Iterator[tuple
 
 
 def batches(parts: Iterable[tuple[Part, str]]) -> Iterator[list[tuple[Part, str]]]:
-    """Yield lists of parts that are tokenized together."""
+    """Yield the lists of parts to tokenize together."""
     batch = []
     num_chars = 0
     for part, before in parts:
@@ -293,10 +293,10 @@ def batches(parts: Iterable[tuple[Part, str]]) -> Iterator[list[tuple[Part, str]
 
 
 def without_start(tokens: list[int], text: str, before: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of `text` without BOS, from `tokens`, those of before + text.
+    """Return the tokens of `text` without BOS, from `tokens`, the tokens of before + text.
 
-    A tokenizer may treat the start of a text in its own way, such as by a space in front, so that
-    the tokens of `text` alone may be others.
+    A tokenizer may treat the start of a text specially, such as by adding a space, so the tokens
+    of `text` alone may differ.
     """
     (start,) = tokenizer.encode_documents([before])
     start = start[: len(start) - len(tokenizer.document_ends)]

@@ -11,9 +11,9 @@ from data.files import Paths, content_hash, describe_files, split_files
 from data.prepare import Source, dtype_of, text_hash
 from data.tokenizer import IdTokenizer, Tokenizer
 
-# A file of llm.c begins with a header of 256 int32, of which three are used.
+# An llm.c file begins with a header of 256 int32, of which three are used.
 HEADER_BYTES = 1024
-MIN_PROBED_TOKENS = 100  # fewer do not tell the width of the ids
+MIN_PROBED_TOKENS = 100  # fewer do not reveal the width of the ids
 PROBED_TOKENS = 1_000_000
 HEADER_FIELDS = ("magic", "version", "num_tokens")
 LLMC_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by magic number: GPT-2's ids and Llama 3's
@@ -21,11 +21,11 @@ LLMC_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by magic number: GPT-2's ids
 
 @dataclass(kw_only=True)
 class Pretokenized(Source):
-    """Token ids of `tokenizer`, or of an unknown one with `vocab_size` ids and the BOS id `bos`.
+    """Token ids of `tokenizer`, or of an unknown tokenizer with `vocab_size` ids and BOS id `bos`.
 
     At most `validation_tokens` tokens are held out: the beginning of the first file that
     split_files() holds out. If there is no such file, the end of the last file is held out, at most
-    5 % of it. Files without a header have ids of `dtype`; null: as our own shards, uint16 if the
+    5 % of it. Files without a header have ids of `dtype`; null: like our own shards, uint16 if the
     vocabulary fits. Raises ValueError for a damaged file, and for ids of another dtype.
     """
 
@@ -91,7 +91,7 @@ class Pretokenized(Source):
 
     def open_bin(self, file: Path) -> np.ndarray:
         """Memory-map the tokens of a file, and check its length and its ids."""
-        # A file without llm.c's magic number is nanoGPT's or ours: tokens from the first byte on.
+        # A file without llm.c's magic number has no header, as in nanoGPT and our shards.
         header = read_header(file)
         is_llmc = header.get("magic") in LLMC_DTYPES
         if is_llmc:
@@ -110,7 +110,7 @@ class Pretokenized(Source):
                 "fix: get it again, or data.dtype"
             )
 
-        # Ids that are stored at twice this width have a zero in every second place.
+        # Ids stored at twice this width have a zero in every second place.
         tokens = np.memmap(file, dtype, "r", start)
         assert len(tokens) == count
         highest = tokens.max()
@@ -132,6 +132,6 @@ class Pretokenized(Source):
 
 
 def read_header(file: Path) -> dict[str, int]:
-    """Read the first numbers of a file as HEADER_FIELDS, or fewer if the file is shorter."""
+    """Read the first numbers of a file by HEADER_FIELDS; fewer if the file is shorter."""
     numbers = np.fromfile(file, "<u4", count=len(HEADER_FIELDS)).tolist()
     return dict(zip(HEADER_FIELDS, numbers, strict=False))

@@ -32,11 +32,11 @@ def text_cells(inputs: Tensor, targets: Tensor) -> Tensor:
 
     The class is 1 if the target completes a bigram that occurred earlier in its row, which a model
     can look up: the AR hits of Zoology (Arora et al., 2312.04927), but without its condition that
-    the bigram is rare in training. The length is the number of tokens in front of the target. Both
+    the bigram is rare in training. The length is the number of tokens before the target. Both
     are counted over the whole row, even if documents are masked.
     """
     assert inputs.shape == targets.shape
-    # A stable sort puts equal bigrams side by side, in the order of their positions.
+    # A stable sort puts equal bigrams next to each other, in the order of their positions.
     bigrams = inputs * (targets.max() + 1) + targets
     ordered, order = bigrams.sort(dim=1, stable=True)
     follows_equal = torch.zeros_like(ordered)

@@ -1,6 +1,6 @@
-"""Synthetic tasks that test what a mixer can look up or keep track of; rows come from the seed.
+"""Synthetic tasks that test recall and state tracking of a mixer; rows are drawn from the seed.
 
-Only the answers of a task count in its loss. The size of a row is its number of answers; the
+Only the answers of a task count toward its loss. The size of a row is its number of answers; the
 configured sizes alternate from row to row. An evaluation reports the accuracy for each size, and
 for each distance between an answer and its source. `Task.floor` is the accuracy without any mixer.
 """
@@ -24,23 +24,23 @@ from data.prepare import Source, text_hash
 from data.slices import cells
 from data.tokenizer import IdTokenizer
 
-VALIDATION_ROWS = 512  # of all sizes together
+VALIDATION_ROWS = 512  # all sizes together
 
 
 class Row(NamedTuple):
     """A row of a task, and its A answers; all int64."""
 
     inputs: np.ndarray  # (T,)
-    positions: np.ndarray  # (A,), of the tokens that are followed by an answer
+    positions: np.ndarray  # (A,), of the tokens before the answers
     answers: np.ndarray  # (A,)
-    distances: np.ndarray  # (A,), in tokens, from the source of the answer to the answer
+    distances: np.ndarray  # (A,), in tokens, from the source of an answer to the answer
 
 
 class TaskBatch(NamedTuple):
     """B rows of a task to train on. A is the largest number of answers of a row; all int64."""
 
     inputs: Tensor  # (B, T)
-    targets: Tensor  # (B, A), the answers; rows with fewer are padded with IGNORE_INDEX
+    targets: Tensor  # (B, A), the answers; shorter rows are padded with IGNORE_INDEX
     positions: Tensor  # (B A,), of the answers, in inputs.flatten()
 
 
@@ -48,17 +48,17 @@ class TaskBatch(NamedTuple):
 class Task(Source):
     """Rows of `context` ids below `vocab_size`, with questions that the row itself answers.
 
-    The last id is BOS, which begins a prompt and is in no row. Raises ValueError if a row does not
-    fit.
+    The last id is BOS, which begins a prompt and occurs in no row. Raises ValueError if a row does
+    not fit.
     """
 
     context: int
     tokenizer: None = field(init=False, default=None)
     is_endless = True
-    length_name = "distance"  # of the slices
+    length_name = "distance"  # the length in the names of slices
 
     def __post_init__(self):
-        # If a row of the largest size fits, all do.
+        # If a row of the largest size fits, all rows do.
         try:
             self.row(np.random.default_rng(0), max(self.sizes))
         except (ValueError, IndexError):
@@ -78,14 +78,14 @@ class Task(Source):
 
     def rows(self, seed: int, numbers: range, is_held_out: bool = False) -> EvaluationBatch:
         """Draw rows by their numbers."""
-        # The initial values are the padding of rows with fewer answers.
+        # The initial values pad rows with fewer answers.
         shape = (len(numbers), max(self.sizes))
         inputs = np.empty((len(numbers), self.context), np.int64)
         positions = np.zeros(shape, np.int64)
         targets = np.full(shape, IGNORE_INDEX, np.int64)
         distances = np.ones(shape, np.int64)
         for index, number in enumerate(numbers):
-            # Rows that are held out come from streams of their own, whatever the seed.
+            # Held-out rows come from separate random streams, independent of the seed.
             generator = np.random.default_rng((seed, number, int(is_held_out)))
             size = self.size_of(number)
             row = self.row(generator, size)
@@ -115,7 +115,7 @@ class Task(Source):
         return self.sizes[number % len(self.sizes)]
 
     def floor(self) -> float:
-        """The accuracy of giving the most frequent answer of a row to all of its questions.
+        """The accuracy of answering all questions of a row with its most frequent answer.
 
         It is measured on the held-out rows, and averaged over sizes like the accuracy of a model.
         """
@@ -149,7 +149,7 @@ class Task(Source):
 class Recall(Task):
     """Multi-query associative recall: Arora et al., Zoology, 2312.04927, appendix C.1.
 
-    A row begins with keys, each followed by its value. Later each key comes once more, as a query,
+    A row begins with keys, each followed by its value. Later each key occurs again, as a query,
     and its value is the answer. Slots for queries are drawn without replacement, slot i with a
     probability proportional to i^(power - 1). All other tokens are 0. Keys are drawn without
     replacement from the lower half of the vocabulary, and values from the upper half.
@@ -192,9 +192,9 @@ class Recall(Task):
 class Track(Task):
     """State tracking, the word problem of S_n: Merrill et al., 2404.08819.
 
-    Each token is a permutation of `elements` things, by its lexicographic number. The answer after
-    it is the composition of all permutations so far, the first one applied first. For two things,
-    that is the parity of the swaps.
+    Each token is a permutation of `elements` objects, numbered lexicographically. The answer after
+    it is the composition of all permutations so far, applied from first to last. For two objects,
+    it is the parity of the swaps.
     """
 
     elements: int
@@ -215,8 +215,8 @@ class Track(Task):
             state = permutation[state]
             states.append(state)
 
-        # Look up the number of each state. Read as the digits of a number, permutations in
-        # lexicographic order are sorted.
+        # Look up the number of each state. Permutations in lexicographic order, read as the
+        # digits of a number, are sorted.
         place_values = self.elements ** np.arange(self.elements)[::-1]
         answers = np.searchsorted(permutations @ place_values, np.stack(states) @ place_values)
         positions = np.arange(size)
@@ -231,15 +231,15 @@ def permutations_of(elements: int) -> np.ndarray:
 
 @dataclass
 class TaskLoader:
-    """Batches of a task as a function of (seed, step), like those of data.loader.Loader."""
+    """Batches of a task as a function of (seed, step), like data.loader.Loader."""
 
     task: Task
     batch_size: int
     seed: int
-    rows_per_epoch = math.inf  # no row comes twice
+    rows_per_epoch = math.inf  # no row repeats
 
     def __call__(self, step: int, rows: slice = slice(None)) -> TaskBatch:
-        """Return the batch of a step, or those `rows` of it."""
+        """Return the batch of a step, or only its `rows`."""
         batch = self.task.rows(self.seed, self.row_numbers(step)[rows])
         return TaskBatch(batch.inputs, batch.targets, batch.positions)
 
@@ -287,9 +287,9 @@ class TaskCorpus(Corpus):
     def evaluation(
         self, num_tokens: int, context: int, batch_size: int
     ) -> Iterator[EvaluationBatch]:
-        """Yield batches of rows that no run trains on: at least one row of each size.
+        """Yield batches of rows that no run trains on, with at least one row of each size.
 
-        The last batch is filled up with rows whose answers do not count.
+        The last batch is padded with rows whose answers do not count.
         """
         num_rows = max(num_tokens // context, self.num_classes)
         for first in range(0, num_rows, batch_size):

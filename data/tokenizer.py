@@ -24,30 +24,30 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 MAX_PIECE_CHARS = 4000
 PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\n|.{1,4000}", re.DOTALL)
 WORDS = re.compile(r".*\w(?= \w)", re.DOTALL)  # up to the last space between two words
-SPACE = "\u2581"  # SentencePiece's sign for a space; if a text has one, it would decode to a space
+SPACE = "\u2581"  # SentencePiece's symbol for a space; one in a text would decode to a space
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
-# Files next to a tokenizer's own. generation_config.json may have the ids of BOS and EOS; the others
-# are kept for an export, but for the entry split_special_tokens of tokenizer_config.json.
+# Files next to the tokenizer's own. generation_config.json may have the ids of BOS and EOS; of the
+# others only split_special_tokens in tokenizer_config.json is read. The rest is kept for an export.
 CONFIGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
-    "additional_chat_templates.json",  # a text by its name, each a file of an export
+    "additional_chat_templates.json",  # texts by name; an export writes a file for each
 )
 
 
 class Tokenizer:
-    """A SentencePiece model. BOS and EOS are those of a generation_config.json next to it, if any.
+    """A SentencePiece model. A generation_config.json next to it, if any, sets BOS and EOS.
 
     A document begins with `bos` and ends with `eos`. If `bos` is one of `eos_ids`, which end a
-    generation, it is written once between two documents. `files` are the contents of the files that
-    load() reads, by name.
+    generation, it is written once between two documents. `files` maps the names of the files that
+    load() reads to their contents.
     """
 
     FILE = "tokenizer.model"  # the name of the tokenizer's own file
-    # Tokens after which the text decoded so far may still change: a run of byte tokens is decoded
-    # as a whole.
+    # After these tokens, the text decoded so far may still change: a run of byte tokens is
+    # decoded as a whole.
     unstable_tokens = frozenset()
 
     def __init__(self, files: dict[str, bytes]):
@@ -61,7 +61,7 @@ class Tokenizer:
         space_tokens = self.processor.piece_to_id(SPACE_BYTES)
         assert len(space_tokens) == len(SPACE_BYTES)
         self.text_separators = {SPACE: space_tokens}
-        # In a prompt, the text of BOS, EOS and other control tokens is that token.
+        # In a prompt, the text of BOS, EOS or another control token is encoded as that token.
         self.special_tokens = {}
         for token in range(self.vocab_size):
             if self.processor.is_control(token) or self.processor.is_unknown(token):
@@ -72,14 +72,14 @@ class Tokenizer:
 
     @cached_property
     def processor_inside(self) -> spm.SentencePieceProcessor:
-        """For what follows a separator: without the blank that some models put before a text."""
+        """Encodes text after a separator, without the space that some models prepend to a text."""
         model = ModelProto.FromString(self.files[self.FILE])
         model.normalizer_spec.add_dummy_prefix = False
         return spm.SentencePieceProcessor(model_proto=model.SerializeToString())
 
     @cached_property
     def pairs(self) -> set[tuple[str, str]]:
-        """Neighbouring characters in a piece: two others are never merged into one token."""
+        """Pairs of adjacent characters in a piece; no other pair is ever merged into one token."""
         pairs = set()
         for token in range(self.vocab_size):
             pairs.update(pairwise(self.processor.id_to_piece(token)))
@@ -87,7 +87,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a tokenizer.model, which may be that of an IdTokenizer, or a tokenizer.json.
+        """Read a tokenizer.model, of SentencePiece or an IdTokenizer, or a tokenizer.json.
 
         Raises OSError if the file cannot be read, and ValueError if it is not a tokenizer.
         """
@@ -115,8 +115,8 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Train on texts, to at most `vocab_size` tokens.
 
-        Among them are the control tokens, all 256 bytes, newlines and runs of spaces. Raises
-        ValueError if the text is not enough for such a tokenizer.
+        They include the control tokens, all 256 bytes, newlines and runs of spaces. Raises
+        ValueError if the text is too short for such a tokenizer.
         """
         # Read all texts first: SentencePiece turns an exception of its iterator into a
         # RuntimeError, even one that a signal handler raises.
@@ -136,7 +136,7 @@ class Tokenizer:
                 add_dummy_prefix=False,
                 remove_extra_whitespaces=False,
                 allow_whitespace_only_pieces=True,
-                max_sentence_length=4 * MAX_PIECE_CHARS,  # bytes; UTF-8 has up to 4 a character
+                max_sentence_length=4 * MAX_PIECE_CHARS,  # bytes; UTF-8 takes up to 4 per character
                 num_threads=os.cpu_count(),
                 minloglevel=2,
             )
@@ -155,23 +155,23 @@ class Tokenizer:
         self.eos_ids = tuple(eos_ids)
         self.eos = self.eos_ids[0]
         self.bos = special.get("bos_token_id", self.eos)
-        # What ends a document. If BOS is also an EOS, the BOS of the next document ends this one.
+        # Tokens that end a document. If BOS is also an EOS, the BOS of the next document ends it.
         self.document_ends = [] if self.bos in self.eos_ids else [self.eos]
-        self.starts_with_bos = special.get("add_bos_token", True)  # whether a prompt does
+        self.starts_with_bos = special.get("add_bos_token", True)  # whether prompts start with BOS
 
     def encode(self, text: str) -> list[int]:
-        """Encode without BOS and EOS; a text that looks like one of them is ordinary text."""
+        """Encode without BOS and EOS; text that looks like a special token is ordinary text."""
         return self.encode_parts(text, self.text_separators)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a text to be continued, as at least one token.
 
-        Text that looks like a special token is that token, as in transformers.
+        Text that looks like a special token becomes that token, as in transformers.
         """
         return self.as_prompt(self.encode_parts(text, self.prompt_separators))
 
     def encode_parts(self, text: str, separators: dict[str, list[int]]) -> list[int]:
-        """Encode the parts of a text between separators, and join them by their tokens."""
+        """Encode the parts of a text between separators, joined by the separators' tokens."""
         pattern = "|".join(map(re.escape, separators))
         first, *others = re.split(f"({pattern})", text)
         tokens = self.processor.encode(first)
@@ -180,7 +180,7 @@ class Tokenizer:
         return tokens
 
     def as_prompt(self, tokens: list[int]) -> list[int]:
-        """Put BOS in front of the tokens of a prompt, if the model expects it or there are none."""
+        """Put BOS in front of a prompt's tokens if the model expects it or the prompt is empty."""
         if self.starts_with_bos or not tokens:
             tokens = [self.bos, *tokens]
         return tokens
@@ -200,10 +200,10 @@ class Tokenizer:
         return documents
 
     def last_cut(self, text: str) -> int:
-        """Return the last place at which cutting a text does not change its tokens; 0 if none does.
+        """Return the last index at which cutting a text does not change its tokens; 0 without one.
 
-        Characters are merged into pieces of the vocabulary, so no token reaches across two
-        characters that are neighbours in no piece. This holds for models that do not normalize.
+        Characters are merged into pieces of the vocabulary, so no token spans two characters that
+        are adjacent in no piece. This holds for models that do not normalize.
         """
         for index in range(len(text) - 1, 0, -1):
             first, second = text[index - 1 : index + 1].replace(" ", SPACE)
@@ -220,7 +220,7 @@ class Tokenizer:
         return self.processor.id_to_piece(token)
 
     def change(self, text: str, tokens: list[int]) -> str | None:
-        """Describe where a text differs from what its tokens decode to; None if it comes back."""
+        """Describe how the text decoded from `tokens` differs from `text`; None if equal."""
         decoded = self.decode(tokens)
         if decoded == text:
             return None
@@ -235,7 +235,7 @@ class Tokenizer:
     def nbytes(self, tokens: np.ndarray) -> int | None:
         """Count the UTF-8 bytes of the documents in `tokens`; None if their text is unknown."""
         assert tokens.ndim == 1
-        # Cut at BOS and EOS, so that each text is decoded by itself, as it was encoded.
+        # Cut at BOS and EOS, so that each text is decoded separately, as it was encoded.
         starts = np.flatnonzero(np.isin(tokens, (self.bos, *self.eos_ids)))
         num_bytes = 0
         for document in np.split(tokens, starts):
@@ -294,8 +294,8 @@ class IdTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     """A tokenizer.json, with the BOS and EOS ids of the generation_config.json next to it.
 
-    For a folder of Hugging Face that has these ids elsewhere, tools/formats/special_tokens.py
-    writes such a file.
+    If a Hugging Face folder has these ids elsewhere, tools/formats/special_tokens.py writes such
+    a file.
     """
 
     FILE = "tokenizer.json"
@@ -307,18 +307,18 @@ class JsonTokenizer(Tokenizer):
         self.processor.no_truncation()
         vocabulary = self.processor.get_vocab()
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
-        # Byte tokens, and special tokens, which decode to nothing.
+        # Byte tokens, and special tokens, which decode to an empty string.
         byte_tokens = {vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)}
         self.unstable_tokens = byte_tokens.union(self.processor.get_added_tokens_decoder())
         self.set_special_ids(json.loads(files["generation_config.json"]))
-        # BOS and EOS are special even if the file does not say so, as in transformers: no text of a
-        # document becomes one of them, and they decode to nothing.
+        # BOS and EOS are special even if the file does not mark them, as in transformers: text of a
+        # document never becomes BOS or EOS, and both decode to an empty string.
         for token, added in self.processor.get_added_tokens_decoder().items():
             if token in (self.bos, *self.eos_ids) and not added.special:
                 added.special = True
                 self.processor.add_special_tokens([added])
         self.splits_special_tokens = splits_special_tokens(files)
-        # The tokenizer's template may put BOS in front of a text.
+        # The tokenizer's post-processor may put BOS in front of a text.
         self.starts_with_bos = self.processor.encode("").ids == [self.bos]
 
     def encode(self, text: str) -> list[int]:
@@ -339,16 +339,16 @@ class JsonTokenizer(Tokenizer):
         return self.processor.id_to_token(token) or str(token)
 
     def last_cut(self, text: str) -> int:
-        """Return the last place in front of a space between two words; 0 if there is none.
+        """Return the index of the last space between two words; 0 without one.
 
-        The tokenizers of language models split a text there before they merge.
+        Tokenizers of language models split a text there before they merge.
         """
         match = WORDS.match(text)
         return 0 if match is None else match.end()
 
 
 def splits_special_tokens(files: dict[str, bytes]) -> bool:
-    """Whether a special token in a prompt is ordinary text, by the tokenizer_config.json."""
+    """Whether tokenizer_config.json makes special tokens in a prompt ordinary text."""
     config = json.loads(files.get("tokenizer_config.json", "{}"))
     return config.get("split_special_tokens", False)
 

@@ -1,4 +1,4 @@
-"""The rows of a batch: token sequences, and the state from which each samples its next token."""
+"""The rows of a batch: token sequences, and the state from which each row samples."""
 
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
@@ -16,11 +16,10 @@ Sampler = Callable[..., Tensor]
 class Sequence:
     """The tokens of a prompt and of its continuation.
 
-    `tokens` starts with those of the prompt, and loses its older half when it outgrows the
-    context; `seen` has every token of the whole prompt and continuation. `seed` determines what is
-    drawn. `prompt` is the prompt's text, and `index` numbers the sequences of a call from 0; both
-    are for output. `finish_reason` is None while tokens are generated, then "eos", "stop" or
-    "length".
+    `tokens` starts with the prompt, and loses its older half when it outgrows the context; `seen`
+    has every token of the whole prompt and continuation. `seed` determines the samples. `prompt` is
+    the prompt's text, and `index` numbers the sequences of a call from 0; both are for output.
+    `finish_reason` is None while tokens are generated, then "eos", "stop" or "length".
     """
 
     tokens: list[int]
@@ -52,25 +51,25 @@ class Sequence:
             self.finish("length")
 
     def finish(self, reason: str) -> None:
-        """Generate no more tokens: the engine gives the row to another sequence."""
+        """Stop generating: the engine gives the row to another sequence."""
         self.finish_reason = reason
 
 
 @dataclass
 class SamplerState:
-    """The newest token of each row, and what the next draw depends on besides logits.
+    """The newest token of each row, and the inputs of the next draw besides the logits.
 
-    Draws update it in place.
+    Each draw updates it in place.
     """
 
     tokens: Tensor  # (B, 1), the newest of each row: the input of the next decode step
     seeds: Tensor  # (B,)
     draw_indices: Tensor  # (B,), the index of the next draw
-    seen_tokens: Tensor  # (B, V), true for tokens of the whole prompt, or drawn
+    seen_tokens: Tensor  # (B, V), true for tokens in the whole prompt or drawn since
 
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> "SamplerState":
-        """Allocate the state of rows that have no sequence yet."""
+        """Allocate the state of rows without a sequence."""
         return cls(
             tokens=torch.zeros(num_rows, 1, dtype=torch.int64, device=device),
             seeds=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -91,7 +90,7 @@ class SamplerState:
         )
 
     def start(self, row: int, sequence: Sequence) -> None:
-        """Let a row draw the next token of a sequence."""
+        """Set up a row to draw the next token of a sequence."""
         (seen,) = hardware.to_device(self.tokens.device, torch.tensor(list(sequence.seen)))
         self.seeds[row].fill_(sequence.seed)
         self.draw_indices[row].fill_(sequence.num_generated)
@@ -101,7 +100,7 @@ class SamplerState:
         """Draw the next token of each row from logits (B, V)."""
         assert logits.shape == self.seen_tokens.shape
         drawn = sampler(logits, self.seeds, self.draw_indices, self.seen_tokens)  # (B,)
-        # Another shape would be broadcast to the rows, and another dtype rounded.
+        # Another shape would be broadcast to the rows, and another dtype would be rounded.
         assert drawn.shape == self.seeds.shape and drawn.dtype == torch.int64
         self.tokens.copy_(drawn[:, None])
         self.draw_indices.add_(1)

@@ -14,7 +14,7 @@ from model.transformer import Transformer
 from run import hardware
 
 CACHE_MULTIPLE = 256  # tokens; a compiled step is reused if the next cache has the same capacity
-READ_MULTIPLE = 256  # slots; a decode step reads so many at a time, up to the last filled one
+READ_MULTIPLE = 256  # slots; decode steps read the filled slots, rounded up to this multiple
 
 
 class Engine:
@@ -22,7 +22,7 @@ class Engine:
 
     Each row of the cache decodes one sequence at a time; the cache must have room for all tokens of
     the longest sequence, or for a full context. Without a cache, there is one row, and each step
-    recomputes all of its tokens; the tokens drawn are the same. A prompt is prefilled
+    recomputes all of its tokens; the samples are the same. A prompt is prefilled
     `prefill_chunk` tokens at a time. A sequence that outgrows the context loses its older half and
     is prefilled again.
     """
@@ -41,10 +41,10 @@ class Engine:
         self.num_rows = 1 if cache is None else len(cache.lengths)
         weight = model.embed.weight
         self.state = SamplerState.empty(self.num_rows, len(weight), weight.device)
-        # What decode steps read of the cache: a view of the filled slots, set by `read_slots`.
+        # The part of the cache that decode steps read, a view of the filled slots (`read_slots`).
         self.filled = cache
-        self.last_filled: Cache | None = None  # of the compiled step before
-        # What `compile` makes: the decode step on CUDA, its model alone on a CPU.
+        self.last_filled: Cache | None = None  # `filled` at the last compiled step
+        # The result of `compile`: the decode step on CUDA, only its model on a CPU.
         self.compiled_step: Callable[..., Tensor] | None = None
 
     @torch.inference_mode()
@@ -70,8 +70,8 @@ class Engine:
 
             # Launch a GPU's next step before the host waits for the tokens of this one, so that the
             # two overlap; the event marks the end of this step. The next step may be one too many
-            # for a row whose sequence is at its end or fills the cache: the slot that it overwrites
-            # and what it draws do not matter, since such a row is prefilled before it is read.
+            # for a row whose sequence is at its end or fills the cache: its write to the cache and
+            # its draw do not matter, since such a row is prefilled before it is read.
             host_tokens = self.state.tokens.to("cpu", non_blocking=True, copy=True)
             copied = None
             if self.state.tokens.is_cuda:
@@ -90,7 +90,7 @@ class Engine:
                     del active[row]
 
     def prefill(self, first_row: int, sequences: list[Sequence]) -> None:
-        """Run sequences through the model, and draw the next token of each, from `first_row` on.
+        """Prefill sequences into the rows from `first_row` on, and draw the next token of each.
 
         A sequence that has outgrown the context loses its oldest half. Each distinct prompt is
         computed once, in a batch padded on the left, and then copied.
@@ -102,11 +102,11 @@ class Engine:
             if len(sequence.tokens) > context:
                 del sequence.tokens[: context // 2]
             if self.cache is not None:
-                # The last token is drawn, but not stored.
+                # The last token is drawn but never stored.
                 length = len(sequence.tokens) + sequence.num_left - 1
                 assert min(length, context) <= self.cache.capacity, (length, self.cache.capacity)
 
-        # Compute the distinct prompts; the prompt of sequence i is number sources[i] of them.
+        # Compute the distinct prompts; sequence i has the distinct prompt with index sources[i].
         prompts = [tuple(sequence.tokens) for sequence in sequences]
         distinct = list(dict.fromkeys(prompts))
         sources = [distinct.index(prompt) for prompt in prompts]
@@ -137,9 +137,9 @@ class Engine:
         state.draw(self.sampler, logits[sources])
 
     def fill_cache(self, cache: Cache, tokens: Tensor, is_ragged: bool) -> Tensor:
-        """Run prompts (N, T) through the model into the first N rows of a cache, which is emptied.
+        """Empty a cache, and run prompts (N, T) through the model into its first N rows.
 
-        Padding is -1; only `is_ragged` prompts have some. Returns the hidden states (N, P, D) of
+        Padding is -1; only `is_ragged` prompts have padding. Returns the hidden states (N, P, D) of
         the last `prefill_chunk` or fewer tokens.
         """
         cache.reset()
@@ -148,16 +148,16 @@ class Engine:
         for part in tokens.split(self.prefill_chunk, dim=1):
             end += part.shape[1]
             padding = (part < 0).sum(dim=1) if is_ragged else None
-            # Attend to no more slots of the cache than are filled after this part.
+            # Attend only to the slots of the cache that are filled after this part.
             filled = cache.truncated(end)
             hidden, _ = self.model.hidden_states(part.clamp(min=0), filled, padding)
         return hidden
 
     def read_slots(self, length: int) -> None:
-        """Let decode steps read no more of the cache than rows of `length` tokens fill.
+        """Limit decode steps to the slots of the cache that rows of `length` tokens fill.
 
-        The length is rounded up, so that it seldom changes, and to no less than the size of a ring:
-        a ring is read as a whole.
+        The length is rounded up, so that it seldom changes, and is at least the size of a ring: a
+        ring is read as a whole.
         """
         rings = [layer.size for layer in self.cache.layers if layer.is_ring]
         length = max(length, *rings, 1)
@@ -173,7 +173,7 @@ class Engine:
         elif self.filled is not self.last_filled:
             self.run_compiled(self.compiled_step)
         else:
-            # Nothing can have changed since the step before, and guards take time.
+            # Nothing that guards check can have changed since the last step, and guards take time.
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                 self.run_compiled(self.compiled_step)
 
@@ -188,7 +188,7 @@ class Engine:
         return self.model(self.state.tokens, self.filled)[:, -1]
 
     def next_logits_of(self, slots: Tensor) -> Tensor:
-        """`next_logits` of a cache that is read up to len(slots), which may differ at each call."""
+        """`next_logits` with a cache read up to len(slots), which may differ at each call."""
         return self.model(self.state.tokens, self.cache.truncated(len(slots)))[:, -1]
 
     @torch.inference_mode()
@@ -197,30 +197,30 @@ class Engine:
 
         One graph serves every length of the cache. On a CPU the number of slots that it reads is a
         dynamic size. On CUDA it is one CUDA graph, from the embedding to the drawn tokens, which
-        reads all slots. It reads and writes cache and state at the addresses that it was recorded
-        with: prefill writes there between two steps, in the order of the stream.
+        reads all slots. It reads and writes cache and state at the addresses recorded in the graph:
+        prefill writes there between two steps, in the order of the stream.
         """
         is_cuda = self.state.tokens.is_cuda
-        # With this tuning, Inductor compiles products of a single token together with what
-        # surrounds them; they reach peak bandwidth only then (`mm` in
+        # With this tuning, Inductor fuses matrix products of a single token with the operations
+        # around them; only then do they reach peak bandwidth (`mm` in
         # torch/_inductor/decomposition.py).
         options = {"triton.cudagraphs": is_cuda, "coordinate_descent_tuning": is_cuda}
-        # Compiled for a CPU, the search for the largest logit would take half of a step's time.
+        # If compiled for a CPU, the search for the largest logit would take half of a step's time.
         function = self.decode_step if is_cuda else self.next_logits_of
         dynamic = False if is_cuda else None
         compiled = torch.compile(function, dynamic=dynamic, fullgraph=True, options=options)
 
         for tensor in (self.cache.lengths, *self.cache.buffers(), *self.state.tensors()):
             torch._dynamo.mark_static_address(tensor)
-        # The first call compiles, for fewer slots than all: a size that equals the capacity would be
-        # taken for a constant. If it fails, `advance` keeps to the eager step.
+        # The first call compiles. It reads fewer slots than the capacity, because a size equal to
+        # it would be compiled as a constant. If it fails, `advance` keeps using the eager step.
         self.read_slots(1)
         self.run_compiled(compiled)
         self.compiled_step = compiled
         self.cache.reset()
 
     def run_compiled(self, compiled: Callable[[], Tensor]) -> None:
-        """Run a decode step with what `compile` has compiled of it."""
+        """Run a decode step with the function that `compile` has compiled."""
         self.last_filled = self.filled
         if self.state.tokens.is_cuda:
             torch.compiler.cudagraph_mark_step_begin()
@@ -235,9 +235,9 @@ class Engine:
 def new_cache(
     model: Transformer, sequences: list[Sequence], batch_size: int, dtype: torch.dtype | None = None
 ) -> Cache:
-    """Allocate a cache for `batch_size` of the sequences at a time, and for the longest of them.
+    """Allocate a cache for up to `batch_size` of the sequences at once, as long as the longest.
 
-    `dtype` is by default that of the weights. Without sequences, there is one row of a context.
+    `dtype` defaults to the dtype of the weights. Without sequences, there is one row of a context.
     """
     lengths = [len(sequence.tokens) + sequence.max_new_tokens for sequence in sequences]
     length = max(lengths, default=model.context)

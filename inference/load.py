@@ -1,4 +1,4 @@
-"""Load from a path what generation needs: the model, its tokenizer and its name."""
+"""Load the model, its tokenizer and its name from a path, for generation."""
 
 from pathlib import Path
 
@@ -20,9 +20,9 @@ def load(
     """Load a run's newest checkpoint, optimized for decoding.
 
     Without a path, the run that saved last is loaded. `dtype` is auto, fp32, bf16 or int8, and
-    `context` that of training or another one. Returns the model, its tokenizer and its name.
-    On a GPU this process then prefers flash attention to cuDNN's. Raises ValueError where there is
-    no model.
+    `context` is the training context or another one. Returns the model, its tokenizer and its name.
+    On a GPU this process then prefers flash attention to cuDNN's. Raises ValueError if there is no
+    model.
     """
     device = hardware.pick_device(device)
     source = checkpoint.find_model(path)
@@ -38,15 +38,15 @@ def load(
         quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     if device.type == "cuda":
         # On H100 and newer, torch prefers cuDNN's attention (check_prefer_cudnn_attention in
-        # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which builds a plan for each new
-        # shape, so for each new length of a prompt, in tens of ms. The flash kernel needs none.
+        # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which takes tens of ms to plan
+        # each new shape, and so each new prompt length. The flash kernel needs no plan.
         torch.backends.cuda.enable_cudnn_sdp(False)
     quantize.optimize_for_decoding(model, dtype == "int8")
     return model, Tokenizer.load(tokenizer_file(source)), model_name(source)
 
 
 def model_name(checkpoint: Path) -> str:
-    """The name of a checkpoint as messages show it, after that of its run if it is in one."""
+    """The name of a checkpoint in messages, after the name of its run if it is in one."""
     folder = checkpoint.resolve()
     if folder.parent.name == "checkpoints":
         return f"{folder.parents[1].name} {folder.name}"

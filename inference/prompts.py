@@ -16,7 +16,7 @@ def new_sequences(
     num_samples: int = 1,
     seed: int = 0,
 ) -> list[Sequence]:
-    """Build `num_samples` sequences of each prompt.
+    """Build `num_samples` sequences from each prompt.
 
     A prompt that is longer than the context keeps its end, with a warning.
     """
@@ -40,7 +40,7 @@ def new_sequences(
                 prompt=prompt,
                 index=len(sequences),
             )
-            # Cut afterwards: a repetition penalty is on the whole prompt.
+            # Cut afterwards: the repetition penalty applies to the whole prompt.
             del sequence.tokens[:num_cut]
             sequences.append(sequence)
     return sequences

@@ -1,6 +1,6 @@
-"""Linear layers for decoding: products of a few tokens at the speed of memory, and int8 weights.
+"""Linear layers for decoding: products of a few tokens at memory speed, and int8 weights.
 
-On a CPU torch's products reach a quarter of the bandwidth, and the kernel in matvec.cpp most of it.
+On a CPU torch's products reach a quarter of the bandwidth; the kernel in matvec.cpp most of it.
 """
 
 import hashlib
@@ -35,14 +35,14 @@ FLAGS = [
 
 
 def load_matvec(folder: Path, compiler: str | None) -> bool:
-    """Load the kernel, and compile it if it is not yet in `folder`; return whether it is loaded.
+    """Load the kernel, after compiling it if it is not in `folder`; return whether it is loaded.
 
-    It is compiled to another cache if `folder` cannot be written.
+    It is compiled to another cache if `folder` is not writable.
     """
     if hasattr(torch.ops.attend, "matvec"):
         return True
 
-    # Processors, versions of torch and of the source have a library each.
+    # Each processor, version of torch and version of the source has its own library.
     identity = f"{torch.__version__} {processor_features()} {FLAGS}".encode() + SOURCE.read_bytes()
     digest = hashlib.sha256(identity).hexdigest()
     library = folder / f"matvec-{digest[:16]}.so"
@@ -64,14 +64,14 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
 
 
 def matvec_result(x: Tensor, w: Tensor) -> Tensor:
-    """x (..., N), w (M, N) -> an empty tensor (..., M): all that torch.compile needs to know."""
+    """x (..., N), w (M, N) -> an empty tensor (..., M): torch.compile needs only its shape."""
     return x.new_empty(*x.shape[:-1], len(w))
 
 
 def compile_matvec(library: Path, compiler: str) -> None:
-    """Compile the kernel to a library that is complete once it has its name. Raises OSError.
+    """Compile the kernel; the library gets its name once it is complete. Raises OSError.
 
-    torch.utils.cpp_extension.load would need ninja, even to load a library that is compiled.
+    torch.utils.cpp_extension.load would need ninja, even to load a compiled library.
     """
     torch_folder = Path(torch.__file__).parent
     temporary = library.with_suffix(f".{os.getpid()}")
@@ -96,10 +96,10 @@ def compile_matvec(library: Path, compiler: str) -> None:
 
 
 def optimize_for_decoding(model: Transformer, int8: bool) -> None:
-    """Replace the linear layers and the head of a model, in place; it cannot be trained then.
+    """Replace the linear layers and the head of a model, in place; it can no longer be trained.
 
-    A tied model gets a head of its own. If the kernel is not loaded, layers in their own dtype stay
-    as they are.
+    A tied model gets a separate head. Without the kernel, layers that are not quantized stay as
+    they are.
     """
     if not int8 and not hasattr(torch.ops.attend, "matvec"):
         return
@@ -145,7 +145,7 @@ class Int8Linear(nn.Module):
         return self.levels.to(self.scale.dtype) * self.scale[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
-        # Torch's kernel is wrong for sizes that are no multiple of 16.
+        # Torch's kernel is wrong for sizes that are not a multiple of 16.
         if is_few_on_cpu(x) and x.shape[-1] % 16 == 0:
             y = torch._weight_int8pack_mm(x.flatten(0, -2), self.levels, self.scale)
             y = y.view(*x.shape[:-1], -1)
@@ -157,12 +157,12 @@ class Int8Linear(nn.Module):
 
 
 def check_shapes(weight: Tensor, bias: Tensor | None) -> None:
-    """A bias of another shape would be broadcast."""
+    """Check the shapes of weight and bias: a bias of another shape would be broadcast."""
     assert weight.ndim == 2
     assert bias is None or bias.shape == weight.shape[:1]
 
 
 def is_few_on_cpu(x: Tensor) -> bool:
-    """Whether x (..., N) has so few vectors that reading the weights takes the time, on a CPU."""
+    """Whether x (..., N) is on a CPU with so few vectors that reading the weights dominates."""
     is_few = x.numel() <= MAX_FEW_TOKENS * x.shape[-1]
     return is_few and x.device.type == "cpu" and x.dtype != torch.float64

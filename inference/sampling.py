@@ -20,10 +20,10 @@ def sample(
 ) -> Tensor:
     """logits (..., V), seeds and draw_indices (...) int64 -> tokens (...).
 
-    A row's draw depends on its seed and draw index, never on the batch or on earlier draws.
+    A row's draw depends on its seed and draw index, never on other rows or earlier draws.
     temperature = 0 is greedy; top_k = 0, top_p = 1 and min_p = 0 exclude nothing. They apply in
-    the order top-k, top-p (1904.09751), min-p (2407.01082), each to what the one before left.
-    The penalty (Keskar et al., 1909.05858) is on the tokens in `seen_tokens` (..., V).
+    the order top-k, top-p (1904.09751), min-p (2407.01082), each to the tokens kept so far.
+    The penalty (Keskar et al., 1909.05858) applies to the tokens in `seen_tokens` (..., V).
     """
     assert seeds.shape == draw_indices.shape == logits.shape[:-1]
     logits = logits.float()
@@ -35,7 +35,7 @@ def sample(
     if temperature < MIN_TEMPERATURE:
         return logits.argmax(dim=-1)
 
-    # Sort the likeliest tokens where top-k or top-p need an order.
+    # Sort the likeliest tokens if top-k or top-p needs an order.
     vocab_size = logits.shape[-1]
     if top_p < 1 or 0 < top_k < vocab_size:
         num_kept = vocab_size
@@ -47,14 +47,14 @@ def sample(
 
     probability = (logits / temperature).softmax(dim=-1)
     if top_p < 1:
-        # A token is outside if those before it exceed top_p, so the first is always inside.
+        # Drop a token if the tokens before it exceed top_p, so the first is always kept.
         probability_before = probability.cumsum(dim=-1) - probability
         probability = probability.masked_fill(probability_before > top_p, 0.0)
     if min_p > 0:
         threshold = min_p * probability.amax(dim=-1, keepdim=True)
         probability = probability.masked_fill(probability < threshold, 0.0)
 
-    # noise / p is an exponential arrival time of rate p; the earliest token is a draw from p.
+    # noise / p is an exponential arrival time of rate p; the earliest token is a sample from p.
     inverse_arrival_time = probability / exponential_noise(seeds, draw_indices, tokens)
     earliest = inverse_arrival_time.argmax(dim=-1, keepdim=True)
     return tokens.gather(-1, earliest).squeeze(-1)
@@ -62,11 +62,11 @@ def sample(
 
 def exponential_noise(seeds: Tensor, draw_indices: Tensor, tokens: Tensor) -> Tensor:
     """seeds, draw_indices (...), tokens (..., V) -> (..., V) from an exponential distribution."""
-    # Another dtype would give other bits.
+    # Another dtype would give different bits.
     assert seeds.dtype == draw_indices.dtype == tokens.dtype == torch.int64
     row_bits = splitmix64(splitmix64(seeds) + draw_indices)
     bits = splitmix64(row_bits[..., None] + tokens)
-    # Take 23 bits and a half: in fp32 neither 0 nor 1 can come out.
+    # Take 23 bits and add a half: in fp32 the result is neither 0 nor 1.
     uniform = (((bits >> 41) & 0x7FFFFF) + 0.5) / 2**23
     return -uniform.log()
 

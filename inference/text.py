@@ -11,7 +11,7 @@ from inference.prompts import new_sequences
 from inference.sampling import sample
 from model.transformer import Transformer
 
-HEADING_WIDTH = 70  # characters of a prompt
+HEADING_WIDTH = 70  # characters of a prompt in a heading
 
 
 def generate_text(
@@ -27,7 +27,7 @@ def generate_text(
 ) -> list[str]:
     """Continue a prompt, or each of several; return the new texts, each up to a stop text.
 
-    `options` are those of `sampling.sample`: temperature, top_k, top_p and so on.
+    `options` are the options of `sampling.sample`: temperature, top_k, top_p and so on.
     """
     num_texts = 1 if isinstance(prompts, str) else len(prompts)
     texts = [""] * num_texts
@@ -59,7 +59,7 @@ def stream_text(
 ) -> Iterator["StreamingText"]:
     """Continue prompts token by token; yield the text of a prompt each time it has a new token.
 
-    The caller may stop after any token. Arguments are those of `generate_text`.
+    The caller may stop after any token. The arguments are the same as for `generate_text`.
     """
     if isinstance(prompts, str):
         prompts = [prompts]
@@ -76,7 +76,7 @@ def detokenize(
 ) -> Iterator["StreamingText"]:
     """Yield the text of a sequence each time it has a new token; finish it at a stop text."""
     texts = {}
-    stop_texts = tuple(stop_texts)  # each sequence reads them
+    stop_texts = tuple(stop_texts)  # a tuple, because each sequence iterates over it
     for sequence in generated:
         if sequence not in texts:
             texts[sequence] = StreamingText(sequence, tokenizer, stop_texts)
@@ -87,8 +87,8 @@ def detokenize(
 class StreamingText:
     """The text of a sequence after its prompt, up to the first stop text.
 
-    `text` only grows. Make the object when the sequence has its first new token, and call `update`
-    after each.
+    `text` only grows. Create the object at the first new token of the sequence, and call `update`
+    after every new token.
     """
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer, stop_texts: tuple[str, ...]):
@@ -98,8 +98,8 @@ class StreamingText:
         self.stop_texts = stop_texts
         self.text = ""
         self.num_printed = 0  # characters of `text` that `take_new` has returned
-        self.decoded = ""  # `text`, and what may be the beginning of a stop text
-        # New tokens are decoded behind those before them: so a word keeps the space in front of it,
+        self.decoded = ""  # `text`, and a possible beginning of a stop text
+        # New tokens are decoded after the previous ones, so that a word keeps the space before it,
         # which the tokenizer may drop at the beginning of a text.
         self.previous = sequence.tokens[:-1]
         self.previous_text = tokenizer.decode(self.previous)
@@ -109,7 +109,7 @@ class StreamingText:
         """Add the newest token of the sequence, and finish the sequence at a stop text."""
         self.decode_newest()
 
-        # Pass on all but a stop text, and what may become one.
+        # Pass on all text except a stop text or a possible beginning of one.
         end = len(self.decoded)
         starts = [self.decoded.find(stop) for stop in self.stop_texts if stop in self.decoded]
         if starts:
@@ -121,7 +121,7 @@ class StreamingText:
         self.text = self.decoded[:end]
 
     def decode_newest(self) -> None:
-        """Add to `decoded` what the newest token of the sequence makes certain."""
+        """Append to `decoded` the text that later tokens can no longer change."""
         is_finished = self.sequence.finish_reason is not None
         newest = self.sequence.tokens[-1]
         if self.sequence.finish_reason != "eos":
@@ -129,15 +129,15 @@ class StreamingText:
         tokens = self.previous + self.pending
         text = self.tokenizer.decode(tokens)
         new_text = text[len(self.previous_text) :]
-        # What the next token may change waits for it: a character whose bytes are not complete, and
-        # with byte fallback a run of bytes, all of which become U+FFFD if one does not fit.
+        # Hold back text that the next token may change: an incomplete UTF-8 character and, with
+        # byte fallback, a run of bytes, all of which become U+FFFD if one of them is invalid.
         is_stable = newest not in self.tokenizer.unstable_tokens
         is_whole = is_stable and not new_text.endswith("\ufffd")
         if not is_whole and not is_finished:
             return
 
         self.decoded += new_text
-        # A blank may be dropped at the beginning: more than that must be in front.
+        # A space may be dropped at the beginning, so the previous text must be more than spaces.
         pending_text = self.tokenizer.decode(self.pending)
         if pending_text.strip():
             tokens = self.pending
@@ -147,7 +147,7 @@ class StreamingText:
         self.pending = []
 
     def take_new(self) -> str:
-        """Return what `text` has grown by since the last call."""
+        """Return the text added to `text` since the last call."""
         new_text = self.text[self.num_printed :]
         self.num_printed = len(self.text)
         return new_text
@@ -161,13 +161,13 @@ def print_texts(texts: Iterator[StreamingText], *, has_headings: bool) -> int:
     """
     num_tokens = 0
     current = None  # the text that is being printed
-    waiting = deque()  # texts that have begun after it
+    waiting = deque()  # texts that began after it
     for text in texts:
         num_tokens += 1
         if text.sequence.num_generated == 1:
             waiting.append(text)
 
-        # Print the current text, and, where it is finished, what those behind it have so far.
+        # Print the current text and, if it is finished, the waiting texts as far as they go.
         while current is not None or waiting:
             if current is None:
                 current = waiting.popleft()

@@ -14,7 +14,7 @@ def build_model(
     """Build a model on `device`, with initial values that depend on the seed.
 
     `dtype` is for parameters; buffers have their own, as under autocast. Without a seed, parameters
-    have no values yet: the caller loads or draws them. A model on the meta device has shapes alone.
+    have no values yet: the caller loads or draws them. A model on the meta device has only shapes.
     Raises ValueError for a bad config.
     """
     device = torch.device(device)

@@ -1,4 +1,4 @@
-"""What a model remembers between forwards: tensors allocated once, whose rows are independent.
+"""The cache of a model between forwards: tensors allocated once, with independent rows.
 
 The number of tokens in each row is one tensor for all layers. So a step changes no Python value,
 and a decode step compiled once serves every length.
@@ -17,16 +17,16 @@ Shape = tuple[int, ...]  # of the feature of one token, or of the state of one r
 
 
 class LayerCache:
-    """What one layer remembers of each row; a layer that remembers nothing has no tensors.
+    """The cache of one layer; a layer that stores nothing has no tensors.
 
-    `features`: by name, what it stores of each token in reach, such as keys and values. A feature
+    `features`: by name, the data of each token in reach, such as keys and values. A feature
     of shape (K, D) has a tensor (B, size, K, D): position p is in slot p % size, where `size` is
     the smallest of capacity, window and chunk. If that is below the capacity, the cache is a ring;
     otherwise every position has a slot of its own, and a row must not outgrow the capacity.
     `scales`: in an int8 cache, an fp16 scale (B, size, K, 1) for each vector of a feature. A
     feature with D = 1 stays in fp32.
-    `states`: by name, what it stores of a row whatever its length, (B, ...) in fp32 or wider, but
-    those in `narrow_states` in the cache's dtype (bf16 for int8). The layer writes to it in place.
+    `states`: by name, the tensors (B, ...) of a row whatever its length, in fp32 or wider; those in
+    `narrow_states` have the cache's dtype (bf16 for int8). The layer writes to them in place.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class LayerCache:
         self.scales: dict[str, Tensor] = {}
 
         def new_slots(shape: Shape, dtype: torch.dtype) -> Tensor:
-            # One slot more than is used: no view of the first slots is contiguous over rows then,
-            # not even of all, and code that is compiled for a dynamic number of slots holds for all.
+            # One slot is never used. It makes every view of the first slots non-contiguous over
+            # rows, so code compiled for a dynamic number of slots is valid for the full size.
             slots = torch.zeros(batch, self.size + 1, *shape, dtype=dtype, device=device)
             return slots[:, : self.size]
 
@@ -79,15 +79,15 @@ class LayerCache:
     def update(self, ctx: ForwardContext, **new: Tensor) -> tuple[dict[str, Tensor], Visibility]:
         """Store features (B, T, ...) of the new tokens, each by its name.
 
-        Returns the features (B, S, ...) of all S tokens in reach, stored and new ones, in the
-        dtypes of the new ones, and which of them each new token attends to.
+        Returns the features (B, S, ...) of all S tokens in reach, stored and new, in the dtypes of
+        the new features, and which of these tokens each new token attends to.
         """
         assert new.keys() == self.features.keys(), (new.keys(), self.features.keys())
         for name, x in new.items():
             assert x.shape[2:] == self.features[name].shape[2:], (name, x.shape)
         num_new = ctx.positions.shape[1]
         if self.is_ring and num_new > 1:
-            # Copy before writing: new tokens overwrite what the first of them attend to.
+            # Copy before writing: new tokens overwrite tokens that the first of them attend to.
             cached = self._read(new)
             features = {name: torch.cat((cached[name], x), dim=1) for name, x in new.items()}
             self._write(ctx, new)
@@ -116,8 +116,8 @@ class LayerCache:
         return feature.masked_fill(is_empty, 0.0)[:, None]
 
     def truncated(self, count: int) -> "LayerCache":
-        """A view for rows of up to `count` tokens: it shares the memory, and less of it is read."""
-        # A comparison with >= alone, so that a dynamic count is not fixed in compiled code.
+        """A view for rows of up to `count` tokens, which shares the memory but reads less of it."""
+        # Compare only with >=, so that compiled code does not specialize on a dynamic count.
         if not self.features or count > self.size or (self.is_ring and count >= self.size):
             return self
         view = copy(self)
@@ -136,7 +136,7 @@ class LayerCache:
         return other
 
     def _read(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The stored features, in the dtypes of new ones."""
+        """The stored features, in the dtypes of the new features."""
         features = {}
         for name, x in self.features.items():
             if name in self.scales:
@@ -146,7 +146,7 @@ class LayerCache:
 
     def _write(self, ctx: ForwardContext, new: dict[str, Tensor]) -> None:
         """Store new features in the slots of their positions."""
-        slots = ctx.cache_slots(self.size)  # (B, T), or fewer where not all tokens fit
+        slots = ctx.cache_slots(self.size)  # (B, T), or fewer if not all tokens fit
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         for name, x in new.items():
             x = x[:, -self.size :]
@@ -165,11 +165,11 @@ def quantize(x: Tensor, scale_dtype: torch.dtype = torch.float16) -> tuple[Tenso
 
 
 class Cache:
-    """The cache of a whole model: a LayerCache for each layer, and the tokens of each row, (B,).
+    """The cache of a whole model: a LayerCache for each layer, and the lengths (B,) of the rows.
 
     Each layer makes its own, in `Attention.new_cache`; the caller owns them all. A row has room
-    for `capacity` tokens. Lengths are on the device, so it is the caller that counts them: beyond
-    the capacity, a token overwrites the oldest one.
+    for `capacity` tokens. Lengths are on the device, so the caller must keep count: beyond the
+    capacity, a token overwrites the oldest one.
     """
 
     def __init__(self, lengths: Tensor, layers: list[LayerCache], capacity: int):
@@ -186,7 +186,7 @@ class Cache:
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def rows(self, rows: slice) -> "Cache":
-        """A view of some rows: what is written to it is written here."""
+        """A view of some rows: writes to it are writes to this cache."""
         layers = [layer.map(lambda buffer: buffer[rows]) for layer in self.layers]
         return Cache(self.lengths[rows], layers, self.capacity)
 
@@ -196,7 +196,7 @@ class Cache:
         return Cache(self.lengths, layers, min(count, self.capacity))
 
     def gather_rows(self, sources: Tensor) -> None:
-        """Let each row be a copy of the row with its number in `sources` (B,)."""
+        """Replace each row i by a copy of row sources[i]; sources (B,)."""
         for x in (self.lengths, *self.buffers()):
             x.copy_(x[sources])
 

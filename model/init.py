@@ -1,6 +1,6 @@
 """Initial values of all parameters.
 
-Each is drawn from a generator of its own: models that share a parameter's name share its value.
+Each has its own generator: models that share a parameter's name and shape share its value.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from model.transformer import Transformer
 
-# Layers that start at zero: blocks are then the identity, and, unless the embedding
-# is the head too, all tokens are equally likely.
+# Layers that start at zero: each block is then the identity and, unless the head is tied to the
+# embedding, all tokens are equally likely.
 ZERO_LAYERS = ("o_proj", "down_proj", "head")
 
 
@@ -26,8 +26,8 @@ def initialize(model: Transformer, seed: int) -> None:
 def initial_values(model: Transformer, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield each parameter with its initial value, on the CPU in fp32.
 
-    A value depends on the seed, the name and the shape of its parameter alone. The parameter may be
-    on another device, or sharded over several.
+    A value depends only on the seed, the name and the shape of its parameter. The parameter may be
+    on another device, or sharded over several devices.
     """
     for path, parameter in model.named_parameters():
         # The generator depends on the name, not on the parameters drawn before.

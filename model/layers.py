@@ -1,4 +1,4 @@
-"""The parts that decoder layers are made of: rotary positions, norms, feed-forwards."""
+"""The parts of decoder layers: rotary positions, norms, feed-forwards."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
@@ -14,7 +14,7 @@ def fp32(x: Tensor) -> Tensor:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager:
-    """Context manager that disables autocast, so that results have the dtype of their inputs."""
+    """Context manager that disables autocast, so that results keep the dtype of their inputs."""
     if device.type == "meta":
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -36,7 +36,7 @@ def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (x[i], x[i + R/2]) of the first R features by its angle. Su, 2104.09864.
 
-    x (B, T, H, E), cos and sin (B, T, 1, R/2) -> (B, T, H, E). The features after R stay.
+    x (B, T, H, E), cos and sin (B, T, 1, R/2) -> (B, T, H, E). The other features stay.
     """
     rotary_dim = 2 * cos.shape[-1]
     assert rotary_dim <= x.shape[-1], (x.shape, cos.shape)
@@ -98,7 +98,7 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-# By their names in `transformers`.
+# By name in `transformers`.
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu2": relu2, "sigmoid": F.sigmoid}
 Activation = Literal["silu", "gelu", "relu2"]
 
@@ -106,8 +106,8 @@ Activation = Literal["silu", "gelu", "relu2"]
 class FeedForward(nn.Module):
     """activation(up(x)), projected back; (B, T, D) -> (B, T, D). Vaswani, 1706.03762.
 
-    `hidden` is its inner width. A feed-forward calls its last projection `down_proj`, which starts
-    at zero.
+    `hidden` is its inner width. The last projection of every feed-forward is called `down_proj`
+    and starts at zero.
     """
 
     def __init__(self, dim: int, hidden: int, *, activation: Activation):
@@ -142,9 +142,9 @@ def no_feed_forward(dim: int, hidden: int) -> None:
 
 
 def take_along(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """x.take_along_dim(index, dim), for an index whose other sizes are those of x or 1.
+    """x.take_along_dim(index, dim), for an index whose other sizes equal those of x or 1.
 
-    In compiled code it leaves dynamic sizes dynamic, which take_along_dim does not.
+    Unlike take_along_dim, it keeps dynamic sizes dynamic in compiled code.
     """
     shape = list(x.shape)
     shape[dim] = index.shape[dim]

@@ -1,4 +1,4 @@
-"""Scalings of RoPE's frequencies, for a longer context than a model was trained with.
+"""Scalings of RoPE's frequencies, for a longer context than the model was trained with.
 
 Each is called with the frequencies (R/2,) of R = `dim` rotary dimensions and RoPE's base. It
 returns new frequencies and a factor for cos and sin. `context` is the context of the original
@@ -14,18 +14,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """What all scalings have in common: the factor by which the context grows."""
+    """Base class of scalings, with the factor by which the context grows."""
 
     factor: float
 
     def interpolate(self, frequency: Tensor, unscaled: Tensor) -> Tensor:
-        """Divide by the factor where `unscaled` (R/2,) is 0, not where it is 1; blend between."""
+        """Divide by the factor where `unscaled` (R/2,) is 0, keep where it is 1; blend between."""
         return frequency * (unscaled + (1 - unscaled) / self.factor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling(Scaling):
-    """Every position is divided by `factor`. Chen et al., 2306.15595."""
+    """Divide every position by `factor`. Chen et al., 2306.15595."""
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
         return frequency / self.factor, 1.0
@@ -61,7 +61,7 @@ class YaRN(Scaling):
     context: int
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
-        # The ramp begins at the pair that rotates `fast` times and ends at `slow` times.
+        # The ramp begins at the pair with `fast` rotations and ends at the pair with `slow`.
         fast_pair = self.pair_at(self.fast, dim, base)
         slow_pair = self.pair_at(self.slow, dim, base)
         first = max(math.floor(fast_pair), 0)
@@ -74,7 +74,7 @@ class YaRN(Scaling):
         return self.interpolate(frequency, unscaled), magnitude
 
     def pair_at(self, rotations: float, dim: int, base: float) -> float:
-        """The index, as a real number, of the pair that makes `rotations` turns in the context."""
+        """The real-valued index of the pair that makes `rotations` turns in the context."""
         # Pair i rotates by base^(-2 i / dim) radians per token.
         inverse_frequency = self.context / (rotations * 2 * math.pi)
         return dim * math.log(inverse_frequency) / (2 * math.log(base))

@@ -88,10 +88,10 @@ class Transformer(nn.Module):
         padding: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V). With a cache, the tokens follow those it holds.
+        """tokens (B, T) -> logits (B, T, V). With a cache, the tokens follow the cached ones.
 
-        `padding` (B,) is how many tokens come before the first of each row; `documents` (B, T)
-        numbers the documents that are packed in a row.
+        `padding` (B,) is the number of padding tokens in front of each row; `documents` (B, T)
+        numbers the documents packed into a row.
         """
         hidden, _ = self.hidden_states(tokens, cache, padding, documents)
         return self.logits(hidden)
@@ -105,8 +105,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
         """tokens (B, T) -> the input of the head (B, T, D), and auxiliary losses (B, T) by name.
 
-        With a cache, the tokens are added to it. A loss is the sum over layers; there are none if
-        no layer computes them, as in decoding.
+        With a cache, the tokens are added to it. A loss is the sum over layers; there are no losses
+        if no layer computes them, as in decoding.
         """
         assert tokens.ndim == 2, tokens.shape
         if cache is not None:
@@ -148,19 +148,19 @@ class Transformer(nn.Module):
 
     @property
     def loss_names(self) -> list[str]:
-        """The auxiliary losses of all layers."""
+        """The names of the auxiliary losses of all layers."""
         return sorted({name for block in self.blocks for name in block.attention.losses})
 
     def num_parameters(self) -> int:
-        """Return the number of weights; those that modules share count once."""
+        """Return the number of weights; weights that modules share count once."""
         return sum(p.numel() for p in self.parameters())
 
     def training_flops(self, *, whole_attention: bool = False) -> float:
         """Return the FLOPs of a token's forward and backward, averaged over a full context.
 
-        A backward costs two forwards. A matrix of the blocks or of the head costs 2 FLOPs a weight;
+        A backward costs two forwards. A matrix of the blocks or the head costs 2 FLOPs per weight;
         the embedding is a lookup. With `whole_attention`, every token counts as if it were the
-        last of its context, which is how nanoGPT, nanochat and torchtitan count causal attention.
+        last in its context: nanoGPT, nanochat and torchtitan count causal attention this way.
         """
         weights = self.unembedding.numel()
         weights += sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2)
@@ -169,7 +169,7 @@ class Transformer(nn.Module):
             attention_flops = block.attention.attention_flops
             mean = attention_flops(self.context)
             if whole_attention and self.context > 1:
-                # The last token has what a whole context has more than one without it.
+                # The last token's FLOPs: a whole context minus the context without that token.
                 before = self.context - 1
                 mean = self.context * mean - before * attention_flops(before)
             flops += mean

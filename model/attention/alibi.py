@@ -17,7 +17,7 @@ from model.context import ForwardContext, Visibility
 class ALiBi(SoftmaxAttention):
     """Softmax attention with -slope x distance added to its scores.
 
-    Takes the knobs of SoftmaxAttention; the paper has no RoPE beside the biases.
+    Takes the knobs of SoftmaxAttention; the paper uses no RoPE with the biases.
     """
 
     def __init__(self, spec: LayerSpec, **knobs):
@@ -39,7 +39,7 @@ class ALiBi(SoftmaxAttention):
 
 
 def distance(visible: Visibility, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The positions from keys to queries, both given by their indices in a row."""
+    """The distance in positions from key to query, both given by their indices in a row."""
     if len(visible.query_positions) == 1:  # all rows agree
         return visible.query_positions.squeeze(0)[query] - visible.key_positions.squeeze(0)[key]
     return visible.query_positions[row, query] - visible.key_positions[row, key]
@@ -48,7 +48,7 @@ def distance(visible: Visibility, row: Tensor, query: Tensor, key: Tensor) -> Te
 def alibi_slopes(heads: int) -> Tensor:
     """Slopes (H,): a geometric sequence from 2^(-8 / H) to 2^-8.
 
-    If H is not a power of two: the slopes of the power P below it, then every second one of 2 P.
+    If H is not a power of two: the slopes of the power P below it, then every second slope of 2 P.
     """
     power = 2 ** int(math.log2(heads))
     exponents = torch.arange(1, power + 1) * (-8 / power)

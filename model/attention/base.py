@@ -12,14 +12,14 @@ from torch.types import Device
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
 
-# What a layer hands on to later layers of the same forward, by name, such as keys and values.
+# Values that a layer passes to later layers of the same forward, by name, such as keys.
 # The entry "losses" is a dict of AuxLoss by name; `add_loss` adds to it.
 CrossLayer = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """What a layer knows of the model that it is part of."""
+    """The properties of the model that a layer is built from."""
 
     dim: int  # features of a token
     heads: int  # query heads
@@ -30,14 +30,14 @@ class LayerSpec:
 
 
 class Attention(nn.Module, ABC):
-    """Maps (B, T, D) to (B, T, D) such that every token depends on itself and its past alone.
+    """Maps (B, T, D) to (B, T, D) such that every token depends only on itself and its past.
 
     A variant is constructed from the spec of its layer and its own knobs: `(spec, *, ...)`.
-    It decides on its projections, positions, masks and what it caches.
+    It defines its own projections, positions, masks and cache.
     Its last projection is called `o_proj` and starts at zero; its norms have `norm` in their names.
     It names, in `losses`, the auxiliary losses that `forward` adds to `carry` by `add_loss`.
     Tensors that are not parameters must be registered as buffers. Buffers keep their dtype when the
-    model is cast, so cast what is computed from them (`type_as`).
+    model is cast, so cast values computed from them (`type_as`).
     """
 
     losses: tuple[str, ...] = ()
@@ -49,24 +49,24 @@ class Attention(nn.Module, ABC):
     def forward(
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
-        """Map x (B, T, D) to the output (B, T, D) and to what later layers receive as `carry`.
+        """Map x (B, T, D) to the output (B, T, D) and to the `carry` of later layers.
 
         With a cache, x follows the tokens that the cache holds, and is added to them.
         """
 
     @abstractmethod
     def attention_flops(self, context: int) -> float:
-        """Return a token's forward FLOPs besides those of the weights, averaged over a context."""
+        """Return a token's forward FLOPs without the weights' FLOPs, averaged over a context."""
 
     def cache_shapes(self) -> dict[str, Shape]:
-        """Return, by name, the shapes of what the cache stores of each token."""
+        """Return, by name, the shapes of the features that the cache stores for each token."""
         return {}
 
     def state_shapes(self, capacity: int) -> dict[str, Shape]:
-        """Return, by name, the shapes of what the cache stores of a row of up to `capacity` tokens.
+        """Return, by name, the shapes of the states of a row of up to `capacity` tokens.
 
-        A state starts at zero, and a row that is used again keeps what it held: the token at
-        position 0 must not depend on it. A state that starts at another value is set there, as in
+        A state starts at zero, and a reused row keeps its old state: the token at position 0 must
+        not depend on it. A state with another initial value is set at that token, as in
         recurrent.py.
         """
         return {}
@@ -92,27 +92,27 @@ class Attention(nn.Module, ABC):
     ) -> tuple[dict[str, Tensor], Visibility]:
         """Add features (B, T, ...) of the new tokens to the cache, each by its name.
 
-        Returns the features (B, S, ...) of all tokens in reach, and which new token attends to
-        which of them. Without a cache these are the new tokens themselves.
+        Returns the features (B, S, ...) of all tokens in reach, and which of them each new token
+        attends to. Without a cache, the tokens in reach are the new tokens.
         """
         if cache is None:
             return new, ctx.visible(self.window, self.chunk)
         return cache.update(ctx, **new)
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
-        """Return the first value of a parameter that belongs to no torch module: zeros."""
+        """Return the initial value of a parameter that is not in a torch module: zeros."""
         return torch.zeros(getattr(self, name).shape)
 
 
 class AuxLoss(NamedTuple):
     """An auxiliary loss of each token (B, T), summed over the layers so far."""
 
-    objective: Tensor  # times its weight: what training minimizes
-    value: Tensor  # without the weight and without a gradient: what training reports
+    objective: Tensor  # times its weight: the quantity that training minimizes
+    value: Tensor  # without the weight and without a gradient: the value that training logs
 
 
 def add_loss(carry: CrossLayer, name: str, loss: Tensor, weight: float) -> CrossLayer:
-    """Return `carry` with an auxiliary loss (B, T) of each token added to that of earlier layers.
+    """Return `carry` with an auxiliary loss (B, T) of each token added to the earlier layers' loss.
 
     Training adds `weight` times the loss, summed over the tokens that have a target, to the
     cross-entropy that it minimizes, and logs the loss itself by its name.
@@ -127,7 +127,7 @@ def add_loss(carry: CrossLayer, name: str, loss: Tensor, weight: float) -> Cross
 
 
 def validate_knobs(base: float | None, dropout: float = 0.0) -> None:
-    """Raise ValueError for a RoPE base or a dropout rate that no attention can have."""
+    """Raise ValueError for an invalid RoPE base or dropout rate."""
     if base is not None and not 1 < base < math.inf:
         raise ValueError(
             f"attention.rope_base must be above 1 (got {base!r}). fix: attention.rope_base=10000"

@@ -15,7 +15,7 @@ from model.layers import split_heads
 
 
 class ConvAttention(SoftmaxAttention):
-    """The convolution sees `kernel` tokens. Takes the knobs of SoftmaxAttention too."""
+    """The convolution spans `kernel` tokens. Also takes the knobs of SoftmaxAttention."""
 
     def __init__(self, spec: LayerSpec, *, kernel: int, **knobs):
         super().__init__(spec, **knobs)

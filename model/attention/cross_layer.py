@@ -14,9 +14,9 @@ from model.context import ForwardContext
 class SharedAttention(SoftmaxAttention):
     """Several layers use the keys and values of one; only that layer has a cache.
 
-    `share` is "pairs": every second layer reuses those of the layer before (Brandon et al.,
-    2405.12981); or "half": the last half of the layers reuses those of its first layer (Sun et al.,
-    2405.05254). Takes the knobs of SoftmaxAttention too.
+    `share` is "pairs": every second layer reuses the keys and values of the layer before (Brandon
+    et al., 2405.12981); or "half": the last half of the layers reuses those of the first layer in
+    that half (Sun et al., 2405.05254). Also takes the knobs of SoftmaxAttention.
     """
 
     def __init__(self, spec: LayerSpec, *, share: Literal["pairs", "half"], **knobs):
@@ -51,7 +51,7 @@ class SharedAttention(SoftmaxAttention):
 
 
 class ValueResidualAttention(SoftmaxAttention):
-    """Values are interpolated with those of the first layer, by the learned weight `share`.
+    """Values are interpolated with the first layer's values, by the learned weight `share`.
 
     Zhou et al., 2410.17897. Takes the knobs of SoftmaxAttention.
     """
@@ -83,7 +83,7 @@ class ValueResidualAttention(SoftmaxAttention):
 
 
 def take(carry: CrossLayer, name: str, layer: int) -> Any:
-    """Return what an earlier layer put into `carry` for `layer`. Raises ValueError if none did."""
+    """Return the entry that an earlier layer put into `carry`. Raises ValueError if none did."""
     if name not in carry:
         raise ValueError(
             f"no earlier layer has what this one reuses ({name=} {layer=}). fix: attention=gqa"

@@ -43,7 +43,7 @@ class DifferentialAttention(SoftmaxAttention):
         q, k, v = self.project_qkv(x, ctx)
         kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
 
-        # Both heads of a pair weigh the values of both, one half of these at a time.
+        # Both heads of a pair weight the values of both heads, one half of the values at a time.
         v1, v2 = kv["v"].chunk(2, dim=2)
         v1 = v1.repeat(1, 1, 2, 1)  # (B, S, K, E)
         v2 = v2.repeat(1, 1, 2, 1)

@@ -27,7 +27,7 @@ class ExclusiveAttention(SoftmaxAttention):
         kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
         y = self.attend(q, kv["k"], kv["v"], visible)
 
-        # Subtract the component along the token's own value, as the cache has stored it.
+        # Subtract the component along the token's own value, as stored in the cache.
         own_v = self.own_feature(cache, ctx, new=v, in_reach=kv["v"])  # (B, T, K, E)
         direction = F.normalize(fp32(own_v), dim=-1).type_as(y)
         direction = direction.repeat_interleave(self.heads // self.kv_heads, dim=2)

@@ -1,6 +1,6 @@
-"""Forgetting Transformer: a gate of each token lowers the scores of all keys before it.
+"""Forgetting Transformer: the gate of each token lowers the scores of all keys before it.
 
-Lin et al., 2503.02130: score(i, j) + log f_(j+1) + ... + log f_i, with forget gates f of each head.
+Lin et al., 2503.02130: score(i, j) + log f_(j+1) + ... + log f_i, with forget gates f per head.
 """
 
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from model.layers import Linear, fp32
 class ForgettingAttention(SoftmaxAttention):
     """Softmax attention with forget gates, f = sigmoid(forget_proj(x)), instead of positions.
 
-    Takes the knobs of SoftmaxAttention. The cache holds the sum of log f of all tokens up to each.
+    Takes the knobs of SoftmaxAttention. The cache holds the running sum of log f.
     """
 
     def __init__(self, spec: LayerSpec, **knobs):

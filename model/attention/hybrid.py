@@ -1,4 +1,4 @@
-"""Different attentions over depth, such as 5 local layers to 1 global one (Gemma 3)."""
+"""Different attention per layer, such as 5 local layers to 1 global layer (Gemma 3)."""
 
 from collections.abc import Callable
 

@@ -20,15 +20,15 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from model.context import Visibility
 from model.layers import apply_softcap, fp32
 
-# (row, head, query, key) -> what to add to the score; four tensors of indices that broadcast.
+# (row, head, query, key) -> the bias of the score; four tensors of indices that broadcast.
 ScoreBias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK_SIZE = 128  # queries in a block of `blockwise_attention`
-# Widths of heads up to which FlexAttention's backward fits into the shared memory of any GPU since
-# Ampere; at 192 it takes 114,688 bytes of a block, of which consumer GPUs have 101,376.
+# The largest head width at which FlexAttention's backward fits into the shared memory of any GPU
+# since Ampere; at 192 a block takes 114,688 bytes, and consumer GPUs have 101,376 per block.
 MAX_SMALL_WIDTH = 128
-LARGE_SHARED_MEMORY = 120_000  # bytes of a block: A100 has 166,912
-BIAS_COLUMNS = 8  # that `append_token_bias` adds: a multiple of 8 keeps rows aligned
-BIAS_UNIT = 16.0  # what a part of a bias is multiplied by; it keeps the parts in fp16's range
+LARGE_SHARED_MEMORY = 120_000  # bytes per block: A100 has 166,912
+BIAS_COLUMNS = 8  # columns that `append_token_bias` adds: a multiple of 8 keeps rows aligned
+BIAS_UNIT = 16.0  # the multiplier of a part of a bias; it keeps the parts in fp16's range
 # Up to this many tokens, `blockwise_attention` compiled for a CPU beats the fused kernel.
 MAX_COMPILED_TOKENS = 1024
 
@@ -41,12 +41,12 @@ class TokenBias(NamedTuple):
 
 
 class ScoreOptions(NamedTuple):
-    """How scores come from q . k, and weights from scores; in this order."""
+    """The steps from q . k to scores and from scores to weights, in this order."""
 
     scale: float
     softcap: float | None = None  # bounds the scores
-    bias: ScoreBias | None = None  # added
-    token_bias: TokenBias | None = None  # added
+    bias: ScoreBias | None = None  # added to the scores
+    token_bias: TokenBias | None = None  # added to the scores
     sink: Tensor | None = None  # (H,), the score of one more key, which adds no value
     dropout: float = 0.0  # of weights
 
@@ -54,9 +54,9 @@ class ScoreOptions(NamedTuple):
 def eager_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: ScoreOptions
 ) -> Tensor:
-    """Compute attention by its definition, which every other kernel must equal.
+    """Compute attention by its definition; every other kernel must equal it.
 
-    It is never chosen: tests alone call it.
+    This is the reference implementation, for tests only.
     """
     weights = F.dropout(attention_weights(q, k, mask, options), options.dropout)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, F)
@@ -83,7 +83,7 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, options: ScoreO
 def blockwise_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: ScoreOptions
 ) -> Tensor:
-    """Compute causal attention by blocks of queries, each without the keys that come after it.
+    """Compute causal attention by blocks of queries, each without the keys after the block.
 
     With a mask, all queries are one block.
     """
@@ -107,8 +107,8 @@ def attend_block(
 ) -> Tensor:
     """Compute attention with an explicit softmax that divides by its sum after the product with v.
 
-    `first` is the index of the first query, as the bias counts them.
-    For the backward it saves the exponentials, in the dtype of v, instead of fp32 scores.
+    `first` is the index of the block's first query among all T, for the bias.
+    The backward uses saved exponentials, in the dtype of v, instead of fp32 scores.
     """
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -135,7 +135,7 @@ def attend_block(
 
 
 class Exponential(torch.autograd.Function):
-    """e^x in `dtype`; this result is all that stays in memory for the backward."""
+    """e^x in `dtype`; only this result stays in memory for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -150,7 +150,7 @@ class Exponential(torch.autograd.Function):
 
 
 def vector_matmul(vector: Tensor, matrix: Tensor) -> Tensor:
-    """(..., 1, N) x (..., N, M) -> (..., 1, M), in fp32; it compiles to one loop without a call."""
+    """(..., 1, N) x (..., N, M) -> (..., 1, M), in fp32; compiles to one loop, no library call."""
     return (fp32(vector).mT * fp32(matrix)).sum(dim=-2, keepdim=True)
 
 
@@ -162,15 +162,15 @@ def flex_attention_kernel(
     It takes no dropout, and no token bias together with a soft-cap.
     """
     if options.token_bias is not None:
-        # A `score_mod` that reads tensors with gradients would add to them in any order, one score
-        # at a time: slowly, and with other bits in every run.
+        # A `score_mod` that reads tensors with gradients would accumulate these in any order, one
+        # score at a time: slow, and with different bits in every run.
         assert options.softcap is None
         q, k = append_token_bias(q, k, options)
         v = expand_heads(v, q)
 
-    # A gradient through `lse`, which a sink needs, is wrong in torch 2.11 on an H200 unless the length
-    # is a multiple of the block: queries and keys are padded to one (docs/gpu.md). Padding comes last,
-    # so no token attends to it; its own outputs are cut off below.
+    # A gradient through `lse`, which a sink needs, is wrong in torch 2.11 on an H200 unless the
+    # length is a multiple of the block: pad queries and keys to a multiple (docs/gpu.md). Padding
+    # comes last, so no token attends to it; its own outputs are cut off below.
     length = q.shape[2]
     padding = 0
     if options.sink is not None:
@@ -196,14 +196,14 @@ def flex_attention_kernel(
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = apply_softcap(score, options.softcap)
         if options.bias is not None:
-            if padding > 0:  # for which there are no biases
+            if padding > 0:  # padding has no biases
                 i = i.clamp(max=length - 1)
                 j = j.clamp(max=length - 1)
             score = score + options.bias(b, h, i, j)
         return score
 
-    # Below 128 queries Inductor would choose its decoding kernel. That has no block size above 128
-    # rows, where a row is one query of one of the query heads that share a key head.
+    # Below 128 queries Inductor would choose its decoding kernel. It has no block size above 128
+    # rows, where a row is one query of a query head in the group that shares a key head.
     attend = partial(
         flex_attention,
         q,
@@ -233,11 +233,11 @@ def fused_attention_kernel(
     """Compute attention by torch's fused kernels. They take no soft-cap, bias or sink."""
     width = v.shape[-1]
     if options.token_bias is not None:
-        # FlashAttention wants values as wide as queries and keys.
+        # FlashAttention needs values as wide as queries and keys.
         q, k = append_token_bias(q, k, options)
         v = F.pad(expand_heads(v, q), (0, q.shape[-1] - width))
     elif q.is_cuda and not can_flash(q, mask):
-        # Without FlashAttention, grouped heads would be computed by a kernel that keeps all scores.
+        # Without FlashAttention, a kernel that stores all scores would compute grouped heads.
         k = expand_heads(k, q)
         v = expand_heads(v, q)
     y = F.scaled_dot_product_attention(
@@ -254,7 +254,7 @@ def fused_attention_kernel(
 
 
 def can_flash(q: Tensor, mask: Tensor | None) -> bool:
-    """Whether FlashAttention takes these queries on a GPU: it needs Ampere, and has no masks."""
+    """Whether FlashAttention accepts these queries on a GPU: it needs Ampere, and takes no mask."""
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     return is_half and mask is None and torch.cuda.get_device_properties(q.device).major >= 8
 
@@ -267,18 +267,18 @@ def can_flex_attention(q: Tensor, v: Tensor) -> bool:
 
 
 def expand_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values (B, K, S, E) -> (B, H, S, E), repeated for the heads of queries (B, H, T, E)."""
+    """Keys or values (B, K, S, E) -> (B, H, S, E), repeated for the heads of q (B, H, T, E)."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def append_token_bias(q: Tensor, k: Tensor, options: ScoreOptions) -> tuple[Tensor, Tensor]:
-    """Append columns to queries and keys, so that their products have the token bias.
+    """Append columns to queries and keys, so that their products include the token bias.
 
     q (B, H, T, E), k (B, K, S, E) -> (B, H, T, E + 8), (B, H, S, E + 8). The new columns of q are
-    three parts of the query's bias, three times the unit and padding, and those of k three times
-    the unit, three parts of the key's bias and padding.
+    three parts of the query's bias, three times the unit and padding; the new columns of k are
+    three times the unit, three parts of the key's bias and padding.
     """
-    # A softmax does not change with a query's bias, whose gradient is 0 but for rounding. Yet that
+    # A query's bias does not change the softmax, so its gradient is 0 except for rounding. Yet this
     # rounding cancels some of the key's: without it, sums of both would have a larger error.
     unit_scale = 1 / (options.scale * BIAS_UNIT)
     query_parts = SplitInThree.apply(options.token_bias.query * unit_scale).type_as(q)
@@ -293,13 +293,13 @@ def append_token_bias(q: Tensor, k: Tensor, options: ScoreOptions) -> tuple[Tens
 
 
 class SplitInThree(torch.autograd.Function):
-    """x (...) in fp32 -> three numbers (..., 3) that sum to x, each of which bf16 has exactly.
+    """x (...) in fp32 -> three numbers (..., 3) that sum to x, each of them exact in bf16.
 
-    Each has 8 of the 24 bits of x: so products in bf16, fp16 or TF32 that accumulate in fp32 keep
-    all of them.
+    Each has 8 of the 24 bits of x, so products in bf16, fp16 or TF32 that accumulate in fp32 keep
+    all 24 bits.
     """
 
-    # By its bits: Inductor takes x.bfloat16().float() for x.
+    # Mask the bits: Inductor would simplify x.bfloat16().float() to x.
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         rest = x.float()
@@ -312,7 +312,7 @@ class SplitInThree(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad[..., 0]  # each part has the same
+        return grad[..., 0]  # all parts have the same gradient
 
 
 def add_bias(scores: Tensor, options: ScoreOptions, first: int = 0) -> Tensor:
@@ -332,7 +332,7 @@ def add_bias(scores: Tensor, options: ScoreOptions, first: int = 0) -> Tensor:
 class AttentionKernel(nn.Module):
     """Softmax attention by the fastest kernel for the shapes, the device and the compiler.
 
-    It has no parameters; it is a module so that a forward hook can see what it is called with.
+    It has no parameters; it is a module so that a forward hook can see its arguments.
     """
 
     def __init__(self, softcap: float | None = None, dropout: float = 0.0):
@@ -369,17 +369,17 @@ class AttentionKernel(nn.Module):
         length = q.shape[2]
         if scale is None:
             scale = q.shape[-1] ** -0.5
-        # `training` is read only where there is dropout: else evaluation would be compiled anew.
+        # Read `training` only if there is dropout: otherwise evaluation would be recompiled.
         dropout = self.dropout if self.dropout > 0 and self.training else 0.0
         options = ScoreOptions(scale, self.softcap, score_bias, token_bias, sink, dropout)
         is_compiling = torch.compiler.is_compiling()
         is_fusable = self.softcap is None and sink is None and score_bias is None
         if token_bias is not None:
-            # It is part of the products on a GPU alone, and not for a single query: that would copy
-            # all keys. A CPU adds it to the scores, which is exact in any dtype.
+            # Only a GPU folds the token bias into the products, and not for a single query: that
+            # would copy all keys. A CPU adds it to the scores, which is exact in any dtype.
             is_fusable = is_fusable and q.is_cuda and length > 1
 
-        # FlexAttention must be compiled, and has no dropout. It takes what is not plain causal.
+        # FlexAttention must be compiled and has no dropout. Not used for plain causal attention.
         is_plain = is_fusable and mask is None
         can_flex = is_compiling and q.is_cuda and length == k.shape[2] and dropout == 0
         can_flex = can_flex and (token_bias is None or self.softcap is None)

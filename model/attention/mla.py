@@ -16,15 +16,15 @@ from model.context import ForwardContext, Visibility
 from model.layers import Linear, RMSNorm, apply_rope, split_heads
 from model.rope import Scaling
 
-NORM_EPS = 1e-6  # of the latents, as in DeepSeek's code, whatever that of the model is
+NORM_EPS = 1e-6  # of the latents, as in DeepSeek's code; independent of the model's eps
 
 
 class LatentAttention(Attention):
     """`head_dim` is the part of a key without position, `rope_dim` the part with one (R in shapes).
 
     Values are head_dim + rope_dim wide (E), because fused kernels need them as wide as keys.
-    With `query_rank`, queries come out of a latent too. Without a `rope_base` nothing has a
-    position, and the key of `rope_dim` is merely shared. Raises ValueError for an odd `rope_dim`.
+    With `query_rank`, queries are projected from a latent too. Without a `rope_base` there are no
+    positions, and the key of `rope_dim` is merely shared. Raises ValueError for an odd `rope_dim`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LatentAttention(Attention):
         self.rope_base = rope_base
         self.rope_scaling = rope_scaling
 
-        # Queries, through a latent of their own where there is a `query_rank`.
+        # Queries, through a latent of their own if there is a `query_rank`.
         self.q_down_proj = None
         self.q_down_norm = None
         if query_rank is not None:
@@ -89,7 +89,7 @@ class LatentAttention(Attention):
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
-        # Queries: a part without position (B, T, H, head_dim) and one with it (B, T, H, R).
+        # Queries: a part without position (B, T, H, head_dim) and a part with one (B, T, H, R).
         q_input = x
         if self.q_down_proj is not None:
             q_input = self.q_down_norm(self.q_down_proj(x))
@@ -121,7 +121,7 @@ class LatentAttention(Attention):
     def attend_expanded(
         self, q: Tensor, q_rope: Tensor, entries: Tensor, visible: Visibility
     ) -> Tensor:
-        """entries (B, S, 1, rank + R) -> (B, T, H, E), by keys and values of every head."""
+        """entries (B, S, 1, rank + R) -> (B, T, H, E), with keys and values of every head."""
         latent, k_rope = entries.split([self.rank, self.rope_dim], dim=-1)
         kv = split_heads(self.kv_proj(latent.squeeze(2)), self.heads)
         k, v = kv.split([self.head_dim, self.value_dim], dim=-1)
@@ -133,10 +133,10 @@ class LatentAttention(Attention):
     def attend_absorbed(
         self, q: Tensor, q_rope: Tensor, entries: Tensor, visible: Visibility
     ) -> Tensor:
-        """Compute the same, with the entries as the one key and value of all heads.
+        """Compute the same, with the entries as the shared key and value of all heads.
 
-        For a latent c, q . (W_k c) = (W_k^T q) . c, and a weighted sum of W_v c is W_v times that
-        of c. Scores keep the scale of expanded keys, and the rotary part of the values is dropped.
+        For a latent c, q . (W_k c) = (W_k^T q) . c, and a weighted sum of W_v c is W_v times the
+        sum of c. Scores keep the scale of expanded keys; the rotary part of the values is dropped.
         """
         weight = self.kv_proj.weight.unflatten(0, (self.heads, -1))  # (H, head_dim + E, rank)
         w_k, w_v = weight.split([self.head_dim, self.value_dim], dim=1)

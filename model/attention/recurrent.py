@@ -2,11 +2,11 @@
 
     S_t = Diag(a_t) S_{t-1} + k_t u_t'   with   u_t = v_t - b_t (Diag(a_t) S_{t-1})' k_t
 
-The output is S_t' q_t. The decay a_t is one number a head, or one a channel of the state's D. With
-b_t > 0, u_t corrects what the state already gives for the key: the delta rule. With b_t = 0, values
-are only added (Mamba-2, retention.py).
-In these files D is the width of a head's queries and keys, E that of its values, C the tokens of a
-chunk, N the number of chunks.
+The output is S_t' q_t. The decay a_t is one number per head, or one per channel of the state's D.
+With b_t > 0, u_t corrects the value that the state already returns for the key: the delta rule.
+With b_t = 0, values are only added (Mamba-2, retention.py).
+In these files D is the width of a head's queries and keys, E the width of its values, C the tokens
+of a chunk, N the number of chunks.
 """
 
 from collections.abc import Iterable
@@ -22,14 +22,14 @@ from model.cache import LayerCache, Shape
 from model.context import ForwardContext
 from model.layers import ACTIVATIONS, Linear, RMSNorm, fp32, no_autocast, split_heads
 
-# The log decay at the first token of a row or a document: e^-60 of what came before remains.
+# The log decay at the first token of a row or a document: e^-60 of the earlier state remains.
 FORGET_ALL = -60.0
 
 
 class RecurrentAttention(Attention):
     """Attention whose cache is a state (B, H, D, E), whatever the length.
 
-    `chunk` tokens are computed at once, rounded up to a power of two; it changes no result.
+    `chunk` tokens, rounded up to a power of two, are computed at once; the result is the same.
     """
 
     def __init__(self, heads: int, head_dim: int, value_dim: int, chunk: int):
@@ -49,7 +49,7 @@ class RecurrentAttention(Attention):
         ctx: ForwardContext,
         cache: LayerCache | None,
     ) -> Tensor:
-        """Run `recurrence` from the cached state on, and store the next -> output (B, T, H, E)."""
+        """Run `recurrence` from the cached state, store the new state -> output (B, T, H, E)."""
         positions = ctx.positions[:, :, None, None]
         g = g.masked_fill(positions < 0, 0.0)  # padding
         g = g.masked_fill(positions == 0, FORGET_ALL)
@@ -67,7 +67,7 @@ class RecurrentAttention(Attention):
         return {"state": (self.heads, self.head_dim, self.value_dim)}
 
     def attention_flops(self, context: int) -> float:
-        # Of each head: scores and their product with values in a chunk, state written and read.
+        # Per head: scores and their product with values in a chunk; writing and reading the state.
         in_chunk = 2 * (self.head_dim + self.value_dim) * min(self.chunk_size, context)
         return self.heads * (in_chunk + 4 * self.head_dim * self.value_dim)
 
@@ -75,11 +75,11 @@ class RecurrentAttention(Attention):
 class GatedRecurrence(RecurrentAttention):
     """Queries, keys and values pass a convolution over `kernel` tokens; the output has a `gate`.
 
-    Gated DeltaNet (2412.06464): a decay a head, and the state is erased where it is written.
-    Kimi Delta Attention (2510.26692): a decay a channel. With `low_rank`, decays and gates come
-    out of `head_dim` features, as they do there.
-    Mamba-2 (2405.21060): without `erase`, the more a token lets decay, the more it writes. Only a
-    state that is erased needs keys of length 1.
+    Gated DeltaNet (2412.06464): a decay per head, and the state is erased where it is written.
+    Kimi Delta Attention (2510.26692): a decay per channel. With `low_rank`, decays and gates are
+    projected from `head_dim` features, as in Kimi.
+    Mamba-2 (2405.21060): without `erase`, the more a token decays the state, the more it writes.
+    Only a state that is erased needs keys of length 1.
     """
 
     narrow_states = ("conv",)  # nothing accumulates in the inputs of the convolution
@@ -109,7 +109,7 @@ class GatedRecurrence(RecurrentAttention):
         self.v_proj = Linear(dim, width)
         self.conv = ShortConv(3 * width, kernel)
 
-        # What decays and gates are projected from.
+        # The latents from which decays and gates are projected.
         self.decay_latent = nn.Identity()
         self.gate_latent = nn.Identity()
         rank = dim
@@ -147,7 +147,7 @@ class GatedRecurrence(RecurrentAttention):
         step = split_heads(F.softplus(step), self.heads)
         g = -fp32(self.decay_rate).exp()[:, None] * step
 
-        # How much of a value is written, and of the state erased.
+        # The fraction of a value that is written, and of the state that is erased.
         if self.write_proj is None:
             k = step * k
             beta = None
@@ -170,7 +170,7 @@ class GatedRecurrence(RecurrentAttention):
     def attention_flops(self, context: int) -> float:
         flops = super().attention_flops(context) + self.conv.flops
         if self.write_proj is not None:
-            # For each feature of each head: the system of a chunk, and what its state gives.
+            # Per feature of each head: the system of a chunk, and the prediction of its state.
             per_feature = 4 * min(self.chunk_size, context) + 2 * self.head_dim
             flops += self.heads * self.head_dim * per_feature
         return flops
@@ -257,15 +257,15 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
     x, k (..., C, D), G (..., C, 1) or (..., C, D).
     """
     if g_sum.shape[-1] == 1:
-        # The first tril keeps exp from overflowing above the diagonal.
+        # The first tril prevents exp from overflowing above the diagonal.
         decay_mask = (g_sum - g_sum.mT).tril().exp().tril()
         return [(x @ k.mT) * decay_mask for x in xs]
 
-    # With a decay for each channel, exp(G_i - G_j) is inside of the product, and C x C x D numbers
-    # are too many. Splitting it into exp(G_i) and exp(-G_j) overflows: G is -60 a document, and
-    # less. But between j and i there is a token m with exp(G_i - G_m) and exp(G_m - G_j) at most 1.
-    # So products of two neighbouring blocks, with m the last token of the first, join these to
-    # one block, starting from blocks of one token.
+    # With a decay per channel, exp(G_i - G_j) is inside the product, and C x C x D numbers are too
+    # many. Splitting it into exp(G_i) and exp(-G_j) overflows: G falls by 60 or more per document.
+    # But for a token m between j and i, exp(G_i - G_m) and exp(G_m - G_j) are at most 1. So
+    # products of two adjacent blocks, with m the last token of the first, merge them into one
+    # block, starting from blocks of one token.
     x = torch.stack(xs)
     products = (x * k).sum(dim=-1)[..., None, None]  # (X, ..., C, 1, 1)
     while products.shape[-3] > 1:

@@ -1,6 +1,6 @@
-"""A causal convolution over the few newest tokens, for each feature alone.
+"""A causal convolution over the few newest tokens, for each feature separately (depthwise).
 
-Gated DeltaNet and Canon layers (2512.17351) let queries, keys and values see their neighbours so.
+Gated DeltaNet and Canon layers (2512.17351) use it to mix neighbouring queries, keys and values.
 """
 
 import torch
@@ -19,8 +19,8 @@ class ShortConv(nn.Module):
     def __init__(self, width: int, kernel: int):
         super().__init__()
         self.kernel = kernel
-        self.flops = 2 * width * kernel  # of a token's forward
-        self.state_shape = (kernel - 1, width)  # of the inputs that a row remembers
+        self.flops = 2 * width * kernel  # of the forward, per token
+        self.state_shape = (kernel - 1, width)  # of the past inputs that a row stores
         self.taps = nn.Parameter(torch.empty(width, 1, kernel))  # newest token last
 
     def forward(self, x: Tensor, ctx: ForwardContext, past: Tensor | None = None) -> Tensor:

@@ -99,7 +99,7 @@ class SoftmaxAttention(Attention):
             self.q_norm = RMSNorm(head_dim, spec.norm_eps)
             self.k_norm = RMSNorm(head_dim, spec.norm_eps)
 
-        # The softmax. A sink starts at 0 (init_param): it weighs as much as a key with that score.
+        # The softmax. A sink starts at 0 (init_param), like a key with score 0.
         self.sink = nn.Parameter(torch.empty(heads)) if sink else None
         self.kernel = AttentionKernel(softcap, dropout)
 
@@ -138,7 +138,7 @@ class SoftmaxAttention(Attention):
     ) -> Tensor:
         """Normalize queries or keys (B, T, H, E), and rotate them to the positions of new tokens.
 
-        `positions` (B, T) are those of other tokens.
+        `positions` (B, T) replaces the positions of the new tokens.
         """
         if norm is not None:
             x = norm(x)
@@ -183,9 +183,9 @@ class SoftmaxAttention(Attention):
     ) -> Tensor:
         """Return the new tokens' own feature (B, T, K, E) as they attend to it.
 
-        `new` (B, T, K, E) was given to `extend_cache`, and `in_reach` (B, S, K, E) came back. If
-        these are the slots of the cache, S = size, it is read from there: int8 has rounded it. A
-        ring that gets several tokens returns them as they are, behind its slots.
+        `extend_cache` took `new` (B, T, K, E) and returned `in_reach` (B, S, K, E). If `in_reach`
+        is the slots of the cache, S = size, the feature is read from there: int8 has rounded it. A
+        ring that receives several tokens returns them unrounded, after its slots.
         """
         if cache is None or in_reach.shape[1] != cache.size:
             return new
@@ -197,7 +197,7 @@ class SoftmaxAttention(Attention):
         return {"k": kv_shape, "v": kv_shape}
 
     def attention_flops(self, context: int) -> float:
-        # A product with a key and one with a value, for each token that a token sees.
+        # One product with a key and one with a value, for each token that a token sees.
         window = context if self.window is None else self.window
         chunk = context if self.chunk is None else self.chunk
         visible = sum(min(position % chunk + 1, window) for position in range(context))

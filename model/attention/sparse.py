@@ -1,8 +1,8 @@
 """Softmax attention to a few chosen keys: MoBA by blocks, DeepSeek's by a learned indexer.
 
-With more than one new token, all scores are computed and those of other keys are masked. A decode
-step gathers the keys and values that it has chosen, and reads no others, except that a cache in
-another dtype, such as int8, is first converted as a whole. N is a number of blocks.
+With more than one new token, all scores are computed and unchosen keys are masked. A decode step
+gathers the keys and values that it has chosen, and reads no others, except that a cache in another
+dtype, such as int8, is first converted as a whole. N is the number of blocks.
 """
 
 import torch
@@ -19,7 +19,7 @@ TIE_BREAK = 1e-12  # subtracted from a score for each token between query and ke
 
 
 class SparseAttention(SoftmaxAttention):
-    """What sparse attentions share: each query attends to `topk` keys, or blocks of keys.
+    """Base class of sparse attentions: each query attends to `topk` keys, or blocks of keys.
 
     Takes the knobs of SoftmaxAttention. Raises ValueError for a window or a chunk.
     """
@@ -35,13 +35,13 @@ class SparseAttention(SoftmaxAttention):
 
     @property
     def num_chosen(self) -> int:
-        """How many keys a query attends to at most, and a decode step reads."""
+        """The largest number of keys that a query attends to; a decode step reads this number."""
         return self.topk
 
     def choose(self, scores: Tensor, visible: Visibility) -> Tensor:
         """Return which `topk` visible keys of scores (B, T, S) are the highest, (B, T, S).
 
-        Of keys that tie at 0, the newest are chosen.
+        If keys tie at 0, the newest are chosen.
         """
         mask = visible_mask(visible)[:, 0]  # (B, T, S)
         distance = visible.query_positions[:, :, None] - visible.key_positions[:, None]
@@ -70,14 +70,14 @@ class SparseAttention(SoftmaxAttention):
         visible: Visibility,
         cache: LayerCache | None,
     ) -> Tensor:
-        """q (B, T, H, E), k and v (B, S, K, E) -> (B, T, H, E), with the chosen keys alone.
+        """q (B, T, H, E), k and v (B, S, K, E) -> (B, T, H, E), from the chosen keys only.
 
         `chosen` (B, T, S), or (B, K, T, S), is true for keys that are visible and chosen.
         """
         if chosen.ndim == 3:
             chosen = chosen[:, None]
         if cache is not None and q.shape[1] == 1 and self.num_chosen < cache.size:
-            # Read the slots of the chosen tokens, L of them.
+            # Read the L slots of the chosen tokens.
             slots = chosen.int().topk(self.num_chosen, dim=-1).indices  # (B, 1 or K, 1, L)
             chosen = take_along(chosen, slots, dim=-1)
             index = slots.transpose(1, 3)[:, :, 0, :, None]  # (B, L, 1 or K, 1)
@@ -92,7 +92,7 @@ class SparseAttention(SoftmaxAttention):
 
 
 def visible_mask(visible: Visibility) -> Tensor:
-    """The mask (B, 1, T, S), also where plain causal attention has none."""
+    """The mask (B, 1, T, S), built here if it is None for plain causal attention."""
     if visible.mask is not None:
         return visible.mask
     return visible.key_positions[:, None, None, :] <= visible.query_positions[:, None, :, None]
@@ -101,10 +101,10 @@ def visible_mask(visible: Visibility) -> Tensor:
 class BlockAttention(SparseAttention):
     """MoBA: a query sees its own block of keys and the most similar earlier ones. Lu, 2502.13189.
 
-    A block has `block` tokens, and `topk` earlier ones are seen. A block is as similar as the
+    A block has `block` tokens; a query sees `topk` earlier blocks. The similarity of a block is the
     product of the query and the mean of its keys; no parameters choose. Queries that share a key
     head choose together, by their mean. The cache also holds the sum of the keys of each block.
-    Takes the knobs of SoftmaxAttention but window and chunk.
+    Takes the knobs of SoftmaxAttention except window and chunk.
     """
 
     def __init__(self, spec: LayerSpec, *, block: int, **knobs):
@@ -121,7 +121,7 @@ class BlockAttention(SparseAttention):
         # The numbers of the blocks of queries (B, T) and keys (B, S), and the sums of keys
         # (B, N, K, E).
         if cache is None:
-            # Packed documents have blocks of their own.
+            # Each packed document has its own blocks.
             is_start = (ctx.positions % self.block == 0) & (ctx.positions >= 0)
             query_block = is_start.cumsum(dim=1) - 1
             key_block = query_block
@@ -133,9 +133,9 @@ class BlockAttention(SparseAttention):
             key_block = visible.key_positions // self.block
             sums = self.extend_sums(cache, ctx, k)
 
-        # The keys of the chosen blocks and of the query's own.
+        # The keys of the chosen blocks and of the query's own block.
         is_chosen = self.choose_blocks(q, sums, query_block, ctx.positions // self.block)
-        # Slots without a key, and rows beyond their capacity, whose results are dropped, have none.
+        # Slots without a key have no block, nor do rows past their capacity (results dropped).
         key_block = key_block.clamp(min=0, max=sums.shape[1] - 1)
         chosen = take_along(is_chosen, key_block[:, None, None], dim=-1)
         chosen = chosen & visible_mask(visible)
@@ -156,8 +156,8 @@ class BlockAttention(SparseAttention):
     ) -> Tensor:
         """q (B, T, H, E), sums of keys (B, N, K, E) -> which blocks are chosen (B, K, T, N).
 
-        `query_block` (B, T) numbers the block of each query in its row, `num_before` (B, T) in its
-        document: of that many earlier blocks the most similar are chosen.
+        `query_block` (B, T) is the index of each query's block in its row, `num_before` (B, T) its
+        index in its document: the number of earlier blocks to choose from.
         """
         number = torch.arange(sums.shape[1], device=q.device)
         first_block = query_block - num_before
@@ -193,10 +193,10 @@ class IndexedAttention(SparseAttention):
     """DeepSeek-V3.2, 2512.02556: a lightning indexer chooses `topk` keys.
 
     The indexer scores key s for query t by sum_j w_tj relu(q_tj . k_s), with `index_heads` small
-    queries and one small key a token, `index_dim` wide; the cache holds these keys. It learns
-    from the auxiliary loss `indexer_kl`, times `index_weight`, alone: the divergence of its
-    softmax from the weights of attention, the mean of all heads. Nothing else learns from that.
-    Takes the knobs of SoftmaxAttention but window and chunk. Raises ValueError for an odd
+    queries and one small key per token, `index_dim` wide; the cache holds these keys. It learns
+    only from the auxiliary loss `indexer_kl`, times `index_weight`: the divergence of its softmax
+    from the attention weights, averaged over heads. Nothing else learns from this loss.
+    Takes the knobs of SoftmaxAttention except window and chunk. Raises ValueError for an odd
     `index_dim`.
     """
 
@@ -232,7 +232,7 @@ class IndexedAttention(SparseAttention):
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
         q, k, v = self.project_qkv(x, ctx)
-        # The indexer reads x without a gradient: it learns from its own loss alone.
+        # The indexer reads x without a gradient: it learns only from its own loss.
         index_x = x.detach()
         index_k = self.index_k_norm(self.index_k_proj(index_x))
         index_k = self.rope(split_heads(index_k, 1), ctx, self.index_dim)  # (B, T, 1, d)

@@ -1,4 +1,4 @@
-"""Keys and values from one projection, which the cache holds once: the full layers of Gemma 4."""
+"""Keys and values from one projection, which is cached once: the full layers of Gemma 4."""
 
 from torch import Tensor
 
@@ -12,8 +12,8 @@ from model.layers import rms, split_heads
 class TiedAttention(SoftmaxAttention):
     """Keys are the projection, normalized and rotated; values are the projection / its rms.
 
-    Takes the knobs of SoftmaxAttention. Norm and RoPE are applied on reading, so that the cache has
-    half the bytes.
+    Takes the knobs of SoftmaxAttention. Norm and RoPE are applied when the cache is read,
+    which halves its size.
     """
 
     def __init__(self, spec: LayerSpec, **knobs):
