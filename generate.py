@@ -19,7 +19,7 @@ if __name__ == "__main__":
 from run.cli import Parser, add_model_options, bounded_number, user_path
 from run.progress import say, waiting
 
-# torch is imported only in functions, so that --help and wrong options are answered at once.
+# torch is imported only in functions, so that --help and errors in options appear at once.
 if TYPE_CHECKING:
     from inference.batch import Sequence
     from inference.engine import Engine
@@ -53,8 +53,8 @@ def main(args: argparse.Namespace) -> None:
     if is_compiled and engine.cache is not None:
         compile_engine(engine, is_required=args.compile == "true")
 
-    # Generate lazily, while printing. On a terminal, the prompt stands in front of its only text,
-    # dimmed.
+    # Generate lazily, while printing. On a terminal, the dimmed prompt precedes the text if there
+    # is only one.
     if sys.stderr.isatty() and len(sequences) == 1:
         end = "" if sys.stdout.isatty() else "\n"
         print(f"\033[2m{prompts[0]}\033[0m", end=end, file=sys.stderr, flush=True)
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def pick_compile(args: argparse.Namespace, num_prompts: int) -> bool:
-    """Whether to compile the decode step. Raises ValueError for a device that cannot be used."""
+    """Whether to compile the decode step. Raises ValueError for an unusable device."""
     from run import compilation, hardware
 
     device = hardware.pick_device(args.device)
@@ -85,7 +85,7 @@ def pick_compile(args: argparse.Namespace, num_prompts: int) -> bool:
 def new_engine(
     args: argparse.Namespace, model: "Transformer", sequences: list["Sequence"]
 ) -> "Engine":
-    """An engine that samples as the options say, with a cache unless there is to be none."""
+    """An engine that samples according to the options, with a cache unless it is disabled."""
     import torch
 
     from inference.engine import Engine, new_cache
@@ -107,7 +107,7 @@ def new_engine(
 
 
 def compile_engine(engine: "Engine", *, is_required: bool) -> None:
-    """Compile the decode step; if that fails, end the process or decode without."""
+    """Compile the decode step; if that fails, exit if `is_required`, or else decode eagerly."""
     from run import compilation
 
     compilation.prepare_to_compile()
@@ -127,7 +127,7 @@ def parse_arguments() -> argparse.Namespace:
     natural = bounded_number(int, 0)
     fraction = bounded_number(float, 0, 1)
 
-    # What to continue, and with which model.
+    # Prompts and model.
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument(
         "prompt", nargs="?", help="text to continue; - reads it from standard input"
@@ -135,7 +135,7 @@ def parse_arguments() -> argparse.Namespace:
     prompts.add_argument("--prompt-file", type=user_path, help="one prompt a line")
     add_model_options(parser)
 
-    # How to sample.
+    # Sampling.
     add(
         "--max-new-tokens",
         type=positive,
@@ -186,7 +186,7 @@ def parse_arguments() -> argparse.Namespace:
         help="stop string: generation ends before it; may be repeated",
     )
 
-    # How to compute.
+    # Cache and compilation.
     add(
         "--cache-dtype",
         choices=("auto", "int8"),
@@ -212,14 +212,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """Read the prompts. Raises ValueError for what is not a prompt."""
+    """Read the prompts. Raises ValueError for an invalid prompt."""
     if args.prompt == "-":
         return [sys.stdin.buffer.read().decode()]
     if args.prompt is not None:
         # Raises UnicodeDecodeError, a ValueError, for an argument that is not UTF-8.
         return [os.fsencode(args.prompt).decode()]
 
-    # A prompt file has a prompt a line; empty lines are skipped.
+    # A prompt file has one prompt per line; empty lines are skipped.
     lines = args.prompt_file.read_text("utf-8-sig").split("\n")
     prompts = [line for line in lines if line.strip()]
     if not prompts:

@@ -13,7 +13,7 @@ from run import errors
 
 if __name__ == "__main__":
     errors.begin_command()
-    # Help, and overrides that are wrong, are answered before the slow import of PyTorch.
+    # Print help, and report wrong overrides, before the slow import of PyTorch.
     from run.options import read_command_line
 
     with errors.report_errors(), errors.user_input():
@@ -34,17 +34,17 @@ from training.clock import Clock
 from training.logger import PICTURE
 from training.profiling import StepProfiler
 
-IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # which max_minutes counts too
+IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # counted by max_minutes
 
 
 def main(settings: Settings, overrides: list[str]) -> None:
-    """Set up a run from its config, train it, and exit with a code that says how it ended.
+    """Set up a run from its config, train it, and exit with a code that tells how it ended.
 
-    `settings` are composed of the overrides.
+    `settings` are composed from the overrides.
     """
     clock = Clock(monotonic() - IMPORT_SECONDS)
     with Signals() as signals:
-        # Whatever is wrong with the input shows here, before the run has a folder.
+        # Report all problems of the input here, before the run has a folder.
         with errors.user_input():
             settings, pretrained, device = setup.set_up_run(settings, overrides)
             settings, corpus, loader = setup.load_corpus(settings, pretrained)
@@ -75,7 +75,7 @@ def main(settings: Settings, overrides: list[str]) -> None:
 
 
 def train(run: setup.Run) -> int:
-    """Train to the last step. Returns 0, or the exit code that a signal asks for."""
+    """Train to the last step. Returns 0, or the exit code that a signal requests."""
     settings = run.settings
     progress = run.progress
     say(setup.summary(run))
@@ -94,8 +94,8 @@ def train(run: setup.Run) -> int:
     num_profiled = settings.profile if run.ranks.is_main else None
     profiler = StepProfiler(num_profiled, run.run_dir, run.ranks.device, run.clock)
 
-    # A checkpoint is saved before the sample and the evaluation of its step: if these are cut off,
-    # a resumed run does them again.
+    # A checkpoint is saved before the sample and the evaluation of its step: if these are
+    # interrupted, a resumed run repeats them.
     while True:
         if progress.is_due(settings.save_every):
             run.checkpointer.save(progress)
@@ -117,7 +117,7 @@ def train(run: setup.Run) -> int:
 
     profiler.close()
 
-    # A signal asks to save what was trained and to end.
+    # A signal asks the run to save a checkpoint and end.
     if run.signals.agreed:
         run.checkpointer.save(progress)
         run.log.close()

@@ -6,5 +6,5 @@ from run import threads
 
 ROOT = Path(__file__).parents[1]  # the folder of the repository
 
-# Every command imports this package before torch, which reads these settings once.
+# Every command imports this package before torch, whose libraries read these settings only once.
 threads.bound_spinning()

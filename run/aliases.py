@@ -1,6 +1,6 @@
-"""Keys and values of nanoGPT, nanochat, litgpt and transformers, in the words of this program.
+"""Translation of keys and values of nanoGPT, nanochat, litgpt and transformers to our overrides.
 
-They are not taken, because some have another unit: they are refused, and the line names the fix.
+Keys of other programs are refused, since some have another unit; the error names our override.
 """
 
 import math
@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from run.errors import as_typed, suggest
 
-# What to type, and the keys that have this meaning elsewhere: their last part, or all of the key.
-# {value} is the user's value; the other fields are FORMULAS of it. What a formula needs is above it:
+# Our overrides, and keys of other programs with the same meaning: the last part, or the whole key.
+# {value} is the user's value; the other fields are FORMULAS of it. A formula's inputs precede it:
 # the context, then the batch.
 OVERRIDES = {
     # The network.
@@ -52,7 +52,7 @@ OVERRIDES = {
     "token_budget",
     "max_epochs={value} max_minutes=null": "num_train_epochs num_epochs n_epochs epochs epoch",
     "tokens_per_parameter={value} max_minutes=null": "target_param_data_ratio param_data_ratio",
-    # The optimizer. Elsewhere a rate holds for all parameters as it is: docs/rates.md.
+    # The optimizer. In other programs one unscaled rate holds for all parameters: docs/rates.md.
     "optimizer={value}": "optim optimizer_type optimizer_name",
     "optimizer=adamw optimizer.lr={rate} optimizer.reference=null": "lr learning_rate max_lr peak_lr "
     "base_lr",
@@ -81,7 +81,7 @@ OVERRIDES = {
     "activation_checkpointing={value}": "gradient_checkpointing grad_checkpointing "
     "activation_checkpoint",
     "sharded=true": "fsdp",
-    # What is written, and when.
+    # Logs, evaluations and checkpoints, and their intervals.
     "eval_every={value}": "eval_interval eval_steps eval_freq val_interval val_check_interval",
     "eval_tokens={eval_tokens}": "eval_iters eval_batches",
     "log_every={value}": "log_interval logging_steps log_freq",
@@ -119,7 +119,7 @@ FORMULAS = {
     "seeds": "the numbers themselves, a run each",
 }
 
-# Keys of others that no key here replaces, by the reason.
+# Keys of other programs that have no equivalent here, by the reason.
 LEFT_OUT = {
     "the last two checkpoints are kept": "always_save_checkpoint save_total_limit save_strategy",
     "evaluations come every eval_every steps": "eval_strategy evaluation_strategy do_eval",
@@ -132,7 +132,7 @@ LEFT_OUT = {
     "train.py trains": "do_train",
 }
 
-# Values of our keys as others spell them.
+# Values of our keys as other programs spell them.
 PLAIN = {
     "yes": "true",
     "y": "true",
@@ -181,7 +181,7 @@ VALUES = {
     "run_dir": {"true": "null"},
 }
 
-# Keys of ours that end a run, which max_minutes=5 would end before.
+# Our keys that bound the length of a run, which max_minutes=5 would end earlier.
 LENGTHS = ("steps", "max_epochs", "tokens_per_parameter")
 # Suffixes of a number, and the minutes of a unit of time.
 MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
@@ -193,17 +193,17 @@ REASONS = {key: reason for reason, keys in LEFT_OUT.items() for key in keys.spli
 
 
 def last_part(key: str) -> str:
-    """The part of a key after its last dot, which alone counts: litgpt has train.max_steps."""
+    """The part of a key after its last dot, which identifies it: litgpt has train.max_steps."""
     return key.rpartition(".")[2]
 
 
 def translate(
     foreign: dict[str, str], given: dict[str, str], typed: Collection[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Overrides of ours for keys of others -> their values by key, and remarks on them.
+    """Translate keys of other programs -> values of our overrides by key, and remarks.
 
     `foreign` has the values of keys in TEMPLATES or REASONS. `given` has the values of our own
-    keys, which the formulas need, and `typed` those of them that the user has chosen.
+    keys, which the formulas need, and `typed` the keys among them that the user has set.
     """
     values = {word_of(key): value for key, value in foreign.items()}
     given = given | values
@@ -211,11 +211,11 @@ def translate(
     remarks = []
     for word in [word for word in TEMPLATES if word in values]:
         template = TEMPLATES[word]
-        # A rate for Muon, which the user has chosen, is not one for all parameters.
+        # If the user has chosen Muon, the rate is not one for all parameters.
         if "{rate}" in template and given.get("optimizer") == "muon":
             template = "optimizer.lr={matrix_rate}"
         value = our_value("", values[word])
-        # Without its value in the template, a key is a switch.
+        # A key whose value is not in the template is a switch.
         if "{" not in template and value in ("false", "0", "null"):
             remarks.append(f"leave {word} out")
             continue
@@ -233,7 +233,7 @@ def translate(
             remarks.append(f"{word}: {remark}")
         for override in template.split():
             key, _, text = override.partition("=")
-            # The user's optimizer and minutes stay.
+            # Keep the user's optimizer and minutes.
             if key in typed and key in ("optimizer", "max_minutes") and "{" not in text:
                 continue
             fixes[key] = our_value(key, text.format_map(fields))
@@ -244,7 +244,7 @@ def translate(
 
 
 def formula_of(template: str) -> str | None:
-    """The one of FORMULAS that a template needs; None for a value in the same unit."""
+    """The formula in FORMULAS that a template needs; None for a value in the same unit."""
     for formula in FORMULAS:
         if f"{{{formula}}}" in template:
             return formula
@@ -252,11 +252,11 @@ def formula_of(template: str) -> str | None:
 
 
 def convert(formula: str, value: str, given: dict[str, str]) -> str | None:
-    """The user's value by one of FORMULAS, and of a sweep A,B each; None for what is no number."""
+    """Apply one of FORMULAS to a value, or to each of a sweep A,B; None if it is not a number."""
     if formula in ("rate", "matrix_rate"):
         return value
     if formula == "seeds":
-        if value.isdecimal() and int(value) > 1:  # how many there are
+        if value.isdecimal() and int(value) > 1:  # the number of seeds
             return ",".join(str(seed) for seed in range(int(value)))
         return value.strip("[]")
     results = []
@@ -269,7 +269,7 @@ def convert(formula: str, value: str, given: dict[str, str]) -> str | None:
 
 
 def compute(formula: str, number: float, given: dict[str, str]) -> str:
-    """A formula of a number that the user gave. Raises ValueError if it needs one that is null."""
+    """Apply a formula to the user's number. Raises ValueError if a number that it needs is null."""
     if formula == "warmup":
         return f"{number * float(given['steps']):.0f}"
     if formula in ("floor", "multiple"):
@@ -290,7 +290,7 @@ def compute(formula: str, number: float, given: dict[str, str]) -> str:
 
 
 def beta(given: dict[str, str], index: int) -> str:
-    """The first or the second beta: as others call it, or of ours."""
+    """The first or the second beta: from a key of other programs, or from optimizer.betas."""
     for name in (f"beta{index + 1}", f"adam_beta{index + 1}"):
         if name in given:
             return given[name]
@@ -298,7 +298,7 @@ def beta(given: dict[str, str], index: int) -> str:
 
 
 def our_value(key: str, value: str) -> str:
-    """A value of one of our keys as it is spelled here."""
+    """The spelling in this program of a value of one of our keys."""
     lowered = value.lower()
     if lowered in ("true", "false", "none"):
         value = PLAIN.get(lowered, lowered)
@@ -306,7 +306,7 @@ def our_value(key: str, value: str) -> str:
 
 
 def meant_number(key: str, value: Any) -> str | None:
-    """A number with a suffix, such as 10k, or 2h for minutes, without it; None for another value."""
+    """Expand the suffix of a number, such as 10k, or 2h for minutes; None for other values."""
     match = re.fullmatch(r"(\d+\.?\d*) *([a-z]+)", str(value).lower())
     units = {"max_minutes": MINUTES, "context": POWERS_OF_TWO, "batch_tokens": POWERS_OF_TWO}
     units = units.get(key, MULTIPLES)
@@ -316,9 +316,9 @@ def meant_number(key: str, value: Any) -> str | None:
 
 
 def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
-    """What the user of a value probably means, among the values of a type that have a name.
+    """The named value of a type that the user probably means by `value`.
 
-    None if it is near to none of them.
+    None if no named value is close.
     """
     known = named_values(annotation)
     typed = as_typed(value).lower()
@@ -331,7 +331,7 @@ def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
 
 
 def named_values(annotation: Any) -> list[str]:
-    """The values of a type that have a name: true and false, null, and the values of a Literal."""
+    """The named values of a type: true and false, null, and the values of a Literal."""
     if annotation is bool:
         return ["true", "false"]
     if annotation is NoneType:
@@ -345,7 +345,7 @@ def named_values(annotation: Any) -> list[str]:
 
 
 def word_of(key: str) -> str:
-    """The part of a key that TEMPLATES and REASONS have."""
+    """The key, or its last part, as listed in TEMPLATES and REASONS."""
     return key if key in TEMPLATES else last_part(key)
 
 

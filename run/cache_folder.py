@@ -1,4 +1,4 @@
-"""Where commands keep what they can make again: prepared text and compiled code."""
+"""The folder for files that commands can recreate: prepared text and compiled code."""
 
 import os
 import shlex
@@ -18,7 +18,7 @@ NAME = "attend"  # of the folder in the user's cache
 def writable_cache(wanted: Path) -> Path:
     """`wanted` if it can be written, else the user's cache, else a temporary folder.
 
-    Nothing is made unless it is the temporary folder.
+    Only the temporary folder is created.
     """
     for folder in (wanted, user_cache()):
         if folder is not None and is_writable(folder):
@@ -29,7 +29,7 @@ def writable_cache(wanted: Path) -> Path:
 def compiler_cache(wanted: Path) -> Path:
     """`writable_cache` among the folders whose paths torch.compile can pass to a C++ compiler.
 
-    It writes a command as a text without quotes, and splits it as a shell would.
+    torch.compile writes the command as text without quotes, and splits it as a shell would.
     """
     for folder in (wanted, user_cache()):
         if folder is not None and is_writable(folder) and is_one_word(str(folder)):
@@ -38,14 +38,14 @@ def compiler_cache(wanted: Path) -> Path:
 
 
 def is_one_word(path: str) -> bool:
-    """Whether a shell would take a path as it is, without quotes."""
-    with suppress(ValueError):  # a quote without its other half
+    """Whether a shell would read an unquoted path as a single word."""
+    with suppress(ValueError):  # an unbalanced quote
         return shlex.split(path) == [path]
     return False
 
 
 def user_cache() -> Path | None:
-    """The folder of this project in the cache of the user; None if the user has no home."""
+    """The folder of this project in the user's cache; None if the user has no home folder."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(root):  # the specification says to ignore it
         root = os.path.expanduser("~/.cache")
@@ -53,7 +53,7 @@ def user_cache() -> Path | None:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether this user can write to a folder, or make it if it does not exist."""
+    """Whether this user can write to a folder, or create it if it does not exist."""
     folder = folder.absolute()
     while not os.path.lexists(folder):
         folder = folder.parent
@@ -61,7 +61,7 @@ def is_writable(folder: Path) -> bool:
 
 
 def has_locks(folder: Path) -> bool:
-    """Whether files in a folder, which is made if it does not exist, can be written and locked."""
+    """Whether files in a folder, which is created if missing, can be written and locked."""
     lock = FileLock(folder / ".lock", blocking=False, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,12 +76,12 @@ def has_locks(folder: Path) -> bool:
 
 @cache
 def temporary_cache() -> Path | None:
-    """Make a folder that belongs to this user alone, and say so; None if there is no place."""
+    """Create and report a folder that belongs to this user alone; None if that fails."""
     try:
         folder = Path(tempfile.gettempdir(), f"{NAME}-{os.getuid()}")
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        # Another user may have made it: we would load code written by that user.
+        # Another user may have created the folder: we would load code written by that user.
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             folder = Path(tempfile.mkdtemp(prefix=f"{NAME}-"))
     except OSError:

@@ -1,6 +1,6 @@
 """Checkpoints of a run: written, pruned, found, verified and read.
 
-A checkpoint is a folder that is complete or not there (run/sealed.py):
+A checkpoint is a folder that is either complete or absent (run/sealed.py):
 step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manifest.json
 (or tokenizer.json and the configs that belong to it)
 """
@@ -31,7 +31,7 @@ from run.progress import say
 from run.sharding import shard_like
 
 NUM_KEPT = 2
-MOST_LAYERS = 2**12  # of a model that anyone may have written
+MOST_LAYERS = 2**12  # of a model from an untrusted checkpoint
 STEPS = "step-" + 8 * "[0-9]"
 # Exceptions that untrusted content can raise while it is parsed, or a model is built from it. Any
 # other exception is a bug of ours.
@@ -45,14 +45,14 @@ UNREADABLE = (
     SafetensorError,
     UnpicklingError,
 )
-# Exceptions that a model of an untrusted config can raise when it runs: layers that do not go
-# together, and numbers that torch cannot take.
+# Exceptions that a model of an untrusted config can raise when it runs: layers that do not fit
+# together, and numbers that torch rejects.
 UNRUNNABLE = (ValueError, ArithmeticError)
 FIX = "use an older checkpoint, or train anew in another folder"
 
 
 def prepare_run(run: Path, resume: bool) -> Path | None:
-    """Remove what a crash left behind, and return the checkpoint to resume, if there is one."""
+    """Remove the leftovers of a crash, and return the checkpoint to resume, if there is one."""
     sealed.remove_leftovers(run / "checkpoints")
     newest = newest_checkpoint(run) if resume else None
     if newest is not None:
@@ -70,8 +70,8 @@ def save(
 ) -> Path:
     """Write a checkpoint with the files of a tokenizer, and remove all but the newest NUM_KEPT.
 
-    A crash at any instant leaves the older ones: what is named step-* is complete.
-    Raises OSError where the disk does not take it.
+    A crash at any instant leaves the older checkpoints: a folder named step-* is complete.
+    Raises OSError if the disk rejects the write.
     """
     path = run / "checkpoints" / f"step-{step:08d}"
     with sealed.atomic_directory(path) as staging:
@@ -81,7 +81,7 @@ def save(
             with (staging / "state.pt").open("wb") as file:
                 torch.save(state, file)
         except RuntimeError as error:
-            # torch reports a full disk as an error of its own; the cause is its context.
+            # torch reports a full disk as its own error; the context of that error is the cause.
             raise error.__context__ or error from None
         (staging / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         for name, content in tokenizer.items():
@@ -94,7 +94,7 @@ def save(
 
 
 def write_weights(file: Path, weights: dict[str, Tensor]) -> None:
-    """Write a safetensors file. Raises OSError where the disk does not take it."""
+    """Write a safetensors file. Raises OSError if the disk rejects the write."""
     tensors = {name: weight.contiguous() for name, weight in weights.items()}
     try:
         save_file(tensors, file, {"format": "pt"})
@@ -103,7 +103,7 @@ def write_weights(file: Path, weights: dict[str, Tensor]) -> None:
 
 
 def prune(newest: Path) -> None:
-    """Keep the last NUM_KEPT checkpoints up to `newest`; rename later ones, which are damaged."""
+    """Keep the last NUM_KEPT checkpoints up to `newest`; rename later, damaged ones."""
     for path in newest.parent.glob(STEPS):
         if path > newest:
             path.rename(path.with_name(f"damaged-{time.time_ns()}-{path.name}"))
@@ -112,9 +112,9 @@ def prune(newest: Path) -> None:
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The newest checkpoint of a run that verifies, or None where there is none.
+    """The newest checkpoint of a run that verifies, or None if the run has no checkpoint.
 
-    Raises IntegrityError where all are damaged.
+    Raises IntegrityError if all checkpoints are damaged.
     """
     checkpoints = sorted((run / "checkpoints").glob(STEPS), reverse=True)
     for checkpoint in checkpoints:
@@ -135,7 +135,7 @@ def find_model(path: Path | str | None, option: str = "--run ") -> Path:
     """The newest checkpoint of the run at `path`, or `path` itself if it is a checkpoint.
 
     Without a path: the newest checkpoint of the run in runs/ that saved last. Raises ValueError if
-    there is none, with a fix that begins with `option`, and IntegrityError for a damaged one.
+    no checkpoint exists, with a fix that begins with `option`, and IntegrityError if it is damaged.
     """
     if path is None:
         saved = Path("runs").glob(f"*/checkpoints/{STEPS}")
@@ -148,7 +148,7 @@ def find_model(path: Path | str | None, option: str = "--run ") -> Path:
         path = newest.parents[1]
     path = run_path(os.path.expanduser(path))
     if (path / "manifest.json").exists():
-        # The user has chosen it, so it may be a copy of another name, or a link.
+        # The user has chosen this folder, so it may be a copy under another name, or a link.
         sealed.verify(path.resolve(), FIX, may_be_renamed=True)
         return path
     checkpoint = newest_checkpoint(path)
@@ -164,7 +164,7 @@ def find_model(path: Path | str | None, option: str = "--run ") -> Path:
 
 
 def unsaved_run(config: Path) -> ValueError:
-    """The problem of a run, of which this is the config.yaml, that has saved nothing yet."""
+    """The error for a run, given its config.yaml, that has saved no checkpoint yet."""
     save_every = "save_every"
     with suppress(OSError, yaml.YAMLError, TypeError, LookupError):
         save_every = yaml.safe_load(config.read_text(encoding="utf-8"))["save_every"]
@@ -177,8 +177,8 @@ def unsaved_run(config: Path) -> ValueError:
 
 
 def fix_for_path(path: Path, option: str) -> str:
-    """How to name a run in place of a path that is none, after `option`."""
-    # A file or a folder inside of a run, or a mistyped name of one.
+    """A fix that names a run after `option`, in place of a path that is not a run."""
+    # A file or a folder inside a run, or a mistyped one.
     run = holding_run(path)
     if run is None:
         names = [folder.parents[1].name for folder in Path("runs").glob(f"*/checkpoints/{STEPS}")]
@@ -203,10 +203,10 @@ def fix_for_path(path: Path, option: str) -> str:
 def report_unreadable(
     file: Path, exceptions: tuple[type[Exception], ...] = UNREADABLE
 ) -> Iterator[None]:
-    """Raise IntegrityError for content that no run of ours has written, though it may be sealed.
+    """Raise IntegrityError for content that this program did not write, even if it is sealed.
 
-    Wrap the reading alone: a bug of ours that raises one of the `exceptions` inside would be called
-    a damaged file.
+    Wrap only the reading: a bug that raises one of the `exceptions` inside would be reported as a
+    damaged file.
     """
     try:
         yield
@@ -218,7 +218,7 @@ def report_unreadable(
 
 
 def load_config(checkpoint: Path) -> dict:
-    """The config of the run that wrote a checkpoint. Raises IntegrityError where it is none."""
+    """The config of the run that wrote a checkpoint. Raises IntegrityError if it is invalid."""
     file = checkpoint / "config.json"
     with report_unreadable(file):
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -228,7 +228,7 @@ def load_config(checkpoint: Path) -> dict:
 
 
 def load_model_config(checkpoint: Path) -> dict:
-    """The config of a checkpoint's model. Raises IntegrityError where that cannot be built."""
+    """The config of a checkpoint's model. Raises IntegrityError if the model cannot be built."""
     tree = load_config(checkpoint)["model"]
     file = checkpoint / "config.json"
     with report_unreadable(file):
@@ -241,7 +241,7 @@ def load_model_config(checkpoint: Path) -> dict:
 def dry_run(tree: dict) -> nn.Module:
     """Build a model, and run two tokens through it, without memory.
 
-    The first time in a process, torch takes a second to import what it needs for that.
+    The first call in a process takes a second, for torch's own imports.
     """
     with torch.device("meta"):
         return try_out(instantiate(tree))
@@ -257,10 +257,10 @@ def try_out(model: nn.Module) -> nn.Module:
 
 
 def load_state(checkpoint: Path, needed: Iterable[str]) -> dict:
-    """What the training state has under the keys `needed`.
+    """Read the entries `needed` of the training state.
 
-    Raises IntegrityError where one is missing, and for what is not plain tensors, numbers and text,
-    since it might run code.
+    Raises IntegrityError if one is missing, and for content other than plain tensors, numbers and
+    text, since it might run code.
     """
     file = checkpoint / "state.pt"
     with report_unreadable(file, (*UNREADABLE, AssertionError, AttributeError)):
@@ -275,7 +275,7 @@ def load_model(
 ) -> nn.Module:
     """Load the model of a checkpoint, a Transformer in evaluation mode.
 
-    `context` replaces that of the model, if given. `dtype` is for parameters; buffers keep theirs.
+    `context` replaces the model's, if given. `dtype` applies to parameters; buffers keep theirs.
     Raises IntegrityError if no model can be built from the config, or if the names or shapes of the
     stored weights differ from the model's; a weight whose size depends on the context is one case.
     """
@@ -295,7 +295,7 @@ def load_model(
 
 
 def check_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Raise IntegrityError if names or shapes of the stored weights are not the model's."""
+    """Raise IntegrityError if names or shapes of the stored weights differ from the model's."""
     file = checkpoint / "model.safetensors"
     expected = {(name, *weight.shape) for name, weight in model.state_dict().items()}
     with report_unreadable(file), safe_open(file, "pt") as opened:
@@ -310,12 +310,12 @@ def check_weights(model: nn.Module, checkpoint: Path) -> None:
 def load_weights(model: nn.Module, checkpoint: Path) -> None:
     """Load parameters and persistent buffers, which may be shards.
 
-    Raises IntegrityError if names or shapes are not the model's.
+    Raises IntegrityError if names or shapes differ from the model's.
     """
     check_weights(model, checkpoint)
     file = checkpoint / "model.safetensors"
     for name, weight in model.state_dict().items():
-        # Opened again for each tensor, which releases the pages read before, so that memory holds
+        # Reopen the file for each tensor: this releases the pages read before, so that memory holds
         # little more than the model.
         with safe_open(file, "pt") as opened:
             weight.copy_(shard_like(opened.get_tensor(name), weight))

@@ -22,7 +22,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
         return action.help
 
 
-# Options of other programs, and ours; "prompt" is an argument without dashes.
+# Options of other programs, and their equivalents here; "prompt" is an argument without dashes.
 OTHER_OPTIONS = {
     "--temp": "--temperature",
     "--max-tokens": "--max-new-tokens",
@@ -49,7 +49,7 @@ OTHER_OPTIONS = {
     "--precision": "--dtype",
     "--stop-sequence": "--stop",
 }
-# Switches of other programs: what to type if they are on, and if off; None: leave them out.
+# Switches of other programs: the replacement if on, and if off; None: leave the switch out.
 OTHER_SWITCHES = {
     "--greedy": ("--temperature 0", None),
     "--sample": (None, "--temperature 0"),
@@ -71,10 +71,10 @@ OFF = ("false", "0", "no", "off")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line with a fix, which ends in `hint`.
+    """A parser whose errors are one line with a fix; the default fix ends with `hint`.
 
-    Underscores in the name of an option are taken as dashes, and options of other programs are
-    refused with ours. `check` is for commands with overrides: it raises for those that are wrong.
+    Underscores in the name of an option are read as dashes, and options of other programs are
+    refused, with ours as the fix. Commands with overrides pass `check`, which raises for bad ones.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class Parser(argparse.ArgumentParser):
         self.check = check
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        errors.flush(sys.stdout)  # the reader of --help may have ended
+        errors.flush(sys.stdout)  # the reader of --help may have exited
         super().exit(status, message)
 
     def error(self, message: str, fix: str | None = None) -> NoReturn:
         fix = fix or f"{self.prog} --help; {self.hint}"
-        # An option may be written as an override of train.py: temperature=0.5.
+        # The user may write an option as an override of train.py: temperature=0.5.
         key, equals, value = message.removeprefix("unrecognized arguments: ").partition("=")
         option = f"--{key.replace('_', '-')}"
         required = message.removeprefix("the following arguments are required: ")
@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         if not {"-h", "--help"} & set(words):
             for index, word in enumerate(words):
-                if word == "--":  # what follows are no options
+                if word == "--":  # no options follow
                     break
                 if word.startswith("--"):
                     words[index] = self.known_option(word, words, index)
@@ -120,9 +120,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def known_option(self, word: str, words: list[str], index: int) -> str:
-        """A word --NAME or --NAME=VALUE of all `words`, with the name as it is spelled here.
+        """The option `word`, --NAME or --NAME=VALUE at `index` in `words`, with our spelling.
 
-        Ends the process with the fix for one that another program has, or that is mistyped.
+        Ends the process with a fix if the option is mistyped or belongs to another program.
         """
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
@@ -163,7 +163,7 @@ class Parser(argparse.ArgumentParser):
         return word
 
     def check_switch(self, name: str, value: str, problem: str) -> None:
-        """End the process for one of OTHER_SWITCHES, if its fix is an option of this command."""
+        """End the process for a switch in OTHER_SWITCHES whose fix is an option of this command."""
         is_on = value not in OFF
         if name.startswith("--no-") and name not in OTHER_SWITCHES:
             name = f"--{name.removeprefix('--no-')}"
@@ -177,7 +177,7 @@ class Parser(argparse.ArgumentParser):
 
     def refuse_options(self, words: list[str]) -> NoReturn:
         """End the process for options that are overrides here, such as --attention gqa,mha."""
-        # Imported only here, because it takes longer than all else of a command's --help.
+        # Imported only here, because it takes longer than the rest of a command's --help.
         from run.options import options_problem, split_options
 
         ours = []
@@ -198,7 +198,7 @@ class Parser(argparse.ArgumentParser):
     def check_positionals(self, words: list[str]) -> None:
         """End the process for a run without --run, or a new folder without --out.
 
-        The fix has the options that are missing, too.
+        The fix includes all missing options.
         """
         positionals = [action for action in self._actions if not action.option_strings]
         if any(action.nargs in ("*", "+") for action in positionals):
@@ -222,12 +222,12 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(options.values())}", " ".join(fixes))
 
     def split_words(self, words: list[str]) -> tuple[list[str], set[str]]:
-        """The words that are no options and no values of one, and the names of the options."""
+        """The words that are neither options nor their values, and the names of the options."""
         free = []
         given = set()
         is_value = False
         for word in words:
-            if word == "--":  # what follows is meant as it is
+            if word == "--":  # all words that follow are positional
                 break
             name, equals, _ = word.partition("=")
             action = self._option_string_actions.get(name)
@@ -241,7 +241,7 @@ class Parser(argparse.ArgumentParser):
         return free, given
 
     def missing_options(self, given: set[str]) -> Iterator[str]:
-        """The options that are required, but not among the given ones, as they can be typed."""
+        """The required options that are not in `given`, as the user would type them."""
         for action in self._actions:
             if action.required and action.option_strings and not given & {*action.option_strings}:
                 yield f"{action.option_strings[0]} {action.metavar}"
@@ -295,7 +295,7 @@ def add_model_options(parser: Parser) -> None:
 
 
 def user_path(text: str) -> Path:
-    """A `type` for argparse: a path, in which ~ is the home folder, as in `--out=~/model`."""
+    """A `type` for argparse: a path; ~ expands to the home folder, as in `--out=~/model`."""
     return Path(os.path.expanduser(text))
 
 

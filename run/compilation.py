@@ -22,7 +22,7 @@ CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
 # Shorter runs take longer with compilation: it takes a minute for the default model on two cores.
 LONG_STEPS = 200
 LONG_MINUTES = 3
-LINKING_SECONDS = 5  # a library of this age is not being written by a linker any more
+LINKING_SECONDS = 5  # no linker is still writing a library of this age
 
 # torch.compile's cache is in .cache/ if possible, unless $TORCHINDUCTOR_CACHE_DIR is set, which
 # importing torch._dynamo does, too. Each combination of torch version, processor and choice of
@@ -85,14 +85,14 @@ def c_compiler() -> str | None:
 
 
 def prepare_to_compile() -> None:
-    """Let torch.compile find a torch in any folder, and clean its cache. To be called before it."""
+    """Let torch.compile find torch in any folder, and clean its cache. Call before compiling."""
     from torch.utils import cpp_extension
 
-    # It quotes none of the folders of libraries in a command of the C++ compiler. Those of torch
-    # may be in a clone, whose path may have spaces.
+    # torch.compile does not quote library folders in a command of the C++ compiler. The folder of
+    # torch may be in a clone whose path has spaces.
     cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).with_name("lib")))
 
-    # It locks the files of its cache.
+    # torch.compile locks the files of its cache.
     cache = Path(os.environ[CACHE_KEY])
     if not has_locks(cache):
         cache = (temporary_cache() or cache.parent) / cache.name
@@ -169,7 +169,7 @@ def compile_problem(error: RuntimeError) -> str | None:
 
     if not isinstance(error, TorchDynamoException):
         return None
-    # A C++ compiler reports its error in one of the lines.
+    # One of the lines has the error of the C++ compiler.
     lines = str(error).splitlines()
     reported = lines[0]
     for line in lines:

@@ -1,4 +1,4 @@
-"""The processes of one run: one, or those that torchrun starts."""
+"""The processes of one run: a single process, or the processes that torchrun starts."""
 
 import os
 import sys
@@ -58,12 +58,12 @@ class DistEnv:
         return x.cpu()
 
     def on_rank0(self, action: Callable, *arguments: object) -> object:
-        """Run action(*arguments) on rank 0 and return its result, which is pickled, on all ranks.
+        """Run action(*arguments) on rank 0 and return its result, sent pickled, on all ranks.
 
-        If it ends the process with an exit code, all ranks end with that code.
+        If `action` ends the process with an exit code, all ranks end with that code.
         """
         result = None
-        exit_code = None  # or the one that `action` has ended the process with, which may be 0
+        exit_code = None  # or the code with which `action` ended the process, which may be 0
         if self.is_main:
             try:
                 with errors.report_errors():

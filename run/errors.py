@@ -1,4 +1,4 @@
-"""Exit codes, and the line on standard error with which an expected problem ends a command.
+"""Exit codes, and the line on standard error for an expected problem that ends a command.
 
 A bug is not an expected problem: it shows its traceback.
 """
@@ -40,7 +40,7 @@ UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EO
 
 
 class IntegrityError(Exception):
-    """A file on disk differs from the one that was written."""
+    """A file on disk differs from the file that was written."""
 
 
 class OverrideError(Exception):
@@ -48,8 +48,8 @@ class OverrideError(Exception):
 
 
 def begin_command() -> None:
-    """Prepare the standard streams and Ctrl-C. Called before a command imports anything slow."""
-    # A stream may be closed. A file that is opened later would get its number, and with it what
+    """Prepare the standard streams and Ctrl-C. Call this before slow imports."""
+    # A stream may be closed. A file opened later would get its number, and receive the text that
     # libraries write to the stream.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -67,7 +67,7 @@ def begin_command() -> None:
 
 
 def end_quietly(number: int, frame: FrameType | None) -> NoReturn:
-    """End the process on Ctrl-C until report_errors() does: there is nothing to save yet."""
+    """End the process on Ctrl-C until report_errors() handles it: there is nothing to save yet."""
     os._exit(INTERRUPTED)
 
 
@@ -91,10 +91,10 @@ def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoRetur
 
 
 def flush(stream: IO | None) -> None:
-    """Write what a stream has buffered; discard it if that fails.
+    """Write the buffer of a stream; discard it if that fails.
 
-    Otherwise Python would try again at the end, and exit with a code of its own. Raises OSError,
-    except for a reader that has ended, such as `head`.
+    Otherwise Python would retry at exit, and change the exit code. Raises OSError unless the
+    reader, such as `head`, has exited.
     """
     if stream is None:
         return
@@ -107,16 +107,16 @@ def flush(stream: IO | None) -> None:
 
 
 def is_end_of_reader(error: OSError) -> bool:
-    """Whether an error is that the reader of standard output, such as `head`, has ended.
+    """Whether an error means that the reader of standard output, such as `head`, has exited.
 
-    Another pipe can break too: to a process that was killed, or to a server.
+    Other pipes can also break: to a process that was killed, or to a server.
     """
     if not isinstance(error, BrokenPipeError) or sys.stdout is None:
         return False
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), select.POLLOUT)
-    except (OSError, ValueError, AttributeError):  # it is no file, as in a notebook
+    except (OSError, ValueError, AttributeError):  # not a file, as in a notebook
         return False
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
@@ -135,8 +135,8 @@ def suggest(word: str, known: Iterable[str]) -> str | None:
 
     Words are compared by their last part: for lr, optimizer.lr is suggested, and for gqq,
     attention=gqa. If several known words have the same last part, the first one is suggested. An
-    abbreviation such as doc_mask is close, and a word that is an edit away for every four of its
-    letters, but always one.
+    abbreviation such as doc_mask is close, and so is a word within one edit per four letters; one
+    edit is always allowed.
     """
     typed = last_part(word).lower()
     by_last_part = {}
@@ -165,10 +165,10 @@ def abbreviates(short: str, word: str) -> bool:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """The optimal string alignment distance: the number of letters to put in, to leave out, to
-    replace, or to swap with the next one, that turn a into b.
+    """The optimal string alignment distance: the number of insertions, deletions, replacements and
+    swaps of adjacent letters that turn a into b.
     """
-    # A row has the distances of a prefix of a to all prefixes of b.
+    # A row holds the distances from a prefix of a to all prefixes of b.
     earlier = []
     previous = list(range(len(b) + 1))
     for i, letter in enumerate(a, 1):
@@ -195,7 +195,7 @@ def as_typed(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: as it is typed, and text in quotes."""
+    """A value as messages show it: as the user types it, with text in quotes."""
     return repr(value) if isinstance(value, str) else as_typed(value)
 
 
@@ -212,9 +212,9 @@ def start_line() -> None:
 
 @contextmanager
 def naming(path: os.PathLike | str) -> Iterator[None]:
-    """Let an OSError raised inside name a file, unless it names one already.
+    """Add the name of a file to an OSError raised inside, unless it names a file already.
 
-    Python names the file that cannot be opened, but not the one that cannot be read or written.
+    Python names a file that cannot be opened, but not a file that cannot be read or written.
     """
     try:
         yield
@@ -228,8 +228,8 @@ def naming(path: os.PathLike | str) -> Iterator[None]:
 def user_input() -> Iterator[None]:
     """Report a ValueError or OSError raised inside as bad input, with exit code 2.
 
-    An OverrideError has a code of its own. Only for checking configs and opening data: elsewhere
-    such an error is a bug.
+    An OverrideError has its own exit code. Use this only for checking configs and opening data:
+    elsewhere such an error is a bug.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The folder of a run: which one it is, and the lock that keeps other processes out of it."""
+"""The folder of a run: its choice, and the lock that keeps other processes out of it."""
 
 import os
 import re
@@ -21,8 +21,8 @@ from run.settings import Settings, as_text, flatten, key_of, parse_overrides
 
 RUNS = Path("runs")
 
-# A run cannot be resumed with another value of these. All other keys may change, and the changes
-# are reported. `text` is the SHA-256 of the text.
+# A run cannot be resumed with another value of these keys. All other keys may change, and the
+# changes are reported. `text` is the SHA-256 of the text.
 FIXED_ON_RESUME = (
     "model.",
     "optimizer._target_",
@@ -32,7 +32,7 @@ FIXED_ON_RESUME = (
     "batch_tokens",
     "document_mask",
 )
-# What a run writes before it takes a step.
+# Files that a run writes before its first step.
 FIRST_FILES = (".lock", "config.yaml", "metrics.jsonl", "samples.txt")
 # Keys that do not change a result: their changes are not even reported.
 IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb", "profile", "overrides")
@@ -40,20 +40,20 @@ IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb", "profile", "overrides
 
 @contextmanager
 def open_run_dir(settings: Settings, ranks: DistEnv, text_sha256: str = "") -> Iterator[Path]:
-    """Make and lock the folder of a run on rank 0, and yield it on all ranks.
+    """Create and lock the folder of a run on rank 0, and yield it on all ranks.
 
-    It is `run_dir`, or else the next free runs/name. With resume=true and no `run_dir`, it is the
-    newest runs/name whose run began with the same `init_from` and can be resumed with these settings
-    on the text of this SHA-256; if there is none, the newest.
+    The folder is `run_dir`, or else the next free runs/name. With resume=true and no `run_dir`, it
+    is the newest runs/name whose run began with the same `init_from` and can be resumed with these
+    settings on the text of this SHA-256; if no run qualifies, the newest runs/name.
 
-    A new folder is removed at the end if the run has not come as far as its first metrics.
+    A new folder is removed at the end if the run has logged no metrics yet.
 
     Ends with exit code 2 if the folder is in use, has other files, has a run and resume=false, or
     does not exist and resume=true. Ends with exit code 74 if it cannot be made.
     """
     run, is_new = ranks.on_rank0(choose_run_dir, settings, text_sha256)
-    # Of all ranks, rank 0 alone acquires the lock. The system releases it if the process is killed,
-    # which a lock by the mere existence of a file would not guarantee: hence no soft lock.
+    # Only rank 0 acquires the lock. The system releases it if the process is killed; a soft lock,
+    # which relies on the existence of a file, would remain.
     lock = FileLock(run / ".lock", blocking=False, fallback_to_soft=False)
     try:
         ranks.on_rank0(lock_run_dir, run, lock, settings.resume)
@@ -65,7 +65,7 @@ def open_run_dir(settings: Settings, ranks: DistEnv, text_sha256: str = "") -> I
 
 
 def check_before_text(settings: Settings) -> None:
-    """Check the folder of a run before the text is prepared; say if there is nothing to resume.
+    """Check the folder of a run before the text is prepared; report if there is no run to resume.
 
     Raises ValueError for a `run_dir` that cannot be trained in.
     """
@@ -79,7 +79,7 @@ def check_before_text(settings: Settings) -> None:
 
 
 def choose_run_dir(settings: Settings, text_sha256: str) -> tuple[Path, bool]:
-    """Choose the folder of a run, and make it if it does not exist -> the folder, whether it is new."""
+    """Choose the folder of a run, creating it if missing -> the folder, and whether it is new."""
     with report_folder_errors():
         if settings.run_dir is not None:
             run = Path(os.path.expanduser(settings.run_dir))
@@ -95,7 +95,7 @@ def choose_run_dir(settings: Settings, text_sha256: str) -> tuple[Path, bool]:
 
 
 def remove_if_unused(run: Path) -> None:
-    """Remove a folder that has only the files with which a run begins, and no metrics yet."""
+    """Remove a folder that has only FIRST_FILES, and no metrics yet."""
     names = {path.name for path in run.glob("*")}
     metrics = run / "metrics.jsonl"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
@@ -104,7 +104,7 @@ def remove_if_unused(run: Path) -> None:
 
 
 def lock_run_dir(run: Path, lock: FileLock, resume: bool) -> None:
-    """Acquire the lock of a folder, and check that it has no run unless that is to be resumed."""
+    """Acquire the lock of a folder; unless `resume`, check that the folder has no run."""
     with report_folder_errors():
         try:
             if not sealed.acquire(lock):
@@ -134,7 +134,7 @@ def report_folder_errors() -> Iterator[None]:
 
 
 def find_run_to_resume(settings: Settings, text_sha256: str) -> Path | None:
-    """The newest runs/name that is the same run; if there is none, the newest; None without any."""
+    """The newest runs/name that is the same run, or else the newest; None if none exists."""
     now = settings.model_dump() | {"text": text_sha256}
     runs = runs_of(settings.name)
     same_runs = [run for run in runs if is_same_run(run, now)]
@@ -144,10 +144,10 @@ def find_run_to_resume(settings: Settings, text_sha256: str) -> Path | None:
 
 
 def add_saved_overrides(overrides: list[str]) -> list[str]:
-    """Put the overrides that a run was trained with in front of `run_dir=RUN resume=true`.
+    """Prepend the overrides that a run was trained with to `run_dir=RUN resume=true`.
 
-    Those that are given with it replace the run's own of the same key, or of the same group. Without
-    a run to resume, returns `overrides`.
+    Overrides that the user adds replace the run's overrides of the same key or group. Without a run
+    to resume, returns `overrides`.
     """
     words = [as_text(word) for word in overrides]
     given = {override.key_or_group: override.value() for override in parse_overrides(words)}
@@ -156,7 +156,7 @@ def add_saved_overrides(overrides: list[str]) -> list[str]:
     run = Path(os.path.expanduser(given["run_dir"]))
     if not has_checkpoint(run):
         return overrides
-    with suppress(IntegrityError):  # which is reported when the run is restored
+    with suppress(IntegrityError):  # reported when the run is restored
         saved = newest_config(run).get("overrides", [])
         kept = [word for word in saved if not is_replaced(key_of(word), given)]
         return kept + overrides
@@ -164,21 +164,21 @@ def add_saved_overrides(overrides: list[str]) -> list[str]:
 
 
 def is_replaced(key: str, given: Collection[str]) -> bool:
-    """Whether `given` has the key or its group: schedule replaces schedule.floor."""
+    """Whether `given` has the key or its group, as schedule replaces schedule.floor."""
     return key in given or key.partition(".")[0] in given
 
 
 def resume_command(run: Path) -> str:
-    """The command that resumes a run, to be shown to the user."""
+    """The command that resumes a run, as shown to the user."""
     program = "torchrun ... train.py" if "RANK" in os.environ else "python train.py"
     return f"{program} {shlex.quote(f'run_dir={run}')} resume=true"
 
 
 def find_begun_run(settings: Settings, context: int | None) -> Path | None:
-    """The run that resume=true continues with its own model; None if there is none yet.
+    """The run that resume=true continues with its own model; None if no such run exists.
 
-    It is `run_dir`, or the newest runs/name that began with the same `init_from` and has this
-    `context`. Raises ValueError if no context is given and several such runs differ in it.
+    This is `run_dir`, or the newest runs/name that began with the same `init_from` and has this
+    `context`. Raises ValueError if no context is given and the contexts of such runs differ.
     """
     if not settings.resume:
         return None
@@ -204,7 +204,7 @@ def find_begun_run(settings: Settings, context: int | None) -> Path | None:
 
 
 def has_same_origin(config: dict, init_from: str | None) -> bool:
-    """Whether a run began with the weights of `init_from`, however that path is spelled."""
+    """Whether a run began with the weights of `init_from`, however its path is spelled."""
     then = config.get("init_from")
     if then is None or init_from is None:
         return then == init_from
@@ -213,20 +213,20 @@ def has_same_origin(config: dict, init_from: str | None) -> bool:
 
 
 def runs_of(name: str) -> list[Path]:
-    """List runs/name, runs/name-2 and so on that have a checkpoint, the newest last."""
+    """List the folders runs/name, runs/name-2 and so on that have a checkpoint, newest last."""
     pattern = re.compile(rf"{re.escape(name)}(-\d+)?")
     runs = []
     for run in RUNS.glob("*"):
         if pattern.fullmatch(run.name) and has_checkpoint(run):
             runs.append(run)
-    # Of two numbers in names, the one with more digits is greater.
+    # Sort by length first, since a number with more digits is greater.
     return sorted(runs, key=lambda run: (len(run.name), run.name))
 
 
 def check_run_dir(run: Path, resume: bool) -> None:
-    """Raise ValueError for a folder that does not exist, or has other files or a run.
+    """Raise ValueError for a folder that is missing, or that has other files or a run.
 
-    One that is resumed must exist, and may have a run.
+    With `resume`, the folder must exist, and may have a run.
     """
     if resume and not run.exists():
         raise ValueError(
@@ -243,7 +243,7 @@ def check_run_dir(run: Path, resume: bool) -> None:
 
 
 def is_same_run(run: Path, now: dict) -> bool:
-    """Whether a run began as the config `now` says, and can be resumed with it."""
+    """Whether a run began with the `init_from` of the config `now`, and can be resumed with it."""
     with suppress(IntegrityError):
         then = newest_config(run)
         _, refused = changes_since(then, now)
@@ -257,14 +257,14 @@ def newest_config(run: Path) -> dict:
 
 
 def changes_since(then: dict, now: dict) -> tuple[list[str], list[str]]:
-    """List the changes between two configs of a run, and those of them that resuming refuses."""
+    """List the changes between two configs of a run, and the changes that resuming refuses."""
     then = dict(flatten(then))
     now = dict(flatten(now))
     changed = []
     refused = []
     for key in then | now:
-        # A key that is missing equals one that is off (null, false, 0): an option that was added
-        # after the run began is no change as long as it is off.
+        # A missing key equals a key that is off (null, false, 0): an option added after the run
+        # began is not a change while it is off.
         differs = (then.get(key) or None) != (now.get(key) or None)
         if differs and not key.startswith(IGNORED_ON_RESUME):
             values = (errors.as_typed(then.get(key)), errors.as_typed(now.get(key)))
@@ -280,11 +280,11 @@ def has_checkpoint(run: Path) -> bool:
 
 
 def create_run_dir(name: str) -> Path:
-    """Make the first of runs/name, runs/name-2 and so on that does not exist."""
+    """Create the first folder of runs/name, runs/name-2 and so on that does not exist."""
     RUNS.mkdir(exist_ok=True)
     run = RUNS / name
     for number in count(2):
-        # Another process may make it at the same time: mkdir() itself tells whether it is new.
+        # Another process may create it at the same time, so mkdir() decides whether it is new.
         with suppress(FileExistsError):
             run.mkdir()
             return run

@@ -81,7 +81,7 @@ def missing_kernels() -> str | None:
     num_gpus = torch.cuda.device_count() if "LOCAL_RANK" in os.environ else 1
     for index in range(num_gpus):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says the same in many lines
+            warnings.simplefilter("ignore")  # torch warns of the same at length
             major, minor = torch.cuda.get_device_capability(index)
         if has_kernels((major, minor), architectures):
             continue
@@ -99,8 +99,8 @@ def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
     """Whether code for these architectures, such as sm_86 and compute_90, runs on a GPU.
 
     Machine code (sm_XY) runs on GPUs of the same major capability whose minor one is not lower, and
-    PTX (compute_XY), which the driver compiles, on all later ones. With the suffix a, either runs
-    on this capability alone, and with f on the same major one. NVIDIA, CUDA C++ Programming Guide,
+    PTX (compute_XY), which the driver compiles, on all later GPUs. With the suffix a, either runs
+    only on this capability, and with f on the same major one. NVIDIA, CUDA C++ Programming Guide,
     section on compute capabilities.
     """
     for name in architectures:
@@ -141,7 +141,7 @@ def fastest_dtype(device: torch.device) -> torch.dtype:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bf16 natively; others are several times slower at it."""
+    """Whether the device multiplies bf16 natively; emulation is several times slower."""
     if device.type == "cpu":
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if device.type == "cuda":
@@ -191,13 +191,13 @@ def processor_features() -> str:
 
 
 def processor() -> str:
-    """The name of the processor, or that of its architecture if it has none."""
+    """The name of the processor, or of its architecture if the name is unknown."""
     return cpuinfo("model name") or platform.machine()
 
 
 @cache
 def cpuinfo(field: str) -> str:
-    """The `field` (a pattern) of the first processor in /proc/cpuinfo; empty if there is none."""
+    """The `field` (a pattern) of the first processor in /proc/cpuinfo; empty if missing."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return ""
@@ -231,7 +231,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """Copy tensors to a device; from pinned memory and without blocking on CUDA."""
+    """Copy tensors to a device; to CUDA from pinned memory and without blocking."""
     if device.type == "cuda":
         tensors = [x.pin_memory() for x in tensors]
     return [x.to(device, non_blocking=True) for x in tensors]

@@ -1,7 +1,7 @@
 """Build objects from a tree of `_target_` and keyword arguments, as in yamls and checkpoints.
 
-A checkpoint may come from an untrusted source. So a target must be a class or function that is
-defined in a file of the given package, and an argument must have the type of its annotation.
+A checkpoint may come from an untrusted source. So a target must be a class or function defined in
+a file of the given package, and an argument must have the type of its annotation.
 """
 
 import inspect
@@ -67,8 +67,8 @@ def instantiate_model(tree: dict, device: Device, dtype: torch.dtype) -> nn.Modu
     """Build a model on a device; its parameters are in `dtype` and have no values yet.
 
     Buffers have their own dtype, as under autocast, and so have vectors that no linear layer owns:
-    norms, sinks and decays are in fp32 or wider. On the meta device a model has shapes alone.
-    Raises what `instantiate` does.
+    norms, sinks and decays are in fp32 or wider. On the meta device a model has only shapes.
+    Raises the same errors as `instantiate`.
     """
     with torch.device(device):
         model = instantiate(tree)
@@ -83,8 +83,8 @@ def instantiate_model(tree: dict, device: Device, dtype: torch.dtype) -> nn.Modu
 def resolve_target(path: str, package: str) -> Callable:
     """Import the class or function at `package.module.name`.
 
-    Raises ValueError for a target that is defined elsewhere. The prefix alone would not tell:
-    `package.module.torch.load` begins with the package, too.
+    Raises ValueError for a target that is defined elsewhere. Checking the prefix is not enough:
+    `package.module.torch.load` also begins with the package.
     """
     # Only modules that are files of the package are imported.
     known_modules = set()
@@ -105,15 +105,15 @@ def resolve_target(path: str, package: str) -> Callable:
 def check_arguments(target: Callable, arguments: dict, path: str) -> None:
     """Raise TypeError for an unknown argument, and ValueError for a value that is not allowed.
 
-    Not allowed are values of another type than the annotation, NaN, infinity, negative numbers, and
-    for many options of a model 0. The call itself refuses arguments that are missing. An integer
-    becomes a list in `arguments` if a list of integers is wanted.
+    Values must have the type of the annotation. NaN, infinity and negative numbers are refused, and
+    for many options of a model also 0. The call itself refuses missing arguments. If the annotation
+    is a list of integers, an integer becomes a list in `arguments`.
     """
     annotations = {known.name: known.annotation for known in parameters_of(target)}
     # The user types attention.window, which is model.attention.window in the config.
     prefix = re.sub(r"^model\.(?=(attention|ffn|norm)\b)", "", f"{path}.")
     for name, value in arguments.items():
-        # A copy of a key is overridden by the original: model.vocab_size by data.vocab_size.
+        # Users override the original, not its copy: data.vocab_size instead of model.vocab_size.
         key = COPIES.get(prefix + name, prefix + name)
         if name not in annotations:
             raise TypeError(
@@ -125,7 +125,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
                 f"{name}: {type(value).__name__}"
             )
 
-        # One number is meant as a list of it.
+        # A single number stands for a list with one element.
         wanted = inspect.formatannotation(annotations[name])
         if wanted == "list[int]" and type(value) is int:
             value = [value]
@@ -136,7 +136,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
             problem = f"{key} must be {type_in_words(annotations[name])} (got {shown(value)})"
             fix = fixed_value(key, value, annotations[name])
             raise ValueError(f"{problem}. fix: {fix or f'leave {key} out'}") from None
-        # Sizes are integers. Options that could be turned off by 0 are turned off by null.
+        # Sizes are integers. Options that 0 could turn off are turned off by null.
         is_size = wanted.startswith("int") or wanted.endswith("None")
         is_positive = is_size and target.__module__.startswith("model.")
         items = value if isinstance(value, list) else [value]
@@ -146,7 +146,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
 
 
 def type_in_words(annotation: Any) -> str:
-    """What the values of a type are called in a message, such as `a whole number or null`."""
+    """The description of a type in a message, such as `a whole number or null`."""
     if annotation in TYPE_NAMES:
         return TYPE_NAMES[annotation]
     if get_origin(annotation) in (Union, UnionType):
@@ -158,7 +158,7 @@ def type_in_words(annotation: Any) -> str:
 
 
 def fixed_value(key: str, value: Any, annotation: Any) -> str | None:
-    """An override with a value of another type that was probably meant; None if none is known."""
+    """An override with the probably intended value for one of the wrong type; None if unknown."""
     wanted = inspect.formatannotation(annotation)
     nearest = aliases.nearest_value(key, value, annotation)
     if nearest is not None:
@@ -177,7 +177,7 @@ def fixed_value(key: str, value: Any, annotation: Any) -> str | None:
 
 
 def parameters_of(target: Callable) -> list[inspect.Parameter]:
-    """The parameters of a target, with those of its base class in place of a final `**knobs`."""
+    """The parameters of a target, with its base class's parameters in place of `**knobs`."""
     parameters = list(inspect.signature(target).parameters.values())
     if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
         return parameters[:-1] + parameters_of(target.__base__)

@@ -1,4 +1,4 @@
-"""The command line of train.py: its overrides, --help, --cfg job, and an answer to other options.
+"""The command line of train.py: its overrides, --help, --cfg job, and errors for other options.
 
 torch, which takes seconds to import, is not imported unless a run is resumed by its folder.
 """
@@ -41,7 +41,7 @@ EXAMPLES = """Train a language model.
   torchrun --nproc_per_node=2 train.py model=124m
 
 Each key is shown with its default."""
-# The keys of train.py by the titles under which --help lists them.
+# The keys of train.py, by the headings of --help.
 SECTIONS = {
     "Presets, from configs/GROUP/NAME.yaml; GROUP=NAME --help lists the keys of one": CHOSEN,
     "The run": ("name", "run_dir", "resume", "init_from", "seed"),
@@ -61,7 +61,7 @@ SECTIONS = {
 }
 
 
-# Options of Hydra by their short names.
+# Short names of Hydra's options.
 SHORT = {
     "-c": "--cfg",
     "-cd": "--config-dir",
@@ -76,7 +76,7 @@ SHORT = {
 CONFIG_FILES = ("--config", "--config-file", "--config-name", "--config-path", "--config-dir")
 WITH_VALUE = (*CONFIG_FILES, "--cfg", "--package", "--info")
 PRINTED = "--cfg job prints the whole config, resolved"
-# Options of Hydra that have no effect here: the reason, and what to call with the same overrides.
+# Options of Hydra that have no effect here: the reason, and a command for the same overrides.
 HYDRA_OPTIONS = {
     "--cfg": (PRINTED, "python train.py --cfg job"),
     "--multirun": ("several runs are a comparison", "python -m tools.compare"),
@@ -91,15 +91,15 @@ HYDRA_OPTIONS = {
 
 
 def read_command_line(arguments: list[str]) -> tuple[Settings, list[str]]:
-    """The settings of `python train.py ARGUMENTS`, and the overrides that they are composed of.
+    """The settings of `python train.py ARGUMENTS`, and the overrides they are composed from.
 
-    Ends the process after --help and --cfg job. Raises what `compose` does, and ValueError for
-    other options.
+    Ends the process after --help and --cfg job. Raises the errors of `compose`, and ValueError
+    for other options.
     """
     overrides, options = split_options(arguments)
     if "--help" in options:
         print_and_exit(help_text(overrides))
-    # The printed config is resolved anyway.
+    # The printed config is always resolved, so --resolve changes nothing.
     is_printed = options.get("--cfg") == "job" and options.keys() <= {"--cfg", "--resolve"}
     if options and not is_printed:
         raise ValueError(options_problem(overrides, options))
@@ -109,7 +109,7 @@ def read_command_line(arguments: list[str]) -> tuple[Settings, list[str]]:
             fix = f"{resumed}; or, to start from its weights, {shlex.quote(f'init_from={word}')}"
             raise ValueError(f"a run is no override ({word}). fix: {fix}")
 
-    # Only to resume a run by its folder, whose overrides belong to those given, torch is needed.
+    # torch is needed only to resume a run by its folder, whose saved overrides are added.
     if {"run_dir", "resume"} <= {key_of(word) for word in overrides}:
         from run.folder import add_saved_overrides
 
@@ -140,7 +140,7 @@ def split_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
         if not value and takes_value:
             while waiting and not re.match("-|[^=]+=", waiting[-1]):
                 values.append(waiting.pop())
-        # Of Hydra, -c is short for --cfg, and elsewhere for a file of settings.
+        # In Hydra, -c is short for --cfg; in other programs it names a file of settings.
         if option == "--cfg" and re.search(r"\.ya?ml$", value or "".join(values)):
             option = "--config"
         options[option] = ",".join(word.rstrip(",") for word in values)
@@ -150,9 +150,9 @@ def split_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
 def options_problem(
     overrides: list[str], options: dict[str, str], check: Callable[[list[str]], object] = compose
 ) -> str:
-    """A line for options that are overrides here, or Hydra's, with what does the same.
+    """An error line for options of Hydra, or options that are overrides here, with a fix.
 
-    `check` raises for overrides that the command does not take.
+    `check` raises for overrides that the command does not accept.
     """
     hydra_options = {}
     typed = []
@@ -176,7 +176,7 @@ def options_problem(
         fix = hydra_call(option, value, overrides)
         return f"{reason} ({f'{option} {value}'.rstrip()}). fix: {fix}"
 
-    # Options of other programs, such as --lr 1e-3, maybe next to one of Hydra.
+    # Options of other programs, such as --lr 1e-3, maybe together with an option of Hydra.
     fix = as_overrides(overrides, words, check)
     told, semicolon, remark = fix.partition("; ")
     if hydra_options and all("=" in word for word in shlex.split(told)):
@@ -188,14 +188,14 @@ def options_problem(
 def as_overrides(
     overrides: list[str], words: list[str], check: Callable[[list[str]], object]
 ) -> str:
-    """The fix for options that were written as the overrides `words`, next to other overrides."""
+    """The fix for options that correspond to the overrides `words`, given other overrides."""
     try:
         check([*overrides, *words])
     except (ValueError, OverrideError) as error:
         problem, _, fix = str(error).splitlines()[0].partition(". fix: ")
         if fix.startswith("python -m "):  # a whole call
             return fix
-        # Those that are right stay as they are.
+        # Keep the correct overrides.
         named = problem.partition("(")[2].rstrip(")").split(", ")
         wrong = {problem.split()[0], *named}
         right = [word for word in words if not wrong & {word, key_of(word)}]
@@ -204,7 +204,7 @@ def as_overrides(
 
 
 def hydra_call(option: str, value: str, overrides: list[str]) -> str:
-    """The call that does the same as an option of Hydra, with these overrides."""
+    """The command that replaces an option of Hydra, with these overrides."""
     _, call = HYDRA_OPTIONS[option]
     words = [word for word in overrides if not re.match("hydra[./]", word)]
     choice = named_choice(value)
@@ -215,7 +215,7 @@ def hydra_call(option: str, value: str, overrides: list[str]) -> str:
     is_sweep = any(has_several_values(word) for word in words)
     if option == "--multirun" and not is_sweep:
         words.insert(0, "attention=gqa,mha")
-    if call.startswith("python train.py"):  # of one run
+    if call.startswith("python train.py"):  # trains a single run
         words = [word.partition(",")[0] if has_several_values(word) else word for word in words]
     return shlex.join([*call.split(), *words])
 
@@ -256,7 +256,7 @@ def help_text(overrides: list[str]) -> str:
 
 
 def wrap(text: str) -> list[str]:
-    """Lines of a text for this terminal, indented below a key."""
+    """Wrap a text for this terminal, indented below a key."""
     width = shutil.get_terminal_size().columns
     indent = 6 * " "
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)

@@ -1,14 +1,14 @@
-"""Paths that the user types for runs: by name, and inside of a run."""
+"""Paths that the user types for runs: by name, and inside a run."""
 
 import os
 from pathlib import Path
 
 
 def run_path(path: Path | str) -> Path:
-    """The path of a run or a checkpoint; where there is no NAME, it is runs/NAME if that exists."""
+    """The path of a run or a checkpoint; runs/NAME if it exists and NAME does not."""
     path = Path(path)
     named = Path("runs", path)
-    # Unlike Path.exists(), this takes a text of any length, which may be a prompt.
+    # Unlike Path.exists(), this accepts text of any length, which may be a prompt.
     if not os.path.exists(path) and os.path.exists(named):
         return named
     return path
@@ -21,7 +21,7 @@ def is_run(path: Path | str) -> bool:
 
 
 def holding_run(path: Path | str) -> Path | None:
-    """The run or the checkpoint that a path is or is inside of, even if there is no such file."""
+    """The run or checkpoint at or above a path, even if the path does not exist."""
     path = run_path(os.path.expanduser(path))
     for folder in (path, *path.parents):
         if (folder / "manifest.json").exists() or any(folder.glob("checkpoints/*/manifest.json")):

@@ -1,4 +1,4 @@
-"""Messages while the user waits: what is going on, the estimated time, and how to avoid it."""
+"""Messages while the user waits: the activity, the estimated time, and how to avoid the wait."""
 
 import math
 import sys
@@ -18,13 +18,13 @@ PATIENCE = 2.0  # seconds after which a wait is announced
 def say(text: str) -> None:
     """Write a line on standard error, above a progress bar if there is one. Only on rank 0."""
     if is_rank0():
-        with suppress(OSError):  # it may be a closed pipe, or a file on a full disk
+        with suppress(OSError):  # standard error may be a closed pipe, or a file on a full disk
             tqdm.write(text, file=sys.stderr)
 
 
 @cache
 def warn_once(text: str) -> None:
-    """Write a warning, the first time that this process has it."""
+    """Write a warning, once per process."""
     say(f"warning: {text}")
 
 
@@ -39,13 +39,13 @@ def duration(seconds: float) -> str:
 def waiting(what: str, total: int = 1, *, patience_factor: float = 1.0) -> Iterator[tqdm]:
     """Announce `what` if the code inside takes longer than `patience_factor` x PATIENCE.
 
-    A terminal shows a bar, too.
+    A terminal also shows a progress bar.
 
     The code inside may call `update` of the bar after each of `total` parts, for an estimate of the
     time left.
     """
     patience = PATIENCE * patience_factor
-    # None shows the bar on a terminal only.
+    # `disable=None` shows the bar only on a terminal.
     bar = tqdm(
         total=total,
         delay=patience,

@@ -1,7 +1,7 @@
 """A directory that is either complete or absent after a crash.
 
-It is written under another name, sealed, and renamed. Its seal, manifest.json, has the SHA-256 of
-every file, and ends with the SHA-256 of its own lines. See docs/reliability.md.
+The directory is written under another name, sealed, and renamed. Its seal, manifest.json, has the
+SHA-256 of every file, and ends with the SHA-256 of its own lines. See docs/reliability.md.
 """
 
 import errno
@@ -25,7 +25,7 @@ SEAL_LENGTH = 65  # bytes of the last line of a manifest
 def atomic_directory(folder: Path) -> Iterator[Path]:
     """Yield an empty directory to write files to, which becomes `folder` at the end.
 
-    `folder` must not exist yet. If anything fails, nothing is left.
+    `folder` must not exist yet. If anything fails, no directory is left.
     """
     assert not folder.exists()
     staging = folder.with_name(f".tmp-{folder.name}")
@@ -70,7 +70,7 @@ def seal(body: bytes) -> bytes:
 def sync(path: Path) -> None:
     """Force a file, or the names in a directory, to the disk.
 
-    A file system on a network may be unable to do so, which costs a warning.
+    A network file system may be unable to do so, which causes a warning.
     """
     try:
         with naming(path):
@@ -80,7 +80,7 @@ def sync(path: Path) -> None:
             finally:
                 os.close(descriptor)
     except OSError as error:
-        # A directory above the run may belong to others, who do not let it be read.
+        # A directory above the run may belong to other users and be unreadable.
         is_unreadable = error.errno == errno.EACCES and path.is_dir()
         if error.errno not in UNSUPPORTED and not is_unreadable:
             raise
@@ -94,7 +94,7 @@ def sync(path: Path) -> None:
 def acquire(lock: FileLock) -> bool:
     """Acquire a lock; return False on a file system that has no locks.
 
-    Raises Timeout if another process holds a lock that does not wait.
+    Raises Timeout if another process holds a non-blocking lock.
     """
     try:
         with naming(lock.lock_file):
@@ -109,7 +109,7 @@ def acquire(lock: FileLock) -> bool:
 def verify(folder: Path, fix: str, *, may_be_renamed: bool = False) -> dict[str, str]:
     """Verify a sealed directory, and return the SHA-256 of each of its files by name.
 
-    Raises IntegrityError, with this fix, if a file or the manifest is not what was written.
+    Raises IntegrityError, with this fix, if a file or the manifest differs from the one written.
     """
     try:
         raw = safe_child(folder, "manifest.json").read_bytes()
@@ -138,8 +138,8 @@ def safe_child(folder: Path, name: str) -> Path:
 def remove(folder: Path) -> None:
     """Remove a directory, or a link but not its target.
 
-    It is renamed first, so that a removal that is interrupted leaves no incomplete directory of its
-    name.
+    The directory is renamed first, so that an interrupted removal leaves no incomplete directory
+    under its name.
     """
     trash = folder.with_name(f".trash-{folder.name}")
     shutil.rmtree(trash, ignore_errors=True)

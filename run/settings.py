@@ -33,13 +33,13 @@ CONFIGS = ROOT / "configs"
 CPU_MICRO_BATCH = 8  # sequences, at most; larger micro-batches are not faster on a CPU
 GROUPS = ("model", "attention", "ffn", "norm", "data", "optimizer", "schedule")
 CHOSEN = (*GROUPS, "experiment")  # keys whose value is the name of a preset
-PARTS = {  # groups that become part of the model's config
+PARTS = {  # groups whose presets become part of the model's config
     "attention": "the attention variant of the layers",
     "ffn": "the feed-forward network of the layers",
     "norm": "the norm before attention and feed-forward, and before the head",
 }
 
-# Keys that are copies of another key: the run sets them, overrides do not.
+# Keys that copy another key: the run sets them, and overrides cannot.
 COPIES = {
     "model.vocab_size": "data.vocab_size",
     "model.context": "context",
@@ -49,7 +49,7 @@ COPIES = {
     "data.context": "context",
 }
 
-# Numbers for keys that are null by default.
+# Typical numbers for keys that are null by default.
 TYPICAL = {
     "steps": "1000",
     "tokens_per_parameter": "20",
@@ -60,15 +60,15 @@ TYPICAL = {
 
 HYDRA_KEYS = {"hydra.run.dir": "run_dir", "hydra.job.name": "name"}
 
-# Keys of other programs for a file of settings.
+# Keys of other programs that name a settings file.
 CONFIG_KEYS = ("config", "config_file", "config_path", "config_name", "conf", "cfg", "yaml")
 ONE_CONFIG = "overrides such as model=tiny or experiment=NAME configure a run, no file does"
 
-# What nanoGPT begins with, as `as_text` quotes it.
+# Values of init_from in nanoGPT, and the fix.
 OTHER_STARTS = {"resume": "resume=true", "scratch": "leave init_from out"}  # of nanoGPT
 
 HELP = "python train.py --help, which lists all"
-# Keys whose value is a text that may look like a number or have commas, such as a file's name.
+# Keys whose value is text that may look like a number or have commas, such as a file name.
 TEXT_KEYS = ("name", "run_dir", "init_from", "distill", "data.path", "data.tokenizer")
 
 Text = Annotated[str, Field(min_length=1)]
@@ -156,7 +156,7 @@ class Settings(BaseModel):
     """send the metrics to Weights & Biases"""
 
     def check_combinations(self, world_size: int) -> None:
-        """Raise ValueError for settings that exclude each other with this number of processes."""
+        """Raise ValueError for settings that conflict, given this number of processes."""
         if self.sharded and world_size == 1:
             raise ValueError(
                 "one process has nothing to shard over (sharded=true). "
@@ -167,7 +167,7 @@ class Settings(BaseModel):
                 f"there is no teacher (distill_weight={self.distill_weight}, distill=null). "
                 "fix: leave distill_weight out, or distill=runs/NAME"
             )
-        # A batch smaller than one micro-batch a process is a smaller micro-batch.
+        # A batch smaller than one micro-batch per process shrinks the micro-batch.
         sequence_tokens = self.context * world_size  # of one sequence on every process
         sequences = self.batch_tokens // sequence_tokens
         unit = sequence_tokens * min(self.micro_batch or 1, max(1, sequences))
@@ -180,7 +180,7 @@ class Settings(BaseModel):
             )
 
     def sequences_per_process(self, world_size: int) -> int:
-        """Number of sequences of a batch that each process computes."""
+        """Number of sequences of a batch per process."""
         return self.batch_tokens // self.context // world_size
 
     def micro_batch_size(self, world_size: int, most: int = CPU_MICRO_BATCH) -> int:
@@ -192,21 +192,21 @@ class Settings(BaseModel):
 
 
 def compose(overrides: list[str], typed: list[str] | None = None) -> Settings:
-    """The settings of `python train.py OVERRIDES`, also for notebooks and other commands.
+    """Compose the settings of `python train.py OVERRIDES`, also for notebooks and other commands.
 
-    `typed` is what the errors name in place of `overrides`: the same with sweeps, if these are one
-    combination of them. Raises OverrideError for overrides with an unknown key or an unreadable
+    If `overrides` are one combination of a sweep, `typed` has the overrides with the sweep, which
+    errors name instead. Raises OverrideError for overrides with an unknown key or an unreadable
     value, and ValueError, with a line for each problem, for values that are not allowed.
     """
     import hydra
     from hydra.errors import HydraException
 
-    # Hydra refuses a + in front of a key that exists; here it is allowed.
+    # Hydra refuses a + in front of an existing key; train.py allows it.
     parsed = parse_overrides([as_text(word.lstrip("+")) for word in overrides])
     for override in parsed:
         check_key(override.key_or_group, override.input_line)
         check_choice(override)
-    # Of several values, the first one stands for all, so that wrong keys are found before.
+    # For a sweep, compose its first value, so that wrong keys are reported before the sweep.
     words = [first_value(override) for override in parsed]
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
@@ -222,7 +222,7 @@ def compose(overrides: list[str], typed: list[str] | None = None) -> Settings:
             raise OverrideError(sweep_problem(override.input_line, sweep, overrides))
     for part in PARTS:
         del keys[part]
-    # A config that is saved has the path of a run that is given by its name.
+    # If a run is given by name, the saved config has its path.
     for key in ("init_from", "distill"):
         value = keys[key]
         if isinstance(value, str) and run_path(value) != Path(value):
@@ -235,7 +235,7 @@ def compose(overrides: list[str], typed: list[str] | None = None) -> Settings:
 
 
 def compose_tree(words: list[str]) -> dict:
-    """The keys of train.yaml and of the chosen presets, by Hydra, which is initialized."""
+    """The keys of train.yaml and of the chosen presets. Hydra must be initialized."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
@@ -248,9 +248,9 @@ def compose_tree(words: list[str]) -> dict:
 
 
 def sweep_of(override: "Override") -> str | None:
-    """An override with several values as Hydra's sweep KEY=A,B; None for one with a single value.
+    """An override with several values as Hydra's sweep KEY=A,B; None for a single value.
 
-    A list is one if no list can be meant: no key of train.yaml takes one.
+    A list counts as a sweep for the keys of train.yaml, none of which takes a list.
     """
     word = override.input_line
     key, _, value = word.partition("=")
@@ -263,19 +263,19 @@ def sweep_of(override: "Override") -> str | None:
 
 
 def unquoted(override: "Override") -> str:
-    """An override as it was typed, before as_text() quoted a value without quotes."""
+    """An override as the user typed it, before as_text() quoted its value."""
     plain = f"{override.input_line.partition('=')[0]}={override.value()}"
     return plain if as_text(plain) == override.input_line else override.input_line
 
 
 def has_several_values(word: str) -> bool:
-    """Whether an override is a sweep, and not a list, a dict or a text with commas."""
+    """Whether an override is a sweep, rather than a list, a dict or text with commas."""
     is_sweep = re.search(r"""=[^[{("']*,|=(range|choice|glob)\(""", word) is not None
     return is_sweep and key_of(word) not in TEXT_KEYS
 
 
 def first_value(override: "Override") -> str:
-    """An override with the first of several values, as far as it has some."""
+    """Reduce an override to the first of its values if it has several."""
     sweep = sweep_of(override)
     if sweep is None:
         return override.input_line
@@ -292,7 +292,7 @@ def first_value(override: "Override") -> str:
 
 
 def sweep_problem(word: str, sweep: str, words: list[str]) -> str:
-    """A line for an override with several values, which are a comparison, a list or a text."""
+    """An error line for an override with several values: a comparison, a list or text."""
     key, _, value = sweep.partition("=")
     sweep = nearest_choice(sweep)
     if is_one_number(value):
@@ -312,9 +312,9 @@ def is_one_number(value: str) -> bool:
 
 
 def check_key(key: str, word: str) -> None:
-    """Raise ValueError for an override of a key that the run sets itself, and of Hydra's own keys.
+    """Raise ValueError for an override of a key that the run sets itself, or of Hydra's own keys.
 
-    Also for a value of a text that has another key here.
+    Also raises it for text values of other programs, as `check_text` does.
     """
     value = word.removeprefix(key)
     for copy, original in COPIES.items():
@@ -335,7 +335,7 @@ def check_key(key: str, word: str) -> None:
 
 
 def check_text(key: str, value: str) -> None:
-    """Raise ValueError for a text that is a word of other programs, and no path that exists."""
+    """Raise ValueError for a text value of other programs that is not an existing path."""
     if value.lower() == "none":
         fix = "leave name out" if key == "name" else f"{key}=null"
         raise ValueError(f"None is null here ({key}={value}). fix: {fix}")
@@ -367,10 +367,10 @@ def parse_overrides(words: list[str]) -> list["Override"]:
         got = " ".join(bare)
         fix = named_fix(bare, words) or HELP
         raise ValueError(f"an override is KEY=VALUE, without dashes (got {got}). fix: {fix}")
-    GlobalHydra.instance().clear()  # a notebook may have initialized it
+    GlobalHydra.instance().clear()  # a notebook may have initialized Hydra
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            # The config loader is for a value glob(...), which matches the files of configs/.
+            # A value glob(...), which matches the files of configs/, needs the config loader.
             loader = GlobalHydra.instance().config_loader()
             return OverridesParser.create(loader).parse_overrides(
                 [as_integer(word) for word in words]
@@ -381,13 +381,13 @@ def parse_overrides(words: list[str]) -> list["Override"]:
 
 
 def named_fix(bare: list[str], words: list[str]) -> str | None:
-    """The overrides that are meant by words without an equals sign, among all `words`.
+    """The overrides that the user means by the words `bare`, which lack an equals sign.
 
-    Such a word is a key, whose default is told, the name of a choice, or the yaml of one.
-    None for other words.
+    Such a word is a key, for which the fix has the default, or the name or yaml of a choice.
+    `words` are all words of the command. Returns None for other words.
     """
     fixes = []
-    values = {}  # by the groups of the words that name a choice
+    values = {}  # named choices by group
     for word in bare:
         key, _, value = word.lstrip("+-~").partition("=")
         value = value or defaults().get(key)
@@ -400,7 +400,7 @@ def named_fix(bare: list[str], words: list[str]) -> str | None:
         else:
             return None
 
-    # The shell splits a list behind its comma: attention=gqa, mha.
+    # The shell splits a list after a comma and a space: attention=gqa, mha.
     others = [word for word in words if word not in bare]
     for group, names in values.items():
         for word in others:
@@ -414,11 +414,11 @@ def named_fix(bare: list[str], words: list[str]) -> str | None:
 
 
 def named_choice(word: str) -> str | None:
-    """The choice that a name or the path of a yaml means: model=15m for 15m and model/15m.yaml."""
+    """The choice for a name or the path of a yaml: model=15m for 15m and model/15m.yaml."""
     path = Path(re.sub(r"\.ya?ml$", "", word))
     folder = path.parent.name
     is_other_file = os.path.isfile(word) and not folder
-    # Of an experiment and another group with one name, the experiment is meant.
+    # If an experiment and another group share a name, choose the experiment.
     for choice in sorted(choices(), key=lambda choice: not choice.startswith("experiment")):
         group, _, name = choice.partition("=")
         if path.name == name and folder in ("", group) and not is_other_file:
@@ -429,7 +429,7 @@ def named_choice(word: str) -> str | None:
 def as_integer(override: str) -> str:
     """Write a whole number such as 1e3 or 1000.0 without an exponent and a point.
 
-    A key for integers takes it only so, and a key for floats takes both.
+    An integer key accepts only this form, and a float key accepts both.
     """
     key, _, value = override.partition("=")
     if re.fullmatch(r"\d+(\.\d*)?(e\+?\d+)?", value, re.IGNORECASE) and not value.isdigit():
@@ -448,9 +448,9 @@ def as_text(override: str) -> str:
 
 
 def quoted(override: str) -> str:
-    """Quote the value of an override, so that Hydra takes it as a text, as it is."""
+    """Quote the value of an override, so that Hydra reads it as literal text."""
     key, _, value = override.partition("=")
-    # In front of a quote, Hydra reads two backslashes as one.
+    # Hydra reads two backslashes in front of a quote as one.
     value = re.sub(r'(\\*)("|$)', r"\1\1\2", value).replace('"', r"\"")
     return f'{key}="{value}"'
 
@@ -458,17 +458,17 @@ def quoted(override: str) -> str:
 def composing_problem(
     error: Exception, words: list[str], typed: list[str], *, is_comparison: bool
 ) -> str:
-    """A line for an error that Hydra raised for the overrides `words`: the problem and a fix.
+    """An error line for an error of Hydra about the overrides `words`: the problem and a fix.
 
-    It names the overrides as they are in `typed`, for a comparison or for train.py.
+    The line names the overrides as spelled in `typed`, for a comparison or for train.py.
     """
     from hydra.errors import HydraException, MissingConfigException
 
     if isinstance(error, MissingConfigException):
         group, _, choice = error.missing_cfg_file.partition("/")
         return unknown_choices(group, [choice])
-    # Hydra reports the first key that is missing; find all of them, unless the choices of the
-    # groups are what cannot be composed, such as data=${x}.
+    # Hydra reports only the first unknown key; find all of them, unless the choices of the
+    # groups themselves cannot be composed, such as data=${x}.
     choosing = [word for word in words if word.partition("=")[0] in CHOSEN]
     with suppress(HydraException, OmegaConfBaseException):
         own = dict(flatten(compose_tree(choosing)))
@@ -480,22 +480,22 @@ def composing_problem(
 
 
 def is_known(word: str, own: Collection[str], words: list[str]) -> bool:
-    """Whether a config with the keys `own` has the key of an override, given the others."""
+    """Whether a config with the keys `own` and the overrides `words` has the key of `word`."""
     key = key_of(word)
     if key in CHOSEN or any(known == key or known.startswith(f"{key}.") for known in own):
         return True
-    # A key inside of a dict that another override sets.
+    # A key inside a dict that another override sets.
     parent = key.rpartition(".")[0]
     return any(other.startswith(f"{parent}={{") for other in words)
 
 
 def key_of(word: str) -> str:
-    """The key of an override: of key=value, +key=value and ~key."""
+    """The key of an override: key=value, +key=value or ~key."""
     return word.lstrip("+~").partition("=")[0]
 
 
 def describe(problem: dict) -> str:
-    """A line for a problem that pydantic found: the key, the rule, the value and a fix."""
+    """An error line for a problem found by pydantic: the key, the rule, the value and a fix."""
     key = str(problem["loc"][0])
     value = problem["input"]
     rule = re.sub("^(Input|String) should", "must", problem["msg"])
@@ -519,7 +519,7 @@ def check_choices(group: str, names: list[str]) -> None:
 
 
 def nearest_choices(group: str, names: list[str]) -> list[str]:
-    """The choices of a group that are closest to these names, each once; others stay."""
+    """The choices of a group closest to these names, each once; names without one stay."""
     known = choices(group)
     nearest = []
     for name in names:
@@ -531,7 +531,7 @@ def nearest_choices(group: str, names: list[str]) -> list[str]:
 
 
 def nearest_choice(word: str) -> str:
-    """An override with the closest choices if its key is a group, else as it is."""
+    """An override with the closest choices if its key is a group, else unchanged."""
     key, _, value = word.partition("=")
     if key not in CHOSEN:
         return word
@@ -539,7 +539,7 @@ def nearest_choice(word: str) -> str:
 
 
 def unknown_choices(group: str, names: list[str]) -> str:
-    """A line for names of which some are no choice of a group, with the closest ones, or all."""
+    """An error line for names that are not choices of a group, with the closest choices, or all."""
     known = choices(group)
     wrong = [f"{group}={name}" for name in names if f"{group}={name}" not in known]
     nearest = nearest_choices(group, names)
@@ -553,11 +553,11 @@ def unknown_choices(group: str, names: list[str]) -> str:
 
 
 def unknown_keys(wrong: list[str], own: dict, words: list[str], *, is_comparison: bool) -> str:
-    """A line for the overrides in `words` with a key that does not exist, with keys that do.
+    """An error line for the overrides `wrong` among `words`, whose keys are unknown, with a fix.
 
-    `own` are the keys of the chosen presets, with their values.
+    `own` maps the keys of the chosen presets to their values.
     """
-    # Our values, which are needed to convert the values of other programs.
+    # Our values, which the conversion of other programs' values needs.
     given = {key: as_typed(value) for key, value in own.items()}
     typed = [key_of(word) for word in words]
     for word in words:
@@ -578,7 +578,7 @@ def unknown_keys(wrong: list[str], own: dict, words: list[str], *, is_comparison
             fixes.append(f"{group}={value}")
         elif nearest := nearest_key(key, own):
             fixes.append(f"{nearest}={shlex.quote(value or 'VALUE')}")
-            # In a group of another program, as in trainer.max_epochs, it alone ends a run.
+            # In a group of another program, such as trainer.max_epochs, this key alone ends a run.
             if "." in key and nearest in aliases.LENGTHS and "max_minutes" not in typed:
                 fixes.append("max_minutes=null")
         else:
@@ -597,15 +597,15 @@ def unknown_keys(wrong: list[str], own: dict, words: list[str], *, is_comparison
 
 
 def nearest_key(key: str, own: dict) -> str | None:
-    """The known key that is nearest to a mistyped one: a group, a key of the chosen presets, or one
-    of another preset after its choice, data=text data.path; None if none is near.
+    """The known key closest to a mistyped key: a group, a key of the chosen presets, or a key of
+    another preset after its choice, such as data=text data.path; None if no key is close.
     """
-    # For model.head it is model.heads, though there is an optimizer.reference.head.
+    # model.head yields model.heads, although optimizer.reference.head exists.
     parent = key.rpartition(".")[0]
     siblings = [known for known in own if known.rpartition(".")[0] == parent]
 
-    # Of keys with the same last part, the shortest is suggested, batch_tokens, and of the kinds of
-    # layers one that has a value: attention.kinds.local.window.
+    # Among keys with the same last part, prefer the shortest, such as batch_tokens, and among the
+    # kinds of layers a key with a value: attention.kinds.local.window.
     def rank(known: str) -> tuple[bool, int]:
         return ".kinds." in known and own[known] is None, len(known)
 
@@ -614,9 +614,9 @@ def nearest_key(key: str, own: dict) -> str | None:
 
 
 def known_override(key: str, value: str, own: Collection[str], others: Collection[str]) -> str:
-    """An override by which another program's is replaced, as it can be typed with these presets.
+    """An override that replaces another program's, valid with the chosen presets.
 
-    `others` are the keys that the others are replaced by, which may choose another preset.
+    `others` has the keys of all such replacements, which may choose another preset.
     """
     if key in GROUPS:
         nearest = nearest_choice(f"{key}={value}")
@@ -638,7 +638,7 @@ def choices(group: str = "*") -> list[str]:
 def preset_keys() -> list[str]:
     """The keys of all presets after their choice, as the user types them: data=text data.path.
 
-    They are sorted by length, so that the plainest preset with a key comes first.
+    The keys are sorted by length, so that the simplest preset with a key comes first.
     """
     keys = []
     for group in GROUPS:
@@ -665,5 +665,5 @@ def defaults() -> dict[str, str]:
     for choice in tree.pop("defaults"):
         if choice != "_self_":
             tree |= choice
-    tree["name"] = "NAME"  # which is made from the choices of the groups
+    tree["name"] = "NAME"  # composed from the choices of the groups
     return {key: as_typed(value) for key, value in tree.items()}

@@ -1,4 +1,4 @@
-"""Functions for plain tensors and for those that FSDP shards over processes (DTensor)."""
+"""Functions for plain tensors and for tensors that FSDP shards over processes (DTensor)."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 
 def is_sharded(x: Tensor) -> bool:
     """Whether x is a DTensor."""
-    # Importing DTensor is slow, and without a process group there are none.
+    # Importing DTensor is slow, and without a process group no DTensor exists.
     if not dist.is_initialized():
         return False
     from torch.distributed.tensor import DTensor

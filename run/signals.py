@@ -19,7 +19,7 @@ EXIT_CODES = {
 class Signals:
     """Inside `with`, a signal ends the process at once; after `arm`, it is only recorded.
 
-    A second Ctrl-C ends a single process at once. It does not under torchrun, which may send its
+    A second Ctrl-C ends a single process at once, but not under torchrun, which may send its
     processes the same Ctrl-C twice.
     """
 
@@ -46,7 +46,7 @@ class Signals:
         self.is_armed = True
 
     def agree(self, ranks: DistEnv) -> int:
-        """Agree on the exit code that a signal to any rank has asked for, 0 without one.
+        """Agree on the exit code that a signal to any rank has requested; 0 without a signal.
 
         All ranks call this together. Returns `agreed`.
         """
@@ -63,9 +63,9 @@ class Signals:
                     "fix: call it again, with resume=true"
                 )
             errors.exit_with(EXIT_CODES[number], problem)
-        # The handler may have interrupted a print, so it uses none.
+        # The handler may have interrupted a print, so it must not print.
         if self.received == 0:
             self.received = EXIT_CODES[number]
-            # A terminal or a pipe that has gone must not keep the run from saving.
+            # A closed terminal or pipe must not keep the run from saving.
             with suppress(OSError):
                 os.write(2, b"\nsaving after this step; Ctrl-C again ends at once, unsaved\n")

@@ -1,9 +1,9 @@
-"""How many threads a process computes with on a CPU, and how long they spin while they wait.
+"""The number of threads of a process on a CPU, and the time that they spin while they wait.
 
 Threads that share a product wait at its end for the slowest. They spin while they wait, because
-falling asleep takes longer than most waits. Beside other work this wastes the cores: the thread
-that all wait for has lost its core, often to a thread that spins. So they spin for a short time
-only, and a process that begins beside other work, or under a quota, takes fewer threads.
+falling asleep takes longer than most waits. On a busy machine this wastes the cores: the slowest
+thread has lost its core, often to a spinning thread. So threads spin only for a short time, and a
+process that starts on a busy machine, or under a quota, uses fewer threads.
 """
 
 import os
@@ -15,25 +15,25 @@ from typing import NamedTuple
 # Rounds of GNU's libgomp, whose default of 300,000 takes milliseconds; and milliseconds of Intel's
 # and LLVM's libraries, whose default is 200.
 SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
-FEW_CORES = 0.5  # that others use: less is not worth a thread
+FEW_CORES = 0.5  # cores used by other processes: a lower load does not cost a thread
 BURST_SECONDS = 2.0  # a load that ends earlier does not count
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")  # of /proc/stat
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")  # ticks are the unit of /proc/stat
 IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle, and waiting for a disk
-GUEST_FIELDS = slice(8, None)  # which the user's time includes
+GUEST_FIELDS = slice(8, None)  # already included in the user's time
 
 
 class CpuTime(NamedTuple):
-    """A moment, and the seconds that the cores of this process were busy until then."""
+    """A moment, and the seconds that the cores of this process had been busy until then."""
 
     now: float
-    busy: float  # with anything
+    busy: float  # with any process
     own: float  # with this process and the children that it has waited for
 
 
 def bound_spinning() -> None:
-    """Let threads sleep after a short wait, unless the user has said how they wait.
+    """Let threads sleep after a short wait, unless the user has set the environment variables.
 
-    It must be called before torch is imported, since the libraries read these variables once.
+    Call this before torch is imported, since the libraries read these variables only once.
     """
     if "OMP_WAIT_POLICY" in os.environ:
         return
@@ -49,7 +49,7 @@ def cores() -> list[int]:
 
 
 def cpu_time() -> CpuTime:
-    """The time that the cores of this process were busy until now; 0 if the system hides it."""
+    """The time that the cores of this process have been busy; 0 if the system hides it."""
     own = sum(os.times()[:4])
     busy = 0.0
     statistics = Path("/proc/stat")
@@ -77,9 +77,9 @@ def other_load(start: CpuTime) -> float:
 
 
 def cpu_quota() -> float | None:
-    """The number of cores' time that a container may use; None without a quota.
+    """The CPU time that a container may use, in cores; None without a quota.
 
-    The smallest quota counts of this process's control group and of those that contain it, in
+    This is the smallest quota of this process's control group and the groups that contain it, in
     versions 1 and 2: docs.kernel.org/admin-guide/cgroup-v2.html, cpu.max.
     """
     memberships = Path("/proc/self/cgroup")
@@ -95,7 +95,7 @@ def cpu_quota() -> float | None:
 
 
 def group_quotas(root: Path, group: str) -> list[float]:
-    """The quotas, in cores, of a control group and of the groups around it, up to `root`."""
+    """The quotas, in cores, of a control group and its parent groups, up to `root`."""
     quotas = []
     folder = root / group.lstrip("/")
     for parent in (folder, *folder.parents):
@@ -130,9 +130,9 @@ def lasting_load() -> float:
 
 
 def free_threads(threads: int) -> tuple[int, str]:
-    """How many of `threads` are worth using, and the reason, which is empty for all of them.
+    """The number of `threads` worth using, and the reason, which is empty if all are used.
 
-    Beside other work they are half at least: a core is shared equally.
+    With other load, at least half are used, since a core is shared equally.
     """
     num_cores = len(cores())
     quota = cpu_quota()
@@ -148,10 +148,10 @@ def free_threads(threads: int) -> tuple[int, str]:
 
 
 def choose_threads(kept: int | None = None) -> str:
-    """Set the number of torch's threads, once. Return a line that says why it is not the default.
+    """Set the number of torch's threads, once. Return the reason if it is not the default.
 
-    `kept` is the number of threads of a run that is resumed, which determines how sums are rounded.
-    OMP_NUM_THREADS, which torchrun sets too, decides before anything else.
+    `kept` is the number of threads of a resumed run, which determines how sums are rounded.
+    OMP_NUM_THREADS, which torchrun also sets, takes precedence.
     """
     import torch  # after `bound_spinning`
 

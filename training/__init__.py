@@ -1,1 +1,1 @@
-"""What a run needs around the network."""
+"""Training: the loss, optimizers, evaluation, logging and checkpoints of a run."""

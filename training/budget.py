@@ -1,4 +1,4 @@
-"""How many optimizer steps a run takes: by the config, and as many as fit into max_minutes."""
+"""The number of optimizer steps of a run: set by the config, or fitted to max_minutes."""
 
 import math
 from collections import deque
@@ -15,20 +15,20 @@ from training.evaluation import SAMPLE_TOKENS, count_eval_tokens
 from training.steps import Progress
 
 UNTIMED_STEPS = 3  # steps that compile and fill caches, and are not timed unless they are slow
-FEW_STEPS = 20  # in which a model learns next to nothing
-TIMED_FRACTION = 0.1  # of the limit: the speed is that of the steps in such a time
-TOLERANCE = 0.05  # of the number of steps: a smaller change does not fit it again
-SAID_TOLERANCE = 0.15  # of the number of steps: a smaller change is not worth a line
+FEW_STEPS = 20  # a model learns next to nothing in fewer steps
+TIMED_FRACTION = 0.1  # of the limit: the speed is averaged over the steps in this time
+TOLERANCE = 0.05  # of the number of steps: a smaller change does not refit it
+SAID_TOLERANCE = 0.15  # of the number of steps: a smaller change is not reported
 CHECKS = 100  # how often a fitted number is checked, over the run
 RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot
 SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
 EVALUATION_COST = 0.5  # time to evaluate a token, relative to training on it: 0.4 to 0.6 on CPUs
-# Until the first sample and the first save have been timed.
-LAYER_SECONDS = 4e-4  # of a layer for a token of a sample
+# Estimates, used until the first sample and the first save have been timed.
+LAYER_SECONDS = 4e-4  # per layer and token of a sample
 SAVED_BYTES_PER_SECOND = 2e8  # checksums included
-BYTES_PER_WEIGHT = 12  # of a checkpoint: a weight and up to two values of an optimizer, in fp32
-# On a GPU, the first evaluation compiles a graph without gradients. The time that it takes,
-# relative to that of the first step, which compiles forward and backward.
+BYTES_PER_WEIGHT = 12  # in a checkpoint: the weight and up to two optimizer values, in fp32
+# On a GPU, the first evaluation compiles a graph without gradients. Its time, as a fraction of the
+# time of the first step, which compiles forward and backward.
 EVALUATION_COMPILATION = 0.5
 
 
@@ -48,7 +48,7 @@ def planned_steps(settings: Settings, loader: Loader) -> float:
 def count_epoch_steps(loader: Loader, epochs: int) -> float:
     """The optimizer steps, at least 1, that read each row at most `epochs` times.
 
-    Infinite where no row comes twice.
+    Infinite if no row repeats.
     """
     if loader.rows_per_epoch == math.inf:
         return math.inf
@@ -58,11 +58,11 @@ def count_epoch_steps(loader: Loader, epochs: int) -> float:
 class TimeBudget:
     """Fits the number of steps to `max_minutes`, at first after a tenth of that time.
 
-    Until then there is an estimate, which learning rates follow. Later the number is fitted again
-    where the speed has changed so much that the schedule depends on it: a schedule with a constant
-    phase, such as WSD, begins its decay when the time asks for it. `schedule` maps a step and the
-    number of steps to a multiple of the peak rate; `bound` is the number of steps without a limit.
-    Of the time, what evaluations, saves and samples will take is set aside.
+    Until then an estimate sets the learning rates. Later the number is refitted if the speed has
+    changed enough to affect the schedule: a schedule with a constant phase, such as WSD, begins its
+    decay at the time that the limit requires. `schedule` maps a step and the number of steps to a
+    multiple of the peak rate; `bound` is the number of steps without a time limit. The time that
+    evaluations, saves and samples will take is set aside.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TimeBudget:
         self.limit = 60 * settings.max_minutes if self.has_limit else math.inf  # seconds
         self.is_fitted = False
         self.is_resumed = False
-        self.said_steps = bound  # the end of the run in the last line about it
+        self.said_steps = bound  # the end of the run as last reported
         self.first_step: int | None = None  # after which steps are timed
         self.compile_seconds = 0.0  # of the first step, if it compiles
         self.last_time = clock.training()  # of the last step
@@ -102,12 +102,12 @@ class TimeBudget:
         return self.has_limit and not self.is_fitted
 
     def mark_fitted(self) -> None:
-        """Keep the number of steps that an earlier process has fitted, whatever the speed is."""
+        """Keep the number of steps that an earlier process fitted, regardless of the speed."""
         self.is_fitted = True
         self.is_resumed = True
 
     def fit(self, progress: Progress) -> bool:
-        """After each step: estimate how many steps fit into `max_minutes`, and fit them.
+        """Estimate, after each step, how many steps fit into `max_minutes`, and fit the number.
 
         Returns True after the step at which the number of steps is fitted for the first time.
         """
@@ -121,7 +121,7 @@ class TimeBudget:
         room = progress.step + max(0, int(steps_left))
         steps = min(self.bound, room)
 
-        # A number that is fitted changes only if the schedule depends on it.
+        # A fitted number changes only if the schedule depends on the change.
         if self.is_fitted:
             if self.is_outdated(progress, steps):
                 progress.total_steps = steps
@@ -143,7 +143,7 @@ class TimeBudget:
         return is_final
 
     def say_new_end(self, steps: int) -> None:
-        """Say that the run ends elsewhere, unless that is near what was said before."""
+        """Report the new end of the run, unless it is near the end that was reported last."""
         if abs(steps - self.said_steps) > SAID_TOLERANCE * self.said_steps:
             self.said_steps = steps
             say(
@@ -152,18 +152,18 @@ class TimeBudget:
             )
 
     def expected_end(self, progress: Progress) -> float:
-        """The step at which the run will end, as far as is known; infinite if it is not."""
+        """The step at which the run is expected to end; infinite if unknown."""
         if not self.is_open:
             return progress.total_steps
         # Until steps are timed, `max_minutes` may end the run at any step.
         return progress.expected_steps if len(self.times) > 1 else math.inf
 
     def check_interval(self, progress: Progress) -> int:
-        """Steps between two checks of a number of steps that is fitted."""
+        """Steps between two checks of the fitted number of steps."""
         return max(1, progress.total_steps // CHECKS)
 
     def is_outdated(self, progress: Progress, steps: int) -> bool:
-        """Whether the run should end at `steps`, and not where it was fitted to end.
+        """Whether the run should end at `steps` instead of the step fitted before.
 
         True if the number changes by more than TOLERANCE, and the next check would be too late for
         the new schedule or the new end. The rate must not rise.
@@ -180,8 +180,8 @@ class TimeBudget:
     def count_steps(self, step: int) -> tuple[float | None, bool]:
         """Called after `step`: return (steps left, is_final); (None, False) until one is timed.
 
-        Steps are timed for a tenth of the limit, or until half of the limit has passed. Any one that
-        takes a tenth of the limit is enough, unless it compiles.
+        Steps are timed for a tenth of the limit, or until half of the limit has passed. One step of
+        a tenth of the limit is enough, unless it compiles.
         """
         now = self.clock.training()
         step_seconds = now - self.last_time
@@ -197,7 +197,7 @@ class TimeBudget:
                 return None, False
             return self.count_room(step, step_seconds), True
 
-        # Keep the time of one earlier step that is a tenth of the limit ago, or the first.
+        # Keep one time that is at least a tenth of the limit ago, or else the first time.
         self.times.append((step, now))
         while len(self.times) > 2 and now - self.times[1][1] >= duration:
             self.times.popleft()
@@ -209,7 +209,7 @@ class TimeBudget:
         return self.count_room(step, seconds / (step - timed_from)), is_final
 
     def count_room(self, step: int, step_seconds: float) -> float:
-        """How many steps fit into the time left after `step`, with what goes on between them."""
+        """Steps that fit into the time left after `step`, with evaluations, samples and saves."""
         settings = self.settings
         seconds_left = self.seconds_left()
         expected_steps = step + seconds_left / step_seconds
@@ -222,8 +222,8 @@ class TimeBudget:
         if save_seconds is None:
             save_seconds = BYTES_PER_WEIGHT * self.num_parameters / SAVED_BYTES_PER_SECOND
 
-        # At the end there is one more of each. Of the last save and sample, RESERVED_SECONDS are
-        # not among the seconds left any more.
+        # The end of the run adds one evaluation, sample and save. RESERVED_SECONDS of the last save
+        # and sample have already been subtracted from the seconds left.
         seconds_left -= eval_seconds + max(0.0, sample_seconds + save_seconds - RESERVED_SECONDS)
         if self.ranks.device.type == "cuda" and "evaluation" not in self.clock.pauses:
             seconds_left -= EVALUATION_COMPILATION * self.compile_seconds
@@ -236,12 +236,12 @@ class TimeBudget:
         return seconds_left / seconds_per_step
 
     def seconds_left(self) -> float:
-        """Seconds that are left for steps, and for what goes on between them."""
+        """Seconds left for steps, and for evaluations, samples and saves between them."""
         left = self.limit - self.clock.total()
         return max(0.0, (1 - SAFETY_MARGIN) * left - RESERVED_SECONDS)
 
     def time_to_end(self, progress: Progress, tokens_per_second: float | None) -> float:
-        """Seconds to the last step at this speed; infinite if it is not known."""
+        """Seconds to the last step at this speed; infinite if the speed is unknown."""
         seconds = math.inf
         if tokens_per_second is not None:
             steps_left = progress.total_steps - progress.step

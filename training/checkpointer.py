@@ -1,4 +1,4 @@
-"""What a run saves and restores, and what must not change when it is resumed."""
+"""Saving and restoring a run, and checks for changes that a resumed run must not have."""
 
 import math
 import platform
@@ -30,7 +30,7 @@ from training.trainer import Trainer
 
 
 class SavedMachine(BaseModel):
-    """What a resumed run takes over from the machine that its config.json describes."""
+    """Properties of the machine in config.json that a resumed run keeps."""
 
     model_config = ConfigDict(strict=True)
 
@@ -41,7 +41,7 @@ class SavedMachine(BaseModel):
     device: str  # its kind is the first word
 
     def is_like(self, ranks: DistEnv) -> bool:
-        """Whether these processes have the device and the number of those that were saved."""
+        """Whether these processes have the saved kind of device and number of processes."""
         return self.device.split()[0] == ranks.device.type and self.processes == ranks.world_size
 
 
@@ -52,7 +52,7 @@ class SavedState(BaseModel):
 
     step: NonNegativeInt
     steps: int | float  # at which the run ends; infinite until fitted to max_minutes
-    expected_steps: int | float  # which the learning rates are for
+    expected_steps: int | float  # that the learning rates are computed for
     is_fitted: bool  # whether `steps` is fitted to max_minutes
     seconds: float  # since the run began, without the time between its processes
     optimizer: dict[str, dict[str, Any]]  # by parameter
@@ -74,7 +74,7 @@ class SavedRun:
 
 
 def read_saved_run(path: Path) -> SavedRun:
-    """Read the config of a checkpoint. Raises IntegrityError if no run of ours wrote it."""
+    """Read the config of a checkpoint. Raises IntegrityError if train.py did not write it."""
     config = checkpoint.load_config(path)
     with checkpoint.report_unreadable(path / "config.json"):
         return SavedRun(
@@ -104,7 +104,7 @@ class Checkpointer:
         clock: Clock,
     ):
         self.settings = settings
-        self.overrides = list(overrides)  # which gave the settings, for a command that resumes
+        self.overrides = list(overrides)  # saved for the command that resumes
         self.run_dir = run_dir
         self.corpus = corpus
         self.trainer = trainer
@@ -131,7 +131,7 @@ class Checkpointer:
         progress.saved_step = progress.step
 
     def write(self, weights: dict[str, Tensor], state: SavedState, progress: Progress) -> None:
-        """Write a checkpoint on rank 0. Ends with exit code 4 for values that are not finite."""
+        """Write a checkpoint on rank 0. Ends with exit code 4 if a value is not finite."""
         # The update itself may have overflowed, though loss and gradient were finite.
         parameters = [weights[name] for name, _ in self.trainer.model.named_parameters()]
         for value in tree_leaves([parameters, state.optimizer]):
@@ -198,8 +198,8 @@ class Checkpointer:
         self.clock.add_earlier(state.seconds)
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
 
-        # Keep the number of steps, unless another is asked for. Changing max_minutes does not fit it
-        # again: the schedule follows the time that was planned.
+        # Keep the number of steps, unless the user sets another. Changing max_minutes does not
+        # refit it: the schedule follows the time that was planned.
         settings = self.settings
         has_same_bound = saved.bound == given_bound(settings.model_dump())
         gives_steps = settings.steps is not None or settings.tokens_per_parameter is not None
@@ -210,7 +210,7 @@ class Checkpointer:
         if state.is_fitted and (has_same_bound or gives_steps):
             self.budget.mark_fitted()
 
-        # The log ends at the step of the checkpoint, unless all of a finished run is in it.
+        # Truncate the log to the step of the checkpoint, unless it has all of a finished run.
         if progress.is_finished:
             progress.is_complete = self.ranks.on_rank0(self.log.has_end, state.log, state.step)
         if not progress.is_complete:
@@ -218,7 +218,7 @@ class Checkpointer:
         say(f"resuming step {progress.step}\n{changes}".rstrip())
 
     def read_state(self, path: Path) -> SavedState:
-        """Read the training state of a checkpoint. Raises IntegrityError if it is not ours."""
+        """Read the training state of a checkpoint. Raises IntegrityError if it is invalid."""
         content = checkpoint.load_state(path, SavedState.model_fields)
         with checkpoint.report_unreadable(path / "state.pt"):
             state = SavedState.model_validate(content)
@@ -232,7 +232,7 @@ class Checkpointer:
 
 
 def given_bound(config: dict) -> tuple[str, float] | None:
-    """Return the key that gives the number of steps, besides max_minutes, and its value."""
+    """Return the key other than max_minutes that sets the number of steps, and its value."""
     for key in ("steps", "tokens_per_parameter", "max_epochs"):
         value = config.get(key)  # a checkpoint may be older than a key
         if value is not None:
@@ -241,7 +241,7 @@ def given_bound(config: dict) -> tuple[str, float] | None:
 
 
 def check_resumed(then: dict, now: dict, path: Path) -> str:
-    """What has changed, and may, as a line. Raises ValueError for what may not."""
+    """A line that lists the allowed changes. Raises ValueError for changes that are not allowed."""
     changed, refused = changes_since(then, now)
     if refused:
         run = path.parent.parent
@@ -254,7 +254,7 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
 
 
 def fingerprint(trainer: Trainer, micro_batch_size: int) -> dict[str, str | int | bool]:
-    """What determines the last bits of a result, besides the program and its config."""
+    """Everything but the program and its config that determines the last bits of a result."""
     ranks = trainer.ranks
     if ranks.device.type == "cuda":
         chip = torch.cuda.get_device_name(ranks.device)

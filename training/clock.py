@@ -6,12 +6,12 @@ from time import monotonic
 
 
 class Clock:
-    """Seconds since `started`, a monotonic time: of the run, and of training alone."""
+    """Seconds since `started`, a monotonic time: in total, and of training alone."""
 
     def __init__(self, started: float):
         self.started = started
         self.paused = 0.0
-        self.pauses: dict[str, float] = {}  # by activity, the seconds of the last one
+        self.pauses: dict[str, float] = {}  # seconds of the last pause, by activity
 
     def add_earlier(self, seconds: float) -> None:
         """Count the seconds of the processes that this one resumes."""
@@ -25,7 +25,7 @@ class Clock:
 
     @contextmanager
     def pause(self, activity: str) -> Iterator[None]:
-        """Inside, something other than training goes on."""
+        """Do not count the time inside as training."""
         start = monotonic()
         yield
         self.pauses[activity] = monotonic() - start

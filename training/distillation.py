@@ -20,8 +20,8 @@ class Distillation:
     cross-entropy.
     """
 
-    # In a dataclass, the teacher is no submodule of the loss: `train()` does not switch it to
-    # training mode, and it is neither trained nor saved.
+    # The dataclass keeps the teacher from being a submodule of the loss: `train()` does not switch
+    # it to training mode, and it is neither trained nor saved.
     teacher: Transformer
     weight: float
 
@@ -29,20 +29,20 @@ class Distillation:
 def load_distillation(
     settings: Settings, device: torch.device, precision: torch.dtype
 ) -> Distillation | None:
-    """Load the checkpoint `distill`, if there is one; each device has all of it."""
+    """Load the checkpoint `distill`, if given; each device holds the whole teacher."""
     if settings.distill is None:
         return None
     dtype = torch.float32
-    if precision == torch.bfloat16:  # fp16 has too small a range for weights that are not scaled
+    if precision == torch.bfloat16:  # the range of fp16 is too small for unscaled weights
         dtype = precision
     model = checkpoint.load_model(Path(settings.distill), device, dtype, settings.context)
     return Distillation(model.requires_grad_(False), settings.distill_weight)
 
 
 def find_teacher(settings: Settings, corpus: Corpus) -> Path | None:
-    """Return the newest checkpoint of the run that `distill` names, verified; None without one.
+    """Return the verified newest checkpoint of the run that `distill` names; None if it is null.
 
-    Raises ValueError for a teacher whose tokens are not those of the model.
+    Raises ValueError if the teacher has another tokenizer or a shorter context.
     """
     if settings.distill is None:
         return None

@@ -21,17 +21,17 @@ from training.metrics import corpus_metrics
 from training.steps import Progress, end_diverged
 from training.trainer import Trainer
 
-# Tokens of an evaluation, as a fraction of those trained on between two evaluations.
+# Tokens of an evaluation, as a fraction of the tokens trained on between two evaluations.
 EVALUATED_FRACTION = 0.1
 MIN_EVAL_TOKENS = 8192  # even if that is a larger fraction
 SAMPLE_TOKENS = 192  # at most, BOS included
-SIGNAL_INTERVAL = 16  # tokens of a sample between two looks for signals
+SIGNAL_INTERVAL = 16  # tokens of a sample between two checks for signals
 
 
 def count_eval_tokens(settings: Settings, corpus: Corpus, steps: float) -> int:
     """The number of held-out tokens that an evaluation reads, in a run of `steps` steps.
 
-    It does not depend on the model, so all runs of at least eval_every steps read the same.
+    It does not depend on the model: all runs of at least eval_every steps read the same tokens.
     """
     eval_tokens = settings.eval_tokens
     if eval_tokens is None:
@@ -55,16 +55,16 @@ def evaluate(
     """Evaluate on held-out tokens -> the metrics of the corpus, such as `val_loss`.
 
     The first `num_tokens` tokens are read in windows of `context` tokens that do not overlap,
-    `batch_size` of them at a time. Returns None if a signal asks the run to end. With gradients,
-    the graph that was compiled for training runs, instead of one without gradients that would have
-    to be compiled; the gradients are discarded.
+    `batch_size` windows at a time. Returns None if a signal asks the run to end. With gradients,
+    the graph compiled for training runs, so that no graph without gradients has to be compiled;
+    the gradients are discarded.
     """
     loss_module.eval()
     batches = list(corpus.evaluation(num_tokens, context, batch_size))
     scores = []
     cells = []
     for start in range(0, len(batches), ranks.world_size):
-        # Ranks compute together: one without a batch of its own repeats the last, without targets.
+        # Ranks compute together: a rank without a batch repeats the last batch, without targets.
         number = start + ranks.rank
         batch = batches[min(number, len(batches) - 1)]
         targets = batch.targets
@@ -95,8 +95,8 @@ def evaluate(
 class Evaluator:
     """Evaluates and samples the model of a trainer, and logs the results.
 
-    All ranks call the same methods. A signal that asks the run to end cuts them short: then nothing
-    is logged, and a resumed run does them again. `batch_size` is in sequences.
+    All ranks call the same methods. A signal that asks the run to end interrupts them: nothing is
+    logged, and a resumed run repeats them. `batch_size` is in sequences.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Evaluator:
         self.signals = signals
         self.clock = clock
         self.batch_size = batch_size
-        self.eval_tokens: int | None = None  # of all evaluations, once the first has been planned
+        self.eval_tokens: int | None = None  # of each evaluation; set when the first is planned
 
     def plan_tokens(self, progress: Progress) -> int:
-        """The held-out tokens of an evaluation, which stay the same when a run is extended."""
+        """The number of held-out tokens of an evaluation, which extending a run does not change."""
         if self.eval_tokens is None or self.settings.eval_tokens is not None:
             self.eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.total_steps)
         return self.eval_tokens
@@ -131,7 +131,7 @@ class Evaluator:
         if self.signals.agree(self.ranks):
             return
         eval_tokens = self.plan_tokens(progress)
-        # A graph without gradients would take a CPU up to a minute to compile: run the one that was
+        # A CPU would take up to a minute to compile a graph without gradients: run the graph
         # compiled for training. At the first step of a process nothing is compiled yet.
         with_gradients = (
             self.trainer.is_compiled
@@ -177,9 +177,9 @@ class Evaluator:
         say(f"--- a sample at step {progress.step}\n{text}\n---")
 
     def generate(self, seed: int) -> str:
-        """Return a text that begins a document, up to where a signal comes.
+        """Return a text that begins a document; a signal cuts it short.
 
-        All ranks compute the same text; those of a sharded model compute every token together.
+        All ranks compute the same text; with a sharded model, they compute each token together.
         """
         model = self.trainer.model
         precision = torch.float32
@@ -209,9 +209,9 @@ class Evaluator:
 
 
 def gather_once(model: nn.Module) -> None:
-    """Let FSDP allocate the buffers of its first all-gather, which it keeps.
+    """Let FSDP allocate and keep the buffers of its first all-gather.
 
-    If inference mode, in which text is generated, allocated them, training could not write to them.
+    Text is generated in inference mode; training could not write to buffers allocated there.
     """
     for module in (model, *model.blocks):
         module.unshard()

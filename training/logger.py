@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, samples.txt, loss.png, progress, Weights & Biases."""
+"""Reports of a run: metrics.jsonl, samples.txt, loss.png, progress, Weights & Biases."""
 
 import json
 import math
@@ -22,7 +22,7 @@ MIN_RISE = 1.01  # of the held-out loss, as a factor: smaller ones are noise
 
 
 class Logger:
-    """The files and the messages of a run; silent unless it is enabled, as on rank 0 alone.
+    """The files and the messages of a run; does nothing unless enabled, which only rank 0 is.
 
     `steps_per_epoch` may be a fraction, and is infinite if the text never repeats.
     """
@@ -42,7 +42,7 @@ class Logger:
         self.steps_per_epoch = steps_per_epoch
         self.is_enabled = is_enabled
         self.sizes = dict.fromkeys(FILES, 0)  # bytes
-        # What a checkpoint of this step stores: sizes of the files, and the id of the run at wandb.
+        # Stored in a checkpoint of this step: sizes of the files, and the id of the run at wandb.
         # Resuming truncates the files to these sizes.
         self.resume_point: dict[str, int | str | None] = {}
         self.is_disk_full = False
@@ -51,17 +51,16 @@ class Logger:
         self.wandb_id = None
 
     def open(self, state: dict[str, int | str | None]) -> None:
-        """Truncate the files to the sizes in the `state` of a checkpoint, and go on there.
+        """Truncate the files to the sizes in the `state` of a checkpoint, and append from there.
 
-        What a run has logged after the resume point of its last save is done again. A new run has
-        no state.
+        The resumed run logs everything after that point again. A new run has no state.
         """
         self.resume_point = state
         if not self.is_enabled:
             return
         for name in FILES:
             with (self.run_dir / name).open("ab") as file:
-                # A power cut may have shortened it: log files are not synced.
+                # A power cut may have shortened the file: log files are not synced.
                 self.sizes[name] = min(file.tell(), state.get(name, 0))
                 file.truncate(self.sizes[name])
         self.bar = tqdm(
@@ -90,7 +89,7 @@ class Logger:
     def has_end(self, state: dict[str, int | str | None], step: int) -> bool:
         """Whether the files have the sample and the evaluation of a run's last step.
 
-        They are written after its last checkpoint, whose `state` has the sizes of the files then.
+        They are written after the last checkpoint, whose `state` has the sizes at that time.
         """
         ends = {}
         try:
@@ -106,15 +105,15 @@ class Logger:
         return is_evaluated and is_sampled and is_whole
 
     def mark_resume_point(self) -> None:
-        """Let a checkpoint of this step store the sizes of the files as they are now.
+        """Record the current sizes of the files for a checkpoint of this step.
 
         Called after a step and its report. The sample and the evaluation of the step come later,
-        so that a run resumed from its checkpoint does them again.
+        so that a run resumed from its checkpoint repeats them.
         """
         self.resume_point = {**self.sizes, "wandb": self.wandb_id}
 
     def advance(self, progress: Progress, total: float) -> None:
-        """Move the bar of a terminal, at most once a second, in a run of `total` steps."""
+        """Advance the progress bar, at most once a second, in a run of `total` steps."""
         if self.bar is not None:
             self.bar.n = progress.step
             self.bar.total = None if total == math.inf else total
@@ -123,7 +122,7 @@ class Logger:
     def report(
         self, progress: Progress, metrics: dict[str, float | int | None], seconds_left: float
     ) -> None:
-        """Log the metrics of training, and show them: next to the bar of a terminal, or a line."""
+        """Log the training metrics, and show them next to the progress bar or as a line."""
         self.write(progress, metrics)
         if self.bar is None:
             return
@@ -138,7 +137,7 @@ class Logger:
             say(f"step {self.bar.n}/{self.bar.total or '?'}  {text}")
 
     def write(self, progress: Progress, metrics: dict[str, float | dict | None]) -> None:
-        """Write a line of metrics.jsonl, to wandb too."""
+        """Write a line to metrics.jsonl, and to wandb."""
         values = {
             "tokens": progress.step * self.settings.batch_tokens,
             "epoch": round(progress.step / self.steps_per_epoch, 4),
@@ -151,7 +150,7 @@ class Logger:
                 self.wandb.log(values, step=progress.step)
 
     def append(self, name: str, text: str) -> None:
-        """Write all of a text or nothing. A full disk costs a warning, and not the run."""
+        """Append all of a text or nothing. A full disk causes a warning; the run continues."""
         if not self.is_enabled:
             return
         path = self.run_dir / name
@@ -175,7 +174,7 @@ class Logger:
                 self.wandb.finish()
 
     def plot(self) -> None:
-        """Draw loss.png, and say if the held-out loss has risen."""
+        """Draw loss.png, and report if the held-out loss has risen."""
         if not self.is_enabled:
             return
         try:
@@ -192,7 +191,7 @@ class Logger:
 
     @contextmanager
     def _wandb_may_fail(self) -> Iterator[None]:
-        """Go on without wandb after any error of it: metrics.jsonl has it all."""
+        """Continue without wandb after any error it raises: metrics.jsonl has all metrics."""
         try:
             yield
         except Exception as error:

@@ -15,18 +15,18 @@ from model.transformer import Transformer
 from training.distillation import Distillation
 
 MAX_LOGITS = {"cpu": 2**25, "cuda": 2**27, "mps": 2**24}  # logits in memory at a time
-# Rows of bf16 logits must begin at multiples of 16 bytes for the fast kernels of a GPU, and fill
-# their tiles best at multiples of 128. nanoGPT pads GPT-2's 50,257 tokens in its weights instead.
+# The fast kernels of a GPU need rows of bf16 logits that begin at multiples of 16 bytes. Lengths in
+# multiples of 128 fill their tiles best. nanoGPT pads GPT-2's 50,257 tokens in its weights instead.
 VOCAB_MULTIPLE = {"cpu": 1, "cuda": 128, "mps": 1}
-# Of each target: its nats, 1 if no token has a higher logit, and 1 unless it is IGNORE_INDEX.
+# For each target: its nats, 1 if no token has a higher logit, and 1 unless it is IGNORE_INDEX.
 TARGET_METRICS = ("nats", "is_correct", "is_counted")
 
 
 class LossOptions(NamedTuple):
-    """What training minimizes besides the cross-entropy with the targets."""
+    """Terms of the objective in addition to the cross-entropy with the targets."""
 
     z_loss: float = 0.0  # weight of the penalty log(Z)^2, Z the sum of exponentials (2204.02311)
-    distill_weight: float = 0.0  # weight of the teacher, against the targets (1503.02531)
+    distill_weight: float = 0.0  # weight of the teacher; 1 minus it: of the targets (1503.02531)
 
 
 def cross_entropy(
@@ -37,8 +37,8 @@ def cross_entropy(
     The objective is summed over targets. Each target has its nats, mixed at `distill_weight` with
     the cross-entropy with the probabilities of a teacher's logits, plus the penalty `z_loss`.
 
-    The scores have no gradient, and are 0 where the target is IGNORE_INDEX. In bf16 several tokens
-    may share the highest logit; a target that is one of them is correct.
+    The metrics have no gradient, and are 0 where the target is IGNORE_INDEX. In bf16 several tokens
+    may share the highest logit; a target among them is correct.
     """
     assert logits.ndim == 2 and targets.shape == logits.shape[:1], (logits.shape, targets.shape)
     is_counted = targets != IGNORE_INDEX
@@ -64,8 +64,8 @@ def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return F.cross_entropy(logits, targets, reduction="none")
-    # Its gradient, compiled for a CPU, adds up a row of V zeros and a one for every target, which
-    # takes longer than the exponentials. That of the following has the row, but not the sum.
+    # The compiled CPU gradient of F.cross_entropy sums, for every target, a row of V zeros and a
+    # one, which takes longer than the exponentials. The code below builds the row, but not the sum.
     vocabulary = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     is_target = vocabulary == targets.int()[:, None]
     target_logits = torch.where(is_target, logits, 0.0).sum(dim=-1)
@@ -73,16 +73,16 @@ def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """hidden (N, D), weight (V, D), targets (N,) -> the objective and scores of `cross_entropy`.
+    """hidden (N, D), weight (V, D), targets (N,) -> the objective and metrics of `cross_entropy`.
 
     At most MAX_LOGITS logits are in memory: the forward takes a chunk of rows at a time and
     computes their gradient at once, so that nothing of size (N, V) is kept for the backward.
-    Where hidden needs no gradient, as in an evaluation, none is computed.
+    If hidden needs no gradient, as in an evaluation, none is computed.
     """
 
-    # Recomputing each chunk in the backward (torch.utils.checkpoint) would need no such function,
-    # but four products with the weight instead of three. F.linear_cross_entropy(..., options=...)
-    # of torch 2.13 has neither softcap nor z_loss, and its loss in bf16 is rounded.
+    # Recomputing each chunk in the backward (torch.utils.checkpoint) would need no autograd
+    # function, but four products with the weight instead of three. F.linear_cross_entropy(...,
+    # options=...) of torch 2.13 has neither softcap nor z_loss, and rounds its loss in bf16.
 
     @staticmethod
     def forward(
@@ -141,7 +141,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        no_gradients = [None] * (len(ctx.needs_input_grad) - 2)  # of all arguments but these two
+        no_gradients = [None] * (len(ctx.needs_input_grad) - 2)  # except hidden and weight
         return grad * grad_hidden, grad * grad_weight, *no_gradients
 
 
@@ -151,7 +151,7 @@ def head(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
 
 
 class TeacherHead(NamedTuple):
-    """What the logits of a teacher are computed from."""
+    """The inputs of a teacher's head, from which its logits are computed."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -159,7 +159,7 @@ class TeacherHead(NamedTuple):
 
 
 class HeadLoss(nn.Module):
-    """ChunkedCrossEntropy as a module, which can be compiled apart from the blocks."""
+    """ChunkedCrossEntropy as a module, so that it can be compiled separately from the blocks."""
 
     def forward(
         self,
@@ -171,7 +171,7 @@ class HeadLoss(nn.Module):
         teacher: TeacherHead | None = None,
     ) -> tuple[Tensor, Tensor]:
         """hidden (N, D), weight (V, D), targets (N,) -> the objective (), TARGET_METRICS (3, N)"""
-        # An autograd function takes its arguments by position, and tensors not in a tuple.
+        # An autograd function takes its arguments by position, and no tensors inside a tuple.
         teacher_arguments = (None, None, None) if teacher is None else tuple(teacher)
         return ChunkedCrossEntropy.apply(
             hidden, weight, targets, softcap, options, *teacher_arguments
@@ -181,17 +181,17 @@ class HeadLoss(nn.Module):
 class LanguageModelLoss(nn.Module):
     """inputs, targets (B, T) -> the objective (), and metrics (B T,) by name.
 
-    The objective is what training minimizes, summed over targets: the cross-entropy, mixed with
-    that of a teacher, its penalty, and the model's auxiliary losses by their weights. The metrics
-    have a number a target and no gradient: TARGET_METRICS, and the auxiliary losses by their names.
+    Training minimizes the objective, summed over targets: the cross-entropy, mixed with the
+    teacher's cross-entropy, the penalty, and the model's weighted auxiliary losses. The metrics
+    have one number per target and no gradient: TARGET_METRICS, and the auxiliary losses by name.
     They contain neither penalty nor teacher, so that runs with and without these are comparable.
 
-    With positions (N,), the indices of some tokens in inputs.flatten(), N targets and metrics are
-    of these tokens, such as the questions of a task, and the head computes no other logits.
+    With positions (N,), indices into inputs.flatten(), the N targets and metrics belong to these
+    tokens alone, such as the questions of a task, and the head computes no other logits.
 
-    This is the module that is made parallel, and compiled where its parts are not.
+    This module is made parallel, and compiled unless its parts are compiled separately.
 
-    Where `bos` is a token id, it begins a document, and no token attends to another document.
+    If `bos` is a token id, it begins a document, and no token attends to another document.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class LanguageModelLoss(nn.Module):
         targets = targets.flatten()
         selected = slice(None) if positions is None else positions
 
-        # Without gradients, nothing is learned from the teacher, so it is not asked.
+        # Without gradients, nothing is learned from the teacher, so it is not run.
         teacher = None
         if self.distillation is not None and torch.is_grad_enabled():
             teacher_model = self.distillation.teacher

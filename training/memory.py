@@ -10,9 +10,9 @@ STATE_PER_WEIGHT = 2  # values of an optimizer for each weight, at most
 
 
 def choose_micro_batch(trainer: Trainer, settings: Settings) -> int:
-    """Sequences in a forward on one device, which divide a batch evenly, equal on all ranks.
+    """Sequences in a forward on one device: a divisor of the batch, equal on all ranks.
 
-    With micro_batch=null a GPU takes as many as its memory holds, and a CPU a few.
+    With micro_batch=null a GPU takes the most that its memory holds, and a CPU a few.
     """
     ranks = trainer.ranks
     rows = settings.sequences_per_process(ranks.world_size)
@@ -27,7 +27,7 @@ def choose_micro_batch(trainer: Trainer, settings: Settings) -> int:
 def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
     """How many sequences fit into the memory of this rank's GPU, at least 1.
 
-    Steps are measured as they are without torch.compile, which keeps less for the backward. Raises
+    Steps are measured without torch.compile, which would keep less for the backward. Raises
     torch.OutOfMemoryError if one sequence does not fit.
     """
     # The first step allocates the gradients: only the next two, of 1 and 2 sequences, are compared.
@@ -36,7 +36,7 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
     before = torch.cuda.memory_allocated(ranks.device)
     with_one = measure_peak(trainer, 1)
     # A rank that ran out of memory in the middle of a sharded forward would leave the others in a
-    # collective: two sequences, which take at most twice as much, run if all ranks have room.
+    # collective: two sequences, which need at most twice the memory, run if all ranks have room.
     free_bytes = count_free_bytes(ranks.device)
     has_room = free_bytes >= before + 2 * (with_one - before)
     if not ranks.all_reduce_min(int(has_room)):
@@ -54,7 +54,7 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
 
 
 def measure_peak(trainer: Trainer, sequences: int) -> int:
-    """The most bytes that a forward and backward of so many sequences allocate on the GPU."""
+    """The peak of the GPU bytes that a forward and backward of `sequences` allocate."""
     device = trainer.ranks.device
     torch.cuda.reset_peak_memory_stats(device)
     trainer.accumulate(0, slice(sequences), is_last=False)
@@ -62,6 +62,6 @@ def measure_peak(trainer: Trainer, sequences: int) -> int:
 
 
 def count_free_bytes(device: torch.device) -> int:
-    """The bytes that torch can allocate, those it has allocated already included."""
+    """The bytes that torch can allocate, including the bytes it has allocated already."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return free_bytes + torch.cuda.memory_reserved(device)

@@ -1,4 +1,4 @@
-"""What a run measures between two reports: losses, gradient norm and throughput."""
+"""Measurements between two reports of a run: losses, gradient norm and throughput."""
 
 import math
 
@@ -17,8 +17,8 @@ from training.trainer import StepResult
 class Meter:
     """Sums the losses of steps, and times them, until they are reported.
 
-    `flops_per_token` is the work of a training step on a token, for the MFU, and
-    `whole_flops_per_token` the same with causal attention counted as a whole square.
+    `flops_per_token` is the work of a training step per token, for the MFU, and
+    `whole_flops_per_token` the same with causal attention counted as the full square.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Meter:
         self.learning_rates: dict[str, float] = {}
         self.is_finite = torch.ones((), dtype=torch.bool, device=device)
 
-        # Steps after this one are timed, from this time on.
+        # Steps after this step are timed, starting at this time.
         self.timed_step = 0
         self.timed_from = clock.training()
         self.cpu_timed_from = cpu_time()
 
     def add(self, result: StepResult, progress: Progress) -> None:
-        """Count a step, of which `progress` does not know yet."""
+        """Add a step that `progress` does not count yet."""
         assert result.loss_sums.shape == self.loss_sum.shape, result.loss_sums.shape
         self.loss_sum += result.loss_sums
         self.grad_norm = result.grad_norm
@@ -73,11 +73,11 @@ class Meter:
         self.cpu_timed_from = cpu_time()
 
     def report(self, progress: Progress) -> dict[str, float | int | None]:
-        """Return the metrics of the steps since the last report, and begin the next.
+        """Return the metrics of the steps since the last report, and begin the next report.
 
-        Losses are means over targets, in nats. Throughput is None where no step was timed, as
-        while the first one is compiled, and so is the model FLOP utilization where the peak of the
-        device is not known. Ends with exit code 4 if the run has diverged.
+        Losses are means over targets, in nats. Throughput is None if no step was timed, as while
+        the first step compiles; the model FLOP utilization is also None if the peak of the device
+        is unknown. Ends with exit code 4 if the run has diverged.
         """
         self.check_finite(progress)
         loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
@@ -105,7 +105,7 @@ class Meter:
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
             "mfu_whole_attention": whole_mfu,
-            # Since timing began: shorter times have too few ticks of the system's clock.
+            # Since timing began: a shorter time has too few ticks of the system's clock.
             "other_load": round(other_load(self.cpu_timed_from), 2),
             "peak_memory_bytes": hardware.peak_memory(self.ranks.device),
         }
@@ -126,13 +126,13 @@ class Meter:
     def share_losses(self) -> None:
         """Give each rank an equal share of the losses since the last report.
 
-        A run that is resumed begins with equal shares: so sums are rounded alike if it is not.
+        A resumed run begins with equal shares, so an uninterrupted run must round its sums alike.
         """
         loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
         self.loss_sum.copy_(loss_sum / self.ranks.world_size)
 
     def restore(self, loss_sum: Tensor, reported_step: int, step: int) -> None:
-        """Go on at `step` with the losses, over all ranks, of the steps since `reported_step`."""
+        """Continue at `step` with the losses of the steps since `reported_step`, over all ranks."""
         self.loss_sum.copy_(loss_sum / self.ranks.world_size)
         self.reported_step = reported_step
         self.restart_clock(step)

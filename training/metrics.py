@@ -1,7 +1,7 @@
 """Metrics of an evaluation, of a text or of a task, from its sums over targets by cell.
 
-The cells are those of data/slices.py. The totals (3, num_classes, NUM_BINS) of an evaluation are
-the loss in nats, the number of correct predictions and the number of targets in each cell.
+data/slices.py defines the cells. The totals (3, num_classes, NUM_BINS) of an evaluation are the
+loss in nats, the number of correct predictions and the number of targets in each cell.
 """
 
 import math
@@ -40,7 +40,7 @@ def task_metrics(corpus: Corpus, totals: np.ndarray) -> dict:
     """The loss of answers in nats, and accuracies: by size, their mean, and by slice of length."""
     nats, correct, targets = totals
     slices = slice_means(correct, targets, corpus.class_names, corpus.length_name, "accuracy")
-    # The classes of a task are its sizes: their accuracies are metrics of their own.
+    # The classes of a task are its sizes: each size has a metric for its accuracy.
     key = f"{corpus.task_name}_accuracy"
     accuracies = {}
     for size in corpus.class_names:
@@ -60,7 +60,7 @@ def slice_means(
     """Name the slices of sums and counts (num_classes, NUM_BINS) -> the mean of each as `value`.
 
     A slice is a row of the table, named by its class, or a column, named by its bin of `length`.
-    Slices without targets are left out, such as the positions beyond the context.
+    Slices without targets, such as positions beyond the context, are left out.
     """
     assert sums.shape == counts.shape == (len(classes), NUM_BINS)
     bins = [f"{length} {bin_name(index)}" for index in range(NUM_BINS)]

@@ -1,4 +1,4 @@
-"""What training needs of any optimizer: its learning rates, and its state by parameter name."""
+"""Learning rates of any torch optimizer, and its state by parameter name."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from training.rates import ROLES
 
-StateByName = dict[str, dict]  # of each parameter, by the parameter's name
+StateByName = dict[str, dict]  # the state of each parameter, by its name
 
 
 def set_learning_rates(optimizers: list[Optimizer], factor: float) -> None:
@@ -31,12 +31,12 @@ def learning_rates(optimizers: list[Optimizer]) -> dict[str, float]:
 
 
 def optimizer_state(model: nn.Module, optimizers: list[Optimizer]) -> StateByName:
-    """The state of each parameter, with whole tensors on the CPU of rank 0; empty on other ranks.
+    """The state of each parameter, as full tensors on the CPU of rank 0; empty on other ranks.
 
     All ranks call this together.
     """
-    # Imported here, because it takes half a second. Its get_optimizer_state_dict would take a step
-    # with an optimizer that has no state.
+    # Imported here, because it takes half a second. Its get_optimizer_state_dict is not used: it
+    # would take a step with an optimizer that has no state.
     from torch.distributed.checkpoint import state_dict
 
     if not any(optimizer.state for optimizer in optimizers):
@@ -46,7 +46,7 @@ def optimizer_state(model: nn.Module, optimizers: list[Optimizer]) -> StateByNam
 
 
 def check_optimizer_state(model: nn.Module, state: StateByName) -> None:
-    """Raise ValueError if a state, unless it is empty, is not that of the model's parameters.
+    """Raise ValueError if a state that is not empty does not match the model's parameters.
 
     A tensor of the state must broadcast to its parameter.
     """
@@ -70,9 +70,9 @@ def broadcast_shape(first: torch.Size, second: torch.Size) -> torch.Size | None:
 
 
 def load_optimizer_state(model: nn.Module, optimizers: list[Optimizer], state: StateByName) -> None:
-    """Give each optimizer what `optimizer_state` returned, sharded as its parameters are.
+    """Load the result of `optimizer_state` into the optimizers, sharded like the parameters.
 
-    All ranks pass the whole of it. Options such as the learning rate stay those of the optimizers.
+    All ranks pass the full state. The optimizers keep their options, such as the learning rate.
     """
     from torch.distributed.checkpoint import state_dict
 

@@ -19,7 +19,7 @@ class Muon(Optimizer):
     """Nesterov momentum whose update of each matrix is orthogonalized.
 
     Jordan, kellerjordan.github.io/posts/muon. A step moves a matrix (R, C) by `lr` in the spectral
-    norm, and by sqrt(R / C) times that if it is taller than wide: its outputs then move by about `lr`
+    norm, or by `lr` * sqrt(R / C) if it is taller than wide: its outputs then move by about `lr`
     times its inputs at every width (Bernstein, 2409.20325). The other options are `momentum` and
     `weight_decay`.
     """
@@ -27,7 +27,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            # The matrices that have gradients, these, and their momenta, zeros at first.
+            # The matrices that have gradients, the gradients, and the momenta, initially zeros.
             matrices = [p for p in group["params"] if p.grad is not None]
             for p in matrices:
                 if p not in self.state:
@@ -40,7 +40,7 @@ class Muon(Optimizer):
             torch._foreach_lerp_(grads, momenta, group["momentum"])
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
 
-            # Matrices of one shape are a batch, unless their updates take too much memory.
+            # Matrices of one shape form a batch, unless their updates take too much memory.
             by_shape = defaultdict(list)
             for p in matrices:
                 by_shape[p.shape].append(p)
@@ -51,7 +51,7 @@ class Muon(Optimizer):
 
 
 def add_updates(matrices: list[Tensor], lr: float) -> None:
-    """Orthogonalize the gradients of matrices of one shape, and step by them."""
+    """Orthogonalize the gradients of matrices of one shape, and update the matrices."""
     updates = torch.stack([full_tensor(p.grad) for p in matrices])
     updates = map_over_ranks(newton_schulz, updates).to(matrices[0].dtype)
     rows, columns = matrices[0].shape
@@ -63,7 +63,7 @@ def map_over_ranks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x), where x (N, ...) is the same on all ranks: each computes a part of the N."""
     if not dist.is_initialized():
         return function(x)
-    # All parts are equally long; where N is too short, the last parts repeat the first items.
+    # All parts are equally long; if N is not divisible, the last parts repeat the first items.
     world_size = dist.get_world_size()
     part_size = -(-len(x) // world_size)
     indices = torch.arange(part_size, device=x.device) + dist.get_rank() * part_size

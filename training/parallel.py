@@ -20,9 +20,9 @@ from training.loss import LanguageModelLoss
 def build_parallel(
     settings: Settings, ranks: DistEnv, precision: torch.dtype, *, bos: int | None
 ) -> tuple[LanguageModelLoss, nn.Module]:
-    """The loss module of a model with its initial weights, and what a training step calls.
+    """The loss module of a model with its initial weights, and the module that a step calls.
 
-    The two are the same module, unless DDP wraps the first. `bos` begins each document, where
+    The two are the same module, unless DDP wraps the first. `bos` begins each document, whose
     tokens must not attend to other documents.
     """
     # A model to be sharded is built without memory: no device holds all of it.
@@ -33,7 +33,7 @@ def build_parallel(
     if settings.sharded:
         shard(model, ranks, precision)
         model.to_empty(device=ranks.device)
-        # `to_empty` lost the values of buffers: copy those of an unsharded model, whose parameters
+        # `to_empty` lost the values of buffers: copy them from an unsharded model, whose parameters
         # are never touched and so take no memory.
         buffers = dict(build_model(settings.model, seed=None).named_buffers())
         for name, buffer in model.named_buffers():
@@ -55,14 +55,14 @@ def build_parallel(
 
 def checkpoint_activations(model: nn.Module) -> None:
     """Keep only the input of each block; the backward runs the block again. Chen, 1604.06174."""
-    # What the layers share (masks, rotary tables) is built once, not again in the backward.
+    # Tensors that layers share (masks, rotary tables) are built once, not again in the backward.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for block in model.blocks:
         block.forward = checkpointed(block.forward)
 
 
-# torch's checkpoint_wrapper compiles to the same graphs, but adds a prefix to the names of the
-# parameters, by which their initial values are drawn and their optimizer state is saved.
+# torch's checkpoint_wrapper compiles to the same graphs, but adds a prefix to the parameter names,
+# which seed the initial values and key the saved optimizer state.
 def checkpointed(forward: Callable) -> Callable:
     """`forward`, recomputed in the backward."""
 
@@ -97,8 +97,8 @@ def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
 def compile_model(loss_module: LanguageModelLoss, settings: Settings, ranks: DistEnv) -> None:
     """Have torch.compile compile the training step when it runs for the first time."""
     # FSDP gathers weights before each block, so blocks are compiled one by one, and the loss is
-    # not. On a CPU, blocks and loss apart save a third of the compiler's time, since most blocks
-    # share their code; a teacher's would not be compiled then.
+    # not. On a CPU, compiling blocks and loss separately saves a third of the compiler's time,
+    # since most blocks share their code; but this would not compile the blocks of a teacher.
     modules = [loss_module]
     if settings.sharded:
         modules = loss_module.model.blocks
@@ -112,8 +112,8 @@ def compile_model(loss_module: LanguageModelLoss, settings: Settings, ranks: Dis
 
 def configure_compiler() -> None:
     """Set, for this process, how torch.compile traces a training step."""
-    # Blocks share their code but not their constants, and count as recompilations.
+    # Blocks share their code but not their constants, so each counts as a recompilation.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.trace_autograd_ops = True  # of a forward that computes gradients
-    # The backward runs outside of autocast: what a layer computes in fp32 has fp32 gradients.
+    # The backward runs outside of autocast: values computed in fp32 have fp32 gradients.
     torch._functorch.config.backward_pass_autocast = "off"

@@ -1,4 +1,4 @@
-"""A trace of some training steps, and where their time goes."""
+"""A trace of some training steps, and the operators that take most of their time."""
 
 import os
 from pathlib import Path
@@ -9,15 +9,15 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from run.progress import say, waiting
 from training.clock import Clock
 
-SKIPPED_STEPS = 3  # of a process: they compile, and fill caches
+SKIPPED_STEPS = 3  # the first of a process, which compile and fill caches
 TRACE = "trace.json.gz"
 LARGEST = 10  # operators that are shown
 
 
 class StepProfiler:
-    """Records `num_steps` steps of a process, after its first ones, in trace.json.gz of a run.
+    """Records `num_steps` steps of a process, after SKIPPED_STEPS, in a run's trace.json.gz.
 
-    Without a number it does nothing. The trace can be opened at https://ui.perfetto.dev.
+    If `num_steps` is None, it does nothing. Open the trace at https://ui.perfetto.dev.
     """
 
     def __init__(self, num_steps: int | None, run_dir: Path, device: torch.device, clock: Clock):
@@ -48,7 +48,7 @@ class StepProfiler:
             self.profiler.step()
 
     def close(self) -> None:
-        """Stop recording. A run that was too short for a trace says so."""
+        """Stop recording. Reports if the run was too short for a trace."""
         if self.profiler is None:
             return
         self.profiler.stop()
@@ -59,7 +59,7 @@ class StepProfiler:
             )
 
     def write(self, profiler: profile) -> None:
-        """Write the trace, and show the operators that take the most time of their own."""
+        """Write the trace, and show the operators with the most self time."""
         self.has_written = True
         with self.clock.pause("trace"), waiting("writing the trace"):
             profiler.export_chrome_trace(str(self.file))

@@ -6,20 +6,20 @@ follow from it. docs/rates.md has the measurements.
 
 Roles. Embedding, head and vectors have rates of their own, as multiples of `lr`.
 
-Width. The step of a matrix should change its outputs as much at every width. Adam changes each
-element by about its rate, and the changes of a row add up: so the rate of a matrix falls as
-1 / fan_in, and so does that of the head (muP: Yang, 2203.03466). Muon's step has a spectral norm equal
-to its rate, and needs no factor (Bernstein, 2409.20325). An embedding is looked up and a vector
-multiplies features one by one: they need no factor either. A tied embedding has the geometric mean of
-the rates of embedding and head at the reference's width, and falls with the width as a head.
+Width. The step of a matrix should change its outputs equally at every width. Adam changes each
+element by about its rate, and the changes of a row add up: so the rates of matrices and of the head
+fall as 1 / fan_in (muP: Yang, 2203.03466). Muon's step has a spectral norm equal to its rate, and
+needs no factor (Bernstein, 2409.20325). An embedding is looked up and a vector multiplies features
+one by one: they need no factor either. The rate of a tied embedding is the geometric mean of the
+rates of embedding and head at the reference's width, and falls with the width like a head's rate.
 
 Depth. No factor: output projections start at zero, and the best rate is the same at 2 to 16 layers.
 
 Batch and length. How informative a gradient is depends on the batch B relative to the noise scale N,
 the batch at which the variance of the gradient equals its squared mean (McCandlish, 1812.06162). The
-best rate of optimizers that normalize their steps is 1 / sqrt(1 + N / B) of that in large batches
-(Malladi, 2205.10287; Li, 2405.14578). The noise scale grows as the loss falls: with the tokens of a
-run, as critical batches do (Zhang, 2410.21676), and with the width.
+best rate of optimizers that normalize their steps is 1 / sqrt(1 + N / B) of the best rate in large
+batches (Malladi, 2205.10287; Li, 2405.14578). The noise scale grows as the loss falls: with the
+tokens of a run, as critical batches do (Zhang, 2410.21676), and with the width.
 
 All of this is for training from scratch. Without a reference, as with pretrained weights, `lr` is the
 rate of all parameters.
@@ -40,7 +40,7 @@ NOISE_DIM_EXPONENT = 0.5
 ROLES = {
     "matrices": "lr",  # inside the blocks, (out, in)
     "embedding": "embedding_lr",
-    "head": "head_lr",  # the embedding too, where it is the head
+    "head": "head_lr",  # and the embedding, if tied
     "vectors": "vector_lr",  # gains, biases, decays, and the taps of convolutions
 }
 
@@ -52,14 +52,14 @@ class Reference:
     dim: int
     batch_tokens: int  # in an optimizer step
     tokens: float  # of the whole run
-    noise_scale: float  # in tokens: batches far below it need lower rates; 0: none do
+    noise_scale: float  # in tokens: batches far below it need lower rates; 0: no batch does
     # Rates as multiples of lr.
     embedding: float
     head: float
     vectors: float
 
     def __post_init__(self):
-        """Raise ValueError for a number that is not above zero, but for the noise scale."""
+        """Raise ValueError if a number other than the noise scale is not above zero."""
         for name, value in vars(self).items():
             if value <= 0 and name != "noise_scale":
                 raise ValueError(
@@ -72,7 +72,7 @@ class Reference:
         return self.dim / fan_in
 
     def run_factor(self, dim: int, batch_tokens: int, steps: float) -> float:
-        """Return the factor of all rates; 1 if the number of steps is infinite, as yet unknown."""
+        """Return the factor of all rates; 1 while the number of steps is unknown (infinite)."""
         if math.isinf(steps):
             return 1.0
         noise_scale = (
@@ -85,7 +85,7 @@ class Reference:
 
 
 def split_parameters(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Map each role to its parameters. Raises ValueError with the name of one that fits none."""
+    """Map each role to its parameters. Raises ValueError for a parameter that has no role."""
     in_blocks = {*model.blocks.parameters()}
     parameters = {role: [] for role in ROLES}
     for name, p in model.named_parameters():
@@ -112,7 +112,7 @@ def adam_groups(
 ) -> list[dict]:
     """Groups for AdamW: for each role, a group for each width, with its peak rate and decay.
 
-    Only matrices decay. A rate that is lower for the width has a decay that is as much higher, so that
+    Only matrices decay. If the width lowers a rate, it raises the decay by the same factor, so that
     lr x weight_decay does not depend on fan_in (Wang and Aitchison, 2405.13698).
     """
     groups = {}
@@ -146,7 +146,7 @@ def describe(
     batch_tokens: int,
     steps: float | None,
 ) -> str:
-    """Return the peak rates of a run, a line each, with the product that gives them.
+    """Return the peak rates of a run, one per line, each with the product that yields it.
 
     `steps` is the number of steps; None if it is still to be estimated.
     """

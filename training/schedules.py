@@ -1,7 +1,7 @@
 """Learning-rate schedules: from a step to a multiple of the peak rate.
 
-`steps` is the length of the run; it is infinite as long as the length is not known. In a short run
-the warm-up takes a fifth of the steps at most.
+`steps` is the length of the run; it is infinite while the length is unknown. In a short run the
+warm-up takes a fifth of the steps at most.
 """
 
 from math import cos, inf, pi

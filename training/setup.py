@@ -31,7 +31,7 @@ from training.meter import Meter
 from training.steps import Progress
 from training.trainer import Trainer
 
-PRETRAINED = ("model", "attention", "ffn", "norm", "data.tokenizer")  # overrides that it refuses
+PRETRAINED = ("model", "attention", "ffn", "norm", "data.tokenizer")  # refused with init_from
 
 
 def set_up_run(
@@ -39,8 +39,8 @@ def set_up_run(
 ) -> tuple[Settings, Path | None, torch.device]:
     """Check a config on this machine -> settings, the checkpoint to start from, and the device.
 
-    The settings have the model of `init_from`, if there is one. Raises ValueError for what cannot
-    be trained here.
+    The settings have the model of `init_from`, if given. Raises ValueError for a config that
+    cannot be trained on this machine.
     """
     settings, pretrained = adopt_pretrained(settings, overrides)
     device = hardware.pick_device(settings.device)
@@ -54,7 +54,7 @@ def set_up_run(
 def check_buildable(settings: Settings) -> Settings:
     """Build all parts without memory, and run two tokens through the model.
 
-    Raises ValueError for what does not go together, and what cannot be built.
+    Raises ValueError for parts that cannot be built or do not fit together.
     """
     settings.check_combinations(int(os.environ.get("WORLD_SIZE", "1")))
     try:
@@ -78,9 +78,9 @@ def check_buildable(settings: Settings) -> Settings:
 def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings, Path | None]:
     """Return settings with the model of `init_from`, and the checkpoint to load it from.
 
-    The checkpoint has the tokenizer, too. A run that is resumed has its own model and tokenizer,
-    and no longer needs `init_from`. Context and name are those of `init_from`, unless they are
-    overridden. Raises ValueError for overrides of the model.
+    The checkpoint also has the tokenizer. A resumed run has its own model and tokenizer, and no
+    longer needs `init_from`. Context and name are taken from `init_from`, unless overridden.
+    Raises ValueError for overrides of the model.
     """
     source = settings.init_from
     if source is None:
@@ -103,7 +103,7 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
     context = settings.context
     if "context" not in keys:
         context = None
-        with suppress(ValueError):  # a run that is resumed does not need `init_from` any more
+        with suppress(ValueError):  # a resumed run no longer needs `init_from`
             path = checkpoint.find_model(source, "init_from=")
             context = checkpoint.load_model_config(path)["context"]
     begun = folder.find_begun_run(settings, context)
@@ -112,7 +112,7 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
     if context is None:
         context = model["context"]
     changes = {"context": context, "model": model | {"context": context}}
-    if "context" in settings.data:  # of a task, whose rows are as long
+    if "context" in settings.data:  # of a task: its rows have this length
         changes["data"] = settings.data | {"context": context}
     # The scaling of learning rates holds for random initial weights only.
     if "reference" in settings.optimizer and not any("reference" in key for key in keys):
@@ -126,19 +126,19 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
 
 
 def open_corpus(data: dict, pretrained: Path | None = None) -> Corpus:
-    """Open the text that a run is trained on and judged by.
+    """Open the text that a run is trained and evaluated on.
 
-    The tokenizer is the one of the checkpoint `pretrained`, if that is given, and otherwise the one
-    of the settings `data`. Raises ValueError for text that is not there.
+    The tokenizer comes from the checkpoint `pretrained`, if given, and otherwise from the settings
+    `data`. Raises ValueError if the text does not exist.
     """
-    # A task has no tokenizer: its ids are made by the task itself.
+    # A task has no tokenizer: it generates token ids.
     if pretrained is not None and "tokenizer" in data:
         data = data | {"tokenizer": str(tokenizer_file(pretrained))}
     return prepare(instantiate(data, "data"), Path(".cache"))
 
 
 def open_run_corpus(path: Path, config: dict) -> Corpus:
-    """Open the text of a run again: the checkpoint `path` has this config and the tokenizer.
+    """Reopen the text of a run whose checkpoint `path` has this config and the tokenizer.
 
     Raises ValueError if the text has changed since the run was trained on it.
     """
@@ -157,9 +157,9 @@ def load_corpus(
 ) -> tuple[Settings, Corpus, Loader]:
     """Prepare the text -> settings, the text, and its batches.
 
-    The tokenizer is the one of the checkpoint `pretrained`, if that is given. In the settings, a
-    new model has the vocabulary of the tokenizer, and `distill` is the checkpoint of the teacher: a
-    run that is resumed tells if it is another one.
+    The tokenizer comes from the checkpoint `pretrained`, if given. In the settings, a new model has
+    the vocabulary of the tokenizer, and `distill` is the checkpoint of the teacher: a resumed run
+    reports a different teacher.
     """
     corpus = open_corpus(settings.data, pretrained)
     # A pretrained model may have more rows than its tokenizer has tokens, but not fewer.
@@ -182,7 +182,7 @@ def load_corpus(
 
 
 def warn_of_unused_keys(settings: Settings, corpus: Corpus, overrides: list[str]) -> None:
-    """Name the overrides that have no effect with these settings and this text."""
+    """Warn of overrides that have no effect with these settings and this text."""
     unused = unused_keys(settings, corpus)
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
@@ -191,7 +191,7 @@ def warn_of_unused_keys(settings: Settings, corpus: Corpus, overrides: list[str]
 
 
 def unused_keys(settings: Settings, corpus: Corpus) -> dict[str, str]:
-    """Return the keys that nothing reads in a run, each with the reason."""
+    """Return the keys that a run does not use, each with the reason."""
     source = instantiate(settings.data, "data")
     unused = source.unused_keys()
     if source.is_endless:
@@ -206,7 +206,7 @@ def unused_keys(settings: Settings, corpus: Corpus) -> dict[str, str]:
     if settings.data["vocab_size"] != vocab_size:
         unused["data.vocab_size"] = f"the tokenizer has {vocab_size:,} tokens"
 
-    # Options that another one turns off.
+    # Options that another option turns off.
     if "no_feed_forward" in settings.model["ffn"]["_target_"]:
         unused["model.hidden"] = "there is no feed-forward"
     if settings.model["attention"].get("rope_base", 0) is None:
@@ -219,7 +219,7 @@ def unused_keys(settings: Settings, corpus: Corpus) -> dict[str, str]:
 
 @contextmanager
 def report_machine_errors() -> Iterator[None]:
-    """End with exit code 2 and a line where compilation fails or memory runs out."""
+    """End with exit code 2 and one line if compilation fails or memory runs out."""
     try:
         yield
     except RuntimeError as error:
@@ -247,9 +247,9 @@ class Run:
     clock: Clock
     progress: Progress
     trainer: Trainer  # takes the steps
-    micro_batch_size: int  # sequences of a forward on one device
-    meter: Meter  # sums and times what they report
-    budget: TimeBudget  # fits their number to max_minutes
+    micro_batch_size: int  # sequences in a forward on one device
+    meter: Meter  # sums and times the results of steps
+    budget: TimeBudget  # fits the number of steps to max_minutes
     log: Logger
     evaluator: Evaluator  # evaluates and samples
     checkpointer: Checkpointer  # saves and restores
@@ -269,12 +269,12 @@ def build_run(
 ) -> Run:
     """Build the parts of a run, and restore its newest checkpoint if it is resumed.
 
-    `overrides` are the words that gave the settings. A new run starts with the `pretrained` weights if they are given.
+    The settings were composed from `overrides`. A new run starts with `pretrained`, if given.
     """
     newest = ranks.on_rank0(checkpoint.prepare_run, run_dir, settings.resume)
     saved = None if newest is None else read_saved_run(newest)
-    # A run that is resumed on the same kind of machine computes with as many threads as before, and
-    # so the same bits.
+    # A run resumed on the same kind of machine uses the same number of threads, and so computes the
+    # same bits.
     if ranks.device.type == "cpu":
         kept = None
         if saved is not None and saved.machine.is_like(ranks):
@@ -297,8 +297,8 @@ def build_run(
         is_compiled=is_compiled,
     )
 
-    # It keeps its micro-batch too, which affects rounding, unless this number of processes has
-    # another share of the batch.
+    # It also keeps its micro-batch, which affects rounding, unless the number of processes changes
+    # the share of the batch per process.
     rows = settings.sequences_per_process(ranks.world_size)
     keeps_micro_batch = saved is not None and settings.micro_batch is None
     if keeps_micro_batch and rows % saved.machine.micro_batch == 0:
@@ -382,7 +382,7 @@ def build_run(
 
 
 def summary(run: Run) -> str:
-    """Lines about a run before it starts: sizes, what it is computed with, and what ends it."""
+    """Lines about a run before it starts: its sizes, device and precision, and when it ends."""
     settings = run.settings
     trainer = run.trainer
     total_steps = run.progress.total_steps

@@ -1,4 +1,4 @@
-"""How far a run is: its step, the step at which it ends, and what is due."""
+"""The progress of a run: its step, its last step, and the intervals that are due."""
 
 import math
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from run import errors
 class Progress:
     """The position of a run, in optimizer steps."""
 
-    step: int = 0  # that are done
+    step: int = 0  # number of completed steps
     total_steps: float = math.inf  # at which the run ends; infinite until fitted to max_minutes
-    expected_steps: float = math.inf  # as first fitted, or estimated: for the learning rates
+    expected_steps: float = math.inf  # estimated, or first fitted: sets the learning rates
     first_step: int = 0  # where this process began
     saved_step: int = 0  # of the newest checkpoint
     is_complete: bool = False  # whether an earlier process has finished the run, and its log
-    ended_step: int | None = None  # at which the run had ended, before it was given more steps
+    ended_step: int | None = None  # at which the run ended before it was extended
 
     def start_at(self, step: int) -> None:
         """Begin this process at the step of a checkpoint."""
@@ -30,13 +30,13 @@ class Progress:
         return self.step >= self.total_steps
 
     def is_due(self, interval: int) -> bool:
-        """True every `interval` steps, and at the last step, also of a run that is extended."""
+        """True every `interval` steps, at the last step, and at the last step before extension."""
         is_end = self.is_finished or self.step == self.ended_step
         return self.step > 0 and (self.step % interval == 0 or is_end)
 
 
 def end_diverged(where: str, progress: Progress) -> NoReturn:
-    """End with exit code 4. No checkpoint has weights that are not finite."""
+    """End with exit code 4. All checkpoints have finite weights."""
     errors.exit_with(
         errors.DIVERGED,
         f"training diverged ({where}). fix: a lower optimizer.lr, or precision=fp32; "

@@ -22,17 +22,17 @@ from training.parallel import build_parallel, compile_model
 from training.schedules import limit_warmup
 from training.steps import Progress
 
-SLOW_STEP = 5  # times the usual patience, after which a step is announced
+SLOW_STEP = 5  # times the usual patience: a slower step is announced
 LONG_STEP = 1.0  # seconds: a step after a shorter one is not watched
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step reports. Tensors are on the device: reading them waits for it."""
+    """The results of a step. Tensors are on the device: reading them waits for it."""
 
     loss_sums: Tensor  # (1 + L,), of `Trainer.loss_names`, over this rank's targets
     grad_norm: Tensor  # (), before clipping
-    is_finite: Tensor  # (), false where the run has diverged
+    is_finite: Tensor  # (), false if the run has diverged
     learning_rates: dict[str, float]  # by their names in metrics.jsonl
     has_compiled: bool  # whether the time of the step includes compilation
 
@@ -40,7 +40,7 @@ class StepResult:
 class Trainer:
     """The model, its optimizers, and the step. All ranks call the same methods.
 
-    `bos` begins a document to which tokens of others must not attend; None: they may.
+    `bos` begins a document, and tokens attend only within their own; None: no such limit.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Trainer:
             for optimizer in self.optimizers:
                 self.scaler.step(optimizer)
 
-        # Record on the device, without a wait, whether the run diverges here. An overflow is no
+        # Record on the device, without a wait, whether the run has diverged. An overflow is no
         # divergence as long as there is a smaller scale to try.
         is_finite = grad_norm.isfinite()
         if has_overflowed and self.scaler.get_scale() >= 1:
@@ -149,10 +149,10 @@ class Trainer:
         # Dropout depends on seed, step and rank alone, so that a resumed run repeats it.
         draw = (self.settings.seed * 2**32 + step) * self.ranks.world_size + self.ranks.rank
         torch.manual_seed(draw % 2**63)
-        self.model.zero_grad()  # a compilation that failed may have left some
+        self.model.zero_grad()  # a failed compilation may have left gradients
 
-        # The rows of this rank, as many at a time as a forward takes. DDP exchanges gradients once,
-        # with the last micro-batch, and FSDP with each.
+        # The rows of this rank, one micro-batch at a time. DDP exchanges gradients once, with the
+        # last micro-batch, and FSDP with each.
         rows_per_rank = self.loader.batch_size // self.ranks.world_size
         first = self.ranks.rank * rows_per_rank
         end = first + rows_per_rank
@@ -182,8 +182,8 @@ class Trainer:
     def compile_gradients(self, step: int, micro_batch_size: int) -> Tensor:
         """`compute_gradients` while forward and backward are compiled.
 
-        If that fails, training goes on without it; with compile=true, the process ends with exit
-        code 2.
+        If compilation fails, training continues without it; with compile=true, the process ends
+        with exit code 2.
         """
         compile_model(self.loss_module, self.settings, self.ranks)
         compute = partial(self.compute_gradients, step, micro_batch_size)
