@@ -17,7 +17,7 @@ COMMANDS = (
     "import_hf",
 )
 
-ANSWERS_FIRST = ("compare", "cost")  # which import torch after they have read their arguments
+ANSWERS_FIRST = ("compare", "cost")  # import torch after they have parsed their arguments
 
 
 def import_torch() -> None:
@@ -28,7 +28,7 @@ def import_torch() -> None:
         import_module("torch")
 
 
-# Python has imported nothing else yet when `python -m` begins with this package.
+# `python -m tools.NAME` imports this package before any other module.
 if sys.argv[0] == "-m" and "-m" in sys.orig_argv:
     errors.begin_command()
     name = sys.orig_argv[sys.orig_argv.index("-m") + 1]

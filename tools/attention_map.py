@@ -23,9 +23,9 @@ from run import errors
 from run.cli import Parser, add_model_options, user_path
 from run.progress import waiting
 
-MAX_LABELED = 32  # tokens up to which the axes are labeled with them
+MAX_LABELED = 32  # longest prompt in tokens whose axes are labeled with its tokens
 SQUARE = 3.0  # inches
-Maps = dict[int, Tensor]  # weights (H, T, T) by the number of the layer
+Maps = dict[int, Tensor]  # weights (H, T, T) by layer number
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token; of BOS or a byte, which have none, the entry in the vocabulary."""
+    """Return the text of a token, or its vocabulary entry if it has no text (BOS, a byte)."""
     text = tokenizer.decode([token])
     if text == "" or "\ufffd" in text:
         return tokenizer.piece(token)
@@ -59,9 +59,9 @@ def label(tokenizer: Tokenizer, token: int) -> str:
 
 @torch.no_grad()
 def attention_weights(model: Transformer, tokens: list[int]) -> Maps:
-    """Return the weights (H, T, T) of every softmax layer by its number, row i those of token i.
+    """Return the weights (H, T, T) of every softmax layer by layer number; row i is query token i.
 
-    For differential attention these are both softmaxes of each pair of heads.
+    Differential attention has two maps for each pair of heads, one for each softmax.
     """
     maps = {}
     with ExitStack() as hooks:
@@ -79,7 +79,7 @@ def record_weights(
     maps: Maps, layer: int, kernel: AttentionKernel, args: tuple, kwargs: dict, output: Tensor
 ) -> None:
     """Store the weights of the first row in `maps`; a forward hook of the layer's kernel."""
-    # The weights are the output for values that are the identity.
+    # With the identity matrix as values, the output is the attention weights.
     q, k, _, visible = args
     identity = torch.eye(k.shape[1]).to(k)
     v = identity[:, None].expand(*k.shape[:3], -1)  # (B, S, K, S)
@@ -89,14 +89,14 @@ def record_weights(
 
 
 def draw(maps: Maps, labels: list[str], title: str, path: Path) -> None:
-    """Draw the weights of layers to a file; `labels` are the tokens."""
+    """Draw the weights of all layers to a file; `labels` are the texts of the tokens."""
     from matplotlib.figure import Figure
 
-    # $ would begin a formula.
+    # Matplotlib would read $ as the start of a formula.
     title = title.replace("$", r"\$")
     labels = [label.replace("$", r"\$") for label in labels]
 
-    # A square for each head.
+    # One square per head.
     heads = max(len(weights) for weights in maps.values())
     size = (heads * SQUARE + 1, len(maps) * SQUARE + 1)
     figure = Figure(figsize=size, layout="constrained")
@@ -107,7 +107,7 @@ def draw(maps: Maps, labels: list[str], title: str, path: Path) -> None:
             axes = row[head]
             image = axes.imshow(weights, cmap="magma", vmin=0, vmax=1, interpolation="nearest")
             axes.set_title(f"layer {layer} head {head}", fontsize=7)
-            # Only a short prompt has room for its tokens.
+            # Only a short prompt leaves room for labels.
             if len(labels) <= MAX_LABELED:
                 axes.set_xticks(ticks, labels, rotation=90, fontsize=5)
                 axes.set_yticks(ticks, labels, fontsize=5)

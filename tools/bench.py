@@ -46,14 +46,14 @@ from training.setup import check_buildable
 from training.steps import Progress
 from training.trainer import Trainer
 
-NUM_TURNS = 8  # of each competitor, after one that compiles
-PROBE_SIZE = 2048  # of the square matrices whose product measures the machine's ceiling
-NUM_PROBES = 4  # such measurements in a turn; the best of all turns counts
-DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # rows, and length of each at the end
+NUM_TURNS = 8  # of each competitor, after the turn that compiles
+PROBE_SIZE = 2048  # width of the square matrices whose product measures peak FLOP/s
+NUM_PROBES = 4  # such measurements per turn; the best of all turns counts
+DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # rows, final length of each
 NEW_TOKENS = 255  # generated in each row, after a random prompt
 
-Seconds = dict[str, float]  # by what they were needed for
-Step = Callable[[], Seconds]  # trains for a step, or decodes all tokens
+Seconds = dict[str, float]  # by the name of the measurement
+Step = Callable[[], Seconds]  # trains for one step, or decodes all tokens
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -77,13 +77,13 @@ def main(args: argparse.Namespace) -> None:
     say("next: another size, attention or precision; python -m tools.bench --help")
 
 
-# The parent: starts the competitors, gives them turns, and prints what they measured.
+# The parent: starts the competitors, gives them turns, and prints their measurements.
 
 
 def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
-    """Prints a line for each competitor, and how much faster ours is than the best other."""
-    settings, device, precision = bench_settings(overrides)  # ends here where they are wrong
-    # Let all build their models at the same time, and then work one at a time, for a fair share.
+    """Print a line for each competitor, and our speed relative to the best of the others."""
+    settings, device, precision = bench_settings(overrides)  # exits if an override is wrong
+    # All workers build their models at the same time, then run one at a time for a fair timing.
     workers = {name: start_worker(kind, name, overrides) for name in COMPETITORS[kind]}
     turns = {name: [] for name in workers}
     ceiling = 0.0  # FLOP/s
@@ -101,9 +101,9 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     for worker in workers.values():
         worker.close()
 
-    # The first turn of each compiles, and does not count.
+    # The first turn of each worker compiles, and does not count.
     measured = {name: each[1:] for name, each in turns.items()}
-    # Decoding makes all tokens but the first.
+    # The decoding time covers all tokens but the first.
     tokens = settings.batch_tokens
     if kind == "decode":
         tokens = settings.sequences_per_process(1) * (NEW_TOKENS - 1)
@@ -117,7 +117,7 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
             line["share_whole_attention"] = tokens_share * whole_flops
         print(json.dumps(case | line))
 
-    # Within a turn all meet the same machine, so the ratio of speeds is the median over turns.
+    # The load of the machine changes between turns: take ratios within a turn, then their median.
     competitors = [name for name in lines if name != "ours"]
     best = min(competitors, key=lambda name: lines[name]["seconds"])
     ratios = []
@@ -127,11 +127,11 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
 
 
 def start_worker(kind: str, name: str, overrides: list[str]) -> Connection:
-    """Start a competitor, which ends with this process at the latest."""
+    """Start the worker process of a competitor; it ends with this process at the latest."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=take_turns, args=(theirs, kind, name, overrides), daemon=True)
-    # Ctrl-C is for this process, which then ends the workers: they inherit that it is ignored.
+    # Workers inherit that Ctrl-C is ignored: this process handles it and ends them.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.start()
     signal.signal(signal.SIGINT, handler)
@@ -148,7 +148,7 @@ def request_turn(name: str, worker: Connection) -> dict:
 
 
 def summarize(name: str, turns: list[dict], tokens: int) -> dict:
-    """Medians of the turns, and the tokens per second that follow from them."""
+    """Return the medians over the turns, and the tokens per second computed from them."""
     line = {"name": name}
     for key in turns[0]:
         line[key] = median(turn[key] for turn in turns)
@@ -157,11 +157,11 @@ def summarize(name: str, turns: list[dict], tokens: int) -> dict:
 
 
 def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
-    """FLOP/s of large products: known for a GPU, measured on a CPU."""
+    """Return the FLOP/s of large matrix products: known for a GPU, measured on a CPU."""
     peak_flops = hardware.peak_flops(device)
     if peak_flops is not None:
         return peak_flops
-    # Where bf16 is emulated, such a product takes minutes, and fp32 is the faster way.
+    # If the CPU emulates bf16, such a product takes minutes, and fp32 is faster.
     if not hardware.multiplies_bf16(device):
         precision = torch.float32
     x = torch.randn(PROBE_SIZE, PROBE_SIZE).to(precision)
@@ -173,7 +173,7 @@ def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
 
 
 def take_turns(parent: Connection, kind: str, name: str, overrides: list[str]) -> None:
-    """For each message of the parent, time some steps and send what was measured."""
+    """For each message of the parent, time some steps and send the measurements."""
     settings, device, precision = bench_settings(overrides)
     step = COMPETITORS[kind][name](settings, device, precision)
     if kind == "train":
@@ -181,14 +181,14 @@ def take_turns(parent: Connection, kind: str, name: str, overrides: list[str]) -
     else:
         hardware.keep_freed_memory(device)
     compilation.prepare_to_compile()
-    with suppress(EOFError):  # the parent has closed the connection
+    with suppress(EOFError):  # the parent closed the connection
         while True:
             parent.recv()
             parent.send(step() | {"memory_bytes": hardware.peak_memory(device)})
 
 
 def time_steps(train_step: Callable[[], None], device: torch.device) -> Step:
-    """A step that measures the seconds of two steps of training, as their mean."""
+    """Return a step that runs two training steps and measures their mean time in seconds."""
 
     def step() -> Seconds:
         start = perf_counter()
@@ -201,11 +201,11 @@ def time_steps(train_step: Callable[[], None], device: torch.device) -> Step:
     return step
 
 
-# Training: a step of the optimizer on random tokens.
+# Training: an optimizer step on random tokens.
 
 
 def train_ours(settings: Settings, device: torch.device, precision: torch.dtype) -> Step:
-    # Random tokens are as fast as text.
+    # Random tokens train as fast as text.
     tokens = random_tokens(settings, 100 * settings.context, torch.device("cpu"))
     shards = [tokens.flatten().numpy().astype(np.uint32)]
     batch_size = settings.sequences_per_process(1)
@@ -255,7 +255,7 @@ def decode_ours(settings: Settings, device: torch.device, precision: torch.dtype
     model.eval()
     prompts = random_tokens(settings, settings.context - 1 - NEW_TOKENS, device)
 
-    # As generate.py does: products for few rows, and a compiled step.
+    # As in generate.py: matrix products for few rows, and a compiled step.
     quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     quantize.optimize_for_decoding(model, int8=False)
     cache = model.new_cache(len(prompts), settings.context - 1, precision, device)
@@ -281,7 +281,7 @@ def decode_transformers(
     prompts = random_tokens(settings, settings.context - 1 - NEW_TOKENS, device)
     if is_compiled:
         model.forward = torch.compile(model.forward, dynamic=False)
-    # When each token came; a stopping criterion that never stops is called after each.
+    # The time of each token, recorded by a stopping criterion that never stops.
     times = []
 
     def record_time(ids: Tensor, *_) -> Tensor:
@@ -305,7 +305,7 @@ def decode_transformers(
         )
         tokens.tolist()  # waits for a GPU
         end = perf_counter()
-        # What ended early would be too fast.
+        # A generation that ended early would look too fast.
         assert tokens.shape == (len(prompts), prompts.shape[1] + NEW_TOKENS)
         assert len(times) == NEW_TOKENS
         return {"seconds": end - times[0], "first_token_seconds": times[0] - start}
@@ -313,17 +313,17 @@ def decode_transformers(
     return run
 
 
-# What competitors have in common.
+# Shared by all competitors.
 
 
 def random_tokens(settings: Settings, length: int, device: torch.device) -> Tensor:
-    """Tokens (B, T): as many rows as a batch has, each of this length."""
+    """Return random tokens (B, T): the rows of one batch, each of length T."""
     size = (settings.sequences_per_process(1), length)
     return torch.randint(settings.model["vocab_size"], size, device=device)
 
 
 def transformers_llama(settings: Settings) -> nn.Module:
-    """LlamaForCausalLM of the same shape, with random weights."""
+    """Return a LlamaForCausalLM of the same shape, with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     # Decoding must not end early.
@@ -332,7 +332,7 @@ def transformers_llama(settings: Settings) -> nn.Module:
 
 
 def llama_config(settings: Settings) -> dict:
-    """Raises ValueError where LlamaForCausalLM has no such shape."""
+    """Raise ValueError if LlamaForCausalLM cannot have this shape."""
     config = hf_config.to_hf_config(settings.model)
     if config["model_type"] != "llama" or settings.document_mask:
         raise ValueError(
@@ -342,7 +342,7 @@ def llama_config(settings: Settings) -> dict:
 
 
 def bench_settings(overrides: list[str]) -> tuple[Settings, torch.device, torch.dtype]:
-    """Settings, device and the dtype of matrix products. Ends with exit code 2."""
+    """Return settings, device and matmul dtype. Exits with code 2 if an override is wrong."""
     with errors.user_input():
         settings = compose(
             ["name=bench", "max_minutes=null", "steps=1000000", "micro_batch=8", *overrides]
@@ -353,7 +353,7 @@ def bench_settings(overrides: list[str]) -> tuple[Settings, torch.device, torch.
         return settings, device, hardware.pick_precision(settings.precision, device)
 
 
-# They take turns in this order.
+# The competitors take turns in this order.
 COMPETITORS = {
     "train": {"ours": train_ours, "transformers": train_transformers},
     "decode": {

@@ -43,8 +43,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 def convert(args: argparse.Namespace) -> list[str]:
-    """Write the model with another attention; return lines about what has changed."""
-    # What can be wrong is found before a file is written.
+    """Write the model with another attention; return lines that describe the changes."""
+    # Find all errors before a file is written.
     with errors.user_input():
         path = checkpoint.find_model(args.model, "")
         tree = checkpoint.load_model_config(path)

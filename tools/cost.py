@@ -22,7 +22,7 @@ COLUMNS = (
     "KV bytes/token",
     "KV MB at context",
 )
-FORMAT = "{:14}" + " {:>16}" * 5  # of a line
+FORMAT = "{:14}" + " {:>16}" * 5  # format of a row
 NOTE = """
 vocabulary: data.vocab_size=N. model=124m is named after GPT-2: 50,257, model.tied=true.
 MFLOP/token: in training. KV bytes: of one sequence in bf16; a decode step of a sparse attention
@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
     overrides = parser.parse_args(arguments).overrides
 
-    # Take out the attentions, each of which is a row.
-    expand_sweep(overrides)  # which checks all of them
+    # Remove the overrides of the attention: each attention is a row.
+    expand_sweep(overrides)  # checks all overrides
     names = []
     others = []
     for override in overrides:
@@ -60,12 +60,12 @@ def main(arguments: list[str]) -> None:
 
 
 def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
-    """The cells of COLUMNS for a run with this attention and these overrides of train.py."""
+    """Return the cells of COLUMNS for a run with this attention and these train.py overrides."""
     # One sequence is a valid batch at every context.
     settings = compose(
         ["name=cost", "batch_tokens=${context}", *overrides, f"attention={attention}"]
     )
-    # torch is imported only now, so that --help and wrong overrides are answered at once.
+    # torch is imported only here, so that --help and errors in overrides print at once.
     import_torch()
     import torch
 

@@ -26,12 +26,12 @@ def main() -> None:
 
 
 def nvidia_driver() -> str | None:
-    """The version of the NVIDIA driver, such as 535.161.08, as nvidia-smi says it."""
+    """Return the NVIDIA driver version that nvidia-smi reports, such as 535.161.08."""
     return collect_env.get_nvidia_driver_version(collect_env.run)
 
 
 def describe_machine(device: torch.device) -> None:
-    """Print what there is, and what train.py chooses on this machine."""
+    """Print the hardware and software, and the choices of train.py on this machine."""
     print("processor:", hardware.processor(), f"{torch.get_num_threads()} threads")
     print("torch:", torch.__version__, "NVIDIA driver:", nvidia_driver())
     if device.type == "cuda":
@@ -47,7 +47,7 @@ def describe_machine(device: torch.device) -> None:
 
 
 def slow(device: torch.device) -> list[str]:
-    """What makes training slow on a device."""
+    """Return the findings that make training slow on a device, each with a fix."""
     findings = []
     missing = compilation.missing_for_compilation(device)
     if missing is not None:

@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
 
-    # Refuse options that the kind of evaluation does not read.
+    # Reject options that this kind of evaluation does not use.
     unused = []
     if args.slices:
         unused = ["separator", "batch_size"]
@@ -117,7 +117,7 @@ def evaluate_text(
     nats = total_nats(model, rows, batch_size, precision=precision)
     num_tokens = sum(len(row.tokens) - row.first for row in rows)
     bits_per_byte = nats / math.log(2) / num_bytes
-    if isinstance(tokenizer, IdTokenizer):  # the bytes of its tokens are unknown
+    if isinstance(tokenizer, IdTokenizer):  # the byte length of its tokens is unknown
         bits_per_byte = None
     return {
         "documents": num_documents,

@@ -24,7 +24,7 @@ from tools.formats.hf_config import to_hf_config
 from tools.formats.special_tokens import ID_ENTRIES, IMPORTED_IDS, TEMPLATES
 from tools.formats.weights import hf_weights
 
-# Programs that read an export wrongly without an error, as measured in docs/formats.md.
+# Programs that silently misread an export, as measured in docs/formats.md.
 DROP_WINDOWS = {
     "qwen3": "mlx-lm, llama.cpp and ctranslate2",
     "mistral": "mlx-lm and llama.cpp",
@@ -45,9 +45,9 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[None]:
-    """Make a folder for what is written inside, and remove it if that fails.
+    """Create the output folder, and remove it if the body of the `with` statement fails.
 
-    Ends with exit code 2 if there is something already.
+    Exits with code 2 if --out is a link, a file or a folder that is not empty.
     """
     with errors.user_input():
         is_empty_folder = out.is_dir() and not any(out.iterdir())
@@ -67,7 +67,7 @@ def new_folder(out: Path) -> Iterator[None]:
 def save_checkpoint(
     out: Path, weights: dict[str, Tensor], tree: dict, tokenizer: Tokenizer, source: Path
 ) -> None:
-    """Write the model of a config as a checkpoint. Ends with exit code 4 unless it is finite."""
+    """Write the model of a config as a checkpoint. Exits with code 4 if a weight is not finite."""
     for name, weight in weights.items():
         if not weight.float().isfinite().all():
             errors.exit_with(
@@ -93,8 +93,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """Write the files of a model -> the name of its class, and what programs misread of it."""
-    # All that can be wrong with the model or the arguments is found before a file is written.
+    """Write the files of a model -> the name of its class, and how programs misread the export."""
+    # Find all errors in the model and the arguments before a file is written.
     with errors.user_input():
         path = checkpoint.find_model(args.run)
         tokenizer = Tokenizer.load(tokenizer_file(path))
@@ -111,13 +111,13 @@ def export(args: argparse.Namespace) -> tuple[str, list[str]]:
     for name, content in files.items():
         (args.out / name).parent.mkdir(exist_ok=True)
         (args.out / name).write_bytes(content)
-    # The last file: no library takes a folder without it for a model.
+    # Written last: no library accepts a folder without it as a model.
     (args.out / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return architecture, describe_misreadings(config, files)
 
 
 def describe_misreadings(config: dict, files: Collection[str]) -> list[str]:
-    """Describe what programs read wrongly, without an error, of an export with this config.json."""
+    """Describe how programs silently misread an export with this config.json."""
     misreadings = []
     model_type = config["model_type"]
     has_window = "sliding_attention" in config.get("layer_types", []) or (
@@ -133,11 +133,11 @@ def describe_misreadings(config: dict, files: Collection[str]) -> list[str]:
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int] | None]:
-    """The ids in config.json: BOS and EOS as an imported model had them there, or our own."""
+    """Return BOS and EOS ids for config.json, from the imported config.json or our tokenizer."""
     ids = {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.eos_ids)}
     imported = stored_generation_config(tokenizer).get(IMPORTED_IDS)
     if imported is not None:
-        # Without any EOS in its configs, the model would not stop in transformers.
+        # Without an EOS in its configs, the model would not stop generating in transformers.
         config_ids = imported.get("config.json", {})
         generation_ids = imported.get("generation_config.json", {})
         has_eos = {**config_ids, **generation_ids}.get("eos_token_id") is not None
@@ -147,15 +147,15 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int] | None]:
 
 
 def stored_generation_config(tokenizer: Tokenizer) -> dict:
-    """What a checkpoint has as generation_config.json."""
+    """Return the generation_config.json of a checkpoint."""
     return json.loads(tokenizer.files.get("generation_config.json", "{}"))
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int | None:
-    """The token of a padded batch: what an imported model has, or else <unk> of SentencePiece.
+    """Return the padding token: the imported model's, or else <unk> of SentencePiece.
 
-    No text is encoded to <unk>, since unknown characters become bytes. EOS is no choice: programs
-    that train leave padding out of the loss, and the model would not learn to stop.
+    No text is encoded to <unk>, since unknown characters become bytes. EOS cannot be used: training
+    programs leave padding out of the loss, so the model would not learn to stop.
     """
     stored = stored_generation_config(tokenizer)
     if "pad_token_id" in stored or isinstance(tokenizer, JsonTokenizer):
@@ -164,13 +164,13 @@ def pad_token_id(tokenizer: Tokenizer) -> int | None:
 
 
 def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
-    """The files of a tokenizer as `transformers` reads them.
+    """Return the files of a tokenizer as `transformers` reads them.
 
-    Raises ValueError for one that it cannot express.
+    Raises ValueError for a tokenizer that `transformers` cannot express.
     """
     stored_config = json.loads(tokenizer.files.get("tokenizer_config.json", "{}"))
     if isinstance(tokenizer, JsonTokenizer):
-        # Other classes of transformers 5 put a pre-tokenizer of their own in its place.
+        # Other classes of transformers 5 replace the pre-tokenizer by their own.
         tokenizer_config = stored_config | {"tokenizer_class": "PreTrainedTokenizerFast"}
         return kept_files(tokenizer) | {"tokenizer_config.json": to_bytes(tokenizer_config)}
     if isinstance(tokenizer, IdTokenizer):
@@ -200,7 +200,7 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
         "legacy": False,
         "clean_up_tokenization_spaces": False,
     }
-    # An imported tokenizer keeps its names of these.
+    # An imported tokenizer keeps its own names of the special tokens.
     special_tokens = {
         "bos_token": tokenizer.processor.bos_id(),
         "eos_token": tokenizer.processor.eos_id(),
@@ -214,13 +214,13 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
 
 
 def kept_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The files of a tokenizer under the names, and with the entries, that transformers knows.
+    """Return the files of a tokenizer with the names and entries that transformers knows.
 
-    Raises ValueError for a chat template whose name is not a file's.
+    Raises ValueError for a chat template whose name is not a valid file name.
     """
     files = dict(tokenizer.files)
 
-    # A folder that we imported may have had no generation_config.json.
+    # The imported folder may have had no generation_config.json.
     generation_config = stored_generation_config(tokenizer)
     imported = generation_config.pop(IMPORTED_IDS, None)
     if imported is not None:
@@ -232,7 +232,7 @@ def kept_files(tokenizer: Tokenizer) -> dict[str, bytes]:
             generation_config |= imported["generation_config.json"]
             files["generation_config.json"] = to_bytes(generation_config)
 
-    # Chat templates are in a folder.
+    # transformers keeps additional chat templates in a folder.
     templates = json.loads(files.pop(f"{TEMPLATES}.json", "{}"))
     for name, text in templates.items():
         if Path(name).name != name:

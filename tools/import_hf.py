@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> None:
 
 def import_model(args: argparse.Namespace) -> None:
     """Read a model of transformers and write it as a checkpoint."""
-    # All that can be wrong with the folder is found before a file is written.
+    # Find all errors in the folder before a file is written.
     with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
         if is_run(args.folder):
             fix = f"python generate.py PROMPT --run {shlex.quote(str(args.folder))}"

@@ -15,16 +15,16 @@ from inference.sampling import sample
 from model.transformer import Transformer
 from run.progress import waiting
 
-NEW_TOKENS = 32  # that each sequence generates
-Latencies = dict[str, dict[str, float]]  # medians in ms, by the model and what was measured
+NEW_TOKENS = 32  # generated for each sequence
+Latencies = dict[str, dict[str, float]]  # medians in ms, by model and column title
 TURNS = 3  # of each model, and runs in each turn
-# Sequences that are decoded together, by the titles of their columns.
+# Number of sequences that are decoded together, by column title.
 ROWS = {"decoding, ms/token": 1, "8 rows, ms/token": 8}
 greedy = partial(sample, temperature=0)
 
 
 def latencies(runs: dict[str, Path]) -> Latencies:
-    """Map names of runs to medians in ms of decoding at full context, by what was measured.
+    """Map names of runs to medians in ms of decoding at full context, by column title.
 
     Models are loaded as generate.py loads them, and not compiled. They take turns, so that a
     machine that slows down does so for all of them.
@@ -62,11 +62,11 @@ def times(model: Transformer, num_rows: int) -> list[float]:
 
 
 def time_generation(engine: Engine, prompts: list[list[int]], num_new: int) -> tuple[float, float]:
-    """Continue all prompts together -> seconds to the first token of all, and of the others."""
+    """Continue all prompts together -> seconds to the first tokens, and for the other tokens."""
     sequences = [Sequence([*prompt], num_new) for prompt in prompts]
     start = perf_counter()
     generated = engine.generate(sequences)
-    # All sequences run in the batch, so the first len(sequences) tokens are their first ones.
+    # All sequences run in one batch, so the first len(sequences) tokens are their first tokens.
     assert len(sequences) <= engine.num_rows
     for _ in sequences:
         next(generated)

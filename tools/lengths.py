@@ -22,7 +22,7 @@ BATCH_TOKENS = 4096  # inputs computed together
 
 
 def measure_lengths(run_dir: Path | None) -> dict[str, float]:
-    """The `last_loss` of a run's newest checkpoint at MULTIPLES of its training context.
+    """Return `last_loss` of a run's newest checkpoint at MULTIPLES of its training context.
 
     Raises ValueError if there is no run, or if its text has changed.
     """
@@ -39,10 +39,10 @@ def measure_lengths(run_dir: Path | None) -> dict[str, float]:
 
 
 def last_loss(model: Transformer, corpus: Corpus, settings: dict, precision: torch.dtype) -> float:
-    """The nats per token of the last half training context of windows of the held-out text.
+    """Return nats per token on the last half training context of windows of the held-out text.
 
-    At all contexts of the model these are the same targets, with more or less in front of them.
-    Windows have the longest context. They overlap, but not in their targets.
+    All contexts of the model score the same targets, with more or less text in front of them.
+    Windows have the longest context. They overlap, but their targets do not.
     """
     longest = LONGEST * settings["context"] + 1
     if len(corpus.validation) < longest:
@@ -50,7 +50,7 @@ def last_loss(model: Transformer, corpus: Corpus, settings: dict, precision: tor
             f"only {len(corpus.validation)} held-out tokens (a window has {longest}). "
             "fix: a larger text; of a task: --slices --context N"
         )
-    num_targets = settings["context"] // 2  # of a window
+    num_targets = settings["context"] // 2  # per window
     ends = range(longest, len(corpus.validation) + 1, num_targets)
     length = model.context + 1
     rows = []
@@ -65,9 +65,9 @@ def last_loss(model: Transformer, corpus: Corpus, settings: dict, precision: tor
 
 
 def open_run(path: Path | None) -> tuple[Path, dict]:
-    """The newest checkpoint of a run, by default of the newest run, and its settings.
+    """Return the newest checkpoint of a run, by default the newest run, and its settings.
 
-    Raises ValueError for a model from elsewhere.
+    Raises ValueError for a model that is not from a run.
     """
     newest = checkpoint.find_model(path)
     settings = checkpoint.load_config(newest)
@@ -77,14 +77,14 @@ def open_run(path: Path | None) -> tuple[Path, dict]:
 
 
 def document_start(corpus: Corpus, settings: dict) -> int | None:
-    """The token that begins a document, if a run masks other documents."""
+    """Return the token that begins a document if a run masks other documents, else None."""
     return corpus.tokenizer.bos if settings["document_mask"] else None
 
 
 def evaluate_corpus(
     model: Transformer, corpus: Corpus, settings: dict, precision: torch.dtype
 ) -> dict:
-    """The metrics of all held-out data in windows of the model's context, as training has them."""
+    """Return the metrics of training on all held-out data, in windows of the model's context."""
     corpus = corpus.with_context(model.context)
     num_tokens = corpus.validation_tokens(model.context)
     batch_size = max(1, BATCH_TOKENS // model.context)

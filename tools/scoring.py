@@ -26,7 +26,7 @@ def load_to_score(
     """Load a model to score text with -> what `load` returns, and the dtype of matrix products.
 
     With dtype=auto, the weights are in fp32, and a GPU multiplies in the `precision` of training:
-    a checkpoint has the loss that its run has logged. Other dtypes are those of generation.
+    a checkpoint then has the loss that its run logged. Other dtypes are used as in generation.
     """
     weights = "fp32" if dtype == "auto" else dtype
     model, tokenizer, name = load(path, device, weights, context)
@@ -45,9 +45,9 @@ class Row(NamedTuple):
 def windows(tokens: list[int], context: int) -> list[Row]:
     """Cut tokens into rows of up to `context` inputs; every token but the first is scored once.
 
-    A last row that would be shorter begins earlier, so that its first tokens have more in front of
-    them. This is the rolling log-likelihood of lm-evaluation-harness (get_rolling_token_windows in
-    its lm_eval/utils.py).
+    If the last row would be shorter, it begins earlier, so that its scored tokens have more
+    context. This is the rolling log-likelihood of lm-evaluation-harness
+    (get_rolling_token_windows in its lm_eval/utils.py).
     """
     rows = []
     for start in range(0, len(tokens) - 1, context):
@@ -66,10 +66,10 @@ def total_nats(
     *,
     precision: torch.dtype = torch.float32,
 ) -> float:
-    """The loss summed over the scored tokens of all rows, `batch_size` of which run together.
+    """Return the loss summed over the scored tokens of all rows, run in batches of `batch_size`.
 
     Matrices are multiplied in `precision`, or in the dtype of the weights if that is fp32.
-    Where `bos` is a token id, it begins a document, and no token attends to another document.
+    If `bos` is a token id, it begins a document, and no token attends to another document.
     """
     device = model.embed.weight.device
     total = 0.0
@@ -87,7 +87,7 @@ def total_nats(
             with hardware.autocast(device, precision):
                 hidden, _ = model.hidden_states(inputs, documents=documents)
             for row, states in zip(batch, hidden, strict=True):
-                # The first token has nothing in front of it that would predict it.
+                # No token precedes the first token, so it cannot be predicted.
                 assert 1 <= row.first < len(row.tokens)
                 # The hidden state at a token predicts the next one.
                 states = states[row.first - 1 : len(row.tokens) - 1]

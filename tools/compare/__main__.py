@@ -27,7 +27,7 @@ from run.settings import compose
 from tools import import_torch
 from tools.compare.sweep import expand_sweep
 
-# torch is imported only in functions, so that --help and wrong overrides are answered at once.
+# torch is imported only in functions, so that --help and errors in overrides print at once.
 if TYPE_CHECKING:
     from tools.compare.plan import Variant
     from tools.compare.runs import Run
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def main(args: argparse.Namespace) -> None:
     with errors.user_input():
         if args.overrides:
-            expand_sweep(args.overrides)  # which finds what is wrong with them
+            expand_sweep(args.overrides)  # raises an error if an override is wrong
     import_torch()
     from tools.compare.measures import measure_checkpoints
     from tools.compare.plan import plan_variants, train_variants
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def report_folder(folders: list[Path]) -> Path:
-    """Where a report goes: into the folder of a comparison if it is of this one alone."""
+    """Return the folder of the report: a comparison's own folder if it is the only one given."""
     from tools.compare.runs import RECORDS
 
     if len(folders) == 1 and (folders[0] / RECORDS).exists():
@@ -73,7 +73,7 @@ def report_folder(folders: list[Path]) -> Path:
 
 
 def announce(variants: list["Variant"], has_search: bool) -> None:
-    """Say how many runs there will be, and how long they take if that is known."""
+    """Print the number of runs, and their duration if it is known."""
     from tools.compare.tuning import FACTORS
 
     count = sum(len(variant.seeds) for variant in variants)
@@ -89,9 +89,9 @@ def announce(variants: list["Variant"], has_search: bool) -> None:
 
 
 def read_runs(folders: list[Path]) -> tuple[list["Run"], dict[str, str]]:
-    """Read runs that have finished: of their folders, or the records of comparisons.
+    """Read finished runs from their folders, or from the records of comparisons.
 
-    Also returns why others are not among them, by the name of their folder.
+    Also returns the reason why each other run was left out, by the name of its folder.
     """
     from tools.compare.runs import Run, read_records
 
@@ -105,7 +105,7 @@ def read_runs(folders: list[Path]) -> tuple[list["Run"], dict[str, str]]:
             runs += recorded.values()
             if recorded:
                 continue
-            # The record of a run in a comparison says more than its folder.
+            # The record of a run in a comparison holds more than its folder.
             run = read_records(folder.parent).get(folder.name) or Run.read(folder)
             if run.done:
                 runs.append(run)

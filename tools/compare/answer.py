@@ -10,13 +10,13 @@ from tools.compare.measures import NEAR_FLOOR, SOLVED, Result, num_solved, token
 from tools.compare.runs import Run
 from tools.compare.statistics import seeds_to_decide, solves_more_often
 
-# The least that a choice takes. With fewer seeds, only large differences show. With fewer tokens,
+# The minimum for a decision. With fewer seeds, only large differences show. With fewer tokens,
 # the ranking may change with more training; 20 per parameter are optimal for their compute
 # (Hoffmann et al., 2203.15556).
 MIN_SEEDS = 3
 MIN_TOKENS = 10  # per parameter
 MAX_EPOCHS = 4  # passes over a text
-# What is said of the variants with a verdict; {margin} has a unit.
+# The sentence for the variants with each verdict; {margin} includes its unit.
 CLAUSES = {
     "better": "Also better than {baseline}: {names}; which of them is best was not tested.",
     "as good": "As good (at most {margin} worse): {names}.",
@@ -30,10 +30,10 @@ CLAUSES = {
 
 
 class Answer(NamedTuple):
-    """What a reader should know first."""
+    """The answer that a report begins with."""
 
     headline: str  # one sentence
-    remarks: list[str]  # what it takes to be sure, and what the variant costs
+    remarks: list[str]  # how to become sure, and the cost of the variant
     verdicts: list[str]  # on the other variants
 
     def __str__(self) -> str:
@@ -41,11 +41,11 @@ class Answer(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """What the runs lack for a decision."""
+    """The data that the runs lack for a decision."""
 
-    data: list[str]  # too little of what, such as "1 of 3 seeds"
+    data: list[str]  # each shortage as text, such as "1 of 3 seeds"
     remedies: list[str]  # of all gaps
-    has_untuned: bool  # learning rates
+    has_untuned: bool  # whether learning rates are untuned
 
 
 def answer_losses(comparison: Comparison, result: Result, margin: float) -> Answer:
@@ -120,7 +120,7 @@ def answer_accuracies(comparison: Comparison) -> Answer:
     can_be_better = solved[baseline] < totals[baseline] or totals[baseline] < MIN_SEEDS
     gaps = find_gaps(comparison, max(MIN_SEEDS, seeds_to_decide(len(comparison.others))))
     at_edge = [name for name in groups if stem(name) in comparison.at_edge]
-    if at_edge:  # of losses, the verdicts are withheld
+    if at_edge:  # when comparing losses, the verdicts are withheld
         names = ", ".join(at_edge)
         gaps.remedies.append(
             f"a wider range of learning rates for {names} (the best is at its edge)"
@@ -143,7 +143,7 @@ def answer_accuracies(comparison: Comparison) -> Answer:
             f"Keep {baseline}: {of_seeds(baseline)} seeds solve {task} (at least {percent(SOLVED)} "
             "accuracy), and no variant can do better."
         )
-        # The smallest cache with which all seeds solve it too.
+        # The variant with the smallest cache whose seeds all solve the task too.
         equal = [name for name in ranking if solved[name] == totals[name]]
         smallest = min(equal, key=lambda name: cache_share(comparison, name))
         share = cache_share(comparison, smallest)
@@ -173,7 +173,7 @@ def answer_accuracies(comparison: Comparison) -> Answer:
 
 
 def find_gaps(comparison: Comparison, min_seeds: int) -> Gaps:
-    """Find what the runs lack, by the variant with the least."""
+    """Find the data that the runs lack; the variant with the least data decides."""
     groups = comparison.groups
     firsts = [runs[0] for runs in groups.values()]
     data = []
@@ -198,7 +198,7 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> Gaps:
         data.append(f"{ratio:.2g} of {MIN_TOKENS} tokens per parameter")
         remedies.append(f"{MIN_TOKENS} tokens per parameter ({enough_tokens(firsts)})")
 
-    # The rates of the config are scaled to a model and a run, but not tuned for a variant.
+    # The default rates are scaled to the model and the run, but not tuned for the variant.
     untuned = []
     for name, runs in groups.items():
         if runs[0].settings["name"] not in comparison.losses:
@@ -210,14 +210,14 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> Gaps:
 
 
 def enough_tokens(runs: list[Run]) -> str:
-    """The overrides with which all these models see MIN_TOKENS per parameter, and the time."""
+    """Return overrides that train all these models on MIN_TOKENS per parameter, and the time."""
     tokens = MIN_TOKENS * max(run.model.num_parameters() for run in runs)
     steps = math.ceil(tokens / runs[0].settings["batch_tokens"])
     text = f"steps={steps} max_minutes=null"
     seconds = tokens / min(run.tokens_per_second for run in runs)
     if math.isfinite(seconds):
         text += f", about {duration(seconds)} per run at this speed"
-    # Up to four passes over a text are nearly as good as new text (2305.16264).
+    # Up to four epochs on a text are nearly as good as new text (2305.16264).
     passes = max(tokens / run.last["tokens"] * run.last.get("epoch", 0.0) for run in runs)
     if passes > MAX_EPOCHS:
         text += f", but {passes:.0f} passes over this text: take a longer one, or a smaller model"
@@ -231,9 +231,9 @@ def describe_missing(gaps: Gaps) -> list[str]:
 
 
 def describe_gain(comparison: Comparison, name: str, result: Result) -> str:
-    """By how much the loss of a variant is lower, with its interval and the numbers of seeds."""
+    """Describe how much lower the loss of a variant is, with the interval and numbers of seeds."""
     verdict = result.verdicts[name]
-    # The end nearest to zero has a significant digit, so that it is not rounded to zero.
+    # Keep a significant digit of the end nearest to zero, so that it is not rounded to zero.
     digits = min(8, max(3, math.ceil(-math.log10(-verdict.high))))
     seeds = count(len(comparison.groups[name]), "seed")
     theirs = len(comparison.groups[comparison.baseline])
@@ -246,7 +246,7 @@ def describe_gain(comparison: Comparison, name: str, result: Result) -> str:
 
 
 def describe_cost(comparison: Comparison, name: str) -> str:
-    """What a variant costs in memory and compute, relative to the baseline."""
+    """Describe the memory and compute of a variant, relative to the baseline."""
     ours = comparison.groups[name][0].model
     theirs = comparison.first.model
     flops = percent(ours.training_flops() / theirs.training_flops())
@@ -257,7 +257,7 @@ def describe_cost(comparison: Comparison, name: str) -> str:
 
 
 def cache_share(comparison: Comparison, name: str) -> float:
-    """The cache of a variant, as a share of the baseline's."""
+    """Return the cache size of a variant as a fraction of the baseline's."""
     return comparison.groups[name][0].cache_bytes / comparison.first.cache_bytes
 
 
@@ -269,7 +269,7 @@ def describe_smaller_cache(comparison: Comparison, name: str) -> str:
 def verdict_clauses(
     comparison: Comparison, result: Result, margin: float, without: list[str]
 ) -> list[str]:
-    """The variants by their verdict, except `without`, with their caches if these are smaller."""
+    """List variants by verdict, except `without`, with their cache sizes if these are smaller."""
     by_text = defaultdict(list)
     for name in comparison.others:
         if name in without:
@@ -296,7 +296,7 @@ def verdict_clauses(
 
 
 def describe_power(result: Result) -> str:
-    """Which difference these seeds would have detected; "" if nothing was tested."""
+    """Describe the difference that these seeds could detect; "" if nothing was tested."""
     detectable = []
     for verdict in result.verdicts.values():
         if not math.isnan(verdict.detectable):

@@ -17,16 +17,16 @@ DIVERGED = "seeds diverged"
 
 @dataclass
 class Comparison:
-    """The runs of one task and model size, and what else is known about the variants.
+    """The runs of one task and model size, with further facts about the variants.
 
     `baseline` is the name of the variant that all others are compared with. `groups` is empty if
-    none of its runs can be judged.
+    no run of the baseline can be judged.
     """
 
-    groups: Groups  # the runs of each variant that are judged; the best variant first
+    groups: Groups  # the judged runs of each variant; the best variant first
     baseline: str
     losses: dict[str, Losses]  # of each variant whose learning rates were searched
-    diverged: Counter  # number of seeds, by variant
+    diverged: Counter  # number of diverged seeds by variant
 
     @property
     def first(self) -> Run:
@@ -35,7 +35,7 @@ class Comparison:
 
     @property
     def others(self) -> list[str]:
-        """The variants except the baseline, the best first."""
+        """The variants except the baseline, best first."""
         return [name for name in self.groups if name != self.baseline]
 
     @property
@@ -52,7 +52,7 @@ class Comparison:
 
 
 def stem(name: str) -> str:
-    """The name of a variant's runs, without the settings that distinguish it from namesakes."""
+    """Return a variant's name without the settings that distinguish it from namesakes."""
     return name.partition(" ")[0]
 
 

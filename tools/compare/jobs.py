@@ -1,4 +1,4 @@
-"""Trains many runs, each by a process of its own: one after the other, or one on each GPU."""
+"""Train many runs, each in its own process: one at a time, or one per GPU."""
 
 import fcntl
 import os
@@ -18,7 +18,7 @@ from run.settings import compose
 from run.signals import Signals
 from tools.compare.runs import Run, command, commit, read_records
 
-FINISHED = "finished before"  # the outcome of a run that an earlier call has trained
+FINISHED = "finished before"  # the outcome of a run that an earlier call trained
 Environment = dict[str, str]  # environment variables, which may assign a GPU
 COMMAND = "$ python train.py"  # the first line of a log, followed by the overrides
 
@@ -27,7 +27,7 @@ COMMAND = "$ python train.py"  # the first line of a log, followed by the overri
 class Job:
     """A run to train: its folder, and the overrides for train.py, which define it completely.
 
-    Its baseline is trained first, and decides how long it trains and whether it is compiled.
+    The baseline trains first, and decides how long this run trains and whether it compiles.
     """
 
     run_dir: Path
@@ -37,7 +37,7 @@ class Job:
     compared_with: str | None = None  # the baseline of its size
     run: Run | None = None  # set once it is trained, even if it diverged
     outcome: str | None = None  # set once it has ended
-    # While it trains: its process, the environment that assigns it a GPU, and its locked log.
+    # During training: the process, the environment that assigns it a GPU, and the locked log.
     process: subprocess.Popen | None = None
     gpu: Environment | None = None
     log: IO | None = None
@@ -78,7 +78,7 @@ class Job:
                 log.close()
 
     def start(self, log: IO) -> None:
-        """Start train.py, which writes to the log."""
+        """Start train.py, with its output in the log."""
         log.truncate(0)
         print(COMMAND, shlex.join(self.overrides), file=log, flush=True)
         self.process = subprocess.Popen(
@@ -87,17 +87,17 @@ class Job:
             stdout=log,
             stderr=log,
             env=os.environ | self.gpu,
-            start_new_session=True,  # Ctrl-C is for this process, which then ends the runs
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends the runs
         )
         self.log = log
 
     def match_baseline(self) -> None:
-        """Compile if the baseline did; with the same time limit, train on as many tokens."""
+        """Compile if the baseline did; with the same time limit, train on its number of tokens."""
         if self.baseline is None:
             return
         settings = compose(self.overrides)
         others = compose(self.baseline.overrides)
-        # Neither minutes nor tokens a parameter give the same number of steps to all variants.
+        # Equal minutes or tokens per parameter would give variants different numbers of steps.
         gives_tokens = settings.steps is None and settings.tokens_per_parameter is not None
         is_timed = (
             (settings.max_minutes is not None or gives_tokens)
@@ -120,8 +120,8 @@ class Job:
 
     def check_previous(self, log: IO) -> None:
         """End the job if the run is finished, or was trained with other overrides."""
-        # A finished run is in the records. One that has begun has a log, whose first line is its
-        # command.
+        # A finished run is in the records. A run that has started has a log, whose first line is
+        # its command.
         run = read_records(self.run_dir.parent).get(self.run_dir.name)
         log.seek(0)
         first_line = log.readline()
@@ -130,7 +130,7 @@ class Job:
         else:
             previous = shlex.split(first_line.removeprefix(COMMAND))
 
-        # The folder may have been moved: run_dir may differ.
+        # The folder may have been moved, so run_dir may differ.
         different = set(previous) ^ set(self.overrides)
         changed = sorted(word for word in different if "run_dir=" not in word)
         if previous and changed:
@@ -141,7 +141,7 @@ class Job:
             self.end(FINISHED)
 
     def finish(self) -> None:
-        """Record the run that the process has trained, and end the job with its outcome."""
+        """Record the run that the process trained, and end the job with its outcome."""
         code = self.process.returncode
         if code == 0:
             self.run = Run.read(self.run_dir)
@@ -166,11 +166,11 @@ class Job:
 
 
 def open_locked(path: Path) -> IO | None:
-    """Open the log of a run, and lock it; None if another call has locked it.
+    """Open and lock the log of a run; return None if another call has locked it.
 
     The training process inherits the lock with its standard output. So if this process is killed
-    while the run trains, the log stays locked until the training process has ended as well. This is
-    why the lock is not a FileLock of the library filelock: children do not inherit that.
+    while the run trains, the log stays locked until the training process has ended as well. The
+    lock is not a FileLock of the library filelock, because child processes do not inherit one.
     """
     log = path.open("a+", encoding="utf-8")
     try:
@@ -188,7 +188,7 @@ def open_locked(path: Path) -> IO | None:
 
 
 def train_all(jobs: list[Job]) -> None:
-    """Train the jobs that are not finished, as many at a time as there are GPUs.
+    """Train the unfinished jobs, one at a time on each GPU.
 
     Waits for runs that another call trains. On a signal, all runs save, and the process exits.
     """
@@ -201,12 +201,12 @@ def train_all(jobs: list[Job]) -> None:
                 for job in jobs:
                     if job.outcome is None:
                         job.update(free_gpus)
-                # The bar estimates the time left from the runs that this call has trained.
+                # The bar estimates the time left from the runs that this call trained.
                 bar.initial = sum(job.outcome == FINISHED for job in jobs)
                 bar.n = sum(job.outcome is not None for job in jobs)
                 sleep(0.5)
         finally:
-            # Signal all before waiting for any, so that they save at the same time.
+            # Signal all processes before waiting for any, so that they save at the same time.
             running = []
             for job in jobs:
                 if job.process is not None and job.outcome is None:
@@ -222,7 +222,7 @@ def train_all(jobs: list[Job]) -> None:
 
 
 def gpu_environments(device: str) -> list[Environment]:
-    """The environment of each run that trains at the same time, with a GPU each.
+    """Return one environment for each run that trains at the same time, each with one GPU.
 
     Without several GPUs, one run trains at a time, in an unchanged environment.
     """

@@ -37,14 +37,14 @@ as a multiple of what it was given there, if parameters and tokens grow in the s
 
 
 class Rung(NamedTuple):
-    """The runs of one model size: the losses of each variant, the baseline's included."""
+    """The runs of one model size: the losses of each variant, including the baseline."""
 
     dim: int
     flops: float  # training FLOPs of a run of the baseline
     samples: Samples
 
     def difference(self, name: str, baseline: str) -> float:
-        """The mean loss of a variant, less that of the baseline."""
+        """Return the mean loss of a variant minus the mean loss of the baseline."""
         return fmean(self.samples[name]) - fmean(self.samples[baseline])
 
 
@@ -78,7 +78,7 @@ class PowerLaw(NamedTuple):
 
 
 def add_ladder(page: Page, comparisons: list[Comparison], margin: float) -> tuple[str, str]:
-    """Add how the differences change with the model size -> the SVG of it, and a summary.
+    """Add how the differences change with the model size -> the SVG of the figure, and a summary.
 
     Both are empty if the baseline is the only variant that was trained at all sizes.
     """
@@ -90,7 +90,7 @@ def add_ladder(page: Page, comparisons: list[Comparison], margin: float) -> tupl
     if not variants or baseline not in rungs[-1].samples:
         return "", ""
 
-    # The verdicts of each size are those of its own table.
+    # The verdicts of each size come from its own table.
     unit = largest.first.metric_name
     verdicts = defaultdict(dict)
     for dim, comparison in by_dim.items():
@@ -134,7 +134,7 @@ def width(comparison: Comparison) -> int:
 
 
 def describe_largest(rung: Rung, baseline: str, verdicts: dict[str, Verdict], unit: str) -> str:
-    """Which variant is the best at the largest size."""
+    """Name the best variant at the largest size."""
     at = f"At dim {rung.dim}, the largest size, "
     better = [name for name in rung.samples if name in verdicts and verdicts[name].text == "better"]
     if not better:
@@ -163,7 +163,7 @@ def ladder_rows(
     trends: dict[str, Trend],
     laws: dict[str, PowerLaw],
 ) -> list[dict[str, str]]:
-    """The table: the difference at the largest size, its trend, and the fitted power laws."""
+    """Return the table: difference at the largest size, its trend, and the fitted power laws."""
     largest = rungs[-1]
     loss = fmean(largest.samples[baseline])
     rows = []
@@ -200,7 +200,7 @@ def ladder_rows(
 
 
 def make_rungs(comparisons: list[Comparison]) -> list[Rung]:
-    """The sizes at which the baseline was trained, the smallest first, and the common variants."""
+    """Return the sizes with a trained baseline, smallest first, and their common variants."""
     samples_by_dim = {}
     flops_by_dim = {}
     for comparison in comparisons:
@@ -219,12 +219,12 @@ def make_rungs(comparisons: list[Comparison]) -> list[Rung]:
 
 
 def without_dim(name: str, dim: int) -> str:
-    """The name of a variant without its width, which is a part of it if widths are swept."""
+    """Return the name of a variant without the width that a sweep of widths adds to it."""
     return name.replace(f"dim-{dim}", "").strip("-")
 
 
 def judge_trends(rungs: list[Rung], baseline: str) -> dict[str, Trend]:
-    """Judge by variant whether its difference from the baseline changes with the compute.
+    """Judge for each variant whether its difference from the baseline changes with compute.
 
     The slope of a straight line through the differences, over the logarithm of the compute, is a
     weighted sum of means, so its standard error follows from the spreads of the seeds. These are
@@ -241,7 +241,7 @@ def judge_trends(rungs: list[Rung], baseline: str) -> dict[str, Trend]:
     for name in variants:
         differences = [rung.difference(name, baseline) for rung in rungs]
         slope = float(np.dot(weights, differences))
-        parts = []  # of the variance of the slope, with their degrees of freedom
+        parts = []  # parts of the slope's variance, with degrees of freedom
         for rung, weight in zip(rungs, weights, strict=True):
             for variance, freedom in difference_variance(rung.samples, name, baseline):
                 parts.append((weight**2 * variance, freedom))
@@ -257,9 +257,9 @@ def judge_trends(rungs: list[Rung], baseline: str) -> dict[str, Trend]:
 
 
 def difference_variance(samples: Samples, name: str, baseline: str) -> list[tuple[float, int]]:
-    """The variance of the difference of two means, in parts -> (variance, degrees of freedom).
+    """Return the parts of the variance of a difference of means: (variance, degrees of freedom).
 
-    NaN if a variance cannot be estimated.
+    The variance is NaN if it cannot be estimated.
     """
     pair = [samples[name], samples[baseline]]
     others = {key: values for key, values in samples.items() if key != baseline}
@@ -276,7 +276,7 @@ def difference_variance(samples: Samples, name: str, baseline: str) -> list[tupl
 
 
 def trend_text(low: float, high: float, difference: float) -> str:
-    """What the interval of a slope says about the difference at the largest size."""
+    """Describe how the difference at the largest size changes, by the interval of its slope."""
     if low <= 0 <= high:
         return CANNOT_TELL
     noun = "lead" if difference < 0 else "deficit"
@@ -301,5 +301,5 @@ def fit_power_law(rungs: list[Rung], name: str) -> PowerLaw:
 
 
 def compute_factor(difference: float, loss: float, law: PowerLaw) -> float:
-    """How much compute the baseline needs for its `loss` to change by `difference`, as a factor."""
+    """Return the factor of compute that changes the baseline's `loss` by `difference`."""
     return (1 + difference / loss) ** (-1 / law.exponent)

@@ -13,12 +13,12 @@ from tools.compare.statistics import LEVEL, Samples, Verdict, judge, spreads_dif
 from tools.latency import latencies
 from tools.lengths import measure_lengths
 
-NEAR_FLOOR = 0.05  # above the accuracy of an answer without looking up
-SOLVED = 0.9  # accuracy from which on a run has solved a task
+NEAR_FLOOR = 0.05  # accuracy above the floor: answers without looking up
+SOLVED = 0.9  # least accuracy of a run that has solved a task
 
 
 class Result(NamedTuple):
-    """A measure of all variants by their names, where less is better, and the verdicts.
+    """A measure of all variants by name, with verdicts; lower is better.
 
     `is_unequal`: the spreads of variants differ.
     """
@@ -50,18 +50,18 @@ def with_interval(difference: float, low: float, high: float) -> str:
 
 
 def slice_loss(run: Run, name: str) -> float | None:
-    """The loss of a slice of the held-out text in nats per token; None where it was not logged."""
+    """Return the loss of a slice of held-out text in nats per token; None if it was not logged."""
     return run.last.get("slices", {}).get(name, {}).get("loss")
 
 
 def length_change(run: Run) -> float | None:
-    """The loss of the same targets with 4 times the training context, less that with one."""
+    """Return the loss at 4 times the training context minus the loss at 1, on the same targets."""
     if not run.lengths:
         return None
     return run.lengths["4"] - run.lengths["1"]
 
 
-TEXT_PARTS = {  # of the loss, which tell variants apart
+TEXT_PARTS = {  # parts of the loss that distinguish variants
     "repeated tokens, nats": partial(slice_loss, name="repeated"),
     "new tokens, nats": partial(slice_loss, name="new"),
     "4 x the context, nats more": length_change,
@@ -76,9 +76,9 @@ def evaluate(
     margin: float,
     num_measures: int = 1,
 ) -> Result:
-    """Measure all runs, and judge the variants beside the baseline if that has a value.
+    """Measure all runs, and judge the variants against the baseline if it has a value.
 
-    Of `num_measures` in one table, each is judged at so much smaller a level.
+    The significance level is divided by `num_measures`, the number of measures in one table.
     """
     samples = {}
     for name, runs in groups.items():
@@ -98,7 +98,7 @@ def num_solved(runs: list[Run]) -> int:
 
 
 def tokens_until_solved(runs: list[Run]) -> float:
-    """The median over the runs that solve a task of the tokens until they do; NaN without any."""
+    """Return the median tokens until a run solves its task; NaN if no run solves it."""
     tokens = []
     for run in runs:
         for line in run.lines:
@@ -109,12 +109,12 @@ def tokens_until_solved(runs: list[Run]) -> float:
 
 
 def measure_checkpoints(runs: list[Run]) -> None:
-    """Measure longer contexts and decoding where that is missing and there is a checkpoint.
+    """Measure longer contexts and decoding if they are missing and a checkpoint exists.
 
-    The records of a comparison keep what was measured.
+    The measurements are stored in the records of the comparison.
     """
     judged = [run for run in runs if run.factor is None and run.has_checkpoint and run.lines]
-    firsts = {}  # of each variant of a task
+    firsts = {}  # the first run of each variant of a task
     for run in judged:
         firsts.setdefault((run.task, run.settings["name"]), run)
     measured = {}

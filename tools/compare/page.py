@@ -61,11 +61,11 @@ function sortBy(header) {
 for (const button of document.querySelectorAll("th button"))
   button.addEventListener("click", () => sortBy(button.parentElement));
 """
-LONG = 40  # characters, beyond which a cell may have several lines
-NUMBER = re.compile(r"[-+]?\d")  # the beginning of a cell with a number
-UNKNOWN = ("", "n/a", "never")  # other cells of a column of numbers
+LONG = 40  # a cell with more characters may have several lines
+NUMBER = re.compile(r"[-+]?\d")  # the start of a cell with a number
+UNKNOWN = ("", "n/a", "never")  # cells without a number in a numeric column
 
-Rows = list[dict[str, str]]  # by the titles of the columns; a row may lack some
+Rows = list[dict[str, str]]  # by column title; a row may lack some columns
 
 
 class Page:
@@ -82,18 +82,18 @@ class Page:
         return "\n".join([*self.blocks, f"<script>{SCRIPT}</script>", "</html>\n"])
 
     def paragraph(self, text: str, tag: str = "p", style: str = "") -> None:
-        """Add a text, which is left out if it is empty."""
+        """Add a paragraph, or nothing if the text is empty."""
         if text:
             style = f' class="{style}"' if style else ""
             self.blocks.append(f"<{tag}{style}>{escape(' '.join(text.split()))}</{tag}>")
 
     def code(self, lines: list[str]) -> None:
-        """Add lines that are shown as they are. Long ones scroll."""
+        """Add preformatted lines. Long lines scroll."""
         self.blocks.append(f'<pre tabindex="0">{escape(chr(10).join(lines))}</pre>')
 
     @contextmanager
     def folded(self, title: str) -> Iterator[None]:
-        """What is added inside is hidden until the reader clicks on the title."""
+        """Hide the blocks that are added inside until the reader clicks on the title."""
         self.blocks.append(f"<details><summary>{escape(title)}</summary>")
         yield
         self.blocks.append("</details>")
@@ -101,7 +101,7 @@ class Page:
     def figure(self, figure: Figure, caption: str) -> str:
         """Add a figure, and return its SVG. Its black becomes the color of the text around it."""
         buffer = StringIO()
-        # The ids of its parts follow from their order, not from chance.
+        # Number the ids of its parts in order, so that they are not random.
         with rc_context({"svg.hashsalt": str(len(self.blocks))}):
             figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         _, tag, drawing = buffer.getvalue().partition("<svg")
@@ -135,12 +135,12 @@ class Page:
 
 
 def column_style(texts: list[str]) -> str:
-    """How a column is aligned, and whether its cells may have several lines."""
+    """Return the style of a column: its alignment, and whether its cells may wrap."""
     if all(NUMBER.match(text) or text in UNKNOWN for text in texts):
         return "number"
     return "text long" if max(map(len, texts)) > LONG else "text"
 
 
 def plain_table(rows: Rows) -> str:
-    """A table for a terminal."""
+    """Format a table for a terminal."""
     return DataFrame(rows).fillna("").to_string(index=False)

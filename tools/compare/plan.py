@@ -15,15 +15,15 @@ from tools.compare.sweep import Variants, expand_sweep, name_variants
 from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses
 from training.setup import set_up_run
 
-SIZE_TOLERANCE = 0.005  # relative difference to the baseline at which sizes count as equal
+SIZE_TOLERANCE = 0.005  # largest relative difference of sizes that count as equal
 # The sizes of a model that --match makes equal.
 SIZES = {"params": Transformer.num_parameters, "flops": Transformer.training_flops}
-SEARCH_SEED = 1000  # of the search for learning rates: it judges nothing
+SEARCH_SEED = 1000  # seed of the learning-rate search, which judges no variant
 
 
 @dataclass
 class Variant:
-    """What is trained with several seeds, and at which factor of the learning rates."""
+    """A variant: overrides to train with several seeds, and a factor of the learning rates."""
 
     name: str
     overrides: list[str]
@@ -31,10 +31,10 @@ class Variant:
     folder: Path
     baseline: str  # the first variant of its size
     factor: float = 1.0
-    searched: list[Job] = field(default_factory=list)  # the runs that look for the best factor
+    searched: list[Job] = field(default_factory=list)  # the runs of the search for the best factor
 
     def job(self, seed: int, factor: float | None = None) -> Job:
-        """A run at the variant's own factor, or one of the search at another factor."""
+        """Return a run at the variant's own factor, or a run of the search at `factor`."""
         label = self.name
         scale = self.factor
         if factor is not None:
@@ -47,10 +47,10 @@ class Variant:
         return Job(run_dir, words, factor=factor, compared_with=self.baseline)
 
     def search(self) -> list[Job]:
-        """The runs that the search for the best factor needs next; none once it has ended."""
+        """Return the next runs of the search for the best factor; empty once it has ended."""
         runs = [job.run for job in self.searched if job.run is not None]
         losses = rate_losses(runs)
-        has_failed = len(runs) < len(self.searched)  # what failed would fail again
+        has_failed = len(runs) < len(self.searched)  # a failed run would fail again
         factors = []
         if not self.searched:
             factors = FACTORS
@@ -66,7 +66,7 @@ class Variant:
 
 
 def scaled_rates(overrides: list[str], factor: float) -> list[str]:
-    """The overrides that multiply all learning rates of an optimizer."""
+    """Return the overrides that multiply all learning rates of an optimizer."""
     if factor == 1.0:
         return []
     rates = []
@@ -81,9 +81,9 @@ def plan_variants(
 ) -> list[Variant]:
     """Plan the variants, the baseline first.
 
-    Runs go to `folder`, or to one that all comparisons with the same baseline share; those with a
-    search for learning rates have others. Raises ValueError for what cannot be compared, and ends
-    with exit code 2 for what cannot be trained here.
+    Runs go to `folder`, or to a folder shared by all comparisons with the same baseline; a search
+    for learning rates uses another folder. Raises ValueError for variants that cannot be compared,
+    and exits with code 2 for overrides that cannot be trained here.
     """
     sweep = expand_sweep(overrides)
     if len(sweep.get("data", [])) > 1:
@@ -92,7 +92,7 @@ def plan_variants(
         raise ValueError(
             f"model.hidden is what makes sizes equal (--match {match}). fix: --match none"
         )
-    # Seeds are repetitions of a variant, and all other keys make variants.
+    # Seeds are repetitions of a variant; every other key defines variants.
     try:
         seeds = [int(word.partition("=")[2]) for word in sweep.pop("seed", ["seed=0"])]
     except ValueError as error:
@@ -114,29 +114,29 @@ def plan_variants(
 
 
 def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
-    """Train what is missing, first what the search for learning rates needs, and return all jobs.
+    """Train all missing runs, beginning with the learning-rate search, and return all jobs.
 
-    The first job of each model size, that of its baseline, decides how long the others train.
+    The first job of each model size, its baseline, decides how long the others train.
     """
     jobs = []
-    # The search goes on until no variant has its best rate at the edge of what was tried.
+    # Search until no variant has its best rate at the edge of the tried range.
     if has_search:
         while searching := next_searches(variants):
             jobs += train_after(jobs, searching)
 
-    # Then seed by seed, without variants whose search could not end.
+    # Then train seed by seed, without variants whose search could not end.
     judging = []
     for seed in variants[0].seeds:
         for variant in variants:
             if all(job.run is not None for job in variant.searched):
                 judging.append(variant.job(seed))
-    if judging:  # none where every search has failed
+    if judging:  # empty if every search has failed
         jobs += train_after(jobs, judging)
     return jobs
 
 
 def next_searches(variants: list[Variant]) -> list[Job]:
-    """The runs that the searches of all variants need next."""
+    """Return the next runs of the searches of all variants."""
     jobs = []
     for variant in variants:
         jobs += variant.search()
@@ -146,9 +146,9 @@ def next_searches(variants: list[Variant]) -> list[Job]:
 def train_after(earlier: list[Job], jobs: list[Job]) -> list[Job]:
     """Train jobs, and return them. The first job of each size decides how long the others train.
 
-    It is among the `earlier` jobs if there are any.
+    If there are `earlier` jobs, the first job is among them.
     """
-    firsts = {}  # by the baseline of the size
+    firsts = {}  # first job by the baseline of its size
     for job in [*earlier, *jobs]:
         first = firsts.setdefault(job.compared_with, job)
         if job is not first:
@@ -158,12 +158,12 @@ def train_after(earlier: list[Job], jobs: list[Job]) -> list[Job]:
 
 
 def match_sizes(variants: Variants, match: str) -> dict[str, str]:
-    """Give each variant the model.hidden with which it is as large as the baseline -> baselines.
+    """Set model.hidden of each variant to match the size of its baseline -> baselines.
 
-    Of several model.dim, each has its first variant as the baseline. With `match` none, sizes stay
-    as they are. Ends with exit code 2 for overrides that cannot be trained.
+    The first variant of each model.dim is the baseline of that width. With match="none", sizes
+    stay unchanged. Exits with code 2 for overrides that cannot be trained.
     """
-    firsts = {}  # by model.dim
+    firsts = {}  # first variant by model.dim
     targets = {}
     baselines = {}
     for name, overrides in variants.items():
@@ -185,16 +185,16 @@ def match_sizes(variants: Variants, match: str) -> dict[str, str]:
 
 
 def match_hidden(model: dict, size: Callable[[Transformer], float], target: float) -> int | None:
-    """Find the feed-forward width that gives a model this size; its own if that is near enough.
+    """Find the feed-forward width that gives a model this size; keep its own if near enough.
 
-    Returns None where there is no such width.
+    Returns None if no width gives this size.
     """
 
     def size_with(hidden: int) -> float:
         return size(build_model(model | {"hidden": hidden}, "meta"))
 
-    # Size is linear in the width. Of the widths near enough, the multiple of the largest power of
-    # two makes the fastest matrix products.
+    # Size is linear in the width. Among widths near enough, take the multiple of the largest power
+    # of two, which makes the fastest matrix products.
     low = size_with(64)
     step = size_with(128) - low
     exact = 0.0  # without a feed-forward

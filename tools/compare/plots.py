@@ -11,14 +11,14 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from tools.compare.tuning import Losses
 
-# Inches. Drawn 40 rem wide, 30 rows fit a screen of 800 pixels; on one of 390 pixels, the letters
-# of 8 points can still be read.
+# Inches. At a width of 40 rem, 30 rows fit a screen 800 pixels high; on a screen 390 pixels wide,
+# letters of 8 points are still readable.
 WIDTH = 4.6
 ROW = 0.22
 MAX_ROWS_HEIGHT = 4.2
-MAX_LABEL = 22  # letters of the name of a row
-REACH = 3.0  # how many times the typical distance from the middle row the axis shows
-COLORS = color_sequences["petroff10"]  # told apart by color-blind readers: 2107.02270
+MAX_LABEL = 22  # letters in the label of a row
+REACH = 3.0  # the axis extends to this multiple of the typical distance from the median
+COLORS = color_sequences["petroff10"]  # distinct for color-blind readers: 2107.02270
 # Ten colors with the first marker and line, then with the next.
 STYLES = cycler(marker=["o", "s", "^"], linestyle=["-", "--", ":"]) * cycler(color=COLORS)
 VERDICT_COLORS = {"better": COLORS[0], "worse": COLORS[6]}  # blue, orange
@@ -33,7 +33,7 @@ class ForestRow(NamedTuple):
 
     @property
     def values(self) -> list[float]:
-        """All that is drawn: the points, and the ends of the interval if these are known."""
+        """All drawn values: the points, and the ends of the interval if they are known."""
         ends = self.interval or ()
         return [value for value in (*self.points, *ends) if math.isfinite(value)]
 
@@ -56,10 +56,10 @@ def draw_forest(
 ) -> Figure:
     """Plot rows from top to bottom: a dot for each point, and the interval with its middle.
 
-    `lines` are values on the axis that are marked in all rows, by their labels. Without `limits` of
-    the axis, rows far from most others do not stretch it: arrows at its ends stand for the points
-    outside, and their values are written to the right of the row. `directions` say what lies to the
-    left and to the right of the first of the lines, above it and at the axis.
+    `lines` maps labels to values on the axis that are marked in all rows. Without `limits` of the
+    axis, rows far from most others do not stretch it: arrows at its ends stand for the points
+    outside, and their values are written to the right of the row. `directions` are texts for the
+    left and the right side of the first line, shown above it and at the axis.
     """
     row_height = min(ROW, MAX_ROWS_HEIGHT / len(rows))
     to_left, to_right = directions
@@ -84,7 +84,7 @@ def draw_forest(
             axes.plot(fmean(row.interval), height, "D", color=color, markersize=3.5)
         axes.plot(row.points, [height] * len(row.points), ".", color="black", markersize=3)
 
-        # An arrow at the end of the axis for what lies outside.
+        # An arrow at the end of the axis for the points outside.
         below = [point for point in row.points if point < low]
         above = [point for point in row.points if point > high]
         for outside, end, marker in ((below, low, "<"), (above, high, ">")):
@@ -116,7 +116,7 @@ def draw_ladder(
 ) -> Figure:
     """Plot losses over the training compute, and below them the differences from the baseline.
 
-    Of each variant at each compute: the losses of the seeds, the loss of the fitted line, and the
+    For each variant at each compute: the losses of the seeds, the loss of the fitted line, and the
     difference with the ends of its interval.
     """
     figure = Figure(figsize=(WIDTH, 5.2), layout="constrained")
@@ -150,10 +150,10 @@ def draw_ladder(
 
 
 def axis_limits(rows: list[ForestRow], lines: dict[str, float]) -> tuple[float, float]:
-    """The ends of the axis, between which are all values but those far from the median row.
+    """Return the ends of the axis, which includes all values except those far from the median row.
 
-    Far is REACH times the median over the rows of the distance from the median row, or of the width
-    of a row if that is larger. The values of `lines` are inside.
+    "Far" means farther than REACH times the median distance of rows from the median row, or the
+    median width of a row if that is larger. The axis includes the values of `lines`.
     """
     drawn = [row.values for row in rows if row.values]
     middles = [fmean(values) for values in drawn]
@@ -169,7 +169,7 @@ def axis_limits(rows: list[ForestRow], lines: dict[str, float]) -> tuple[float, 
 
 
 def describe_outside(below: list[float], above: list[float]) -> str:
-    """The values of the points beyond the ends of the axis: "3 seeds: 0.12 to 0.15"."""
+    """Describe the points beyond the ends of the axis, such as "3 seeds: 0.12 to 0.15"."""
     texts = []
     for points in (below, above):
         if points:
@@ -180,7 +180,7 @@ def describe_outside(below: list[float], above: list[float]) -> str:
 
 
 def shorten(label: str) -> str:
-    """Leave out the middle of a long label."""
+    """Replace the middle of a long label by an ellipsis."""
     if len(label) <= MAX_LABEL:
         return label
     half = MAX_LABEL // 2

@@ -1,4 +1,4 @@
-"""Writes the report of a comparison, report.html, from the records of its runs."""
+"""Write the report of a comparison, report.html, from the records of its runs."""
 
 import math
 from collections import defaultdict
@@ -20,10 +20,10 @@ from tools.compare.plots import ForestRow, draw_forest, draw_searches
 from tools.compare.runs import Groups, Run, changes, command
 from tools.compare.tuning import Losses, find_optimum
 
-# Settings of a machine that change its speed.
+# Settings of a machine that affect its speed.
 SPEED_KEYS = ("device", "threads", "processes", "precision", "compiled")
-MAX_SPREAD = 1.2  # between the speeds of seeds of a variant that can be compared with others
-MAX_NAME = 16  # letters of the baseline in a title
+MAX_SPREAD = 1.2  # largest ratio of speeds between seeds of a variant that can be compared
+MAX_NAME = 16  # letters of the baseline's name in a title
 VERDICTS = """
 The brackets hold a 95 % confidence interval of the difference from the baseline. The intervals of
 all variants hold together: in 95 of 100 comparisons like this one, every interval contains the true
@@ -78,9 +78,9 @@ the fitted loss rises if the learning rate is half or twice the best one.
 def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin: float) -> str:
     """Write report.html and the figures of its verdicts into `folder`, and return the summary.
 
-    `runs` are finished, and the variant of the first is the baseline; `problems` says why others
-    are not, by the name of their folder. A variant is as good if it is within `margin` of the
-    baseline. Raises ValueError if there is no run.
+    `runs` are finished, and the variant of the first run is the baseline; `problems` has the reason
+    why each other run is left out, by the name of its folder. A variant is as good as the baseline
+    if it is within `margin`. Raises ValueError if there is no run.
     """
     missing = [f"{name} is not in the report: {why}" for name, why in problems.items()]
     if not runs:
@@ -136,7 +136,7 @@ class Findings:
 
 
 def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str]:
-    """Add all about the runs of one task and size -> the SVG of their verdicts, and a summary."""
+    """Add the blocks for runs of one task and size -> the SVG of the verdicts, and a summary."""
     comparison = sort_runs(runs)
     groups = comparison.groups
     if not groups:
@@ -149,7 +149,7 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
             add_searches(page, comparison.losses)
         return "", text
 
-    # A task is solved or not, which has no mean; a loss has a difference, and a verdict.
+    # A task is solved or not, so accuracies have no useful mean; losses have verdicts.
     first = comparison.first
     if first.floor is None:
         findings = compare_losses(comparison, margin)
@@ -169,7 +169,7 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
         rows.append({"variant": name, **findings.cells[name], **size_cells(members[0])})
     page.table(rows, findings.sorted_by)
 
-    # Everything else is folded.
+    # Everything else is in folded blocks.
     with page.folded("How to read the table"):
         for note in findings.notes:
             page.paragraph(note)
@@ -257,7 +257,7 @@ def compare_accuracies(comparison: Comparison) -> Findings:
 
 
 def accuracy_cells(runs: list[Run], num_diverged: int) -> dict[str, str]:
-    """How many seeds of a variant solve the task, after how many tokens, and their accuracies."""
+    """Return the number of seeds that solve the task, the tokens needed, and the accuracies."""
     accuracies = [100 * run.loss for run in runs]
     tokens = tokens_until_solved(runs)
     return {
@@ -268,7 +268,7 @@ def accuracy_cells(runs: list[Run], num_diverged: int) -> dict[str, str]:
 
 
 def size_cells(run: Run) -> dict[str, str]:
-    """What a variant costs on any machine."""
+    """Return the costs of a variant that do not depend on the machine."""
     return {
         "cache, kB": f"{run.cache_bytes / 1e3:,.1f}",
         "MFLOP/token": f"{run.model.training_flops() / 1e6:,.2f}",
@@ -280,12 +280,12 @@ def mean_speed(runs: list[Run]) -> str:
 
 
 def cell(value: float, form: str) -> str:
-    """A number of a table, if it is known."""
+    """Format a number for a table; "n/a" if it is unknown."""
     return format(value, form) if math.isfinite(value) else "n/a"
 
 
 def add_costs(page: Page, groups: Groups) -> str:
-    """Add the speed of each variant -> whether the speeds can be compared."""
+    """Add the speed of each variant -> a note on whether the speeds can be compared."""
     rows = []
     for name, runs in groups.items():
         loads = [run.other_load for run in runs if run.other_load is not None]
@@ -305,9 +305,9 @@ def add_costs(page: Page, groups: Groups) -> str:
 
 
 def describe_speeds(groups: Groups) -> str:
-    """Whether the training speeds can be compared: the machines, and the load of other programs.
+    """Describe whether training speeds can be compared: the machines, and other programs' load.
 
-    On a GPU the load is shown, but does not decide: most of it slows nothing.
+    On a GPU, the load is shown but does not decide, because most of it slows nothing down.
     """
     runs = [run for members in groups.values() for run in members]
     machines = [run.settings.get("machine", {}) for run in runs]
@@ -325,7 +325,7 @@ def describe_speeds(groups: Groups) -> str:
         if is_cpu and max(loads) - min(loads) >= FEW_CORES:
             differences.append(load)
 
-    # A load can also fill the cores without changing: seeds of a variant compute the same.
+    # A constant load can also slow runs. Seeds of a variant compute the same: compare their speeds.
     spread = max(speed_spread(members) for members in groups.values())
     if is_cpu and spread >= MAX_SPREAD:
         differences.append(f"seeds of one variant by a factor of {spread:.1f}")
@@ -341,13 +341,13 @@ def describe_speeds(groups: Groups) -> str:
 
 
 def speed_spread(runs: list[Run]) -> float:
-    """The highest training speed of the runs, over the lowest; 1 if none is known."""
+    """Return the highest training speed of the runs over the lowest; 1 if no speed is known."""
     speeds = [run.tokens_per_second for run in runs if math.isfinite(run.tokens_per_second)]
     return max(speeds) / min(speeds) if speeds else 1.0
 
 
 def add_parts(page: Page, comparison: Comparison) -> None:
-    """Add the table of the parts of the loss on text, which have no margin."""
+    """Add the table of the parts of the loss on text; they are judged without a margin."""
     rows = [{"variant": name} for name in comparison.groups]
     for title, measure in TEXT_PARTS.items():
         result = judge_measure(comparison, title, measure, 0.0, num_measures=len(TEXT_PARTS))
@@ -360,7 +360,7 @@ def add_parts(page: Page, comparison: Comparison) -> None:
 
 
 def add_searches(page: Page, losses: dict[str, Losses]) -> None:
-    """Add what the search for learning rates found."""
+    """Add the results of the search for learning rates."""
     rows = []
     for name, each in losses.items():
         optimum = find_optimum(each)

@@ -22,8 +22,8 @@ from run.errors import IntegrityError
 from run.instantiate import instantiate
 from run.settings import flatten
 
-# Settings that are not compared: they name a run. Its length is in `tokens`, its machine in
-# `machine.`.
+# Settings that are not compared: they name a run. The length of a run is in `tokens`, its machine
+# in `machine.`.
 NOT_COMPARED = (
     "name",
     "run_dir",
@@ -36,7 +36,7 @@ NOT_COMPARED = (
     "device",
     "compile",
 )
-# Nor do these make a run another variant: its length, its machine and its intervals.
+# These do not define a variant either: the length, the machine and the intervals of a run.
 NOT_IDENTITY = (
     *NOT_COMPARED,
     "tokens",
@@ -46,38 +46,38 @@ NOT_IDENTITY = (
     "sample_every",
     "log_every",
 )
-NAME_SETTINGS = 3  # in the name of a variant
-RECORDS = "runs.jsonl"  # in the folder of a comparison
+NAME_SETTINGS = 3  # most settings in the name of a variant
+RECORDS = "runs.jsonl"  # file in the folder of a comparison
 
 Groups = dict[str, list["Run"]]  # the runs of each variant, by its name; the baseline first
 
 
 @dataclass
 class Run:
-    """A run: its settings, the lines of its metrics, and whether nothing is left to do.
+    """A run: its settings, the lines of its metrics, and whether it is finished.
 
-    RECORDS in the folder of a comparison has a line for each run that finished, so that reports
-    need no checkpoints, and a comparison goes on without them.
+    RECORDS in the folder of a comparison has a line for each finished run, so that a report needs
+    no checkpoints, and a comparison can continue without them.
     """
 
     folder: Path
     settings: dict
-    lines: list[dict]  # none of a run that diverged
+    lines: list[dict]  # empty for a run that diverged
     done: bool
     tokens_per_second: float = math.nan  # the median over the lines of the log
-    other_load: float | None = None  # cores that other processes used; likewise, where it is logged
-    factor: float | None = None  # of the learning rates, in a run that looks for the best of these
+    other_load: float | None = None  # cores that other processes used; a median too, if logged
+    factor: float | None = None  # of the learning rates, in a run of the search for the best rates
     baseline: str | None = None  # the variant that it is compared with
     commit: str | None = None
     command: str | None = None  # the comparison that trained it, with its margin
     overrides: list[str] = field(default_factory=list)
-    # Measured with the last checkpoint: losses by multiples of the context, and ms by the title.
+    # Measured with the last checkpoint: losses by multiple of the context, and ms by column title.
     lengths: dict[str, float] = field(default_factory=dict)
     decoding: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        """Read the folder of a run. Raises IntegrityError where there is none that can be read."""
+        """Read the folder of a run. Raises IntegrityError if the folder has no readable run."""
         newest = checkpoint.newest_checkpoint(folder)
         if newest is None:
             raise IntegrityError(f"no checkpoint ({folder}). fix: --report runs/NAME")
@@ -92,8 +92,8 @@ class Run:
                 f"metrics cannot be read ({metrics}: {error}). fix: train it anew"
             ) from None
         settings = checkpoint.load_config(newest)
-        settings.pop("overrides", None)  # which gave the settings
-        # Runs are compared on the same text only: where none was asked for, what was read.
+        settings.pop("overrides", None)  # already applied to the settings
+        # Runs are compared only on the same held-out tokens: if null, record the number evaluated.
         if settings.get("eval_tokens") is None:
             settings["eval_tokens"] = lines[-1].get("eval_tokens")
         speed = median_of_log(lines, "tokens_per_second")
@@ -101,7 +101,7 @@ class Run:
         return cls(folder, settings, lines, done, math.nan if speed is None else speed, load)
 
     def append_to_records(self) -> None:
-        """Add a line to the records beside the run's folder, with its evaluations only."""
+        """Append the run, with its evaluations only, to the records next to the run's folder."""
         evaluations = [line for line in self.lines if "val_loss" in line]
         for line in evaluations[:-1]:
             line.pop("slices", None)
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def task(self) -> str:
-        """What the run was trained on: text, or a task of data/tasks.py by its name."""
+        """The training data: "text", or the name of a task of data/tasks.py."""
         module, _, name = self.settings["data"]["_target_"].rpartition(".")
         return name.lower() if module == "data.tasks" else "text"
 
@@ -134,7 +134,7 @@ class Run:
 
     @property
     def metric(self) -> str:
-        """The accuracy in a task; the loss in bits per byte, or per token if bytes are unknown."""
+        """Accuracy in a task; on text, bits per byte, or nats per token if bytes are unknown."""
         if self.task != "text":
             return f"{self.task}_accuracy"
         return "val_loss" if self.last["val_bpb"] is None else "val_bpb"
@@ -146,41 +146,41 @@ class Run:
 
     @cached_property
     def floor(self) -> float | None:
-        """The accuracy in a task of an answer that looks up nothing; None for text."""
+        """The accuracy in a task of answers without looking up; None for text."""
         if self.task == "text":
             return None
         return instantiate(self.settings["data"], "data").floor()
 
     @property
     def loss(self) -> float:
-        """The metric of the last evaluation."""
+        """The value of `metric` in the last evaluation."""
         return self.last[self.metric]
 
     @cached_property
     def model(self) -> Transformer:
-        """The model without memory for its parameters."""
+        """The model on the meta device, without memory for its parameters."""
         return build_model(self.settings["model"], "meta")
 
     @property
     def cache_bytes(self) -> int:
-        """The bytes of a cache in bf16 that holds one full context."""
+        """The size in bytes of a bf16 cache for one full context."""
         return self.model.cache_bytes(self.model.context, torch.bfloat16)
 
     def settings_except(self, ignored: tuple[str, ...]) -> dict[str, str]:
-        """The settings by their dotted keys, and the number of tokens, without these prefixes."""
+        """Return the settings and `tokens` by dotted key, except keys that start with `ignored`."""
         pairs = flatten(self.settings | {"tokens": self.last["tokens"]})
         return {key: str(value) for key, value in pairs if not key.startswith(ignored)}
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """The settings that make the run this variant."""
+        """The settings that define the variant of the run."""
         return self.settings_except(NOT_IDENTITY)
 
 
 def median_of_log(lines: list[dict], key: str) -> float | None:
-    """The median of a metric over the lines that have it; None without any.
+    """Return the median of a metric over the lines that have it; None if no line has it.
 
-    The first line includes the first steps, which are slower, and counts only if it is alone.
+    The first line includes the first steps, which are slower: it counts only if it is alone.
     """
     values = [line[key] for line in lines if line.get(key) is not None]
     if not values:
@@ -189,13 +189,13 @@ def median_of_log(lines: list[dict], key: str) -> float | None:
 
 
 def command() -> str:
-    """The call of this process, with its options."""
+    """Return the command line of this process."""
     return f"python -m tools.compare {shlex.join(sys.argv[1:])}"
 
 
 @cache
 def commit() -> str | None:
-    """The commit of this code, with -dirty after it where files differ from it."""
+    """Return the commit of this code, with the suffix -dirty if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.check_output(
@@ -205,7 +205,7 @@ def commit() -> str | None:
 
 
 def read_records(folder: Path) -> dict[str, Run]:
-    """Read the runs that RECORDS of a comparison's folder has, by the names of their folders.
+    """Read the runs in RECORDS of a comparison's folder, by the names of their folders.
 
     If a run has several lines, the last one counts. Raises IntegrityError for a line that is not a
     record.
@@ -226,13 +226,13 @@ def read_records(folder: Path) -> dict[str, Run]:
 
 
 def group_by_variant(runs: list[Run]) -> Groups:
-    """Group runs that differ by their seed alone, and name each group.
+    """Group runs that differ only in their seed, and name each group.
 
-    A group has the name of its runs; where several have the same name, the settings that set them
-    apart follow it, NAME_SETTINGS at most, and a number if that does not suffice. Raises ValueError
-    where two runs of a group have one seed.
+    A group has the name of its runs. If several groups share a name, the settings that distinguish
+    them follow it, at most NAME_SETTINGS, then a number if needed. Raises ValueError if two runs of
+    a group have the same seed.
     """
-    groups = defaultdict(dict)  # runs by seed, by their name and what else they have in common
+    groups = defaultdict(dict)  # runs by seed, by their name and other shared settings
     for run in runs:
         by_seed = groups[run.settings["name"], tuple(run.identity.items())]
         if run.seed in by_seed:
@@ -242,7 +242,7 @@ def group_by_variant(runs: list[Run]) -> Groups:
             )
         by_seed[run.seed] = run
 
-    # The settings that set a group apart from others of its name follow the name.
+    # The settings that distinguish a group from others of its name follow the name.
     named = {}
     for (name, identity), by_seed in groups.items():
         namesakes = [set(other) for own, other in groups if own == name]
@@ -269,9 +269,9 @@ def group_by_variant(runs: list[Run]) -> Groups:
 
 
 def changes(run: Run, baseline: Run) -> str:
-    """The settings of a run that its baseline has otherwise or does not have.
+    """Return the settings of a run that its baseline lacks or sets to another value.
 
-    Where the baseline lacks a kind of layers, that kind is compared with all of its layers.
+    If the baseline lacks a kind of layers, that kind is compared with all layers of the baseline.
     """
     theirs = baseline.settings_except(NOT_COMPARED)
     words = []

@@ -10,19 +10,20 @@ from scipy import stats
 from scipy.optimize import brentq
 
 LEVEL = 0.05  # chance that any interval of a table misses the true difference
-# p of Bartlett's test below which spreads are taken to differ. At 0.01 it missed spreads of 1 to 3
-# among 19 variants with 5 seeds so often that 11 % of tables had a false verdict, here 8 %.
+# If p of Bartlett's test is below this, spreads are taken to differ. A threshold of 0.01 missed
+# spreads of 1 to 3 among 19 variants with 5 seeds so often that 11 % of tables had a false verdict;
+# this value gives 8 %.
 UNEQUAL = 0.1
 POWER = 0.8  # chance with which a detectable difference is found
-Samples = dict[str, list[float]]  # what was measured of each variant, a value a seed
+Samples = dict[str, list[float]]  # the values of each variant, one per seed
 
 
 class Verdict(NamedTuple):
-    """The difference of a variant's mean to the baseline's, and what can be said about it.
+    """The difference between the means of a variant and the baseline, and its verdict.
 
     `low` and `high` end its simultaneous interval: with a chance of 95 %, the intervals of all
     variants hold the true differences. A difference of `detectable` would be found with a chance
-    of POWER. These three are NaN where the baseline or the variant has no spread.
+    of POWER. These three are NaN if the baseline or the variant has no spread.
     """
 
     difference: float
@@ -35,11 +36,11 @@ class Verdict(NamedTuple):
 def judge(
     baseline: list[float], variants: Samples, margin: float, level: float = LEVEL
 ) -> dict[str, Verdict]:
-    """Judge each variant by its values beside those of the baseline, where less is better.
+    """Judge each variant by its values against the baseline's values; lower is better.
 
-    A variant is as good if the bad end of its interval is within `margin`. The intervals are those
-    of Dunnett's many-to-one test, J. Am. Stat. Assoc. 50 (1955), with the variance pooled over all
-    samples; where `spreads_differ`, of Welch's t-tests with Bonferroni's correction. Seeds are not
+    A variant is as good if the bad end of its interval is within `margin`. The intervals come from
+    Dunnett's many-to-one test, J. Am. Stat. Assoc. 50 (1955), with the variance pooled over all
+    samples; if `spreads_differ`, from Welch's t-tests with Bonferroni's correction. Seeds are not
     paired: they explain none of the variance of a loss after training (docs/results.md).
     """
     judged = {name: values for name, values in variants.items() if has_spread(values)}
@@ -77,14 +78,14 @@ def judge(
 
 @cache
 def critical_value(sizes: tuple[int, ...], level: float) -> float:
-    """Dunnett's: of all variants, the largest |t| that chance exceeds with probability `level`.
+    """Return Dunnett's critical value: the largest |t| exceeds it with probability `level`.
 
     `sizes` are the numbers of values, the baseline's first. scipy.stats.dunnett has the same test,
     but its search for the intervals does not always converge.
     """
     baseline, *others = sizes
     df = sum(sizes) - len(sizes)
-    # The statistics are correlated by the mean of the baseline, which they share.
+    # The statistics are correlated because they share the mean of the baseline.
     factors = np.sqrt([size / (size + baseline) for size in others])
     correlation = np.outer(factors, factors)
     np.fill_diagonal(correlation, 1.0)
@@ -96,7 +97,7 @@ def critical_value(sizes: tuple[int, ...], level: float) -> float:
         inside = joint.cdf(value * corner, lower_limit=-value * corner, random_state=0)
         return inside - (1 - level)
 
-    # Between those of one test alone and of Bonferroni's correction.
+    # It lies between the values of a single test and of Bonferroni's correction.
     low = stats.t.ppf(1 - level / 2, df)
     high = stats.t.ppf(1 - level / len(others) / 2, df)
     if len(others) == 1:
@@ -107,9 +108,9 @@ def critical_value(sizes: tuple[int, ...], level: float) -> float:
 def solves_more_often(
     solved: int, total: int, baseline_solved: int, baseline_total: int, num_variants: int
 ) -> bool:
-    """Whether more seeds of a variant than of the baseline solve a task, beyond chance.
+    """Return whether significantly more seeds of a variant than of the baseline solve a task.
 
-    By Fisher's exact test, with Bonferroni's correction for `num_variants` variants.
+    Uses Fisher's exact test, with Bonferroni's correction for `num_variants` variants.
     """
     table = [[solved, total - solved], [baseline_solved, baseline_total - baseline_solved]]
     pvalue = stats.fisher_exact(table).pvalue
@@ -118,7 +119,7 @@ def solves_more_often(
 
 
 def seeds_to_decide(num_variants: int) -> int:
-    """The fewest seeds with which `solves_more_often` can be true: if all solve, and none."""
+    """Return the fewest seeds that can be significant: all of a variant solve, no baseline."""
     seeds = 1
     while not solves_more_often(seeds, seeds, 0, seeds, num_variants):
         seeds += 1
@@ -126,18 +127,18 @@ def seeds_to_decide(num_variants: int) -> int:
 
 
 def spreads_differ(baseline: list[float], variants: Samples) -> bool:
-    """Whether the samples have different variances, by Bartlett's test."""
+    """Return whether the samples have different variances, by Bartlett's test."""
     samples = [values for values in (baseline, *variants.values()) if has_spread(values)]
     return len(samples) > 1 and bool(stats.bartlett(*samples).pvalue < UNEQUAL)
 
 
 def has_spread(values: list[float]) -> bool:
-    """Whether a variance can be estimated: of values that are finite and not all equal."""
+    """Return whether a variance can be estimated: the values are finite and not all equal."""
     return len(set(values)) > 1 and bool(np.isfinite(values).all())
 
 
 def text_of(low: float, high: float, margin: float) -> str:
-    """The verdict that an interval of a difference allows, where less is better."""
+    """Return the verdict for the interval of a difference; lower is better."""
     if high < 0:
         return "better"
     if high <= margin:

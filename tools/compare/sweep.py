@@ -1,4 +1,4 @@
-"""Expand the overrides of a comparison to its variants. Nothing here imports torch."""
+"""Expand the overrides of a comparison into its variants. This module does not import torch."""
 
 import re
 from itertools import product
@@ -19,22 +19,22 @@ from run.settings import (
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) that each key takes in turn
+Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) of each key, one per value
 Variants = dict[str, list[str]]  # the overrides of each variant, by its name; the baseline first
-OWN_KEYS = {  # which a comparison sets in each run, and what to type instead
+OWN_KEYS = {  # keys that a comparison sets in each run -> what to type instead
     "run_dir": "--dir FOLDER",
     "resume": "the same call again, which continues what was cut off",
 }
 
 
 def expand_sweep(overrides: list[str]) -> Sweep:
-    """Expand Hydra's sweeps (A,B or range or glob).
+    """Expand Hydra sweeps (A,B or range or glob).
 
-    Raises OverrideError for an unknown key or choice, and ValueError for a value that train.py does
-    not take, as far as the first variant has it.
+    Raises OverrideError for an unknown key or choice, and ValueError if the first variant has a
+    value that train.py does not accept.
     """
     sweep = {}
-    # Runs on several texts do not compare, so a comma in the path of a text is part of it.
+    # Runs on different texts cannot be compared, so a comma in a text path is part of the path.
     typed = [word.lstrip("+") for word in overrides]
     parsed = [as_text(word) if word.startswith("data.path=") else word for word in typed]
     for word, override in zip(typed, parse_overrides(parsed), strict=True):
@@ -54,7 +54,7 @@ def expand_sweep(overrides: list[str]) -> Sweep:
 
 
 def check_sweep(override: "Override") -> None:
-    """Raise OverrideError for a list where several values are meant, and for commas in a number."""
+    """Raise OverrideError for a list instead of several values, and for commas in a number."""
     word = override.input_line
     key, _, value = word.partition("=")
     sweep = sweep_of(override)
@@ -70,17 +70,17 @@ def check_sweep(override: "Override") -> None:
 
 
 def name_variants(sweep: Sweep) -> Variants:
-    """Name each combination by the values of the keys that are swept, such as mla-lr-0.01.
+    """Name each combination by the values of the swept keys, such as mla-lr-0.01.
 
-    Raises ValueError if two combinations have one name.
+    Raises ValueError if two combinations have the same name.
     """
-    # The attention names the only variant, and comes before its own settings.
+    # The attention names a single variant, and comes before its own settings.
     named_keys = [key for key, values in sweep.items() if len(values) > 1 or key == "name"]
     if not named_keys or any(key.startswith("attention.") for key in named_keys):
         named_keys.append("attention")
     variants = {}
     for combination in product(*sweep.values()):
-        # Groups are named by their value, and other keys also by the last part of the key.
+        # A config group adds its value to the name; another key also adds the last part of the key.
         parts = []
         for override in combination:
             key, _, value = override.partition("=")
@@ -89,10 +89,10 @@ def name_variants(sweep: Sweep) -> Variants:
                     parts.append(key.rpartition(".")[2])
                 parts.append(value)
 
-        # A name is a folder too: letters, digits, dots and dashes.
+        # A name is also a folder name: letters, digits, dots and dashes.
         name = re.sub(r"[^\w.]+", "-", "-".join(parts), flags=re.ASCII).strip("-.") or "run"
         if name in variants:
             raise ValueError(f"two variants of one name ({name}). fix: leave one out")
-        # All runs are judged by the same text, or the same rows of a task: all that is held out.
+        # All runs are judged on the same data: all held-out text, or all held-out rows of a task.
         variants[name] = ["eval_tokens=99999999", *combination, f"name={name}"]
     return variants

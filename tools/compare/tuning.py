@@ -9,15 +9,15 @@ import numpy as np
 
 from tools.compare.runs import Run
 
-FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)  # of the rates in the settings, all together
+FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)  # multiply all learning rates in the settings
 FARTHEST = 64.0  # the range is not extended beyond this factor, nor below its inverse
-Losses = dict[float, float]  # by the factor of the rates, in steps of two; inf: it diverged
+Losses = dict[float, float]  # by factor of the rates, in powers of two; inf if diverged
 
 
 class Optimum(NamedTuple):
-    """The best factor of the rates, and by how much a rate off by two raises the loss there.
+    """The best factor of the rates, and the increase of the loss at a rate off by a factor of two.
 
-    Where the best factor is not `inside` of what was tried, a better one may lie outside.
+    If the best factor is not `inside` the tried range, a better factor may lie outside.
     """
 
     factor: float
@@ -26,12 +26,12 @@ class Optimum(NamedTuple):
 
 
 def best_factor(losses: Losses) -> float:
-    """The factor with the smallest loss; where all diverged, the smallest factor."""
+    """Return the factor with the smallest loss; the smallest factor if all diverged."""
     return min(losses, key=lambda factor: (losses[factor], factor))
 
 
 def next_factor(losses: Losses) -> float | None:
-    """The factor to try next: beyond the best if that is at an edge. None: nothing is left."""
+    """Return the next factor to try: beyond the best factor if it is at an edge. None: done."""
     best = best_factor(losses)
     if best == max(losses) and best < FARTHEST:
         return 2 * best
@@ -41,15 +41,15 @@ def next_factor(losses: Losses) -> float | None:
 
 
 def find_optimum(losses: Losses) -> Optimum:
-    """Fit a parabola in the log of the rate to the best factor and those within 4 times of it.
+    """Fit a parabola in the log of the rate to the best factor and all factors within 4 times it.
 
-    As of Marin's sweeps of GQA and MLA, github.com/marin-community/marin/issues/7381. Runs that
-    diverged are left out. The optimum stays within a step of the best factor, and does not come
-    nearer to one that diverged.
+    As in Marin's sweeps of GQA and MLA, github.com/marin-community/marin/issues/7381. Runs that
+    diverged are left out. The optimum stays within one step of the best factor, and does not move
+    toward a neighbor that diverged.
     """
     best = best_factor(losses)
     is_inside = min(losses) < best < max(losses)
-    octaves = {}  # from the best factor -> loss
+    octaves = {}  # distance from the best factor in octaves -> loss
     for factor, loss in losses.items():
         distance = math.log2(factor / best)
         if abs(distance) <= 2 and math.isfinite(loss):
@@ -67,7 +67,7 @@ def find_optimum(losses: Losses) -> Optimum:
 
 
 def rate_losses(runs: list[Run]) -> Losses:
-    """The mean held-out loss over the seeds of each factor, in nats; inf where one diverged."""
+    """Return the mean held-out loss of each factor over its seeds, in nats; inf if one diverged."""
     losses = defaultdict(list)
     for run in runs:
         losses[run.factor].append(math.inf if run.has_diverged else run.last["val_loss"])

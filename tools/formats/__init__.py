@@ -1,1 +1,1 @@
-"""Models on disk, ours and others'."""
+"""Model files: conversion between attentions, and to and from `transformers`."""

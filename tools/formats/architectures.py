@@ -1,7 +1,7 @@
-"""The decoder classes of `transformers` that we export to; some are imported too.
+"""The decoder classes of `transformers` that we export to; we also import some of them.
 
-Each says what its class can express, which entries only its config.json has, and how its weights
-are named and laid out. A layer is the dict of the knobs of its attention.
+Each describes the options its class can express, the entries only its config.json has, and the
+names and layouts of its weights. A layer is the dict of the knobs of its attention.
 """
 
 import torch
@@ -22,9 +22,9 @@ from tools.formats.decoder import (
 
 
 def interleave(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of heads (K * D, ...) from our RoPE to one that rotates neighbours.
+    """Reorder the rows of heads (K * D, ...) from our RoPE to a RoPE that rotates neighbours.
 
-    RoPE rotates row d of a head with row d + D/2 in ours, and row 2 d with row 2 d + 1 there.
+    Our RoPE rotates row d of a head with row d + D/2; the other rotates row 2 d with row 2 d + 1.
     """
     halves = weight.unflatten(0, (-1, 2, head_dim // 2))
     return halves.transpose(1, 2).flatten(0, 2)
@@ -80,12 +80,12 @@ class SmolLM3(Qwen3):
     model_type = "smollm3"
     fixed_knobs = {}
     free_knobs = ("bias", "window", "rope_base")
-    # Without the entry, embeddings are tied: transformers 4 leaves it out then.
+    # transformers 4 leaves tie_word_embeddings out if embeddings are tied.
     defaults = Qwen3.defaults | {"head_dim": None, "tie_word_embeddings": True}
 
 
 class Qwen2(Qwen3):
-    """Qwen2, 2407.10671: without the bias of outputs, which is zero in ours."""
+    """Qwen2, 2407.10671: it has no output bias, so ours must be zero."""
 
     model_type = "qwen2"
     fixed_knobs = {"bias": True}
@@ -97,7 +97,7 @@ class Qwen2(Qwen3):
 class Llama4(Architecture):
     """Llama 4 without experts.
 
-    Layers have RoPE, QK-norm after it, and chunks; or none of these.
+    A layer has RoPE, then QK-norm, and chunks; or none of the three.
     """
 
     model_type = "llama4_text"
@@ -113,7 +113,7 @@ class Llama4(Architecture):
     def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
         return self.constants | {
             "intermediate_size_mlp": tree["hidden"],
-            # There must be a size, even where no layer has chunks.
+            # A size is required even if no layer has chunks.
             "attention_chunk_size": common_value(layers, "chunk", tree["context"]),
             "layer_types": layer_types(layers),
         }
@@ -138,7 +138,7 @@ class GraniteSWA(Architecture):
         return self.constants | {
             "attention_multiplier": common_value(layers, "head_dim") ** -0.5,
             "layer_types": layer_types(layers),
-            # There must be a size, even where no layer has a window.
+            # A size is required even if no layer has a window.
             "sliding_window": common_value(layers, "window", tree["context"]),
         }
 
@@ -164,13 +164,13 @@ class DeepseekV3(Architecture):
     names = LLAMA_NAMES | {
         "q_down_proj": "q_a_proj",
         "q_down_norm": "q_a_layernorm",
-        "latent_proj": "kv_a_proj_with_mqa",  # one tensor holds this and the next
+        "latent_proj": "kv_a_proj_with_mqa",  # one tensor holds this and the next entry
         "rope_proj": "kv_a_proj_with_mqa",
         "latent_norm": "kv_a_layernorm",
         "kv_proj": "kv_b_proj",
     }
     constants = {
-        "rope_interleave": True,  # programs that do not read it take it to be true
+        "rope_interleave": True,  # programs that ignore this entry assume true
         "num_mtp_layers": 0,
         # Required even if no layer has experts.
         "n_routed_experts": 1,
@@ -236,7 +236,7 @@ class KimiLinear(DeepseekV3):
         return super().own_config(tree, latent_layers) | {
             "layer_types": layer_types(layers),
             "linear_num_heads": tree["heads"],
-            # There must be sizes, even where no layer is recurrent.
+            # Sizes are required even if no layer is recurrent.
             "linear_head_dim": common_value(recurrent_layers, "head_dim", 1),
             "linear_conv_kernel_dim": common_value(recurrent_layers, "kernel", 1),
         }
@@ -304,13 +304,13 @@ class Qwen3_5(Architecture):
             by_head = [part.unflatten(0, (heads, -1)) for part in parts]
             return torch.cat(by_head, dim=1).flatten(0, 1)
         tensor = super().pack(name, parts, model)
-        # Norms are stored less 1, but for those of the delta rule.
+        # Norm weights are stored minus 1, except in the delta rule.
         if "norm" in name and "linear_attn" not in name:
             tensor = tensor - 1
         return tensor
 
 
-# In the order of preference: a model becomes the first that can express it.
+# In order of preference: a model is exported as the first class that can express it.
 ARCHITECTURES = {
     f"{architecture.__name__}ForCausalLM": architecture()
     for architecture in (

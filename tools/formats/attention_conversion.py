@@ -1,7 +1,7 @@
 """Convert the weights of one attention to those of another: one function per pair of mechanisms.
 
-A conversion is exact where both compute the same function, and approximate where more training has
-to heal it. Weights are named as in the module of a layer's attention.
+A conversion is exact if both compute the same function, and approximate if the model needs more
+training afterwards. Weights are named as in the module of a layer's attention.
 """
 
 import torch
@@ -22,9 +22,9 @@ from tools.formats.layer_change import (
     no_formula,
 )
 
-# The logit of a new sink: beside a score above -9 its weight is below 2e-5, yet it has a gradient.
+# The logit of a new sink: if a score is above -9, its weight is below 2e-5, but has a gradient.
 NO_SINK = -20.0
-# Parts that a layer may lack before -> what they are at first: the output does not change.
+# Parts that the old layer may lack -> initial values that leave the output unchanged.
 NEW_PARTS = {
     "gate_proj.weight": "an output gate of one half, doubled",
     "sink": f"a sink of {NO_SINK:g}",
@@ -34,9 +34,9 @@ NEW_PARTS = {
 
 
 def convert_layer(layers: Layers, layer: int, weights: Weights) -> Converted:
-    """Convert the old weights of a layer -> those of the new one, and how it changes.
+    """Convert the old weights of a layer -> the new weights, and the changes of the layer.
 
-    Weights that are missing keep their initial values. Raises ValueError where there is no formula.
+    Weights that are missing keep their initial values. Raises ValueError if there is no formula.
     """
     old = type(layers.old[layer])
     new = type(layers.new[layer])
@@ -120,7 +120,7 @@ def change_kv_heads(layer: int, weights: Weights, old: int, new: int) -> Change:
 
 
 def softmax_to_shared(layers: Layers, layer: int, weights: Weights) -> Converted:
-    """Let layers share keys and values, whose projections are the mean over those layers."""
+    """Let layers share keys and values; the projections become the mean over these layers."""
     kv_names = [name for name in weights if name.startswith(("k_", "v_"))]
     # This layer, and those after it that reuse its keys and values.
     members = [weights]
@@ -150,7 +150,7 @@ def softmax_to_recurrence(layers: Layers, layer: int, weights: Weights) -> Conve
     old = layers.old[layer]
     new = layers.new[layer]
     check_equal(layer, vars(new), {"head_dim": old.head_dim})
-    # QK-norm is dropped: what the state needs of it, the recurrence does without a weight.
+    # QK-norm is dropped: the recurrence applies the normalization it needs, without a weight.
     check_all_used(layer, weights, PROJECTIONS_AND_NORMS)
     kept = {name: weights[name] for name in weights if name.endswith("_proj.weight")}
     if new.heads != old.kv_heads:
@@ -158,7 +158,7 @@ def softmax_to_recurrence(layers: Layers, layer: int, weights: Weights) -> Conve
     return kept, [Change("a recurrence with these projections; all else is new", is_exact=False)]
 
 
-# (old, new): the function that changes the old weights of a layer to those of the new.
+# (old, new) -> the function that converts the weights of a layer.
 CONVERSIONS = {
     (SoftmaxAttention, SoftmaxAttention): softmax_to_softmax,
     (SoftmaxAttention, SharedAttention): softmax_to_shared,

@@ -19,13 +19,13 @@ from tools.formats.attention_conversion import convert_layer
 from tools.formats.layer_change import Change, Layers, Weights
 from tools.formats.layer_knobs import attention_kinds, attention_knobs
 
-# Options that presets set but a conversion cannot change: the model's own values are used, unless
+# Options that presets set but a conversion cannot change: the model keeps its own values, unless
 # an override names them.
 PRESERVED_OPTIONS = ("qk_norm", "rope_fraction", "head_dim", "bias")
 
 
 def convert_config(tree: dict, overrides: list[str]) -> dict:
-    """The config of a model whose attention is changed by overrides, as train.py takes them.
+    """Return the config of a model after changing its attention by overrides as in train.py.
 
     Raises ValueError for overrides that change nothing or do not fit the model, and OverrideError
     for an unknown preset.
@@ -58,7 +58,7 @@ def convert_config(tree: dict, overrides: list[str]) -> dict:
 
 
 def parse_options(overrides: list[str]) -> dict:
-    """The values of options by their keys; "" is the key of a preset. Raises as convert_config()."""
+    """Return option values by key; "" is the key of a preset. Raises as convert_config() does."""
     options = {}
     for parsed in parse_overrides(overrides):
         group, _, key = parsed.key_or_group.partition(".")
@@ -72,7 +72,7 @@ def parse_options(overrides: list[str]) -> dict:
 
 
 def in_kinds(overrides: list[str], kinds: dict[str, dict]) -> list[str]:
-    """The overrides, with an option of a hybrid set in every kind of layers that has it."""
+    """Return the overrides, setting an option of a hybrid in every kind of layers that has it."""
     words = []
     for word in overrides:
         key, _, value = word.partition("=")
@@ -83,8 +83,8 @@ def in_kinds(overrides: list[str], kinds: dict[str, dict]) -> list[str]:
 
 
 def preset_options(preset: str) -> set[str]:
-    """The options for which a conversion takes the preset's value instead of the model's."""
-    # gqa.yaml lists every option, because the other presets extend it; only one defines it.
+    """Return the options for which a conversion takes the preset's value, not the model's."""
+    # gqa.yaml lists every option, because the other presets extend it; only kv_heads defines gqa.
     if preset == "gqa":
         return {"kv_heads"}
     keys = set(set_keys(preset))
@@ -92,7 +92,7 @@ def preset_options(preset: str) -> set[str]:
 
 
 def set_keys(preset: str) -> Iterator[str]:
-    """Yield the options that a preset's file sets, and the presets that it extends, except gqa."""
+    """Yield the options set in a preset's file and in the presets that it extends, except gqa."""
     if preset == "gqa":
         return
     content = read_preset(preset)
@@ -115,16 +115,16 @@ def set_keys(preset: str) -> Iterator[str]:
 
 
 def read_preset(name: str) -> dict:
-    """The yaml of an attention."""
+    """Read the yaml of an attention preset."""
     return yaml.safe_load((CONFIGS / "attention" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def set_options(tree: dict, options: dict) -> dict:
-    """The attention of a model with these options set, in every kind of layers that has them."""
+    """Return a model's attention with these options set in every kind of layers that has them."""
     attention = deepcopy(tree["attention"])
     kinds, _ = attention_kinds(attention, tree["depth"])
     for key, value in options.items():
-        # kinds.KIND.OPTION addresses one kind, OPTION all of them.
+        # kinds.KIND.OPTION sets one kind of layers, OPTION sets all kinds.
         is_known = False
         for kind, knobs in kinds.items():
             option = key.removeprefix(f"kinds.{kind}.")
@@ -137,9 +137,9 @@ def set_options(tree: dict, options: dict) -> dict:
 
 
 def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
-    """The attention `preset`, with the values of the model `tree` for options not in `explicit`.
+    """Return the attention `preset` with the model `tree`'s values of options not in `explicit`.
 
-    Raises ValueError where the model's layers have several values for one option of the preset.
+    Raises ValueError if the model's layers have several values for one option of the preset.
     """
     # Group the model's layers by the kind that they have in the preset.
     attention = deepcopy(preset)
@@ -157,7 +157,7 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
             values = [layer[key] for layer in layers_by_kind[kind] if key in layer]
             if any(value != values[0] for value in values):
                 fix = f"attention.{prefix}{key}=VALUE for all of them"
-                # Where the mechanism stays, the layers can keep their pattern.
+                # If the mechanism stays the same, the layers can keep their pattern.
                 mechanisms = {layer["_target_"] for layer in layers_by_kind[kind]}
                 if not kind and mechanisms == {knobs["_target_"]}:
                     words = [
@@ -180,7 +180,7 @@ def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Chan
     values. Raises ValueError for a conversion without a formula.
     """
     old_tree = checkpoint.load_model_config(path)
-    # The file is mapped to memory: what is not used takes none.
+    # The file is memory-mapped: unused weights take no memory.
     stored = load_file(path / "model.safetensors")
     old_blocks = build_model(old_tree, "meta").blocks
     layers = Layers(
@@ -189,7 +189,7 @@ def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Chan
         stored=stored,
         context=model.context,
     )
-    # First what is outside of attentions, then layer by layer.
+    # First the weights outside of attention, then the attention of each layer.
     parameters = model.state_dict()
     others = {name: tensor for name, tensor in stored.items() if ".attention." not in name}
     copy_weights(others, parameters)
@@ -209,7 +209,7 @@ def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Chan
 
 @contextmanager
 def fix_of_kind(kind: str) -> Iterator[None]:
-    """Let the fix of a ValueError inside address the options of one kind of layers, if any."""
+    """Make a ValueError raised inside suggest a fix with the options of this kind of layers."""
     try:
         yield
     except ValueError as error:
@@ -220,7 +220,7 @@ def fix_of_kind(kind: str) -> Iterator[None]:
 
 
 def copy_weights(weights: Weights, parameters: Weights, prefix: str = "") -> None:
-    """Copy weights into the parameters that have their names, after `prefix`."""
+    """Copy weights into the parameters named `prefix` + the name of the weight."""
     for name, weight in weights.items():
         parameter = parameters[prefix + name]
         assert weight.shape == parameter.shape  # else it would be broadcast
@@ -228,7 +228,7 @@ def copy_weights(weights: Weights, parameters: Weights, prefix: str = "") -> Non
 
 
 def describe(changes: list[list[Change]]) -> list[str]:
-    """A line for each change: which layers it is made in, and whether it is exact."""
+    """Return a line for each change: the layers that it affects, and whether it is exact."""
     layers = defaultdict(list)
     for layer, layer_changes in enumerate(changes):
         for change in layer_changes:

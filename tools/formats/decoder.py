@@ -42,7 +42,7 @@ EXPRESSED = {
 }
 GATED_FFN = "model.layers.GatedFeedForward"
 RMS_NORM = "model.layers.RMSNorm"
-# Parts of our parameter names -> those of Llama.
+# Parts of our parameter names -> parts of Llama's names.
 LLAMA_NAMES = {
     "embed": "model.embed_tokens",
     "blocks": "model.layers",
@@ -56,7 +56,7 @@ LLAMA_NAMES = {
 
 
 class Architecture:
-    """What most classes have in common; a subclass says where its class differs."""
+    """The options and names shared by most classes; a subclass overrides those that differ."""
 
     model_type: str
     # Options of the model that must have these values.
@@ -65,21 +65,21 @@ class Architecture:
     # the values of PLAIN_SOFTMAX.
     fixed_knobs = {}
     free_knobs = ("bias",)
-    # Those of its gated recurrences, whose class no other can express.
+    # Required knobs of its gated recurrences; without recurrences, the `_target_` of softmax.
     recurrent_knobs = {"_target_": PLAIN_SOFTMAX["_target_"]}
     # Entries of config.json that only this class has, and entries that are knobs of ours.
     constants = {}
     knob_entries = {}
     names = LLAMA_NAMES
-    # How the names of our parameters end that it lacks, and that are zero.
+    # Suffixes of our parameters that the class lacks and that must be zero.
     zeros = ()
 
-    # For a class that is imported: entries that may be missing or null, and their values, where
-    # None is derived from others. All other entries must be there.
+    # For an imported class: entries that may be missing or null, and their default values; None is
+    # derived from other entries. All other entries are required.
     defaults = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": None}
 
     def misfits(self, tree: dict, layers: LayerConfigs) -> set[str]:
-        """What this class cannot express of a model, as KEY=VALUE."""
+        """Return the options of a model that this class cannot express, as KEY=VALUE."""
         needed = {"_target_": TRANSFORMER, "softcap": None, "ffn": GATED_FFN, "norm": RMS_NORM}
         needed |= self.fixed_options
         actual = tree | {"ffn": tree["ffn"]["_target_"], "norm": tree["norm"]["_target_"]}
@@ -92,7 +92,7 @@ class Architecture:
         return found
 
     def unfit_knobs(self, layer: dict) -> list[str]:
-        """The knobs of a layer that have values which this class cannot express."""
+        """Return the knobs of a layer whose values this class cannot express."""
         needed = dict(self.required_knobs(layer))
         # Unless the class has layers without positions, the base of RoPE must be a number.
         may_lack_rope = "rope_base" in self.free_knobs or "rope_base" in needed
@@ -104,7 +104,7 @@ class Architecture:
             is_expressed = knob in EXPRESSED and knob not in needed
             if knob in self.free_knobs or is_expressed:
                 continue
-            # A knob that is in none of the lists, such as a new one, must be off: null, false or 0.
+            # A knob in no list, such as a new knob, must be off: null, false or 0.
             wanted = needed.get(knob)
             is_off = not value and not wanted
             if value != wanted and not is_off:
@@ -112,16 +112,16 @@ class Architecture:
         return unfit
 
     def required_knobs(self, layer: dict) -> dict:
-        """What the knobs of a layer must be, free ones aside."""
+        """Return the required values of a layer's knobs, without the free knobs."""
         if layer["_target_"] == RECURRENT:
             return self.recurrent_knobs
         return PLAIN_SOFTMAX | self.fixed_knobs
 
     def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
-        """The entries of config.json that only this class has.
+        """Return the entries of config.json that only this class has.
 
-        Where a knob is null, `layers` has the value that its attention derived.
-        Raises ValueError for what the class cannot express.
+        If a knob is null, `layers` has the value that its attention derived.
+        Raises ValueError for options that the class cannot express.
         """
         entries = dict(self.constants)
         for entry, knob in self.knob_entries.items():
@@ -129,20 +129,20 @@ class Architecture:
         return entries
 
     def attention_names(self, attention: nn.Module) -> dict:
-        """Parts of parameter names inside of this attention, where they are not as in `names`."""
+        """Return the parts of parameter names in this attention that differ from `names`."""
         return {}
 
     def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
-        """The tensor `name` of the class, made of those parameters of ours that it holds."""
+        """Return the tensor `name` of the class, made from our parameters that it holds."""
         if len(parts) > 1:
             return torch.cat(parts)
         return parts[0]
 
 
 def common_value(layers: LayerConfigs, knob: str, default: object = None) -> object:
-    """The value that all layers with this knob have. Raises ValueError where they differ."""
+    """Return the value of a knob in all layers that have it. Raises ValueError if they differ."""
     values = [layer[knob] for layer in layers if knob in layer]
-    # A layer without a window, chunk or RoPE may stand beside those with one.
+    # Layers without a window, chunk or RoPE may be mixed with layers that have one.
     if knob in ("window", "chunk", "rope_base"):
         values = [value for value in values if value is not None]
     if not values:
@@ -157,7 +157,7 @@ def common_value(layers: LayerConfigs, knob: str, default: object = None) -> obj
 
 
 def layer_types(layers: LayerConfigs) -> list[str]:
-    """`layer_types` of a config.json."""
+    """Return `layer_types` of a config.json."""
     types = []
     for layer in layers:
         if layer["_target_"] == RECURRENT:

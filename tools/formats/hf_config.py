@@ -33,7 +33,7 @@ SHAPE = {
     "tied": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
 }
-# Our keys -> entries, for what is said of a config.json.
+# Our keys -> entries of config.json, for error messages.
 ENTRIES = SHAPE | {
     "activation": "hidden_act",
     "kv_heads": "num_key_value_heads",
@@ -41,8 +41,8 @@ ENTRIES = SHAPE | {
     "window": "sliding_window",
 }
 OUR_KEY = re.compile(r"\b(?:model|attention|ffn)\.(\w+)|\b(\w+)(?==)")
-# Entries that are not compared with those that we would write: positions, which may be written in
-# several ways, and what changes no logits. All others are: `transformers` may act on any of them.
+# Entries that are not compared with our own export: positions, which may be written in several
+# ways, and entries that change no logits. All others are: `transformers` may act on any of them.
 READ = {"rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings"}
 IGNORED = {
     "_attn_implementation_autoset",
@@ -88,16 +88,16 @@ IGNORED = {
 
 
 def to_hf_config(tree: dict, name: str | None = None) -> dict:
-    """The config.json of a model, without what only its tokenizer knows.
+    """Return the config.json of a model, without the entries that depend on its tokenizer.
 
-    It is that of the class `name`, or of the first that can express the model. Raises ValueError
-    for a model that no class can express.
+    It is for the class `name`, or the first class that can express the model. Raises ValueError for
+    a model that no class can express.
     """
     layers = attention_knobs(tree)
     name = name or choose_architecture(tree, layers)
     architecture = ARCHITECTURES[name]
-    # Where a knob is null, the attention derives its value and has it in an attribute of the same
-    # name. It has an object of the scaling, which is written as the tree has it.
+    # If a knob is null, the attention derives its value and stores it in an attribute of the same
+    # name. The scaling is an object there, so it is written as in the tree.
     for layer, block in zip(layers, build_model(tree, "meta").blocks, strict=True):
         scaling = layer.get("rope_scaling")
         layer |= vars(block.attention) | {"rope_scaling": scaling}
@@ -109,7 +109,7 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
     if "rope_fraction" in architecture.free_knobs:
         rope["partial_rotary_factor"] = common_value(layers, "rope_fraction", 1.0)
 
-    # What all classes have.
+    # Entries of all classes.
     softmax_layers = [layer for layer in layers if "kv_heads" in layer]
     config = {theirs: tree[ours] for ours, theirs in SHAPE.items()}
     config |= {
@@ -122,7 +122,7 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
         "mlp_bias": False,
     }
     if "rope_base" not in architecture.fixed_knobs:
-        # The first two are for readers that do not know `rope_parameters`.
+        # The first two are for programs that do not know `rope_parameters`.
         config |= {
             "rope_theta": rope["rope_theta"],
             "rope_scaling": None if scaling is None else rope,
@@ -135,11 +135,11 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
 
 
 def choose_architecture(tree: dict, layers: list[dict]) -> str:
-    """The first class that can express a model. Raises ValueError where none can."""
+    """Return the first class that can express a model. Raises ValueError if no class can."""
     misfits = {name: each.misfits(tree, layers) for name, each in ARCHITECTURES.items()}
 
-    # The nearest has the right mechanism, the fewest misfits, and its norms among them: these are a
-    # choice beside the mechanism.
+    # The nearest class has the right mechanism and the fewest misfits, preferably in the norms,
+    # which are a choice apart from the mechanism.
     def distance(name: str) -> tuple[bool, int, bool]:
         found = misfits[name]
         has_mechanism = not any("_target_" in each for each in found)
@@ -163,7 +163,7 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
 def from_hf_config(config: dict) -> tuple[str, dict]:
     """A config.json of `transformers` -> the name of its class, and the model that it describes.
 
-    The model is built from the entries that we read, then exported again: every entry, but for
+    The model is built from the entries that we read, then exported again: every entry, except
     those that change no logits, must have the value that we would write. For example, we do not
     read `mlp_bias` and would write `mlp_bias: false`, so a config with `mlp_bias: true` is refused,
     and so is one with a `quantization_config`.
@@ -185,7 +185,7 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
         with own_words(name):
             config_of_tree = to_hf_config(tree, name)
         written = {"layer_types": layer_types(layers), "is_causal": True} | config_of_tree
-    # Compare it with what we would write.
+    # Compare it with our own export.
     for entry in sorted((entries.keys() | written.keys()) - READ - IGNORED):
         if entries.get(entry) != written.get(entry):
             different.append(f"{entry}={entries.get(entry)}")
@@ -199,7 +199,7 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
 
 @contextmanager
 def own_words(name: str) -> Iterator[None]:
-    """Let what our layers raise for values that they cannot have name the entries of config.json."""
+    """Make errors that our layers raise for invalid values name the entries of config.json."""
     try:
         yield
     except ValueError as error:
@@ -211,18 +211,18 @@ def own_words(name: str) -> Iterator[None]:
 
 
 def with_defaults(config: dict, architecture: Architecture) -> dict:
-    """The config, with the values of entries that are missing or null."""
+    """Return the config with default values for entries that are missing or null."""
     depth = config["num_hidden_layers"]
     if depth > MOST_LAYERS:
         raise RuntimeError(f"more than {MOST_LAYERS} layers")
-    # Two entries follow from others.
+    # Derive two entries from others.
     heads = config["num_attention_heads"]
     derived = {"head_dim": config["hidden_size"] // heads, "num_key_value_heads": heads}
     entries = dict(architecture.defaults)
     for entry, value in derived.items():
         if entry in entries:
             entries[entry] = value
-    # A window of Mistral is in all layers.
+    # In Mistral, the window applies to all layers.
     layer_type = "full_attention"
     if architecture.model_type == "mistral" and config["sliding_window"] is not None:
         layer_type = "sliding_attention"
@@ -234,14 +234,14 @@ def with_defaults(config: dict, architecture: Architecture) -> dict:
 
 
 def read_model(config: dict, architecture: Architecture) -> dict:
-    """The model that the entries seem to describe."""
+    """Return the model that the entries seem to describe."""
     types = config["layer_types"]
     has_rope = [1] * len(types)
     if "rope_base" in architecture.free_knobs:
         has_rope = config["no_rope_layers"]
     if {len(types), len(has_rope)} != {config["num_hidden_layers"]}:
         raise LookupError("layer_types or no_rope_layers of another depth")
-    # Layers of one type that all have, or all lack, RoPE are one kind.
+    # Layers with the same type that all have, or all lack, RoPE are one kind.
     kinds = {}
     pattern = []
     for layer_type, has_rope_here in zip(types, has_rope, strict=True):
@@ -264,7 +264,7 @@ def read_model(config: dict, architecture: Architecture) -> dict:
 
 
 def read_layer(config: dict, architecture: Architecture, layer_type: str, has_rope: int) -> dict:
-    """The knobs of a layer's attention."""
+    """Return the knobs of a layer's attention."""
     knobs = PLAIN_SOFTMAX | architecture.fixed_knobs | rope_from_hf(config)
     windows = {"full_attention": None, "sliding_attention": config.get("sliding_window")}
     knobs |= {

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Scaling(NamedTuple):
-    """Our class of a scaling, and its knobs by the keys that `transformers` has for them."""
+    """Our class of a scaling, and its knobs by their keys in `transformers`."""
 
     target: str
     knobs: dict[str, str]
@@ -52,7 +52,7 @@ def rope_from_hf(config: dict) -> dict:
 
     Raises ValueError for a scaling that we lack.
     """
-    # transformers 4 has `rope_scaling`, and the base beside it.
+    # transformers 4 has `rope_scaling`, with the base in a separate entry.
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     parameters = {key: value for key, value in parameters.items() if value is not None}
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -75,7 +75,7 @@ def rope_from_hf(config: dict) -> dict:
         "beta_slow": 1.0,
         **parameters,
     }
-    # Where it stands outside of `rope_parameters`, transformers prefers it.
+    # transformers prefers a value outside of `rope_parameters`.
     if "original_max_position_embeddings" in config:
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     scaling = {knob: parameters[key] for key, knob in known.knobs.items()}

@@ -17,7 +17,7 @@ from tools.formats.layer_change import (
     no_formula,
 )
 
-# The weights of softmax attention without the optional ones, which MLA and recurrences lack.
+# The required weights of softmax attention; MLA and recurrences lack the optional weights.
 PROJECTIONS_AND_NORMS = (
     "q_proj.weight",
     "k_proj.weight",
@@ -31,8 +31,8 @@ PROJECTIONS_AND_NORMS = (
 def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted:
     """Factorize keys and values into one latent of low rank.
 
-    Of the pairs that RoPE rotates, every s-th keeps its rotation, in one key for all heads. These
-    have the frequencies of RoPE with R = E / s features. The other pairs get the mean of their
+    Every s-th pair that RoPE rotates keeps its rotation, in one key for all heads. These pairs have
+    the frequencies of RoPE with R = E / s features. The other pairs get the mean of their
     rotations over a context. QK-norm is replaced by its mean scale.
     """
     old = layers.old[layer]
@@ -61,10 +61,10 @@ def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted
     rotated_q = q[:, is_rotated] * head_weights[:, :, None]
     plain_q = rotate_on_average(q, old, layers.context)[:, ~is_rotated]
 
-    # Keys without a rotation and values come out of the latent.
+    # The latent produces the keys without a rotation, and the values.
     down, up_k, up_v = factorize_jointly(k[:, ~is_rotated], v, moment, new.rank)
     # If `rank` exceeds the rank of the factorization, the other latent features are zero. They
-    # lower the mean square in the latent's norm, for which this weight makes up.
+    # lower the mean square in the latent's norm; this weight compensates for it.
     latent_scale = (len(down) / new.rank) ** 0.5
 
     # The rows of kv_proj: keys and values of each query head, padded with zeros.
@@ -88,7 +88,7 @@ def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted
 
 
 def fixed_options(attention: SoftmaxAttention) -> dict:
-    """The options of softmax attention that no conversion can change."""
+    """Return the options of softmax attention that no conversion can change."""
     return {
         "head_dim": attention.head_dim,
         "qk_norm": attention.qk_norm,
@@ -121,7 +121,7 @@ def fold_norm(heads: Tensor, weight: Tensor, moment: Tensor) -> Tensor:
 
 
 def squared_norms(heads: Tensor, moment: Tensor) -> Tensor:
-    """heads (K, E, D) -> the mean squared norm (K,) of the outputs of each."""
+    """heads (K, E, D) -> the mean squared norm (K,) of the outputs of each head."""
     return torch.einsum("ked,df,kef->k", heads, moment, heads)
 
 
@@ -129,7 +129,7 @@ def share_rotated_key(keys: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
     """keys (K, R, D) -> one key (R, D) for all heads, and its weight (K, R / 2) in each head.
 
     Mixing heads commutes with RoPE if both features of a pair have the same weights. For each pair,
-    the first principal component over heads is nearest to their keys: RoRoPE, 2502.07864.
+    the first principal component over heads is closest to the heads' keys: RoRoPE, 2502.07864.
     """
     pairs = keys.unflatten(1, (2, -1))  # (K, 2, R / 2, D)
     gram = torch.einsum("kapd,de,lape->pkl", pairs, moment, pairs)
@@ -142,14 +142,14 @@ def share_rotated_key(keys: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
 def rotate_on_average(q: Tensor, attention: SoftmaxAttention, context: int) -> Tensor:
     """Apply the mean rotation of RoPE over all query-key pairs of a context to q (H, E, D).
 
-    Of all maps that ignore positions, it gives the scores nearest to those with RoPE.
+    Among maps that ignore positions, it gives the scores closest to the scores with RoPE.
     """
-    # Scores depend on the distance alone; a context has `context - d` pairs at distance d.
+    # Scores depend only on the distance; a context has `context - d` pairs at distance d.
     distances = torch.arange(context, device=q.device)
     counts = (context - distances).double()
     ctx = ForwardContext(distances[None])
     cos, sin = ctx.rotary(attention.rotary_dim, attention.rope_base, attention.rope_scaling)
-    # YaRN multiplies both queries and keys by cos(0); the tables have it once.
+    # YaRN multiplies both queries and keys by cos(0); the tables include this factor once.
     weights = cos[0, 0, 0, 0] * counts / counts.sum()
     mean_cos = weights @ cos[0, :, 0].double()  # (E / 2,)
     mean_sin = weights @ sin[0, :, 0].double()
@@ -184,14 +184,14 @@ def factorize(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor
     roots = eigenvalues.clamp(min=1e-6 * eigenvalues.max()).sqrt()
     outputs_of_z = weight @ (vectors * roots)
     inverse_root = (vectors / roots).mT
-    # The right singular vectors, by ascending singular value. This takes half the memory of an SVD.
+    # The right singular vectors, by ascending singular value, in half the memory of an SVD.
     _, right = torch.linalg.eigh(outputs_of_z.mT @ outputs_of_z)
     right = right[:, -min(rank, *weight.shape) :]
     return right.mT @ inverse_root, outputs_of_z @ right
 
 
 def pad_to(tensor: Tensor, length: int, dim: int = 1) -> Tensor:
-    """Fill an axis up to `length` with zeros."""
+    """Pad an axis with zeros to `length`."""
     shape = list(tensor.shape)
     shape[dim] = length - shape[dim]
     return torch.cat((tensor, tensor.new_zeros(shape)), dim=dim)

@@ -14,18 +14,18 @@ Weights = dict[str, Tensor]  # by their names in the module of a layer's attenti
 
 
 class Change(NamedTuple):
-    """What a conversion does to a layer, and whether it computes the same as before."""
+    """A change of a layer by a conversion, and whether the layer computes the same function."""
 
     text: str
     is_exact: bool
 
 
-Converted = tuple[Weights, list[Change]]  # the new weights of a layer, and how it changes
+Converted = tuple[Weights, list[Change]]  # the new weights of a layer, and its changes
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The attentions of all layers of both models, of `context` tokens, and the old weights."""
+    """The attention of every layer of both models, their `context`, and the old weights."""
 
     old: list[Attention]
     new: list[Attention]
@@ -33,7 +33,7 @@ class Layers:
     context: int
 
     def read(self, layer: int) -> Weights:
-        """The old weights of a layer's attention, in fp32, in which means are computed."""
+        """Return the old weights of a layer's attention in fp32, the dtype in which we average."""
         prefix = f"blocks.{layer}.attention."
         weights = {}
         for name, weight in self.stored.items():
@@ -42,9 +42,9 @@ class Layers:
         return weights
 
     def moment(self, layer: int) -> Tensor:
-        """The mean (D, D) of x x^T over the inputs x of a layer's attention.
+        """Return the mean (D, D) of x x^T over the inputs x of a layer's attention.
 
-        They are taken to be white noise, which the norm before scales and shifts.
+        The inputs are assumed to be white noise, scaled and shifted by the norm before.
         """
         norm = f"blocks.{layer}.attention_norm."
         weight = self.stored[norm + "weight"].float()  # (D,)

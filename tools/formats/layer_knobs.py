@@ -1,10 +1,10 @@
-"""The knobs of each layer's attention, as the config of a model has them."""
+"""The knobs of each layer's attention, from the config of a model."""
 
 HYBRID = "model.attention.hybrid.hybrid"
 
 
 def attention_kinds(attention: dict, depth: int) -> tuple[dict[str, dict], list[str]]:
-    """The knobs of each kind of layers, and the kind of each layer; of a single kind, ""."""
+    """Return the knobs of each kind of layers, and each layer's kind ("" if there is one kind)."""
     if attention["_target_"] != HYBRID:
         return {"": attention}, [""] * depth
     # The pattern is repeated so that it ends with the last layer.
@@ -14,6 +14,6 @@ def attention_kinds(attention: dict, depth: int) -> tuple[dict[str, dict], list[
 
 
 def attention_knobs(tree: dict) -> list[dict]:
-    """The knobs of each layer's attention."""
+    """Return the knobs of each layer's attention."""
     kinds, kind_of_layer = attention_kinds(tree["attention"], tree["depth"])
     return [dict(kinds[kind]) for kind in kind_of_layer]

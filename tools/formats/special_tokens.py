@@ -23,29 +23,29 @@ CONFIGS = (
     "generation_config.json",
 )
 # Classes of transformers 5 that replace the pre-tokenizer of a tokenizer.json by their own, and
-# their default of add_prefix_space.
+# their default add_prefix_space.
 REBUILDING_CLASSES = {"GPT2Tokenizer": False, "Qwen2Tokenizer": False, "LlamaTokenizer": True}
-# Names of classes that read a tokenizer.json as it is.
+# Names of classes that use a tokenizer.json unchanged.
 PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
-# How Qwen2Tokenizer cuts a text, whatever its tokenizer.json has.
+# The pattern by which Qwen2Tokenizer splits a text, regardless of the tokenizer.json.
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Ids that a config.json and a generation_config.json have, and that an export gives back. Padding
-# is the tokenizer's choice.
+# Ids in a config.json and a generation_config.json that an export restores. The tokenizer
+# chooses the padding token.
 ID_ENTRIES = ("bos_token_id", "eos_token_id")
 IMPORTED_IDS = "imported_ids"  # an entry of the generation_config.json of our checkpoints
-TEMPLATES = "additional_chat_templates"  # a folder of transformers; one .json file in ours
+TEMPLATES = "additional_chat_templates"  # a folder in transformers; one .json file in ours
 SAVE_AGAIN = (
     "save it again with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 )
-# The texts in a normalizer or decoder that replace others, as JSON writes them.
+# The replacement texts in a normalizer or decoder, as they appear in JSON.
 REPLACEMENTS = re.compile(r'"content": "((?:\\.|[^"\\])+)"')
 MOST_GROWTH = 64
-UNUSUAL = "a \U0010ffff"  # which a tokenizer must encode, if only as unknown
+UNUSUAL = "a \U0010ffff"  # a text that a tokenizer must encode, even if only as <unk>
 # Texts that some tokenizers change: blanks, line ends, letters of several forms, rare characters,
-# and the sign for a blank of SentencePiece.
+# and SentencePiece's sign for a blank.
 FRAGILE = (
     "a b",
     " a",
@@ -58,7 +58,7 @@ FRAGILE = (
     "\u0436\U0001f408",
     "a\u2581b",
 )
-# Texts of which classes cut some in different places: digits, blanks, line ends, letters.
+# Texts that classes may split differently: digits, blanks, line ends, letters.
 CUTS = (
     *FRAGILE,
     "12345 678",
@@ -71,12 +71,12 @@ CUTS = (
 
 @contextmanager
 def malformed(what: str) -> Iterator[None]:
-    """Raise ValueError for what reading a file that may hold anything raises."""
+    """Convert the exceptions that reading an untrusted file can raise into ValueError."""
     try:
         yield
     except (ValueError, OSError, IntegrityError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # tokenizers panic with one that is no Exception
+    except BaseException as error:  # a panic in tokenizers is not a subclass of Exception
         raise ValueError(
             f"{what}: entries are missing or of other types ({error}). "
             "fix: get all files of the model again"
@@ -84,11 +84,12 @@ def malformed(what: str) -> Iterator[None]:
 
 
 def import_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder, with the ids of BOS and EOS as our checkpoints have them.
+    """Return the tokenizer of a folder, with the ids of BOS and EOS as in our checkpoints.
 
-    Of a tokenizer.json and a tokenizer.model, it is the one that transformers reads, so that it can
-    be exported again as it is, with its chat template and special tokens. Raises ValueError where
-    it has no EOS, puts more than BOS in front of a text, or has other ids in transformers.
+    If the folder has a tokenizer.json and a tokenizer.model, we read the file that transformers
+    reads, so that it can be exported unchanged, with chat template and special tokens. Raises
+    ValueError if the tokenizer has no EOS, adds more than BOS before a text, or encodes to other
+    ids in transformers.
     """
     files = {}
     settings = {}
@@ -98,7 +99,7 @@ def import_tokenizer(folder: Path) -> Tokenizer:
             content = read_json(folder / name)
             if name in ("config.json", "generation_config.json"):
                 imported_ids[name] = {key: content[key] for key in ID_ENTRIES if key in content}
-            # Of the special tokens, transformers reads one of the two files that may name them.
+            # Two files may name the special tokens; transformers reads only one of them.
             if name == "special_tokens_map.json" and "added_tokens_decoder" in settings:
                 continue
             settings |= {key: value for key, value in content.items() if value is not None}
@@ -113,7 +114,7 @@ def import_tokenizer(folder: Path) -> Tokenizer:
     if templates:
         files[f"{TEMPLATES}.json"] = json.dumps(templates, indent=1).encode()
 
-    # What it puts in front of a prompt: BOS or nothing.
+    # The tokens that it adds before a prompt: BOS or nothing.
     if (folder / "tokenizer.json").exists():
         files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
         content = read_json(folder / "tokenizer.json")
@@ -134,14 +135,14 @@ def import_tokenizer(folder: Path) -> Tokenizer:
         vocabulary = {piece(token): token for token in range(tokenizer.vocab_size)}
         pieces = {"bos_token": piece(tokenizer.bos), "eos_token": piece(tokenizer.eos)}
         settings = pieces | settings
-        settings.pop("bos_token_id", None)  # the tokenizer's is put in front, not the model's
+        settings.pop("bos_token_id", None)  # prompts get the tokenizer's BOS, not the model's
         prefix = special_ids(settings, "bos", vocabulary)
         if not settings.get("add_bos_token", True):
             prefix = []
         is_in_front = not settings.get("add_eos_token", False)
         special_tokens = tokenizer.special_tokens
 
-    # Without a BOS, an EOS stands between documents: the one that a model calls BOS, if any.
+    # Without a BOS, an EOS separates documents: the EOS that the model calls BOS, if any.
     eos_ids = special_ids(settings, "eos", vocabulary)
     model_bos = special_ids(settings, "bos", vocabulary)
     candidates = [*prefix, *(token for token in model_bos if token in eos_ids), *eos_ids]
@@ -159,7 +160,7 @@ def import_tokenizer(folder: Path) -> Tokenizer:
         "add_bos_token": len(prefix) == 1,
         IMPORTED_IDS: imported_ids,
     }
-    # Padding is the tokenizer's choice; old configs of models have -1 for none.
+    # The tokenizer's padding token takes precedence; old model configs have -1 for no padding.
     if "pad_token" in settings:
         settings.pop("pad_token_id", None)
     for token in special_ids(settings, "pad", vocabulary):
@@ -169,7 +170,7 @@ def import_tokenizer(folder: Path) -> Tokenizer:
 
 
 def class_in_transformers(settings: dict) -> str:
-    """The class with which transformers 5 reads a tokenizer; "" if it reads a file as it is."""
+    """Return the tokenizer class of transformers 5; "" if it uses the file unchanged."""
     name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
     model_type = settings.get("model_type")
     if model_type == "qwen2" or (model_type == "qwen3" and not name):
@@ -180,7 +181,7 @@ def class_in_transformers(settings: dict) -> str:
 
 
 def check_sentencepiece_class(settings: dict) -> None:
-    """Raise ValueError if transformers reads a tokenizer.model with a class of other rules."""
+    """Raise ValueError if transformers uses a class with other rules for a tokenizer.model."""
     name = class_in_transformers(settings)
     if name in ("", "LlamaTokenizer"):
         return
@@ -194,7 +195,7 @@ def check_sentencepiece_class(settings: dict) -> None:
 
 
 def check_class(settings: dict, content: dict, adds_bos: bool) -> None:
-    """Raise ValueError if the class of the tokenizer changes what its tokenizer.json does."""
+    """Raise ValueError if the class of the tokenizer changes the effect of its tokenizer.json."""
     name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
     steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
     is_byte_level = '"ByteLevel"' in steps
@@ -217,9 +218,9 @@ def check_class(settings: dict, content: dict, adds_bos: bool) -> None:
 
 
 def with_prefix_space(model: bytes, adds_space: bool | None) -> bytes:
-    """A SentencePiece model that puts a space in front of a text as `add_prefix_space` says.
+    """Return a SentencePiece model that adds a space before a text if `adds_space` is true.
 
-    Raises ValueError if that is missing and transformers has another default than the model.
+    Raises ValueError if it is None and transformers has another default than the model.
     """
     content = ModelProto.FromString(model)
     if adds_space is None and not content.normalizer_spec.add_dummy_prefix:
@@ -234,10 +235,10 @@ def with_prefix_space(model: bytes, adds_space: bool | None) -> bytes:
 
 
 def check_named_tokens(settings: dict, special_tokens: dict) -> None:
-    """Raise ValueError for tokens that the configs name and the tokenizer lacks, or has otherwise.
+    """Raise ValueError for tokens in the configs that the tokenizer lacks or defines otherwise.
 
-    transformers would add them, with ids of its own. `special_tokens` has the tokenizer's, by their
-    text: as dicts of options for a tokenizer.json, else as lists of ids.
+    transformers would add them with new ids. `special_tokens` maps the text of the tokenizer's
+    special tokens to dicts of options for a tokenizer.json, else to lists of ids.
     """
     named = []
     for key, value in settings.items():
@@ -265,7 +266,7 @@ def check_named_tokens(settings: dict, special_tokens: dict) -> None:
 
 
 def describe_changes(tokenizer: Tokenizer) -> list[str]:
-    """Describe the FRAGILE texts, and those with an added token, that do not come back."""
+    """Describe the texts, FRAGILE or with an added token, that decoding does not restore."""
     texts = [*FRAGILE]
     if isinstance(tokenizer, JsonTokenizer):
         for token in tokenizer.processor.get_added_tokens_decoder().values():
@@ -275,7 +276,7 @@ def describe_changes(tokenizer: Tokenizer) -> list[str]:
 
 
 def describe_versions(tokenizer: Tokenizer, model_type: str = "") -> list[str]:
-    """Describe where versions of transformers differ about a tokenizer; ours is as its own file."""
+    """Describe how versions of transformers differ for a tokenizer; ours follows its own file."""
     config = json.loads(tokenizer.files.get("tokenizer_config.json", "{}"))
     differences = []
     name = class_in_transformers({"model_type": model_type} | config)
@@ -304,8 +305,8 @@ def describe_versions(tokenizer: Tokenizer, model_type: str = "") -> list[str]:
 
 
 def has_other_cuts(tokenizer: JsonTokenizer, name: str) -> bool:
-    """Whether this class of transformers 5 has other ids than a tokenizer.json, or may have."""
-    if name in ("", "LlamaTokenizer"):  # of the latter, `check_class` compares what it changes
+    """Return whether this class of transformers 5 gives, or may give, other ids than the file."""
+    if name in ("", "LlamaTokenizer"):  # `check_class` covers LlamaTokenizer
         return False
     theirs = TokenizerFile.from_str(tokenizer.files["tokenizer.json"].decode())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=name == "GPT2Tokenizer")
@@ -323,7 +324,7 @@ def has_other_cuts(tokenizer: JsonTokenizer, name: str) -> bool:
 
 
 def describe_bos(tokenizer: Tokenizer) -> str | None:
-    """Describe a BOS that a model's configs name, but that no text begins with; None without one."""
+    """Describe a BOS in the model's configs with which no text begins; None if there is none."""
     imported_ids = json.loads(tokenizer.files["generation_config.json"])[IMPORTED_IDS]
     for name, ids in imported_ids.items():
         named = ids.get("bos_token_id")
@@ -337,7 +338,7 @@ def describe_bos(tokenizer: Tokenizer) -> str | None:
 
 
 def read_json(file: Path) -> dict:
-    """What a file holds. Raises ValueError with its name where it is missing or no JSON."""
+    """Return the content of a file. Raises ValueError with its name if missing or not JSON."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -348,7 +349,7 @@ def read_json(file: Path) -> dict:
 
 
 def check_growth(content: dict) -> None:
-    """Raise ValueError for a tokenizer.json whose replacements may multiply a text."""
+    """Raise ValueError for a tokenizer.json whose replacements may multiply the text length."""
     changes = json.dumps([content.get("normalizer"), content.get("decoder")], ensure_ascii=False)
     growth = prod(map(len, REPLACEMENTS.findall(changes)))
     if growth > MOST_GROWTH:
@@ -356,13 +357,13 @@ def check_growth(content: dict) -> None:
 
 
 def with_special_ids(kind: type, files: dict[str, bytes], ids: dict) -> Tokenizer:
-    """A tokenizer with these ids, next to all else that its generation_config.json has."""
+    """Return a tokenizer with these ids added to its generation_config.json."""
     content = json.loads(files.get("generation_config.json", "{}")) | ids
     return kind(files | {"generation_config.json": json.dumps(content).encode()})
 
 
 def special_ids(settings: dict, kind: str, vocabulary: dict[str, int]) -> list[int]:
-    """The ids of BOS, EOS or padding: `eos_token_id`, which may be a list, or by `eos_token`."""
+    """Return the ids of BOS, EOS or padding: `eos_token_id` (int or list), or by `eos_token`."""
     ids = settings.get(f"{kind}_token_id", [])
     if ids == []:
         # A token may be a dict of its content and options.

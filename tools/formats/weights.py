@@ -15,11 +15,11 @@ from tools.formats.architectures import ARCHITECTURES
 
 FETCH_AGAIN = "get all files of the model again"
 HEAD = "lm_head.weight"
-WHOLE = "model.safetensors"  # the file of a model in one file
+WHOLE = "model.safetensors"  # the file name of a model in a single file
 
 
 def file_names(model: Transformer, architecture: str) -> dict[str, str]:
-    """Our names of parameters and persistent buffers -> those of the class."""
+    """Map our names of parameters and persistent buffers to the names in the class."""
     adapter = ARCHITECTURES[architecture]
     found = {}
     for name in model.state_dict():
@@ -33,9 +33,9 @@ def file_names(model: Transformer, architecture: str) -> dict[str, str]:
 
 
 def hf_weights(model: Transformer, architecture: str) -> dict[str, Tensor]:
-    """The weights of a model under the names and in the layouts of a class of `transformers`."""
+    """Return the weights of a model with the names and layouts of a class of `transformers`."""
     weights = model.state_dict()
-    parts = defaultdict(list)  # several of our parameters may be in one tensor
+    parts = defaultdict(list)  # one tensor may hold several of our parameters
     for name, file_name in file_names(model, architecture).items():
         parts[file_name].append(weights[name])
     packed = {}
@@ -46,13 +46,13 @@ def hf_weights(model: Transformer, architecture: str) -> dict[str, Tensor]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the files that `transformers` reads: one, those of an index, or else all.
+    """Return the tensors of the files that transformers reads: one, those in an index, or all.
 
-    Raises IntegrityError where they cannot be read, or where the index names others.
+    Raises IntegrityError if files cannot be read, or if the index names other tensors.
     """
     whole = folder / WHOLE
     index = folder / f"{WHOLE}.index.json"
-    file_of = {}  # by the name of a tensor
+    file_of = {}  # by tensor name
     if whole.exists():
         files = [whole]
     elif index.exists():
@@ -87,7 +87,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_index(index: Path) -> dict[str, Path]:
-    """The file of each tensor of a model in several files.
+    """Return the file of each tensor of a model in several files.
 
     Raises IntegrityError for an index that is malformed, or names files that are missing or not in
     its folder.
@@ -105,14 +105,14 @@ def read_index(index: Path) -> dict[str, Path]:
 
 
 def read_weights(folder: Path, model: Transformer, architecture: str) -> dict[str, Tensor]:
-    """The weights of a folder under our names, mapped to memory.
+    """Return the weights of a folder with our names, memory-mapped.
 
-    Raises IntegrityError where they cannot be read, or are not those of the model.
+    Raises IntegrityError if they cannot be read, or do not match the model.
     """
     tensors = read_tensors(folder)
 
-    # Old files of `transformers` hold the frequencies of RoPE, which are computed anew, and some of
-    # tied models hold the head as a copy of the embedding (Qwen3-0.6B).
+    # Old files of `transformers` hold the frequencies of RoPE, which we recompute, and some tied
+    # models store the head as a copy of the embedding (Qwen3-0.6B).
     for name in list(tensors):
         if name.endswith("rotary_emb.inv_freq"):
             del tensors[name]
@@ -125,7 +125,7 @@ def read_weights(folder: Path, model: Transformer, architecture: str) -> dict[st
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, file_name in file_names(model, architecture).items():
         if name.endswith(ARCHITECTURES[architecture].zeros):
-            # The class has no such tensor: one in the files is left over, and refused.
+            # The class has no such tensor: if the files have one, it is left over and rejected.
             weights[name] = torch.zeros(shapes[name])
             continue
         weight = tensors.pop(file_name, None)
@@ -133,7 +133,7 @@ def read_weights(folder: Path, model: Transformer, architecture: str) -> dict[st
             different.append(file_name)
         else:
             weights[name] = weight
-    different += tensors  # which the model lacks
+    different += tensors  # tensors that the model lacks
     if different:
         raise IntegrityError(
             f"not the model's weights ({folder}: {', '.join(different[:3])}). fix: {FETCH_AGAIN}"
