@@ -156,15 +156,24 @@ class Engine:
     def read_slots(self, length: int) -> None:
         """Limit decode steps to the slots of the cache that rows of `length` tokens fill.
 
+        A CUDA graph reads all slots.
+        """
+        if self.state.tokens.is_cuda and self.compiled_step is not None:
+            return
+        count = self.count_slots(length)
+        if count != self.filled.capacity:
+            self.filled = self.cache.truncated(count)
+
+    def count_slots(self, length: int) -> int:
+        """Return how many slots decode steps read if rows have `length` tokens.
+
         The length is rounded up, so that it seldom changes, and is at least the size of a ring: a
         ring is read as a whole.
         """
         rings = [layer.size for layer in self.cache.layers if layer.is_ring]
         length = max(length, *rings, 1)
         count = math.ceil(length / READ_MULTIPLE) * READ_MULTIPLE
-        count = min(count, self.cache.capacity)
-        if count != self.filled.capacity:
-            self.filled = self.cache.truncated(count)
+        return min(count, self.cache.capacity)
 
     def advance(self) -> None:
         """Decode the newest token of each row and draw the next one, compiled if `compile` ran."""
@@ -212,9 +221,13 @@ class Engine:
 
         for tensor in (self.cache.lengths, *self.cache.buffers(), *self.state.tensors()):
             torch._dynamo.mark_static_address(tensor)
-        # The first call compiles. It reads fewer slots than the capacity, because a size equal to
-        # it would be compiled as a constant. If it fails, `advance` keeps using the eager step.
-        self.read_slots(1)
+        # The first call compiles. On a CPU it reads fewer slots than the capacity if possible,
+        # because a size equal to it may be compiled as a constant; a CUDA graph reads all slots.
+        # If it fails, `advance` keeps using the eager step.
+        if is_cuda:
+            self.filled = self.cache
+        else:
+            self.read_slots(1)
         self.run_compiled(compiled)
         self.compiled_step = compiled
         self.cache.reset()
@@ -226,9 +239,11 @@ class Engine:
             torch.compiler.cudagraph_mark_step_begin()
             compiled()
         else:
-            # The size of a tensor is the only number that stays dynamic from the first call on.
+            # The size of a tensor is the only number that can be dynamic from the first call on. In
+            # a small cache there is only one.
             slots = torch.empty(self.filled.capacity)
-            torch._dynamo.mark_dynamic(slots, 0)
+            if self.count_slots(1) < self.cache.capacity:
+                torch._dynamo.mark_dynamic(slots, 0)
             self.state.draw(self.sampler, compiled(slots))
 
 

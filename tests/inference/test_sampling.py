@@ -12,7 +12,7 @@ from inference.engine import Engine
 from inference.prompts import new_sequences
 from inference.sampling import exponential_noise, sample
 from run.instantiate import instantiate
-from tests.conftest import compile_without_inductor, continued, redraw, tree_of
+from tests.conftest import compile_without_inductor, continued, greedy, redraw, tree_of
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -8.0]])
 
@@ -210,3 +210,24 @@ def test_compiled_draws_give_the_tokens_of_an_uncached_loop(options, monkeypatch
         assert [*drawn.values()] == expected
     assert counters["stats"]["unique_graphs"] == 1
     assert compiled_step.call_count > 2 * 20  # each call has three texts of 20 tokens in two rows
+
+
+@pytest.mark.parametrize("capacity", [8, 200, 300])
+def test_a_compiled_step_serves_a_cache_of_any_capacity(monkeypatch, capacity):
+    """Fewer slots than are read at a time, and more: several rows, past the first slots."""
+    compile_without_inductor(monkeypatch)
+    torch._dynamo.reset()
+    model = redraw(instantiate(tree_of("gqa", f"context={capacity}"))).double()
+    texts = []
+    for is_compiled in (False, True):
+        engine = Engine(model, greedy, model.new_cache(3, capacity, torch.float64, "cpu"))
+        if is_compiled:
+            engine.compile()
+        length = capacity - 4
+        sequences = [
+            Sequence([number % 128 for number in range(count)], 4) for count in (1, 2, length)
+        ]
+        for _ in engine.generate(sequences):
+            pass
+        texts.append([sequence.tokens for sequence in sequences])
+    assert texts[0] == texts[1]
