@@ -329,6 +329,15 @@ def test_training_evaluation_and_decoding_are_a_graph_each(gpu, run_of, graphs, 
     check_compiled_decoding(variant.removesuffix(" document_mask=true"), graphs)
 
 
+@pytest.mark.parametrize("variant", ["gqa", "mla", "retention"])
+def test_compiled_layers_share_one_computation_of_cosines_and_sines(gpu, run_of, graphs, variant):
+    """The compiler would fuse cos and sin into each kernel that rotates queries or keys."""
+    check_compiled_training(run_of("bf16", f"attention={variant}", "model.depth=2"), graphs)
+    targets = [str(node.target) for node in graphs[0].graph.nodes]
+    assert targets.count("attend.cos_and_sin.default") == 1
+    assert not {"cos", "sin"} & {*targets}
+
+
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_every_input_of_the_decode_graph_stays_at_its_address(gpu, graphs, is_int8):
     """Otherwise its CUDA graph would copy weights or cache into place for every token."""

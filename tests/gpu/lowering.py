@@ -90,6 +90,8 @@ FLASH_ATTENTION = r"ops\.aten\._scaled_dot_product_flash_attention\w*\.default\(
 # Kernels that generated code launches: its own, those of libraries, and those of torch.
 LAUNCH = re.compile(r"\w+\.run\(|extern_kernels\.|torch\.ops\.aten\.")
 
+TRIGONOMETRIC = re.compile(r"\b(cos|sin)\(")
+
 
 @dataclass
 class Graph:
@@ -131,6 +133,10 @@ class Lowering:
             if "flex_attention" in name and "atomic_add" in source:
                 count += 1
         return count
+
+    def count_trigonometric(self) -> int:
+        """How many kernels compute a cosine or a sine."""
+        return sum(bool(TRIGONOMETRIC.search(source)) for source in self.kernels)
 
     def count(self, call: str) -> int:
         """How often a pattern of a call occurs in the code."""
@@ -423,6 +429,7 @@ def main() -> None:
         "kernels": len(lowering.kernels),
         "flash_attention": lowering.count(FLASH_ATTENTION),
         "atomic_flex_attention": lowering.count_atomic_flex_attention(),
+        "trigonometric": lowering.count_trigonometric(),
         "reasons_against_capture": reasons,
     }
     for limit in ("registers", "stack", "shared_memory"):

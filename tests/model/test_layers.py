@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.context import ForwardContext
+from model.context import ForwardContext, cos_and_sin
 from model.layers import FeedForward, GatedFeedForward, LayerNorm, RMSNorm, apply_rope
 from tests.conftest import close, redraw
 
@@ -72,3 +72,11 @@ def test_rope_turns_each_pair_by_its_angle():
     x = random(1, 5, 2, 6)
     y = apply_rope(x, *ForwardContext(torch.zeros(1, 5)).rotary(6, 100.0))
     close(y, rotated(x, 100.0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_compiler_knows_the_results_of_cos_and_sin(dtype):
+    angle = random(2, 3, 1, 4).to(dtype)
+    torch.library.opcheck(cos_and_sin, (angle,))
+    cos, sin = cos_and_sin(angle)
+    close(torch.complex(cos, sin), torch.exp(1j * angle))
