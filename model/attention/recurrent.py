@@ -25,6 +25,10 @@ from model.layers import ACTIVATIONS, Linear, RMSNorm, fp32, no_autocast, split_
 # The log decay at the first token of a row or a document: e^-60 of the earlier state remains.
 FORGET_ALL = -60.0
 
+# Products of smaller matrices are written as sums. A GPU multiplies tiles of 16 rows or more, and
+# each product is a kernel of a library.
+MIN_PRODUCT_SIZE = 16
+
 
 class RecurrentAttention(Attention):
     """Attention whose cache is a state (B, H, D, E), whatever the length.
@@ -197,7 +201,8 @@ def recurrence(
 
     Within a chunk that starts from the state S, one triangular system gives all u_t. They are
     linear in S, so the systems of all chunks are solved together. Only a few matrix products per
-    chunk have to wait for S.
+    chunk have to wait for S. Chunks of the delta rule: 2406.06484; with a decay per head:
+    2412.06464; per channel: 2510.26692.
     """
     length = q.shape[1]
     assert k.shape == q.shape, (k.shape, q.shape)
@@ -223,9 +228,7 @@ def recurrence(
         scores, system = decayed_products((q, erased), k, g_sum)
         solution = torch.cat((u, decay * erased), dim=-1)
         if length > 1:  # with one token, A = 0
-            solution = torch.linalg.solve_triangular(
-                system.tril(-1), solution, upper=False, unitriangular=True
-            )
+            solution = UnitTriangularSolve.apply(system, solution)
         u, w = solution.tensor_split([u.shape[-1]], dim=-1)
 
     # o_i = sum_{j<=i} (q_i . exp(G_i - G_j) k_j) u_j + S' (exp(G_i) q_i)
@@ -279,3 +282,67 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
         second = torch.cat((x_second @ k_first.mT, second), dim=-1)
         products = torch.cat((F.pad(first, (0, size)), second), dim=-2)
     return products.squeeze(-3)
+
+
+class UnitTriangularSolve(torch.autograd.Function):
+    """The solution X of (I + A) X = Y, where A is the part of `system` below the diagonal.
+
+    system (..., C, C), Y (..., C, E) -> X (..., C, E)
+    """
+
+    @staticmethod
+    def forward(ctx, system: Tensor, y: Tensor) -> Tensor:
+        inverse = unit_triangular_inverse(system)
+        x = inverse @ y
+        ctx.save_for_backward(inverse, x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        inverse, x = ctx.saved_tensors
+        grad_y = inverse.mT @ grad
+        return -(grad_y @ x.mT).tril(-1), grad_y
+
+
+def unit_triangular_inverse(system: Tensor) -> Tensor:
+    """The inverse of I + A (..., C, C), where A is the part of `system` below the diagonal.
+
+    The inverses of blocks on the diagonal, at first of one token, are merged in pairs:
+
+        [P 0]^-1   [     P^-1       0  ]
+        [Q R]    = [-R^-1 Q P^-1   R^-1]
+
+    With keys of length 1 and b <= 1, all elements of these inverses are between -1 and 1: they are
+    b_i k_i' M k_j, where M only decays and erases. The series I - A + A^2 - ... has the same sum,
+    but with equal keys its terms have elements of 1e18, which cancel.
+    """
+    chunk = system.shape[-1]
+    inverse = system.new_ones(*system.shape[:-2], chunk, 1, 1)
+    while inverse.shape[-3] > 1:
+        size = inverse.shape[-1]
+        first, second = inverse.unflatten(-3, (-1, 2)).unbind(dim=-3)
+        below = diagonal_blocks(system, 2 * size)[..., size:, :size]
+        below = block_product(second, block_product(below, first))
+        inverse = merge_blocks(inverse, -below)
+    return inverse.squeeze(-3)
+
+
+def diagonal_blocks(x: Tensor, size: int) -> Tensor:
+    """x (..., C, C) -> (..., C / size, size, size)"""
+    blocks = x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def merge_blocks(blocks: Tensor, below: Tensor) -> Tensor:
+    """Blocks on the diagonal (..., 2 N, S, S), and N between two -> (..., N, 2 S, 2 S)."""
+    first, second = blocks.unflatten(-3, (-1, 2)).unbind(dim=-3)
+    first = F.pad(first, (0, first.shape[-1]))
+    second = torch.cat((below, second), dim=-1)
+    return torch.cat((first, second), dim=-2)
+
+
+def block_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of square matrices. The compiler fuses the sum of a small product with its neighbours."""
+    if a.shape[-1] < MIN_PRODUCT_SIZE:
+        return (a[..., None] * b[..., None, :, :]).sum(dim=-2)
+    return a @ b

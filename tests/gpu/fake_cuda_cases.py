@@ -63,7 +63,8 @@ EXTRAS = (
 )
 
 # Functions that multiply in fp32 in any precision: their states accumulate over all tokens.
-FP32_FUNCTIONS = {"recurrence", "decayed_products"}
+FP32_FUNCTIONS = {"recurrence", "decayed_products", "block_product"}
+FP32_FUNCTIONS |= {"UnitTriangularSolve.forward", "UnitTriangularSolve.backward"}
 FP32_FUNCTIONS |= {"BlockAttention.choose_blocks", "sum_blocks"}  # means of keys
 
 # GradScaler has its scale on the device, and skips a step on the host, for each optimizer.
