@@ -266,22 +266,35 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
 
     # With a decay per channel, exp(G_i - G_j) is inside the product, and C x C x D numbers are too
     # many. Splitting it into exp(G_i) and exp(-G_j) overflows: G falls by 60 or more per document.
-    # But for a token m between j and i, exp(G_i - G_m) and exp(G_m - G_j) are at most 1. So
-    # products of two adjacent blocks, with m the last token of the first, merge them into one
-    # block, starting from blocks of one token.
-    x = torch.stack(xs)
-    products = (x * k).sum(dim=-1)[..., None, None]  # (X, ..., C, 1, 1)
-    while products.shape[-3] > 1:
-        size = products.shape[-1]
+    # But for a token m between j and i, exp(G_i - G_m) and exp(G_m - G_j) are at most 1. So i and j
+    # are taken from two adjacent blocks of 1, 2, 4 ... C / 2 tokens, and m is the last token of the
+    # first block.
+    x = torch.stack(xs, dim=-3)  # (..., X, C, D)
+    products = (x * k[..., None, :, :]).sum(dim=-1)[..., None, None]  # blocks (..., X, C, 1, 1)
+    chunk = k.shape[-2]
+    sizes = [1 << level for level in range(chunk.bit_length() - 1)]
+    if not sizes:
+        return products[..., 0].unbind(dim=-3)
+
+    # For each size, C / 2 tokens are in second blocks and C / 2 in first ones. The product of all
+    # of them contains the products of pairs as blocks on its diagonal. The other elements are not
+    # used, but all sizes are one batched product of matrices that are large enough to be fast.
+    rows = []
+    columns = []
+    for size in sizes:
         pairs = (-1, 2, size)  # (..., C, D) -> (..., C / (2 size), 2, size, D)
         g_first, g_second = g_sum.unflatten(-2, pairs).unbind(dim=-3)
         g_middle = g_first[..., -1:, :]
-        x_second = x.unflatten(-2, pairs)[..., 1, :, :] * (g_second - g_middle).exp()
-        k_first = k.unflatten(-2, pairs)[..., 0, :, :] * (g_middle - g_first).exp()
-        first, second = products.unflatten(-3, (-1, 2)).unbind(dim=-3)
-        second = torch.cat((x_second @ k_first.mT, second), dim=-1)
-        products = torch.cat((F.pad(first, (0, size)), second), dim=-2)
-    return products.squeeze(-3)
+        x_second = x.unflatten(-2, pairs)[..., 1, :, :]
+        k_first = k.unflatten(-2, pairs)[..., 0, :, :]
+        x_second = x_second * (g_second - g_middle).exp().unsqueeze(-4)
+        rows.append(x_second.flatten(-4, -2))  # (..., X C / 2, D)
+        columns.append((k_first * (g_middle - g_first).exp()).flatten(-3, -2))  # (..., C / 2, D)
+    below = torch.stack(rows) @ torch.stack(columns).mT
+    below = below.unflatten(-2, (len(xs), -1))  # (sizes, ..., X, C / 2, C / 2)
+    for size, product in zip(sizes, below.unbind(dim=0), strict=True):
+        products = merge_blocks(products, diagonal_blocks(product, size))
+    return products.squeeze(-3).unbind(dim=-3)
 
 
 class UnitTriangularSolve(torch.autograd.Function):

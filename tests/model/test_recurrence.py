@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.attention.recurrent import FORGET_ALL, UnitTriangularSolve, recurrence
 from model.context import ForwardContext
@@ -112,6 +113,40 @@ def test_without_erasing_what_does_not_decay_is_not_written():
     ctx = ForwardContext(x[..., 0])
     layer.decay_bias.data.fill_(-200.0)
     assert not layer(x, ctx, None, {})[0].any()
+
+
+class Products(TorchDispatchMode):
+    """Collects the sizes (rows, inner, columns) of batched products, and names of solvers."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+        self.solvers = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        name = operation._schema.name
+        if name in ("aten::bmm", "aten::baddbmm"):
+            a, b = args[-2:]
+            self.sizes.append((*a.shape[-2:], b.shape[-1]))
+        if "linalg" in name or "triangular" in name:
+            self.solvers.append(name)
+        return result
+
+
+@pytest.mark.parametrize("preset", FLA)
+def test_products_are_large_enough_for_a_library(preset):
+    """On a GPU each product is a call of cuBLAS, whose tiles have 16 rows or more."""
+    generator = torch.Generator().manual_seed(0)
+    num_decays = 32 if preset == "kda" else 1
+    q, k, v = torch.randn(3, 1, 256, 2, 32, generator=generator)
+    beta = torch.rand(1, 256, 2, 1, generator=generator)
+    g = -torch.rand(1, 256, 2, num_decays, generator=generator)
+    inputs = [x.requires_grad_() for x in (q, k, v, beta, g, torch.zeros(1, 2, 32, 32))]
+    with Products() as products:
+        with_gradients(chunked(preset, 64), inputs)
+    assert min(min(size) for size in products.sizes) >= 16, products.sizes
+    assert not products.solvers
 
 
 @pytest.mark.parametrize("correlation", [1.0, 0.9, 0.0])
