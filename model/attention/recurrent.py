@@ -200,9 +200,9 @@ def recurrence(
     g (B, T, H, 1) or (B, T, H, D) -> output (B, T, H, E), next state.
 
     Within a chunk that starts from the state S, one triangular system gives all u_t. They are
-    linear in S, so the systems of all chunks are solved together. Only a few matrix products per
-    chunk have to wait for S. Chunks of the delta rule: 2406.06484; with a decay per head:
-    2412.06464; per channel: 2510.26692.
+    linear in S, so the systems of all chunks are solved together. Only two matrix products per
+    chunk have to wait for S, or none without `erase`. Chunks of the delta rule: 2406.06484; with a
+    decay per head: 2412.06464; per channel: 2510.26692.
     """
     length = q.shape[1]
     assert k.shape == q.shape, (k.shape, q.shape)
@@ -237,14 +237,24 @@ def recurrence(
     k = ((g_last - g_sum).exp() * k).mT  # (B, H, N, D, C)
     q = decay * q
     chunk_decay = g_last.exp().mT  # (B, H, N, 1 or D, 1)
-    outputs = []
-    for n in range(q.shape[2]):
-        u_n = u[:, :, n]
-        if w is not None:
-            u_n = u_n - w[:, :, n] @ state
-        outputs.append(scores[:, :, n] @ u_n + q[:, :, n] @ state)
-        state = chunk_decay[:, :, n] * state + k[:, :, n] @ u_n
-    y = torch.cat(outputs, dim=2).transpose(1, 2)  # (B, N C, H, E)
+
+    # The states, one chunk after another, then the outputs of all chunks at once.
+    decays = chunk_decay.unbind(dim=2)
+    states = []
+    if w is None:
+        for decay_n, update in zip(decays, (k @ u).unbind(dim=2), strict=True):
+            states.append(state)
+            state = decay_n * state + update
+    else:
+        corrected = []
+        chunks = zip(decays, k.unbind(dim=2), u.unbind(dim=2), w.unbind(dim=2), strict=True)
+        for decay_n, k_n, u_n, w_n in chunks:
+            states.append(state)
+            corrected.append(u_n - w_n @ state)
+            state = decay_n * state + k_n @ corrected[-1]
+        u = torch.stack(corrected, dim=2)
+    y = scores @ u + q @ torch.stack(states, dim=2)
+    y = y.flatten(2, 3).transpose(1, 2)  # (B, N C, H, E)
     return y[:, :length], state
 
 

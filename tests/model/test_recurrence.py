@@ -135,7 +135,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("preset", FLA)
-def test_products_are_large_enough_for_a_library(preset):
+def test_products_are_few_and_large_enough_for_a_library(preset):
     """On a GPU each product is a call of cuBLAS, whose tiles have 16 rows or more."""
     generator = torch.Generator().manual_seed(0)
     num_decays = 32 if preset == "kda" else 1
@@ -147,6 +147,9 @@ def test_products_are_large_enough_for_a_library(preset):
         with_gradients(chunked(preset, 64), inputs)
     assert min(min(size) for size in products.sizes) >= 16, products.sizes
     assert not products.solvers
+    # A product has two gradients. In each of the four chunks, two products wait for the state.
+    in_chunks = 0 if preset == "mamba2" else 4 * 2 * 3
+    assert len(products.sizes) <= in_chunks + 20, products.sizes
 
 
 @pytest.mark.parametrize("correlation", [1.0, 0.9, 0.0])
