@@ -187,6 +187,9 @@ def flex_attention_kernel(
     if mask is not None:
         mask_batch = len(q)
         mask_heads = mask.shape[1] if mask.shape[1] > 1 else None
+        # Inductor stores the result of `as_strided`. Otherwise it would compute the mask inside the
+        # attention kernel, from other tensors, and fail if the layout of one is not fixed yet.
+        mask = mask.as_strided(mask.shape, mask.stride())
         # A literal 0 among the indices of mask_mod would be copied to the GPU.
         mask = mask.expand(*q.shape[:2], -1, -1)
 

@@ -324,6 +324,8 @@ def fused_attention(
 def lower_training(settings: Settings, gpu: GPU, precision: torch.dtype) -> Lowering:
     """Lower forward and backward of a micro-batch, as `compile_model` compiles them.
 
+    The last graph is the forward of an evaluation, without gradients.
+
     Raises an error of Dynamo where the graph would break.
     """
     bos = 1 if settings.document_mask else None
@@ -338,12 +340,15 @@ def lower_training(settings: Settings, gpu: GPU, precision: torch.dtype) -> Lowe
         inputs = torch.zeros(shape, dtype=torch.int64, device="cuda")
         targets = torch.zeros_like(inputs)
         with _disable_current_modes():
-            # The compiled graph serves training and evaluation.
+            # With gradients, the compiled graph serves training and evaluation.
             for is_training in (False, True):
                 loss_module.train(is_training)
                 with hardware.autocast(inputs.device, precision):
                     objective, _ = loss_module(inputs, targets)
             objective.backward()
+            loss_module.eval()
+            with hardware.autocast(inputs.device, precision), torch.no_grad():
+                loss_module(inputs, targets)
         lowering.tensors = dict(loss_module.named_parameters()) | dict(loss_module.named_buffers())
         lowering.tensors |= {"inputs": inputs, "targets": targets}
     return lowering
