@@ -52,6 +52,8 @@ def main(args: argparse.Namespace) -> None:
     engine = new_engine(args, model, sequences)
     if is_compiled and engine.cache is not None:
         compile_engine(engine, is_required=args.compile == "true")
+    if engine.can_capture:
+        engine.capture()
 
     # Generate lazily, while printing. On a terminal, the dimmed prompt precedes the text if there
     # is only one.

@@ -12,9 +12,13 @@ from inference.batch import Sampler, SamplerState, Sequence
 from model.cache import Cache
 from model.transformer import Transformer
 from run import hardware
+from run.progress import say
 
 CACHE_MULTIPLE = 256  # tokens; a compiled step is reused if the next cache has the same capacity
 READ_MULTIPLE = 256  # slots; decode steps read the filled slots, rounded up to this multiple
+NUM_WARM_UPS = (
+    3  # eager steps in which libraries allocate workspaces, before a CUDA graph is recorded
+)
 
 
 class Engine:
@@ -46,6 +50,10 @@ class Engine:
         self.last_filled: Cache | None = None  # `filled` at the last compiled step
         # The result of `compile`: the decode step on CUDA, only its model on a CPU.
         self.compiled_step: Callable[..., Tensor] | None = None
+        # The result of `capture`: the model's part of the decode step, and the logits (B, V) that
+        # every replay writes.
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph_logits: Tensor | None = None
 
     @torch.inference_mode()
     def generate(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
@@ -194,11 +202,49 @@ class Engine:
 
     def next_logits(self) -> Tensor:
         """Decode the newest token of each row; return the logits (B, V) of the one after it."""
+        if self.graph is not None:
+            self.graph.replay()
+            return self.graph_logits
         return self.model(self.state.tokens, self.filled)[:, -1]
 
     def next_logits_of(self, slots: Tensor) -> Tensor:
         """`next_logits` with a cache read up to len(slots), which may differ at each call."""
         return self.model(self.state.tokens, self.cache.truncated(len(slots)))[:, -1]
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether `capture` is possible: on CUDA, with a cache, and not compiled."""
+        is_eager = self.compiled_step is None and self.graph is None
+        return is_eager and self.cache is not None and self.state.tokens.is_cuda
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Record the eager model on CUDA as a CUDA graph, for an engine with a cache; empty it.
+
+        Launching the kernels of an eager step one by one takes longer than running them; a replay
+        launches all of them at once. Recording needs no compiler and takes a fraction of a second.
+        The graph reads all slots, at the addresses of the cache and the state, as in `compile`. A
+        model that cannot be recorded, because the host waits in it, stays eager, with a note.
+        """
+        self.filled = self.cache
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(NUM_WARM_UPS):
+                self.next_logits()
+        torch.cuda.current_stream().wait_stream(stream)
+
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                logits = self.next_logits()
+        except RuntimeError as error:
+            (reason, *_) = str(error).splitlines() or [type(error).__name__]
+            say(f"note: decoding without a CUDA graph ({reason})")
+        else:
+            self.graph = graph
+            self.graph_logits = logits
+        self.cache.reset()
 
     @torch.inference_mode()
     def compile(self) -> None:
@@ -209,6 +255,7 @@ class Engine:
         reads all slots. It reads and writes cache and state at the addresses recorded in the graph:
         prefill writes there between two steps, in the order of the stream.
         """
+        assert self.graph is None
         is_cuda = self.state.tokens.is_cuda
         # With this tuning, Inductor fuses matrix products of a single token with the operations
         # around them; only then do they reach peak bandwidth (`mm` in

@@ -177,6 +177,7 @@ def continued(
     rows: int = 0,
     eos=(),
     compiled=False,
+    captured=False,
     **more,
 ):
     """What is drawn after each prompt, up to `eos`, `rows` of them at a time; without rows, without a cache."""
@@ -191,6 +192,8 @@ def continued(
         engine = Engine(model, draw, cache, **more)
         if compiled:
             engine.compile()
+        if captured:
+            engine.capture()
         for sequence in engine.generate(sequences):
             drawn[id(sequence)].append(sequence.tokens[-1])
     return [*drawn.values()]

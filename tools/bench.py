@@ -255,13 +255,15 @@ def decode_ours(settings: Settings, device: torch.device, precision: torch.dtype
     model.eval()
     prompts = random_tokens(settings, settings.context - 1 - NEW_TOKENS, device)
 
-    # As in generate.py: matrix products for few rows, and a compiled step.
+    # As in generate.py: matrix products for few rows, and a compiled or captured step.
     quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     quantize.optimize_for_decoding(model, int8=False)
     cache = model.new_cache(len(prompts), settings.context - 1, precision, device)
     engine = Engine(model, greedy, cache)
     if settings.compile is not False:
         engine.compile()
+    elif engine.can_capture:
+        engine.capture()
 
     def run() -> Seconds:
         first, rest = time_generation(engine, prompts.tolist(), NEW_TOKENS)

@@ -26,7 +26,7 @@ greedy = partial(sample, temperature=0)
 def latencies(runs: dict[str, Path]) -> Latencies:
     """Map names of runs to medians in ms of decoding at full context, by column title.
 
-    Models are loaded as generate.py loads them, and not compiled. They take turns, so that a
+    Models are loaded as generate.py loads them, not compiled, and captured on CUDA. They take turns, so that a
     machine that slows down does so for all of them.
     """
     measured = defaultdict(list)  # seconds, by model and title
@@ -52,6 +52,8 @@ def times(model: Transformer, num_rows: int) -> list[float]:
     prompts = torch.randint(len(weight), (num_rows, model.context - num_new)).tolist()
     cache = model.new_cache(num_rows, model.context, weight.dtype, weight.device)
     engine = Engine(model, greedy, cache)
+    if engine.can_capture:
+        engine.capture()
 
     # The first run warms up and does not count.
     measured = []

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,6 +230,23 @@ def cuda_answers(gpu: FakeGPU, major: int) -> dict[str, object]:
         def record_event(self) -> Event:
             return Event()
 
+        def wait_stream(self, other: "Stream") -> None:
+            pass
+
+    class Graph:
+        """A CUDA graph, and the context manager that records it: nothing may wait inside."""
+
+        def __enter__(self) -> None:
+            self.num_waits = gpu.waits.total()
+
+        def __exit__(self, kind, error, traceback) -> None:
+            if gpu.waits.total() > self.num_waits:
+                raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+        def replay(self) -> None:
+            pass
+
+    graph = Graph()
     return {
         "cuda.is_available": True,
         "cuda.is_bf16_supported": major >= 8,
@@ -242,6 +259,10 @@ def cuda_answers(gpu: FakeGPU, major: int) -> dict[str, object]:
         "cuda.mem_get_info": (79 * 2**30, 80 * 2**30),  # bytes that are free, and in all
         "cuda.max_memory_allocated": 0,
         "cuda.current_stream": Stream(),
+        "cuda.Stream": Stream(),
+        "cuda.stream": nullcontext(),
+        "cuda.CUDAGraph": graph,
+        "cuda.graph": graph,
         "cuda.manual_seed_all": None,
         "cuda.get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "cuda.set_rng_state": None,

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from time import monotonic
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -253,6 +254,33 @@ def test_other_ways_of_decoding_wait_no_more(gpu, variant, way):
     check_decoding(gpu, variant, way)
 
 
+def capture_notes(variant: str, capsys, *, int8: bool = False) -> str:
+    """Capture a decode step; return the note if it failed, or else an empty string."""
+    model = decoding_model(f"{variant} model.depth=1", torch.bfloat16, int8=int8)
+    engine = Engine(model, SAMPLER, model.new_cache(2, 16, torch.bfloat16, CUDA))
+    assert engine.can_capture
+    engine.capture()
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_decode_step_can_be_captured(gpu, variant, capsys):
+    for is_int8 in (False, True):
+        assert capture_notes(variant, capsys, int8=is_int8) == ""
+
+
+def test_a_decode_step_that_waits_stays_eager(gpu, monkeypatch, capsys):
+    begin = ForwardContext.__init__
+
+    def read_and_begin(self, tokens, *more):
+        tokens.max().item()
+        begin(self, tokens, *more)
+
+    monkeypatch.setattr(ForwardContext, "__init__", read_and_begin)
+    reason = "CUDA error: operation not permitted when stream is capturing"
+    assert capture_notes("gqa", capsys) == f"note: decoding without a CUDA graph ({reason})\n"
+
+
 def test_the_commands_run_on_a_gpu(gpu, command, story):
     """From the options to the text: train, resume, generate."""
     text = ("data=text", f"data.path={story}", "data.vocab_size=400")
@@ -272,10 +300,14 @@ def test_the_commands_run_on_a_gpu(gpu, command, story):
     assert "resuming step 1" in result.err
 
     new_tokens = ("--device", "cuda", "--max-new-tokens", "3")
-    ways = ((), ("--dtype", "int8", "--cache-dtype", "int8"))
+    ways = ((), ("--dtype", "int8", "--cache-dtype", "int8"), ("--no-cache",))
     for way in ways:
-        result = command("generate.py", "Ann had", *new_tokens, *way).succeeded()
+        with mock.patch.object(
+            Engine, "capture", autospec=True, side_effect=Engine.capture
+        ) as capture:
+            result = command("generate.py", "Ann had", *new_tokens, *way).succeeded()
         assert "3 tokens" in result.err
+        assert capture.call_count == (way != ("--no-cache",))
 
 
 # Compilation. The graphs are run as they are: what counts is how many there are.

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from run import hardware
 from run.instantiate import instantiate
 from tests import conftest
 from tests.conftest import EXTRAS, TINY, VARIANTS, tree_of
+from tests.inference.recorded_graph import recorded_graphs
 from train import take_step
 from training.loss import LanguageModelLoss
 from training.parallel import configure_compiler
@@ -128,6 +130,18 @@ def test_greedy_tokens_are_those_of_the_cpu(variant, is_compiled):
     expected = conftest.continued(model, prompts, 20)
     found = conftest.continued(model.to(DEVICE), prompts, 20, rows=2, compiled=is_compiled)
     assert found == expected
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_captured_steps_draw_the_tokens_of_eager_ones(variant, capsys):
+    """As `generate.py` decodes: three texts in two rows, past the context, with no note."""
+    model = drawn_model(variant).to(DEVICE)
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+    expected = conftest.continued(model, prompts, 80, rows=2)
+    with nullcontext() if IS_GPU else recorded_graphs():
+        found = conftest.continued(model, prompts, 80, rows=2, captured=True)
+    assert found == expected
+    assert capsys.readouterr().err == ""
 
 
 @torch.inference_mode()

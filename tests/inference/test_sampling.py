@@ -13,6 +13,7 @@ from inference.prompts import new_sequences
 from inference.sampling import exponential_noise, sample
 from run.instantiate import instantiate
 from tests.conftest import compile_without_inductor, continued, greedy, redraw, tree_of
+from tests.inference.recorded_graph import recorded_graphs
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -8.0]])
 
@@ -231,3 +232,35 @@ def test_a_compiled_step_serves_a_cache_of_any_capacity(monkeypatch, capacity):
             pass
         texts.append([sequence.tokens for sequence in sequences])
     assert texts[0] == texts[1]
+
+
+def engine_of_two_rows(sampler=greedy) -> Engine:
+    model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).double().eval()
+    return Engine(model, sampler, model.new_cache(2, 64, torch.float64, "cpu"))
+
+
+def test_a_captured_step_runs_no_python_of_the_model():
+    """Three texts in two rows, one replay for each step; draws stay outside the graph."""
+    engine = engine_of_two_rows(partial(sample, temperature=1.5))
+    with recorded_graphs():
+        engine.capture()
+    calls = []
+    engine.model.register_forward_hook(lambda *_: calls.append(1))
+    for _ in engine.generate([Sequence([1, 2], 10, seed=n) for n in range(3)]):
+        pass
+    assert not calls
+    # Each text has 10 tokens, the first of them from its prefill.
+    assert engine.graph.num_replays == 2 * 9
+    assert not engine.can_capture
+
+
+def test_a_model_that_reads_values_on_the_host_is_not_captured(capsys):
+    engine = engine_of_two_rows()
+    engine.model.embed.register_forward_hook(lambda *about: about[-1] * about[-1].max().item())
+    with recorded_graphs():
+        engine.capture()
+    assert engine.graph is None and not engine.cache.lengths.any()
+    reason = "CUDA error: operation not permitted when stream is capturing"
+    assert capsys.readouterr().err == f"note: decoding without a CUDA graph ({reason})\n"
+    *_, sequence = engine.generate([Sequence([1, 2], 10)])
+    assert len(sequence.tokens) == 12

@@ -29,6 +29,7 @@ from tests.conftest import (
     continued,
     poisoned_memory,
 )
+from tests.inference.recorded_graph import recorded_graphs
 from train import take_step
 
 
@@ -186,6 +187,13 @@ def test_a_decode_step_compiles_once(model, backend, monkeypatch):
     compiled = continued(model, PROMPTS, 20, rows=3, compiled=True)
     assert counters["stats"]["unique_graphs"] == num_graphs(model)
     assert compiled == continued(model, PROMPTS, 20)  # past the context
+
+
+def test_a_captured_decode_step_repeats_the_eager_one(model):
+    """The same operations on the same memory: rows are filled again, past the context."""
+    with recorded_graphs():
+        captured = continued(model, PROMPTS, 20, rows=2, captured=True)
+    assert captured == continued(model, PROMPTS, 20)
 
 
 def test_eight_ragged_rows_say_in_fp32_what_each_says_alone(model):

@@ -1,0 +1,65 @@
+"""CUDA graphs on a CPU: operations that are recorded with their tensors, and repeated."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+READS = ("aten::_local_scalar_dense", "aten::equal")  # .item(), bool(), int(), equal()
+
+
+class RecordedGraph(TorchDispatchMode):
+    """Stands in for torch.cuda.CUDAGraph: `replay` repeats operations in the memory of the first run.
+
+    Like a graph, it sees a new value only if it was written to a tensor that was recorded. If the
+    host reads a value while it records, it raises the error of CUDA.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+        self.num_replays = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.name().startswith(READS):
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+        if func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.operations.append((func, args, kwargs, result))
+        return result
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for func, args, kwargs, result in self.operations:
+            again = func(*args, **kwargs)
+            for old, new in zip(tensors_of(result), tensors_of(again), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def tensors_of(result: object) -> list[Tensor]:
+    """The tensors that an operation returned."""
+    results = result if isinstance(result, (list, tuple)) else [result]
+    return [x for x in results if isinstance(x, Tensor)]
+
+
+@contextmanager
+def recorded_graphs() -> Iterator[None]:
+    """Inside, torch.cuda records what runs on the CPU."""
+    replacements = {
+        "CUDAGraph": RecordedGraph,
+        "graph": lambda graph, stream: graph,
+        "Stream": mock.Mock,
+        "stream": lambda _: nullcontext(),
+        "current_stream": mock.Mock,
+    }
+    with ExitStack() as stack:
+        for name, replacement in replacements.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        yield
