@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from inference.batch import Sampler, SamplerState, Sequence
 from model.cache import Cache
 from model.transformer import Transformer
-from run import hardware
+from run import compilation, hardware
 from run.progress import say
 
 CACHE_MULTIPLE = 256  # tokens; a compiled step is reused if the next cache has the same capacity
@@ -257,10 +257,7 @@ class Engine:
         """
         assert self.graph is None
         is_cuda = self.state.tokens.is_cuda
-        # With this tuning, Inductor fuses matrix products of a single token with the operations
-        # around them; only then do they reach peak bandwidth (`mm` in
-        # torch/_inductor/decomposition.py).
-        options = {"triton.cudagraphs": is_cuda, "coordinate_descent_tuning": is_cuda}
+        options = compilation.decode_options(self.state.tokens.device)
         # If compiled for a CPU, the search for the largest logit would take half of a step's time.
         function = self.decode_step if is_cuda else self.next_logits_of
         dynamic = False if is_cuda else None

@@ -18,6 +18,7 @@ from run.cache_folder import compiler_cache, has_locks, temporary_cache
 from run.hardware import processor_features
 from run.progress import say
 
+PDL = "triton.enable_pdl"  # an option of torch.compile
 CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
 # Shorter runs take longer with compilation: it takes a minute for the default model on two cores.
 LONG_STEPS = 200
@@ -82,6 +83,25 @@ def c_compiler() -> str | None:
     if "CC" in os.environ:
         return shutil.which(os.environ["CC"])
     return shutil.which("gcc") or shutil.which("clang")
+
+
+def decode_options(device: torch.device) -> dict[str, bool]:
+    """Options of torch.compile for a decode step, which on CUDA becomes one CUDA graph."""
+    if device.type != "cuda":
+        return {}
+    options = {
+        "triton.cudagraphs": True,
+        # With this tuning, Inductor fuses matrix products of a single token with the operations
+        # around them; only then do they reach peak bandwidth (`mm` in
+        # torch/_inductor/decomposition.py).
+        "coordinate_descent_tuning": True,
+    }
+    # From Hopper on, a kernel may start before the one in front of it has ended, and wait for its
+    # results only where it reads them: programmatic dependent launch (CUDA C++ Programming Guide).
+    has_option = PDL in torch._inductor.list_options()  # torch 2.11 may lack it
+    if has_option and torch.cuda.get_device_capability(device)[0] >= 9:
+        options[PDL] = True
+    return options
 
 
 def prepare_to_compile() -> None:

@@ -390,6 +390,29 @@ def test_every_input_of_the_decode_graph_stays_at_its_address(gpu, graphs, is_in
 
 
 @pytest.mark.parametrize(
+    ("gpu", "names", "has_pdl"),
+    [(9, None, True), (8, None, False), (9, ["triton.cudagraphs"], False)],
+    indirect=["gpu"],
+)
+def test_kernels_of_a_decode_step_overlap_from_hopper_on(gpu, monkeypatch, names, has_pdl):
+    """If this version of torch has the option: otherwise torch.compile would refuse it."""
+    options_of = []
+
+    def record(function, *, options, **_):
+        options_of.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", record)
+    if names is not None:
+        monkeypatch.setattr(torch._inductor, "list_options", lambda: names)
+    model = decoding_model("gqa model.depth=1", torch.bfloat16)
+    Engine(model, SAMPLER, model.new_cache(2, 16, torch.bfloat16, CUDA)).compile()
+    (options,) = options_of
+    assert options["triton.cudagraphs"] and options["coordinate_descent_tuning"]
+    assert options.get("triton.enable_pdl", False) is has_pdl
+
+
+@pytest.mark.parametrize(
     ("gpu", "precision", "is_grouped"),
     [(9, "auto", True), (9, "fp32", False), (7, "auto", False)],
     indirect=["gpu"],
