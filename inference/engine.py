@@ -50,10 +50,7 @@ class Engine:
         self.last_filled: Cache | None = None  # `filled` at the last compiled step
         # The result of `compile`: the decode step on CUDA, only its model on a CPU.
         self.compiled_step: Callable[..., Tensor] | None = None
-        # The result of `capture`: the model's part of the decode step, and the logits (B, V) that
-        # every replay writes.
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.graph_logits: Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None  # the result of `capture`: the decode step
 
     @torch.inference_mode()
     def generate(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
@@ -184,8 +181,13 @@ class Engine:
         return min(count, self.cache.capacity)
 
     def advance(self) -> None:
-        """Decode the newest token of each row and draw the next one, compiled if `compile` ran."""
-        if self.compiled_step is None:
+        """Decode the newest token of each row and draw the next one.
+
+        The step is compiled or captured if `compile` or `capture` ran.
+        """
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.compiled_step is None:
             self.decode_step()
         elif self.filled is not self.last_filled:
             self.run_compiled(self.compiled_step)
@@ -202,9 +204,6 @@ class Engine:
 
     def next_logits(self) -> Tensor:
         """Decode the newest token of each row; return the logits (B, V) of the one after it."""
-        if self.graph is not None:
-            self.graph.replay()
-            return self.graph_logits
         return self.model(self.state.tokens, self.filled)[:, -1]
 
     def next_logits_of(self, slots: Tensor) -> Tensor:
@@ -219,31 +218,30 @@ class Engine:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record the eager model on CUDA as a CUDA graph, for an engine with a cache; empty it.
+        """Record the eager decode step on CUDA, with its draw, as a CUDA graph; empty the cache.
 
         Launching the kernels of an eager step one by one takes longer than running them; a replay
         launches all of them at once. Recording needs no compiler and takes a fraction of a second.
         The graph reads all slots, at the addresses of the cache and the state, as in `compile`. A
-        model that cannot be recorded, because the host waits in it, stays eager, with a note.
+        step that cannot be recorded, because the host waits in it, stays eager, with a note.
         """
         self.filled = self.cache
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(NUM_WARM_UPS):
-                self.next_logits()
+                self.decode_step()
         torch.cuda.current_stream().wait_stream(stream)
 
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=stream):
-                logits = self.next_logits()
+                self.decode_step()
         except RuntimeError as error:
             (reason, *_) = str(error).splitlines() or [type(error).__name__]
             say(f"note: decoding without a CUDA graph ({reason})")
         else:
             self.graph = graph
-            self.graph_logits = logits
         self.cache.reset()
 
     @torch.inference_mode()

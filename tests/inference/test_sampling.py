@@ -239,8 +239,19 @@ def engine_of_two_rows(sampler=greedy) -> Engine:
     return Engine(model, sampler, model.new_cache(2, 64, torch.float64, "cpu"))
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_captured_draws_are_those_of_eager_steps(options):
+    """Three texts in two rows, one of which outgrows the context."""
+    model = engine_of_two_rows().model
+    prompts = [[1, 2, 3] * n for n in (1, 9, 16)]
+    sampler = partial(sample, **options)
+    with recorded_graphs():
+        captured = continued(model, prompts, 20, sampler, rows=2, captured=True)
+    assert captured == continued(model, prompts, 20, sampler, rows=2)
+
+
 def test_a_captured_step_runs_no_python_of_the_model():
-    """Three texts in two rows, one replay for each step; draws stay outside the graph."""
+    """Three texts in two rows, one replay for each step."""
     engine = engine_of_two_rows(partial(sample, temperature=1.5))
     with recorded_graphs():
         engine.capture()
