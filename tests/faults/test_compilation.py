@@ -29,7 +29,10 @@ del cpu_vec_isa.supported_vec_isa_list[:3]
 config.cpp_cache_precompile_headers = False
 config.compile_threads = 1
 
-@torch.compile(dynamic=False)
+# As a training step is compiled, or a decode step.
+options = compilation.decode_options(torch.device("cpu")) if "decoding" in sys.argv else None
+
+@torch.compile(dynamic=False, options=options)
 def double(x):
     return (2 * x).sum()
 
@@ -100,7 +103,7 @@ def interrupt(process: subprocess.Popen, cache: Path, victim: str, number: int) 
 def test_neither_a_killed_compilation_nor_broken_libraries_harm_a_later_one(tmp_path):
     """Empty probes of the instruction set, as a killed linker leaves them, and unusable kernels."""
     cache = tmp_path / "cache"
-    command = ("-c", COMPILING, str(ROOT))
+    command = ("-c", COMPILING, str(ROOT), "decoding")
     killed = start(cache, *command)
     interrupt(killed, cache, "so", signal.SIGKILL)  # in torch's first probe of the instruction set
     assert killed.returncode == -signal.SIGKILL
@@ -174,7 +177,8 @@ def test_a_compilation_that_was_asked_for_and_fails_is_one_line(run_of, broken_c
 
 
 @compiles
-def test_torch_compiles_in_a_clone_whose_path_has_spaces(tmp_path):
+@pytest.mark.parametrize("step", ["training", "decoding"])
+def test_torch_compiles_in_a_clone_whose_path_has_spaces(tmp_path, step):
     """With a virtual environment inside, as README makes one."""
     clone = tmp_path / "My Projects"
     shutil.copytree(ROOT / "run", clone / "run")
@@ -182,7 +186,7 @@ def test_torch_compiles_in_a_clone_whose_path_has_spaces(tmp_path):
     env = os.environ | {"PYTHONPATH": str(clone / "packages"), "HOME": str(tmp_path)}
     for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
         env.pop(name, None)
-    command = [sys.executable, "-c", COMPILING, str(clone)]
+    command = [sys.executable, "-c", COMPILING, str(clone), step]
     how = {"cwd": tmp_path, "env": env, "capture_output": True, "timeout": LONG}
     done = subprocess.run(command, **how, encoding="utf-8")
     assert done.stdout == "66.0 True\n", done.stderr

@@ -234,6 +234,19 @@ def test_a_compiled_step_serves_a_cache_of_any_capacity(monkeypatch, capacity):
     assert texts[0] == texts[1]
 
 
+def test_no_python_calls_the_kernels_of_a_compiled_step_on_a_cpu(monkeypatch):
+    engine = engine_of_two_rows()
+    options_of = []
+
+    def record(function, *, options, **_):
+        options_of.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", record)
+    engine.compile()
+    assert options_of == [{"cpp_wrapper": True}]
+
+
 def engine_of_two_rows(sampler=greedy) -> Engine:
     model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).double().eval()
     return Engine(model, sampler, model.new_cache(2, 64, torch.float64, "cpu"))
