@@ -11,7 +11,7 @@ from torch import Tensor
 from model.attention.base import CrossLayer, LayerSpec
 from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache
-from model.context import ForwardContext, Visibility
+from model.context import ForwardContext, Visibility, at_tokens
 
 
 class ALiBi(SoftmaxAttention):
@@ -40,9 +40,8 @@ class ALiBi(SoftmaxAttention):
 
 def distance(visible: Visibility, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """The distance in positions from key to query, both given by their indices in a row."""
-    if len(visible.query_positions) == 1:  # all rows agree
-        return visible.query_positions.squeeze(0)[query] - visible.key_positions.squeeze(0)[key]
-    return visible.query_positions[row, query] - visible.key_positions[row, key]
+    query_position = at_tokens(visible.query_positions, row, query)
+    return query_position - at_tokens(visible.key_positions, row, key)
 
 
 def alibi_slopes(heads: int) -> Tensor:

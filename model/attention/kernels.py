@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from model.context import Visibility
+from model.context import MaskRule, Visibility
 from model.layers import apply_softcap, fp32
 
 # (row, head, query, key) -> the bias of the score; four tensors of indices that broadcast.
@@ -155,11 +155,18 @@ def vector_matmul(vector: Tensor, matrix: Tensor) -> Tensor:
 
 
 def flex_attention_kernel(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: ScoreOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    options: ScoreOptions,
+    rule: MaskRule | None = None,
 ) -> Tensor:
     """Compute attention by FlexAttention, which skips blocks without a visible key. 2412.05496.
 
-    It takes no dropout, and no token bias together with a soft-cap.
+    Given the `rule` that the mask was computed from, the kernel computes what it needs of the mask
+    instead of reading it, so that compiled code stores no mask. It takes no dropout, and no token
+    bias together with a soft-cap.
     """
     if options.token_bias is not None:
         # A `score_mod` that reads tensors with gradients would accumulate these in any order, one
@@ -178,15 +185,9 @@ def flex_attention_kernel(
         padding = -length % BLOCK_SIZE
     if padding > 0:
         q, k, v = [F.pad(x, (0, 0, 0, padding)) for x in (q, k, v)]
-    if padding > 0 and mask is not None:
-        mask = F.pad(mask, (0, padding), value=False)
-        mask = F.pad(mask, (0, 0, 0, padding), value=True)
 
-    mask_batch = None
-    mask_heads = None
-    if mask is not None:
-        mask_batch = len(q)
-        mask_heads = mask.shape[1] if mask.shape[1] > 1 else None
+    mask_shape = (1, 1) if mask is None else mask.shape[:2]  # rows and heads
+    if mask is not None and rule is None:
         # Inductor stores the result of `as_strided`. Otherwise it would compute the mask inside the
         # attention kernel, from other tensors, and fail if the layout of one is not fixed yet.
         mask = mask.as_strided(mask.shape, mask.stride())
@@ -194,7 +195,13 @@ def flex_attention_kernel(
         mask = mask.expand(*q.shape[:2], -1, -1)
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return j <= i if mask is None else mask[b, h, i, j]
+        if mask is None:
+            return j <= i
+        tokens = [x.clamp(max=length - 1) if padding > 0 else x for x in (i, j)]
+        is_visible = mask[b, h, *tokens] if rule is None else rule.at(b, *tokens)
+        if padding > 0:  # no token attends to padding, which attends to everything
+            is_visible = (is_visible & (j < length)) | (i >= length)
+        return is_visible
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = apply_softcap(score, options.softcap)
@@ -213,9 +220,7 @@ def flex_attention_kernel(
         k,
         v,
         score_mod,
-        create_block_mask(
-            mask_mod, mask_batch, mask_heads, q.shape[2], k.shape[2], device=q.device
-        ),
+        create_block_mask(mask_mod, *mask_shape, q.shape[2], k.shape[2], device=q.device),
         options.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
@@ -387,7 +392,7 @@ class AttentionKernel(nn.Module):
         can_flex = is_compiling and q.is_cuda and length == k.shape[2] and dropout == 0
         can_flex = can_flex and (token_bias is None or self.softcap is None)
         if can_flex and not is_plain and can_flex_attention(q, v):
-            y = flex_attention_kernel(q, k, v, mask, options)
+            y = flex_attention_kernel(q, k, v, mask, options, visible.rule)
             return y.transpose(1, 2)
 
         # The fused kernel takes no soft-cap, bias or sink. Blockwise attention, if compiled, is

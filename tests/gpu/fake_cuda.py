@@ -7,6 +7,7 @@ RuntimeError, and so do those whose result has a shape that depends on values, s
 
 import fcntl
 import hashlib
+import importlib
 import os
 import subprocess
 import sys
@@ -189,6 +190,8 @@ def calling_function() -> str | None:
 @contextmanager
 def fake_cuda(major: int = 9) -> Iterator[FakeGPU]:
     """Inside, torch has one GPU: an H100, or one of another major compute capability."""
+    # Dynamo keeps functions of torch.cuda when it is imported: they must not be the patched ones.
+    importlib.import_module("torch._dynamo.variables.torch")
     load_guard()
     gpu = FakeGPU()
     matmul_precision = torch.get_float32_matmul_precision()

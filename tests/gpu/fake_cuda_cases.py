@@ -472,6 +472,24 @@ def test_flex_attention_reads_no_tensor_that_has_a_gradient(gpu, run_of, graphs,
 
 
 @pytest.mark.parametrize(
+    ("variant", "rows"),
+    [("sliding_window", 1), ("gqa document_mask=true", 4), ("alibi document_mask=true", 4)],
+)
+def test_flex_attention_reads_positions_and_no_mask(run_of, graphs, variant, rows):
+    """A mask of all pairs of tokens would take memory that is quadratic in the context."""
+    check_compiled_training(run_of("auto", *f"attention={variant}".split()), graphs)
+    calls = flex_attention_calls(graphs)
+    assert calls
+    for call in calls:
+        *_, of_mask = call.args
+        for node in of_mask:
+            assert node.meta["example_value"].ndim <= 2, node
+        block_mask = call.args[4]
+        num_blocks = block_mask[2]  # of keys, for each row, head and block of queries
+        assert num_blocks.meta["example_value"].shape == (rows, 1, 1)
+
+
+@pytest.mark.parametrize(
     ("gpu", "width", "fits"),
     [(9, 192, True), (8, 128, True), (8, 192, False), (7, 64, False)],
     indirect=["gpu"],

@@ -104,6 +104,40 @@ def test_flex_attention_equals_the_definition(window, softcap, has_sink):
     close(y, eager_attention(q, k, v, visible.mask, options), rtol=0, atol=1e-5)
 
 
+@flex_test
+@pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize(
+    ("window", "chunk", "has_documents"),
+    [(3, None, False), (None, 4, False), (None, None, True), (3, 4, True)],
+)
+def test_flex_attention_computes_masks_of_positions(window, chunk, has_documents, has_sink):
+    """It gets a mask that is wrong, which it must not read. With a sink, the length is padded."""
+    lengths = ([3, 4, 2], [5, 4]) if has_documents else ([9], [9])
+    documents = torch.stack(
+        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    )
+    mask = torch.zeros(2, 1, 9, 9, dtype=torch.bool)
+    for row, row_lengths in enumerate(lengths):
+        start = 0
+        for length in row_lengths:
+            for query in range(length):
+                for key in range(query + 1):
+                    is_near = window is None or query - key < window
+                    is_same_chunk = chunk is None or query // chunk == key // chunk
+                    mask[row, 0, start + query, start + key] = is_near and is_same_chunk
+            start += length
+
+    visible = ForwardContext(
+        torch.zeros(2, 9), documents=documents if has_documents else None
+    ).visible(window, chunk)
+    assert (visible.mask == mask).all()
+    q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
+    options = ScoreOptions(0.25, sink=random(4).float() if has_sink else None)
+    wrong_mask = torch.zeros_like(visible.mask)
+    y = kernels.flex_attention_kernel(q, k, v, wrong_mask, options, visible.rule)
+    close(y, eager_attention(q, k, v, mask, options), rtol=0, atol=1e-5)
+
+
 class LearnedBias(torch.nn.Module):
     """A bias for each head and distance, whose values have gradients."""
 
