@@ -100,8 +100,7 @@ def decode_options(device: torch.device) -> dict[str, bool]:
     # From Hopper on, a kernel may start before the one in front of it has ended, and wait for its
     # results only where it reads them: programmatic dependent launch (CUDA C++ Programming Guide).
     has_option = PDL in torch._inductor.list_options()  # torch 2.11 may lack it
-    is_wanted = os.environ.get("ATTEND_PDL", "1") == "1"  # 0 turns it off, for a comparison
-    if is_wanted and has_option and torch.cuda.get_device_capability(device)[0] >= 9:
+    if has_option and torch.cuda.get_device_capability(device)[0] >= 9:
         options[PDL] = True
     return options
 
