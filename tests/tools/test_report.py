@@ -351,10 +351,12 @@ def test_a_text_that_is_too_short_for_enough_tokens_is_named(write):
         assert (passes > 4) == is_told == (told in answer), answer
 
 
-def test_speeds_are_not_compared_if_seeds_of_one_variant_differ(write):
+@pytest.mark.parametrize("device", ["cpu x86_64", "cuda x86_64 NVIDIA H200"])
+def test_speeds_are_not_compared_if_seeds_of_one_variant_differ(write, device):
     runs = [text_run(name, seed, 1.0) for name in ("gqa", "mqa") for seed in range(2)]
     for run in runs:
         run.other_load = 0.1
+        run.settings["machine"] |= {"device": device}
     assert "Training speeds are comparable" in write(runs)[1]
     runs[-1].tokens_per_second *= 1.5
     assert (

@@ -325,9 +325,10 @@ def describe_speeds(groups: Groups) -> str:
         if is_cpu and max(loads) - min(loads) >= FEW_CORES:
             differences.append(load)
 
-    # A constant load can also slow runs. Seeds of a variant compute the same: compare their speeds.
+    # A constant load can also slow runs, and so do other runs on the same GPU. Seeds of a variant
+    # compute the same: compare their speeds.
     spread = max(speed_spread(members) for members in groups.values())
-    if is_cpu and spread >= MAX_SPREAD:
+    if spread >= MAX_SPREAD:
         differences.append(f"seeds of one variant by a factor of {spread:.1f}")
 
     if differences:
