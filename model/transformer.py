@@ -116,7 +116,7 @@ class Transformer(nn.Module):
         cached_lengths = None if cache is None else cache.lengths
         layer_caches = [None] * len(self.blocks) if cache is None else cache.layers
         ctx = ForwardContext(tokens, cached_lengths, padding, documents)
-        x = to_residual_dtype(self.embed(tokens))
+        x = self.embed(tokens)
         carry: CrossLayer = {}
         for block, layer_cache in zip(self.blocks, layer_caches, strict=True):
             x, carry = block(x, ctx, layer_cache, carry)
@@ -174,16 +174,3 @@ class Transformer(nn.Module):
                 mean = self.context * mean - before * attention_flops(before)
             flops += mean
         return 3 * flops
-
-
-def to_residual_dtype(x: Tensor) -> Tensor:
-    """Cast embeddings (B, T, D) to bf16 under autocast to bf16; leave other dtypes as they are.
-
-    Otherwise the residual stream would stay in fp32, and each layer would read and write twice the
-    bytes. It may exceed the range of fp16.
-    """
-    device_type = x.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return x
-    is_bf16 = torch.get_autocast_dtype(device_type) == torch.bfloat16
-    return x.bfloat16() if is_bf16 else x

@@ -513,7 +513,7 @@ def replace_line(monkeypatch, function, line: str, replacement: str) -> None:
     monkeypatch.setattr(function, "__code__", names[function.__name__].__code__)
 
 
-EMBED = "x = to_residual_dtype(self.embed(tokens))"
+EMBED = "x = self.embed(tokens)"
 # A function, a line of it, and what it is replaced with; then what is checked, and what that says.
 FAULTS = {
     "a hidden .item()": (

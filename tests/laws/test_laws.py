@@ -284,25 +284,6 @@ def test_bf16_runs(model):
     assert feed(model, cache, TOKENS, (6, 1, 6)).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("autocast", "residual"),
-    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)],  # fp16 may overflow
-)
-def test_the_residual_stream_is_in_bf16_under_autocast_to_bf16(model, autocast, residual):
-    model.float()
-    dtypes = []
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda block, inputs: dtypes.append(inputs[0].dtype))
-    with torch.autocast("cpu", autocast):
-        hidden, losses = model.hidden_states(TOKENS)
-    assert {*dtypes, hidden.dtype} == {residual}
-    # Losses and gradients are in fp32 all the same.
-    assert all(loss.objective.dtype == torch.float32 for loss in losses.values())
-    hidden.sum().backward()
-    gradients = [p.grad for p in model.blocks.parameters() if p.grad is not None]
-    assert gradients and all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients)
-
-
 def test_masks_are_made_once_and_none_for_plain_causal(model, monkeypatch):
     asked, visible = [], ForwardContext.visible
     monkeypatch.setattr(
