@@ -1,9 +1,9 @@
-"""What the tests share: variants by their yaml, models whose every parameter matters, the commands run in place."""
+"""Shared helpers: variants found by their yaml, models with random parameters, and commands run in this process."""
 
 import json
 import os
 
-# Before anything reads them. OMP_NUM_THREADS=2 pytest runs the suite with two threads.
+# Set before any import reads it. `OMP_NUM_THREADS=2 pytest` runs the suite with two threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled")
 
@@ -61,7 +61,7 @@ EXTRAS = (
     "shared_kv attention.share=half attention.window=5 model.depth=4",
     "value_residual model.softcap=15.0",
 )
-# What commands train with: fp32, bf16, or what train.py picks for this processor.
+# The precision of training commands: fp32, bf16, or auto (train.py picks it for this processor).
 PRECISION = os.environ.get("ATTEND_TEST_PRECISION", "auto")
 TINY = (
     "model=tiny",
@@ -78,9 +78,9 @@ close = torch.testing.assert_close
 greedy = partial(sample, temperature=0)
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-# On a slow machine a wait would be announced, among the lines that a test expects.
+# On a slow machine, an announced wait would appear among the lines that a test expects.
 progress.PATIENCE = LONG
-# A shell ignores SIGINT for what it starts in the background; the tests send it.
+# A shell makes background commands ignore SIGINT, which the tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -90,9 +90,9 @@ def pytest_configure(config) -> None:
 
 
 class Progress:
-    """A line every ten seconds: how many tests are done, and about how long the others take.
+    """Print every ten seconds how many tests are done and an estimate of the time left.
 
-    They take the mean of those, of which the few that take seconds count as one second each.
+    The estimate is the mean time of finished tests, where a slow test counts as one second.
     """
 
     def __init__(self, config):
@@ -121,7 +121,7 @@ class Progress:
 
 
 def settings_of(*overrides: str) -> Settings:
-    """The settings of `python train.py ...`."""
+    """The settings that `python train.py OVERRIDES` composes."""
     return composed(*overrides).model_copy(deep=True)
 
 
@@ -131,24 +131,26 @@ def composed(*overrides: str) -> Settings:
 
 
 def tree_of(variant: str, *overrides: str) -> dict:
-    """The model of a variant, tiny."""
+    """The model config of a variant, at tiny size."""
     tiny = ("model=tiny", "model.depth=2", "data.vocab_size=128", "context=64")
     return every_kind(shrink(settings_of(f"attention={variant}", *tiny, *overrides).model))
 
 
 def every_kind(tree: dict) -> dict:
-    """A model with at least so many layers that there is one of each kind."""
+    """A model config with enough layers to have one of each kind."""
     pattern = tree["attention"].get("pattern", [])
     every = 1
     while {*pattern[-every:]} != {*pattern}:
         every += 1
-    if "cross_layer" in tree["attention"]["_target_"]:  # the first layer, and those that read of it
+    if (
+        "cross_layer" in tree["attention"]["_target_"]
+    ):  # the first layer, and the layers that read from it
         every = 2
     return tree | {"depth": max(tree["depth"], every)}
 
 
 def shortest(tree: dict) -> dict:
-    """A model whose layers differ has one of each kind."""
+    """The model config with the fewest layers that include one of each kind."""
     attention = tree["attention"]
     if "pattern" not in attention:
         return tree
@@ -160,7 +162,7 @@ SHORT_REACH = {"window": 5, "chunk": 5, "block": 2, "topk": 3}
 
 
 def shrink(tree):
-    """Windows, chunks and choices of keys so short that a few tokens reach past them."""
+    """Shorten windows, chunks and top-k so that a few tokens exceed them."""
     if not isinstance(tree, dict):
         return tree
     return {
@@ -180,14 +182,14 @@ def continued(
     captured=False,
     **more,
 ):
-    """What is drawn after each prompt, up to `eos`, `rows` of them at a time; without rows, without a cache."""
+    """Continue each prompt up to `eos`, `rows` prompts at a time; rows=0 decodes without a cache."""
     weight = model.embed.weight
     cache = model.new_cache(rows, model.context, weight.dtype, weight.device) if rows else None
     sequences = [
         Sequence([*prompt], most, seed=seed, eos=eos) for seed, prompt in enumerate(prompts)
     ]
     drawn = {id(sequence): [] for sequence in sequences}
-    # Steps read few slots at first, then more: up to all of a context.
+    # Steps read few slots at first, and finally all slots of a context.
     with mock.patch("inference.engine.READ_MULTIPLE", 4):
         engine = Engine(model, draw, cache, **more)
         if compiled:
@@ -200,7 +202,7 @@ def continued(
 
 
 def compile_without_inductor(monkeypatch, backend: str = "aot_eager") -> None:
-    """Let torch.compile make whole graphs, and run them as they are."""
+    """Make torch.compile capture whole graphs and run them without generating code."""
     compile_with = torch.compile
 
     def compile_whole(function, dynamic=False, **_):
@@ -213,16 +215,16 @@ def compile_without_inductor(monkeypatch, backend: str = "aot_eager") -> None:
 def assert_greedy(
     model: torch.nn.Module, prompt: list[int], one: list[int], other: list[int]
 ) -> None:
-    """Two greedy continuations are one. Where they part, the model in float64 has both tokens within 0.0001."""
+    """Two greedy continuations are equal, up to a near-tie: the float64 logits of both tokens differ by < 0.0001."""
     assert len(one) == len(other)
     parted = next((at for at in range(len(one)) if one[at] != other[at]), None)
-    if parted is not None:  # a near-tie, which the last bits of a product decide
+    if parted is not None:  # a near-tie, decided by rounding
         logits = deepcopy(model).double()(torch.tensor([[*prompt, *one[:parted]]]))[0, -1]
         assert abs(logits[one[parted]] - logits[other[parted]]) < 1e-4, (parted, one, other)
 
 
 def redraw(model: torch.nn.Module) -> torch.nn.Module:
-    """Every parameter from a normal distribution, norm weights near 1: what starts at zero would hide a broken law."""
+    """Draw every parameter at random, norm weights near 1: a zero-initialized parameter would hide a broken law."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -238,7 +240,7 @@ def redraw(model: torch.nn.Module) -> torch.nn.Module:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Inside, memory that torch allocates without a value is NaN."""
+    """Inside, torch fills uninitialized memory with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -247,7 +249,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def drawn(tree: dict, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """A model, built as for training and for generation, whose every parameter matters."""
+    """A model built as for training and generation, with every parameter drawn at random."""
     with poisoned_memory():
         model = build_model(tree, dtype=dtype, seed=None)
     return redraw(model).eval()
@@ -271,7 +273,7 @@ def tokenizer() -> Tokenizer:
 
 
 def saved(folder: Path, tree: dict, tokenizer: Tokenizer, step: int = 1) -> torch.nn.Module:
-    """A run whose only checkpoint is such a model, with every parameter drawn."""
+    """Save a run with one checkpoint: a model of this config, every parameter drawn at random."""
     model = drawn(tree | {"vocab_size": tokenizer.vocab_size})
     trees = {"model": tree | {"vocab_size": tokenizer.vocab_size}}
     checkpoint.save(folder, step, model.state_dict(), trees, tokenizer.files, {})
@@ -291,9 +293,9 @@ class Result:
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capfd):
-    """Runs `python FILE ARGUMENTS` in this process, in a folder of its own -> exit code, output, errors.
+    """Run `python FILE ARGUMENTS` in this process, in a temporary folder -> exit code, stdout, stderr.
 
-    A run draws no picture, which takes as long as its steps; `finished` has one.
+    Runs draw no loss curve, which takes as long as their steps; the run `finished` has one.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logger, "draw_loss", lambda _, path: path.touch() or [0.0])
@@ -340,14 +342,14 @@ TRAIN_TOKENIZER = Tokenizer.train
 
 @pytest.fixture
 def story(tmp_path, monkeypatch) -> Path:
-    """The text in a folder of the test's own; its tokenizer is trained once for all tests of a process."""
+    """The text in the test's own folder; its tokenizer is trained once per process."""
     monkeypatch.setattr(Tokenizer, "train", lambda texts, size: trained_tokenizer((*texts,), size))
     return tell(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory):
-    """Makes the corpus of the story by the settings of its data, once for all tests of a process."""
+    """Prepare the corpus of the story for these data settings, once per process."""
     folder = tmp_path_factory.mktemp("prepared")
     path = str(tell(folder))
 
@@ -360,7 +362,7 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Path:
-    """A folder in which train.py has run on the story, once for all tests of a process."""
+    """A folder in which train.py has run on the story, once per process."""
     folder = tmp_path_factory.mktemp("finished")
     text = ("data=text", f"data.path={tell(folder)}", "data.vocab_size=400")
     with pytest.MonkeyPatch.context() as patch:
@@ -372,7 +374,7 @@ def finished(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def trained(command, story, finished) -> Path:
-    """A tiny run on the story, to be changed at will."""
+    """A tiny run on the story, which the test may change."""
     for name in ("runs", ".cache"):
         shutil.copytree(finished / name, name)
     return Path("runs/text-tiny-gqa")
@@ -380,7 +382,7 @@ def trained(command, story, finished) -> Path:
 
 @pytest.fixture
 def forked_jobs(monkeypatch) -> None:
-    """The runs of a comparison are forks, where it is not the point that they are processes of their own."""
+    """Fork the runs of a comparison, in tests that do not need separate processes."""
     monkeypatch.setattr(
         jobs, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
     )
@@ -389,9 +391,9 @@ def forked_jobs(monkeypatch) -> None:
 
 @pytest.fixture
 def drawn_run(command, tokenizer) -> Path:
-    """A run whose weights are drawn: its text does not depend on what a training learned.
+    """A run with random weights: its text does not depend on training.
 
-    Over 100 tokens after each of the tests' prompts, the two largest logits lie 0.0001 apart or more.
+    For 100 tokens after each prompt of the tests, the two largest logits differ by at least 0.0001.
     """
     saved(Path("runs/drawn"), tree_of("gqa"), tokenizer)
     return Path("runs/drawn")
@@ -399,12 +401,12 @@ def drawn_run(command, tokenizer) -> Path:
 
 @pytest.fixture
 def run_of(tmp_path, story, prepared):
-    """Builds runs on the story, each in a folder of its own unless one is given."""
+    """Build runs on the story, each in a new folder unless `folder` is given."""
 
     def build(*overrides: str, folder: str | None = None) -> setup.Run:
         text = ("data=text", "data.path=story.txt", "data.vocab_size=400")
         words = [word for word in overrides if word != "resume=true"]
-        # Composed once for all folders, whether they are begun or resumed.
+        # Composed once for all folders, for both new and resumed runs.
         settings = settings_of(*TINY, *text, "steps=6", "precision=fp32", *words)
         settings.resume = len(words) < len(overrides)
         settings.data["path"] = str(story)
@@ -427,14 +429,14 @@ def weights(run: setup.Run) -> dict[str, torch.Tensor]:
 
 
 class FirstBatch(Loader):
-    """The first batch, again and again."""
+    """Returns the first batch at every step."""
 
     def __call__(self, step: int, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
         return super().__call__(0, rows)
 
 
 def learn_by_heart(run: setup.Run, steps: int) -> list[float]:
-    """Nats per token at each step on one batch. They fall at every seed, in fp32 and in bf16."""
+    """Train on one batch; nats per token at each step. They fall for every seed, in fp32 and in bf16."""
     sizes = {
         "context": run.settings.context,
         "batch_size": run.trainer.loader.batch_size,

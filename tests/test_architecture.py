@@ -1,4 +1,4 @@
-"""Which file may import which: arrows point one way, and the commands import no foreign formats."""
+"""Rules for imports: dependencies point one way, and the commands import no foreign formats."""
 
 import ast
 import re
@@ -13,8 +13,8 @@ import pytest
 from run.settings import compose, flatten
 from tests.conftest import ROOT
 
-# Each room may import itself and those before it, but model and data know nothing of each other.
-# These two know only the libraries that are listed.
+# Each room may import itself and earlier rooms, but model and data do not import each other.
+# These two may import only the libraries listed here.
 ORDER = ("run", "model", "data", "inference", "training", "tools")
 STRANGERS = {"model": {"data"}, "data": {"model"}}
 LIBRARIES = {
@@ -31,7 +31,7 @@ FILES += [ROOT / f"{name}.py" for name in COMMANDS]
 
 @cache
 def imports(path: Path) -> set[str]:
-    """The modules that a file imports anywhere, and what it takes from them: a.b, a.b.c."""
+    """The modules that a file imports anywhere, and the names imported from them: a.b, a.b.c."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -52,7 +52,7 @@ def module_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("room", ORDER)
-def test_rooms_import_only_those_below_them(room):
+def test_rooms_import_only_earlier_rooms(room):
     allowed = set(ORDER[: ORDER.index(room) + 1]) - STRANGERS.get(room, set())
     for path in (ROOT / room).rglob("*.py"):
         imported = {name.partition(".")[0] for name in imports(path)}
@@ -64,18 +64,18 @@ def test_rooms_import_only_those_below_them(room):
             assert not imported & {"hydra", "omegaconf", "wandb"}, path
 
 
-def test_no_file_imports_itself_by_way_of_others():
+def test_imports_have_no_cycle():
     graph = {path: imported_files(path) for path in FILES}
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-def test_two_files_never_share_a_name():
+def test_file_names_are_unique():
     names = [path.name for path in FILES if path.name not in ("__init__.py", "__main__.py")]
     assert len(names) == len(set(names))
 
 
-def test_the_count_of_lines_in_the_readme_is_true():
-    """What the commands import, at the top of a file or in a function, and the default choices."""
+def test_the_count_of_lines_in_the_readme_is_correct():
+    """Counts the files that the commands import, also inside functions, and the default choices."""
     settings = compose([]).model_dump()
     named = {
         value.rpartition(".")[0] for key, value in flatten(settings) if key.endswith("_target_")
@@ -95,7 +95,7 @@ def test_the_count_of_lines_in_the_readme_is_true():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_imports_neither_tools_nor_one_attention_of_many(command):
+def test_a_command_imports_neither_tools_nor_unused_attentions(command):
     reached = set()
     waiting = [ROOT / f"{command}.py"]
     while waiting:
@@ -109,7 +109,7 @@ def test_a_command_imports_neither_tools_nor_one_attention_of_many(command):
     assert {name for name in modules if name.startswith("model.attention.")} <= core
 
 
-def test_slow_libraries_are_imported_only_where_they_are_used():
+def test_slow_libraries_are_imported_only_in_the_functions_that_use_them():
     code = f"import {', '.join(COMMANDS)}, sys; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8", check=True
@@ -117,13 +117,13 @@ def test_slow_libraries_are_imported_only_where_they_are_used():
     assert not SLOW & set(loaded.stdout.split())
 
 
-# Files are UTF-8 whatever the locale is: Python would take its encoding otherwise. ruff has a rule
-# for it (PLW1514), which does not know the types of most paths.
-BINARY_OPEN = {"os", "tokenize"}  # modules whose open() has no encoding, or finds it
+# Files are UTF-8 in any locale; without an encoding, Python uses that of the locale. ruff's rule
+# for it (PLW1514) does not know the types of most paths.
+BINARY_OPEN = {"os", "tokenize"}  # modules whose open() takes no encoding, or detects it
 
 
 def is_text_without_encoding(call: ast.Call) -> bool:
-    """Whether a call reads or writes text in the encoding of the locale."""
+    """True if a call reads or writes text in the encoding of the locale."""
     options = {keyword.arg for keyword in call.keywords}
     if "encoding" in options or not isinstance(call.func, ast.Name | ast.Attribute):
         return False
@@ -138,7 +138,7 @@ def is_text_without_encoding(call: ast.Call) -> bool:
     return is_file and not any(isinstance(mode, str) and "b" in mode for mode in constants)
 
 
-def test_text_files_are_utf8_in_any_locale():
+def test_text_files_are_opened_as_utf8():
     for path in (*FILES, *(ROOT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):

@@ -1,4 +1,4 @@
-"""What the documents say to type works, at tiny size."""
+"""The commands in the documents work, at tiny size."""
 
 import io
 import re
@@ -34,13 +34,13 @@ PAGES = (
 )
 TEXTS = [(ROOT / f"{page}.md").read_text(encoding="utf-8") for page in PAGES]
 BLOCKS = [block for text in TEXTS for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
-# each command once, without its comment
+# Each command once, without its comment.
 COMMANDS = [shlex.join(shlex.split(line, comments=True)) for line in "".join(BLOCKS).splitlines()]
 LINES = [*dict.fromkeys(filter(None, COMMANDS))]
 
-# What a fresh clone, a network or minutes are needed for, and other programs.
+# Commands that need a fresh clone, a network, minutes or another program.
 UNTESTED = (".venv", "--tasks", "tools.bench", "llama")
-# Those that use a model, in the order of the documents: some use what others made.
+# Commands that use a model, in the order of the documents: some use the output of earlier ones.
 WITH_A_MODEL = ("runs/NAME", "models/NAME", "tools.attention_map")
 TESTED = [line for line in LINES if not any(word in line for word in UNTESTED)]
 MODEL = [line for line in TESTED if any(word in line for word in WITH_A_MODEL)]
@@ -52,7 +52,7 @@ COSTS = [line for line in OTHERS if line.startswith("python -m tools.cost")]
 
 
 def file_and_words(line: str) -> list[str]:
-    """The arguments of python: a file, and what follows it."""
+    """Split a `python` command into the file and its arguments."""
     _, *words = shlex.split(line)
     if words[0] != "-m":
         return words
@@ -67,7 +67,7 @@ def run(command, line: str, *more: str):
 
 @pytest.fixture
 def stories(story) -> Path:
-    """The text that the documents train on."""
+    """The text files that the documents train on."""
     (story.parent / "my").mkdir()
     return story.rename(story.parent / "my" / "stories.txt")
 
@@ -80,7 +80,7 @@ def test_every_command_is_tested():
 @pytest.mark.parametrize("line", TRAINING)
 def test_training_commands(command, stories, line):
     text = ("data=text", "data.path=my/stories.txt", "data.vocab_size=400")
-    if re.search("data=(recall|track)", line):  # which need no file
+    if re.search("data=(recall|track)", line):  # these tasks need no file
         text = ()
     line = re.sub(" max_minutes=[0-9]+", "", line)
     run(command, line, *TINY, *text, "steps=2", "batch_tokens=512")
@@ -104,7 +104,7 @@ def test_cost_cards(command, stories, line):
     assert table.startswith("attention") and "gqa" in table
 
 
-def test_the_comparison_and_its_report(command, story, forked_jobs, monkeypatch):
+def test_comparison_commands_and_reports(command, story, forked_jobs, monkeypatch):
     monkeypatch.setattr(measures, "latencies", lambda runs: {name: {} for name in runs})
     train, tuned, page = (file_and_words(line)[1:] for line in COMPARISON)
     text = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=2")
@@ -121,35 +121,35 @@ def test_the_comparison_and_its_report(command, story, forked_jobs, monkeypatch)
     command("tools/compare/__main__.py", "--report", *runs).succeeded()
 
 
-def test_a_model_is_taken_away_and_back(command, trained, stories, monkeypatch):
+def test_commands_with_a_model(command, trained, stories, monkeypatch):
     """Import, export, convert, train on and evaluate, in the order of the documents."""
-    monkeypatch.setattr(lengths, "LONGEST", 1)  # as much text as there is
+    monkeypatch.setattr(lengths, "LONGEST", 1)  # use all of the text
     monkeypatch.setattr(lengths, "MULTIPLES", (1,))
-    # A folder to import: the run, exported.
+    # Export the run to have a folder to import.
     command("tools/export_hf.py", "--out", "FOLDER").succeeded()
     for line in MODEL:
         more = (*TINY[1:], *SHORT) if line.startswith("python train.py") else ()
         run(command, line.replace("runs/NAME", str(trained)), *more)
 
 
-def test_the_commands_of_conversion_run(command, tokenizer, story):
+def test_conversion_commands(command, tokenizer, story):
     saved(Path("old"), tree_of("mha"), tokenizer)
     page = (ROOT / "docs" / "convert.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     for number, line in enumerate(block.splitlines()):
         line = line.partition("#")[0].replace("MODEL", "old").replace("TEXT", str(story))
-        # Each conversion makes a model, and training begins with the last of them.
+        # Each conversion makes a model; training starts from the last one.
         line = line.replace("NEW", f"new{min(number, 1)}")
         more = (*TINY[1:], *SHORT) if line.startswith("python train.py") else ()
         run(command, line, *more)
 
 
-def test_the_test_command_of_ci_is_the_readmes():
+def test_ci_runs_the_test_command_of_the_readme():
     (test,) = (line for line in TEXTS[0].splitlines() if line.endswith(".venv/bin/pytest"))
     assert test in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
-def test_a_notebook_has_texts_and_logits(command, tokenizer):
+def test_the_python_example_generates_text_and_computes_logits(command, tokenizer):
     model = saved(Path("runs/NAME"), tree_of("gqa"), tokenizer)
     page = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -157,20 +157,20 @@ def test_a_notebook_has_texts_and_logits(command, tokenizer):
     exec(compile(snippet, "docs/generation.md", "exec"), session)
     assert session["name"] == "NAME step-00000001"
     assert [type(text) for text in session["texts"]] == [str, str] and all(session["texts"])
-    tokens = session["tokens"].cpu().clone()  # no tensor of inference mode
+    tokens = session["tokens"].cpu().clone()  # not an inference tensor
     close(session["logits"].cpu(), model(tokens), rtol=1e-3, atol=1e-3)
     for layer in session["weights"].values():
         close(layer.sum(-1), torch.ones(layer.shape[:-1]), rtol=1e-3, atol=1e-3)
 
 
-def test_the_examples_of_extensions_are_the_code_that_ships():
+def test_examples_of_extensions_equal_the_shipped_code():
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8") + TEXTS[0]
     examples = re.findall(
         r"^`([\w/.]+)`:\n```(?:python|yaml)\n(.*?)```", text, re.DOTALL | re.MULTILINE
     )
     assert len(examples) == text.count("```python") + text.count("```yaml") >= 13
     for path, example in examples:
-        words = " ".join(example.split())  # whatever the indentation
+        words = " ".join(example.split())  # ignores indentation
         assert words in " ".join((ROOT / path).read_text(encoding="utf-8").split()), path
 
 
