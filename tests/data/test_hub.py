@@ -1,4 +1,4 @@
-"""Public datasets through the real client, which takes a folder for a dataset of the hub."""
+"""Public datasets, loaded by the real client from a local folder instead of the hub."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ STORIES = [f"Story {i}: Tom had {i % 7} apples and gave {i % 3} to Sue." for i i
 
 @pytest.fixture
 def repo(tmp_path, monkeypatch) -> Path:
-    """A dataset of two splits."""
+    """A dataset with two splits."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     folder = tmp_path / "stories"
     (folder / "data").mkdir(parents=True)
@@ -46,7 +46,7 @@ def test_a_public_dataset_is_downloaded_or_streamed(repo, tmp_path, tokens):
     assert corpus.tokenizer.decode(train[:100].tolist()).startswith(STORIES[0])
 
 
-def test_a_tokenizer_that_was_trained_on_a_text_finds_its_corpus(repo, tmp_path, monkeypatch):
+def test_a_corpus_is_reused_with_the_tokenizer_that_was_trained_on_it(repo, tmp_path, monkeypatch):
     corpus = prepare(hub(repo), tmp_path / "cache")
     path = tmp_path / "run.model"
     path.write_bytes(corpus.tokenizer.files["tokenizer.model"])
@@ -55,7 +55,7 @@ def test_a_tokenizer_that_was_trained_on_a_text_finds_its_corpus(repo, tmp_path,
     assert again.sha256 == corpus.sha256
 
 
-def test_documents_are_those_of_the_splits_or_held_out_by_their_hash(repo):
+def test_a_validation_split_is_held_out_and_otherwise_documents_by_hash(repo):
     documents = documents_of(hub(repo))
     assert documents == [(text, True) for text in STORIES[:20]] + [(t, False) for t in STORIES]
     documents = documents_of(hub(repo, validation=None))
@@ -63,13 +63,13 @@ def test_documents_are_those_of_the_splits_or_held_out_by_their_hash(repo):
     assert 0 < sum(is_held_out for _, is_held_out in documents) < 40
 
 
-def test_rows_are_joined_up_to_the_next_beginning(repo):
+def test_rows_are_joined_into_documents(repo):
     texts = [*hub(repo, starts=r"Story \d*0:").texts("train")]
     assert texts == ["".join(STORIES[i : i + 10]) for i in range(0, 300, 10)]
 
 
 @pytest.mark.parametrize("knobs", [{"text_field": "body"}, {"train": "absent"}, {"repo": "absent"}])
-def test_a_dataset_that_is_not_there_is_a_line(repo, tmp_path, knobs):
+def test_a_missing_dataset_is_refused_in_one_line(repo, tmp_path, knobs):
     source = hub(tmp_path / "absent") if "repo" in knobs else hub(repo, **knobs)
     with pytest.raises(ValueError, match=r"(?s)^cannot read the dataset .*fix: ") as error:
         prepare(source, tmp_path / "cache")

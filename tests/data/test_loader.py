@@ -1,4 +1,4 @@
-"""Batches: a pure function of seed and step, every token once an epoch, nothing lost between shards or at the end."""
+"""Batches are a function of seed and step, and an epoch visits every token once, across shards and at the end."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_an_epoch_visits_every_row_once():
     assert len(rows.flatten().unique()) == rows.numel() == one.rows_per_epoch * 10
 
 
-def test_epochs_are_cut_and_ordered_anew():
+def test_each_epoch_has_its_own_offset_and_order():
     one = loader(batch_size=98)  # all rows
     assert one.rows_per_epoch == 98
     first, second = one(0)[0], one(1)[0]
@@ -39,7 +39,7 @@ def test_epochs_are_cut_and_ordered_anew():
     )
 
 
-def test_a_batch_depends_on_seed_and_step_alone():
+def test_a_batch_depends_only_on_seed_and_step():
     used = loader()
     for step in (5, 99, 0):
         used(step)
@@ -48,7 +48,7 @@ def test_a_batch_depends_on_seed_and_step_alone():
     assert not torch.equal(used(7)[0], used(8)[0])
 
 
-def test_ranks_and_micro_batches_cut_one_batch():
+def test_ranks_and_micro_batches_split_one_batch():
     whole = loader()(2)[0]
     assert torch.equal(
         torch.cat([loader()(2, slice(start, start + 1))[0] for start in range(4)]), whole

@@ -1,4 +1,4 @@
-"""The slices of an evaluation are those of the definition, and add up."""
+"""The slices of an evaluation match their definitions and add up to the whole."""
 
 from collections import defaultdict
 from itertools import pairwise
@@ -25,7 +25,7 @@ def test_bins_end_at_powers_of_two():
     assert names[:9] == ["1", "2", "3-4", "3-4", *["5-8"] * 4, "9-16"]
 
 
-def test_repeated_bigrams_of_a_tiny_text_by_hand():
+def test_repeated_bigrams_of_a_tiny_text():
     #          a  b  c  a  b  a  b  c  d
     text = torch.tensor([[3, 4, 5, 3, 4, 3, 4, 5, 6], [6, 6, 6, 3, 4, 6, 3, 6, 6]])
     is_repeated = text_cells(text[:, :-1], text[:, 1:]) // NUM_BINS
@@ -43,7 +43,7 @@ def test_slices_without_targets_are_left_out():
     }
 
 
-def test_slices_of_a_run_add_up_to_its_loss_and_are_those_of_the_logits(run_of):
+def test_slices_of_a_run_add_up_to_its_loss_and_match_its_logits(run_of):
     run = run_of()
     tokens = run.corpus.validation
     take_step(run)
@@ -52,7 +52,7 @@ def test_slices_of_a_run_add_up_to_its_loss_and_are_those_of_the_logits(run_of):
     slices = line["slices"]
     nats = nats_by_token(run.trainer.model, tokens.tolist())
     assert line["val_loss"] == pytest.approx(np.mean(nats), abs=1e-6)
-    # From all logits.
+    # Computed independently from all logits.
     losses = defaultdict(list)
     for start in range(0, len(tokens) - 1, 64):
         window = tokens[start : start + 65].tolist()

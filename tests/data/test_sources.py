@@ -1,4 +1,4 @@
-"""Sources and shards: no byte of text is lost, nothing stale or half built is used."""
+"""Sources and shards: no byte of text is lost, and no stale or incomplete corpus is used."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def is_empty(cache: Path) -> bool:
     return [path.name for path in cache.glob("*")] in ([], [".lock"])
 
 
-def test_the_library_split_is_the_documented_one():
+def test_the_library_split_matches_its_documentation():
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = "test tests idlelib lib2to3 encodings pydoc_data site-packages dist-packages"
     files = [path.relative_to(root) for path in root.rglob("*.py")]
@@ -54,7 +54,7 @@ LINES = {name: f"{name}_long_enough = {name} * 100\n" for name in "abcdefgh"}
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """An installed package, whose files are {path: text}."""
+    """Install a package with these files: {path: text}."""
     files = {
         "zoo/one.py": LINES["a"] + LINES["b"] + LINES["c"],
         "zoo/two.py": LINES["d"] + LINES["e"] + "x = 1\n" * 9,
@@ -88,9 +88,9 @@ def test_packages_are_read_without_tests_and_generated_files(package):
     assert [held for _, held in documents] == [is_held_out(path) for path in read]
 
 
-def test_a_copied_file_is_read_once(package):
+def test_a_copied_file_is_read_only_once(package):
     record = package / "zoo-2.0.dist-info/RECORD"
-    # Two of three long lines are those of zoo/one.py; in the other file one of two.
+    # Two of three long lines occur in zoo/one.py; in the other file, one of two.
     texts = {
         "zoo/copy.py": LINES["a"] + LINES["b"] + LINES["h"] + "x = 1\n" * 9,
         "zoo/half.py": LINES["d"] + LINES["f"],
@@ -102,7 +102,7 @@ def test_a_copied_file_is_read_once(package):
     read = {
         text for text, _ in documents_of(Packages(vocab_size=400, tokenizer=None, packages=["zoo"]))
     }
-    # Of a file and its copy, the one whose path has the smaller hash comes first.
+    # The file whose path has the smaller hash is read first, and the other one is its copy.
     first, second = sorted(
         ["zoo/one.py", "zoo/copy.py"], key=lambda path: hashlib.sha256(path.encode()).hexdigest()
     )
@@ -135,12 +135,12 @@ def test_a_txt_is_cut_at_separator_lines_only(tmp_path):
     assert texts(tmp_path / "a.txt") == ["one\r", " two <|endoftext|> 2\n\n", "three"]
 
 
-# Nothing is taken for a date, a number or a missing value.
+# No row may be parsed as a date, a number or a missing value.
 ROWS = ["2020-01-01", "NA", " a\r\nb \u2028 'c', \"d\"\n", "12", "🐈", "x" * 200_000]
 
 
 @pytest.mark.parametrize("suffix", TEXT_SUFFIXES[1:])
-def test_rows_are_documents_as_they_are(tmp_path, suffix):
+def test_rows_become_unchanged_documents(tmp_path, suffix):
     file = tmp_path / f"rows{suffix}"
     rows = table({"n": range(len(ROWS)), "body": ROWS})
     if suffix == ".jsonl":
@@ -184,7 +184,7 @@ SPELLINGS = (
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_path_means_the_same_however_it_is_spelled(tmp_path, monkeypatch, spelling):
+def test_a_path_may_be_spelled_in_any_way(tmp_path, monkeypatch, spelling):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("t.txt", "b/T2.TXT", "b/val/v.txt"):
@@ -199,7 +199,7 @@ def test_a_path_means_the_same_however_it_is_spelled(tmp_path, monkeypatch, spel
     assert {file.name for file in split.train} == {"t.txt", "T2.TXT"}
 
 
-def test_a_folder_follows_links_and_leaves_hidden_files_out(tmp_path):
+def test_a_folder_follows_links_and_skips_hidden_files(tmp_path):
     for name in ("corpus/a.txt", "corpus/val/v.txt", "elsewhere/b.txt", "corpus/.old/a.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name, encoding="utf-8")
@@ -207,7 +207,7 @@ def test_a_folder_follows_links_and_leaves_hidden_files_out(tmp_path):
     (corpus / ".c.txt").write_text("hidden", encoding="utf-8")
     (corpus / "more").symlink_to(tmp_path / "elsewhere")
     (corpus / "loop").symlink_to(corpus)
-    # What is held out under one name is not trained on under another, and nothing is read twice.
+    # A held-out file is not trained on under another name, and no file is read twice.
     (corpus / "again").symlink_to(corpus / "val")
     (corpus / "also.txt").symlink_to(corpus / "a.txt")
     split = split_files(str(corpus), TEXT_SUFFIXES)
@@ -223,7 +223,7 @@ def test_a_path_without_files_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"no files .*\. fix: "):
         find_files(path, TEXT_SUFFIXES)
-    # An entry of a list is not left out.
+    # A missing entry of a list is an error too.
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     if path == ["absent"]:
         with pytest.raises(ValueError, match="path='absent'"):
@@ -238,7 +238,7 @@ def test_a_separator_that_no_line_can_equal_is_refused(tmp_path):
         source(tmp_path / "a.txt", separator="---\n")
 
 
-def test_what_a_folder_does_not_read_is_named(tmp_path, capsys):
+def test_unread_files_of_a_folder_are_named(tmp_path, capsys):
     for name in ("a.md", "b.MD", "c.pdf"):
         (tmp_path / name).write_text("text", encoding="utf-8")
     with pytest.raises(
@@ -252,7 +252,7 @@ def test_what_a_folder_does_not_read_is_named(tmp_path, capsys):
     assert source(tmp_path / "a.txt").note() is None
 
 
-def test_the_globs_that_an_error_offers_read_the_folder(tmp_path):
+def test_the_globs_in_an_error_read_the_folder(tmp_path):
     (tmp_path / "deep").mkdir()
     for number in range(30):
         (tmp_path / f"{number}.md").write_text(f"page {number}", encoding="utf-8")
@@ -267,7 +267,7 @@ def test_the_globs_that_an_error_offers_read_the_folder(tmp_path):
     assert len(find_files(globs, TEXT_SUFFIXES)) == 61
 
 
-def test_a_suffix_in_capitals_is_that_suffix(tmp_path):
+def test_suffixes_are_case_insensitive(tmp_path):
     (tmp_path / "a.JSONL").write_text('{"text": "row"}\n', encoding="utf-8")
     (tmp_path / "b.CSV").write_text("text\ncell\n", encoding="utf-8")
     parquet.write_table(table({"text": ["table"]}), tmp_path / "c.Parquet")
@@ -291,7 +291,7 @@ def test_a_row_of_a_csv_may_be_a_whole_book(tmp_path):
 
 
 def byte_level() -> JsonTokenizer:
-    """A tokenizer.json as GPT-2's, with a space in front of the text, as some models have it."""
+    """A tokenizer.json like GPT-2's, with a space in front of the text, as in some models."""
     built = tokenizers.Tokenizer(tokenizers.models.BPE())
     built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"])
@@ -313,7 +313,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_document_in_parts_has_the_tokens_of_the_whole(tmp_path, monkeypatch, kind):
+def test_a_document_encoded_in_parts_has_the_same_tokens(tmp_path, monkeypatch, kind):
     if kind == "with a space in front" and not STORIES.exists():
         pytest.skip("needs the datasets beside the repository")
     tokenizer = TOKENIZERS[kind]()
@@ -339,7 +339,7 @@ def test_a_document_in_parts_has_the_tokens_of_the_whole(tmp_path, monkeypatch, 
     assert longest <= 100 and encoded == [token for tokens in expected for token in tokens]
 
 
-def test_a_text_without_a_place_to_cut_is_still_complete(tmp_path, monkeypatch):
+def test_a_text_that_cannot_be_cut_is_still_complete(tmp_path, monkeypatch):
     tokenizer = Tokenizer.train([text * 30 for text in SCRIPTS], 400)
     monkeypatch.setattr("data.prepare.PART_CHARS", 100)
     monkeypatch.setattr(Tokenizer, "last_cut", lambda self, text: 0)
@@ -356,7 +356,7 @@ def source_of(parts: list[Part]) -> SimpleNamespace:
 
 
 def test_a_long_document_is_held_out_and_trained_on_within_the_limits(tmp_path, monkeypatch):
-    """A lone text gives its end, and at most MAX_VALIDATION_BYTES of it, to the validation."""
+    """The end of a single text is held out, at most MAX_VALIDATION_BYTES of it."""
     for name, value in (("PART_CHARS", 100), ("MAX_VALIDATION_BYTES", 300)):
         monkeypatch.setattr(f"data.prepare.{name}", value)
     monkeypatch.setattr("data.files.PART_CHARS", 100)
@@ -375,14 +375,14 @@ def test_a_long_document_is_held_out_and_trained_on_within_the_limits(tmp_path, 
     assert pieces.decode(corpus.train[0].tolist()) == text[:-300]
     (seen,) = trained_on
     assert text.startswith(seen) and 5_000 <= len(seen) < 5_200
-    # A file that is held out by its name is cut there too.
+    # A file that is held out by its name is cut to the same size.
     (tmp_path / "val.txt").write_text(text, encoding="utf-8")
     corpus = prepare(source(tmp_path), tmp_path / "cache")
     held_out = pieces.decode(corpus.validation.tolist())
     assert text.startswith(held_out) and 200 < len(held_out) <= 300
 
 
-def test_memory_does_not_follow_the_longest_document(tmp_path, monkeypatch):
+def test_memory_does_not_grow_with_the_longest_document(tmp_path, monkeypatch):
     monkeypatch.setattr("data.files.PART_CHARS", 10_000)
     monkeypatch.setattr("data.prepare.PART_CHARS", 10_000)
     monkeypatch.setattr("data.prepare.CHARS_PER_BATCH", 10_000)
@@ -399,7 +399,7 @@ def test_memory_does_not_follow_the_longest_document(tmp_path, monkeypatch):
         )
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    # The text alone would add its size.
+    # Holding the text in memory would add its size.
     assert peaks[1] - peaks[0] < 50_000
 
 
@@ -416,7 +416,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("names", NAMES)
-def test_a_name_says_what_is_held_out_and_no_test_is_trained_on(tmp_path, names):
+def test_validation_files_are_held_out_and_test_files_are_never_trained_on(tmp_path, names):
     for name in names.split():
         (tmp_path / name).touch()
     split = split_files(str(tmp_path), (".bin",))
@@ -425,7 +425,7 @@ def test_a_name_says_what_is_held_out_and_no_test_is_trained_on(tmp_path, names)
     assert held == {NAMES[names]} - {""} and train == {*names.split()} - held - unused
 
 
-def test_files_of_a_split_are_its_documents(tmp_path):
+def test_documents_of_a_split_come_from_its_files(tmp_path):
     for split in ("train", "validation", "test"):
         rows = table({"text": [f"{split} {n}" for n in range(9)]})
         parquet.write_table(rows, tmp_path / f"{split}-00000-of-00001.parquet")
@@ -438,14 +438,14 @@ def test_files_of_a_split_are_its_documents(tmp_path):
     assert source(tmp_path).identity() != before
 
 
-def test_a_file_with_another_suffix_is_another_text(tmp_path):
-    """It is read in another way, so what was prepared of it must not be found again."""
+def test_a_file_with_another_suffix_is_prepared_again(tmp_path):
+    """The suffix selects the reader, so a corpus of the old suffix must not be reused."""
     content = '{"text": "first"}\n{"text": "second"}\n'
     found = set()
     for name in ("a.jsonl", "a.txt", "b.txt"):
         (tmp_path / name).write_text(content, encoding="utf-8")
         found.add(source(tmp_path / name).identity())
-    assert len(found) == 2  # the name alone changes nothing
+    assert len(found) == 2  # changing only the name changes nothing
 
 
 def test_documents_are_held_out_by_their_own_hash(tmp_path):
@@ -456,7 +456,7 @@ def test_documents_are_held_out_by_their_own_hash(tmp_path):
         assert held_out == set(filter(is_held_out, documents))
 
 
-def test_few_documents_hold_out_one_and_a_lone_one_its_end(tmp_path):
+def test_a_few_documents_hold_out_one_and_a_single_one_its_end(tmp_path):
     (tmp_path / "few.txt").write_text("a\n<|endoftext|>\nb\n<|endoftext|>\nc", encoding="utf-8")
     assert sum(held_out for _, held_out in documents_of(source(tmp_path / "few.txt"))) == 1
     (tmp_path / "lone.txt").write_text("0123456789" * 10, encoding="utf-8")
@@ -504,7 +504,7 @@ def test_unusable_text_is_refused_and_leaves_nothing(tmp_path, name):
     assert is_empty(tmp_path / "cache")
 
 
-def test_a_corpus_is_every_document_between_bos_and_eos(tmp_path, story):
+def test_a_corpus_has_every_document_between_bos_and_eos(tmp_path, story):
     corpus = prepare(source(story), tmp_path / "cache")
     pieces = corpus.tokenizer
     hashes = []
@@ -515,11 +515,11 @@ def test_a_corpus_is_every_document_between_bos_and_eos(tmp_path, story):
         assert shard.dtype == np.uint16
         assert pieces.nbytes(shard) == sum(len(text.encode()) for text in documents)
         hashes.append(hashlib.sha256(shard.tobytes()).hexdigest())
-    # Runs resume by this hash.
+    # Resumed runs compare this hash.
     assert corpus.sha256 == hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def test_a_corpus_is_built_once_and_again_when_its_text_changes(tmp_path, story, monkeypatch):
+def test_a_corpus_is_rebuilt_only_if_its_text_changes(tmp_path, story, monkeypatch):
     built = []
 
     def build(*arguments):
@@ -530,7 +530,7 @@ def test_a_corpus_is_built_once_and_again_when_its_text_changes(tmp_path, story,
     prepare(source(story), tmp_path / "cache")
     prepare(source(story), tmp_path / "cache")
     assert len(built) == 1
-    # The same size, the same time, other bytes.
+    # Same size and time, different bytes.
     before = story.stat()
     story.write_text(story.read_text(encoding="utf-8").replace("Ann", "Ina"), encoding="utf-8")
     os.utime(story, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -543,7 +543,7 @@ def test_a_corpus_is_built_once_and_again_when_its_text_changes(tmp_path, story,
     assert len(built) == 4
 
 
-def test_an_interrupted_preparation_is_redone(tmp_path, story, monkeypatch):
+def test_an_interrupted_preparation_is_repeated(tmp_path, story, monkeypatch):
     folders = []
 
     def interrupted(source, tokenizer, folder):
@@ -555,7 +555,7 @@ def test_an_interrupted_preparation_is_redone(tmp_path, story, monkeypatch):
         prepare(source(story), tmp_path / "cache")
     assert is_empty(tmp_path / "cache")
     (half,) = folders
-    half.mkdir(parents=True)  # as a kill leaves it
+    half.mkdir(parents=True)  # the state after a kill
     (half / "train-00000.bin").write_bytes(b"half")
     assert prepare(source(story), tmp_path / "cache").validation.size
     assert not half.exists()
@@ -568,7 +568,7 @@ def test_two_processes_build_one_corpus(tmp_path, story, monkeypatch):
     def noted(*about) -> None:
         with built.open("a", encoding="utf-8") as file:
             file.write("built")
-        sleep(0.3)  # until the other process waits for the lock
+        sleep(0.3)  # so that the other process waits for the lock
         build(*about)
 
     monkeypatch.setattr(preparation, "build_corpus", noted)
@@ -578,7 +578,7 @@ def test_two_processes_build_one_corpus(tmp_path, story, monkeypatch):
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(2**16, "uint16"), (2**16 + 1, "uint32")])
-def test_a_shard_is_as_wide_as_its_vocabulary(tmp_path, story, vocab_size, dtype, monkeypatch):
+def test_the_dtype_of_a_shard_fits_its_vocabulary(tmp_path, story, vocab_size, dtype, monkeypatch):
     tokens = [0, 1, vocab_size - 1]
     monkeypatch.setattr(IdTokenizer, "encode_documents", lambda self, texts: [tokens] * len(texts))
     (tmp_path / "ids.model").write_bytes(IdTokenizer(vocab_size, 2).files["tokenizer.model"])
@@ -590,7 +590,7 @@ def test_a_shard_is_as_wide_as_its_vocabulary(tmp_path, story, vocab_size, dtype
 @pytest.mark.parametrize("token, error", [(2**16, OverflowError), (None, TypeError)])
 def test_a_preparation_that_fails_leaves_nothing(tmp_path, story, monkeypatch, token, error):
     monkeypatch.setattr(Tokenizer, "encode_documents", lambda self, texts: [[token]] * len(texts))
-    with pytest.raises(error):  # no token wraps around
+    with pytest.raises(error):  # tokens must not wrap around
         prepare(source(story), tmp_path / "cache")
     assert is_empty(tmp_path / "cache")
 

@@ -1,4 +1,4 @@
-"""Rows of tasks are what their papers say, and an evaluation scores their answers."""
+"""Rows of tasks follow their papers, and an evaluation scores their answers."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def track(**changed) -> Track:
 
 
 def row(task, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs, and the target and the distance of each of them."""
+    """Inputs, and the target and distance at each position."""
     drawn = task.row(np.random.default_rng(seed), size)
     targets, distances = np.full((2, CONTEXT), IGNORE_INDEX)
     targets[drawn.positions] = drawn.answers
@@ -42,7 +42,7 @@ def row(task, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 @pytest.mark.parametrize("vocab_size", [64, 8192])
 def test_each_query_of_recall_asks_for_the_value_of_its_key(vocab_size):
-    """As multiquery_ar of Zoology's code: keys are below half, and what is no pair or query is 0."""
+    """As in multiquery_ar of Zoology: keys are in the lower half of the ids, and other positions are 0."""
     seen = set()
     for seed, size in enumerate((3, 7, 16) * 20):
         inputs, targets, distances = row(recall(vocab_size=vocab_size), size, seed)
@@ -55,7 +55,7 @@ def test_each_query_of_recall_asks_for_the_value_of_its_key(vocab_size):
         assert min(values) > 0 and max(values) < vocab_size // 2 <= min(values.values())
         seen |= {*values, *values.values()}
         (queries,) = np.nonzero(targets != IGNORE_INDEX)
-        # Each key is asked for once, at a distance of whole pairs from the last.
+        # Each key is queried once, a whole number of pairs after the last pair.
         assert sorted(inputs[queries]) == sorted(values)
         assert (queries % 2 == 0).all() and (queries >= 2 * size).all()
         assert np.count_nonzero(inputs) == 3 * size
@@ -63,18 +63,18 @@ def test_each_query_of_recall_asks_for_the_value_of_its_key(vocab_size):
             key = inputs[query]
             assert targets[query] == values[key]
             assert distances[query] == query - positions[key]
-    # All ids but 0 and the last, which is BOS.
+    # All ids except 0 and the last one, BOS.
     assert seen <= {*range(1, vocab_size - 1)}
     assert vocab_size > 64 or len(seen) == vocab_size - 2
 
 
 @pytest.mark.parametrize("elements", [2, 3, 4])
-def test_track_asks_for_what_the_permutations_so_far_amount_to(elements):
+def test_targets_of_track_are_the_product_of_the_permutations_so_far(elements):
     numbered = [*permutations(range(elements))]
     inputs, targets, distances = row(track(elements=elements), CONTEXT)
     things = list(range(elements))
     for position, number in enumerate(inputs):
-        # Thing i goes to where the permutation sends it.
+        # The permutation moves each thing to its new place.
         things = [numbered[number][place] for place in things]
         assert targets[position] == numbered.index(tuple(things))
         assert distances[position] == position + 1
@@ -84,7 +84,7 @@ def test_track_asks_for_what_the_permutations_so_far_amount_to(elements):
 
 
 @pytest.mark.parametrize("task", [recall(), track(), track(elements=2)])
-def test_the_floor_is_the_accuracy_of_the_most_frequent_answer_of_each_row(task):
+def test_the_floor_is_the_accuracy_of_guessing_the_most_frequent_answer(task):
     rights = {size: [] for size in task.sizes}
     for _, targets, _, _ in task.corpus().evaluation(512 * CONTEXT, CONTEXT, 64):
         for answers in targets.tolist():
@@ -92,12 +92,12 @@ def test_the_floor_is_the_accuracy_of_the_most_frequent_answer_of_each_row(task)
             guess = Counter(answers).most_common(1)[0][0]
             rights[len(answers)] += [answer == guess for answer in answers]
     assert task.floor() == pytest.approx(np.mean([np.mean(right) for right in rights.values()]))
-    if isinstance(task, Recall):  # whose values differ
+    if isinstance(task, Recall):  # values within a row differ
         assert task.floor() == pytest.approx((1 / 3 + 1 / 7 + 1 / 16) / 3)
 
 
 @pytest.mark.parametrize("power", [0.01, 1.0])
-def test_places_of_queries_follow_the_power_law(power):
+def test_distances_of_queries_follow_the_power_law(power):
     task = recall(power=power)
     num_places = (CONTEXT - 2) // 2
     counts = np.zeros(num_places)
@@ -115,17 +115,17 @@ def test_rows_are_a_function_of_seed_and_number(task):
     corpus = task.corpus()
     loader = corpus.loader(CONTEXT, 8, seed=1)
     inputs, targets, positions = loader(3)
-    # Any division of the batch has the same rows, and so has a batch of another size.
+    # Splitting the batch or changing its size gives the same rows.
     parts = [loader(3, slice(first, first + 2)) for first in range(0, 8, 2)]
     assert torch.equal(torch.cat([part[0] for part in parts]), inputs)
     answers = torch.cat([part[0].flatten()[part[2]] for part in parts])
     assert torch.equal(answers, inputs.flatten()[positions])
     smaller = corpus.loader(CONTEXT, 4, seed=1)
     assert torch.equal(torch.cat([smaller(6)[1], smaller(7)[1]]), targets)
-    # Other steps, seeds and the evaluation have other rows.
+    # Other steps, other seeds and the evaluation have different rows.
     others = [loader(4)[0], corpus.loader(CONTEXT, 8, seed=2)(3)[0]]
     assert not any(torch.equal(inputs, other) for other in others)
-    assert not torch.equal(inputs[0], inputs[3])  # of one size
+    assert not torch.equal(inputs[0], inputs[3])  # both of the same size
     held_out, *_ = next(iter(corpus.evaluation(8 * CONTEXT, CONTEXT, 8)))
     assert not torch.equal(held_out, corpus.loader(CONTEXT, 8, seed=0)(0)[0])
     counted = [int((loader(step)[1] != IGNORE_INDEX).sum()) for step in range(3)]
@@ -133,7 +133,7 @@ def test_rows_are_a_function_of_seed_and_number(task):
     assert sum(counted) == sum(task.sizes) * 24 // len(task.sizes)
 
 
-def test_accuracies_are_those_of_a_loop_over_the_rows():
+def test_accuracies_equal_a_loop_over_the_rows():
     sizes = [3, 7]
     corpus = recall(pairs=sizes).corpus()
     correct = dict.fromkeys(sizes, 0)
@@ -142,7 +142,7 @@ def test_accuracies_are_those_of_a_loop_over_the_rows():
     totals = np.zeros((3, 2, NUM_BINS))
     generator = np.random.default_rng(0)
     for _, targets, cells, _ in corpus.evaluation(10 * CONTEXT, CONTEXT, 5):
-        # A model that is right every other time.
+        # A model that is right half of the time.
         is_right = generator.random(targets.shape) < 0.5
         for index, target in np.ndenumerate(targets.numpy()):
             if target == IGNORE_INDEX:
@@ -172,7 +172,7 @@ def test_a_run_on_a_task_is_trained_resumed_and_evaluated(command):
     assert re.search(r"held out: .*, recall_accuracy [\d.]+", result.out + result.err)
     lines = metrics("runs/r")
     assert {"recall_accuracy", "recall_accuracy_2", "recall_accuracy_4"} <= lines[-1].keys()
-    # The loss is averaged over answers: at the start it is near that of a guess.
+    # The loss is averaged over answers: at the start it is near the loss of a guess.
     first = next(line for line in lines if "train_loss" in line)
     assert 4 < first["train_loss"] < 6
     resumed = command("train.py", *words, "steps=6", "resume=true")
@@ -181,7 +181,7 @@ def test_a_run_on_a_task_is_trained_resumed_and_evaluated(command):
     assert changed.code == 2
 
 
-def test_an_evaluation_counts_as_many_rows_in_batches_of_any_size():
+def test_the_batch_size_does_not_change_the_rows_of_an_evaluation():
     corpus = recall().corpus()
     counts = []
     for batch_size in (5, 8):
@@ -199,7 +199,7 @@ def test_an_evaluation_counts_as_many_rows_in_batches_of_any_size():
         (["context=256", "max_minutes=null"], "the run has no end"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_line(command, words, problem):
+def test_a_task_that_does_not_fit_is_refused_in_one_line(command, words, problem):
     result = command("train.py", "model=tiny", "device=cpu", "data=recall", *words)
     assert result.code == 2 and result.err.startswith("error: ")
     assert problem in result.err and "fix: " in result.err
@@ -207,8 +207,8 @@ def test_what_does_not_fit_is_refused_in_a_line(command, words, problem):
 
 
 @pytest.mark.long
-def test_full_attention_recalls_everything_and_a_window_what_it_reaches(command):
-    """Of 64 tokens and 4 pairs, a cell of Zoology's figure 2, with its convolution at each mixer."""
+def test_full_attention_recalls_all_values_and_a_window_the_near_ones(command):
+    """64 tokens and 4 pairs: a cell of Zoology's figure 2, with its convolution at each mixer."""
     words = ("data=recall", "context=64", "data.pairs=[4]", "ffn=none", "model.dim=64")
     words = (*words, "model.depth=2", "model.heads=1", "device=cpu", "attention=conv")
     words = (*words, "attention.kv_heads=1", "batch_tokens=16384", "steps=1000", "max_minutes=null")
@@ -220,5 +220,5 @@ def test_full_attention_recalls_everything_and_a_window_what_it_reaches(command)
         last[name] = json.loads(lines[-1])
     assert last["full"]["recall_accuracy"] > 0.99
     slices = last["short"]["slices"]
-    # Further away than layers and convolutions reach, a value is guessed: at most one in 4.
+    # Beyond the reach of layers and convolutions, the model can only guess: at most 1 in 4.
     assert slices["distance 33-64"]["accuracy"] < 0.3

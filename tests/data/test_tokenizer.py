@@ -1,4 +1,4 @@
-"""No byte of a text is lost by a tokenizer, whoever trained it."""
+"""Tokenizers lose no byte of a text, whether trained here or elsewhere."""
 
 import itertools
 import random
@@ -34,14 +34,14 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", NASTY)
-def test_any_text_comes_back(tokenizer, text):
+def test_any_text_round_trips(tokenizer, text):
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
     assert not {tokenizer.bos, tokenizer.eos} & set(tokens)
     assert tokenizer.encode_documents([text, "b"])[0] == [tokenizer.bos, *tokens, tokenizer.eos]
 
 
-def test_any_random_text_comes_back(tokenizer):
+def test_random_text_round_trips(tokenizer):
     draw = random.Random(0)
     ranges = ((0, 0x7F), (0x80, 0xD7FF), (0xE000, 0x10FFFF), (0x2570, 0x2590), (0x20, 0x20))
     for _ in range(300):
@@ -51,7 +51,7 @@ def test_any_random_text_comes_back(tokenizer):
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize("prefix", [True, False])
-def test_any_text_comes_back_from_a_tokenizer_of_others(tmp_path, story, kind, prefix):
+def test_any_text_round_trips_through_a_foreign_tokenizer(tmp_path, story, kind, prefix):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(story.read_text(encoding="utf-8").split("\n")),
         model_prefix=str(tmp_path / "a"),
@@ -73,7 +73,7 @@ def test_any_text_comes_back_from_a_tokenizer_of_others(tmp_path, story, kind, p
             assert others.encode(text) == others.processor.encode(text)
 
 
-def test_documents_that_do_not_come_back_are_told(tmp_path, story, capfd):
+def test_documents_that_do_not_round_trip_are_reported(tmp_path, story, capfd):
     story.write_text(
         story.read_text(encoding="utf-8").replace("ball", "\ufb01sh  "), encoding="utf-8"
     )
@@ -87,12 +87,12 @@ def test_documents_that_do_not_come_back_are_told(tmp_path, story, capfd):
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
     assert f"the tokenizer does not reproduce {len(held_out)} of the held-out documents" in line
     assert r"' red \ufb01sh  . Ann saw ' comes back as ' red fish . Ann saw '" in line
-    # Our own tokenizers change nothing.
+    # Tokenizers trained here reproduce every document.
     prepare(source(story), tmp_path / "cache")
     assert "warning" not in capfd.readouterr().err
 
 
-def test_newlines_and_indents_are_pieces_and_digits_are_alone(tokenizer):
+def test_newlines_and_indents_share_tokens_and_digits_are_single_tokens(tokenizer):
     assert len(tokenizer.encode("\n        ")) <= 3
     assert len(tokenizer.encode("2026")) == 4
 
@@ -100,7 +100,7 @@ def test_newlines_and_indents_are_pieces_and_digits_are_alone(tokenizer):
 @pytest.mark.parametrize(
     "text", ["", "a", "a\n" * 5000, "b" * 9000, "c" * 3999 + "\n" + "d" * 4001]
 )
-def test_long_texts_are_cut_at_line_ends_where_there_are_any(text):
+def test_long_texts_are_cut_at_line_ends_if_possible(text):
     pieces = PIECES.findall(text)
     assert "".join(pieces) == text
     assert all(len(piece) <= 4000 for piece in pieces)
@@ -108,7 +108,7 @@ def test_long_texts_are_cut_at_line_ends_where_there_are_any(text):
         assert all(piece.endswith("\n") for piece in pieces[: text.count("\n") // 2000])
 
 
-def test_a_text_that_fails_fails_training_as_itself():
+def test_an_error_in_the_text_propagates_from_training():
     def texts():
         yield "one two three"
         raise KeyboardInterrupt
@@ -130,7 +130,7 @@ def test_a_given_tokenizer_is_used(tmp_path, story, tokenizer):
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_the_bytes_of_tokens_are_those_of_their_text(tmp_path, story, prefix):
+def test_byte_counts_of_tokens_add_up_to_their_text(tmp_path, story, prefix):
     texts = story.read_text(encoding="utf-8").replace("\n", " ").split("<|endoftext|> ")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
@@ -148,7 +148,7 @@ def test_the_bytes_of_tokens_are_those_of_their_text(tmp_path, story, prefix):
     assert tokenizer.nbytes(tokens) == sum(len(text.encode()) for text in texts)
 
 
-def test_without_a_tokenizer_ids_are_their_own_text(tmp_path):
+def test_without_a_tokenizer_text_is_a_list_of_ids(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"ids 50257 50256\n")
     ids = Tokenizer.load(tmp_path / "tokenizer.model")
     assert (ids.vocab_size, ids.bos, ids.eos) == (50257, 50256, 50256)

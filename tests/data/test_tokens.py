@@ -1,4 +1,4 @@
-"""Text that others have tokenized: every format is read as it was published, and a run needs no tokenizer for it."""
+"""Pretokenized text: every published format is read, and a run on it needs no tokenizer."""
 
 import re
 import struct
@@ -17,7 +17,7 @@ FORMATS = {"nanogpt": None, "llm.c": (20240520, 1, "H"), "llama-3": (20240801, 7
 
 
 def save(path: Path, ids: list[int], form: str = "nanogpt", count: int | None = None) -> None:
-    """As nanoGPT's prepare.py and llm.c's dev/data/data_common.py describe it."""
+    """Write ids in the formats of nanoGPT's prepare.py and llm.c's dev/data/data_common.py."""
     magic, version, kind = FORMATS[form] or (None, None, "H")
     head = (
         b""
@@ -28,7 +28,7 @@ def save(path: Path, ids: list[int], form: str = "nanogpt", count: int | None = 
 
 
 def stories(count: int, seed: int) -> list[list[int]]:
-    """Documents that count up from somewhere."""
+    """Documents that count up from a random number."""
     draw = np.random.default_rng(seed)
     return [
         [BOS, *range(start := int(draw.integers(60)), start + int(draw.integers(5, 30)))]
@@ -46,7 +46,7 @@ def source(path: Path, **knobs) -> Pretokenized:
 
 
 def fill(folder: Path, form: str, seed: int = 0) -> None:
-    """A corpus with both splits, named as its owners do."""
+    """Write a corpus with both splits, with the file names of its publisher."""
     folder.mkdir(exist_ok=True)
     for split, count in (("train", 200), ("val", 40)):
         rows, seed = stories(count, seed), seed + 1
@@ -55,7 +55,7 @@ def fill(folder: Path, form: str, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_corpus_is_the_ids_of_its_files(tmp_path, form):
+def test_a_corpus_has_the_ids_of_its_files(tmp_path, form):
     fill(tmp_path / "corpus", form)
     corpus = prepare(source(tmp_path / "corpus"), tmp_path / "cache")
     assert np.concatenate(corpus.train).tolist() == joined(stories(200, 0))
@@ -111,7 +111,7 @@ def test_a_run_needs_no_tokenizer(command):
 
 @pytest.mark.parametrize("vocab_size, dtype", [(70_001, None), (100, "uint32")])
 def test_a_bin_without_a_header_may_be_uint32(tmp_path, vocab_size, dtype):
-    """Our own shards are, if the vocabulary does not fit into uint16."""
+    """Our own shards are uint32 if the vocabulary does not fit into uint16."""
     ids = [*range(1, 90)] * 9 + [vocab_size - 1]
     np.array(ids, "<u4").tofile(tmp_path / "a.bin")
     knobs = {"vocab_size": vocab_size, "validation_tokens": 2}
@@ -151,7 +151,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_unusable_tokens_are_a_line_and_leave_nothing(command, case):
+def test_unusable_tokens_are_refused_in_one_line_and_leave_nothing(command, case):
     BAD[case][0]()
     before = {path.name for path in Path().iterdir()}
     words = ["data=tokens", "data.path=.", f"data.vocab_size={VOCABULARY}", f"data.bos={BOS}"]
