@@ -142,9 +142,7 @@ def every_kind(tree: dict) -> dict:
     every = 1
     while {*pattern[-every:]} != {*pattern}:
         every += 1
-    if (
-        "cross_layer" in tree["attention"]["_target_"]
-    ):  # the first layer, and the layers that read from it
+    if "cross_layer" in tree["attention"]["_target_"]:  # the first layer, and layers that read it
         every = 2
     return tree | {"depth": max(tree["depth"], every)}
 

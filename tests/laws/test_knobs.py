@@ -1,4 +1,4 @@
-"""The laws, for random combinations of the knobs: what no yaml names has to hold too."""
+"""The laws hold for random combinations of knobs, also for those without a yaml."""
 
 import random
 
@@ -67,7 +67,7 @@ def recurrent(draw: random.Random, heads: int) -> dict:
 
 
 def drawn(seed: int) -> dict:
-    """A model of two layers, each an attention of its own half of the time."""
+    """A model of two layers, whose attentions differ half of the time."""
     draw = random.Random(seed)
     heads = draw.choice((4, 6))
     kinds = [
@@ -98,13 +98,13 @@ MORE = [pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 240)]
 
 
 @pytest.mark.parametrize("seed", [*range(20), *MORE])
-def test_knobs_combine(seed):
+def test_random_combinations_of_knobs_keep_the_laws(seed):
     model = redraw(instantiate(drawn(seed))).double().eval()
     chunks = random.Random(seed).choice(((13,), (1,) * 13, (5, 1, 1, 6), (2, 11)))
     laws.test_cached_decoding_matches_the_full_forward(model, chunks)
-    laws.test_a_row_of_a_ragged_batch_equals_the_row_alone(model, chunks)
+    laws.test_each_row_of_a_ragged_batch_equals_the_row_alone(model, chunks)
     laws.test_the_future_is_invisible(model)
-    laws.test_packed_documents_equal_each_alone(model)
+    laws.test_packed_documents_equal_separate_documents(model)
     laws.test_rows_can_be_reset_and_copied(model)
-    laws.test_the_cache_costs_what_cache_bytes_says(model, 9)
-    laws.test_every_parameter_learns(model)
+    laws.test_cache_bytes_equal_the_allocated_bytes(model, 9)
+    laws.test_every_parameter_has_a_gradient(model)

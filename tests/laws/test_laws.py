@@ -1,6 +1,6 @@
-"""The contract every attention variant keeps. A new yaml in configs/attention is tested by being there.
+"""The contract of every attention variant. A new yaml in configs/attention is tested automatically.
 
-In fp64, where two orders of summing agree to 1e-7: what differs by more is wrong.
+Computed in fp64, where two orders of summation agree to 1e-7: a larger difference is an error.
 """
 
 import re
@@ -34,12 +34,11 @@ from train import take_step
 
 
 def compiled_cases() -> list[tuple[str, str]]:
-    """A model and a backend: AOTAutograd for the first preset that names a class, and tied weights.
+    """Pairs of variant and backend: AOTAutograd for the first preset of each class, and for tied weights.
 
-    The others give a class other values: their graphs run as Dynamo has captured them, in which a
-    graph break would show, and which takes a third of the time. Layers that are alike are compiled
-    alike, and take as long each, so there is one of each kind; of a short context, which texts
-    outgrow soon.
+    Other presets only change the values of a class: their graphs run as Dynamo captured them, which
+    shows graph breaks in a third of the time. Equal layers compile to equal graphs, so a model has one
+    layer of each kind, and a short context, which texts soon exceed.
     """
     sizes = "model.depth=1 context=16"
     cases = []
@@ -73,7 +72,7 @@ def feed(model, cache, tokens, chunks, padding=None):
     return torch.cat(logits, dim=1)
 
 
-def test_the_mixer_matters_in_every_layer(model):
+def test_the_attention_of_every_layer_affects_the_logits(model):
     logits = model(TOKENS)
     for block in model.blocks:
         weight = block.attention.o_proj.weight.data
@@ -95,11 +94,11 @@ def test_cached_decoding_matches_the_full_forward(model, chunks):
 
 
 @pytest.mark.parametrize("chunks", [(13,), (1,) * 13, (4, 1, 8)])
-def test_a_row_of_a_ragged_batch_equals_the_row_alone(model, chunks):
+def test_each_row_of_a_ragged_batch_equals_the_row_alone(model, chunks):
     padding = torch.tensor([6, 0, 10])
     cache = new_cache(model)
     model(TOKENS, cache)
-    cache.reset()  # what the rows held before is seen no more
+    cache.reset()  # the rows' earlier contents must be invisible
     together = feed(model, cache, TOKENS, chunks, padding)
     uncached = model(TOKENS, padding=padding)
     assert cache.lengths.tolist() == [7, 13, 3]
@@ -109,21 +108,21 @@ def test_a_row_of_a_ragged_batch_equals_the_row_alone(model, chunks):
         close(uncached[row, pad:], alone)
 
 
-def test_a_cache_stays_where_it_was_allocated(model):
+def test_a_cache_is_never_reallocated(model):
     cache = new_cache(model)
     addresses = [tensor.data_ptr() for tensor in (cache.lengths, *cache.buffers())]
     feed(model, cache, TOKENS, (6, 1, 6))
     assert addresses == [tensor.data_ptr() for tensor in (cache.lengths, *cache.buffers())]
 
 
-def test_no_two_tokens_of_a_chunk_take_one_slot():
+def test_tokens_of_a_chunk_take_distinct_slots():
     padding = torch.tensor([2, 12, 0])
     slots = ForwardContext(TOKENS, torch.tensor([0, 0, 50]), padding).cache_slots(5)
-    for row in slots:  # two writes to one slot come in any order on a GPU
+    for row in slots:  # on a GPU, two writes to one slot happen in any order
         assert row.sort().values.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_packed_documents_equal_each_alone(model):
+def test_packed_documents_equal_separate_documents(model):
     documents = torch.tensor([0] * 6 + [1] * 7).expand(3, -1)
     apart = torch.cat((model(TOKENS[:, :6]), model(TOKENS[:, 6:])), dim=1)
     close(
@@ -134,9 +133,9 @@ def test_packed_documents_equal_each_alone(model):
 @pytest.mark.parametrize(
     "dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.006), (torch.int8, 0.0135)]
 )
-def test_a_cache_in_less_precision_is_nearly_exact(model, dtype, error):
+def test_a_cache_of_lower_precision_is_nearly_exact(model, dtype, error):
     for module in model.modules():
-        if hasattr(module, "topk"):  # of two keys that are nearly as good, another may be chosen
+        if hasattr(module, "topk"):  # the choice between nearly equal keys may differ
             module.topk = 16
     logits = feed(model, model.new_cache(3, 16, dtype, "cpu"), TOKENS, (6, 1, 1, 5))
     assert (logits - model(TOKENS)).std() < error * logits.std()
@@ -152,12 +151,12 @@ def test_rows_can_be_reset_and_copied(model):
     close(logits[2], model(torch.cat((TOKENS[:1, :7], TOKENS[2:, 7:9]), dim=1))[0, 7:])
 
 
-def test_a_block_begins_as_the_identity(model):
+def test_a_block_starts_as_the_identity(model):
     initialize(model, 0)
     close(model.hidden_states(TOKENS)[0], model.norm(model.embed(TOKENS)))
 
 
-def test_every_parameter_learns(model):
+def test_every_parameter_has_a_gradient(model):
     hidden, losses = model.hidden_states(TOKENS)
     objective = model.logits(hidden).square().mean()
     for loss in losses.values():
@@ -167,14 +166,14 @@ def test_every_parameter_learns(model):
 
 
 @pytest.mark.parametrize("capacity", [3, 64])
-def test_the_cache_costs_what_cache_bytes_says(model, capacity):
+def test_cache_bytes_equal_the_allocated_bytes(model, capacity):
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
         stated = model.cache_bytes(capacity, dtype)
         assert model.new_cache(5, capacity, dtype, "cpu").nbytes == 5 * stated
 
 
 def num_graphs(model) -> int:
-    """Of a decode step: one, and another if fewer slots are read at first than a layer chooses."""
+    """The graphs of a decode step: two if the first step reads fewer slots than a layer chooses, else one."""
     chosen = [getattr(block.attention, "num_chosen", 0) for block in model.blocks]
     return 1 + any(4 <= number < model.context for number in chosen)
 
@@ -186,19 +185,19 @@ def test_a_decode_step_compiles_once(model, backend, monkeypatch):
     compile_without_inductor(monkeypatch, backend)
     compiled = continued(model, PROMPTS, 20, rows=3, compiled=True)
     assert counters["stats"]["unique_graphs"] == num_graphs(model)
-    assert compiled == continued(model, PROMPTS, 20)  # past the context
+    assert compiled == continued(model, PROMPTS, 20)  # beyond the context
 
 
-def test_a_captured_decode_step_repeats_the_eager_one(model):
-    """The same operations on the same memory: rows are filled again, past the context."""
+def test_a_captured_decode_step_equals_the_eager_step(model):
+    """The same operations on the same memory, with rows that are reused, beyond the context."""
     with recorded_graphs():
         captured = continued(model, PROMPTS, 20, rows=2, captured=True)
     assert captured == continued(model, PROMPTS, 20)
 
 
-def test_eight_ragged_rows_say_in_fp32_what_each_says_alone(model):
+def test_eight_ragged_rows_continue_in_fp32_as_each_row_alone(model):
     model = model.float()
-    quantize.load_matvec(ROOT / ".cache", cpp_compiler())  # where there is a compiler
+    quantize.load_matvec(ROOT / ".cache", cpp_compiler())  # if there is a compiler
     quantize.optimize_for_decoding(model, int8=False)
     prompts = TOKENS.flatten().split([1, 2, 3, 4, 5, 6, 7, 11])
     prompts = [prompt.tolist() for prompt in prompts]
@@ -207,7 +206,7 @@ def test_eight_ragged_rows_say_in_fp32_what_each_says_alone(model):
 
 
 @pytest.mark.long
-def test_a_thousand_tokens_are_never_compiled_again(model):
+def test_a_thousand_tokens_cause_no_recompilation(model):
     torch._dynamo.reset()
     counters.clear()
     model = model.float()
@@ -224,7 +223,7 @@ def test_a_thousand_tokens_are_never_compiled_again(model):
 
 @pytest.mark.parametrize("temperature, eos", [(0, ()), (2.0, range(10))])
 def test_a_text_is_the_same_alone_in_a_batch_and_without_a_cache(model, temperature, eos):
-    """Past the context, with fewer rows than texts."""
+    """Beyond the context, with fewer rows than texts."""
     draw = partial(sample, temperature=temperature, repetition_penalty=1.2)
     random = Random(0)
     prompts = [random.choices(range(128), k=length) for length in (1, 40, 63, 7, 61)]
@@ -258,7 +257,7 @@ def test_a_trained_variant_decodes_from_its_checkpoint(run_of, variant):
         close(loaded(tokens), trained, rtol=0, atol=0)
         cache = loaded.new_cache(len(tokens), tokens.shape[1], torch.float32, "cpu")
         cached = [loaded(chunk, cache) for chunk in tokens.split([31, 1, 1, 31], dim=1)]
-    close(torch.cat(cached, dim=1), trained, rtol=1e-4, atol=1e-4)  # sums in another order
+    close(torch.cat(cached, dim=1), trained, rtol=1e-4, atol=1e-4)  # a different order of summation
 
 
 def test_several_samples_share_one_prefill(model, monkeypatch):
@@ -278,13 +277,13 @@ def test_several_samples_share_one_prefill(model, monkeypatch):
 
 
 def test_bf16_runs(model):
-    for parameter in model.parameters():  # and no buffer, as where a checkpoint is loaded in bf16
+    for parameter in model.parameters():  # but not buffers, as in loading a checkpoint in bf16
         parameter.data = parameter.data.bfloat16()
     cache = model.new_cache(3, 16, torch.bfloat16, "cpu")
     assert feed(model, cache, TOKENS, (6, 1, 6)).isfinite().all()
 
 
-def test_masks_are_made_once_and_none_for_plain_causal(model, monkeypatch):
+def test_masks_are_built_once_and_not_at_all_for_plain_causal_attention(model, monkeypatch):
     asked, visible = [], ForwardContext.visible
     monkeypatch.setattr(
         ForwardContext,

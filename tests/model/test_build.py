@@ -1,4 +1,4 @@
-"""Configs build only what model/ defines, completely specified, and the same weights everywhere."""
+"""Configs build only classes of model/, set every option, and give the same weights on every device."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ HOSTILE = [
     "run.instantiate.import_module",
     "run.instantiate.Path",
     "model.cache.Tensor",
-    "model.attention.softmax.Linear",  # ours, but not from there
+    "model.attention.softmax.Linear",  # ours, but imported there from another file
     "model.attention.base.CrossLayer",
     "model.layers.GatedFeedForward.__init__",
     "model..layers.GatedFeedForward",
@@ -33,7 +33,7 @@ HOSTILE = [
     "",
 ]
 
-# Parameters whose first value is zero.
+# Parameters that are initialized to zero.
 ZEROS = (
     ".o_proj.weight",
     ".down_proj.weight",
@@ -52,7 +52,7 @@ def test_hostile_targets_are_refused(target):
 
 
 @pytest.mark.parametrize("change", [{"colour": 3}, {"dim": 8}, {"kv_heads": None}])
-def test_a_knob_too_many_or_too_few_is_refused(change):
+def test_unknown_and_missing_knobs_are_refused(change):
     tree = tree_of("gqa")["attention"] | change
     tree = {key: value for key, value in tree.items() if value is not None or key == "window"}
     with pytest.raises(TypeError, match="SoftmaxAttention"):
@@ -60,7 +60,7 @@ def test_a_knob_too_many_or_too_few_is_refused(change):
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "mla attention.query_rank=24"])
-def test_first_weights_depend_on_the_seed_and_their_names_alone(variant):
+def test_initial_weights_depend_only_on_the_seed_and_their_names(variant):
     tree = tree_of(*variant.split())
     first = build_model(tree, seed=3)
     torch.manual_seed(99)
@@ -71,7 +71,7 @@ def test_first_weights_depend_on_the_seed_and_their_names_alone(variant):
         assert a.any() != name.endswith(ZEROS), name
 
 
-def test_variants_share_the_weights_they_share():
+def test_variants_have_equal_initial_weights_for_equal_names():
     first = build_model(tree_of("gqa"), seed=3)
     second = build_model(tree_of("llama"), seed=3)
     assert torch.equal(first.embed.weight, second.embed.weight)
@@ -80,7 +80,7 @@ def test_variants_share_the_weights_they_share():
     assert not torch.equal(first.embed.weight, other_seed.embed.weight)
 
 
-def test_layers_and_seeds_begin_apart():
+def test_initial_weights_differ_between_layers_and_seeds():
     values = set()
     for seed in (0, 7):
         model = build_model(tree_of("differential"), seed=seed)
@@ -106,7 +106,7 @@ def test_an_option_without_a_type_is_named():
         instantiation.check_arguments(attention, {"buckets": 4}, "model.attention")
 
 
-def test_an_attention_says_what_it_lacks():
+def test_missing_methods_of_an_attention_are_named():
     class Half(Attention):
         def forward(self, x, ctx, cache, carry):
             return x, carry
@@ -116,7 +116,7 @@ def test_an_attention_says_what_it_lacks():
 
 
 class Buffered(SoftmaxAttention):
-    """Each head's output has a factor, from buffers of two types that checkpoints hold."""
+    """Scales each head's output by buffers of two dtypes that checkpoints store."""
 
     def __init__(self, spec: LayerSpec, **knobs):
         super().__init__(spec, **knobs)
@@ -131,7 +131,7 @@ class Buffered(SoftmaxAttention):
 
 @pytest.fixture
 def buffered_tree(monkeypatch) -> dict:
-    """The tree of a model with buffers; a config may name the class above."""
+    """The config of a model with buffers; patches the resolver to accept the class above."""
     target = f"{__name__}.Buffered"
     resolve = instantiation.resolve_target
 
@@ -142,7 +142,7 @@ def buffered_tree(monkeypatch) -> dict:
     return tree_of("gqa", f"attention._target_={target}")
 
 
-def test_buffers_train_and_resume_with_their_values(buffered_tree, run_of):
+def test_buffers_keep_their_values_in_training_and_resuming(buffered_tree, run_of):
     target = buffered_tree["attention"]["_target_"]
     overrides = (f"attention._target_={target}", "batch_tokens=256", "save_every=3")
     with poisoned_memory():
@@ -150,7 +150,7 @@ def test_buffers_train_and_resume_with_their_values(buffered_tree, run_of):
     attention = run.trainer.model.blocks[1].attention
     close(attention.gain, torch.linspace(0.5, 2.0, 4))
 
-    # As by what is counted or averaged in training.
+    # Change the buffers, as counts or running means would in training.
     for _ in range(3):
         take_step(run)
     attention.gain.mul_(1.5)
@@ -165,12 +165,12 @@ def test_buffers_train_and_resume_with_their_values(buffered_tree, run_of):
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_buffers_keep_their_dtype_in_a_model_of_less_precision(
+def test_buffers_keep_their_dtype_in_a_model_of_lower_precision(
     int8, buffered_tree, tokenizer, tmp_path
 ):
     tree = buffered_tree | {"vocab_size": tokenizer.vocab_size}
     exact = drawn(tree)
-    exact.blocks[0].attention.gain[0] = 1.001  # which bf16 does not have
+    exact.blocks[0].attention.gain[0] = 1.001  # not representable in bf16
     weights = exact.state_dict()
     folder = checkpoint.save(tmp_path, 1, weights, {"model": tree}, tokenizer.files, {})
     model = load_model(folder, "cpu", torch.bfloat16)
@@ -184,8 +184,8 @@ def test_buffers_keep_their_dtype_in_a_model_of_less_precision(
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "llama attention.bias=true"])
-def test_vectors_but_biases_are_in_fp32_in_a_model_of_less_precision(variant):
-    """exp(decay_rate) of a rounded number is another decay, and a rounded sink another weight."""
+def test_vectors_except_biases_stay_in_fp32_in_a_model_of_lower_precision(variant):
+    """Rounding decay_rate or a sink logit would change its exponential too much."""
     model = instantiate_model(tree_of(*variant.split()), "meta", torch.bfloat16)
     dtypes = {}
     for name, parameter in model.named_parameters():

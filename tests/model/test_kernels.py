@@ -1,4 +1,4 @@
-"""Attention on matrices: its definition against that of torch, and the faster kernels against it."""
+"""Attention kernels: the definition equals torch's attention, and the faster kernels equal the definition."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ flex_test = pytest.mark.filterwarnings("ignore:flex_attention called without tor
 
 
 def kernel_inputs(window: int | None, has_sink: bool) -> tuple:
-    """q, k, v with grouped heads and values of another width, what is visible, and a sink."""
+    """q, k, v with grouped heads and values of another width, the visibility, and a sink."""
     q = random(2, 4, 9, 8).requires_grad_()
     k = random(2, 2, 9, 8).requires_grad_()
     v = random(2, 2, 9, 6).requires_grad_()
@@ -44,7 +44,7 @@ def assert_same_with_gradients(y: Tensor, expected: Tensor, inputs: tuple) -> No
 
 @pytest.mark.parametrize("kv_heads", [6, 3, 1])
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_is_a_softmax_over_what_is_visible(kv_heads, window):
+def test_attention_is_a_softmax_over_visible_keys(kv_heads, window):
     q, k, v = random(2, 6, 7, 8), random(2, kv_heads, 7, 8), random(2, kv_heads, 7, 4)
     mask = ForwardContext(torch.zeros(2, 7)).visible(window, None).mask
     y = eager_attention(q, k, v, mask, ScoreOptions(SCALE))
@@ -66,14 +66,14 @@ def test_the_other_kernels_equal_the_definition(window, softcap, has_sink, scale
     assert_same_with_gradients(chosen.transpose(1, 2), expected, (q, k, v, sink))
 
 
-def test_the_scale_is_that_of_the_width_unless_given():
+def test_the_default_scale_depends_on_the_width():
     q, k, v, visible, _ = kernel_inputs(None, has_sink=False)
     y = AttentionKernel()(*by_tokens(q, k, v), visible)
     close(y, AttentionKernel()(*by_tokens(q, k, v), visible, scale=SCALE))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_compiled_step_of_one_token_is_sums(device, monkeypatch):
+def test_a_compiled_step_of_one_token_calls_no_matrix_product(device, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     q = torch.ones(2, 1, 4, 8, device=device)
     k = torch.ones(2, 9, 2, 8, device=device)
@@ -84,7 +84,7 @@ def test_a_compiled_step_of_one_token_is_sums(device, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", [eager_attention, kernels.blockwise_attention])
-def test_dropout_zeroes_weights_and_enlarges_the_others(kernel):
+def test_dropout_zeroes_weights_and_scales_up_the_rest(kernel):
     q = torch.zeros(1, 4, 200, 8).double()
     v = torch.eye(200).double().expand(1, 4, -1, -1)
     mask = torch.ones(1, 1, 200, 200, dtype=torch.bool)
@@ -96,7 +96,7 @@ def test_dropout_zeroes_weights_and_enlarges_the_others(kernel):
 @flex_test
 @pytest.mark.parametrize("window, softcap, has_sink", FLEX)
 def test_flex_attention_equals_the_definition(window, softcap, has_sink):
-    """Its output alone: without a GPU it has no backward."""
+    """Only the output: without a GPU, FlexAttention has no backward."""
     *_, visible, sink = kernel_inputs(window, has_sink)
     q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
     options = ScoreOptions(0.25, softcap, sink=None if sink is None else sink.detach().float())
@@ -110,8 +110,8 @@ def test_flex_attention_equals_the_definition(window, softcap, has_sink):
     ("window", "chunk", "has_documents"),
     [(3, None, False), (None, 4, False), (None, None, True), (3, 4, True)],
 )
-def test_flex_attention_computes_masks_of_positions(window, chunk, has_documents, has_sink):
-    """It gets a mask that is wrong, which it must not read. With a sink, the length is padded."""
+def test_flex_attention_computes_its_mask_from_positions(window, chunk, has_documents, has_sink):
+    """The given mask is wrong on purpose: it must not be read. With a sink, the length is padded."""
     lengths = ([3, 4, 2], [5, 4]) if has_documents else ([9], [9])
     documents = torch.stack(
         [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
@@ -139,7 +139,7 @@ def test_flex_attention_computes_masks_of_positions(window, chunk, has_documents
 
 
 class LearnedBias(torch.nn.Module):
-    """A bias for each head and distance, whose values have gradients."""
+    """A trainable bias for each head and distance."""
 
     def __init__(self, heads: int, length: int):
         super().__init__()
@@ -147,7 +147,7 @@ class LearnedBias(torch.nn.Module):
 
 
 def visible_case(case: str) -> Visibility:
-    """All tokens before, a window, and slots of a cache for the newest 3 tokens."""
+    """Visibility of all earlier tokens, of a window, or of a cache of the newest 3 tokens."""
     if case == "ring":
         ctx = ForwardContext(torch.zeros(2, 3), torch.tensor([13, 4]))
         return ctx.visible_in_ring(6, 4, None)
@@ -158,7 +158,7 @@ def visible_case(case: str) -> Visibility:
 
 
 def biased_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visibility, bias) -> Tensor:
-    """Attention of torch with a score bias."""
+    """torch's attention with a score bias."""
     distances = visible.query_positions[..., None] - visible.key_positions[:, None]
     is_visible = (distances >= 0) & (visible.key_positions >= 0)[:, None]  # (B, T, S)
     if visible.mask is not None:
@@ -204,12 +204,12 @@ def decays(length: int, dtype: torch.dtype) -> Tensor:
 
 
 def biased_by_tokens(q: Tensor, k: Tensor, v: Tensor, bias: TokenBias, sink=None) -> Tensor:
-    """Causal attention of torch in float64 with a bias of each query and key, and maybe a sink."""
+    """torch's causal attention in float64 with a bias for each query and key, and an optional sink."""
     q, k, v, query, key = [x.double() for x in (q, k, v, *bias)]
     length = q.shape[2]
     scores = query[..., None] + key[..., None, :]
     scores = scores.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -torch.inf)
-    if sink is not None:  # a key of zeros with that score, which adds no value
+    if sink is not None:  # a key with this score and a value of zero
         column = sink.double()[:, None, None].expand(2, -1, length, 1)
         scores = torch.cat((scores, column), dim=-1)
         k = pad(k, (0, 0, 0, 1))
@@ -224,7 +224,7 @@ def test_every_kernel_adds_a_token_bias(has_sink, monkeypatch):
     q, k, v, visible, sink = kernel_inputs(None, has_sink)
     bias = TokenBias(random(2, 4, 9).requires_grad_(), random(2, 4, 9).requires_grad_())
     expected = biased_by_tokens(q, k, v, bias, sink)
-    inputs = (q, k, v, sink, bias.key)  # without a sink, the bias of a query has no gradient
+    inputs = (q, k, v, sink, bias.key)  # without a sink, the query's bias has no gradient
     options = ScoreOptions(SCALE, token_bias=bias, sink=sink)
     chosen = AttentionKernel()(*by_tokens(q, k, v), visible, sink=sink, token_bias=bias)
     for y in (
@@ -234,7 +234,7 @@ def test_every_kernel_adds_a_token_bias(has_sink, monkeypatch):
     ):
         assert_same_with_gradients(y, expected, inputs)
 
-    # The two kernels of a GPU, whose biases are columns of fp32 queries and keys.
+    # The two GPU kernels, which append biases to fp32 queries and keys as columns.
     q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
     options = options._replace(scale=0.25, sink=None if sink is None else sink.detach().float())
     expected = biased_by_tokens(q, k, v, bias, sink).float()
@@ -245,7 +245,7 @@ def test_every_kernel_adds_a_token_bias(has_sink, monkeypatch):
             close(y, expected, rtol=0, atol=1e-5)
 
 
-# Relative errors: of the output, of the gradients of q, k and v, and of the decays' gradient.
+# Relative errors of the output, of the gradients of q, k and v, and of the decays' gradient.
 @pytest.mark.parametrize(
     ("kernel", "dtype", "bounds"),
     [
@@ -255,8 +255,8 @@ def test_every_kernel_adds_a_token_bias(has_sink, monkeypatch):
         (kernels.blockwise_attention, torch.bfloat16, (6e-3, 1.5e-2, 0.015)),
     ],
 )
-def test_decays_in_the_products_are_as_exact_as_added_ones(kernel, dtype, bounds):
-    """Against float64 at 512 tokens. A decay that bf16 rounds would be off by 1 at the end."""
+def test_decays_in_the_products_are_as_precise_as_added_decays(kernel, dtype, bounds):
+    """Compared with float64 at 512 tokens. A decay rounded to bf16 would be off by 1 at the end."""
     generator = torch.Generator().manual_seed(0)
     shape = (4, 2, 4, 512, 64)
     *inputs, weight = torch.randn(shape, generator=generator).bfloat16()
@@ -287,8 +287,8 @@ def test_three_parts_in_bf16_sum_to_a_number_in_fp32():
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
-def test_compiled_parts_of_a_bias_keep_their_bits():
-    """Inductor removes casts there and back: parts that are made by casts would be zeros."""
+def test_compiled_parts_of_a_bias_are_bit_exact():
+    """Inductor removes casts to bf16 and back, so parts computed by casts would be zero."""
     torch._dynamo.reset()
     q, k = (random(2, heads, 32, 16).bfloat16() for heads in (4, 2))
     options = ScoreOptions(0.25, token_bias=TokenBias(*2 * [decays(32, torch.float32)]))
@@ -302,7 +302,7 @@ def test_compiled_parts_of_a_bias_keep_their_bits():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window, softcap, has_sink", BLOCKWISE[1:])
-def test_compiled_flex_attention_has_the_gradients_of_the_definition(window, softcap, has_sink):
+def test_gradients_of_compiled_flex_attention_equal_the_definition(window, softcap, has_sink):
     *_, visible, sink = kernel_inputs(window, has_sink)
     inputs = [random(2, heads, 9, 16).float().cuda().requires_grad_() for heads in (4, 2, 2)]
     visible = Visibility(*(x if x is None else x.cuda() for x in visible))
@@ -315,7 +315,7 @@ def test_compiled_flex_attention_has_the_gradients_of_the_definition(window, sof
     if sink is not None:
         inputs.append(options.sink)
     grads = [torch.autograd.grad(x.pow(3).sum(), inputs) for x in (y, expected)]
-    close(y, expected, rtol=0, atol=1e-2)  # products in TF32
+    close(y, expected, rtol=0, atol=1e-2)  # matrix products are in TF32
     close(*grads, rtol=0, atol=1e-1)
 
 

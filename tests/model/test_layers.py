@@ -1,4 +1,4 @@
-"""Norms, feed-forwards and RoPE against their formulas, number by number, in fp64."""
+"""Norms, feed-forwards and RoPE equal their formulas, in fp64."""
 
 import math
 from itertools import product
@@ -13,7 +13,7 @@ from tests.conftest import close, redraw
 
 
 def random(*shape: int) -> Tensor:
-    """Normal values in fp64 that depend on the shape alone."""
+    """Normal values in fp64 that depend only on the shape."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
@@ -61,21 +61,21 @@ def test_feed_forwards(activation):
 
 
 def rotated(x: Tensor, base: float) -> Tensor:
-    """x (B, T, H, D) with its pairs (i, i + D / 2), as complex numbers, turned by their angles."""
+    """Rotate the pairs (i, i + D / 2) of x (B, T, H, D) by their angles, as complex numbers."""
     half = x.shape[-1] // 2
     angles = torch.arange(x.shape[1])[:, None, None] * base ** (-torch.arange(half) / half)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angles)
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def test_rope_turns_each_pair_by_its_angle():
+def test_rope_rotates_each_pair_by_its_angle():
     x = random(1, 5, 2, 6)
     y = apply_rope(x, *ForwardContext(torch.zeros(1, 5)).rotary(6, 100.0))
     close(y, rotated(x, 100.0), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_compiler_knows_the_results_of_cos_and_sin(dtype):
+def test_cos_and_sin_is_a_valid_custom_operator(dtype):
     angle = random(2, 3, 1, 4).to(dtype)
     torch.library.opcheck(cos_and_sin, (angle,))
     cos, sin = cos_and_sin(angle)

@@ -1,4 +1,4 @@
-"""Attention layers against plain references, in fp64: loops from their formulas, and attention of torch."""
+"""Attention layers equal plain references in fp64: loops over their formulas, and torch's attention."""
 
 from itertools import product
 
@@ -23,13 +23,13 @@ def spec_of(dim: int, heads: int, context: int) -> LayerSpec:
 
 
 def layers_of(*overrides: str) -> list[Attention]:
-    """The attentions of a model in fp64, with every parameter drawn."""
+    """The attention layers of a model in fp64, with every parameter drawn at random."""
     model = drawn(tree_of(*overrides), torch.float64)
     return [block.attention for block in model.blocks]
 
 
 def output(layer: Attention, x: Tensor) -> Tensor:
-    """What a layer that takes nothing from others computes of plain rows."""
+    """The output of a layer for full rows, without a cache or carry."""
     return layer(x, ForwardContext(x[..., 0]), None, {})[0]
 
 
@@ -40,14 +40,14 @@ def projected(layer: Attention, x: Tensor, head_dim: int) -> list[Tensor]:
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Causal attention (B, T, H D) by torch; `bias` (H, T, S) is that of scores, mask included."""
+    """torch's causal attention (B, T, H D); `bias` (H, T, S) is added to scores and includes the mask."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     y = scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None, enable_gqa=True)
     return y.transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "softcap"])
-def test_dropout_acts_in_training_alone(variant):
+def test_dropout_acts_only_in_training(variant):
     layer = layers_of(variant, "attention.dropout=0.5")[0].train()
     x = random(2, 9, 64)
     assert (output(layer, x) - output(layer, x)).abs().max() > 1e-3
@@ -56,11 +56,11 @@ def test_dropout_acts_in_training_alone(variant):
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "sliding_window", "chunked"])
-def test_operations_on_scores_are_counted_where_they_are_visible(variant):
+def test_attention_flops_count_only_visible_scores(variant):
     for layer in layers_of(variant):
         window, chunk = getattr(layer, "window", None), getattr(layer, "chunk", None)
         visible = ForwardContext(torch.zeros(1, 13)).visible(window or 99, chunk)
-        # A product with a key and one with a value.
+        # One product with a key and one with a value.
         flops = 4 * layer.heads * getattr(layer, "value_dim", layer.head_dim)
         pairs = visible.mask.sum().item()
         assert layer.attention_flops(13) * 13 == pytest.approx(flops * pairs)
@@ -73,7 +73,7 @@ def test_heads_that_do_not_fit_are_refused(dim, heads, kv_heads):
         instantiate(tree_of("gqa", *sizes))
 
 
-def test_a_window_holds_its_positions_whatever_the_prompt():
+def test_the_cache_of_a_window_does_not_grow_with_the_prompt():
     tree = settings_of("model=tiny", "data.vocab_size=128", "model.depth=1", "context=2048").model
 
     tree["attention"]["window"] = 256
@@ -88,8 +88,8 @@ def test_a_window_holds_its_positions_whatever_the_prompt():
     assert cache.nbytes == 256 * 2 * kv_heads * head_dim * 4  # k and v in fp32
 
 
-def test_the_block_of_the_classic_walkthrough():
-    """Hidden 128, 16 heads of 8, 4 key-value heads, RoPE, then QK-norm without weight."""
+def test_the_layer_of_the_attention_tutorial():
+    """dim 128, 16 heads of 8 features, 4 key-value heads, RoPE, then QK-norm without weight."""
     knobs = {"kv_heads": 4, "rope_base": 10000.0, "qk_norm": "after_rope"}
     layer = redraw(SoftmaxAttention(spec_of(128, 16, 10), **knobs).double())
     x = random(2, 10, 128)
@@ -103,7 +103,7 @@ def test_the_block_of_the_classic_walkthrough():
     close(output(layer, x), layer.o_proj(y), rtol=0, atol=1e-6)
 
 
-def test_absorption_halves_the_work_of_a_step():
+def test_absorption_halves_the_flops_of_a_decode_step():
     knobs = {"rank": 64, "head_dim": 32, "rope_dim": 16, "rope_base": 10000.0}
     layer = redraw(LatentAttention(spec_of(256, 8, 4096), **knobs))
     cache = layer.new_cache(1, 2049, torch.float32, "cpu")
@@ -120,7 +120,7 @@ def test_absorption_halves_the_work_of_a_step():
     assert flops[0] < flops[1] / 2
 
 
-def test_shared_keys_and_values_are_those_of_the_layer_before():
+def test_shared_keys_and_values_come_from_the_previous_layer():
     first, second = layers_of("shared_kv")
     x = random(2, 9, 64)
     later = x.flip(1)
@@ -147,7 +147,7 @@ def test_layers_that_share_must_have_the_same_heads(variant):
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_values_mix_with_the_first_layers_by_their_share(share):
+def test_values_are_mixed_with_the_first_layers_values(share):
     first, second = layers_of("value_residual")
     x = random(2, 9, 64)
     ctx = ForwardContext(x[..., 0])
@@ -164,7 +164,7 @@ def test_values_mix_with_the_first_layers_by_their_share(share):
     close(y, output(plain, x))
 
 
-# Numbers in the cache of a layer for one token, of models with dim D and H heads.
+# Numbers that one token takes in the cache of a layer, for models with dim D and H heads.
 TOKEN_NUMBERS = {
     "gqa": lambda d, h: 2 * 2 * (d // h),  # k and v of 2 heads
     "mha": lambda d, h: 2 * d,
@@ -174,7 +174,7 @@ TOKEN_NUMBERS = {
 
 
 @pytest.mark.parametrize("variant", TOKEN_NUMBERS)
-def test_a_cache_takes_the_bytes_of_its_formula(variant):
+def test_cache_bytes_follow_the_formula(variant):
     settings = settings_of("model=15m", "context=4096", f"attention={variant}")
     tree = settings.model | {"vocab_size": 128}
     model = instantiate(tree)
@@ -183,7 +183,7 @@ def test_a_cache_takes_the_bytes_of_its_formula(variant):
     assert model.cache_bytes(4096, torch.bfloat16) == 2 * numbers
 
 
-def test_a_recurrent_layer_has_a_cache_of_one_size():
+def test_the_cache_of_a_recurrent_layer_has_a_constant_size():
     recurrent, *_ = layers_of("gdn")
     for capacity in (1, 4096):
         cache = recurrent.new_cache(1, capacity, torch.bfloat16, "cpu")
@@ -193,19 +193,19 @@ def test_a_recurrent_layer_has_a_cache_of_one_size():
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 6, 8, 12, 20])
-def test_alibi_slopes_are_those_of_bloom_and_mpt(heads):
+def test_alibi_slopes_equal_bloom_and_mpt(heads):
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
     slopes = alibi_slopes(heads)
-    # BLOOM adds slope x key position, MPT slope x (key - last key), either to all rows alike.
+    # BLOOM adds slope x key position, MPT slope x (key - last key), both to all rows.
     bloom = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)[:, 0]
     close(slopes[:, None] * torch.arange(5), bloom, rtol=0, atol=1e-5)
     mpt = build_mpt_alibi_tensor(heads, 5)[:, 0]
     close(slopes[:, None] * (torch.arange(5) - 4), mpt, rtol=0, atol=1e-5)
 
 
-def test_alibi_is_a_softmax_of_scores_less_distances():
+def test_alibi_subtracts_scaled_distances_from_scores():
     layer = layers_of("alibi", "attention.qk_norm=null")[0]
     x = random(2, 9, 64)
     slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])  # of 4 heads

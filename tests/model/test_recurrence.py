@@ -1,6 +1,6 @@
-"""Gated linear recurrences in chunks against their definition, and what a step of them computes.
+"""Chunked gated linear recurrences equal their definition; the operations of a chunk are bounded.
 
-The definitions are the plain files of fla-core. Its package needs a GPU, so they are loaded alone.
+The definitions come from fla-core. Importing its package needs a GPU, so single files are loaded.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ FLA = {"gdn": "gated_delta_rule", "kda": "kda", "mamba2": "simple_gla"}
 
 
 def inputs_of(length: int, preset: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k, v, beta, g and a state, with documents that start within and a token of padding.
+    """q, k, v, beta, g and a state, with document starts inside and one token of padding.
 
-    Keys have length 1 where the state is erased, and decays are from none to e^-50 a token.
+    Keys have length 1 if the recurrence erases, and decays range from 1 to e^-50 per token.
     """
     generator = torch.Generator().manual_seed(length)
     num_decays = DIM if preset == "kda" else 1
@@ -74,7 +74,7 @@ def test_chunks_equal_the_recurrence_and_its_gradients(preset, length, chunk):
 
 
 def naive(operation: str, function: str) -> Callable:
-    """A function of fla-core, whose package itself wants Triton."""
+    """A function of fla-core, loaded from its file because the package requires Triton."""
     (folder,) = util.find_spec("fla").submodule_search_locations
     spec = util.spec_from_file_location(operation, f"{folder}/ops/{operation}/naive.py")
     module = util.module_from_spec(spec)
@@ -96,18 +96,18 @@ def compare(preset: str) -> float:
 
 
 @pytest.mark.parametrize("preset", FLA)
-def test_recurrences_equal_those_of_fla(preset):
+def test_recurrences_equal_fla(preset):
     assert compare(preset) < 1e-4
 
 
-def test_kda_with_equal_channels_is_gdn():
+def test_kda_with_equal_channels_equals_gdn():
     q, k, v, beta, g, state = inputs_of(70, "gdn", dtype=torch.float32)
     by_head = chunked("gdn", 64)(q, k, v, beta, g, state)
     by_channel = chunked("kda", 64)(q, k, v, beta, g.expand(*k.shape), state)
     close(by_channel, by_head, atol=1e-5, rtol=0)
 
 
-def test_without_erasing_what_does_not_decay_is_not_written():
+def test_without_erasing_a_token_without_decay_writes_nothing():
     layer = drawn(tree_of("mamba2")).blocks[0].attention
     x = torch.randn(2, 9, 64)
     ctx = ForwardContext(x[..., 0])
@@ -136,7 +136,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("preset", FLA)
 def test_products_are_few_and_large_enough_for_a_library(preset):
-    """On a GPU each product is a call of cuBLAS, whose tiles have 16 rows or more."""
+    """On a GPU, each product is a cuBLAS call, whose tiles have at least 16 rows."""
     generator = torch.Generator().manual_seed(0)
     num_decays = 32 if preset == "kda" else 1
     q, k, v = torch.randn(3, 1, 256, 2, 32, generator=generator)
@@ -147,15 +147,15 @@ def test_products_are_few_and_large_enough_for_a_library(preset):
         with_gradients(chunked(preset, 64), inputs)
     assert min(min(size) for size in products.sizes) >= 16, products.sizes
     assert not products.solvers
-    # A product has two gradients. In each of the four chunks, two products wait for the state.
+    # A product has two gradients. In each of the four chunks, two products need the state.
     in_chunks = 0 if preset == "mamba2" else 4 * 2 * 3
     assert len(products.sizes) <= in_chunks + 20, products.sizes
 
 
 @pytest.mark.parametrize("correlation", [1.0, 0.9, 0.0])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_inverse_is_as_precise_as_substitution_whatever_the_keys_are(correlation, sign):
-    """Powers of A have elements up to 1e18 where keys are equal, and the inverse none above 1."""
+def test_the_inverse_is_as_precise_as_substitution_for_any_keys(correlation, sign):
+    """If keys are equal, powers of A have elements up to 1e18, but its inverse has none above 1."""
     generator = torch.Generator().manual_seed(0)
     k = torch.randn(64, 16, generator=generator, dtype=torch.float64)
     k[1:] = correlation * k[:1] + (1 - correlation**2) ** 0.5 * k[1:]
@@ -195,7 +195,7 @@ def test_a_step_of_one_token_solves_no_system(preset, monkeypatch):
     cache = model.new_cache(2, 8, torch.float32, "cpu")
     with torch.no_grad():
         model(torch.ones(2, 3, dtype=torch.int64), cache)
-        assert 4 in solved  # three tokens are a chunk of four
+        assert 4 in solved  # three tokens are padded to a chunk of four
         solved.clear()
         model(torch.ones(2, 1, dtype=torch.int64), cache)
     assert not solved

@@ -1,4 +1,4 @@
-"""Attentions beside code that is not ours: classes of transformers, and the plain functions of fla-core."""
+"""Attention layers equal independent code: classes of transformers and reference functions of fla-core."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ TOLERANCE = {"rtol": 0, "atol": 1e-4}
 
 
 def heads_of(layer: SoftmaxAttention, x: Tensor) -> Tensor:
-    """The outputs of the heads (B, T, H, E): what o_proj is called with."""
+    """The outputs of the heads (B, T, H, E), taken from the input of o_proj."""
     inputs = []
     hook = layer.o_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     layer(x, ForwardContext(x[..., 0]), None, {})
@@ -33,7 +33,7 @@ def heads_of(layer: SoftmaxAttention, x: Tensor) -> Tensor:
     return inputs[0].unflatten(-1, (layer.heads, -1))
 
 
-def test_exclusive_attention_is_neommes_and_has_no_part_along_the_own_value():
+def test_exclusive_attention_equals_neomme_and_is_orthogonal_to_the_own_value():
     layer = layers_of("exclusive")[0]
     x = random(2, 9, 64)
     ctx = ForwardContext(x[..., 0])
@@ -49,7 +49,7 @@ def test_exclusive_attention_is_neommes_and_has_no_part_along_the_own_value():
     close((ours * own_v).sum(dim=-1), torch.zeros(2, 9, layer.heads).double(), rtol=0, atol=1e-5)
 
 
-def test_the_convolution_is_inklings():
+def test_the_convolution_equals_inkling():
     theirs = InklingShortConvolution(24, 4, 0, 0)
     ours = ShortConv(24, 4)
     ours.taps.data = theirs.conv1d.weight.data.clone()
@@ -58,7 +58,7 @@ def test_the_convolution_is_inklings():
     close(ours(x, ForwardContext(x[..., 0])), theirs(x), **TOLERANCE)
 
 
-def test_attention_after_a_convolution_begins_as_its_parent():
+def test_attention_after_a_convolution_starts_equal_to_its_parent():
     ours = layers_of("conv")[0]
     parent = layers_of("gqa")[0]
     parent.load_state_dict(ours.state_dict(), strict=False)
@@ -69,7 +69,7 @@ def test_attention_after_a_convolution_begins_as_its_parent():
     close(output(ours, x), output(parent, x))
 
 
-def test_tied_keys_and_values_are_gemma_4s_in_half_the_cache():
+def test_tied_keys_and_values_equal_gemma_4_with_half_the_cache():
     layer = layers_of("tied_kv")[0]
     config = Gemma4TextConfig(
         hidden_size=64,
@@ -107,7 +107,7 @@ def test_tied_keys_and_values_are_gemma_4s_in_half_the_cache():
     assert nbytes[0] == nbytes[1] / 2
 
 
-def test_forgetting_attention_is_that_of_fla_and_with_open_gates_its_parent():
+def test_forgetting_attention_equals_fla_and_with_open_gates_its_parent():
     layer = layers_of("fox")[0]
     x = random(2, 9, 64)
     q, k, v = layer.project_qkv(x, ForwardContext(x[..., 0]))
@@ -123,7 +123,7 @@ def test_forgetting_attention_is_that_of_fla_and_with_open_gates_its_parent():
 
 
 def block_attention(layer: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """MoBA by the words of its paper: one query (H, E) of one row after the other."""
+    """MoBA as its paper defines it, in a loop over rows and queries."""
     block, group = layer.block, layer.heads // layer.kv_heads
     y = torch.zeros_like(q)
     for row in range(len(q)):
@@ -144,7 +144,7 @@ def block_attention(layer: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor) ->
     return y
 
 
-def test_block_attention_is_that_of_its_paper():
+def test_block_attention_equals_its_paper():
     layer = layers_of("moba")[0]
     layer.block, layer.topk = 3, 2
     x = random(2, 17, 64)
@@ -170,13 +170,13 @@ def test_blocks_are_chosen_in_fp32_under_autocast():
 
 
 def indexed(topk: int) -> SoftmaxAttention:
-    """With so many heads that no key matches none of them: which of those is taken is free."""
+    """A layer with enough index heads that no key scores 0 on all of them: the order of ties is undefined."""
     layer = layers_of("dsa", "attention.index_heads=24", "attention.index_dim=8")[0]
     layer.topk = topk
     return layer
 
 
-def test_the_indexer_is_deepseeks_and_its_attention_that_of_fla():
+def test_the_indexer_equals_deepseek_and_its_attention_fla():
     layer = indexed(4)
     x = random(2, 17, 64)
     ctx = ForwardContext(x[..., 0])
@@ -210,8 +210,8 @@ def test_the_indexer_is_deepseeks_and_its_attention_that_of_fla():
 
 
 @pytest.mark.parametrize("variant", ["moba", "dsa"])
-def test_a_decode_step_reads_what_it_chose(variant):
-    """Of the rest, whose keys and values are not numbers here, it reads nothing."""
+def test_a_decode_step_reads_only_chosen_keys(variant):
+    """Keys and values that were not chosen are NaN here, and must not be read."""
     layer = layers_of(variant, "attention.index_heads=24" if variant == "dsa" else "seed=0")[0]
     x = random(2, 33, 64)
     cache = layer.new_cache(2, 33, torch.float64, "cpu")
@@ -235,7 +235,7 @@ def test_a_decode_step_reads_what_it_chose(variant):
 
 
 @pytest.mark.parametrize("variant", ["moba", "dsa"])
-def test_choosing_every_key_is_the_parent(variant):
+def test_choosing_every_key_equals_the_parent(variant):
     layer = layers_of(variant)[0]
     layer.topk = 64
     parent = layers_of("gqa")[0]
@@ -244,7 +244,7 @@ def test_choosing_every_key_is_the_parent(variant):
     close(output(layer, x), output(parent, x), rtol=0, atol=1e-5)
 
 
-def test_the_indexer_learns_from_the_divergence_alone_and_nothing_else_does():
+def test_only_the_indexer_learns_from_the_divergence_and_from_nothing_else():
     layer = indexed(4)
     x = random(2, 17, 64).requires_grad_()
     index_names = {name for name, _ in layer.named_parameters() if name.startswith("index")}
@@ -261,8 +261,8 @@ def test_the_indexer_learns_from_the_divergence_alone_and_nothing_else_does():
 
 
 @pytest.mark.parametrize("words", [(), ("attention.softcap=2.0", "attention.sink=true")])
-def test_mean_weights_are_those_that_the_kernel_attends_with(words):
-    """Values that are the identity make weights of the kernel's outputs; a sink has a share of 1."""
+def test_mean_weights_equal_the_weights_of_the_kernel(words):
+    """With identity values, the kernel outputs its weights; they are renormalized to exclude a sink."""
     layer = layers_of("dsa", *words)[0]
     layer.topk = 4
     x = random(2, 17, 64)
@@ -276,7 +276,7 @@ def test_mean_weights_are_those_that_the_kernel_attends_with(words):
     close(layer.mean_weights(q, k, chosen), weights, rtol=0, atol=1e-6)
 
 
-def test_the_divergence_is_that_of_the_weights_from_the_softmax_of_the_index():
+def test_the_auxiliary_loss_is_the_divergence_of_index_scores_from_weights():
     layer = indexed(4)
     x = random(2, 17, 64)
     ctx = ForwardContext(x[..., 0])

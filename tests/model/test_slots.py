@@ -1,4 +1,4 @@
-"""Attention, feed-forward and norm are chosen apart: any three of them make a model that keeps its laws."""
+"""Attention, feed-forward and norm are independent choices: every combination keeps the laws."""
 
 from itertools import product
 
@@ -11,8 +11,8 @@ from train import take_step
 FFNS = sorted(path.stem for path in (CONFIGS / "ffn").glob("*.yaml"))
 NORMS = sorted(path.stem for path in (CONFIGS / "norm").glob("*.yaml"))
 PAIRS = [*product(FFNS, NORMS)]
-# A block hands an attention what the norm made, and the feed-forward what comes of both: so softmax
-# and a state meet every pair, and each other attention one of them, in turn.
+# Softmax and a recurrence are combined with every pair of feed-forward and norm, and each other
+# attention with one pair, in turn.
 marked = [
     (variant, *pair)
     if variant in ("gqa", "gdn") or pair == PAIRS[i % len(PAIRS)]
@@ -23,7 +23,7 @@ marked = [
 
 
 @pytest.mark.parametrize("variant, ffn, norm", marked)
-def test_any_three_decode_as_they_read(variant, ffn, norm):
+def test_any_combination_decodes_as_in_the_full_forward(variant, ffn, norm):
     model = drawn(tree_of(variant, f"ffn={ffn}", f"norm={norm}"), torch.float64)
     tokens = torch.randint(128, (2, 13), generator=torch.Generator().manual_seed(1))
     cache = model.new_cache(2, 16, torch.float64, "cpu")
@@ -34,7 +34,7 @@ def test_any_three_decode_as_they_read(variant, ffn, norm):
 
 
 @pytest.mark.parametrize("variant, ffn, norm", marked)
-def test_any_three_train_and_resume_to_the_bit(run_of, variant, ffn, norm):
+def test_any_combination_trains_and_resumes_bit_for_bit(run_of, variant, ffn, norm):
     options = (
         f"attention={variant}",
         f"ffn={ffn}",

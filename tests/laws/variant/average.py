@@ -1,4 +1,4 @@
-"""A running average of values with a learned forget gate, whose state begins at a buffer's value.
+"""A running average of values with a learned forget gate; the initial state is a buffer.
 
 s_t = f_t s_{t-1} + (1 - f_t) v_t   with   f_t = sigmoid(forget(x_t)),   s_0 = initial_state
 """
@@ -33,7 +33,7 @@ class RunningAverage(Attention):
         initial = self.initial_state.type_as(v)
         state = initial if cache is None else cache.states["average"].type_as(v)
 
-        # The first token of a row or a document starts anew, whatever came before.
+        # The first token of a row or a document resets the state.
         is_first = (ctx.positions == 0)[:, :, None]
         states = []
         for t in range(x.shape[1]):
