@@ -1,4 +1,4 @@
-"""Processes that start warm, as forks: importing torch would take most of their time."""
+"""Start processes as forks: importing torch would take most of their time."""
 
 import gc
 import os
@@ -15,8 +15,8 @@ from torch.distributed import TCPStore
 
 from run.distributed import hard_exit
 
-LONG = 600  # seconds until what another process does is given up: a safety net, for a loaded machine too
-# What train.py imports on its way.
+LONG = 600  # seconds to wait for another process: a safety net, generous for a loaded machine
+# Modules that train.py imports inside functions.
 LATE = (
     "hydra._internal.hydra",
     "matplotlib.backends.backend_agg",
@@ -27,7 +27,7 @@ LATE = (
 
 
 class Forked:
-    """`subprocess.Popen` for `python FILE ARGUMENTS`, by a fork of this process."""
+    """Like `subprocess.Popen` for `python FILE ARGUMENTS`, but a fork of this process."""
 
     def __init__(self, command: list, stdout: IO, stderr: IO, env: dict[str, str], **_):
         self.returncode = None
@@ -36,11 +36,11 @@ class Forked:
         self.pid = os.fork()
         if self.pid > 0:
             return
-        # From here on, this is the child: it must end by os._exit and never return to the tests.
+        # The child: it must end by os._exit and never return to the tests.
         with hard_exit():
             torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
-            gc.freeze()  # a collection would copy all memory that is shared with the parent
-            signal.alarm(LONG // 2)  # a fork may inherit a lock that is never released
+            gc.freeze()  # garbage collection would copy the memory shared with the parent
+            signal.alarm(LONG // 2)  # a fork may inherit a held lock
             os.dup2(stdout.fileno(), 1)
             os.dup2(stderr.fileno(), 2)
             sys.stdout = os.fdopen(1, "w", closefd=False)
@@ -65,8 +65,8 @@ class Forked:
 def ranks(
     command: list, world_size: int, folder: Path, meanwhile: Callable = lambda processes: None
 ) -> tuple[list[int], str]:
-    """Run `python FILE ARGUMENTS` as torchrun does -> exit codes, and the stderr of all ranks."""
-    # Port 0 lets the system choose one that is free.
+    """Run `python FILE ARGUMENTS` like torchrun -> the exit codes and stderr of all ranks."""
+    # Port 0 lets the system choose a free port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = {
         "WORLD_SIZE": str(world_size),

@@ -1,4 +1,4 @@
-"""Prepared text and compiled code go where the user may write, whoever owns the clone."""
+"""Prepared text and compiled code are stored in a folder that the user can write."""
 
 import os
 import stat
@@ -13,13 +13,13 @@ from run.cache_folder import compiler_cache, writable_cache
 from tests.conftest import TINY
 from tests.faults.harness import source
 
-# A folder below a file can be made by nobody, not even by root.
+# Nobody can create a folder below a file, not even root.
 NOWHERE = Path("/dev/null/clone/.cache")
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch) -> Path:
-    """A user with a home, in which there is a cache, and with a folder for temporary files."""
+    """Set a home folder with a .cache, and a folder for temporary files."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -28,14 +28,14 @@ def home(tmp_path, monkeypatch) -> Path:
     cache_folder.temporary_cache.cache_clear()
 
 
-def test_the_cache_is_in_the_clone_if_that_can_be_written(tmp_path):
+def test_the_cache_is_in_the_clone_if_it_is_writable(tmp_path):
     assert writable_cache(tmp_path / ".cache") == tmp_path / ".cache"
     assert writable_cache(Path(".cache")) == Path(".cache")
     assert not (tmp_path / ".cache").exists()
 
 
 @pytest.mark.parametrize("setting", [None, "elsewhere", "not/absolute"])
-def test_else_it_is_in_the_users_cache(home, monkeypatch, setting):
+def test_the_cache_is_otherwise_in_the_home_of_the_user(home, monkeypatch, setting):
     expected = home / ".cache"
     if setting == "elsewhere":
         expected = home.parent / setting
@@ -54,12 +54,12 @@ def test_a_folder_of_another_user_is_not_written(tmp_path, home, monkeypatch):
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
-def test_without_a_home_it_is_a_temporary_folder_of_the_user(
+def test_without_a_home_the_cache_is_in_a_temporary_folder_of_the_user(
     tmp_path, monkeypatch, capfd, is_taken
 ):
     monkeypatch.setenv("HOME", "/dev/null")
     usual = tmp_path / f"attend-{os.getuid()}"
-    if is_taken:  # by somebody who would like to see what is loaded from there
+    if is_taken:  # by another user, who could replace its files
         (tmp_path / "theirs").mkdir()
         usual.symlink_to(tmp_path / "theirs")
     folder = writable_cache(NOWHERE)
@@ -78,13 +78,13 @@ def test_compiled_code_avoids_paths_that_torch_does_not_quote(tmp_path, home, na
     assert writable_cache(clone) == clone
 
 
-def test_compiled_code_is_in_a_clone_with_other_unusual_characters(tmp_path):
-    # torch.compile was seen to work there.
+def test_compiled_code_may_be_in_a_path_with_other_unusual_characters(tmp_path):
+    # torch.compile works in such a path, as tried by hand.
     clone = tmp_path / "красный(x){y}$z&;%s#" / ".cache"
     assert compiler_cache(clone) == clone
 
 
-def test_a_corpus_is_read_from_a_cache_that_cannot_be_written(tmp_path, story, monkeypatch):
+def test_a_corpus_is_read_from_a_read_only_cache(tmp_path, story, monkeypatch):
     built = prepare(source(story), tmp_path / ".cache")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     read = prepare(source(story), tmp_path / ".cache")
@@ -93,15 +93,15 @@ def test_a_corpus_is_read_from_a_cache_that_cannot_be_written(tmp_path, story, m
 
 
 def test_a_run_in_a_folder_without_a_cache_prepares_its_text_elsewhere(command, story, home):
-    Path(".cache").touch()  # a file, in which there can be none
+    Path(".cache").touch()  # a file, so no folder can be created
     words = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=1", "run_dir=run")
     command("train.py", *TINY, *words).succeeded()
     (corpus,) = (home / ".cache" / "attend").glob("text-*")
     assert (corpus / "manifest.json").exists()
 
 
-def test_compiled_code_goes_where_files_can_be_locked(tmp_path, home, monkeypatch, capfd):
-    """As torch.compile does with its own."""
+def test_compiled_code_is_stored_on_a_file_system_with_locks(tmp_path, home, monkeypatch, capfd):
+    """torch.compile locks files in its cache."""
     share = tmp_path / "share" / "compiled-2.13"
 
     def acquire(lock):

@@ -1,4 +1,4 @@
-"""What a checkpoint gives back, and what never becomes one."""
+"""Loading and keeping checkpoints, and states that are never saved."""
 
 import math
 from pathlib import Path
@@ -17,8 +17,8 @@ from train import take_step
 
 
 @pytest.mark.parametrize(("key", "file"), [("loss_sum", "state.pt"), ("machine", "config.json")])
-def test_a_key_that_is_missing_is_named(run_of, capsys, monkeypatch, key, file):
-    """With exit code 3, and not as if the file could not be read."""
+def test_a_missing_key_is_named(run_of, capsys, monkeypatch, key, file):
+    """The exit code is 3, and the message does not call the file unreadable."""
     save = checkpoint.save
 
     def save_without_key(run_dir, step, weights, config, tokenizer, state) -> Path:
@@ -44,7 +44,7 @@ def test_a_key_that_is_missing_is_named(run_of, capsys, monkeypatch, key, file):
         ("training.meter.Meter.restore", TypeError),
     ],
 )
-def test_a_bug_is_not_called_damage(run_of, monkeypatch, broken, bug):
+def test_a_bug_is_not_reported_as_damage(run_of, monkeypatch, broken, bug):
     first = run_of(folder="cut")
     take_step(first)
     first.checkpointer.save(first.progress)
@@ -54,7 +54,7 @@ def test_a_bug_is_not_called_damage(run_of, monkeypatch, broken, bug):
         run_of("resume=true", folder="cut")
 
 
-def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(run_of, capsys):
+def test_two_checkpoints_are_kept_and_the_newest_intact_one_is_loaded(run_of, capsys):
     run = run_of()
     for _ in range(3):
         take_step(run)
@@ -71,7 +71,7 @@ def test_two_checkpoints_are_kept_and_the_newest_whole_one_is_taken(run_of, caps
     (run.run_dir / "checkpoints" / folders[0] / "manifest.json").unlink()
     with pytest.raises(IntegrityError, match="no checkpoint is whole"):
         checkpoint.newest_checkpoint(run.run_dir)
-    assert len([*(run.run_dir / "checkpoints").iterdir()]) == 2  # what is damaged is not deleted
+    assert len([*(run.run_dir / "checkpoints").iterdir()]) == 2  # damaged ones are not deleted
 
 
 def test_weights_of_another_shape_are_refused(run_of):
@@ -85,7 +85,7 @@ def test_weights_of_another_shape_are_refused(run_of):
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_reaches_no_disk(run_of, optimizer, value, capsys):
+def test_non_finite_values_are_never_saved(run_of, optimizer, value, capsys):
     run = run_of(f"optimizer={optimizer}")
     take_step(run)
     forward = run.trainer.parallel
@@ -106,7 +106,7 @@ def test_what_is_not_finite_reaches_no_disk(run_of, optimizer, value, capsys):
     assert not [*run.run_dir.glob("checkpoints/*")]
 
 
-# An empty one, and ids of storages: a number, and a class that is none.
+# An empty pickle, and storage ids that are a number and a class that is no storage.
 PICKLES = (
     b"",
     b"\x80\x02K\x01Q.",
@@ -115,7 +115,7 @@ PICKLES = (
 
 
 @pytest.mark.parametrize("pickled", PICKLES)
-def test_a_hostile_pickle_is_damage(tmp_path, pickled):
+def test_a_hostile_pickle_is_reported_as_damage(tmp_path, pickled):
     with ZipFile(tmp_path / "state.pt", "w") as archive:
         archive.writestr("archive/data.pkl", pickled)
         archive.writestr("archive/version", "3\n")
@@ -123,7 +123,7 @@ def test_a_hostile_pickle_is_damage(tmp_path, pickled):
         checkpoint.load_state(tmp_path, ["step"])
 
 
-def test_an_option_that_is_newer_than_the_run_is_no_change_while_it_is_off():
+def test_a_new_option_that_is_off_does_not_count_as_a_change():
     then = {"model": {"attention": {"gated": True}}}
     for off in (False, None):
         assert changes_since(then, {"model": {"attention": {"gated": True, "new": off}}}) == (

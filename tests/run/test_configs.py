@@ -1,4 +1,4 @@
-"""A yaml lists every knob of what it builds: no default hides in code, so a saved config stays complete."""
+"""A yaml lists every knob of its class: code has no defaults, so a saved config stays complete."""
 
 import json
 import re
@@ -28,7 +28,7 @@ GROUPS = ("data", "optimizer", "schedule", "experiment")
 
 
 @pytest.mark.parametrize("path", TARGETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_yaml_keys_are_the_constructors(path):
+def test_yaml_keys_equal_the_arguments_of_the_constructor(path):
     tree = getattr(settings_of(f"{path.parent.name}={path.stem}"), path.parent.name)
     found = resolve_target(tree["_target_"], tree["_target_"].partition(".")[0])
     assert set(tree) - {"_target_", "_partial_"} == {
@@ -49,7 +49,7 @@ def test_an_attention_lists_every_knob(variant):
 
 
 def leaves(tree: dict, path: str = "") -> dict:
-    """The values of nested keys, as text, by their paths."""
+    """Map the paths of nested keys to their values as text."""
     flat = {}
     for key, value in tree.items():
         place = f"{path}.{key}".lstrip(".")
@@ -58,7 +58,7 @@ def leaves(tree: dict, path: str = "") -> dict:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_attention_differs_from_its_parents_by_the_lines_of_its_yaml(variant):
+def test_a_yaml_lists_exactly_the_differences_from_its_parents(variant):
     model = settings_of(f"attention={variant}").model
     lines = OmegaConf.load(CONFIGS / "attention" / f"{variant}.yaml")
     parents = {}
@@ -77,7 +77,7 @@ def test_an_attention_differs_from_its_parents_by_the_lines_of_its_yaml(variant)
 @pytest.mark.parametrize(
     "size, variant", [(size, "gqa") for size in MODELS] + [("15m", name) for name in VARIANTS]
 )
-def test_sizes_and_attentions_fit(size, variant):
+def test_every_attention_fits_every_size(size, variant):
     with torch.device("meta"):
         model = instantiate(settings_of(f"model={size}", f"attention={variant}").model)
     assert model(torch.zeros(1, 3, dtype=torch.int64, device="meta")).shape == (1, 3, 4096)
@@ -87,7 +87,7 @@ SIZES = {"124m": 125e6, "350m": 335e6, "1b": 1.12e9}
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_size_is_what_its_name_says(size):
+def test_the_number_of_parameters_matches_the_name_of_a_size(size):
     with torch.device("meta"):
         model = instantiate(settings_of(f"model={size}", "data.vocab_size=32000").model)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(SIZES[size], rel=0.05)
@@ -96,7 +96,7 @@ def test_a_size_is_what_its_name_says(size):
 @pytest.mark.parametrize(
     "choice", [f"{g}={p.stem}" for g in GROUPS for p in sorted((CONFIGS / g).glob("*.yaml"))]
 )
-def test_every_choice_composes_without_a_fault(choice):
+def test_every_choice_of_a_group_composes(choice):
     assert settings_of(choice).name == "test"
 
 
@@ -112,9 +112,7 @@ def test_every_choice_composes_without_a_fault(choice):
         (768, "null", 2, "batch_tokens=512"),
     ],
 )
-def test_a_batch_that_micro_batches_cannot_fill_is_refused_with_the_nearest(
-    tokens, micro, world, fix
-):
+def test_an_indivisible_batch_is_refused_with_the_nearest_one(tokens, micro, world, fix):
     words = [f"batch_tokens={tokens}", "context=256", f"micro_batch={micro}", "name=test"]
     if fix is None:
         settings = compose(words)
@@ -123,7 +121,7 @@ def test_a_batch_that_micro_batches_cannot_fill_is_refused_with_the_nearest(
         return
     with pytest.raises(ValueError, match=f"fix: {fix}$"):
         compose(words).check_combinations(world)
-    compose([*words, fix]).check_combinations(world)  # what is proposed works
+    compose([*words, fix]).check_combinations(world)  # the proposed fix works
 
 
 def test_the_help_of_training_lists_every_key_and_choice_and_its_examples_work(command):
@@ -144,7 +142,7 @@ def test_the_help_of_training_lists_every_key_and_choice_and_its_examples_work(c
     assert len(examples) == 4 and all(compose(line.split()) for line in examples)
 
 
-def test_a_preset_begins_with_one_line_about_it():
+def test_a_preset_starts_with_a_line_that_describes_it():
     for file in CONFIGS.glob("*/*.yaml"):
         lines = file.read_text(encoding="utf-8").removeprefix("# @package _global_\n").splitlines()
         assert re.match(r"# \S.{,97}$", lines[0]), file
@@ -157,7 +155,7 @@ def test_the_composed_config_is_printed(command, option):
     config = yaml.safe_load(result.out)
     assert (config["context"], config["optimizer"]["lr"]) == (64, 0.5)
     assert (config["model"]["dim"], config["model"]["attention"]["kv_heads"]) == (64, 1)
-    # Copies of other keys are resolved.
+    # Interpolations are resolved.
     assert (config["model"]["context"], config["model"]["vocab_size"]) == (64, 999)
     assert config.keys() == Settings.model_fields.keys() and result.err == ""
     assert not Path("runs").exists()
@@ -167,18 +165,18 @@ PRESETS = ("model=tiny", "attention=shared_kv", "ffn=gelu", "optimizer=adamw", "
 
 
 @pytest.mark.parametrize("choice", [*PRESETS, "attention=kda"])
-def test_help_lists_the_keys_of_a_preset_as_they_are_overridden(choice):
+def test_help_lists_the_keys_of_a_preset_as_overrides(choice):
     lines = list(options.preset_help([choice]))
     words = [line.split("  ")[1] for line in lines if line.startswith("  ")]
     assert compose([choice, *words]) == compose([choice])
 
 
-def test_help_shows_the_keys_of_the_groups_that_are_overridden(command):
+def test_help_shows_the_keys_of_selected_groups(command):
     general = command("train.py", "--help").succeeded().out
     result = command("train.py", "attention=kda", "optimizer.lr=0.5", "--help").succeeded()
     assert result.out.startswith(general.rstrip())
     keys = result.out.removeprefix(general.rstrip())
-    # Literals of gdn.yaml, kda.yaml, mla.yaml and muon.yaml.
+    # Keys and comments of gdn.yaml, kda.yaml, mla.yaml and muon.yaml.
     assert "  attention.kinds.recurrent.decay=channel  head: a decay per head; channel: a" in keys
     assert "  attention.kinds.full.rope_base=null  base of the RoPE frequencies; null: no" in keys
     assert "  optimizer.lr=0.5  peak learning rate, at the reference" in keys
@@ -207,7 +205,7 @@ assert second.optimizer["lr"] == 0.5 != first.optimizer["lr"]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_is_locked_until_its_run_ends(tmp_path, monkeypatch, capsys):
+def test_a_folder_stays_locked_until_its_run_ends(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings = settings_of("run_dir=a")
     ranks = DistEnv(0, 1, torch.device("cpu"))
@@ -216,14 +214,14 @@ def test_a_folder_is_locked_until_its_run_ends(tmp_path, monkeypatch, capsys):
             pass
         assert ended.value.code == 2
         assert "another process trains in the folder (run_dir=a). fix: " in capsys.readouterr().err
-    # An error ends a run too.
+    # An error also releases the lock.
     with pytest.raises(KeyError), folder.open_run_dir(settings, ranks):
         raise KeyError
     with folder.open_run_dir(settings, ranks) as run:
         assert run == Path("a")
 
 
-def test_run_folders_count_up_and_the_newest_is_resumed(tmp_path, monkeypatch):
+def test_run_folders_are_numbered_and_the_newest_is_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fresh, again = [settings_of("name=a", f"resume={resume}") for resume in ("false", "true")]
 
@@ -238,10 +236,10 @@ def test_run_folders_count_up_and_the_newest_is_resumed(tmp_path, monkeypatch):
         step.mkdir(parents=True)
         config = again.model_dump() | {"seed": seed, "text": ""}
         (step / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    # The newest of those that were trained as this one is to be, or else the newest.
+    # The newest run with the same settings, or else the newest run.
     assert claimed(again) == "runs/a-2"
     assert claimed(settings_of("name=a", "resume=true", "seed=2")) == "runs/a-3"
-    # The newest is the newest that has something to resume.
+    # A run without a checkpoint is not resumed.
     shutil.rmtree("runs/a-2")
     shutil.rmtree("runs/a-3/checkpoints")
     assert claimed(again) == "runs/a"

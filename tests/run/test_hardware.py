@@ -1,4 +1,4 @@
-"""Which device is picked, and how fp32 is multiplied on it."""
+"""The choice of the device, and the precision of its fp32 products."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.conftest import TINY
         ("mps", (), None),
     ],
 )
-def test_auto_is_the_best_device_that_torch_can_use(monkeypatch, wanted, usable, picked):
+def test_auto_selects_the_best_device_that_torch_can_use(monkeypatch, wanted, usable, picked):
     for kind, backend in (("cuda", torch.cuda), ("mps", torch.backends.mps)):
         monkeypatch.setattr(backend, "is_available", lambda kind=kind: kind in usable)
     if picked is None:
@@ -28,7 +28,7 @@ def test_auto_is_the_best_device_that_torch_can_use(monkeypatch, wanted, usable,
         assert hardware.pick_device(wanted) == torch.device(picked)
 
 
-# As torch.cuda.get_arch_list() has them: a wheel for CUDA 13, one for CUDA 12.6, and other builds.
+# Lists of torch.cuda.get_arch_list(): a wheel for CUDA 13, one for CUDA 12.6, and other builds.
 CUDA_13 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
 CUDA_12 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
 
@@ -40,11 +40,11 @@ CUDA_12 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
         ((7, 0), CUDA_13, False),  # V100
         ((7, 0), CUDA_12, True),
         ((7, 5), CUDA_13, True),  # T4
-        ((8, 9), CUDA_13, True),  # L4, by the code for sm_86
+        ((8, 9), CUDA_13, True),  # L4 runs the code for sm_86
         ((8, 6), "sm_89", False),  # a lower minor capability
         ((10, 0), "sm_90", False),
         ((12, 1), CUDA_13, True),
-        ((10, 0), "sm_80 compute_90", True),  # compiled by the driver
+        ((10, 0), "sm_80 compute_90", True),  # PTX, compiled by the driver
         ((8, 0), "sm_75 compute_90", False),
         ((9, 0), "sm_90a", True),
         ((10, 3), "sm_100a compute_90a", False),
@@ -52,13 +52,13 @@ CUDA_12 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
         ((11, 0), "compute_100f", False),
     ],
 )
-def test_code_runs_on_the_gpus_that_nvidia_promises(capability, architectures, runs):
+def test_compiled_code_runs_on_the_gpus_that_nvidia_documents(capability, architectures, runs):
     assert hardware.has_kernels(capability, architectures.split()) is runs
 
 
 @pytest.fixture
 def v100(monkeypatch):
-    """A GPU that torch finds, and has no kernels for."""
+    """A GPU that torch detects but has no kernels for."""
     progress.warn_once.cache_clear()
     answers = {
         "is_available": True,
@@ -73,7 +73,7 @@ def v100(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
 
 
-def test_a_gpu_without_kernels_is_passed_over_in_a_line_and_refused_if_asked_for(v100, capsys):
+def test_a_gpu_without_kernels_is_skipped_with_a_note_and_refused_if_requested(v100, capsys):
     for _ in range(2):
         assert hardware.pick_device("auto") == torch.device("cpu")
     (line,) = capsys.readouterr().err.splitlines()
@@ -86,7 +86,7 @@ def test_a_gpu_without_kernels_is_passed_over_in_a_line_and_refused_if_asked_for
     assert hardware.pick_device("cpu") == torch.device("cpu")
 
 
-def test_ranks_decide_by_all_gpus_of_their_machine(v100, monkeypatch):
+def test_ranks_check_all_gpus_of_their_machine(v100, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     capabilities = [(9, 0), (7, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
@@ -95,14 +95,14 @@ def test_ranks_decide_by_all_gpus_of_their_machine(v100, monkeypatch):
     assert hardware.pick_device("auto") == torch.device("cpu")
 
 
-def test_a_gpu_of_rocm_has_kernels_of_other_names(v100, monkeypatch):
+def test_architectures_of_rocm_are_not_compared(v100, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a", "gfx942"])
     assert hardware.pick_device("auto") == torch.device("cuda")
 
 
 def test_compilation_for_a_gpu_needs_a_c_compiler(monkeypatch):
-    """Triton's own search, in triton/runtime/build.py: $CC, gcc or clang."""
+    """Triton searches for $CC, gcc or clang, in triton/runtime/build.py."""
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
     monkeypatch.setattr("shutil.which", lambda name: None if name == "absent" else name)
     monkeypatch.delenv("CC", raising=False)
@@ -113,7 +113,7 @@ def test_compilation_for_a_gpu_needs_a_c_compiler(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("cpu", "highest"), ("cuda", "high")])
-def test_only_training_on_a_gpu_multiplies_fp32_in_tf32(kind, precision):
+def test_only_training_on_a_gpu_uses_tf32(kind, precision):
     assert torch.get_float32_matmul_precision() == "highest"
     try:
         hardware.prepare_for_training(torch.device(kind))
@@ -136,7 +136,7 @@ def test_fp32_on_a_gpu_is_described_as_tf32(monkeypatch, kind, dtype, has_tf32, 
     assert hardware.describe_products(torch.device(kind), dtype) == described
 
 
-def test_hints_of_inductor_about_precision_are_no_error(monkeypatch):
+def test_precision_hints_of_inductor_raise_no_error(monkeypatch):
     from torch._inductor import compile_fx
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -144,7 +144,7 @@ def test_hints_of_inductor_about_precision_are_no_error(monkeypatch):
     compile_fx._warn_tf32_disabled.__wrapped__()
 
 
-def test_training_prepares_the_device_that_it_has_picked(command, monkeypatch):
+def test_training_configures_the_selected_device(command, monkeypatch):
     prepared = []
     monkeypatch.setattr(hardware, "prepare_for_training", prepared.append)
     words = (*TINY, "data=recall", "data.pairs=[2]", "context=16", "batch_tokens=64", "steps=1")

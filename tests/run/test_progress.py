@@ -1,4 +1,4 @@
-"""What a terminal is told: a sign of life before each long wait, and a bar that is right from its first step on."""
+"""Terminal output: a line before each long wait, and a progress bar that is correct from the first step."""
 
 import re
 import sys
@@ -37,7 +37,7 @@ def test_a_long_wait_is_announced(capsys, monkeypatch, lasts, told):
     assert drawn(capsys) == told
 
 
-def test_a_terminal_has_a_clock_while_nothing_comes_of_a_wait(capsys, monkeypatch):
+def test_a_terminal_shows_a_clock_during_a_long_wait(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(progress, "PATIENCE", 0.3)
     with progress.waiting("reading", total=4) as bar:

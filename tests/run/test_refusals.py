@@ -1,4 +1,4 @@
-"""Bad input is a line for each problem, with a fix and an exit code, and nothing is written."""
+"""Bad input is refused in one line per problem, with a fix and an exit code; nothing is written."""
 
 import re
 import shlex
@@ -20,9 +20,9 @@ from tools.compare.plan import plan_variants
 from tools.compare.sweep import expand_sweep
 from training.setup import set_up_run, unused_keys
 
-# What is typed: the exit code, and what the line says.
+# The overrides: the exit code, and a part of the line.
 CONFIGS = {
-    # Keys that are mistyped, without their group, or of another name elsewhere.
+    # Keys that are misspelled, lack their group, or are named otherwise in other programs.
     "lr=0.1": (1, "fix: optimizer=adamw optimizer.lr=0.1 optimizer.reference=null; lr: "),
     "optimizer.lr": (2, "without dashes (got optimizer.lr)"),
     "max_minutes": (2, "fix: max_minutes=5"),
@@ -55,7 +55,7 @@ CONFIGS = {
     "attention=gqa,mqa": (1, "fix: python -m tools.compare name=test attention=gqa,mqa"),
     "optimizer=adam": (1, "fix: optimizer=adamw"),
     "data=shakespeare_char": (1, "fix: data=tinyshakespeare"),
-    # Keys that the run sets itself.
+    # Keys that are set by the run itself.
     "model.vocab_size=512": (2, "fix: data.vocab_size=512"),
     "model.context=64": (2, "fix: context=64"),
     "model.attention=mha": (2, "fix: attention=mha"),
@@ -64,7 +64,7 @@ CONFIGS = {
     "hydra.run.dir=mine": (2, "fix: run_dir=mine"),
     "hydra.verbose=true": (2, "fix: leave hydra.verbose out"),
     "hydra/launcher=joblib": (2, "fix: leave hydra/launcher out"),
-    # Values of top keys: their types and ranges.
+    # Values of top-level keys: types and ranges.
     "micro_batch=0": (2, "fix: micro_batch=null"),
     "device=gpu": (2, "must be 'auto', 'cpu', 'cuda' or 'mps' (got 'gpu')"),
     "compile=yes": (2, "compile must be 'auto', true or false (got 'yes'). fix: compile=true"),
@@ -122,7 +122,7 @@ CONFIGS = {
     "data=text data.path=my/texts data.text_field=7": (2, """fix: 'data.text_field="7"'"""),
     "steps=${stepps}": (1, "stepps"),
     "distill_weight=0.9": (2, "fix: leave distill_weight out"),
-    # Values in groups: types, and what the constructors refuse.
+    # Values in groups: types, and values that constructors refuse.
     "optimizer.lr=nan": (2, "optimizer.lr must be a finite number (got nan)"),
     "optimizer.lr=fast": (2, "fix: leave optimizer.lr out"),
     "optimizer.lr=0": (2, "nothing is learned"),
@@ -179,7 +179,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("typed", CONFIGS)
-def test_a_bad_config_is_answered_in_one_line_whose_fix_works(typed, capfd, monkeypatch, tmp_path):
+def test_a_bad_config_is_refused_in_one_line_whose_fix_works(typed, capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -199,7 +199,7 @@ def test_a_bad_config_is_answered_in_one_line_whose_fix_works(typed, capfd, monk
 
 
 def fixed(overrides: list[str], what: str, fix: str) -> list[str]:
-    """The overrides after the first fix that a line tells."""
+    """Apply the first fix of an error line to the overrides."""
     if fix.startswith("python -m tools.compare"):
         call = fix.partition(";")[0]
         return plan_variants(shlex.split(call)[3:], "none", None, has_search=False)[0].overrides
@@ -210,7 +210,7 @@ def fixed(overrides: list[str], what: str, fix: str) -> list[str]:
         key, is_override, value = word.partition("=")
         if is_override and not word.startswith("-"):
             told.setdefault(key, value.strip(",;"))
-    # What is wrong is named first in parentheses; other words stay.
+    # The wrong word is the first one in parentheses; other words stay.
     wrong = {*re.findall(r"[(](?:got )?'?([^ )']+)", what)[:1], *fix.split()[1:2], *told}
     assert told or fix.startswith("leave ")
     kept = []
@@ -221,8 +221,8 @@ def fixed(overrides: list[str], what: str, fix: str) -> list[str]:
     return [*kept, *map("=".join, told.items())]
 
 
-# What people type who come from nanoGPT, nanochat, litgpt or transformers, and what they mean. The
-# defaults are context=256 batch_tokens=4096 optimizer.lr=0.035.
+# Names of nanoGPT, nanochat, litgpt and transformers, and the overrides that they correspond to.
+# The defaults are context=256 batch_tokens=4096 optimizer.lr=0.035.
 FOREIGN = {
     "n_layer=12 n_head=8 n_embd=256": "model.depth=12 model.dim=256 model.heads=8",
     "num_hidden_layers=3": "model.depth=3",
@@ -234,7 +234,7 @@ FOREIGN = {
     "batch_size=8": "batch_tokens=2048",  # 8 x 256
     "batch_size=8 block_size=64": "context=64 batch_tokens=512",
     "batch_size=8 context=512": "batch_tokens=4096",
-    "experiment=tinystories batch_size=4": "batch_tokens=2048",  # its context is 512
+    "experiment=tinystories batch_size=4": "batch_tokens=2048",  # this preset has a context of 512
     "gradient_accumulation_steps=4": "micro_batch=4",  # 4096 / 256 / 4
     "per_device_train_batch_size=8 gradient_accumulation_steps=2": "batch_tokens=4096 micro_batch=8",
     "device_batch_size=4 total_batch_size=8192": "batch_tokens=8192 micro_batch=4",
@@ -282,7 +282,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("typed", FOREIGN)
-def test_words_of_other_programs_are_answered_in_ours(typed):
+def test_names_of_other_programs_are_translated(typed):
     with pytest.raises(OverrideError) as refused:
         compose(typed.split())
     problem, _, fix = str(refused.value).partition(". fix: ")
@@ -295,7 +295,7 @@ def test_words_of_other_programs_are_answered_in_ours(typed):
     compose([word for word in typed.split() if word.partition("=")[0] not in wrong] + told)
 
 
-# Values as others have them, for overrides of ours that do not take 2.
+# Values of other programs, for overrides that do not accept 2.
 EXAMPLES = {
     "optimizer": "adamw_torch",
     "schedule": "linear",
@@ -314,7 +314,7 @@ EXAMPLES = {
 }
 
 
-def test_every_fix_for_a_word_of_another_program_composes():
+def test_every_translation_composes():
     given = {"context": "256", "batch_tokens": "4096", "steps": "100", "optimizer.lr": "0.035"}
     fixes = set()
     for name, template in aliases.TEMPLATES.items():
@@ -323,7 +323,7 @@ def test_every_fix_for_a_word_of_another_program_composes():
         assert told, name
         fixes.add(tuple(f"{key}={value}" for key, value in told.items()))
     assert len(fixes) > 50
-    # Many are composed at once: a key is given again after it has been composed, and another rate.
+    # Compose many fixes at once, unless a key or a learning rate would occur twice.
     waiting = []
     for fix in sorted(fixes, key=lambda fix: fix[0].count(".")):
         keys = {word.partition("=")[0] for word in waiting}
@@ -335,12 +335,12 @@ def test_every_fix_for_a_word_of_another_program_composes():
     compose(waiting)
 
 
-def test_no_key_of_ours_is_a_word_of_another_program():
+def test_no_key_is_a_name_of_another_program():
     tops = {key for key in defaults() if key not in GROUPS}
     assert not tops & {*aliases.TEMPLATES, *aliases.REASONS}
 
 
-# A typo, or a word that means nothing here: what is suggested, if anything.
+# A typo or an unknown word: the suggestion, if any.
 SUGGESTIONS = {
     "attentoin": "attention",
     "atention": "attention",
@@ -397,7 +397,7 @@ SUGGESTIONS = {
     "ffn.activaton": "ffn.activation",
     "data.vocabsize": "data.vocab_size",
     "data.tokeniser": "data.tokenizer",
-    # Words that mean nothing here.
+    # Unknown words.
     "foo": None,
     "bar": None,
     "colour": None,
@@ -414,7 +414,7 @@ SUGGESTIONS = {
 }
 
 
-def test_only_a_near_key_is_suggested():
+def test_only_similar_keys_are_suggested():
     words = [f"{typed}={number}" for number, typed in enumerate(SUGGESTIONS)]
     with pytest.raises(OverrideError) as refused:
         compose(words)
@@ -431,12 +431,12 @@ def test_only_a_near_key_is_suggested():
     ("typed", "value"),
     [("steps=1e3", 1000), ("batch_tokens=16e3", 16000), ("context=5.12e2", 512), ("seed=7.0", 7)],
 )
-def test_a_whole_number_may_have_an_exponent(typed, value):
+def test_an_integer_may_have_an_exponent(typed, value):
     key = typed.partition("=")[0]
     assert repr(getattr(compose([typed]), key)) == repr(value)
 
 
-def test_a_whole_number_of_a_group_may_have_an_exponent():
+def test_an_integer_of_a_group_may_have_an_exponent():
     settings = compose(["data.vocab_size=8e3", "model.dim=1.28e2", "context=1e3", "clip=1e0"])
     sizes = (settings.data["vocab_size"], settings.model["dim"], settings.model["context"])
     assert repr(sizes) == "(8000, 128, 1000)" and repr(settings.clip) == "1.0"
@@ -444,7 +444,7 @@ def test_a_whole_number_of_a_group_may_have_an_exponent():
         compose(["steps=1.5"])
 
 
-# Options of Hydra and of argparse, which train.py does not have: the call or the override to paste.
+# Options of Hydra and argparse that train.py lacks: the call or override to paste.
 OPTIONS = {
     "-m attention=gqa,mha model=tiny": "python -m tools.compare attention=gqa,mha model=tiny",
     "--multirun model=tiny": "python -m tools.compare attention=gqa,mha model=tiny",
@@ -483,7 +483,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("typed", OPTIONS)
-def test_an_option_is_answered_with_what_does_the_same(command, typed):
+def test_an_option_is_answered_with_the_equivalent_override(command, typed):
     result = command("train.py", *typed.split())
     (line,) = result.err.splitlines()
     fix = line.partition(". fix: ")[2].partition(";")[0]
@@ -497,7 +497,7 @@ def test_an_option_is_answered_with_what_does_the_same(command, typed):
         compose([word for word in [called, *words] if "=" in word])
 
 
-# Words without an equals sign, and the overrides or the call that they are taken for.
+# Words without an equals sign, and the overrides or the call that is suggested.
 BARE = {
     "gqa": "attention=gqa",
     "tiny gqa": "model=tiny attention=gqa",
@@ -515,7 +515,7 @@ BARE = {
 
 
 @pytest.mark.parametrize("typed", BARE)
-def test_names_without_a_key_are_answered_with_it(typed):
+def test_values_without_a_key_are_answered_with_the_override(typed):
     with pytest.raises((ValueError, OverrideError)) as refused:
         compose(typed.split())
     fix = str(refused.value).partition(". fix: ")[2].partition(";")[0]
@@ -523,14 +523,14 @@ def test_names_without_a_key_are_answered_with_it(typed):
     expand_sweep([word for word in shlex.split(fix) if "=" in word])
 
 
-def test_a_file_of_the_user_is_no_choice(monkeypatch, tmp_path):
+def test_a_yaml_of_the_user_is_not_a_choice(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").touch()
     with pytest.raises(ValueError, match=re.escape("(got tiny.yaml). fix: python train.py --help")):
         compose(["tiny.yaml"])
 
 
-def test_one_number_is_taken_for_a_list_of_it():
+def test_a_single_number_becomes_a_list():
     settings = compose(["name=test", "data=recall", "data.pairs=4"])
     assert instantiate(settings.data, "data").pairs == [4]
 
@@ -574,7 +574,7 @@ COMPARED = {
 
 
 @pytest.mark.parametrize("typed", COMPARED)
-def test_wrong_words_in_a_comparison_are_answered(command, typed):
+def test_bad_overrides_of_a_comparison_are_answered_with_a_fix(command, typed):
     result = command("tools/compare/__main__.py", *typed.split())
     (line,) = result.err.splitlines()
     fix = line.partition(". fix: ")[2].partition(";")[0]
@@ -600,7 +600,7 @@ AT_ONCE = (
 
 
 @pytest.mark.parametrize("call", AT_ONCE)
-def test_a_typo_is_answered_before_torch_is_imported(call):
+def test_a_typo_is_reported_before_torch_is_imported(call):
     words = [sys.executable, "-X", "importtime", *call.split()]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, encoding="utf-8")
     *imported, last = result.stderr.splitlines()
@@ -618,7 +618,7 @@ def test_all_keys_out_of_range_are_reported_at_once(capfd):
     assert len(capfd.readouterr().err.splitlines()) == 3
 
 
-# Names of files and folders as people have them.
+# Realistic names of files and folders.
 NAMES = (
     "Moby Dick, by X.txt",
     "2024",
@@ -635,7 +635,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("value", NAMES)
-def test_a_path_is_taken_as_it_is_typed(value):
+def test_a_path_is_used_as_typed(value):
     keys = ("run_dir", "init_from", "distill", "data.path", "data.tokenizer")
     settings = compose(["name=007", "data=text", *(f"{key}={value}" for key in keys)])
     assert (settings.run_dir, settings.init_from, settings.distill) == (value, value, value)
@@ -651,22 +651,22 @@ def test_a_path_may_still_be_null_or_quoted():
 
 
 @pytest.mark.parametrize("value", ["Moby Dick, by X.txt", "(a) [2]", "it's", 'say "hi"', "a,\\"])
-def test_the_text_that_a_fix_suggests_can_be_pasted(value):
-    """For other keys, whose values may be no texts."""
+def test_the_quoting_that_a_fix_suggests_can_be_pasted(value):
+    """For keys that are not paths: their values must be quoted."""
     with pytest.raises(OverrideError) as refused:
         compose(["name=test", "data=text", f"data.separator={value}"])
     *_, pasted = shlex.split(str(refused.value).partition("fix: ")[2])
     assert compose(["name=test", "data=text", pasted]).data["separator"] == value
 
 
-def test_a_comma_in_the_path_of_a_text_is_no_comparison(command):
-    """Runs on two texts would not compare."""
+def test_a_comma_in_the_path_of_a_text_separates_no_variants(command):
+    """Runs on two texts cannot be compared, so the comma belongs to the path."""
     Path("Moby Dick, by X.txt").write_text("text", encoding="utf-8")
     words = ["attention=gqa,mqa", "data=text", "data.path=Moby Dick, by X.txt"]
     variants = plan_variants(words, "none", None, has_search=False)
     assert [variant.name for variant in variants] == ["gqa", "mqa"]
     for variant in variants:
-        assert words[-1] in variant.overrides  # as it was typed, which names the comparison
+        assert words[-1] in variant.overrides  # unchanged, because it names the comparison
         assert compose(variant.overrides).data["path"] == "Moby Dick, by X.txt"
 
 
@@ -686,13 +686,13 @@ TRAINING = {
 
 
 @pytest.mark.parametrize("case", TRAINING)
-def test_bad_input_to_training_is_a_line_and_a_code(command, story, case):
+def test_bad_input_to_training_ends_with_a_line_and_an_exit_code(command, story, case):
     Path("empty.txt").touch()
     Path("latin.txt").write_bytes(b"cafe \xff")
     overrides, code, said = TRAINING[case]
     result = command("train.py", *TINY, "steps=2", *overrides)
     assert (result.code, result.out) == (code, "")
-    *_, line = result.err.splitlines()  # a slow network is announced before
+    *_, line = result.err.splitlines()  # a line about a slow network may come first
     assert line.startswith("error: ") and ". fix: " in line and said in line
     assert not Path("runs").exists()
 
@@ -718,7 +718,9 @@ BAD_GENERATION = {
 
 
 @pytest.mark.parametrize("case", BAD_GENERATION)
-def test_bad_input_to_generation_is_a_line_and_a_code(command, drawn_run, monkeypatch, case):
+def test_bad_input_to_generation_ends_with_a_line_and_an_exit_code(
+    command, drawn_run, monkeypatch, case
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     Path("empty.txt").touch()
@@ -730,7 +732,7 @@ def test_bad_input_to_generation_is_a_line_and_a_code(command, drawn_run, monkey
     assert line.startswith("error: ") and ". fix: " in line and value in line
 
 
-def test_no_fix_says_merely_to_change_something():
+def test_every_fix_is_specific():
     for path in ROOT.rglob("*.py"):
         if not {"tests", ".venv", ".cache"} & set(path.relative_to(ROOT).parts):
             text = path.read_text(encoding="utf-8")
@@ -738,7 +740,7 @@ def test_no_fix_says_merely_to_change_something():
                 assert f"fix: {empty}" not in text, path
 
 
-def test_a_bug_in_a_layer_is_no_refusal(monkeypatch):
+def test_a_bug_in_a_layer_is_not_reported_as_bad_input(monkeypatch):
     def fail(*_):
         raise RuntimeError("shapes cannot be multiplied")
 
@@ -747,7 +749,7 @@ def test_a_bug_in_a_layer_is_no_refusal(monkeypatch):
         set_up_run(compose(["name=test"]), [])
 
 
-# What is typed, and what turns it off.
+# An override, and the setting that disables it.
 UNUSED = {
     "max_epochs=2": "steps=2 sets the length",
     "tokens_per_parameter=20": "steps=2 sets the length",

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, cut off, full or without Unicode, and Ctrl-C before anything begins."""
+"""Standard streams that are closed, broken, full or without Unicode, and Ctrl-C during startup."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 def bash(line: str, **env: str) -> subprocess.CompletedProcess:
-    """Runs a line of a shell, which fails with the first command of a pipe that does."""
+    """Run a shell line with pipefail."""
     words = ["bash", "-o", "pipefail", "-c", line]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
     return subprocess.run(words, env=environment, capture_output=True, timeout=LONG)
@@ -29,44 +29,44 @@ def bash(line: str, **env: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def generate(tmp_path, tokenizer, monkeypatch) -> str:
-    """generate.py, in a folder with a run that speaks Russian too."""
+    """The command line of generate.py, in a folder with a run that also generates Russian."""
     monkeypatch.chdir(tmp_path)
     saved(Path("runs/drawn"), tree_of("gqa", "model.depth=1"), tokenizer)
     return f"{COMMANDS['generate']} --temperature 0 --max-new-tokens 5 --device cpu"
 
 
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
-def test_a_closed_stream_is_no_traceback(generate, closed):
+def test_a_closed_stream_causes_no_traceback(generate, closed):
     told = bash(f"{generate} --prompt-file <(echo Ann) {closed}")
     assert told.returncode == 0 and b"Traceback" not in told.stderr + told.stdout
     assert bool(told.stdout) == ("1>" not in closed)
     assert (b"tokens/s" in told.stderr) == ("2>" not in closed) and b"tokens/s" not in told.stdout
 
 
-def test_a_file_of_ours_never_gets_the_number_of_a_closed_stream():
-    """What a library writes to standard error would be in it."""
+def test_files_never_reuse_the_descriptor_of_a_closed_stream():
+    """Otherwise a library's messages to standard error would be written to the file."""
     code = "from run import errors; errors.begin_command(); print(open('/dev/zero').fileno())"
     assert int(bash(f'{sys.executable} -c "{code}" 0<&- 2>&-').stdout) > 2
 
 
-def test_an_error_is_an_exit_code_where_it_cannot_be_told():
+def test_the_exit_code_reports_an_error_that_cannot_be_printed():
     for end in ("2>&-", "2>/dev/full", "2> >(true)", "2>&1 | true"):
         assert bash(f"{COMMANDS['generate']} --colour blue {end}").returncode == 2, end
 
 
 @pytest.mark.parametrize("line", [f"{command} --help" for command in COMMANDS.values()])
-def test_a_reader_of_help_that_has_ended_is_no_error(line):
+def test_closing_the_pipe_of_help_is_no_error(line):
     told = bash(f"{line} | true")
-    assert told.returncode == 0 and b"rror" not in told.stderr  # a slow import is announced
+    assert told.returncode == 0 and b"rror" not in told.stderr  # it may mention a slow import
 
 
-def test_a_reader_of_the_first_line_of_a_table_is_no_error():
+def test_reading_only_the_first_line_of_a_table_is_no_error():
     told = bash(f"{COMMANDS['cost']} model=tiny attention=gqa,mha,mqa | head -1")
     assert told.returncode == 0 and told.stdout.startswith(b"attention")
     assert b"rror" not in told.stderr
 
 
-def test_a_full_disk_behind_standard_output_is_storage(generate):
+def test_a_full_disk_behind_standard_output_is_a_storage_error(generate):
     told = bash(f"{generate} Ann > /dev/full")
     assert told.returncode == 74
     assert b"No space left on device (standard output, or a file" in told.stderr
@@ -84,8 +84,8 @@ with errors.report_errors(){inner}:
 """
 
 
-def test_only_the_end_of_the_reader_of_standard_output_is_success():
-    """Another pipe that breaks, such as one to a process that was killed, is an error."""
+def test_only_a_broken_pipe_of_standard_output_is_success():
+    """Any other broken pipe, such as one to a killed process, is an error."""
     for inner, code in (("", 1), (", errors.user_input()", 2)):
         words = [sys.executable, "-c", BROKEN.format(inner=inner)]
         env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -102,14 +102,14 @@ ASCII = ({"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0"})
 
 
 @pytest.mark.parametrize("env", ASCII)
-def test_what_a_stream_cannot_encode_is_escaped(generate, env):
+def test_characters_that_a_stream_cannot_encode_are_escaped(generate, env):
     Path("prompts.txt").write_text("Тест\nAnn", encoding="utf-8")
     plain, escaped = (
         bash(f"{generate} --prompt-file prompts.txt", **more)
         for more in ({"PYTHONIOENCODING": "utf-8"}, env)
     )
     assert "--- 1: Тест\n" in plain.stdout.decode() and escaped.returncode == 0
-    # By the definition of Python's unicode-escape.
+    # Escaped like Python's backslashreplace.
     expected = plain.stdout.decode().encode("ascii", "backslashreplace")
     assert escaped.stdout == expected and b"\\u0422\\u0435\\u0441\\u0442" in expected
 
@@ -126,10 +126,10 @@ INTERRUPT = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path, name):
-    for module in ("torch", "tqdm"):  # in these modules, which take longest or come first
+def test_ctrl_c_during_imports_causes_no_traceback(tmp_path, name):
+    for module in ("torch", "tqdm"):  # the slowest import and the first one
         (tmp_path / f"{module}.py").write_text(INTERRUPT, encoding="utf-8")
-    # Of train.py and of a comparison, the override is read before.
+    # train.py and tools.compare parse the override before these imports.
     words = ["env", "--default-signal=INT", *COMMANDS[name].split(), "seed=0"]
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     told = subprocess.run(words, env=env, capture_output=True, timeout=LONG)
@@ -137,8 +137,8 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path, name):
     assert (told.returncode, told.stdout, told.stderr) == (130, b"", line)
 
 
-def test_ctrl_c_is_ignored_while_modules_are_imported_if_it_was_before():
-    """As in a command that a shell has started in the background."""
+def test_ctrl_c_stays_ignored_during_imports():
+    """A shell starts background commands with SIGINT ignored."""
     code = "import signal; from run import errors; errors.begin_command(); "
     code += "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN"
     assert bash(f"trap '' INT; {sys.executable} -c '{code}'").returncode == 0
@@ -161,7 +161,7 @@ def test_the_network_is_blamed_only_for_its_own_errors(problem, capfd):
     assert end.value.code == 2 and capfd.readouterr().err.startswith(f"error: {said}")
 
 
-def test_a_file_that_cannot_be_read_is_named(capfd):
+def test_an_unreadable_file_is_named(capfd):
     with pytest.raises(SystemExit), errors.user_input(), errors.naming("a.bin"):
         raise PermissionError(1, "Operation not permitted")
     assert "Operation not permitted (a.bin). fix: check a.bin" in capfd.readouterr().err
@@ -169,6 +169,6 @@ def test_a_file_that_cannot_be_read_is_named(capfd):
         raise FileNotFoundError(2, "No such file", "b.bin")
 
 
-def test_commands_leave_ctrl_c_as_it_was(command):
+def test_commands_restore_the_handler_of_ctrl_c(command):
     command("train.py", "--help").succeeded()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

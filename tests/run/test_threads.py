@@ -1,4 +1,4 @@
-"""How many threads are chosen beside other work and under a quota."""
+"""The number of threads under load from other processes and under a CPU quota."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ print(torch.get_num_threads(), *map(threads.os.environ.get, threads.SPIN))
 
 
 def choose(available: int = 2, kept: int | None = None, prepare: str = "", **environment: str):
-    """The line about threads, their number and the settings of spinning, of a new process."""
+    """Start a process -> its line about threads, their number and its spin settings."""
     code = CHOICE.format(available=available, kept=kept)
     unset = {"OMP_NUM_THREADS", *threads.SPIN}
     inherited = {key: os.environ[key] for key in os.environ if key not in unset}
@@ -51,14 +51,14 @@ def loaded(cores: int, load: float) -> str:
         (2, 2, 2.0, 1),
         (16, 16, 1.2, 15),
         (16, 16, 15.9, 8),
-        # Torch takes one thread of a core that has two.
+        # torch uses one of the two hardware threads of a core.
         (16, 8, 7.0, 8),
         (16, 8, 10.0, 6),
         (16, 8, 16.0, 4),
         (1, 1, 1.0, 1),
     ],
 )
-def test_a_load_leaves_fewer_threads_and_half_of_them_at_least(cores, available, load, expected):
+def test_load_reduces_threads_to_half_at_the_least(cores, available, load, expected):
     no_wait = "threads.BURST_SECONDS = 0; threads.cpu_quota = lambda: None"
     line, number, _ = choose(available, prepare=f"{loaded(cores, load)}; {no_wait}")
     assert number == expected
@@ -66,13 +66,13 @@ def test_a_load_leaves_fewer_threads_and_half_of_them_at_least(cores, available,
     assert (line == "all") == (expected == available)
 
 
-def test_a_burst_at_the_start_is_no_load():
+def test_a_burst_at_the_start_does_not_count_as_load():
     loads = "loads = [2.0, 0.1]; threads.other_load = lambda start: loads.pop(0)"
     quiet = "threads.BURST_SECONDS = 0; threads.cpu_quota = lambda: None"
     assert choose(2, prepare=f"{loads}; {quiet}")[:2] == ("all", 2)
 
 
-def test_the_user_decides_first():
+def test_settings_of_the_user_take_precedence():
     busy = loaded(2, 2.0)
     assert choose(2, prepare=busy, OMP_NUM_THREADS="2")[:2] == ("all", 2)
     assert choose(prepare=busy, OMP_NUM_THREADS="2", GOMP_SPINCOUNT="7")[2][0] == "7"
@@ -88,12 +88,12 @@ def test_a_resumed_run_keeps_its_threads():
     line, number, _ = choose(4, kept=1, prepare=busy)
     assert number == 1 and line.startswith("computing with 1 thread (as when the run began; ")
     assert choose(4, kept=64, prepare=busy)[1] == 4
-    # A quota throttles all threads of a process.
+    # A quota throttles all threads, so it wins.
     assert choose(4, kept=4, prepare="threads.cpu_quota = lambda: 2.5")[1] == 2
 
 
-def test_the_load_is_that_of_other_processes():
-    """A busy loop of another process counts, and one of this process does not."""
+def test_the_load_counts_only_other_processes():
+    """A busy loop in another process counts, one in this process does not."""
     if threads.cpu_time().busy == 0:
         pytest.skip("needs /proc/stat")
     loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -106,14 +106,14 @@ def test_the_load_is_that_of_other_processes():
     finally:
         loop.kill()
         loop.wait()
-    # Other tests may run on the same cores, so each loop has a part of a core.
+    # Other tests may run on the same cores, so each loop gets a part of a core.
     own = end.own - start.own
     assert own > 0
     assert 0.1 < load < end.busy - start.busy - 0.8 * own
 
 
 GROUPS = {
-    # Version 2: the smallest of a group and those around it; "max" is no quota.
+    # Version 2: the smallest quota of a group and its parents; "max" is no quota.
     "0::/pod/container\n": {
         "cpu.max": "max 100000",
         "pod/cpu.max": "150000 100000",
@@ -126,7 +126,7 @@ GROUPS = {
         "cpu/pod/cpu.cfs_quota_us": "75000",
         "cpu/pod/cpu.cfs_period_us": "50000",
     },
-    # A group that is not visible inside of a container, whose own is the root.
+    # A group that is not visible inside a container, whose own group is the root.
     "0::/../elsewhere\n": {"cpu.max": "150000 100000"},
 }
 
@@ -149,7 +149,7 @@ def test_quotas_of_control_groups(membership, tmp_path, monkeypatch):
     assert threads.free_threads(4) == (1, "a quota of 1.5 cores")
 
 
-def test_without_a_system_that_tells_there_is_no_load(monkeypatch, tmp_path):
+def test_without_proc_there_is_no_load(monkeypatch, tmp_path):
     monkeypatch.setattr(threads, "Path", lambda path: tmp_path / "missing")
     assert threads.other_load(threads.cpu_time()) == 0
     assert threads.cpu_quota() is None
