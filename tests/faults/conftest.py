@@ -1,4 +1,4 @@
-"""A corpus and a run that went well, once for all tests of a process."""
+"""A corpus and an uninterrupted run, made once per process."""
 
 import pytest
 
@@ -13,9 +13,9 @@ def corpus(prepared):
 
 @pytest.fixture(scope="session")
 def whole(corpus, tmp_path_factory):
-    """A run that nothing happened to."""
+    """An uninterrupted run."""
     job = Job(corpus, tmp_path_factory.mktemp("whole"))
-    assert job() == 0  # in this process: those that are forked from it start warm
+    assert job() == 0  # in this process, so that forks of it start with everything imported
     job.fresh()
     assert forked(job) == 0
     return job
@@ -23,5 +23,5 @@ def whole(corpus, tmp_path_factory):
 
 @pytest.fixture
 def job(corpus, whole, tmp_path):
-    """In a process that is warm by now."""
+    """A new run; `whole` has run in this process, so everything is imported."""
     return Job(corpus, tmp_path / "job")

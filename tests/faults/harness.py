@@ -1,4 +1,4 @@
-"""Runs of four tiny steps in forked processes that can be killed anywhere, and what they leave behind."""
+"""Runs of four tiny steps in forked processes that can be killed at any point, and checks of their files."""
 
 import gc
 import itertools
@@ -35,10 +35,8 @@ from train import train
 from training import logger, setup
 from training.clock import Clock
 
-tqdm.set_lock(
-    RLock()
-)  # its own is shared with forked processes, and one that is killed may hold it
-CONTEXT = 8  # a sample has as many tokens
+tqdm.set_lock(RLock())  # tqdm's own lock is shared with forks, and a killed fork may hold it
+CONTEXT = 8  # also the length of a sample
 WORDS = (
     f"context={CONTEXT}",
     "batch_tokens=32",
@@ -53,7 +51,7 @@ Action = Callable[[], object]
 
 @dataclass
 class Job:
-    """A run in `root`/run, on a corpus that is prepared."""
+    """A run in `root`/run on a prepared corpus."""
 
     corpus: Corpus
     root: Path
@@ -62,11 +60,11 @@ class Job:
         return self.with_words()()
 
     def with_words(self, *words: str) -> Action:
-        """The run with more overrides, which are composed here, for all processes that run it."""
+        """The run with more overrides, composed here once for all processes."""
         return partial(self.train, settings_of(*TINY, *WORDS, *STEPS, *words))
 
     def train(self, settings: Settings) -> int:
-        """As `python train.py`, with resume=true once there is a folder -> the exit code."""
+        """Run train.py, with resume=true if the folder exists -> the exit code."""
         settings.run_dir = str(self.root / "run")
         settings.resume = Path(settings.run_dir).exists()
         settings.model["vocab_size"] = self.corpus.tokenizer.vocab_size
@@ -77,7 +75,7 @@ class Job:
             seed=settings.seed,
         )
         ranks = DistEnv(0, 1, torch.device("cpu"))
-        # matplotlib takes as long as the four steps and their saves together
+        # Drawing with matplotlib takes as long as the four steps and their saves.
         picture = mock.patch.object(logger, "draw_loss", lambda _, path: path.touch() or [0.0])
         with (
             picture,
@@ -98,7 +96,7 @@ class Job:
         return sorted((self.root / "run" / "checkpoints").glob("step-*"))
 
     def curve(self) -> list:
-        """What of a run must not depend on where it was cut: metrics without clocks, and the last weights."""
+        """The parts of a run that interruptions must not change: metrics without times, samples, final weights."""
         lines = [
             json.loads(line)
             for line in (self.root / "run" / "metrics.jsonl")
@@ -118,13 +116,13 @@ class Job:
         ]
 
     def leftovers(self) -> list[str]:
-        """What nobody needs any more."""
+        """Files that should have been removed."""
         there = {path.name for path in (self.root / "run" / "checkpoints").iterdir()}
         return sorted(there - {"step-00000003", "step-00000004"})
 
 
 def forked(action: Action, *before: Action) -> int:
-    """The exit code of a process that does `action`; negative for the signal that killed it."""
+    """Run `action` in a fork -> its exit code, or the negative number of the signal that killed it."""
     return finish(start(action, *before))
 
 
@@ -135,10 +133,10 @@ def start(action: Action, *before: Action) -> int:
     if pid > 0:
         return pid
     code = 1
-    # The threads of OpenMP do not survive a fork: a parallel region would wait for them forever.
+    # OpenMP threads do not survive a fork: a parallel region would wait for them forever.
     torch.set_num_threads(1)
-    gc.freeze()  # a collection would copy all memory that is shared with the parent
-    signal.alarm(LONG // 2)  # a fork may inherit a lock that is never released
+    gc.freeze()  # garbage collection would copy the memory shared with the parent
+    signal.alarm(LONG // 2)  # a fork may inherit a held lock
     try:
         for prepare in before:
             prepare()
@@ -156,7 +154,7 @@ def finish(pid: int) -> int:
 
 
 def before_operations(root: Path, do: Callable[[int], object]) -> Action:
-    """Call `do` with their number before file operations below `root`."""
+    """Call `do` with the number of each file operation below `root`, before it happens."""
     numbers = itertools.count(1)
     inside = []
 
@@ -164,9 +162,9 @@ def before_operations(root: Path, do: Callable[[int], object]) -> Action:
         if name in FILE_EVENTS and arguments and not inside:
             within = (
                 name in ("os.remove", "os.rmdir") and arguments[1] >= 0
-            )  # what rmtree names in an open folder
+            )  # rmtree uses names relative to an open folder
             if within or str(arguments[0]).startswith(str(root)):
-                inside.append(name)  # its own operations do not count
+                inside.append(name)  # operations inside `do` do not count
                 do(next(numbers))
                 inside.clear()
 
@@ -186,12 +184,12 @@ def copying(root: Path, copies: Path) -> Action:
 
 
 def at_most(nbytes: int) -> Action:
-    """A full disk: no file can grow beyond so many bytes."""
+    """Simulate a full disk: no file can grow beyond `nbytes`."""
     return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 
 
 def losing_power(record: Path) -> Action:
-    """Notes every file that reached the disk, as step-00000001/state.pt."""
+    """Record every file that is synced to the disk, as step-00000001/state.pt."""
 
     def patch() -> None:
         fsync = os.fsync
@@ -208,7 +206,7 @@ def losing_power(record: Path) -> Action:
 
 
 def lose_power(record: Path, checkpoints: list[Path]) -> None:
-    """Empties the files that never reached the disk."""
+    """Empty the files that were never synced to the disk."""
     safe = set(record.read_text(encoding="utf-8").split()) if record.exists() else set()
     for path in (path for each in checkpoints for path in each.iterdir()):
         if f"{path.parent.name}/{path.name}" not in safe:
@@ -216,12 +214,12 @@ def lose_power(record: Path, checkpoints: list[Path]) -> None:
 
 
 def trusting() -> None:
-    """A loader as most are: what has the right name is good."""
+    """Mimic a common loader: any file with the right name is accepted."""
     sealed.verify = lambda folder, fix, **_: {}
 
 
 def in_place() -> None:
-    """A saver as most are: it writes into the folder that it will be, and the loader trusts it."""
+    """Mimic a common saver: it writes into the final folder, and the loader does not verify it."""
 
     @contextmanager
     def written(folder: Path):
@@ -233,7 +231,7 @@ def in_place() -> None:
 
 
 def unsynced() -> None:
-    """A saver that leaves it to the system when its files reach the disk."""
+    """Mimic a saver that never syncs its files."""
     os.fsync = lambda descriptor: None
 
 
@@ -249,7 +247,7 @@ def source(path: Path, **knobs) -> Text:
 
 
 def documents_of(found: Source) -> list[tuple[str, bool]]:
-    """The documents of a source, each with whether it is held out."""
+    """The documents of a source, each with a flag: is it held out?"""
     documents = []
     text = ""
     for part in found.parts():

@@ -1,4 +1,4 @@
-"""Takes out one protection at a time, on a copy, and tells which test turns red:  python -m tests.faults.protections"""
+"""Remove one protection at a time, in a copy, and print which test fails:  python -m tests.faults.protections"""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-PROTECTIONS = {  # what: (file, line, what takes its place, the tests that see it)
+PROTECTIONS = {  # protection: (file, code, replacement, tests that should fail)
     "sync to the disk": (
         "run/sealed.py",
         "os.fsync(descriptor)",

@@ -1,4 +1,4 @@
-"""Whatever happens to a compiler, the next command compiles: nothing half-made is ever used."""
+"""After any fault of a compiler, the next command compiles: incomplete files are never used."""
 
 import os
 import shutil
@@ -52,7 +52,7 @@ print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 """
 
 
-def test_each_choice_of_instructions_has_a_cache_of_its_own():
+def test_each_instruction_set_has_its_own_cache():
     caches = set()
     for capability in ("default", "avx2"):
         env = os.environ | {"ATEN_CPU_CAPABILITY": capability}
@@ -69,7 +69,7 @@ compiles = pytest.mark.skipif(
 
 
 def start(cache: Path, *command: str) -> subprocess.Popen:
-    """Python, in a process group and with a compile cache of its own."""
+    """Start Python in its own process group and with its own compile cache."""
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=cache.parent,
@@ -82,26 +82,26 @@ def start(cache: Path, *command: str) -> subprocess.Popen:
 
 
 def interrupt(process: subprocess.Popen, cache: Path, victim: str, number: int) -> str:
-    """Send a signal while such a library is opened and empty -> what the process said."""
+    """Send a signal while a library named like `victim` is open and empty -> the process's stderr."""
     sizes = []
     while 0 not in sizes:
         assert process.poll() is None, process.communicate()[1]
-        # A compiler may rename a file, or remove a folder, while they are searched.
+        # A compiler may rename a file or remove a folder during the search.
         with suppress(FileNotFoundError):
             sizes = [path.stat().st_size for path in cache.rglob(f"*.{victim}*")]
         time.sleep(0.0005)
     os.killpg(process.pid, number)
     told = process.communicate(timeout=LONG)[1]
-    with suppress(ProcessLookupError):  # compilers that go on, since signals do not reach them
+    with suppress(ProcessLookupError):  # compilers that did not get the signal
         os.killpg(process.pid, signal.SIGKILL)
-    for library in cache.rglob("*.so"):  # a young one counts as one that is still being written
+    for library in cache.rglob("*.so"):  # a recent library counts as still being written
         os.utime(library, (0, 0))
     return told
 
 
 @compiles
-def test_neither_a_killed_compilation_nor_broken_libraries_harm_a_later_one(tmp_path):
-    """Empty probes of the instruction set, as a killed linker leaves them, and unusable kernels."""
+def test_killed_compilations_and_broken_libraries_do_not_harm_later_ones(tmp_path):
+    """Empty probes of the instruction set, as left by a killed linker, and unusable kernels."""
     cache = tmp_path / "cache"
     command = ("-c", COMPILING, str(ROOT), "decoding")
     killed = start(cache, *command)
@@ -121,7 +121,7 @@ def test_neither_a_killed_compilation_nor_broken_libraries_harm_a_later_one(tmp_
 @pytest.mark.long
 @compiles
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_signal_ends_a_run_that_compiles_and_harms_no_later_one(tmp_path, story, number, code):
+def test_a_signal_ends_a_compiling_run_and_does_not_harm_later_ones(tmp_path, story, number, code):
     cache = tmp_path / "cache"
     words = ("steps=2", "save_every=2", "model.depth=1", "compile=true")
     text = ("data=text", f"data.path={story}", "data.vocab_size=400")
@@ -137,7 +137,7 @@ def test_a_signal_ends_a_run_that_compiles_and_harms_no_later_one(tmp_path, stor
 
 @pytest.fixture
 def broken_compiler(tmp_path, monkeypatch):
-    """A compiler that cannot compile anything."""
+    """Make every compilation fail."""
 
     def fail(*_):
         raise RuntimeError("cc1plus: error: out of order")
@@ -147,12 +147,12 @@ def broken_compiler(tmp_path, monkeypatch):
         torch.nn.Module, "compile", lambda self, **_: compile_with(self, backend=fail)
     )
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    with torch.compiler.set_stance("default"):  # restored when the test ends
+    with torch.compiler.set_stance("default"):  # restored after the test
         yield
 
 
 @compiles
-def test_training_goes_on_without_a_compilation_that_fails(run_of, broken_compiler, capfd):
+def test_training_continues_uncompiled_if_compilation_fails(run_of, broken_compiler, capfd):
     eager, run = run_of(), run_of("compile=auto")
     run.trainer.is_compiled = True
     for _ in range(3):
@@ -166,7 +166,9 @@ def test_training_goes_on_without_a_compilation_that_fails(run_of, broken_compil
 
 
 @compiles
-def test_a_compilation_that_was_asked_for_and_fails_is_one_line(run_of, broken_compiler, capfd):
+def test_a_failed_compilation_that_was_requested_is_reported_in_one_line(
+    run_of, broken_compiler, capfd
+):
     run = run_of("compile=true")
     with pytest.raises(SystemExit) as end:
         take_step(run)
@@ -179,7 +181,7 @@ def test_a_compilation_that_was_asked_for_and_fails_is_one_line(run_of, broken_c
 @compiles
 @pytest.mark.parametrize("step", ["training", "decoding"])
 def test_torch_compiles_in_a_clone_whose_path_has_spaces(tmp_path, step):
-    """With a virtual environment inside, as README makes one."""
+    """With a virtual environment inside, as in the README."""
     clone = tmp_path / "My Projects"
     shutil.copytree(ROOT / "run", clone / "run")
     (clone / "packages").symlink_to(Path(torch.__file__).parents[1])

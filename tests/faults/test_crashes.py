@@ -1,4 +1,4 @@
-"""Killed at any instant, a run loses nothing that it had saved, and goes on as if it had not been killed."""
+"""A run killed at any instant loses nothing that it had saved, and resumes as if it had not been killed."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from tests.faults.harness import Job, copying, finish, forked, killed_at, start
 
 
 def judged(job: Job, code: int, whole: Job) -> list[str]:
-    """What is wrong with a run that was killed and then finished."""
+    """The problems of a run that was killed and then finished."""
     if code != 0:
         return [f"exit code {code}"]
     found = [] if job.curve() == whole.curve() else ["another curve"]
@@ -24,10 +24,10 @@ def judged(job: Job, code: int, whole: Job) -> list[str]:
 
 
 def every_crash_point(job: Job, whole: Job, *broken) -> tuple[int, list[str]]:
-    """Goes on from what a kill before each file operation leaves, and every third from a second kill.
+    """Resume from the files that a kill before each file operation leaves, every third time with a second kill.
 
-    A kill leaves the files as they are then. So one run copies them before each operation, and the
-    second kills are real. A run goes on from each state: of files with other names or sizes.
+    A kill leaves the files unchanged, so one run copies them before each operation; the second kills
+    are real. States whose files have the same names and sizes are tried once.
     """
     found, states = [], []
     copies = job.root.with_name("copies")
@@ -52,7 +52,7 @@ def every_crash_point(job: Job, whole: Job, *broken) -> tuple[int, list[str]]:
 
 
 def random_kills(job: Job, whole: Job, kills: int, seed: int) -> list[str]:
-    """Runs that are killed three times each, whenever it happens to be, before one goes to the end."""
+    """Kill each run three times at random instants, and then let it finish."""
     draw, found = random.Random(seed), []
     began = time.monotonic()
     job.fresh()
@@ -73,7 +73,7 @@ def random_kills(job: Job, whole: Job, kills: int, seed: int) -> list[str]:
 
 
 def power_cuts(job: Job, whole: Job, events: range, *broken) -> list[str]:
-    """Killed, and what was not yet on the disk is gone: what was saved before is not."""
+    """Kill a run and lose its unsynced files: saved checkpoints must survive."""
     found, record = [], job.root.parent / "record"
     for event in events:
         job.fresh()
@@ -95,7 +95,7 @@ def test_every_crash_point(job, whole):
     assert points > 60 and found == []
 
 
-def test_the_crash_points_see_a_saver_that_writes_in_place(job, whole):
+def test_the_crash_points_detect_a_saver_that_writes_in_place(job, whole):
     assert every_crash_point(job, whole, harness.in_place)[1]
 
 
@@ -107,11 +107,11 @@ def test_random_kills(job, whole, kills, seed):
     assert random_kills(job, whole, kills, seed) == []
 
 
-def test_a_power_cut_takes_nothing_that_was_saved(job, whole):
+def test_a_power_cut_loses_nothing_that_was_saved(job, whole):
     assert power_cuts(job, whole, range(20, 120, 9)) == []
 
 
-def test_files_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
+def test_files_are_synced_before_they_are_renamed(tmp_path, monkeypatch):
     trace, fsync, rename = [], os.fsync, Path.rename
 
     def noted(descriptor: int) -> None:
@@ -131,7 +131,7 @@ def test_files_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("number", range(1, 5))
-def test_a_disk_that_fails_at_any_file_leaves_nothing_half_made(tmp_path, monkeypatch, number):
+def test_a_disk_error_at_any_file_leaves_no_incomplete_folder(tmp_path, monkeypatch, number):
     calls, fsync = [], os.fsync
 
     def failing(descriptor: int) -> None:
@@ -150,5 +150,5 @@ def test_a_disk_that_fails_at_any_file_leaves_nothing_half_made(tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_power_cuts_see_a_saver_that_does_not_sync(job, whole):
+def test_power_cuts_detect_a_saver_that_does_not_sync(job, whole):
     assert power_cuts(job, whole, range(60, 120, 20), harness.unsynced)

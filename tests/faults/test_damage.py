@@ -1,4 +1,4 @@
-"""What lies on disk is what was written there, or it is not loaded; and nothing in it is ever run."""
+"""Files are loaded only if they are as they were written, and nothing in them is executed."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def link(path: Path, _: random.Random) -> None:
 
 @pytest.fixture
 def spoiled(job, whole):
-    """A copy of the run that went well, to be damaged again and again."""
+    """A function: returns a fresh copy of the uninterrupted run, to be damaged."""
     job.root.mkdir()
 
     def renew() -> Job:
@@ -62,7 +62,7 @@ def spoiled(job, whole):
 
 
 def damage(renew, ways: list, tries: int) -> list[str]:
-    """The damage that was not noticed: the newest checkpoint was taken though it is not what was saved."""
+    """Damage that went undetected: the newest checkpoint was loaded although it had changed."""
     draw, missed = random.Random(0), []
     job = renew()
     for number in range(tries):
@@ -73,7 +73,7 @@ def damage(renew, ways: list, tries: int) -> list[str]:
         way(path, draw)
         try:
             taken = checkpoint.newest_checkpoint(job.root / "run")
-        except IntegrityError:  # both were hit
+        except IntegrityError:  # both checkpoints were damaged
             taken = way is swap or None
         same = path.is_file() and not path.is_symlink() and path.read_bytes() == before
         if not taken or (path.parent == taken and not same):
@@ -82,23 +82,23 @@ def damage(renew, ways: list, tries: int) -> list[str]:
             missed.append(f"{path.parent} was deleted")
         if way in (flip, cut, empty):
             path.write_bytes(before)
-        else:  # other files were touched too
+        else:  # other files were damaged too
             job = renew()
     return missed
 
 
-def test_a_thousand_flipped_bits_are_seen(spoiled, capfd):
+def test_a_thousand_flipped_bits_are_detected(spoiled, capfd):
     assert damage(spoiled, [flip], 1000) == []
     assert "damaged file" in capfd.readouterr().err
 
 
-def test_other_damage_is_seen(spoiled):
+def test_other_damage_is_detected(spoiled):
     assert damage(spoiled, [cut, empty, delete, swap, link], 200) == []
 
 
 @pytest.mark.parametrize("ways", [[flip], [swap]])
-def test_the_damage_is_loaded_where_nothing_is_verified(spoiled, ways, monkeypatch):
-    monkeypatch.setattr(sealed, "verify", sealed.verify)  # as harness.trusting, and taken back
+def test_damage_is_loaded_without_verification(spoiled, ways, monkeypatch):
+    monkeypatch.setattr(sealed, "verify", sealed.verify)  # lets monkeypatch undo harness.trusting
     harness.trusting()
     assert len(damage(spoiled, ways, 20)) > 5
 
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_skipped_and_kept(spoiled, whole, capfd):
 
 
 def forge(folder: Path, name: str, raw: bytes) -> None:
-    """Puts a file into a checkpoint under a manifest that agrees: what an attacker would do."""
+    """Put a file into a checkpoint with a matching manifest, like an attacker."""
     about = sealed.verify(folder, "")
     rest = {other: (folder / other).read_bytes() for other in about} | {name: raw}
     shutil.rmtree(folder)
@@ -125,7 +125,7 @@ def forge(folder: Path, name: str, raw: bytes) -> None:
 
 
 class Canary:
-    """Leaves a file behind where it is unpickled by what runs what it reads."""
+    """Creates a file if unpickling executes it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -138,7 +138,7 @@ def forged_config(tree_change: dict) -> bytes:
     return json.dumps({"model": tree_of("gqa") | tree_change}).encode()
 
 
-def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
+def test_nothing_in_a_checkpoint_is_executed(spoiled, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("SECRET", "the-value-of-a-secret")
     canary = tmp_path / "canary"
     states = tmp_path / "state"
@@ -162,7 +162,7 @@ def test_nothing_in_a_checkpoint_is_run(spoiled, tmp_path, capfd, monkeypatch):
     ]
     torch.save({"optimizer": {}}, states)
     forgeries.append(("state.pt", states.read_bytes()))
-    # Of another model, and of a part of this one.
+    # States of another model, and of a part of this one.
     genuine = torch.load(spoiled().checkpoints[-1] / "state.pt")
     name, state = next(iter(genuine["optimizer"].items()))
     other_shape = {name: {"momentum": torch.zeros(3, 5)}}
@@ -194,7 +194,7 @@ def loaded(run: Path) -> None:
         load_model(checkpoint.newest_checkpoint(run), "cpu")
 
 
-def test_a_name_in_a_manifest_leads_nowhere_else(tmp_path):
+def test_names_in_a_manifest_cannot_leave_the_folder(tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
     for name in ("../secret", str(tmp_path / "secret"), "a/../../secret", "link"):
         folder = tmp_path / "folder"
@@ -208,14 +208,14 @@ def test_a_name_in_a_manifest_leads_nowhere_else(tmp_path):
         sealed.remove(folder)
 
 
-def test_a_nested_manifest_is_damage(tmp_path):
+def test_a_nested_manifest_is_reported_as_damage(tmp_path):
     body = 100_000 * b"[" + b"\n"
     (tmp_path / "manifest.json").write_bytes(body + sealed.seal(body))
     with pytest.raises(IntegrityError, match="recursion"):
         sealed.verify(tmp_path, "none")
 
 
-def test_what_a_link_leads_to_is_not_removed(tmp_path):
+def test_the_target_of_a_link_is_not_removed(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     (tmp_path / "step-00000001").symlink_to(tmp_path / "mine")
@@ -242,7 +242,7 @@ def test_a_damaged_corpus_is_refused(tmp_path, story):
         prepare(source(story), tmp_path / "cache")
 
 
-def test_a_corpus_is_whole_wherever_its_preparation_is_killed(tmp_path, story):
+def test_a_preparation_killed_at_any_point_leaves_no_incomplete_corpus(tmp_path, story):
     expected = prepare(source(story), tmp_path / "whole").sha256
     event, cache = 0, tmp_path / "cache"
     while True:

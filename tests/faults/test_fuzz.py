@@ -1,4 +1,4 @@
-"""Whatever is given: one line a problem, an exit code that says whose it is, and nothing written."""
+"""Any input is accepted, or refused with one line per problem and an exit code; nothing is written."""
 
 import ast
 import json
@@ -76,7 +76,7 @@ GROUPS = [
 
 
 def words_of(draw: random.Random) -> list[str]:
-    """A group or none, and one to three keys with anything for a value; now and then an unknown one."""
+    """Random overrides: an optional group and one to three keys, some unknown, with random values."""
     words = draw.sample(GROUPS, draw.randint(0, 2))
     known = settings_of(*(word for word in words if "absent" not in word and ".." not in word))
     keys = [*Settings.model_fields, *dict(flatten(known.model_dump()))]
@@ -91,7 +91,7 @@ def words_of(draw: random.Random) -> list[str]:
 
 
 def outcome(words: list[str]) -> int | str:
-    """The exit code before any data is opened."""
+    """The exit code of composing a run, before any data is opened."""
     try:
         with errors.report_errors(), errors.user_input():
             settings = setup.check_buildable(compose(words))
@@ -104,7 +104,7 @@ def outcome(words: list[str]) -> int | str:
 
 
 def fuzzed(cases: int, seed: int, capfd) -> Iterator[tuple]:
-    """What is neither taken nor refused in words."""
+    """Inputs that are neither accepted nor refused with a message."""
     draw = random.Random(seed)
     for _ in range(cases):
         words = words_of(draw)
@@ -119,17 +119,19 @@ MANY = [pytest.param(500, seed, marks=pytest.mark.long) for seed in range(1, 5)]
 
 
 @pytest.mark.parametrize("cases, seed", [(50, 0), *MANY])
-def test_any_config_is_taken_or_refused_in_words(capfd, tmp_path, monkeypatch, cases, seed):
+def test_any_config_is_accepted_or_refused_with_a_message(
+    capfd, tmp_path, monkeypatch, cases, seed
+):
     monkeypatch.chdir(tmp_path)
     assert [*fuzzed(cases, seed, capfd)] == [] and not list(tmp_path.iterdir())
 
 
-def test_the_fuzz_sees_rules_that_are_missing(capfd, monkeypatch):
+def test_fuzzing_detects_a_missing_check(capfd, monkeypatch):
     monkeypatch.setattr(instantiate, "check_arguments", lambda target, arguments, path: None)
     assert next(fuzzed(600, 13, capfd), None) is not None
 
 
-def test_any_file_is_read_or_refused_in_words(tmp_path):
+def test_any_file_is_read_or_refused_with_a_message(tmp_path):
     draw = random.Random(0)
     good = {
         "txt": "\n<|endoftext|>\n".join(f"story {number}" for number in range(50)).encode(),
@@ -156,7 +158,7 @@ def test_any_file_is_read_or_refused_in_words(tmp_path):
     assert 10 < refused < 60
 
 
-def test_any_tokenizer_is_taken_or_refused_in_words(tmp_path, story):
+def test_any_tokenizer_is_accepted_or_refused_with_a_message(tmp_path, story):
     proto = Tokenizer.train(["one two three"] * 99, 300).files["tokenizer.model"]
     draw, path = random.Random(0), tmp_path / "tokenizer.model"
     for _ in range(100):
@@ -191,7 +193,7 @@ HOSTILE = (
 
 
 def spoil(content, draw: random.Random):
-    """JSON with another value somewhere in it."""
+    """Replace one value somewhere in JSON content."""
     if not isinstance(content, dict | list) or not content or draw.random() < 0.1:
         return draw.choice(HOSTILE)
     keys = [*content] if isinstance(content, dict) else range(len(content))
@@ -216,7 +218,7 @@ def take_folder(folder: Path) -> None:
 
 
 def take_checkpoint(path: Path) -> None:
-    """Seal it as if it were whole, and do with it what commands do."""
+    """Seal a damaged checkpoint as if it were intact, and use it as the commands do."""
     (path / "manifest.json").unlink()
     with sealed.atomic_directory(path.with_name("sealed")) as staging:
         shutil.copytree(path, staging, dirs_exist_ok=True)
@@ -228,7 +230,7 @@ def take_checkpoint(path: Path) -> None:
 
 
 def is_told(take: Callable, folder: Path) -> bool:
-    """Whether a folder is taken, or refused in words, within 20 seconds."""
+    """True if a folder is accepted, or refused with a message, within 20 seconds."""
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(20)
     try:
@@ -247,8 +249,8 @@ def is_told(take: Callable, folder: Path) -> bool:
 @pytest.mark.parametrize(
     "seed", [0, *[pytest.param(n, marks=pytest.mark.long) for n in range(1, 5)]]
 )
-def test_any_model_is_taken_or_refused_in_words(seed, tokenizer, tmp_path, capfd):
-    """Folders of Hugging Face and checkpoints, with both kinds of tokenizers."""
+def test_any_model_is_accepted_or_refused_with_a_message(seed, tokenizer, tmp_path, capfd):
+    """Hugging Face folders and checkpoints, with both kinds of tokenizers."""
     write_tokenizer(
         tmp_path, "TinyLlama-1.1B", tell(tmp_path).read_text(encoding="utf-8").split("\n")
     )
@@ -286,7 +288,7 @@ FORBIDDEN = [
 ]
 
 
-def test_no_code_runs_what_it_reads():
+def test_no_code_executes_its_input():
     for path in (
         path for path in ROOT.rglob("*.py") if not {"tests", ".venv", ".cache"} & set(path.parts)
     ):
@@ -311,7 +313,7 @@ def test_no_code_runs_what_it_reads():
                 assert called != "torch.load" or given["weights_only"] == "True", path
 
 
-# `instantiate` is ours: where it is imported from is checked above.
+# `instantiate` is ours: its import is checked above.
 ALLOWED = [
     "re.compile",
     "torch.compile",

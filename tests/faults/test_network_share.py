@@ -1,4 +1,4 @@
-"""On a file system that neither syncs folders nor locks files, a run is kept as on any other."""
+"""Runs are saved reliably on a file system that can neither sync folders nor lock files."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ NO_LOCK = "does not support locks: do not start two runs in one folder"
 
 @pytest.fixture(scope="module")
 def preload(tmp_path_factory) -> dict[str, str]:
-    """The environment in which all file systems are such."""
+    """The environment variables that make all file systems refuse both."""
     compiler = shutil.which("cc")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs a C compiler, and Linux, whose loader reads LD_PRELOAD")
@@ -36,7 +36,7 @@ def python(preload: dict[str, str], *words: str, cwd: Path) -> subprocess.Comple
     return subprocess.run([sys.executable, *words], **how, encoding="utf-8")
 
 
-def test_a_run_is_saved_and_resumed_with_a_warning_of_each_kind(preload, story):
+def test_a_run_is_saved_and_resumed_with_one_warning_of_each_kind(preload, story):
     text = ("data=text", f"data.path={story}", "data.vocab_size=400")
     words = (str(ROOT / "train.py"), *TINY, *text, "save_every=1", "eval_every=9", "run_dir=run")
     for more in (("steps=2",), ("steps=3", "resume=true")):
@@ -50,9 +50,9 @@ def test_a_run_is_saved_and_resumed_with_a_warning_of_each_kind(preload, story):
 
 
 def test_every_crash_point_is_survived_there(preload):
-    """The test of all crash points, in a process that never had another file system."""
+    """Runs the test of all crash points in a process with the preloaded library."""
     test = "tests/faults/test_crashes.py::test_every_crash_point"
-    # Outside, it would not know whether the library is loaded.
+    # Checked inside the process, to be sure that the library is loaded.
     check = "import os, sys, pytest\ntry: os.fsync(os.open('/', 0))\nexcept OSError: pass\n"
     check += "else: sys.exit('the library is not loaded')\nsys.exit(pytest.main(sys.argv[1:]))"
     words = ("-q", "-n", "0", "-p", "no:cacheprovider", test)
@@ -69,7 +69,7 @@ print(prepare(source(Path(sys.argv[1])), Path(sys.argv[2])).sha256)
 """
 
 
-def test_processes_that_prepare_one_text_do_not_harm_each_other(preload, story, tmp_path):
+def test_processes_can_prepare_one_text_at_the_same_time(preload, story, tmp_path):
     cache = tmp_path / "cache"
     how = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
     words = [sys.executable, "-c", PREPARE, str(story), str(cache)]
@@ -83,7 +83,7 @@ def test_processes_that_prepare_one_text_do_not_harm_each_other(preload, story, 
 
 @pytest.fixture
 def failing_sync(monkeypatch):
-    """Makes syncs of files, or of folders, fail with an error."""
+    """A function: makes syncs of files or of folders fail with an error."""
     progress.warn_once.cache_clear()
     fsync = os.fsync
 
@@ -100,7 +100,7 @@ def failing_sync(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES])
-def test_a_folder_that_cannot_be_synced_costs_one_warning(tmp_path, failing_sync, capfd, number):
+def test_a_folder_that_cannot_be_synced_causes_one_warning(tmp_path, failing_sync, capfd, number):
     failing_sync(number, is_folder=True)
     for name in ("a", "b"):
         with sealed.atomic_directory(tmp_path / name) as staging:
@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_synced_costs_one_warning(tmp_path, failing_sync
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE])
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_a_disk_that_fails_still_ends_the_run(job, failing_sync, capfd, number, is_folder):
+def test_a_disk_error_still_ends_the_run(job, failing_sync, capfd, number, is_folder):
     job.fresh()
     assert finish(start(job.with_words("steps=1"), lambda: failing_sync(number, is_folder))) == 74
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]

@@ -1,4 +1,4 @@
-"""A run that goes on is the run that would have been: to the bit, or it says what is another."""
+"""A resumed run equals an uninterrupted one bit for bit, or reports the differences."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from training.budget import TimeBudget
 
 
 def one_step_only() -> None:
-    """As if a signal came in every first step of a process."""
+    """Act as if a signal arrived in the first step of every process."""
 
     Signals.is_armed = property(
         lambda _: True, lambda self, value: setattr(self, "received", 75 * value)
@@ -45,7 +45,7 @@ def one_step_only() -> None:
         ),
     ],
 )
-def test_a_run_cut_after_every_step_is_the_whole_run(job, precision, words, monkeypatch):
+def test_a_run_cut_after_every_step_equals_the_whole_run(job, precision, words, monkeypatch):
     cast = trainer.hardware.autocast
     monkeypatch.setattr(
         trainer.hardware,
@@ -62,7 +62,7 @@ def test_a_run_cut_after_every_step_is_the_whole_run(job, precision, words, monk
 
 
 @pytest.mark.parametrize("broken", ["optimizer", "reported_step", "log", "reseeded"])
-def test_the_cut_run_sees_what_is_not_restored(job, whole, broken):
+def test_the_cut_run_detects_state_that_is_not_restored(job, whole, broken):
     def forget() -> None:
         one_step_only()
         restore = checkpointer.Checkpointer.restore
@@ -88,7 +88,7 @@ def test_the_cut_run_sees_what_is_not_restored(job, whole, broken):
 
 
 def killed_in_step(number: int) -> None:
-    """SIGKILL once the gradients of this step are there."""
+    """SIGKILL after the gradients of this step are computed."""
     compute = trainer.Trainer.compute_gradients
 
     def kill(self, step, micro_batch_size):
@@ -101,7 +101,7 @@ def killed_in_step(number: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_killed_run_is_the_whole_run(job, optimizer):
+def test_a_killed_run_equals_the_whole_run(job, optimizer):
     words = (f"optimizer={optimizer}", "steps=24", "save_every=8")
     job.fresh()
     assert forked(job.with_words(*words)) == 0
@@ -114,7 +114,7 @@ def test_a_killed_run_is_the_whole_run(job, optimizer):
 
 
 def spoiled_in_step(number: int) -> None:
-    """A loss that is not a number."""
+    """Make the loss of this step NaN."""
     accumulate = trainer.Trainer.accumulate
 
     def spoil(self, step, rows, *, is_last):
@@ -128,7 +128,7 @@ def spoiled_in_step(number: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw", "sgd"])
-def test_a_run_that_diverged_goes_on_from_its_last_save(job, optimizer, monkeypatch, capfd):
+def test_a_run_that_diverged_resumes_from_its_last_save(job, optimizer, monkeypatch, capfd):
     def sgd(model, *, lr: float, momentum: float):
         return [torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)]
 
@@ -149,7 +149,7 @@ def test_a_run_that_diverged_goes_on_from_its_last_save(job, optimizer, monkeypa
     assert job.curve() == expected
 
 
-def test_fitted_steps_stay_though_both_bounds_are_given(job, monkeypatch):
+def test_fitted_steps_are_kept_if_both_bounds_are_given(job, monkeypatch):
     monkeypatch.setattr(budget, "EVALUATION_COST", 0.0)
     monkeypatch.setattr(TimeBudget, "count_steps", lambda self, step: (3, True))
     job.fresh()
@@ -160,7 +160,7 @@ def test_fitted_steps_stay_though_both_bounds_are_given(job, monkeypatch):
 
 
 def compiled_to_other_bits() -> None:
-    """As if a compiled step computed a little more."""
+    """Act as if compilation changed the results slightly."""
 
     def compile_model(loss_module, *_):
         loss_module.register_forward_hook(
@@ -173,7 +173,7 @@ def compiled_to_other_bits() -> None:
     trainer.compile_model = compile_model
 
 
-def test_a_cut_run_goes_on_compiled_as_its_first_process_was(job, monkeypatch):
+def test_a_resumed_run_is_compiled_if_its_first_process_was(job, monkeypatch):
     monkeypatch.setattr(setup.compilation, "missing_for_compilation", lambda device: None)
     words = ("compile=auto", "steps=6", "eval_every=3")
     curves = []
@@ -185,7 +185,7 @@ def test_a_cut_run_goes_on_compiled_as_its_first_process_was(job, monkeypatch):
         curves.append(job.curve())
         job.fresh()
         assert forked(job.with_words(*words), compiled_to_other_bits, one_step_only) == 75
-        # What the rule would say of the later processes does not matter.
+        # Later processes must not apply the rule again, whose answer is different here.
         monkeypatch.setattr(
             setup.compilation, "is_long_run", lambda *_, is_long=is_long: not is_long
         )
@@ -214,11 +214,11 @@ def test_a_run_killed_after_its_last_save_only_samples_and_evaluates(job, whole,
     assert forked(job, killed_at_the_end) == -signal.SIGKILL
     assert forked(job, without_steps) == 0
     assert job.curve() == whole.curve()
-    assert forked(job, without_steps) == 0  # and again, where nothing is left to do
+    assert forked(job, without_steps) == 0  # and again, with nothing left to do
     assert job.curve() == whole.curve()
 
 
-def test_looking_does_not_change_what_is_learned(job, whole):
+def test_evaluation_samples_and_logging_do_not_change_training(job, whole):
     job.fresh()
     assert (
         forked(job.with_words("eval_every=1", "sample_every=3", "log_every=1", "save_every=4")) == 0
@@ -262,7 +262,7 @@ THEN = {
 
 
 @pytest.mark.parametrize("key", [*FIXED, *FREE])
-def test_what_may_change_is_said_and_what_may_not_is_refused(key):
+def test_allowed_changes_are_reported_and_others_are_refused(key):
     now = THEN | {key: (FIXED | FREE)[key]}
     if key in FIXED:
         with pytest.raises(ValueError, match=rf"{key}[.a-z]* \(then .*, now .*\)\. fix: "):
@@ -273,7 +273,7 @@ def test_what_may_change_is_said_and_what_may_not_is_refused(key):
         )
 
 
-def test_another_machine_is_said():
+def test_a_change_of_the_machine_is_reported():
     said = checkpointer.check_resumed(
         THEN, THEN | {"machine": {"threads": 2}, "resume": True}, Path("step-00000001")
     )
@@ -316,7 +316,7 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path, tokenizer):
     sizes = ("model.dim=384", "model.depth=12", "model.heads=8", "model.hidden=1536")
     tree = tree_of("gqa", *sizes)
     weights = build_model(tree).state_dict()
-    state = {"optimizer": weights}  # which nobody needs here
+    state = {"optimizer": weights}  # not needed by inference
     path = checkpoint.save(tmp_path, 1, weights, {"model": tree}, tokenizer.files, state)
     command = [sys.executable, "-c", LOADING, str(ROOT), str(path)]
     share = float(subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout)
@@ -324,7 +324,7 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path, tokenizer):
 
 
 @pytest.mark.long
-def test_a_compiled_run_goes_on_to_the_bit(tmp_path, story):
+def test_a_compiled_run_resumes_bit_for_bit(tmp_path, story):
     def run(folder: str, seconds: float | None) -> int:
         (tmp_path / folder).mkdir(exist_ok=True)
         words = (

@@ -1,4 +1,4 @@
-"""A signal ends a run within a step, saved, with the exit code that says so; it goes on as if nothing had been."""
+"""A signal saves and ends a run within a step, with its own exit code; the resumed run is unchanged."""
 
 import json
 import os
@@ -23,7 +23,7 @@ CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 
 
 def sending(number: int, where: tuple[object, str], call: int, again: bool = False):
-    """The process sends itself a signal at this call of a function."""
+    """Send this process a signal at the given call of a function."""
 
     def patch() -> None:
         owner, name = where
@@ -82,7 +82,7 @@ def test_a_second_ctrl_c_ends_at_once(job, whole):
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
-def test_a_signal_saves_though_nobody_reads_what_is_said(job, whole):
+def test_a_signal_saves_if_nobody_reads_standard_error(job, whole):
     def close_errors() -> None:
         reader, writer = os.pipe()
         os.close(reader)
@@ -95,7 +95,7 @@ def test_a_signal_saves_though_nobody_reads_what_is_said(job, whole):
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
-def test_a_signal_that_comes_again_and_again_saves_once(job, whole):
+def test_a_repeated_signal_saves_once(job, whole):
     job.fresh()
     assert (
         forked(job, sending(signal.SIGTERM, (trainer.Trainer, "accumulate"), 3, again=True)) == 75
@@ -111,14 +111,14 @@ WAITING = {
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("place", WAITING)
-def test_a_signal_in_a_preparation_ends_it(tmp_path, story, monkeypatch, place, number, capfd):
+def test_a_signal_ends_a_preparation(tmp_path, story, monkeypatch, place, number, capfd):
     began, there = os.pipe()
     owner, name = WAITING[place]
     usual = getattr(owner, name)
 
     def waiting(*arguments) -> object:
         os.write(there, b"x")
-        for _ in range(100 * LONG):  # one long sleep goes on where another thread gets the signal
+        for _ in range(100 * LONG):  # one long sleep would go on if another thread got the signal
             time.sleep(0.01)
         return usual(*arguments)
 

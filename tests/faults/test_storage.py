@@ -1,4 +1,4 @@
-"""A full disk costs no checkpoint, a second run no folder, a killed preparation no lock."""
+"""Full disks lose no checkpoint, a second run cannot take the folder, and killed processes leave no lock."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ from tests.faults.harness import at_most, finish, forked, source, start, wait_fo
 
 
 @pytest.mark.parametrize("room", [5000, 20_000, 60_000, 150_000])
-def test_a_full_disk_costs_no_checkpoint(job, whole, room, capfd):
+def test_a_full_disk_loses_no_checkpoint(job, whole, room, capfd):
     files = [path.stat().st_size for path in whole.checkpoints[-1].iterdir()]
     assert room < max(files)
     job.fresh()
@@ -32,7 +32,7 @@ def test_a_full_disk_costs_no_checkpoint(job, whole, room, capfd):
 
 
 def full(name: str) -> None:
-    """What is appended to this file finds a full disk."""
+    """Appending to this file fails with a full disk."""
     opened = Path.open
 
     def full_or_not(path, mode="r", *more, **named):
@@ -42,14 +42,14 @@ def full(name: str) -> None:
     Path.open = full_or_not
 
 
-def test_full_metrics_cost_a_warning(job, whole, capfd):
+def test_a_full_disk_for_metrics_causes_a_warning(job, whole, capfd):
     job.fresh()
     assert forked(job, lambda: full("metrics.jsonl")) == 0
     assert capfd.readouterr().err.count("training goes on") == 1
     assert job.curve()[-3:] == whole.curve()[-3:]  # samples and weights
 
 
-def test_metrics_are_written_whole_or_not(job):
+def test_a_line_of_metrics_is_written_completely_or_not_at_all(job):
     job.fresh()
     words = ("steps=40", "log_every=1", "save_every=40", "eval_every=40")
     assert forked(job.with_words(*words), at_most(4000)) == 74  # standard error is full too
@@ -60,7 +60,7 @@ def test_metrics_are_written_whole_or_not(job):
     assert lines == sorted(set(lines)) and 5 < len(lines) < 40
 
 
-def test_one_run_in_a_folder(job, capfd):
+def test_only_one_run_in_a_folder(job, capfd):
     job.fresh()
     assert forked(job.with_words("steps=2")) == 0
     before = {path: path.read_bytes() for path in (job.root / "run").rglob("*") if path.is_file()}
@@ -75,10 +75,10 @@ def test_one_run_in_a_folder(job, capfd):
     assert forked(job) == 0
 
 
-def test_the_test_of_the_lock_sees_that_there_is_none(job, monkeypatch, capfd):
+def test_the_test_of_the_lock_detects_a_missing_lock(job, monkeypatch, capfd):
     monkeypatch.setattr(folder.FileLock, "acquire", lambda *_: None)
     with pytest.raises(AssertionError, match="assert 0 == 2"):
-        test_one_run_in_a_folder(job, capfd)
+        test_only_one_run_in_a_folder(job, capfd)
 
 
 def test_a_lock_does_not_outlive_its_process(job):
@@ -101,14 +101,14 @@ def test_a_killed_preparation_leaves_no_lock(tmp_path, story, monkeypatch):
     assert forked(lambda: prepare(source(story), cache) and None) == 0
 
 
-def test_steps_that_are_no_longer_named_so_are_not_resumed(job):
+def test_a_renamed_checkpoint_is_not_resumed(job):
     job.fresh()
     assert forked(job.with_words("steps=2")) == 0
     job.checkpoints[-1].rename(job.checkpoints[-1].with_name("step-00000009"))
     assert checkpoint.newest_checkpoint(job.root / "run").name == "step-00000001"
 
 
-def test_a_place_that_cannot_be_written_is_storage(command, story):
+def test_an_unwritable_run_folder_is_a_storage_error(command, story):
     Path("file").touch()
     words = (
         "steps=2",
@@ -121,7 +121,7 @@ def test_a_place_that_cannot_be_written_is_storage(command, story):
     assert result.code == 74 and "fix: another run_dir" in result.err.splitlines()[-1]
 
 
-def test_a_folder_of_other_files_is_not_taken(command, story):
+def test_a_folder_with_other_files_is_refused(command, story):
     Path("mine").mkdir()
     Path("mine/config.yaml").write_text("my: config", encoding="utf-8")
     words = ("steps=2", "data=text", f"data.path={story}", "data.vocab_size=400", "run_dir=mine")
@@ -131,7 +131,7 @@ def test_a_folder_of_other_files_is_not_taken(command, story):
     assert [path.read_text(encoding="utf-8") for path in Path("mine").iterdir()] == ["my: config"]
 
 
-def test_a_copy_in_the_folder_of_checkpoints_is_left_alone(job):
+def test_a_copied_checkpoint_is_not_removed(job):
     job.fresh()
     assert forked(job.with_words("steps=2")) == 0
     shutil.copytree(job.checkpoints[-1], job.checkpoints[-1].with_name("step-00000002.bak"))
