@@ -2,8 +2,8 @@
 
     python -m tests.training.rates_tables
 
-prints the tables, and draws docs/results/rates/width.svg. A line of the file is a model trained at
-some rates, and its bits per byte on held-out text.
+prints the tables, and draws docs/results/rates/width.svg. Each line of the file has a model, its
+learning rates, and its bits per byte on held-out text.
 """
 
 import json
@@ -22,12 +22,12 @@ from tests.conftest import settings_of
 from training.rates import Reference
 
 FOLDER = ROOT / "docs" / "results" / "rates"
-TODAY = "today"  # the way of runs with the update and the proportions of rates of today
+TODAY = "today"  # runs with the current update and the current ratios of rates
 BEFORE = "update of RMS 0.2"
 
 
 class Case(NamedTuple):
-    """What is trained; its runs differ by their rates."""
+    """A training setup; its runs differ only in their learning rates."""
 
     way: str
     optimizer: str
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """The losses of a case over its rates, as factors of what the law says, and their parabola."""
+    """The losses of a case over factors of the law's rate, and the parabola fitted to them."""
 
     losses: dict[float, float]
     best: float  # factor
@@ -49,7 +49,7 @@ class Curve(NamedTuple):
 
 
 def read_runs(path: Path = FOLDER / "runs.jsonl") -> dict[Case, dict[float, float]]:
-    """The losses of each case, by the rate of matrices."""
+    """The losses of each case, by the learning rate of matrices."""
     cases = defaultdict(dict)
     for line in path.read_text(encoding="utf-8").splitlines():
         run = json.loads(line)
@@ -58,12 +58,12 @@ def read_runs(path: Path = FOLDER / "runs.jsonl") -> dict[Case, dict[float, floa
 
 
 def law(case: Case) -> float:
-    """The rate of matrices that the law gives a case."""
+    """The learning rate of matrices that the law predicts for a case."""
     return unscaled(case) * reference_of(case).run_factor(case.dim, case.batch_tokens, case.steps)
 
 
 def unscaled(case: Case) -> float:
-    """The same without the factor for batch, length and width; before, it was 0.02 for all."""
+    """The law's rate without the factor for batch, length and width; earlier, it was always 0.02."""
     if case.way == BEFORE:
         return 0.02
     rate = settings_of(f"optimizer={case.optimizer}").optimizer["lr"]
@@ -78,7 +78,7 @@ def reference_of(case: Case) -> Reference:
 
 
 def fit_curve(by_rate: dict[float, float], rate: float) -> Curve | None:
-    """Fit a parabola to the best rate and its neighbours; None where the best is at an edge."""
+    """Fit a parabola to the best rate and its neighbours; None if the best rate is at an edge."""
     losses = {tried / rate: loss for tried, loss in sorted(by_rate.items())}
     factors = list(losses)
     place = factors.index(min(losses, key=losses.get))
@@ -88,7 +88,7 @@ def fit_curve(by_rate: dict[float, float], rate: float) -> Curve | None:
     values = [losses[factor] for factor in factors[place - 1 : place + 2]]
     parabola = np.polyfit(near, values, 2)
     optimum = -parabola[1] / (2 * parabola[0])
-    # Where factor 1 is farther off, its loss lies between those of the two rates around it.
+    # If factor 1 is not one of these rates, interpolate its loss.
     at_one = np.interp(0.0, np.log2(factors), list(losses.values()))
     if near[0] <= 0 <= near[-1]:
         at_one = np.polyval(parabola, 0.0)
@@ -99,7 +99,7 @@ def fit_curve(by_rate: dict[float, float], rate: float) -> Curve | None:
 def print_axis(name: str, cases: dict[Case, dict[float, float]], key: str) -> None:
     """Print a row for each value of the field `key`: means over the seeds.
 
-    Cases whose best rate is at an edge of those tried are left out.
+    Cases whose best rate is at an edge of the range are left out.
     """
     values = defaultdict(list)
     for case, by_rate in cases.items():
@@ -119,7 +119,7 @@ def print_axis(name: str, cases: dict[Case, dict[float, float]], key: str) -> No
 
 
 def print_attentions(cases: dict[Case, dict[float, float]]) -> None:
-    """Print the losses of other attentions at half, once and twice the rates of the law."""
+    """Print the losses of other attentions at 0.5, 1 and 2 times the rates of the law."""
     for case, by_rate in sorted(cases.items()):
         losses = {round(rate / law(case), 1): loss for rate, loss in by_rate.items()}
         curve = fit_curve(by_rate, law(case))
@@ -141,7 +141,7 @@ def print_error(cases: dict[Case, dict[float, float]]) -> None:
 
 
 def select(runs: dict[Case, dict[float, float]], **fields) -> dict[Case, dict[float, float]]:
-    """The cases with these values; a tuple allows each of its values."""
+    """The cases with these values; a tuple lists allowed values."""
     selected = {}
     for case, by_rate in runs.items():
         is_in = True
@@ -154,7 +154,7 @@ def select(runs: dict[Case, dict[float, float]], **fields) -> dict[Case, dict[fl
 
 
 def draw_widths(runs: dict[Case, dict[float, float]]) -> Figure:
-    """Loss over the factor of all rates, a line a width, before and with the law."""
+    """Plot loss over the factor of all rates, one line per width, without and with the law."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, way in zip(figure.subplots(1, 2, sharey=True), (BEFORE, TODAY), strict=True):
         cases = select(runs, way=way, optimizer="muon", attention="gqa", depth=4, steps=200)

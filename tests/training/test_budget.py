@@ -1,4 +1,4 @@
-"""The number of steps that max_minutes has room for, on machines whose speed changes."""
+"""The number of steps that fit into max_minutes, on machines whose speed changes."""
 
 import math
 import random
@@ -14,9 +14,9 @@ from run.distributed import DistEnv
 def simulate(
     run, monkeypatch, minutes: float, slowness, pauses=()
 ) -> tuple[float, list[float], list[int]]:
-    """Run without training: a step takes 0.05 s times slowness(share of the limit that is gone).
+    """Simulate a run: a step takes 0.05 s times slowness(used share of the time limit).
 
-    `pauses` are activities, their intervals in steps, and the seconds of the first and the others.
+    `pauses` has activities, their intervals in steps, and the seconds of the first and later ones.
     Returns the share of the limit at the end, the schedule of each step, and the fitted numbers.
     """
     clock = [run.clock.started]
@@ -48,11 +48,11 @@ def test_minutes_hold_on_a_machine_that_slows_by_half(run_of, monkeypatch, when,
     run = run_of(*words.split())
     end, factors, totals = simulate(run, monkeypatch, 10, lambda share: 1 + (share > when))
     assert 0.9 < end < 1.1
-    # The rate falls as it does in a run that is planned for so many steps: to the floor, never up.
+    # The rate decays as in a run with a fixed number of steps: to the floor, without rising again.
     peak = factors.index(max(factors))
     assert all(a >= b for a, b in pairwise(factors[peak:]))
     assert factors[-1] < 0.11 or "cooldown=0" in schedule
-    # Near the end, the slower steps that are left take less than a tenth of the time.
+    # A slowdown near the end affects less than a tenth of the time, and does not refit.
     assert (len(totals) > 1) == (when < 0.9) and totals == sorted(totals, reverse=True)
 
 
@@ -60,11 +60,11 @@ def test_wsd_decays_later_on_a_machine_that_gets_faster(run_of, monkeypatch):
     run = run_of("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
     end, factors, totals = simulate(run, monkeypatch, 10, lambda share: 1 if share > 0.2 else 2)
     assert 0.9 < end < 1 and len(totals) == 2
-    # The decay takes 0.6 of all steps, as in a run that was as fast from its beginning.
+    # The decay takes 0.6 of all steps, as at a constant speed.
     assert abs(sum(f == 1 for f in factors) / len(factors) - 0.4) < 0.03
 
 
-def test_a_fitted_number_stays_at_a_speed_that_varies_little(run_of, monkeypatch):
+def test_a_fitted_number_of_steps_is_kept_if_the_speed_varies_little(run_of, monkeypatch):
     run = run_of("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
     generator = random.Random(0)
     end, _, totals = simulate(run, monkeypatch, 10, lambda share: generator.uniform(0.8, 1.2))
@@ -72,17 +72,17 @@ def test_a_fitted_number_stays_at_a_speed_that_varies_little(run_of, monkeypatch
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_steps_that_are_slow_are_fitted_at_once(run_of, monkeypatch, capsys, is_compiled):
+def test_slow_steps_are_fitted_immediately(run_of, monkeypatch, capsys, is_compiled):
     run = run_of("max_minutes=1", "steps=null", "max_epochs=null", "eval_tokens=512")
     run.budget.is_compiled = is_compiled
-    # A step takes ten seconds, and the first one 20 if it compiles.
+    # A step takes ten seconds; the first one takes 20 if it compiles.
     first = 2 if is_compiled else 1
     end, _, totals = simulate(run, monkeypatch, 1, lambda share: 200 * (first if share == 0 else 1))
     assert 0.5 < end < 1.1 and len(totals) == 1
     assert f"warning: too few steps to learn from ({totals[0]})" in capsys.readouterr().err
 
 
-def test_a_run_whose_first_step_takes_all_of_the_time_ends_with_it(run_of, monkeypatch, capsys):
+def test_a_run_ends_after_a_first_step_that_takes_all_of_the_time(run_of, monkeypatch, capsys):
     run = run_of("max_minutes=1", "steps=null", "max_epochs=null", "eval_tokens=512")
     _, factors, totals = simulate(run, monkeypatch, 1, lambda share: 1400)  # 70 seconds
     assert len(factors) == 1 and totals == [1]
@@ -90,8 +90,8 @@ def test_a_run_whose_first_step_takes_all_of_the_time_ends_with_it(run_of, monke
 
 
 @pytest.mark.parametrize("bound", [40_000, None])
-def test_the_end_is_shown_as_it_is_expected(run_of, monkeypatch, bound):
-    """Not as the bound of the epochs, which the clock never lets a run reach."""
+def test_the_expected_end_is_shown(run_of, monkeypatch, bound):
+    """The end by the clock is shown, not the bound of max_epochs, which the run never reaches."""
     run = run_of("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
     if bound is not None:
         run.progress.total_steps = run.progress.expected_steps = run.budget.bound = bound
@@ -104,14 +104,14 @@ def test_the_end_is_shown_as_it_is_expected(run_of, monkeypatch, bound):
         return is_final
 
     monkeypatch.setattr(run.budget, "fit", recorded)
-    # A step takes 0.05 s, later 0.1: there is room for 12,000, then 7,800.
+    # A step takes 0.05 s, later 0.1 s: 12,000 steps fit, then 7,800.
     simulate(run, monkeypatch, 10, lambda share: 1 + (share > 0.3))
     assert shown[:2] == [math.inf, math.inf]
     assert all(10_000 < end < 12_000 for end in shown[10:3000])
     assert 7_000 < shown[-1] < 8_200 and shown[-1] == run.progress.total_steps == len(shown)
 
 
-def test_a_speed_that_changes_all_the_time_is_told_a_few_times(run_of, monkeypatch, capsys):
+def test_a_speed_that_always_changes_is_reported_a_few_times(run_of, monkeypatch, capsys):
     run = run_of("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
     generator = random.Random(0)
     _, _, totals = simulate(
@@ -119,7 +119,7 @@ def test_a_speed_that_changes_all_the_time_is_told_a_few_times(run_of, monkeypat
     )
     told = re.findall(r"the run now ends at step (\d+)", capsys.readouterr().err)
     assert len(totals) > 5 and len(told) < 5
-    # What was told last is near the end.
+    # The last reported end is close to the true one.
     assert abs(int(told[-1]) - totals[-1]) < 0.2 * totals[-1]
 
 
@@ -127,9 +127,9 @@ WSD = ("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
 
 
 @pytest.mark.parametrize("activity", ["sample", "save"])
-def test_saves_and_samples_are_in_the_minutes(run_of, monkeypatch, activity):
+def test_saves_and_samples_count_towards_the_minutes(run_of, monkeypatch, activity):
     run = run_of(*WSD, f"{activity}_every=500")
-    # Five seconds each, a fifth of the time between two of them.
+    # Five seconds each, a fifth of the time between two pauses.
     pauses = [(activity, 500, 5.0, 5.0)]
     end, factors, _ = simulate(run, monkeypatch, 10, lambda share: 1, pauses)
     assert 0.9 < end < 1 and factors[-1] < 0.11
@@ -144,8 +144,8 @@ def test_a_large_model_is_fitted_with_its_first_save(run_of, monkeypatch):
     assert 0.8 < end < 1 and max(totals) < 6500
 
 
-def test_the_graph_of_the_first_evaluation_is_in_the_minutes_on_a_gpu(run_of, monkeypatch):
-    run = run_of(*WSD, "eval_every=100000")  # at the end alone
+def test_compiling_the_first_evaluation_on_a_gpu_counts_towards_the_minutes(run_of, monkeypatch):
+    run = run_of(*WSD, "eval_every=100000")  # only at the end
     run.budget.is_compiled = True
     run.budget.ranks = DistEnv(0, 1, torch.device("cuda"))
     # The first step takes 100 seconds, the first evaluation 50 more than the others.

@@ -1,4 +1,4 @@
-"""The loss and its gradient, against autograd and torch's own; blocks that are computed again."""
+"""The loss and its gradient equal torch's loss and autograd; recomputed blocks learn the same."""
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ from training.parallel import configure_compiler
 
 
 def saved_bytes(model: torch.nn.Module, tokens: torch.Tensor) -> int:
-    """Bytes that a forward keeps for its backward, without the weights themselves."""
+    """Bytes that a forward saves for its backward, excluding weights."""
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     saved = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
-        # The tensor stays alive in `saved`, so that no storage is used twice.
+        # Keeping the tensor in `saved` prevents reuse of its storage.
         saved[x.untyped_storage()._cdata] = x
         return x
 
@@ -47,10 +47,10 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("softcap, z_loss", [(None, 0.0), (2.5, 0.3)])
 @pytest.mark.parametrize("share", [None, 0.0, 0.3, 1.0])
 @pytest.mark.parametrize("max_logits", [1, 31 * 5, 2**20])  # one row at a time, five, all
-def test_loss_and_gradient_are_those_of_all_logits(
+def test_loss_and_gradient_equal_those_of_all_logits(
     monkeypatch, vocab_multiple, softcap, z_loss, share, max_logits
 ):
-    """With a penalty, a teacher and a soft-cap."""
+    """With z-loss, a teacher and a soft-cap."""
     monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
     monkeypatch.setitem(loss.VOCAB_MULTIPLE, "cpu", vocab_multiple)
     hidden, weight, targets = example(torch.float64)
@@ -69,19 +69,17 @@ def test_loss_and_gradient_are_those_of_all_logits(
     nats = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     squares = logits.logsumexp(-1)[is_counted].square().sum()
     expected = 1.5 * torch.tanh(theirs @ their_weight.T / 1.5)
-    # The cross-entropy with the teacher, which is the divergence from it plus a constant.
+    # Cross-entropy with the teacher: the divergence from it plus a constant.
     probabilities = expected.softmax(-1)[is_counted]
     distilled = -(probabilities * logits.log_softmax(-1)[is_counted]).sum()
     total = (1 - share) * nats + share * distilled + z_loss * squares
     close(ours, total)
-    close(scores[0].sum(), nats)  # what is reported has neither
+    close(scores[0].sum(), nats)  # the reported loss has neither
     close(grads, torch.autograd.grad(3 * total, (hidden, weight)))
 
 
 @pytest.mark.parametrize("max_logits", [31 * 5, 2**20])
-def test_scores_are_the_nats_of_each_target_and_whether_it_is_the_likeliest(
-    monkeypatch, max_logits
-):
+def test_scores_have_the_nats_and_the_accuracy_of_each_target(monkeypatch, max_logits):
     monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
     hidden, weight, targets = example(torch.float64)
     logits = hidden @ weight.T
@@ -98,7 +96,7 @@ def test_scores_are_the_nats_of_each_target_and_whether_it_is_the_likeliest(
 
 
 def questions(model: torch.nn.Module) -> tuple[LanguageModelLoss, tuple, tuple]:
-    """A loss, a batch of a task with targets at all positions, and with those of answers alone."""
+    """A loss, a batch of a task with targets at all positions, and one with only the answers."""
     context = model.context
     task = Recall(context=context, pairs=[2, 5], power=0.01, vocab_size=64)
     inputs, answers, positions = task.corpus().loader(context, 4, seed=0)(0)
@@ -110,10 +108,10 @@ def questions(model: torch.nn.Module) -> tuple[LanguageModelLoss, tuple, tuple]:
     return module, (inputs, targets), (inputs, answers, positions)
 
 
-@pytest.mark.parametrize("variant", ["gqa", "dsa"])  # without and with a loss of its own
+@pytest.mark.parametrize("variant", ["gqa", "dsa"])  # without and with an auxiliary loss
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_the_loss_of_answers_alone_is_that_of_all_positions(variant, is_compiled):
-    """Of rows with 2 and with 5 answers: what pads the former counts nothing."""
+def test_the_loss_of_answers_equals_that_of_all_positions(variant, is_compiled):
+    """For rows with 2 and with 5 answers: padding of the former does not count."""
     model = drawn(tree_of(variant, "context=24", "model.depth=1"), torch.float64)
     module, *batches = questions(model)
     found = []
@@ -132,7 +130,7 @@ def test_the_loss_of_answers_alone_is_that_of_all_positions(variant, is_compiled
     close(found[1], found[0])
 
 
-def test_the_head_computes_the_logits_of_answers_alone():
+def test_the_head_computes_only_the_logits_of_answers():
     model = drawn(tree_of("gqa", "context=24"))
     module, *batches = questions(model)
     flops = []
@@ -140,7 +138,7 @@ def test_the_head_computes_the_logits_of_answers_alone():
         with FlopCounterMode(display=False) as products:
             module(*batch)
         flops.append(products.get_total_flops())
-    per_token = 3 * 2 * model.unembedding.numel()  # of the logits and their gradients
+    per_token = 3 * 2 * model.unembedding.numel()  # logits and their gradients
     assert flops[0] - flops[1] == per_token * 4 * (24 - 5)
 
 
@@ -154,7 +152,7 @@ def test_a_step_averages_over_the_targets_of_its_batch(run_of):
     assert norms[0] == pytest.approx(4 * norms[1], rel=1e-5)
 
 
-def test_products_of_a_padded_vocabulary_are_of_its_multiple(monkeypatch):
+def test_products_use_the_padded_vocabulary(monkeypatch):
     monkeypatch.setitem(loss.VOCAB_MULTIPLE, "cpu", 16)
     with FlopCounterMode(display=False) as products:
         HeadLoss()(*example(torch.float64), None, LossOptions())
@@ -162,7 +160,7 @@ def test_products_of_a_padded_vocabulary_are_of_its_multiple(monkeypatch):
 
 
 @pytest.mark.parametrize("max_logits", [31 * 5, 2**20])
-def test_without_gradients_the_loss_takes_a_third_of_the_products(monkeypatch, max_logits):
+def test_without_gradients_the_loss_takes_a_third_of_the_flops(monkeypatch, max_logits):
     monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
     hidden, weight, targets = example(torch.float32)
     losses = []
@@ -176,7 +174,7 @@ def test_without_gradients_the_loss_takes_a_third_of_the_products(monkeypatch, m
     assert flops[0] == 3 * flops[1] > 0
 
 
-def test_an_evaluation_waits_as_often_for_many_batches_as_for_few(run_of):
+def test_an_evaluation_waits_equally_often_for_any_number_of_batches(run_of):
     run = run_of()
     num_waits = []
     for batch_size in (1, 8):
@@ -205,7 +203,7 @@ def test_a_loss_of_huge_logits_stays_finite():
         assert grad.isfinite().all()
 
 
-def test_z_loss_keeps_the_sum_of_exponentials_near_one(run_of):
+def test_z_loss_keeps_the_normalizer_near_one(run_of):
     ends = []
     for z_loss in (0.0, 1.0):
         run = run_of(
@@ -215,12 +213,12 @@ def test_z_loss_keeps_the_sum_of_exponentials_near_one(run_of):
             take_step(run)
         logits = run.trainer.model(run.trainer.loader(6)[0])
         ends.append(logits.logsumexp(-1).abs().mean().item())
-    # Over 5 seeds, in fp32 and in bf16: at least 5.1 without, at most 1.02 with.
+    # For 5 seeds, in fp32 and bf16: at least 5.1 without z-loss, at most 1.02 with it.
     assert ends[1] < 0.5 * ends[0]
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "gqa attention.dropout=0.5 optimizer=adamw"])
-def test_recomputed_blocks_learn_the_same_and_keep_less(run_of, variant):
+def test_recomputed_blocks_learn_the_same_and_save_less_memory(run_of, variant):
     words = ("model.depth=4", "document_mask=true", "batch_tokens=128")
     overrides = (*f"attention={variant}".split(), *words)
     plain, lean = (
@@ -236,13 +234,13 @@ def test_recomputed_blocks_learn_the_same_and_keep_less(run_of, variant):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the compiler itself
 @pytest.mark.parametrize("attention", ["gqa", "local_global"])
-def test_recomputed_blocks_are_compiled_each_by_itself(run_of, attention):
+def test_recomputed_blocks_are_compiled_separately(run_of, attention):
     run, graphs = (
         run_of(f"attention={attention}", "model.depth=4", "activation_checkpointing=true"),
         [],
     )
     torch._dynamo.reset()
-    for block in run.trainer.model.blocks:  # as where they are sharded
+    for block in run.trainer.model.blocks:  # as for sharded blocks
         block.compile(
             dynamic=False, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph
         )
@@ -251,7 +249,7 @@ def test_recomputed_blocks_are_compiled_each_by_itself(run_of, attention):
 
 
 @pytest.mark.parametrize("attention", ["value_residual", "local_global"])
-def test_a_model_learns_recomputed_in_one_graph(run_of, attention):
+def test_a_recomputed_model_in_one_graph_learns(run_of, attention):
     overrides = (f"attention={attention}", "model.dim=64", "model.heads=4", "model.hidden=96")
     steps = ("steps=12", "batch_tokens=128", "schedule.warmup=2")
     run = run_of(*overrides, "z_loss=1e-4", "activation_checkpointing=true", *steps)
@@ -266,8 +264,8 @@ def test_a_model_learns_recomputed_in_one_graph(run_of, attention):
     ("overrides", "keys"),
     [("mha", 64.0), ("gqa", 64.0), ("sliding_window attention.window=16", 16.0)],
 )
-def test_whole_attention_is_counted_as_nanogpt_does(overrides, keys):
-    """6 N + 12 L H Q T of PaLM's appendix B (2204.02311), and as nanochat, which takes a window for T."""
+def test_flops_of_whole_attention_are_counted_like_nanogpt(overrides, keys):
+    """6 N + 12 L H Q T of PaLM's appendix B (2204.02311); for a window, T is the window, as in nanochat."""
     tree = settings_of("model=tiny", "context=64", *f"attention={overrides}".split()).model
     model = build_model(tree | {"vocab_size": 100}, "meta")
     matrices = [p.numel() for name, p in model.named_parameters() if p.ndim == 2]
@@ -276,7 +274,7 @@ def test_whole_attention_is_counted_as_nanogpt_does(overrides, keys):
     head_dim = tree["dim"] // heads
     attention = 12 * tree["depth"] * heads * head_dim * keys
     assert model.training_flops(whole_attention=True) == 6 * num_weights + attention
-    # Ours: as many keys as a token attends to on average.
+    # attend counts the mean number of keys that a token attends to.
     if keys == 64:
         halved = 6 * num_weights + attention * 65 / 2 / 64
         assert model.training_flops() == pytest.approx(halved)

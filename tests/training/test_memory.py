@@ -1,4 +1,4 @@
-"""The micro-batch: what a GPU has memory for, as it is measured, and what divides a batch."""
+"""The micro-batch divides the batch, and on a GPU it fits into the measured memory."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,11 @@ from tests.conftest import SHORT, TINY, settings_of
 from training.memory import choose_micro_batch
 
 GB = 10**9
-WEIGHTS = 10**6  # of the model below
+WEIGHTS = 10**6  # number of weights of the model below
 
 
 class FakeGPU:
-    """A GPU whose memory a step fills by so many bytes for the weights and for each sequence."""
+    """A GPU on which a step takes memory for the weights and `sequence_bytes` for each sequence."""
 
     def __init__(self, monkeypatch, free_bytes: int, sequence_bytes: int):
         self.sequence_bytes = sequence_bytes
@@ -41,10 +41,10 @@ class FakeGPU:
 
 
 class Ranks(DistEnv):
-    """Of two processes, the other of which has memory for three sequences."""
+    """One of two ranks; the other one has memory for three sequences."""
 
     def all_reduce_min(self, number: int) -> int:
-        return min(number, 3)  # more than the 1 by which it agrees to measure two sequences
+        return min(number, 3)  # keeps the 1 by which ranks agree to measure two sequences
 
 
 def chosen(gpu: FakeGPU | None, ranks: DistEnv, *words: str) -> int:
@@ -57,12 +57,12 @@ def chosen(gpu: FakeGPU | None, ranks: DistEnv, *words: str) -> int:
 
 def test_a_micro_batch_fills_the_memory_and_divides_the_batch(monkeypatch):
     cuda = DistEnv(0, 1, torch.device("cuda"))
-    for batch in (512, 480, 509):  # many divisors, other divisors, a prime number
+    for batch in (512, 480, 509):  # many divisors, few divisors, a prime number
         sizes = []
         for free_bytes in (2 * GB, 8 * GB, 40 * GB, 1000 * GB):
             gpu = FakeGPU(monkeypatch, free_bytes, sequence_bytes=GB // 4)
             size = chosen(gpu, cuda, f"batch_tokens={batch * 256}")
-            # Weights, gradients and two values of the optimizer, and a margin of a tenth.
+            # Weights, gradients, two values per weight in the optimizer, and a margin of 10 %.
             room = 0.9 * free_bytes - 16 * WEIGHTS
             larger = min((n for n in range(size + 1, batch + 1) if batch % n == 0), default=10**6)
             assert batch % size == 0 and size * GB // 4 <= room < larger * GB // 4
@@ -71,16 +71,16 @@ def test_a_micro_batch_fills_the_memory_and_divides_the_batch(monkeypatch):
         assert gpu.measured == [1, 1, 2]
 
 
-def test_a_micro_batch_is_one_sequence_where_two_have_no_room(monkeypatch):
+def test_a_micro_batch_is_one_sequence_if_two_do_not_fit(monkeypatch):
     gpu = FakeGPU(monkeypatch, 8 * GB, sequence_bytes=5 * GB)
     assert chosen(gpu, DistEnv(0, 1, torch.device("cuda")), "batch_tokens=1024") == 1
     assert gpu.measured == [1, 1]
 
 
 @pytest.mark.parametrize("free_bytes", [8 * GB, 80 * GB])
-def test_no_rank_measures_what_another_has_no_room_for(monkeypatch, free_bytes):
-    """In a sharded forward, ranks wait for each other in every layer."""
-    others = iter((0, 1))  # has another rank room for two sequences, and how many does it take
+def test_no_rank_measures_more_than_another_rank_can_hold(monkeypatch, free_bytes):
+    """In a sharded forward, ranks wait for each other in every layer, so all must measure the same."""
+    others = iter((0, 1))  # the other rank: cannot measure two sequences, has memory for one
     monkeypatch.setattr(DistEnv, "all_reduce_min", lambda self, number: min(number, next(others)))
     gpu = FakeGPU(monkeypatch, free_bytes, sequence_bytes=5 * GB)
     assert chosen(gpu, DistEnv(0, 2, torch.device("cuda")), "batch_tokens=2048") == 1
@@ -88,13 +88,13 @@ def test_no_rank_measures_what_another_has_no_room_for(monkeypatch, free_bytes):
 
 
 def test_a_sequence_that_does_not_fit_ends_the_run(monkeypatch):
-    """So torchrun ends the other ranks, which may wait for this one."""
+    """torchrun then ends the other ranks, which may be waiting for this one."""
     gpu = FakeGPU(monkeypatch, 8 * GB, sequence_bytes=9 * GB)
     with pytest.raises(torch.OutOfMemoryError):
         chosen(gpu, DistEnv(0, 1, torch.device("cuda")), "batch_tokens=1024")
 
 
-def test_all_ranks_take_what_fits_on_the_one_with_the_least_memory(monkeypatch):
+def test_all_ranks_use_the_micro_batch_of_the_rank_with_the_least_memory(monkeypatch):
     gpu = FakeGPU(monkeypatch, 80 * GB, sequence_bytes=GB)
     assert chosen(gpu, Ranks(0, 2, torch.device("cuda")), "batch_tokens=6144") == 3
 
@@ -109,7 +109,7 @@ def test_a_micro_batch_of_a_cpu_divides_the_batch(micro, batch, expected):
     assert chosen(None, cpu, *words) == expected
 
 
-def test_a_resumed_run_keeps_the_micro_batch_it_had(command, story):
+def test_a_resumed_run_keeps_its_micro_batch(command, story):
     words = (*TINY, *SHORT, "data=text", f"data.path={story}", "data.vocab_size=400")
     assert command("train.py", *words, "run_dir=run", "micro_batch=2").code == 0
     assert (

@@ -1,4 +1,4 @@
-"""Optimizers step as their papers say, learn, and resume to the bit."""
+"""Optimizers step as in their papers, learn, and resume bit for bit."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from training.rates import Reference
 
 
 def sgd(model: nn.Module, *, lr: float):
-    """An optimizer that this repository does not have."""
+    """An optimizer that is not part of this repository."""
     return [SGD(model.parameters(), lr=lr, momentum=0.9)]
 
 
@@ -38,7 +38,7 @@ OVERRIDES = {
 
 @pytest.fixture(autouse=True)
 def written_in_the_package(monkeypatch):
-    """As if `sgd` stood in training/optimizers.py."""
+    """Add `sgd` to training/optimizers.py."""
     monkeypatch.setattr(sgd, "__module__", "training.optimizers")
     monkeypatch.setattr(optimizers, "sgd", sgd, raising=False)
 
@@ -48,7 +48,7 @@ def state_of(run) -> dict[str, dict[str, object]]:
 
 
 def assert_same(one, other) -> None:
-    """To the bit."""
+    """Assert bit-for-bit equality of two states."""
     leaves, nesting = tree_flatten(one)
     others, others_nesting = tree_flatten(other)
     assert nesting == others_nesting
@@ -73,7 +73,7 @@ def test_any_optimizer_resumes_bit_for_bit(run_of, name):
     assert_same(state_of(resumed), state_of(whole))
 
 
-def test_a_resumed_run_has_the_learning_rate_that_it_asks_for(run_of):
+def test_a_resumed_run_uses_the_new_learning_rate(run_of):
     peaks = []
     for rate in (0.01, 0.02):
         words = ("optimizer=adamw", f"optimizer.lr={rate}", f"resume={str(rate > 0.01).lower()}")
@@ -81,20 +81,20 @@ def test_a_resumed_run_has_the_learning_rate_that_it_asks_for(run_of):
         take_step(run)
         run.checkpointer.save(run.progress)
         peaks.append([group["peak"] for group in run.trainer.optimizers[0].param_groups])
-    # With so many inputs: the model has a width of 64, of which the feed-forward makes 128.
+    # Rates scale with the number of inputs: 64 and, for the down-projection, 128.
     assert run.progress.step == 2
     assert [peak[:2] for peak in peaks] == [[0.02, 0.01], [0.04, 0.02]]
 
 
-def test_an_optimizer_that_never_stepped_has_no_state(run_of):
+def test_an_optimizer_without_a_step_has_no_state(run_of):
     run = run_of(*OVERRIDES["adamw"])
     assert state_of(run) == {} and not run.trainer.optimizers[0].state
 
 
-@pytest.mark.parametrize("max_batched", [2**28, 800, 1])  # all of a shape, two, each alone
-def test_muon_steps_as_torch_does(monkeypatch, max_batched):
+@pytest.mark.parametrize("max_batched", [2**28, 800, 1])  # all of one shape, two, one at a time
+def test_muon_steps_equal_torch(monkeypatch, max_batched):
     monkeypatch.setattr(optimizers, "MAX_BATCHED_PARAMS", max_batched)
-    # torch knows nothing but bf16.
+    # torch's Muon computes in bf16 only.
     monkeypatch.setattr(optimizers, "fastest_dtype", lambda device: torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     shapes = [(24, 16), (16, 16), (16, 24), (24, 16), (16, 40), (24, 16)]
@@ -110,17 +110,17 @@ def test_muon_steps_as_torch_does(monkeypatch, max_batched):
         reference.step()
     for a, b in zip(ours, theirs, strict=True):
         close(muon.state[a]["momentum"], reference.state[b]["momentum_buffer"])
-        # Weights moved by 0.23. Products that round bf16 elsewhere differ by at most 0.0015 over 8
-        # seeds, those in fp32 by 0.0027; one step less of Newton-Schulz differs by 0.046.
+        # Weights move by 0.23. For 8 seeds, other roundings of bf16 differ by at most 0.0015, and
+        # products in fp32 by 0.0027; one Newton-Schulz step fewer differs by 0.046.
         close(a, b, rtol=0, atol=5e-3)
 
 
 @pytest.mark.parametrize(
     ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.004)]
 )
-@pytest.mark.parametrize("size", [1.0, 1e-8])  # of the gradient: 1e-8 is 0 in fp16
-def test_newton_schulz_steps_are_those_of_float64(monkeypatch, dtype, error, size):
-    """Jordan's polynomial of singular values, by a decomposition; 0.014 in bf16 over 9 seeds."""
+@pytest.mark.parametrize("size", [1.0, 1e-8])  # size of the gradient: 1e-8 is 0 in fp16
+def test_newton_schulz_steps_equal_float64(monkeypatch, dtype, error, size):
+    """Compared with Jordan's polynomial of the singular values; 0.014 in bf16 for 9 seeds."""
     monkeypatch.setattr(optimizers, "fastest_dtype", lambda device: dtype)
     x = size * torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(0))
     u, s, v = torch.linalg.svd(
@@ -132,7 +132,7 @@ def test_newton_schulz_steps_are_those_of_float64(monkeypatch, dtype, error, siz
 
 
 def stepped_by(kind, reference=None, words=(), **options):
-    """A model, and the optimizers that `kind` makes of it."""
+    """A model, and the optimizers that `kind` builds for it."""
     model = instantiate(settings_of("model=tiny", "data.vocab_size=400", *words).model)
     more = {"momentum": 0.9} if kind is muon else {}
     defaults = {"lr": 0.1, "weight_decay": 0.0}
@@ -159,7 +159,7 @@ def test_only_matrices_in_the_blocks_decay(kind):
 
 @pytest.mark.parametrize("kind", [adamw, muon])
 @pytest.mark.parametrize("tied", ["false", "true"])
-def test_each_role_has_a_rate_of_its_own(kind, tied):
+def test_each_role_has_its_own_rate(kind, tied):
     reference = Reference(
         dim=64, batch_tokens=512, tokens=1e6, noise_scale=1e4, embedding=5.0, head=3.0, vectors=2.0
     )
@@ -169,8 +169,8 @@ def test_each_role_has_a_rate_of_its_own(kind, tied):
         p.grad = torch.ones_like(p)
     for stepper in steppers:
         stepper.step()
-    # AdamW's first step is the rate times the sign of the gradient.
-    # A tied embedding has the geometric mean of the rates of embedding and head.
+    # AdamW's first step is the rate times the sign of the gradient. The rate of a tied embedding is
+    # the geometric mean of the rates of embedding and head.
     rates = {"embed.weight": 0.15**0.5 if tied == "true" else 0.5, "head.weight": 0.3}
     for name, p in model.named_parameters():
         rate = rates.get(name, 0.2)
@@ -181,7 +181,7 @@ def test_each_role_has_a_rate_of_its_own(kind, tied):
         close(p, torch.full_like(p, 1 - rate), rtol=0, atol=1e-6)
 
 
-def test_a_step_on_a_gpu_launches_as_much_for_many_matrices_as_for_few():
+def test_the_launches_of_a_step_do_not_depend_on_the_number_of_matrices():
     launches = []
     for num_matrices in (2, 6):
         with FakeTensorMode():
@@ -192,7 +192,7 @@ def test_a_step_on_a_gpu_launches_as_much_for_many_matrices_as_for_few():
             optimizer = Muon(matrices, {"lr": 0.03, "weight_decay": 0.1, "momentum": 0.85})
             for p in matrices:
                 p.grad = torch.empty_like(p)
-            optimizer.step()  # makes the state
+            optimizer.step()  # creates the state
             with Operations() as operations:
                 optimizer.step()
         launches.append(operations.names)
@@ -200,7 +200,7 @@ def test_a_step_on_a_gpu_launches_as_much_for_many_matrices_as_for_few():
 
 
 class Operations(TorchDispatchMode):
-    """Collects the names of torch's operations, without views."""
+    """Collects the names of torch's operations, except views."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Learning rates follow the sizes of a model and a run, as training/rates.py says."""
+"""Learning rates follow the sizes of a model and a run, as defined in training/rates.py."""
 
 import json
 import math
@@ -22,7 +22,7 @@ def reference_of(optimizer: str) -> Reference:
     return instantiate(settings_of(f"optimizer={optimizer}").optimizer["reference"], "training")
 
 
-def test_the_noise_scale_lowers_rates_as_its_formula_says():
+def test_the_noise_scale_lowers_rates_by_its_formula():
     reference = Reference(
         dim=128,
         batch_tokens=1000,
@@ -36,9 +36,9 @@ def test_the_noise_scale_lowers_rates_as_its_formula_says():
     # 16 times the tokens raise the noise scale by 16^0.75 = 8, four times the width by 2.
     assert reference.run_factor(128, 1000, 16000) == pytest.approx((9 / 65) ** 0.5)
     assert reference.run_factor(512, 1000, 1000) == pytest.approx((9 / 17) ** 0.5)
-    # With 8 times the batch and the tokens as they are, signal and noise are equal.
+    # With 8 times the batch and the same number of tokens, signal and noise are equal.
     assert reference.run_factor(128, 8000, 125) == pytest.approx((9 / 2) ** 0.5)
-    # In a batch without noise nothing lowers the rate, and rates wait for a known length.
+    # Without noise nothing lowers the rate, and an unknown length does not change it.
     assert reference.run_factor(128, 10**12, 1e-3) == pytest.approx(3, rel=1e-3)
     assert reference.run_factor(128, 1000, math.inf) == 1
 
@@ -48,15 +48,15 @@ def test_the_noise_scale_lowers_rates_as_its_formula_says():
     [
         # modded-nanogpt, records/track_3_optimization/train_gpt_simple.py
         (768, 524288, 3250 * 524288, 0.025),
-        # nanochat, scripts/base_train.py: 12 tokens a parameter of blocks and head, depth 12 and 20
+        # nanochat, scripts/base_train.py: 12 tokens per parameter of blocks and head, depth 12 and 20
         (768, 524288, 12 * 110e6, 0.02),
         (1280, 1048576, 12 * 435e6, 0.02 * 2**0.5),
     ],
 )
-def test_rates_of_others_are_predicted_within_a_factor_of_one_and_a_half(
+def test_published_rates_are_predicted_within_a_factor_of_one_and_a_half(
     dim, batch_tokens, tokens, published
 ):
-    """Their updates have the same unit: the spectral norm, for square matrices."""
+    """Their updates are in the same unit: for square matrices, the spectral norm."""
     lr = settings_of().optimizer["lr"]
     factor = reference_of("muon").run_factor(dim, batch_tokens, tokens / batch_tokens)
     assert 1 / 1.5 < lr * factor / published < 1.5
@@ -78,7 +78,7 @@ def test_every_parameter_has_one_role(variant):
     assert len(sorted_out) == len({*sorted_out}) == len([*model.parameters()])
     assert roles["head"] == [model.unembedding]
     assert all(p.ndim == 2 for p in roles["matrices"])
-    # The taps of a convolution are as many for each feature at every width.
+    # A convolution has the same number of taps per feature at every width.
     taps = [p for name, p in model.named_parameters() if name.endswith("taps")]
     assert {*taps} <= {*roles["vectors"]}
 
@@ -96,9 +96,9 @@ def test_a_parameter_without_a_rule_is_refused_by_name():
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_outputs_move_as_much_at_every_width(run_of, optimizer):
+def test_outputs_move_equally_at_every_width(run_of, optimizer):
     """The coordinate check of muP: features and logits after some steps (2203.03466, figure 5)."""
-    # A tenth of the rate, so that what moves is small.
+    # A tenth of the rate keeps the changes small.
     lr = settings_of(f"optimizer={optimizer}").optimizer["lr"] / 10
     moved = {}
     for rates in ("scaled", "literal"):
@@ -112,7 +112,7 @@ def test_outputs_move_as_much_at_every_width(run_of, optimizer):
                 f"optimizer.lr={lr}",
                 *words,
             )
-            # At the width alone, not at the length.
+            # Scale with the width only, not with the length.
             run.trainer.run_factor = lambda total_steps: 1.0
             model = run.trainer.model
             tokens = run.trainer.loader(0).inputs
@@ -128,7 +128,7 @@ def test_outputs_move_as_much_at_every_width(run_of, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_weights_forget_at_one_speed_at_every_width(optimizer):
+def test_the_speed_of_weight_decay_does_not_depend_on_the_width(optimizer):
     speeds = set()
     for dim in WIDTHS:
         settings = settings_of(f"optimizer={optimizer}", "model=tiny", f"model.dim={dim}")
@@ -139,7 +139,7 @@ def test_weights_forget_at_one_speed_at_every_width(optimizer):
     assert len(speeds) == 1 and speeds != {0.0}
 
 
-def test_reports_and_summaries_have_the_rates(run_of, capsys):
+def test_reports_and_summaries_show_the_rates(run_of, capsys):
     run = run_of("optimizer=adamw", "schedule.warmup=0", "schedule.cooldown=0")
     take_step(run)
     report(run)
@@ -147,7 +147,7 @@ def test_reports_and_summaries_have_the_rates(run_of, capsys):
     optimizer = run.settings.optimizer
     lr = optimizer["lr"] * reference.run_factor(64, 512, 6)
     expected = {
-        "lr": 2 * lr,  # of matrices with 64 inputs, half of the reference's
+        "lr": 2 * lr,  # matrices with 64 inputs, half of the reference's
         "embedding_lr": reference.embedding * lr,
         "head_lr": 2 * reference.head * lr,
         "vector_lr": reference.vectors * lr,
@@ -168,7 +168,7 @@ def test_a_tied_embedding_has_a_rate_between_those_of_embedding_and_head(run_of)
         run = run_of(f"model.tied={tied}", "schedule.warmup=0")
         take_step(run)
         take[tied] = run.meter.learning_rates
-    # dim is 64, and 128 that of the reference, where the rate is the geometric mean of both.
+    # At the reference's dim of 128, the rate is the geometric mean of both; here, dim is 64.
     head = take["false"]["head_lr"] / 2
     assert take["true"]["head_lr"] / 2 == pytest.approx(
         (take["false"]["embedding_lr"] * head) ** 0.5
@@ -176,7 +176,7 @@ def test_a_tied_embedding_has_a_rate_between_those_of_embedding_and_head(run_of)
     assert "embedding_lr" not in take["true"]
 
 
-def test_a_step_has_the_rates_of_the_expected_length(run_of):
+def test_the_rates_of_a_step_follow_the_expected_length(run_of):
     run = run_of("schedule.warmup=0", "steps=1000")
     run.progress.expected_steps = 50
     take_step(run)
@@ -185,7 +185,7 @@ def test_a_step_has_the_rates_of_the_expected_length(run_of):
     assert run.meter.learning_rates["lr"] == pytest.approx(0.035 * factor)
 
 
-def test_rates_are_literal_without_a_reference(run_of):
+def test_rates_are_not_scaled_without_a_reference(run_of):
     run = run_of("optimizer.reference=null", "optimizer.lr=0.5", "schedule.warmup=0", "steps=6")
     take_step(run)
     assert run.meter.learning_rates == dict.fromkeys(ROLES.values(), 0.5)
@@ -201,7 +201,7 @@ def test_a_rate_that_is_overridden_is_scaled_too(run_of):
         assert other.meter.learning_rates[key] == pytest.approx(2 * rate)
 
 
-def test_tokens_per_parameter_give_the_steps(run_of):
+def test_tokens_per_parameter_determine_the_steps(run_of):
     run = run_of("steps=null", "tokens_per_parameter=2")
     size = run.trainer.model.num_parameters()
     assert run.progress.total_steps == math.ceil(2 * size / 512)
@@ -221,7 +221,7 @@ def test_rates_follow_the_estimated_length_while_steps_are_timed(run_of, monkeyp
         assert not run.budget.fit(run.progress)
         estimates.append(run.progress.expected_steps)
         assert run.progress.total_steps == bound  # the schedule waits for the fit
-    # Some 0.97 * 600 s - 5 s hold so many steps of a second, less the time of evaluations.
+    # Steps of one second that fit into about 0.97 * 600 s - 5 s, minus the time of evaluations.
     if bound == math.inf:
         assert estimates[:3] == [math.inf] * 3 and all(450 < n < 600 for n in estimates[3:])
         assert isinstance(run.trainer, Trainer) and run.trainer.run_factor(estimates[-1]) != 1
@@ -229,11 +229,11 @@ def test_rates_follow_the_estimated_length_while_steps_are_timed(run_of, monkeyp
         assert estimates == [bound] * 8
 
 
-def test_an_estimate_is_resumed_but_not_as_the_end_of_the_run(run_of):
+def test_an_estimated_length_is_resumed_but_does_not_end_the_run(run_of):
     words = ("steps=50", "max_minutes=10")
     run = run_of(*words, folder="run")
     take_step(run)
-    run.progress.expected_steps = 20  # as if few steps fitted so far
+    run.progress.expected_steps = 20  # an estimate that few steps fit
     run.checkpointer.save(run.progress)
     resumed = run_of(*words, "resume=true", folder="run")
     assert (resumed.progress.total_steps, resumed.progress.expected_steps) == (50, 20)
@@ -241,7 +241,7 @@ def test_an_estimate_is_resumed_but_not_as_the_end_of_the_run(run_of):
     assert without_limit.progress.expected_steps == 50
 
 
-def test_pretrained_weights_have_the_rate_as_it_is(command, story, tmp_path):
+def test_pretrained_weights_use_the_unscaled_rate(command, story, tmp_path):
     words = [*TINY, "data=text", f"data.path={story}", "data.vocab_size=400", "steps=2"]
     assert command("train.py", *words, "run_dir=first").code == 0
     words = [word for word in words if not word.startswith(("model", "data.vocab_size"))]
@@ -255,7 +255,7 @@ def test_pretrained_weights_have_the_rate_as_it_is(command, story, tmp_path):
     assert "warning: the default optimizer.lr=0.035 is for training from scratch" in default.err
 
 
-def test_the_tables_of_the_page_are_those_of_the_runs(capsys, tmp_path):
+def test_the_tables_of_the_page_match_the_runs(capsys, tmp_path):
     rates_tables.main(tmp_path / "width.svg")
     tables = [text for text in capsys.readouterr().out.split("\n\n") if "|---|" in text]
     page = (ROOT / "docs" / "rates.md").read_text(encoding="utf-8")

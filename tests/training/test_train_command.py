@@ -1,4 +1,4 @@
-"""`train.py` as a user runs it: what it prints, what it leaves behind, how it ends."""
+"""`train.py` as a user runs it: its output, its files and its exit codes."""
 
 import gzip
 import json
@@ -50,7 +50,7 @@ def test_a_run_leaves_everything_in_its_folder(trained):
     inside = ("model.safetensors", "state.pt", "config.json", "tokenizer.model", "manifest.json")
     saved = {f"checkpoints/step-{step:08d}/{name}" for step in (2, 4) for name in inside}
     assert files == {".lock", "config.yaml", "metrics.jsonl", "samples.txt", "loss.png", *saved}
-    # Hydra leaves nothing.
+    # Hydra leaves no files.
     assert {path.name for path in Path().iterdir()} == {"runs", ".cache", "story.txt"}
     assert values(trained, "step") == [1, 2, 2, 3, 4, 4]
     assert [line["step"] for line in metrics(trained) if "val_bpb" in line] == [2, 4]
@@ -64,7 +64,7 @@ def test_a_run_leaves_everything_in_its_folder(trained):
 
 
 @pytest.mark.parametrize(("losses", "is_told"), [((5, 4, 4.5), True), ((5, 4, 4.01), False)])
-def test_a_held_out_loss_that_rises_is_told(tmp_path, capfd, losses, is_told):
+def test_a_rising_held_out_loss_is_reported(tmp_path, capfd, losses, is_told):
     lines = [f'{{"tokens": {loss}, "val_loss": {loss}}}\n' for loss in losses]
     (tmp_path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     Logger(tmp_path, None, None, steps_per_epoch=1.0, is_enabled=True).plot()
@@ -89,7 +89,7 @@ def test_a_run_is_resumed_with_its_own_overrides(command, trained):
     assert "changed since step-00000004: schedule._target_" in resumed.err
     assert "steps (then 4, now 6)" in resumed.err
     assert f"generate.py --run {trained}" in resumed.err
-    # The second resumption has the words of the first.
+    # The second resumption repeats the overrides of the first.
     again = command("train.py", f"run_dir={trained}", "resume=true").succeeded()
     assert "finished: step 6 of 6 is done" in again.err and "changed since" not in again.err
     assert f"python train.py run_dir={trained} resume=true steps=12" in again.err
@@ -98,14 +98,14 @@ def test_a_run_is_resumed_with_its_own_overrides(command, trained):
 def test_a_finished_run_is_not_sampled_and_evaluated_again(command, trained, monkeypatch):
     files = [trained / name for name in ("metrics.jsonl", "samples.txt")]
     before = [file.read_bytes() for file in files]
-    refuse = None  # a sample or an evaluation would call it
+    refuse = None  # a sample or an evaluation would fail
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "evaluate", refuse)
         patch.setattr(evaluation, "stream_text", refuse)
         result = command("train.py", f"run_dir={trained}", "resume=true").succeeded()
     assert "held out" not in result.err and "a sample" not in result.err
     assert [file.read_bytes() for file in files] == before
-    # What was cut off at the end is made up for, whatever of it is missing.
+    # A missing end of each file is written again.
     for file, content in zip(files, before, strict=True):
         file.write_bytes(content[:-3])
         command("train.py", f"run_dir={trained}", "resume=true").succeeded()
@@ -113,7 +113,7 @@ def test_a_finished_run_is_not_sampled_and_evaluated_again(command, trained, mon
         assert now[1] == before[1]
         without_times = [re.sub(rb'"seconds": [\d.]+', b"", text) for text in (now[0], before[0])]
         assert without_times[0] == without_times[1]
-    # More steps repeat the evaluation of the old end, which is logged once.
+    # With more steps, the evaluation at the old end is repeated and logged once.
     command("train.py", f"run_dir={trained}", "resume=true", "steps=6").succeeded()
     assert [line["step"] for line in metrics(trained) if "val_loss" in line] == [2, 4, 6]
 
@@ -140,7 +140,7 @@ def test_given_overrides_replace_the_saved_ones(tmp_path, monkeypatch, given, ex
     assert added == expected
 
 
-def test_an_extended_run_keeps_what_its_old_end_showed(command, story, monkeypatch):
+def test_an_extended_run_keeps_the_evaluation_at_its_old_end(command, story, monkeypatch):
     monkeypatch.setattr(evaluation, "MIN_EVAL_TOKENS", 64)
     words = (*TRAIN, "eval_every=100", "sample_every=100", "run_dir=runs/a")
     command(*words).succeeded()
@@ -162,14 +162,14 @@ def test_a_run_that_ends_before_its_first_step_leaves_no_folder(command, story, 
     ended = command(*TRAIN, *words)
     assert ended.code == 130 and "nothing is lost. fix: call it again" in ended.err
     assert not any(Path("runs").iterdir()) and not Path("new/run").exists()
-    # A folder that was there before stays.
+    # An existing folder is kept.
     Path("mine").mkdir()
     assert command(*TRAIN, "run_dir=mine").code == 130 and Path("mine").exists()
 
 
 def test_a_profile_is_written_and_its_largest_entries_are_shown(command, story):
     result = command(*TRAIN, "steps=6", "profile=2", "run_dir=runs/a").succeeded()
-    assert "profiler_start" not in result.err  # a line of the profiler's library
+    assert "profiler_start" not in result.err  # a message of the profiler's library
     trace = gzip.decompress(Path("runs/a/trace.json.gz").read_bytes())
     events = json.loads(trace)["traceEvents"]
     steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
@@ -191,7 +191,7 @@ def test_a_profile_is_written_and_its_largest_entries_are_shown(command, story):
         ("run_dir=story.txt/x", 74, "fix: another run_dir"),
     ],
 )
-def test_what_cannot_go_on_in_a_folder_changes_nothing_there(command, trained, words, code, said):
+def test_a_refused_run_changes_nothing_in_its_folder(command, trained, words, code, said):
     files = [path for path in trained.rglob("*") if path.name != ".lock"]
     before = {path: path.stat().st_mtime_ns for path in files}
     words = words.split() if "run_dir" in words else [f"run_dir={trained}", *words.split()]
@@ -201,8 +201,8 @@ def test_what_cannot_go_on_in_a_folder_changes_nothing_there(command, trained, w
 
 
 @pytest.mark.parametrize("words, told", [((), ""), (("run_dir=begun",), " in begun")])
-def test_nothing_to_resume_starts_fresh_and_says_so(command, story, words, told):
-    Path("begun").mkdir()  # by a run that was killed before its first save
+def test_without_a_checkpoint_to_resume_a_run_starts_with_a_note(command, story, words, told):
+    Path("begun").mkdir()  # like a run that was killed before its first save
     result = command(*TRAIN, "resume=true", *words)
     assert result.code == 0 and result.err.startswith(f"nothing to resume{told}")
 
@@ -234,7 +234,7 @@ def test_the_folder_of_a_run_is_checked_before_the_text_is_prepared(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_folder_that_does_not_exist_is_not_resumed(tmp_path, story, monkeypatch, processes):
+def test_a_missing_folder_is_not_resumed(tmp_path, story, monkeypatch, processes):
     monkeypatch.chdir(tmp_path)
     words = (*TRAIN[1:], "resume=true", "run_dir=runs/mispelt")
     codes, told = ranks([sys.executable, ROOT / "train.py", *words], processes, tmp_path)
@@ -246,22 +246,22 @@ def test_a_folder_that_does_not_exist_is_not_resumed(tmp_path, story, monkeypatc
     assert not Path("runs").exists()
 
 
-def test_a_run_can_begin_with_the_weights_of_another(command, trained):
+def test_a_run_can_start_from_the_weights_of_another(command, trained):
     words = (*TINY[1:], *SHORT, *TEXT[:2], f"init_from={trained}")
     command("train.py", *words).succeeded()
     before, (look, after, *_) = metrics(trained), metrics(f"runs/text-{trained.name}")
     assert look["step"] == 0 and look["val_loss"] == before[-1]["val_loss"]
-    # Over 5 seeds, in fp32 and in bf16, four steps take 0.75 off the loss of a batch.
+    # For 5 seeds, in fp32 and bf16, four steps reduce the loss of a batch by 0.75.
     assert after["train_loss"] < before[0]["train_loss"] - 0.1
 
 
 @pytest.mark.parametrize("folder", ["run_dir=begun", "name=begun"])
-def test_a_run_outlives_the_one_that_it_began_with(command, trained, folder):
+def test_a_run_does_not_need_the_run_that_it_started_from(command, trained, folder):
     words = (*TINY[1:], *SHORT, *TEXT[:2], f"init_from={trained}", "optimizer.lr=0.001", folder)
     command("train.py", *words).succeeded()
     shutil.rmtree(trained)
     begun = Path("begun" if folder == "run_dir=begun" else "runs/begun")
-    # It is evaluated, compared and resumed without the other one.
+    # It is evaluated, compared and resumed without the other run.
     last = metrics(begun)[-1]["val_loss"]
     result = command("tools/evaluate.py", "--run", str(begun), "--slices").succeeded()
     assert json.loads(result.out)["val_loss"] == pytest.approx(last, rel=1e-3)
@@ -287,12 +287,12 @@ def test_a_run_is_found_by_its_name(command, trained):
         command(tool, "--run", name, *more).succeeded()
     command("tools/convert.py", name, "attention=mqa", "--out", "converted").succeeded()
     command("tools/compare/__main__.py", "--report", name, "--quick").succeeded()
-    # A folder of that name comes first.
+    # A folder with that name takes precedence.
     shutil.copytree("runs/begun", name)
     assert checkpoint.find_model(name).parts[0] == name
 
 
-def test_runs_of_one_name_are_resumed_with_what_they_began_with(command, trained):
+def test_runs_with_one_name_are_resumed_by_their_initial_weights(command, trained):
     words = (*TINY[1:], *SHORT, *TEXT[:2], "optimizer.lr=0.001", "name=begun")
     Path("copy").mkdir()
     other = shutil.copytree(trained, Path("copy") / trained.name)
@@ -304,7 +304,7 @@ def test_runs_of_one_name_are_resumed_with_what_they_began_with(command, trained
     assert metrics("runs/begun")[-1]["step"] == 6 and metrics("runs/begun-2")[-1]["step"] == 4
 
 
-def test_a_run_is_found_however_init_from_is_spelled_and_in_its_own_context(command, trained):
+def test_a_run_is_found_by_any_spelling_of_init_from_and_by_its_context(command, trained):
     words = [word for word in TINY[1:] if not word.startswith(("context=", "batch_tokens="))]
     words += [*SHORT, *TEXT[:2], "optimizer.lr=0.001", "name=begun", "batch_tokens=1024"]
     begin = f"init_from={trained}"
@@ -315,16 +315,16 @@ def test_a_run_is_found_however_init_from_is_spelled_and_in_its_own_context(comm
     named = f"init_from={trained.name}"  # runs/NAME
     command("train.py", *words, named, "resume=true", "steps=8", "context=32").succeeded()
     assert metrics("runs/begun")[-1]["step"] == 6 and metrics("runs/begun-2")[-1]["step"] == 8
-    # Without its origin, the context does not say which of the two is meant.
+    # Without the original run, the context does not identify one of the two runs.
     shutil.rmtree(trained)
     refused = command("train.py", *words, begin, "resume=true", "steps=10")
     assert refused.code == 2 and "fix: run_dir=runs/begun" in refused.err
 
 
-def test_a_task_is_trained_on_from_another_run_of_it(command):
+def test_a_run_on_a_task_can_start_from_another(command):
     words = (*TINY[1:], *SHORT, "data=recall", "data.pairs=[4]", "optimizer.lr=0.001")
     command("train.py", *words, "model=tiny", "data.vocab_size=64", "run_dir=first").succeeded()
-    # Rows are as long as those of the model, if no context is given.
+    # Without a context, rows have the length of the model's context.
     more = [word for word in words if not word.startswith("context=")]
     more += ["init_from=first", "run_dir=second"]
     command("train.py", *more, "data.vocab_size=64").succeeded()
@@ -335,7 +335,7 @@ def test_a_task_is_trained_on_from_another_run_of_it(command):
 
 
 @pytest.mark.parametrize("place", ["Trainer.step", "build_parallel"])
-def test_running_out_of_memory_ends_in_a_line(command, story, monkeypatch, place):
+def test_running_out_of_memory_is_reported_in_one_line(command, story, monkeypatch, place):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Much more text")
 
@@ -345,7 +345,7 @@ def test_running_out_of_memory_ends_in_a_line(command, story, monkeypatch, place
     assert result.code == 2 and "error: CUDA out of memory. fix: a smaller micro_batch" in line
 
 
-def test_a_run_says_what_bounds_it_and_goes_on_for_more_passes(command, story):
+def test_a_run_reports_its_bounds_and_continues_for_more_passes(command, story):
     words = (*TINY, *TEXT, "batch_tokens=256", "steps=null", "run_dir=run")
     ends = []
     for epochs, resume in ((1, "false"), (1, "true"), (2, "true")):
@@ -365,14 +365,14 @@ TWO_PROCESSES = [TEXT, ("data=recall", "data.pairs=[2,4]", "data.vocab_size=16")
 
 
 @pytest.mark.parametrize("data", TWO_PROCESSES)
-def test_two_processes_learn_what_one_does(command, tmp_path, story, data):
+def test_two_processes_learn_the_same_as_one(command, tmp_path, story, data):
     words = (*TINY, "steps=8", *data, "micro_batch=4")
     assert command("train.py", *words, "run_dir=alone").code == 0
     codes, told = ranks([sys.executable, ROOT / "train.py", *words, "run_dir=both"], 2, tmp_path)
     assert codes == [0, 0], told
     # Equal, over 5 seeds in fp32 and in bf16.
     assert len(losses("alone")) == 9 and losses("alone") == pytest.approx(losses("both"), abs=1e-3)
-    # What is evaluated is summed over processes.
+    # Evaluations are summed over processes.
     last = [Run.read(tmp_path / name).last for name in ("alone", "both")]
     counts = [{name: part["tokens"] for name, part in run["slices"].items()} for run in last]
     assert counts[0] == counts[1] and sum(counts[0].values()) > 0
@@ -382,7 +382,7 @@ def test_two_processes_learn_what_one_does(command, tmp_path, story, data):
     assert any(divergences[0]) == (data == TWO_PROCESSES[-1])
 
 
-# In bf16, over 5 seeds: losses differ by at most 0.00002, norms by 0.00007 of theirs.
+# In bf16, for 5 seeds: losses differ by at most 0.00002, norms by a relative 0.00007.
 SHARDED = [
     ("optimizer=adamw precision=fp32 micro_batch=2", 1e-5, (0, 4)),
     ("clip=null precision=fp32 micro_batch=4", 1e-5, (2,)),
@@ -395,10 +395,10 @@ SHARDED = [
 
 
 @pytest.mark.parametrize("more, close, numbers", SHARDED)
-def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(
+def test_a_sharded_run_learns_the_same_as_one_process_and_resumes_on_any_number(
     command, tmp_path, story, more, close, numbers
 ):
-    # A sample has as many forwards of all ranks as tokens.
+    # All ranks run one forward per token of a sample.
     sizes = ("context=16", "batch_tokens=128", "sample_every=2")
     words = (*TINY, *SHORT, *TEXT, *sizes, *more.split())
     assert command("train.py", *words, "run_dir=alone").code == 0
@@ -410,7 +410,7 @@ def test_a_sharded_run_learns_what_one_process_does_and_resumes_on_any_number(
     norms = [values(name, "grad_norm") for name in ("alone", "spread")]
     assert norms[0] == pytest.approx(norms[1], rel=10 * close)
     second = Path("spread/checkpoints/step-00000002")
-    if "precision=fp32" in more:  # the text of two processes is that of one with their weights
+    if "precision=fp32" in more:  # one process with these weights samples the same text
         tokenizer = Tokenizer.load(second / "tokenizer.model")
         (text,) = generate_text(
             load_model(second, "cpu"),
@@ -454,7 +454,7 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 """
 
 
-def test_infinite_weights_of_one_process_end_all(tmp_path, story):
+def test_infinite_weights_of_one_process_end_all_processes(tmp_path, story):
     (tmp_path / "train.py").write_text(SPOILED, encoding="utf-8")
     start = [sys.executable, *["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]]
     words = (*TRAIN, "save_every=1", "sharded=true", "micro_batch=4")

@@ -1,4 +1,4 @@
-"""What a step does to the weights, and what is reported of it."""
+"""The effect of a step on the weights, and its reports."""
 
 import math
 import re
@@ -22,8 +22,8 @@ from training.schedules import cosine, wsd
 
 
 @pytest.mark.parametrize("attention", ["gqa", "dsa attention.topk=8 attention.index_weight=5.0"])
-def test_accumulated_gradients_are_those_of_the_whole_batch(run_of, attention):
-    """With auxiliary losses, recomputed activations and a scaler, too."""
+def test_accumulated_gradients_equal_those_of_the_whole_batch(run_of, attention):
+    """Also with auxiliary losses, recomputed activations and a scaler."""
     ends = []
     ways = ("micro_batch=8", "micro_batch=4", "micro_batch=1", "activation_checkpointing=true")
     for way in ways:
@@ -49,11 +49,11 @@ def test_clipping_bounds_the_gradient(run_of):
         max((a - b).abs().max() for a, b in zip(before.values(), weights(t).values(), strict=True))
         for t in (free, clipped)
     ]
-    assert free.meter.grad_norm == clipped.meter.grad_norm > 0.1  # as it was before clipping
+    assert free.meter.grad_norm == clipped.meter.grad_norm > 0.1  # the norm before clipping
     assert moved[1] < moved[0] / 5
 
 
-def test_schedules_are_what_they_say():
+def test_schedules_follow_their_formulas():
     assert [
         wsd(step, 100, warmup=10, cooldown=0.5, floor=0.1) for step in (0, 9, 10, 50, 75, 100)
     ] == pytest.approx([0.1, 1, 1, 1, 0.55, 0.1])
@@ -75,7 +75,7 @@ def test_the_schedule_reaches_every_group(run_of):
     ]
     lr = run.settings.optimizer["lr"] * run.trainer.run_factor(20) / 4
     reference = run.trainer.reference
-    # The model has half of the width of the reference.
+    # The model has half the width of the reference.
     multiples = [1, reference.embedding, 2 * reference.head, reference.vectors]
     assert rates == pytest.approx([lr * multiple for multiple in multiples])
 
@@ -98,9 +98,9 @@ def test_evaluation_equals_a_loop_over_windows(run_of, eval_tokens):
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_only_what_was_compiled_with_gradients_is_evaluated_with_them(run_of, is_compiled):
+def test_evaluation_keeps_gradients_only_after_compiling_with_them(run_of, is_compiled):
     run = run_of()
-    run.trainer.is_compiled = is_compiled  # but not until its first step
+    run.trainer.is_compiled = is_compiled  # takes effect with the first step
     for step in (0, 1):
         run.progress.step = step
         results = []
@@ -118,10 +118,10 @@ def test_only_what_was_compiled_with_gradients_is_evaluated_with_them(run_of, is
         ("100", "1000", 100 * 512 // 10),  # one evaluation, at the end
         ("100", "40", 40 * 512 // 10),
         ("null", "30", 30 * 512 // 10),
-        ("100", "1", 640),  # no fewer
+        ("100", "1", 640),  # the minimum
     ],
 )
-def test_evaluations_read_a_tenth_of_what_is_trained(
+def test_evaluations_read_a_tenth_of_the_training_tokens(
     run_of, monkeypatch, steps, eval_every, expected
 ):
     monkeypatch.setattr("training.evaluation.MIN_EVAL_TOKENS", 640)
@@ -139,7 +139,7 @@ def test_every_variant_learns(run_of, variant, precision):
     run = run_of(f"attention={variant}", *words)
     run.trainer.precision = precision
     losses = learn_by_heart(run, 12)
-    # The last losses are at most 0.12 of the first, over 5 seeds of each variant, in fp32 as in bf16.
+    # For 5 seeds of each variant, in fp32 and bf16, the last losses are at most 0.12 of the first.
     assert max(losses[-4:]) < losses[0] / 2
 
 
@@ -167,7 +167,7 @@ def test_a_cache_in_int8_costs_less_than_a_hundredth_of_a_nat(run_of, variant):
         cached = [run.trainer.model(part, cache) for part in inputs.split(8, dim=1)]
         both = (run.trainer.model(inputs), torch.cat(cached, dim=1))
     exact, small = (F.cross_entropy(x.flatten(0, 1), targets.flatten()).item() for x in both)
-    # Over 5 seeds, trained in fp32 and in bf16: 0.25 to 0.38 nats, which change by at most 0.00008.
+    # For 5 seeds, trained in fp32 and bf16: 0.25 to 0.38 nats, which change by at most 0.00008.
     assert exact < 1 and 0 < abs(small - exact) < 0.01
 
 
@@ -187,29 +187,29 @@ def test_a_reported_loss_is_the_mean_since_the_last_report(run_of):
     assert whole["epoch"] == pytest.approx(3 * together.trainer.loader.batch_size / rows, abs=1e-4)
 
 
-def test_document_mask_changes_what_is_learned(run_of):
+def test_document_mask_changes_training_and_evaluation(run_of):
     plain, masked = (
         run_of("data.holdout=4", f"document_mask={mask}") for mask in ("false", "true")
     )
     for run in (plain, masked):
-        for _ in range(4):  # what starts at zero has to grow first
+        for _ in range(4):  # zero-initialized parameters have to grow first
             take_step(run)
         run.evaluator.evaluate(run.progress)
     assert plain.meter.grad_norm != masked.meter.grad_norm
     masked.trainer.loss_module.bos = None
     masked.evaluator.evaluate(masked.progress)
     scores = [line["val_loss"] for each in (plain, masked) for line in metrics(each.run_dir)]
-    assert len({*scores}) == 3  # what is trained with the mask is judged with it
+    assert len({*scores}) == 3  # a model trained with the mask is evaluated with it
 
 
 @pytest.mark.parametrize("words", [(), ("max_minutes=5",), ("steps=null", "max_epochs=null")])
-def test_a_run_with_steps_or_without_max_epochs_has_no_bound_of_passes(run_of, words):
+def test_passes_are_unbounded_with_steps_or_without_max_epochs(run_of, words):
     run = run_of(*words)
     assert run.progress.total_steps == (math.inf if "steps=null" in words else 6)
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
-def test_passes_over_the_text_end_a_run(run_of, epochs):
+def test_a_run_ends_after_max_epochs(run_of, epochs):
     run = run_of("steps=null", f"max_epochs={epochs}")
     read = Counter()
     for step in range(run.progress.total_steps + 1):
@@ -217,11 +217,11 @@ def test_passes_over_the_text_end_a_run(run_of, epochs):
         first = step * run.trainer.loader.batch_size
         for number in range(first, first + run.trainer.loader.batch_size):
             read[number % run.trainer.loader.rows_per_epoch] += 1
-    # Without the last step, which is one too many.
+    # Without the last step, which exceeds the limit.
     assert at_most == epochs < max(read.values())
 
 
-def test_wandb_gets_what_metrics_get_and_may_fail(run_of, monkeypatch, capsys):
+def test_wandb_gets_the_same_metrics_and_may_fail(run_of, monkeypatch, capsys):
     logged = []
     fake = SimpleNamespace(
         log=lambda values, step: logged.append((step, values)), finish=lambda: None, id="one"
@@ -244,7 +244,7 @@ def test_wandb_gets_what_metrics_get_and_may_fail(run_of, monkeypatch, capsys):
 
 @pytest.mark.parametrize("epochs", [1, 1000, "null"])
 @pytest.mark.parametrize("minutes, eval_every", [(0.5, 1000), (2, 1000), (2, 100)])
-def test_steps_are_fitted_to_the_minutes_beside_their_evaluations(
+def test_fitting_steps_to_the_minutes_includes_evaluations(
     run_of, monkeypatch, minutes, eval_every, epochs
 ):
     words = (f"max_minutes={minutes}", "steps=null", f"max_epochs={epochs}")
@@ -261,28 +261,28 @@ def test_steps_are_fitted_to_the_minutes_beside_their_evaluations(
         if run.budget.is_fitted:
             fitted.add(run.progress.total_steps)
         if run.progress.is_due(eval_every):
-            with run.clock.pause("evaluation"):  # 20480 tokens are 40 steps, at half of their time
+            with run.clock.pause("evaluation"):  # 20480 tokens: 40 steps, in half of their time
                 clock[0] += 40 * 0.05 / 2
     assert len(fitted) == (epochs != 1)
     seconds = clock[0] - run.clock.started
     assert run.progress.total_steps == passes or 0.75 * 60 * minutes < seconds + 5 < 60 * minutes
 
 
-def test_an_overflow_in_fp16_skips_the_step_of_all_and_is_no_divergence(run_of):
+def test_an_overflow_in_fp16_skips_the_step_and_is_not_a_divergence(run_of):
     run = run_of()
     run.trainer.scaler = OverflowingScaler()
     before = weights(run)
     take_step(run)
     close(weights(run), before, rtol=0, atol=0)
     run.meter.check_finite(run.progress)
-    run.trainer.scaler.scale_factor = 0.5  # no smaller one to try
+    run.trainer.scaler.scale_factor = 0.5  # so that the scale cannot shrink further
     take_step(run)
     with pytest.raises(SystemExit):
         run.meter.check_finite(run.progress)
 
 
 class OverflowingScaler:
-    """As if one gradient had overflowed."""
+    """A gradient scaler that reports one overflow."""
 
     scale_factor = 2.0**16
 
@@ -306,7 +306,7 @@ class OverflowingScaler:
 
 
 @pytest.mark.parametrize("is_watched", [False, True])
-def test_a_bar_and_lines_tell_the_same(run_of, monkeypatch, capsys, is_watched):
+def test_a_bar_and_lines_show_the_same_values(run_of, monkeypatch, capsys, is_watched):
     clock = [0.0]
     monkeypatch.setattr("training.clock.monotonic", lambda: clock[0])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_watched)
@@ -324,7 +324,7 @@ def test_a_bar_and_lines_tell_the_same(run_of, monkeypatch, capsys, is_watched):
 @pytest.mark.skipif(compilation.cpp_compiler() is None, reason="needs a compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_the_first_step_compiles_what_evaluations_run_and_is_not_timed(
+def test_the_first_step_compiles_the_graph_of_evaluations_and_is_not_timed(
     run_of, monkeypatch, dropout
 ):
     graphs = []
@@ -338,7 +338,7 @@ def test_the_first_step_compiles_what_evaluations_run_and_is_not_timed(
     for _ in range(3):
         for each in (eager, run):
             take_step(each)
-        # The first block makes tables that the others find; then the loss.
+        # The first block, which computes the rotary tables, the other blocks, and the loss.
         assert len(graphs) == 3 and run.meter.timed_step == 1
     close(run.meter.loss_sum, eager.meter.loss_sum, rtol=1e-3, atol=0)
     for _ in range(2):
