@@ -1,4 +1,4 @@
-"""CUDA graphs on a CPU: operations that are recorded with their tensors, and repeated."""
+"""CUDA graphs on a CPU: record operations with their tensors and replay them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,10 +12,10 @@ READS = ("aten::_local_scalar_dense", "aten::equal")  # .item(), bool(), int(), 
 
 
 class RecordedGraph(TorchDispatchMode):
-    """Stands in for torch.cuda.CUDAGraph: `replay` repeats operations in the memory of the first run.
+    """Replaces torch.cuda.CUDAGraph: `replay` repeats the recorded operations on the same memory.
 
-    Like a graph, it sees a new value only if it was written to a tensor that was recorded. If the
-    host reads a value while it records, it raises the error of CUDA.
+    Like a graph, it sees a new value only if it is written to a recorded tensor. If the host reads
+    a value during recording, it raises CUDA's error.
     """
 
     def __init__(self):
@@ -44,14 +44,14 @@ class RecordedGraph(TorchDispatchMode):
 
 
 def tensors_of(result: object) -> list[Tensor]:
-    """The tensors that an operation returned."""
+    """The tensors in an operation's result."""
     results = result if isinstance(result, (list, tuple)) else [result]
     return [x for x in results if isinstance(x, Tensor)]
 
 
 @contextmanager
 def recorded_graphs() -> Iterator[None]:
-    """Inside, torch.cuda records what runs on the CPU."""
+    """Inside, torch.cuda records operations of the CPU."""
     replacements = {
         "CUDAGraph": RecordedGraph,
         "graph": lambda graph, stream: graph,

@@ -1,4 +1,4 @@
-"""`generate.py` as a user runs it: what it prints, and how it ends."""
+"""`generate.py` as a user runs it: its output and exit codes."""
 
 import io
 import os
@@ -23,7 +23,7 @@ GREEDY = " --temperature 0 --max-new-tokens "
 
 @pytest.fixture
 def generate(command, drawn_run):
-    """Runs generate.py with a prompt and options, where a batch and a row alone are summed alike."""
+    """Run generate.py with a prompt and options; a batch and a single row are summed in the same order."""
     return lambda prompt, words="", *more: command(
         "generate.py", "--device=cpu", *words.split(), *more, prompt
     )
@@ -35,7 +35,7 @@ def filed(prompts: list[str]) -> str:
 
 
 def bodies(result: Result) -> list[str]:
-    """What is below each heading."""
+    """The text below each heading."""
     _, *texts = re.split(r"^--- .*\n", result.out, flags=re.MULTILINE)
     return texts
 
@@ -51,17 +51,17 @@ def test_greedy_text_is_the_same_without_a_cache_past_the_context(generate):
     "words, said",
     [(["--stop", ""], "--stop is empty"), (["--no-cache", "--cache-dtype=int8"], "int8")],
 )
-def test_options_that_contradict_each_other_are_refused(command, words, said):
+def test_contradictory_options_are_refused(command, words, said):
     result = command("generate.py", "Ann had", *words)
     (line,) = result.err.splitlines()
     assert (result.code, result.out) == (2, "") and said in line and ". fix: " in line
 
 
-def test_underscores_in_options_are_dashes(generate):
+def test_underscores_in_options_are_read_as_dashes(generate):
     words = "--max_new_tokens=5 --top_k 1 --num_samples 2 --run drawn"  # runs/drawn
     expected = generate("Ann had", "--max-new-tokens=5 --top-k 1 --num-samples 2").succeeded()
     assert generate("Ann had", words).succeeded().out == expected.out
-    # They stay in values, and after --.
+    # Underscores are kept in values and after --.
     assert generate("--top_k", "--temperature 0 --max-new-tokens 2 --stop a_b --").code == 0
 
 
@@ -115,14 +115,14 @@ def test_a_switch_has_no_value(command):
         assert result.code == 2 and result.err.endswith(f". fix: {fix}\n")
 
 
-def test_the_path_of_a_run_is_no_prompt(command, drawn_run):
+def test_the_path_of_a_run_is_refused_as_a_prompt(command, drawn_run):
     result = command("generate.py", str(drawn_run))
     assert result.code == 2 and result.err.endswith(". fix: --run runs/drawn PROMPT\n")
-    # Its name may be one.
+    # The name of a run may be a prompt.
     command("generate.py", "drawn", "--max-new-tokens", "2").succeeded()
 
 
-# Paths that are no run: the one that is meant.
+# Paths that are not a run, and the run that is suggested.
 NO_RUNS = {
     "runs/drawn/ckpt.pt": "runs/drawn",
     "runs/drawn/checkpoints": "runs/drawn",
@@ -133,7 +133,7 @@ NO_RUNS = {
 
 
 @pytest.mark.parametrize("path", NO_RUNS)
-def test_a_path_near_a_run_is_answered_with_the_run(drawn_run, path):
+def test_a_path_near_a_run_is_answered_with_that_run(drawn_run, path):
     for option in ("--run ", "init_from=", "distill=", ""):
         with pytest.raises(ValueError, match=r"^not a run") as refused:
             checkpoint.find_model(path, option)
@@ -143,28 +143,28 @@ def test_a_path_near_a_run_is_answered_with_the_run(drawn_run, path):
 
 
 def test_a_terminal_shows_the_prompt_dimmed(generate, monkeypatch):
-    """On standard error, in a line of its own where the text goes elsewhere."""
+    """On standard error, in its own line if the text goes elsewhere."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     result = generate("Ann had", GREEDY + "3")
     assert "\x1b[2mAnn had\x1b[0m\n" in result.err and "Ann had" not in result.out
 
 
-def test_a_cache_in_int8_is_smaller_and_says_so(generate):
+def test_the_reported_size_of_an_int8_cache_is_smaller(generate):
     exact, small = (
         re.search(r"([\d,]+) bytes of cache", generate("Ann had", f"--cache-dtype {dtype}").err)[1]
         for dtype in ("auto", "int8")
     )
-    # Of head dimension 16, with a scale each.
+    # 16 features per head, and one scale.
     assert int(small.replace(",", "")) == int(exact.replace(",", "")) * (16 + 2) / (4 * 16)
 
 
 @pytest.mark.parametrize("variant, others", [("gqa", "none"), ("gdn", "[0]")])
-def test_attention_can_be_drawn(command, tokenizer, variant, others):
+def test_attention_maps_are_drawn(command, tokenizer, variant, others):
     saved(Path("runs/drawn"), tree_of(variant), tokenizer)
     words = ("tools/attention_map.py", "--device=cpu", "Ann had $3 and $4", "--out")
     command(*words, "map.png").succeeded()
     assert Path("map.png").read_bytes().startswith(b"\x89PNG")
-    # The picture says what it shows, and of which layers it can show nothing.
+    # The picture labels axes and tokens, and names layers without a map.
     command(*words, "map.svg").succeeded()
     texts = re.findall("<!-- (.*?) -->", Path("map.svg").read_text(encoding="utf-8"))
     assert {"weight", "drawn step-00000001: 'Ann had $3 and $4'"} < set(texts)
@@ -176,7 +176,7 @@ def test_attention_can_be_drawn(command, tokenizer, variant, others):
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
-def test_a_ragged_batch_is_each_prompt_alone(generate, temperature):
+def test_a_ragged_batch_equals_separate_prompts(generate, temperature):
     prompts = ["Ann", "Bob had an old map. Cleo", "Dan saw a small dog and said: may I"]
     words = f"--temperature {temperature} --max-new-tokens 12 --num-samples 2"
     alone = [text for prompt in prompts for text in bodies(generate(prompt, words))]
@@ -186,7 +186,7 @@ def test_a_ragged_batch_is_each_prompt_alone(generate, temperature):
 def test_several_texts_are_headed_by_their_prompts(generate):
     prompts = ["Ann had", "  a\ttab  " + "and more " * 20, "<s>"]
     texts = [generate(prompt, GREEDY + "5").out for prompt in prompts]
-    assert not any("---" in text for text in texts)  # one text on a pipe is alone
+    assert not any("---" in text for text in texts)  # a single text on a pipe has no heading
     names = ["Ann had", "a tab " + "and more " * 7 + "a", "<s>"]
     expected = ""
     for number in range(6):
@@ -194,7 +194,7 @@ def test_several_texts_are_headed_by_their_prompts(generate):
     assert generate(filed(prompts), GREEDY + "5 --num-samples 2 --batch-size 4").out == expected
 
 
-def test_a_call_generates_what_the_command_prints(generate, drawn_run):
+def test_the_python_function_generates_the_text_of_the_command(generate, drawn_run):
     prompts = ["Ann had", "Bob"]
     words = "--seed 3 --stop e --top-k 9 --top-p 0.9 --max-new-tokens 30"
     printed = generate(filed(prompts), words)
@@ -209,7 +209,7 @@ def test_a_call_generates_what_the_command_prints(generate, drawn_run):
     assert generate_text(model, tokenizer, "Ann", max_new_tokens=0) == [""]
 
 
-def test_a_stream_has_each_text_after_each_of_its_tokens(drawn_run):
+def test_a_stream_yields_each_text_after_every_token(drawn_run):
     model, tokenizer, _ = load(str(drawn_run), "cpu")
     prompts = ["Ann had", "Bob", "Ann had"]
     options = {"max_new_tokens": 9, "stop_texts": ["@@"], "batch_size": 2, "seed": 3}
@@ -222,7 +222,7 @@ def test_a_stream_has_each_text_after_each_of_its_tokens(drawn_run):
         assert texts[-1] == whole
         for earlier, later in pairwise(texts):
             assert later.startswith(earlier)
-    # The caller may stop after any token.
+    # The caller may stop at any token.
     first = next(stream_text(model, tokenizer, "Ann had", **options))
     assert first.sequence.num_generated == 1 and expected[0].startswith(first.text)
 
@@ -232,7 +232,7 @@ def type_in(monkeypatch, text: bytes) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_weights_in_fewer_bits_generate(generate, dtype):
+def test_weights_of_lower_precision_generate_text(generate, dtype):
     result = generate("Ann had", f"--dtype {dtype}")
     assert result.code == 0 and "drawn step-00000001" in result.err
 
@@ -240,13 +240,11 @@ def test_weights_in_fewer_bits_generate(generate, dtype):
 @pytest.mark.parametrize(
     "is_ended, stops, expected, reason",
     [
-        (True, ["old map"], "Ann had an old", "eos"),  # what may have become a stop, too
-        (False, ["map", "n old", "@"], "Ann had a", "stop"),  # begins in a token, ends in another
+        (True, ["old map"], "Ann had an old", "eos"),  # also a possible beginning of a stop text
+        (False, ["map", "n old", "@"], "Ann had a", "stop"),  # begins and ends inside tokens
     ],
 )
-def test_a_text_ends_before_its_first_stop_or_where_its_model_ends_it(
-    tokenizer, is_ended, stops, expected, reason
-):
+def test_a_text_ends_before_its_first_stop_or_at_eos(tokenizer, is_ended, stops, expected, reason):
     sequence = Sequence([tokenizer.bos], 99, eos=tokenizer.eos_ids)
     tokens = tokenizer.encode("Ann had an old" if is_ended else "Ann had an old map")
     tokens += [tokenizer.eos] * is_ended
@@ -271,25 +269,25 @@ def test_text_ends_before_the_stop_text(generate):
 
 
 @pytest.mark.parametrize("prompt", ["", "a=b, ${oc.env:HOME} 'x' {y}", "-", "\n", "Жили 🐈"])
-def test_any_prompt_is_a_prompt(generate, monkeypatch, prompt):
+def test_any_text_can_be_a_prompt(generate, monkeypatch, prompt):
     type_in(monkeypatch, b"Ann had")
     result = generate(prompt, GREEDY + "3 --").succeeded()
     if prompt == "-":
         assert result.out == generate("Ann had", GREEDY + "3").out
 
 
-def test_a_long_prompt_loses_its_beginning_with_a_warning(generate):
+def test_the_start_of_a_long_prompt_is_cut_with_a_warning(generate):
     result = generate("Ann had a red ball. " * 40, "--max-new-tokens 2")
     assert result.code == 0 and "context is 64" in result.err
 
 
-def test_generation_without_any_run_says_how_to_get_one(command):
+def test_generation_without_a_run_explains_how_to_train_one(command):
     result = command("generate.py", "a")
     assert result.code == 2 and "fix: python train.py" in result.err
 
 
 @pytest.mark.parametrize("words", [(), ("--run", "runs/new run")])
-def test_a_run_that_has_saved_nothing_yet_is_named(command, words):
+def test_a_run_without_a_checkpoint_is_named(command, words):
     for age, name in enumerate(("old", "new run")):
         run = Path("runs") / name
         run.mkdir(parents=True)
@@ -301,8 +299,8 @@ def test_a_run_that_has_saved_nothing_yet_is_named(command, words):
     assert "python train.py 'run_dir=runs/new run' resume=true" in result.err
 
 
-def test_a_home_is_found_behind_an_equals_sign(command, drawn_run, monkeypatch):
-    """A shell replaces ~ only where a word begins with it."""
+def test_a_tilde_is_expanded_after_an_equals_sign(command, drawn_run, monkeypatch):
+    """A shell expands ~ only at the start of a word."""
     home = Path("home").absolute()
     monkeypatch.setenv("HOME", str(home))
     shutil.move("runs", home / "runs")
@@ -319,7 +317,7 @@ def test_a_home_is_found_behind_an_equals_sign(command, drawn_run, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["from inside", "itself", "renamed", "linked", "at the root"])
-def test_a_checkpoint_is_found_from_anywhere_and_under_any_name(
+def test_a_checkpoint_is_found_from_any_folder_and_under_any_name(
     generate, drawn_run, monkeypatch, way
 ):
     (step,) = Path(drawn_run, "checkpoints").iterdir()
@@ -338,7 +336,7 @@ def test_a_checkpoint_is_found_from_anywhere_and_under_any_name(
     elif way == "linked":
         run = "newest"
         Path(run).symlink_to(step.absolute())
-    else:  # where a folder has no parent
+    else:  # a folder without a parent
         monkeypatch.setattr(Path, "resolve", lambda path, strict=False: Path("/", path.name))
         monkeypatch.setattr(sealed, "verify", lambda *_, **__: {})
         run = str(step)
@@ -347,7 +345,7 @@ def test_a_checkpoint_is_found_from_anywhere_and_under_any_name(
     assert result.out == usual.out and f"\n{name}: 9 tokens" in f"\n{result.err}"
 
 
-def test_a_run_whose_checkpoint_was_renamed_says_which_it_has(generate, drawn_run):
+def test_a_run_with_a_renamed_checkpoint_is_answered_with_its_path(generate, drawn_run):
     (step,) = Path(drawn_run, "checkpoints").iterdir()
     best = step.rename(step.with_name("best"))
     result = generate("Ann had", f"--run={drawn_run}")
@@ -355,7 +353,7 @@ def test_a_run_whose_checkpoint_was_renamed_says_which_it_has(generate, drawn_ru
     generate("Ann had", f"--run={best}").succeeded()
 
 
-def test_a_reader_that_has_enough_is_no_error(drawn_run):
+def test_a_reader_that_closes_the_pipe_is_no_error(drawn_run):
     words = f"{sys.executable} {ROOT / 'generate.py'} Ann --max-new-tokens 100 | head -c 10"
     how = {"capture_output": True, "timeout": LONG}
     done = subprocess.run(["bash", "-o", "pipefail", "-c", words], **how)

@@ -1,4 +1,4 @@
-"""Products of a few tokens are those of float64, by whichever way; a model for decoding is the model."""
+"""Products of a few tokens equal float64 in every implementation; optimizing for decoding keeps the logits."""
 
 import pytest
 import torch
@@ -21,9 +21,7 @@ def compiled():
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7, 16, 40])
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 1.2e-2)])
 @pytest.mark.parametrize("int8", [False, True])
-def test_products_are_those_of_float64(
-    compiled, outputs, inputs, tokens, dtype, error, int8, monkeypatch
-):
+def test_products_equal_float64(compiled, outputs, inputs, tokens, dtype, error, int8, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     linear = Linear(inputs, outputs, bias=True)
     for p in linear.parameters():
@@ -39,14 +37,14 @@ def test_products_are_those_of_float64(
         assert ((few.weight - linear.weight).abs() <= 0.5 * scale + 2 * error * scale * 127).all()
     expected = F.linear(x.double(), few.weight.double(), few.bias.double())
     if tokens <= quantize.MAX_FEW_TOKENS and not int8:
-        monkeypatch.setattr(F, "linear", None)  # and never asked
+        monkeypatch.setattr(F, "linear", None)  # must not be called
     y = few(x)
     assert y.dtype == dtype and (y - expected).abs().max() <= error * expected.abs().max()
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "gdn", "gated"])
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_a_model_for_decoding_is_the_model(compiled, variant, tied):
+def test_optimizing_for_decoding_keeps_the_logits(compiled, variant, tied):
     model = redraw(instantiate(tree_of(variant, f"model.tied={tied}"))).eval()
     tokens = torch.randint(128, (2, 7), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -62,7 +60,7 @@ def test_a_model_for_decoding_is_the_model(compiled, variant, tied):
     assert not any(type(module) is Linear for module in model.modules())
 
 
-def test_without_a_compiler_torch_multiplies(monkeypatch, tmp_path):
+def test_without_a_compiler_products_use_torch(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.ops, "attend", object())
     assert not quantize.load_matvec(tmp_path, None) and not quantize.load_matvec(tmp_path, "false")
     model = instantiate(tree_of("gqa"))
@@ -81,5 +79,5 @@ def test_weights_in_int8_cost_less_than_a_hundredth_of_a_nat(run_of):
             nats.append(
                 F.cross_entropy(run.trainer.model(inputs).flatten(0, 1), targets.flatten()).item()
             )
-    # Over 5 seeds, trained in fp32 and in bf16: 0.25 to 0.38 nats, which change by at most 0.0002.
+    # For 5 seeds, trained in fp32 and bf16: 0.25 to 0.38 nats, which change by at most 0.0002.
     assert nats[0] < 1 and nats[0] != nats[1] and abs(nats[1] - nats[0]) < 0.01

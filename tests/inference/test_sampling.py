@@ -1,4 +1,4 @@
-"""Sampling draws from the distribution that its knobs describe; nothing else can come out."""
+"""Sampling draws from exactly the distribution that its options define."""
 
 from functools import partial
 from unittest import mock
@@ -19,7 +19,7 @@ LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -8.0]])
 
 
 def draws(logits: torch.Tensor, seed: int = 0, **knobs) -> torch.Tensor:
-    """The first of as many texts as there are rows."""
+    """Draw the first token of a text for each row."""
     return sample(
         logits,
         seed + torch.arange(len(logits)),
@@ -34,7 +34,7 @@ def frequencies(**knobs) -> torch.Tensor:
 
 
 def expected(kept: int, temperature: float = 1.0) -> torch.Tensor:
-    """By the definition: a softmax over the `kept` likeliest."""
+    """By definition: a softmax over the `kept` likeliest tokens."""
     weights = [(LOGITS[0, i] / temperature).exp().item() if i < kept else 0.0 for i in range(6)]
     return torch.tensor(weights) / sum(weights)
 
@@ -46,7 +46,7 @@ def expected(kept: int, temperature: float = 1.0) -> torch.Tensor:
         ({"temperature": 0.5}, 6),
         ({"top_k": 3}, 3),
         ({"top_k": 100}, 6),
-        ({"top_p": 0.5}, 1),  # the likeliest alone has 0.55
+        ({"top_p": 0.5}, 1),  # the likeliest token has 0.55
         ({"top_p": 0.6}, 2),
         ({"top_p": 1e-9}, 1),
         ({"min_p": 0.2}, 3),  # e^0 1, e^-1 0.37, e^-1.5 0.22, e^-2 0.14
@@ -62,11 +62,11 @@ def test_draws_follow_the_distribution(knobs, kept):
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-45])
-def test_no_temperature_is_greedy(temperature):
+def test_temperature_zero_is_greedy(temperature):
     assert draws(LOGITS, temperature=temperature).tolist() == [0]
 
 
-def test_the_noise_is_exponential_and_unrelated_between_keys_places_and_tokens():
+def test_the_noise_is_exponential_and_independent():
     grid = exponential_noise(
         torch.arange(60), torch.zeros(60, dtype=torch.int64), torch.arange(1000).expand(60, -1)
     )
@@ -85,7 +85,7 @@ def test_the_noise_is_exponential_and_unrelated_between_keys_places_and_tokens()
 
 
 @pytest.mark.parametrize("logits", [[2.0, 1.5], [-1.0, -1.5]])
-def test_a_penalty_makes_what_was_seen_less_likely_whatever_its_sign(logits):
+def test_a_penalty_lowers_seen_tokens_for_logits_of_either_sign(logits):
     seen = torch.tensor([[True, False]])
     assert draws(
         torch.tensor([logits]), seen_tokens=seen, temperature=0, repetition_penalty=1.2
@@ -97,7 +97,7 @@ def test_a_penalty_makes_what_was_seen_less_likely_whatever_its_sign(logits):
 
 @torch.no_grad()
 def penalized(model: torch.nn.Module, prompt: list[int], window: list[int], most: int) -> list[int]:
-    """Continue a prompt, of which the model reads a window, with the penalty of transformers."""
+    """Continue a prompt with the penalty of transformers; the model reads only a window."""
     from transformers import RepetitionPenaltyLogitsProcessor
 
     penalty = RepetitionPenaltyLogitsProcessor(PENALTY)
@@ -117,8 +117,8 @@ PENALTY = 3.0
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 4])
-def test_a_penalty_is_on_the_whole_prompt_and_text_past_the_context(rows):
-    """Without a cache and with one, whose rows are filled again."""
+def test_a_penalty_counts_the_whole_prompt_and_text_beyond_the_context(rows):
+    """Without a cache, and with one whose rows are reused."""
     model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).double()
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(128, (n,), generator=draw).tolist() for n in (5, 60, 64)]
@@ -127,7 +127,7 @@ def test_a_penalty_is_on_the_whole_prompt_and_text_past_the_context(rows):
     assert continued(model, prompts, 80, sampler, rows) == expected
 
 
-def test_a_penalty_is_on_the_part_of_a_prompt_that_is_cut_off(tokenizer, capfd):
+def test_a_penalty_counts_the_part_of_a_prompt_that_is_cut_off(tokenizer, capfd):
     tree = tree_of("gqa", "model.depth=1", f"data.vocab_size={tokenizer.vocab_size}")
     model = redraw(instantiate(tree)).double()
     prompt = "".join(map(chr, range(40, 250)))
@@ -145,12 +145,12 @@ def test_a_penalty_is_on_the_part_of_a_prompt_that_is_cut_off(tokenizer, capfd):
     assert [*drawn.values()] == [expected] * 3
 
 
-def test_a_seed_repeats_and_another_does_not():
+def test_equal_seeds_give_equal_draws_and_other_seeds_do_not():
     one, same, other = (draws(LOGITS.expand(50, -1), 1000 * seed).tolist() for seed in (3, 3, 4))
     assert one == same != other
 
 
-def test_a_full_context_loses_its_older_half():
+def test_a_full_context_drops_its_older_half():
     model = redraw(instantiate(tree_of("gqa"))).double()
     prompt = list(range(64))
     read = []
@@ -167,7 +167,7 @@ def test_a_full_context_loses_its_older_half():
 @pytest.mark.parametrize(
     "tokens, reason", [([3, 4, 6, 6], "length"), ([3, 5], "eos"), ([3, 4, 6, 5], "eos")]
 )
-def test_a_sequence_says_why_it_is_over(tokens, reason):
+def test_the_finish_reason_of_a_sequence(tokens, reason):
     sequence = Sequence([1], 4, eos={5})
     for token in tokens:
         assert sequence.finish_reason is None
@@ -187,11 +187,11 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_compiled_draws_give_the_tokens_of_an_uncached_loop(options, monkeypatch):
-    """Calls share what is compiled; fewer rows than texts, one of which outgrows the context."""
+def test_compiled_draws_equal_an_uncached_loop(options, monkeypatch):
+    """Calls share compiled code; there are fewer rows than texts, and one text exceeds the context."""
     torch._dynamo.reset()
     counters.clear()
-    # AOTAutograd for the greedy draw, and for the one that has everything.
+    # AOTAutograd for greedy decoding and for the options that use everything.
     is_whole = options in (OPTIONS[0], OPTIONS[-1])
     compile_without_inductor(monkeypatch, "aot_eager" if is_whole else "eager")
     model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).double().eval()
@@ -210,12 +210,12 @@ def test_compiled_draws_give_the_tokens_of_an_uncached_loop(options, monkeypatch
             drawn[sequence].append(sequence.tokens[-1])
         assert [*drawn.values()] == expected
     assert counters["stats"]["unique_graphs"] == 1
-    assert compiled_step.call_count > 2 * 20  # each call has three texts of 20 tokens in two rows
+    assert compiled_step.call_count > 2 * 20  # each call: three texts of 20 tokens in two rows
 
 
 @pytest.mark.parametrize("capacity", [8, 200, 300])
 def test_a_compiled_step_serves_a_cache_of_any_capacity(monkeypatch, capacity):
-    """Fewer slots than are read at a time, and more: several rows, past the first slots."""
+    """Capacities below and above the number of slots that are read at a time, with several rows."""
     compile_without_inductor(monkeypatch)
     torch._dynamo.reset()
     model = redraw(instantiate(tree_of("gqa", f"context={capacity}"))).double()
@@ -234,7 +234,7 @@ def test_a_compiled_step_serves_a_cache_of_any_capacity(monkeypatch, capacity):
     assert texts[0] == texts[1]
 
 
-def test_no_python_calls_the_kernels_of_a_compiled_step_on_a_cpu(monkeypatch):
+def test_a_compiled_step_on_a_cpu_uses_the_cpp_wrapper(monkeypatch):
     engine = engine_of_two_rows()
     options_of = []
 
@@ -253,8 +253,8 @@ def engine_of_two_rows(sampler=greedy) -> Engine:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_captured_draws_are_those_of_eager_steps(options):
-    """Three texts in two rows, one of which outgrows the context."""
+def test_captured_draws_equal_eager_draws(options):
+    """Three texts in two rows; one text exceeds the context."""
     model = engine_of_two_rows().model
     prompts = [[1, 2, 3] * n for n in (1, 9, 16)]
     sampler = partial(sample, **options)
@@ -263,8 +263,8 @@ def test_captured_draws_are_those_of_eager_steps(options):
     assert captured == continued(model, prompts, 20, sampler, rows=2)
 
 
-def test_a_captured_step_runs_no_python_of_the_model():
-    """Three texts in two rows, one replay for each step."""
+def test_a_captured_step_calls_no_python_code_of_the_model():
+    """Three texts in two rows, with one replay per step."""
     engine = engine_of_two_rows(partial(sample, temperature=1.5))
     with recorded_graphs():
         engine.capture()
@@ -273,7 +273,7 @@ def test_a_captured_step_runs_no_python_of_the_model():
     for _ in engine.generate([Sequence([1, 2], 10, seed=n) for n in range(3)]):
         pass
     assert not calls
-    # Each text has 10 tokens, the first of them from its prefill.
+    # Each text has 10 tokens; the first one comes from its prefill.
     assert engine.graph.num_replays == 2 * 9
     assert not engine.can_capture
 

@@ -1,4 +1,4 @@
-"""Text comes out of tokens as it went in, and prompts are text."""
+"""Streamed text equals decoded text, and prompts must be valid text."""
 
 import io
 import random
@@ -67,30 +67,30 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_streamed_text_is_that_of_all_tokens_decoded_at_once(kind, tmp_path):
+def test_streamed_text_equals_all_tokens_decoded_at_once(kind, tmp_path):
     tokenizer = KINDS[kind](tmp_path)
     draw = random.Random(0)
     sequences = [tokenizer.encode(text) for text in [*NASTY, "ab 😀👩‍👩‍👧 éü Жили-были🐈"]]
-    # Bytes that are no text, and tokens in any order.
+    # Invalid UTF-8 and random tokens.
     for most in 300 * [min(259, tokenizer.vocab_size), tokenizer.vocab_size]:
         sequences.append([draw.randrange(most) for _ in range(draw.randint(1, 12))])
     for tokens in sequences:
         for cut in (0, len(tokens) // 2):
             before = tokenizer.decode(tokens[:cut])
-            if not before.endswith("\ufffd"):  # a prompt is text
+            if not before.endswith("\ufffd"):  # a prompt is valid text
                 after = tokenizer.decode(tokens)[len(before) :]
                 assert streamed(tokenizer, tokens[:cut], tokens[cut:]) == after, tokens
 
 
 def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """The text of tokens that are drawn one by one after a prompt."""
+    """Stream tokens one by one after a prompt -> their text."""
     sequence = Sequence([*prompt], len(tokens))
     generated = (sequence for token in tokens if sequence.append(token) is None)
     text = ""
     with patch.object(tokenizer, "decode", wraps=tokenizer.decode) as decode:
         for stream in detokenize(generated, tokenizer, []):
             text = stream.text
-    assert decode.call_count <= 1 + 2 * len(tokens)  # which take time at each token
+    assert decode.call_count <= 1 + 2 * len(tokens)  # a decode per token would be slow
     return text
 
 
@@ -104,7 +104,7 @@ def test_a_prompt_that_is_not_utf8_is_refused(command, drawn_run, monkeypatch, w
     assert line.startswith("error: 'utf-8' codec can't ") and "position 3: " in line
 
 
-def test_generation_on_a_gpu_uses_no_attention_that_plans_for_each_length(drawn_run, monkeypatch):
+def test_generation_on_a_gpu_disables_cudnn_attention(drawn_run, monkeypatch):
     loaded = load_model(checkpoint.find_model(drawn_run), "cpu")
     monkeypatch.setattr(checkpoint, "load_model", lambda *_: loaded)
     try:
