@@ -1,8 +1,8 @@
-"""A CUDA device for tests on machines without one: it computes shapes and dtypes, but no numbers.
+"""A fake CUDA device for machines without a GPU: it computes shapes and dtypes, but no values.
 
-Tensors on "cuda" are FakeTensors, those on the CPU are real. A mode counts what makes the host wait
-for the device, and which products are in fp32. Operations on tensors of both devices raise
-RuntimeError, and so do those whose result has a shape that depends on values, such as nonzero().
+Tensors on "cuda" are FakeTensors, tensors on the CPU are real. A mode counts waits of the host for
+the device, and products in fp32. Operations that mix devices raise RuntimeError, as do operations
+whose result shape depends on values, such as nonzero().
 """
 
 import fcntl
@@ -46,30 +46,30 @@ PRODUCTS = (
 
 
 class FakeGPU(TorchDispatchMode):
-    """Watches the operations on the device, and computes those on the CPU.
+    """Observes operations on the device, and computes operations on the CPU.
 
-    `waits` counts operations for which the host waits for the device, and `fp32_products` matrix
-    products in fp32, both by the function of this repository that asks for them. The backward of a
-    product counts for the function of the product.
+    `waits` counts operations that make the host wait for the device, and `fp32_products` matrix
+    products in fp32, both by the function of this repository that calls them. The backward of a
+    product counts for the function of its forward.
 
-    What the host reads from the device is True for booleans, 1 for floats and 0 for integers.
+    Values that the host reads from the device are True for booleans, 1 for floats and 0 for integers.
     """
 
-    supports_higher_order_operators = True  # such as FlexAttention, which passes through
+    supports_higher_order_operators = True  # FlexAttention, for example, passes through
 
     def __init__(self):
         super().__init__()
         self.waits: Counter[str] = Counter()
         self.fp32_products: Counter[str] = Counter()
-        self.product_functions: dict[int, str] = {}  # by the number of the autograd node
-        self.pinned: dict[int, Tensor] = {}  # by the address of the memory
+        self.product_functions: dict[int, str] = {}  # by the sequence number of the autograd node
+        self.pinned: dict[int, Tensor] = {}  # by memory address
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # otherwise nothing is compiled inside
+        return True  # otherwise nothing inside is compiled
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Reset the counters."""
         self.waits.clear()
         self.fp32_products.clear()
 
@@ -84,12 +84,12 @@ class FakeGPU(TorchDispatchMode):
         if not is_on_cuda and device.type != "cuda":
             return self.compute_on_cpu(func, args, kwargs)
 
-        # In inference mode, an operation that is made of others arrives as a whole.
+        # In inference mode, composite operations arrive undecomposed.
         if func._can_decompose():
             with self:
                 return func.decompose(*args, **kwargs)
 
-        # Some operations copy from one device to the other. A copy to the host has its result now.
+        # Some operations copy between devices. A copy to the host needs its result now.
         name = func.name().partition(".")[0]
         if name == "aten::_to_copy" and is_on_cuda and "device" in kwargs and device.type == "cpu":
             return self.read(args[0], kwargs)
@@ -97,7 +97,7 @@ class FakeGPU(TorchDispatchMode):
             kwargs = kwargs | {"non_blocking": args[2]}
             args = args[:2]
         if name == "aten::copy_" and not isinstance(args[0], FakeTensor):
-            # Without a wait, only pinned memory can be written to.
+            # Copying without a wait requires pinned memory.
             kwargs = kwargs | {
                 "non_blocking": kwargs.get("non_blocking") and self.is_pinned(args[0])
             }
@@ -117,7 +117,7 @@ class FakeGPU(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def compute_on_cpu(self, func, args, kwargs):
-        """Compute what does not touch the device. Pinned memory is memory that is noted."""
+        """Compute an operation on CPU tensors; pinned memory is normal memory that is recorded as pinned."""
         with unset_fake_temporarily():
             if func.name() in ("aten::pin_memory", "aten::_pin_memory"):
                 x = args[0].clone()
@@ -131,12 +131,12 @@ class FakeGPU(TorchDispatchMode):
         return x.untyped_storage().data_ptr() in self.pinned
 
     def upload(self, x: Tensor, kwargs: dict) -> None:
-        """Note that x is copied to the device: only from pinned memory the host need not wait."""
+        """Record a copy of x to the device: the host waits unless the memory is pinned."""
         if not (self.is_pinned(x) and kwargs.get("non_blocking")):
             self.wait()
 
     def read(self, x: Tensor, kwargs: dict) -> Tensor:
-        """Return a tensor on the CPU for the values of x."""
+        """Return a CPU tensor in place of the values of x."""
         if not kwargs.get("non_blocking"):
             self.wait()
         dtype = kwargs.get("dtype") or x.dtype
@@ -147,11 +147,11 @@ class FakeGPU(TorchDispatchMode):
         return float(dtype == torch.bool or dtype.is_floating_point)
 
     def wait(self) -> None:
-        """Count an operation for which the host waits."""
+        """Count a wait of the host."""
         self.waits[calling_function()] += 1
 
     def record_fp32_product(self) -> None:
-        # Autograd numbers its nodes. That of a product is made just before the product is computed.
+        # Autograd numbers its nodes, and creates a product's node just before computing the product.
         node = torch._C._current_autograd_node()
         function = calling_function()
         if node is None:
@@ -162,7 +162,7 @@ class FakeGPU(TorchDispatchMode):
 
 
 def tensors_in(values: Iterable) -> list[Tensor]:
-    """The tensors among values, and in lists of them."""
+    """The tensors among values and in lists of values."""
     tensors = []
     for value in values:
         if isinstance(value, Tensor):
@@ -175,7 +175,7 @@ def tensors_in(values: Iterable) -> list[Tensor]:
 def calling_function() -> str | None:
     """The innermost function of this repository on the stack, such as "Trainer.save".
 
-    None in the backward, which runs in a thread of its own, unless it runs a function again.
+    None in the backward, which runs in another thread, unless it recomputes a function.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -189,8 +189,8 @@ def calling_function() -> str | None:
 
 @contextmanager
 def fake_cuda(major: int = 9) -> Iterator[FakeGPU]:
-    """Inside, torch has one GPU: an H100, or one of another major compute capability."""
-    # Dynamo keeps functions of torch.cuda when it is imported: they must not be the patched ones.
+    """Inside, torch has one GPU: an H100, or a GPU with another major compute capability."""
+    # Dynamo stores functions of torch.cuda at import; import it before they are patched.
     importlib.import_module("torch._dynamo.variables.torch")
     load_guard()
     gpu = FakeGPU()
@@ -200,15 +200,15 @@ def fake_cuda(major: int = 9) -> Iterator[FakeGPU]:
     with ExitStack() as stack:
         for name, value in cuda_answers(gpu, major).items():
             stack.enter_context(patch(f"torch.{name}", always(value)))
-        # FakeTensorMode must not ask the device for anything, although there seems to be one.
+        # FakeTensorMode must not initialize the device that seems to exist.
         patched = patch.object(FakeTensorMode, "avoid_device_init", True)
         stack.enter_context(patched)
-        # FakeTensor.tolist reads number by number; a tensor is copied as a whole.
+        # FakeTensor.tolist reads single numbers; a real tensor is copied at once.
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda x: x.cpu().tolist()))
-        # Inside a FakeTensorMode, torch.load would read files to the meta device.
+        # Inside a FakeTensorMode, torch.load would load to the meta device.
         stack.enter_context(patch("torch.load", unset_fake_temporarily()(torch.load)))
-        # The fused kernels of SDPA need a build with CUDA. What takes their place here must multiply
-        # in the dtype of its inputs, as they do.
+        # The fused SDPA kernels need a build with CUDA. Their replacement here must also multiply in
+        # the dtype of its inputs.
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(gpu)
@@ -221,9 +221,9 @@ def fake_cuda(major: int = 9) -> Iterator[FakeGPU]:
 
 
 def cuda_answers(gpu: FakeGPU, major: int) -> dict[str, object]:
-    """What the functions of torch.cuda return. Waiting for an event of a stream is a wait."""
+    """Replacements for functions of torch.cuda. Synchronizing an event counts as a wait."""
     names = {7: "Tesla T4", 8: "NVIDIA GeForce RTX 4090", 9: "NVIDIA H100 80GB HBM3"}
-    shared_memory = {7: 64, 8: 99, 9: 227}[major] * 1024  # bytes of a block
+    shared_memory = {7: 64, 8: 99, 9: 227}[major] * 1024  # bytes per block
 
     class Event:
         def synchronize(self) -> None:
@@ -237,7 +237,7 @@ def cuda_answers(gpu: FakeGPU, major: int) -> dict[str, object]:
             pass
 
     class Graph:
-        """A CUDA graph, and the context manager that records it: nothing may wait inside."""
+        """A CUDA graph and the context manager that records it: nothing may wait inside."""
 
         def __enter__(self) -> None:
             self.num_waits = gpu.waits.total()
@@ -259,7 +259,7 @@ def cuda_answers(gpu: FakeGPU, major: int) -> dict[str, object]:
         "cuda.device_count": 1,
         "cuda.current_device": 0,
         "cuda.get_device_name": names[major],
-        "cuda.mem_get_info": (79 * 2**30, 80 * 2**30),  # bytes that are free, and in all
+        "cuda.mem_get_info": (79 * 2**30, 80 * 2**30),  # free and total bytes
         "cuda.max_memory_allocated": 0,
         "cuda.current_stream": Stream(),
         "cuda.Stream": Stream(),
@@ -270,7 +270,7 @@ def cuda_answers(gpu: FakeGPU, major: int) -> dict[str, object]:
         "cuda.get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "cuda.set_rng_state": None,
         "cuda.amp.common.amp_definitely_not_available": False,
-        "accelerator.is_available": False,  # torch.compile would ask it for a stream
+        "accelerator.is_available": False,  # torch.compile would request a stream from it
     }
 
 
@@ -281,9 +281,9 @@ def always(value: object):
 
 @cache
 def load_guard() -> None:
-    """Load noop_cuda_guard.cpp, compiled once for a version of torch.
+    """Load noop_cuda_guard.cpp, compiled once per version of torch.
 
-    Raises RuntimeError without a C++ compiler: a test that is left out would go unnoticed.
+    Raises RuntimeError without a C++ compiler: skipped tests would go unnoticed.
     """
     compiler = cpp_compiler()
     if compiler is None:
@@ -292,7 +292,7 @@ def load_guard() -> None:
     key = hashlib.sha256(identity).hexdigest()[:16]
     library = ROOT / ".cache" / f"noop-cuda-guard-{key}.so"
     library.parent.mkdir(exist_ok=True)
-    # Several processes may want it at once.
+    # Several processes may compile it at the same time.
     with open(library.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():

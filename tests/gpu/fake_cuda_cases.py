@@ -1,7 +1,7 @@
-"""Training and generation on a GPU, without one: what waits, what mixes devices, what is in fp32.
+"""Training and generation on a fake GPU: waits, mixed devices and products in fp32.
 
-Every preset and every option are met in bf16, some in fp16 and fp32; see tests/gpu/fake_cuda.py. The
-number after a function below is how often the host waits in it for the device.
+Every preset and every option is run in bf16, some in fp16 and fp32; see tests/gpu/fake_cuda.py. The
+number next to a function below is the number of times that the host waits in it.
 """
 
 import inspect
@@ -43,10 +43,10 @@ from training.trainer import Trainer
 CUDA = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# Presets whose attention is computed in other ways: plain, by FlexAttention, and a recurrence.
+# Presets with different implementations: plain attention, FlexAttention and a recurrence.
 WAYS = ("gqa", "sink document_mask=true", "gdn")
-# Options that change what is computed on the device, in turn with the presets. A batch is of two
-# micro-batches, or of one.
+# Options that change the computation on the device, combined with the presets in turn. A batch has
+# one or two micro-batches.
 OPTIONS = (
     "",
     "document_mask=true z_loss=1e-4 micro_batch=8",
@@ -63,22 +63,22 @@ EXTRAS = (
     "mla attention.dropout=0.1",
 )
 
-# Functions that multiply in fp32 in any precision: their states accumulate over all tokens.
+# Functions that always multiply in fp32: their states accumulate over all tokens.
 FP32_FUNCTIONS = {"recurrence", "decayed_products", "block_product"}
 FP32_FUNCTIONS |= {"UnitTriangularSolve.forward", "UnitTriangularSolve.backward"}
 FP32_FUNCTIONS |= {"BlockAttention.choose_blocks", "sum_blocks"}  # means of keys
 
-# GradScaler has its scale on the device, and skips a step on the host, for each optimizer.
+# GradScaler keeps its scale on the device and decides on the host, once per optimizer, to skip.
 FP16_STEP_WAITS = {"Trainer.step": 2}
-# A line of metrics has the loss and the norm of the gradient, if no step was bad.
+# A line of metrics reads the loss and the gradient norm, after a check for finite values.
 METRICS_WAITS = {"Meter.check_finite": 1, "Meter.report": 2}
 EVALUATION_WAITS = {"evaluate": 1}
-TOKEN_WAITS = {"Engine.generate": 1}  # the copy of a token that was drawn
+TOKEN_WAITS = {"Engine.generate": 1}  # the copy of a drawn token
 # Ragged prompts for two rows.
 PROMPTS = ([0, 0, 0, 0, 0], [4, 5, 0, 0], [6, 7])
 SAMPLER = partial(sample, temperature=0.8, top_k=50, top_p=0.95, repetition_penalty=1.1)
-# Ways of decoding: the dtype of the model, whether its weights are in int8, the dtype of the cache,
-# and the waits for two tokens after each prompt.
+# Ways of decoding: the model's dtype, int8 weights or not, the cache's dtype, and the waits for two
+# tokens after each prompt.
 DECODING = {
     "cached": ("bf16", False, torch.bfloat16, {"Engine.generate": 4}),
     "int8": ("bf16", True, torch.int8, {"Engine.generate": 4}),
@@ -88,7 +88,7 @@ DECODING = {
 
 
 def cases(variants: Iterable[str], precision: str = "bf16") -> list:
-    """A precision and overrides: each preset, with options in turn."""
+    """Pairs of precision and overrides: each preset with one of the options, in turn."""
     parameters = []
     for number, variant in enumerate(variants):
         overrides = f"attention={variant} {OPTIONS[number % len(OPTIONS)]}".split()
@@ -99,14 +99,14 @@ def cases(variants: Iterable[str], precision: str = "bf16") -> list:
 
 @pytest.fixture
 def gpu(request):
-    """An H100, or a GPU of another major compute capability, by a parameter."""
+    """An H100, or a GPU whose major compute capability is given as a parameter."""
     with fake_cuda(getattr(request, "param", 9)) as gpu:
         yield gpu
 
 
 @pytest.fixture
 def run_of(gpu, tokenizer, tmp_path):
-    """Builds runs for the GPU, all in one run folder."""
+    """Build runs on the GPU, all in one run folder."""
 
     def build(precision: str, *overrides: str) -> setup.Run:
         sizes = (
@@ -131,7 +131,7 @@ def run_of(gpu, tokenizer, tmp_path):
 
 
 def check(gpu: FakeGPU, waits: dict[str, int], dtype: torch.dtype) -> None:
-    """Assert that the host waits there alone, at most so often, and that no other product is in fp32."""
+    """Assert that the host waits at most as listed in `waits`, and that no unexpected product is in fp32."""
     assert not gpu.waits - Counter(waits), "the host waits for the device"
     if dtype != torch.float32:
         unasked = gpu.fp32_products.keys() - FP32_FUNCTIONS
@@ -173,7 +173,7 @@ NOT_WAITING = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("what", WAITING | NOT_WAITING)
-def test_what_makes_the_host_wait_is_counted(gpu, what, inference):
+def test_operations_that_make_the_host_wait_are_counted(gpu, what, inference):
     with torch.inference_mode(inference):
         host = torch.zeros(2, 3)
         (WAITING | NOT_WAITING)[what](torch.zeros(2, 3, device="cuda"), host)
@@ -184,7 +184,7 @@ STEPS = [*cases(VARIANTS), *cases(EXTRAS), *cases(WAYS, "fp16"), *cases(WAYS, "f
 
 
 @pytest.mark.parametrize("precision, overrides", STEPS)
-def test_a_step_waits_only_where_it_must(gpu, run_of, precision, overrides):
+def test_a_step_waits_only_in_listed_functions(gpu, run_of, precision, overrides):
     run = run_of(precision, *overrides)
     check_step(gpu, run)
     run.evaluator.evaluate(run.progress)
@@ -201,7 +201,7 @@ def test_a_run_is_saved_sampled_and_resumed(gpu, run_of, precision, overrides):
     saved.evaluator.sample(saved.progress)
     num_tokens = saved.settings.context - 1
     waits = {name: num * num_tokens for name, num in TOKEN_WAITS.items()}
-    check(gpu, waits, torch.float32)  # it is computed in fp32
+    check(gpu, waits, torch.float32)  # sampling computes in fp32
 
     resumed = run_of(precision, *overrides, "resume=true")
     assert resumed.progress.step == 1
@@ -210,7 +210,7 @@ def test_a_run_is_saved_sampled_and_resumed(gpu, run_of, precision, overrides):
 
 
 @pytest.mark.parametrize("variant", ["gqa", "gdn"])
-def test_scoring_has_the_weights_and_the_products_of_training(gpu, run_of, variant):
+def test_scoring_uses_fp32_weights_and_the_precision_of_training(gpu, run_of, variant):
     saved = run_of("bf16", f"attention={variant}")
     take_step(saved)
     saved.checkpointer.save(saved.progress)
@@ -242,7 +242,7 @@ def check_decoding(gpu: FakeGPU, variant: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_decoding_waits_only_where_it_must(gpu, variant):
+def test_decoding_waits_only_in_listed_functions(gpu, variant):
     check_decoding(gpu, f"{variant} model.depth=1", "cached")
 
 
@@ -250,7 +250,7 @@ def test_decoding_waits_only_where_it_must(gpu, variant):
 @pytest.mark.parametrize(
     "variant", ["mla model.depth=1 model.softcap=15.0", "gdn ffn=relu2 model.tied=true"]
 )
-def test_other_ways_of_decoding_wait_no_more(gpu, variant, way):
+def test_other_ways_of_decoding_wait_only_in_listed_functions(gpu, variant, way):
     check_decoding(gpu, variant, way)
 
 
@@ -282,7 +282,7 @@ def test_a_decode_step_that_waits_stays_eager(gpu, monkeypatch, capsys):
 
 
 def test_the_commands_run_on_a_gpu(gpu, command, story):
-    """From the options to the text: train, resume, generate."""
+    """Train, resume and generate by the commands."""
     text = ("data=text", f"data.path={story}", "data.vocab_size=400")
     sizes = ("model=tiny", "model.depth=1", "context=16", "batch_tokens=128", "eval_tokens=129")
     options = (
@@ -310,12 +310,12 @@ def test_the_commands_run_on_a_gpu(gpu, command, story):
         assert capture.call_count == (way != ("--no-cache",))
 
 
-# Compilation. The graphs are run as they are: what counts is how many there are.
+# Compilation. Graphs run without code generation; the tests check their number.
 
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """The graphs that are compiled, of whole functions alone."""
+    """Collects compiled graphs, which must cover whole functions."""
     torch._dynamo.reset()
     graphs = []
 
@@ -334,7 +334,7 @@ def graphs(monkeypatch):
 
 def check_compiled_training(run: setup.Run, graphs: list) -> None:
     run.trainer.is_compiled = True
-    take_step(run)  # of two micro-batches
+    take_step(run)  # two micro-batches
     assert len(graphs) == 1, "the graphs of a training step"
 
 
@@ -352,10 +352,10 @@ def check_compiled_decoding(variant: str, graphs: list) -> None:
 @pytest.mark.parametrize(
     "variant", ["gqa model.depth=1", "sink model.depth=1 document_mask=true", "gdn"]
 )
-def test_training_evaluation_and_decoding_are_a_graph_each(gpu, run_of, graphs, variant):
+def test_training_evaluation_and_decoding_are_one_graph_each(gpu, run_of, graphs, variant):
     run = run_of("bf16", *f"attention={variant}".split())
     check_compiled_training(run, graphs)
-    run.evaluator.evaluate(run.progress)  # without gradients, so by a graph of its own
+    run.evaluator.evaluate(run.progress)  # without gradients, so with a separate graph
     take_step(run)
     assert len(graphs) == 2, "the graphs of a training step and an evaluation"
     graphs.clear()
@@ -364,7 +364,7 @@ def test_training_evaluation_and_decoding_are_a_graph_each(gpu, run_of, graphs, 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "retention"])
 def test_compiled_layers_share_one_computation_of_cosines_and_sines(gpu, run_of, graphs, variant):
-    """The compiler would fuse cos and sin into each kernel that rotates queries or keys."""
+    """Otherwise, the compiler would fuse cos and sin into each kernel that rotates queries or keys."""
     check_compiled_training(run_of("bf16", f"attention={variant}", "model.depth=2"), graphs)
     targets = [str(node.target) for node in graphs[0].graph.nodes]
     assert targets.count("attend.cos_and_sin.default") == 1
@@ -373,7 +373,7 @@ def test_compiled_layers_share_one_computation_of_cosines_and_sines(gpu, run_of,
 
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_every_input_of_the_decode_graph_stays_at_its_address(gpu, graphs, is_int8):
-    """Otherwise its CUDA graph would copy weights or cache into place for every token."""
+    """Otherwise, its CUDA graph would copy weights or cache for every token."""
     model = decoding_model("gqa", torch.bfloat16, int8=is_int8)
     cache_dtype = torch.int8 if is_int8 else torch.bfloat16
     Engine(model, SAMPLER, model.new_cache(2, 16, cache_dtype, CUDA)).compile()
@@ -394,8 +394,8 @@ def test_every_input_of_the_decode_graph_stays_at_its_address(gpu, graphs, is_in
     [(9, None, True), (8, None, False), (9, ["triton.cudagraphs"], False)],
     indirect=["gpu"],
 )
-def test_kernels_of_a_decode_step_overlap_from_hopper_on(gpu, monkeypatch, names, has_pdl):
-    """If this version of torch has the option: otherwise torch.compile would refuse it."""
+def test_kernels_of_a_decode_step_overlap_on_hopper_and_later(gpu, monkeypatch, names, has_pdl):
+    """Only if this version of torch has the option: otherwise, torch.compile would refuse it."""
     options_of = []
 
     def record(function, *, options, **_):
@@ -420,7 +420,7 @@ def test_kernels_of_a_decode_step_overlap_from_hopper_on(gpu, monkeypatch, names
 def test_grouped_heads_are_expanded_without_flash_attention(
     gpu, run_of, monkeypatch, precision, is_grouped
 ):
-    """The kernel that would take them keeps all scores in memory."""
+    """The fallback kernel for grouped heads would store all scores."""
     attend = kernels.F.scaled_dot_product_attention
     calls = []
 
@@ -437,7 +437,7 @@ def test_grouped_heads_are_expanded_without_flash_attention(
 @pytest.mark.parametrize(
     ("gpu", "dtype"), [(9, torch.bfloat16), (7, torch.float16)], indirect=["gpu"]
 )
-def test_training_and_its_optimizer_multiply_in_what_the_gpu_has(gpu, dtype):
+def test_training_and_its_optimizer_use_the_fastest_dtype_of_the_gpu(gpu, dtype):
     assert hardware.pick_precision("auto", CUDA) == dtype
     assert newton_schulz(torch.zeros(2, 16, 24, device="cuda")).dtype == dtype
 
@@ -460,13 +460,13 @@ def flex_attention_calls(graphs: list) -> list[torch.fx.Node]:
     ],
     indirect=["gpu"],
 )
-def test_flex_attention_reads_no_tensor_that_has_a_gradient(gpu, run_of, graphs, variant, count):
-    """Its backward would add to such a gradient in any order, a score at a time."""
+def test_flex_attention_reads_no_tensor_with_a_gradient(gpu, run_of, graphs, variant, count):
+    """Its backward would add to such a gradient by atomic operations, one per score."""
     check_compiled_training(run_of("auto", *f"attention={variant}".split()), graphs)
     calls = flex_attention_calls(graphs)
     assert len(calls) == count
     for call in calls:
-        *_, of_scores, of_mask = call.args  # the tensors that the two functions read
+        *_, of_scores, of_mask = call.args  # tensors read by score_mod and mask_mod
         for node in (*of_scores, *of_mask):
             assert not node.meta["example_value"].requires_grad, node
 
@@ -476,7 +476,7 @@ def test_flex_attention_reads_no_tensor_that_has_a_gradient(gpu, run_of, graphs,
     [("sliding_window", 1), ("gqa document_mask=true", 4), ("alibi document_mask=true", 4)],
 )
 def test_flex_attention_reads_positions_and_no_mask(run_of, graphs, variant, rows):
-    """A mask of all pairs of tokens would take memory that is quadratic in the context."""
+    """A mask for all pairs of tokens would take memory quadratic in the context."""
     check_compiled_training(run_of("auto", *f"attention={variant}".split()), graphs)
     calls = flex_attention_calls(graphs)
     assert calls
@@ -485,7 +485,7 @@ def test_flex_attention_reads_positions_and_no_mask(run_of, graphs, variant, row
         for node in of_mask:
             assert node.meta["example_value"].ndim <= 2, node
         block_mask = call.args[4]
-        num_blocks = block_mask[2]  # of keys, for each row, head and block of queries
+        num_blocks = block_mask[2]  # blocks of keys for each row, head and block of queries
         assert num_blocks.meta["example_value"].shape == (rows, 1, 1)
 
 
@@ -494,13 +494,13 @@ def test_flex_attention_reads_positions_and_no_mask(run_of, graphs, variant, row
     [(9, 192, True), (8, 128, True), (8, 192, False), (7, 64, False)],
     indirect=["gpu"],
 )
-def test_flex_attention_is_left_out_where_its_backward_does_not_fit(gpu, width, fits):
+def test_flex_attention_is_avoided_if_its_backward_does_not_fit(gpu, width, fits):
     """At a width of 192 it takes 114,688 bytes of shared memory (pytorch/pytorch#198224)."""
     q = torch.zeros(1, 1, 1, width, device="cuda")
     assert kernels.can_flex_attention(q, q) is fits
 
 
-# Faults: with one line of the code replaced, the checks above fail.
+# Faults: the checks above must fail if one line of code is replaced.
 
 
 def replace_line(monkeypatch, function, line: str, replacement: str) -> None:
@@ -514,7 +514,7 @@ def replace_line(monkeypatch, function, line: str, replacement: str) -> None:
 
 
 EMBED = "x = self.embed(tokens)"
-# A function, a line of it, and what it is replaced with; then what is checked, and what that says.
+# A function, a part of its code, and the replacement; then the check that fails and its message.
 FAULTS = {
     "a hidden .item()": (
         (Trainer.accumulate, "torch.stack(sums)", "torch.stack(sums) * sums[0].item()"),
@@ -544,7 +544,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(gpu, run_of, graphs, monkeypatch, fault):
+def test_a_fault_is_detected(gpu, run_of, graphs, monkeypatch, fault):
     replacement, (path, message) = FAULTS[fault]
     checks = {
         "training": lambda: check_step(gpu, run_of("bf16")),

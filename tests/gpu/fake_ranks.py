@@ -1,14 +1,14 @@
-"""Training on many GPUs without one: the memory of a rank, and what it sends in a step.
+"""Simulate training on many GPUs: the memory of a rank, and the bytes that it sends in a step.
 
     python -m tests.gpu.fake_ranks 8 model=350m sharded=true micro_batch=4
 
-prints both for one of eight GPUs; the overrides are those of train.py.
+prints both for one of eight GPUs; the overrides are the same as for train.py.
 
 A rank is a process whose tensors have no values (tests/gpu/fake_cuda.py), in a process group that sends
-nothing (torch's backend "fake"). It runs the Trainer, so that tensors and collectives, their sizes
-and their order are those of a real run without torch.compile. It does not show the buffers of NCCL
-and cuBLAS, nor what the allocator loses between blocks; and RMSNorm is computed by operations that
-keep an fp32 tensor more than the fused kernel of a GPU.
+nothing (torch's backend "fake"). It runs the Trainer, so tensors and collectives, their sizes and
+their order equal a real run without torch.compile. Not included: buffers of NCCL and cuBLAS, and
+fragmentation of the allocator; and RMSNorm is computed by operations that keep one more fp32
+tensor than the fused kernel of a GPU.
 """
 
 import sys
@@ -36,39 +36,39 @@ from tests.gpu.fake_cuda import fake_cuda
 from training.steps import Progress
 from training.trainer import Trainer
 
-MICRO_BATCHES = 2  # of a rank in a step: when the last forward begins, gradients are there
+MICRO_BATCHES = 2  # per rank and step: gradients exist when the last forward begins
 
 
 @dataclass
 class Step:
-    """What a training step takes on one rank."""
+    """The memory and communication of a training step on one rank."""
 
-    held_bytes: int  # of tensors on the device, between two steps
+    held_bytes: int  # tensors on the device between two steps
     peak_bytes: int
-    calls: Counter[str]  # collectives of each kind, of tensors on the device
-    sent_bytes: float  # of these, around a ring
+    calls: Counter[str]  # number of collectives of each kind on device tensors
+    sent_bytes: float  # by these collectives, around a ring
 
 
 class RankMonitor(TorchDispatchMode):
-    """Counts the bytes of storages on the device, at present and at most, and the collectives."""
+    """Counts current and peak bytes of storages on the device, and collectives."""
 
     def __init__(self, world_size: int, device: torch.device):
         super().__init__()
         self.world_size = world_size
         self.device = device
-        self.sizes: dict[int, int] = {}  # bytes of each storage, by its address
+        self.sizes: dict[int, int] = {}  # bytes of each storage by address
         self.live_bytes = 0
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new step."""
+        """Start counting a new step."""
         self.peak_bytes = self.live_bytes
         self.calls: Counter[str] = Counter()
         self.sent_bytes = 0.0
 
     def __enter__(self):
         self.mode = active_fake_mode()
-        # FSDP frees the memory of a tensor that it keeps, which is no operation.
+        # FSDP frees the memory of tensors that it keeps by resizing storages, without an operation.
         self.resize = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> None:
@@ -84,11 +84,11 @@ class RankMonitor(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # A DTensor computes with its local tensors, which arrive here one by one.
+        # Operations on a DTensor arrive here again for its local tensors.
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        # DTensor tries operations on tensors of another mode, to find the layout of the result.
+        # DTensor infers layouts by operations in another mode.
         if active_fake_mode() is not self.mode:
             return result
         for x in tree_leaves(result):
@@ -99,7 +99,7 @@ class RankMonitor(TorchDispatchMode):
         return result
 
     def count(self, storage: torch.UntypedStorage) -> None:
-        """Note the present size of a storage."""
+        """Record the current size of a storage."""
         address = storage._cdata
         if address not in self.sizes:
             self.sizes[address] = 0
@@ -112,13 +112,13 @@ class RankMonitor(TorchDispatchMode):
         self.live_bytes -= self.sizes.pop(address)
 
     def record_collective(self, name: str, arguments: list) -> None:
-        """Count a collective and what a rank sends of it: all but one part, around a ring."""
+        """Count a collective and the bytes that a rank sends: all parts but one, around a ring."""
         sizes = [x.nbytes for x in arguments if isinstance(x, Tensor) and x.device == self.device]
         name = name.partition(".")[0].replace("_", "")
         kinds = {"allgather": 1, "reducescatter": 1, "allreduce": 2, "broadcast": 1}
         for kind, rounds in kinds.items():
             if kind in name and sizes:
-                # A gathered or scattered tensor has a part for each rank; the others are whole.
+                # Gathers and scatters have one tensor per part; the others only have the whole tensor.
                 part = min(sizes)
                 if kind in ("allreduce", "broadcast"):
                     part = sum(sizes) / self.world_size
@@ -128,7 +128,7 @@ class RankMonitor(TorchDispatchMode):
 
 @contextmanager
 def process_group(world_size: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of `world_size`, of which there are no others."""
+    """Inside, this process is rank 0 of `world_size` ranks; the others do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield
@@ -137,7 +137,7 @@ def process_group(world_size: int) -> Iterator[None]:
 
 
 class Stream:
-    """A stream, or an event, that waits for nothing."""
+    """A stream or an event that never waits."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -152,14 +152,14 @@ class Stream:
 
 
 def flash_attention(q, k, v, *, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-    """What F.scaled_dot_product_attention takes on a GPU; it asks the device for its choice."""
+    """Call FlashAttention directly; F.scaled_dot_product_attention would query the device."""
     assert attn_mask is None
     operation = torch.ops.aten._scaled_dot_product_flash_attention
     return operation(q, k, v, dropout_p, is_causal, scale=scale)[0]
 
 
 def all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """What DDP does by itself; the fake process group has no result that it could wait for."""
+    """Like DDP's own all-reduce, but without waiting for a result, which the fake group lacks."""
     dist.all_reduce(bucket.buffer())
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -168,9 +168,9 @@ def all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Ten
 
 @cache
 def register_silu_backward() -> torch.library.Library:
-    """Give silu_backward a kernel on the device, which is never called.
+    """Register a kernel of silu_backward for the device; it is never called.
 
-    A build of torch without CUDA has none, and would compute it by operations that have.
+    A build of torch without CUDA has none, and would decompose the operation.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
@@ -179,7 +179,7 @@ def register_silu_backward() -> torch.library.Library:
 
 @contextmanager
 def gpu_of_a_rank() -> Iterator[None]:
-    """A fake GPU that has streams, and the kernel for attention that a real one takes."""
+    """A fake GPU with streams and the attention kernel of a real GPU."""
     answers = {
         "torch.cuda.Stream": Stream,
         "torch.cuda.Event": Stream,
@@ -196,10 +196,10 @@ def gpu_of_a_rank() -> Iterator[None]:
 
 
 def simulate(*overrides: str, gpus: int) -> Step:
-    """A training step in bf16 of a run with these overrides of train.py, on one of `gpus` GPUs.
+    """Simulate a training step in bf16 with these overrides of train.py, on one of `gpus` GPUs.
 
-    DDP asks its device for timers, which a fake GPU does not have: without sharded=true, more than
-    one GPU are CPUs, whose numbers are computed.
+    DDP needs timers, which a fake GPU lacks: without sharded=true, several GPUs are replaced by
+    CPUs, which compute real values.
     """
     settings = settings_of(*overrides, "precision=bf16")
     context = settings.context
@@ -217,13 +217,13 @@ def simulate(*overrides: str, gpus: int) -> Step:
         if gpus == 1 or settings.sharded:
             device = torch.device("cuda", 0)
             stack.enter_context(gpu_of_a_rank())
-            # Initial values are drawn on the CPU, for minutes.
+            # Drawing initial values on the CPU would take minutes.
             stack.enter_context(patch("training.parallel.initial_values", lambda *args: []))
         monitor = stack.enter_context(RankMonitor(gpus, device))
         trainer = Trainer(settings, loader, DistEnv(0, gpus, device), bos=bos, is_compiled=False)
         if trainer.parallel is not trainer.loss_module:
             trainer.parallel.register_comm_hook(None, all_reduce)
-        # The first step makes the optimizer's state, the second DDP's final buckets.
+        # The first step creates the optimizer's state, the second DDP's final buckets.
         progress = Progress()
         trainer.step(progress, settings.micro_batch)
         trainer.step(progress, settings.micro_batch)

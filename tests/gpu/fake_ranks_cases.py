@@ -1,4 +1,4 @@
-"""Many GPUs without one: what a rank holds and sends."""
+"""The memory and communication of a rank on simulated GPUs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,11 +33,11 @@ OUTER = sum(p.numel() for name, p in PARAMETERS if "blocks" not in name)
 CHECKPOINTED = "activation_checkpointing=true"
 
 
-def test_a_sharded_step_sends_blocks_twice_and_gradients_once_a_micro_batch():
+def test_a_sharded_step_sends_blocks_twice_and_gradients_once_per_micro_batch():
     gpus = 8
     step = simulate(*SMALL, "sharded=true", CHECKPOINTED, gpus=gpus)
-    # Embedding, head and norm stay whole from forward to backward. All ranks reduce the norms of
-    # the gradients.
+    # Embedding, head and norm stay gathered from forward to backward. Gradient norms are reduced
+    # over all ranks.
     assert step.calls == {
         "allgather": MICRO_BATCHES * (2 * DEPTH + 1),
         "reducescatter": MICRO_BATCHES * (DEPTH + 1),
@@ -48,18 +48,18 @@ def test_a_sharded_step_sends_blocks_twice_and_gradients_once_a_micro_batch():
     numbers = 4 * len(PARAMETERS)
     sent = MICRO_BATCHES * (gathered + reduced) + 2 * numbers
     assert step.sent_bytes == pytest.approx(sent * (gpus - 1) / gpus)
-    # It holds its share of weights and moments, and less than a copy would.
+    # A rank holds its share of weights and moments, less than a full copy.
     alone = simulate(*SMALL, CHECKPOINTED, gpus=1)
     assert step.held_bytes == pytest.approx(3 * 4 * (BLOCKS + OUTER) / gpus, rel=0.1)
     assert step.peak_bytes < alone.peak_bytes
 
 
-def test_copies_send_their_gradients_once_a_step():
+def test_replicas_send_their_gradients_once_per_step():
     gpus = 8
-    # Numbers are computed here, on a CPU that may emulate bf16: of few tokens.
+    # Computed on a CPU that may emulate bf16, so with few tokens.
     step = simulate(*SMALL, "context=4", "micro_batch=1", gpus=gpus)
     gradients = 4 * (BLOCKS + OUTER)
-    numbers = 8  # a signal's code
+    numbers = 8  # the code of a signal
     assert step.sent_bytes == pytest.approx(2 * (gradients + numbers) * (gpus - 1) / gpus)
     assert step.calls.keys() == {"allreduce"}
 
@@ -67,7 +67,7 @@ def test_copies_send_their_gradients_once_a_step():
 def test_memory_is_counted_until_it_is_freed():
     with FakeTensorMode(), RankMonitor(1, torch.device("cpu")) as monitor:
         x = torch.zeros(1000)
-        y = x.view(10, 100)  # of the same memory
+        y = x.view(10, 100)  # a view of the same memory
         assert monitor.live_bytes == 4000
         del x
         z = y + 1
@@ -87,7 +87,7 @@ def test_a_collective_sends_all_but_one_part_around_the_ring(name, rounds):
     assert monitor.sent_bytes == rounds * 400 * 3 / 4
 
 
-# Compilation, on one rank that has real collectives. The graphs are run as they are.
+# Compilation, on one rank with real collectives. Graphs run without code generation.
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def lone_rank() -> Iterator[None]:
 def drawn_gradients(
     monkeypatch, settings: Settings, is_compiled: bool
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """The gradients of two texts with weights that all matter, and the number of graphs."""
+    """The gradients for two texts, with all weights drawn at random, and the number of graphs."""
     ranks = DistEnv(0, 1 if settings.sharded else 2, torch.device("cpu"))
     loss_module, parallel = build_parallel(settings, ranks, torch.float32, bos=0)
     drawn = dict(redraw(build_model(settings.model, "cpu", seed=None)).named_parameters())
@@ -126,7 +126,7 @@ def drawn_gradients(
             "compile",
             lambda self, **options: compile_module(self, **options, backend=count, fullgraph=True),
         )
-        # As on a GPU, where DDP has the whole loss in one graph, which it splits at its buckets.
+        # As on a GPU: the whole loss is one graph, which DDP splits at its buckets.
         compile_model(loss_module, settings, replace(ranks, device=torch.device("cuda")))
         if not settings.sharded:
             parallel.bucket_bytes_cap = 2**16
@@ -144,12 +144,14 @@ def drawn_gradients(
 @pytest.mark.parametrize(
     ("sharded", "num_graphs"), [("false", range(3, 99)), ("true", range(1, 3))]
 )
-def test_compiled_ranks_have_the_gradients_of_eager_ones(monkeypatch, variant, sharded, num_graphs):
-    """DDPOptimizer splits the loss at buckets, and FSDP has each block compiled by itself."""
+def test_compiled_ranks_have_the_gradients_of_eager_ranks(
+    monkeypatch, variant, sharded, num_graphs
+):
+    """DDPOptimizer splits the loss at buckets, and with FSDP each block is compiled separately."""
     monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**16)
     words = (f"attention={variant}", "model.depth=3", "data.vocab_size=128", "context=64")
     settings = settings_of("model=tiny", *words, f"sharded={sharded}")
-    # An earlier test in which compilation failed has turned it off for the process.
+    # An earlier test with a failed compilation disables compilation in this process.
     with lone_rank(), torch.compiler.set_stance("default"):
         expected, _ = drawn_gradients(monkeypatch, settings, is_compiled=False)
         found, count = drawn_gradients(monkeypatch, settings, is_compiled=True)

@@ -1,7 +1,7 @@
-"""Lower the training and the decode step for a GPU that is not there, and build their kernels.
+"""Lower the training and decode steps for a GPU without having one, and build their kernels.
 
-Tensors are fake, so that neither memory nor a driver is needed. Inductor writes the code that it
-would write on a machine with the GPU, and Triton and ptxas translate the kernels; none is launched.
+Tensors are fake, so neither GPU memory nor a driver is needed. Inductor generates the same code as
+on a machine with the GPU, and Triton and ptxas compile the kernels; no kernel is launched.
 Needs a CUDA build of torch, with its Triton: docs/gpu.md.
 
     python -m tests.gpu.lowering training attention=gqa model=124m model.depth=2 context=1024
@@ -45,7 +45,7 @@ class GPU:
     name: str
     capability: int  # 90 is sm_90
     multiprocessors: int
-    threads: int  # of a multiprocessor
+    threads: int  # per multiprocessor
     shared_memory: int  # bytes of a block
 
     @property
@@ -87,7 +87,7 @@ PRECISIONS = {
 
 
 FLASH_ATTENTION = r"ops\.aten\._scaled_dot_product_flash_attention\w*\.default\("
-# Kernels that generated code launches: its own, those of libraries, and those of torch.
+# Kernel launches in generated code: Triton kernels, library kernels, and kernels of torch.
 LAUNCH = re.compile(r"\w+\.run\(|extern_kernels\.|torch\.ops\.aten\.")
 
 TRIGONOMETRIC = re.compile(r"\b(cos|sin)\(")
@@ -99,10 +99,10 @@ class Graph:
 
     code: str
     compiled: object  # torch._inductor.output_code.CompiledFxGraph
-    static_inputs: set[int]  # that stay at their addresses
+    static_inputs: set[int]  # inputs with fixed addresses
     input_names: list[str]
     output_names: list[str | None]  # None: not a tensor
-    inputs: list = field(default_factory=list)  # of its last call
+    inputs: list = field(default_factory=list)  # of the last call
 
     def reasons_against_capture(self) -> list[str]:
         """Why the graph cannot be one CUDA graph; empty if it can."""
@@ -110,7 +110,7 @@ class Graph:
         moving = set(self.compiled.mutated_input_idxs) - self.static_inputs
         if moving:
             reasons.append(f"mutated inputs that are not static: {sorted(moving)}")
-        # What is captured is in functions of its own.
+        # Captured code is in separate functions.
         num_partitions = len(re.findall(r"def partition_\d+\(", self.code))
         rest = self.code.partition("\n    def call(")[2]
         if num_partitions != 1 or LAUNCH.search(rest):
@@ -124,10 +124,10 @@ class Lowering:
 
     graphs: list[Graph] = field(default_factory=list)
     kernels: dict[str, str] = field(default_factory=dict)  # source -> name
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # what the step is computed from
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # the inputs of the step
 
     def count_atomic_flex_attention(self) -> int:
-        """How many kernels of FlexAttention add to memory in any order."""
+        """The number of FlexAttention kernels with atomic additions."""
         count = 0
         for source, name in self.kernels.items():
             if "flex_attention" in name and "atomic_add" in source:
@@ -135,11 +135,11 @@ class Lowering:
         return count
 
     def count_trigonometric(self) -> int:
-        """How many kernels compute a cosine or a sine."""
+        """The number of kernels that compute a cosine or a sine."""
         return sum(bool(TRIGONOMETRIC.search(source)) for source in self.kernels)
 
     def count(self, call: str) -> int:
-        """How often a pattern of a call occurs in the code."""
+        """The number of matches of a call pattern in the code."""
         return sum(len(re.findall(call, graph.code)) for graph in self.graphs)
 
 
@@ -156,7 +156,7 @@ def lowering_for(gpu: GPU) -> Iterator[Lowering]:
         lowering.kernels[source_code] = kernel_name
 
     def lower(module: torch.fx.GraphModule, inputs: list, **options) -> Callable:
-        traced = copy.deepcopy(module)  # lowering changes the other one
+        traced = copy.deepcopy(module)  # lowering modifies the original
         codes = []
         with patch.object(GraphLowering, "save_output_code", staticmethod(codes.append)):
             compiled = inductor.compile_fx_inner(module, inputs, **options)
@@ -180,7 +180,7 @@ def lowering_for(gpu: GPU) -> Iterator[Lowering]:
 
     torch._dynamo.reset()
     with ExitStack() as stack:
-        # The math kernel of attention computes as on a GPU, whatever a fake one needs.
+        # The math kernel of attention must compute as on a real GPU.
         reduces_in_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
         stack.enter_context(fake_cuda())
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(reduces_in_half)
@@ -194,7 +194,7 @@ def lowering_for(gpu: GPU) -> Iterator[Lowering]:
             "compile_threads": 1,
             "joint_graph_constant_folding": False,
             "shape_padding": False,
-            # Kernels that differ in their names alone are built once, by Triton's cache on disk.
+            # Kernels that differ only in their names are built once, through Triton's disk cache.
             "triton.unique_kernel_names": False,
         }
         stack.enter_context(torch._inductor.config.patch(settings))
@@ -204,7 +204,7 @@ def lowering_for(gpu: GPU) -> Iterator[Lowering]:
 
 @contextmanager
 def gpu_present(gpu: GPU) -> Iterator[None]:
-    """Inside, torch and Triton find such a GPU and its driver. One kind of GPU a process."""
+    """Inside, torch and Triton detect this GPU and a driver. Only one kind of GPU per process."""
     from torch._dynamo.device_interface import CudaInterface
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
@@ -238,7 +238,7 @@ def gpu_present(gpu: GPU) -> Iterator[None]:
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": None,
     }
-    # Inductor's interface to a device refers to these functions itself.
+    # Inductor's device interface holds its own references to these functions.
     interface = (
         "device_count",
         "current_device",
@@ -258,7 +258,7 @@ def gpu_present(gpu: GPU) -> Iterator[None]:
         stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", constant(0)))
         stack.enter_context(patch.object(driver, "_active", Driver()))
 
-        # torch asks the GPU itself which kernel of scaled_dot_product_attention to take.
+        # torch would query the GPU to choose a kernel of scaled_dot_product_attention.
         attention = torch.ops.aten.scaled_dot_product_attention.default
         kernels = {torch._C.DispatchKey.CompositeImplicitAutograd: fused_attention}
         stack.enter_context(patch.dict(attention.py_kernels, kernels))
@@ -268,7 +268,7 @@ def gpu_present(gpu: GPU) -> Iterator[None]:
 
 
 class GeneratorOfGPU(torch.Generator):
-    """Stands for the GPU's generator, whose state a recomputed forward shares with the first."""
+    """Replaces the GPU's generator, whose state a recomputed forward shares with the first one."""
 
     device = torch.device("cuda", 0)
 
@@ -277,7 +277,7 @@ class GeneratorOfGPU(torch.Generator):
 
 
 def constant(value: object) -> Callable:
-    """A function of anything that returns `value`."""
+    """A function that returns `value` for any arguments."""
     return lambda *args, **kwargs: value
 
 
@@ -292,12 +292,12 @@ def fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute scaled_dot_product_attention by the kernel that torch has for the arguments.
+    """Compute scaled_dot_product_attention by the kernel that torch selects for the arguments.
 
-    FlashAttention needs Ampere and has neither masks nor fp32, and the memory-efficient kernel no
-    grouped queries; what neither has, or what is disabled, is products and a softmax. As in
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, without cuDNN, which torch may prefer
-    where the major capability is 9 or 10.
+    FlashAttention needs Ampere and supports neither masks nor fp32, and the memory-efficient kernel
+    supports no grouped queries; all other or disabled cases use matrix products and a softmax. As in
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, except cuDNN, which torch may prefer for a
+    major capability of 9 or 10.
     """
     aten = torch.ops.aten
     is_half = q.dtype in (torch.float16, torch.bfloat16)
@@ -326,7 +326,7 @@ def lower_training(settings: Settings, gpu: GPU, precision: torch.dtype) -> Lowe
 
     The last graph is the forward of an evaluation, without gradients.
 
-    Raises an error of Dynamo where the graph would break.
+    Raises an error of Dynamo at a graph break.
     """
     bos = 1 if settings.document_mask else None
     with lowering_for(gpu) as lowering:
@@ -340,7 +340,7 @@ def lower_training(settings: Settings, gpu: GPU, precision: torch.dtype) -> Lowe
         inputs = torch.zeros(shape, dtype=torch.int64, device="cuda")
         targets = torch.zeros_like(inputs)
         with _disable_current_modes():
-            # With gradients, the compiled graph serves training and evaluation.
+            # A graph with gradients is used for both training and evaluation.
             for is_training in (False, True):
                 loss_module.train(is_training)
                 with hardware.autocast(inputs.device, precision):
@@ -370,20 +370,20 @@ def lower_decoding(settings: Settings, gpu: GPU) -> Lowering:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that was built, in one of the configurations that Inductor would choose from."""
+    """A compiled kernel, in one of the configurations that Inductor can choose."""
 
     name: str
-    registers: int  # of a thread
-    stack: int  # bytes of a thread in local memory
+    registers: int  # per thread
+    stack: int  # bytes per thread in local memory
     shared_memory: int  # bytes of a block
 
 
 def build_kernels(sources: dict[str, str], gpu: GPU) -> list[Kernel]:
-    """Build kernels to machine code, in all configurations. Raises what Triton raises."""
+    """Compile kernels to machine code, in all configurations. Raises Triton's errors."""
     from torch._inductor.codecache import PyCodeCache
 
     kernels = []
-    # Inductor's own launcher would keep a pointer instead of the machine code.
+    # Inductor's static launcher would store a pointer instead of the machine code.
     with gpu_present(gpu), torch._inductor.config.patch(use_static_cuda_launcher=False):
         for source, name in sources.items():
             tuner = vars(PyCodeCache.load(source))[name]
@@ -394,7 +394,7 @@ def build_kernels(sources: dict[str, str], gpu: GPU) -> list[Kernel]:
 
 
 def inspect(name: str, built: object) -> Kernel:
-    """Read what a kernel that Triton has built takes from its machine code."""
+    """Read the resources of a compiled kernel from its machine code."""
     import triton
 
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -408,12 +408,12 @@ def inspect(name: str, built: object) -> Kernel:
 
 
 def whole_pattern(settings: Settings) -> int:
-    """The fewest layers that have one of each kind, at least two."""
+    """The smallest number of layers with one of each kind, at least two."""
     return max(2, len(settings.model["attention"].get("pattern", [])))
 
 
 def main() -> None:
-    """Lower a step, build its kernels, and print a line of JSON."""
+    """Lower a step, build its kernels and print a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("step", choices=["training", "decoding"])
     parser.add_argument("--gpu", choices=GPUS, default="sm_90")

@@ -1,7 +1,7 @@
-"""Training and generation on GPUs that are not there, in a process of its own.
+"""Run the tests of fake GPUs in a separate process.
 
-The first backward of a process starts autograd's threads, one for each device that is known then,
-and a process that has such threads cannot be forked, as other tests do.
+The first backward of a process starts one autograd thread per known device, and a process with
+such threads cannot be forked, as other tests do.
 """
 
 import subprocess
@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 CASES = ("tests/gpu/fake_cuda_cases.py", "tests/gpu/fake_ranks_cases.py")
 
 
-def test_training_and_generation_on_gpus_that_are_not_there():
+def test_training_and_generation_on_fake_gpus():
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *CASES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

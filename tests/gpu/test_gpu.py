@@ -1,8 +1,8 @@
-"""Acceptance of a GPU: pytest -m gpu.
+"""Acceptance tests for a GPU: pytest -m gpu.
 
-About fifteen minutes on one H200 with ten processes (-n 10 --maxprocesses 10), most of them
-compilation. With ATTEND_TEST_GPU=cpu the tests themselves are tried on a CPU, with short
-contexts and a backend of torch.compile that generates no code.
+They take about fifteen minutes on one H200 with ten processes (-n 10 --maxprocesses 10), mostly for
+compilation. ATTEND_TEST_GPU=cpu tries the tests themselves on a CPU, with short contexts and a
+backend of torch.compile that generates no code.
 """
 
 import json
@@ -30,12 +30,12 @@ from training.parallel import configure_compiler
 CPU = torch.device("cpu")
 DEVICE = torch.device(os.environ.get("ATTEND_TEST_GPU", "cuda"))
 IS_GPU = DEVICE.type == "cuda"
-CONTEXTS = (64, 257, 1024) if IS_GPU else (64, 130)  # the second needs two blocks of 128
+CONTEXTS = (64, 257, 1024) if IS_GPU else (64, 130)  # 130 needs two blocks of 128
 BACKEND = "inductor" if IS_GPU else "aot_eager"
 BOS = 0
-# fp32 products of another order differ by some 1e-6, those in TF32 by 1e-3.
+# fp32 products in another order differ by about 1e-6, products in TF32 by 1e-3.
 FP32_BOUND = 1e-4
-BF16_SLACK = 0.02  # where eager bf16 happens to be nearly exact
+BF16_SLACK = 0.02  # if eager bf16 happens to be nearly exact
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch):
-    """Products in fp32 as a CPU has them, and kernels that add in one order."""
+    """Full fp32 products, as on a CPU, and deterministic kernels."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -70,7 +70,7 @@ def gradients(
     precision: torch.dtype = torch.float32,
     is_compiled: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The gradients of the loss of two random texts, in float64 on the CPU."""
+    """The gradients of the loss for two random texts, returned in float64 on the CPU."""
     model = drawn_model(variant, context).to(device)
     tokens = torch.randint(128, (2, context + 1), generator=torch.Generator().manual_seed(1))
     tokens[:, context // 3] = BOS
@@ -86,7 +86,7 @@ def gradients(
 
 
 def differences(found: dict, expected: dict) -> dict[str, float]:
-    """By parameter, the norm of the difference relative to that of the gradient; NaN if it is."""
+    """For each parameter, the norm of the difference relative to the gradient's norm; NaN for NaN."""
     assert found.keys() == expected.keys()
     return {name: ((found[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
 
@@ -102,7 +102,7 @@ def assert_within(differences: dict[str, float], bounds: dict[str, float]) -> No
 @pytest.mark.parametrize("bos", [None, BOS])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("variant", [*VARIANTS, *EXTRAS])
-def test_gradients_of_the_compiled_loss_are_those_of_the_cpu(variant, context, bos):
+def test_gradients_of_the_compiled_loss_equal_the_cpu(variant, context, bos):
     expected = gradients(variant, context, bos)
     found = gradients(variant, context, bos, device=DEVICE, is_compiled=True)
     assert_within(differences(found, expected), dict.fromkeys(expected, FP32_BOUND))
@@ -114,7 +114,7 @@ def test_compiled_gradients_in_bf16_are_as_close_to_fp32_as_eager_ones(variant):
     expected = gradients(*case)
     eager = gradients(*case, device=DEVICE, precision=torch.bfloat16)
     compiled = gradients(*case, device=DEVICE, precision=torch.bfloat16, is_compiled=True)
-    # Each by its own error, and never a gradient of zeros, whose difference is 1.
+    # Bounded by twice the eager error, and below 1, the difference of a zero gradient.
     bounds = {}
     for name, difference in differences(eager, expected).items():
         bounds[name] = min(2 * difference + BF16_SLACK, 0.99)
@@ -123,8 +123,8 @@ def test_compiled_gradients_in_bf16_are_as_close_to_fp32_as_eager_ones(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_greedy_tokens_are_those_of_the_cpu(variant, is_compiled):
-    """Three texts in two rows: a row is filled again while the step stays compiled."""
+def test_greedy_tokens_equal_the_cpu(variant, is_compiled):
+    """Three texts in two rows: a row is reused while the step stays compiled."""
     model = drawn_model(variant)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
     expected = conftest.continued(model, prompts, 20)
@@ -133,8 +133,8 @@ def test_greedy_tokens_are_those_of_the_cpu(variant, is_compiled):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_captured_steps_draw_the_tokens_of_eager_ones(variant, capsys):
-    """As `generate.py` decodes: three texts in two rows, past the context, with no note."""
+def test_captured_steps_draw_the_tokens_of_eager_steps(variant, capsys):
+    """Decode like `generate.py`: three texts in two rows, beyond the context, without a note."""
     model = drawn_model(variant).to(DEVICE)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
     expected = conftest.continued(model, prompts, 80, rows=2)
@@ -148,9 +148,9 @@ def test_captured_steps_draw_the_tokens_of_eager_ones(variant, capsys):
 def decoded_logits(
     model: torch.nn.Module, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Logits (T, B, V) of tokens that are read one by one, in float64 on the CPU.
+    """Logits (T, B, V) of tokens that are decoded one by one, returned in float64 on the CPU.
 
-    The weights are in int8 where the cache is.
+    If the cache is in int8, so are the weights.
     """
     model = deepcopy(model).to(device, dtype)
     quantize.optimize_for_decoding(model, int8=cache_dtype == torch.int8)
@@ -166,7 +166,7 @@ def decoded_logits(
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_low_precision_decodes_as_well_as_on_the_cpu(variant, cache_dtype):
+def test_low_precision_decoding_is_as_precise_as_on_the_cpu(variant, cache_dtype):
     model = drawn_model(variant)
     exact = decoded_logits(model, CPU, torch.float32, torch.float32)
     on_cpu = decoded_logits(model, CPU, torch.bfloat16, cache_dtype)
@@ -175,7 +175,7 @@ def test_low_precision_decodes_as_well_as_on_the_cpu(variant, cache_dtype):
 
 
 def run_words(story: Path, *more: str) -> list[str]:
-    """Overrides of a short run on the story; later ones replace those of TINY."""
+    """Overrides of a short run on the story; later ones replace earlier ones."""
     keys = [word.partition("=")[0] for word in more]
     words = [word for word in TINY if word.partition("=")[0] not in ("device", *keys)]
     text = ("data=text", f"data.path={story}", "data.vocab_size=400")
@@ -220,9 +220,9 @@ def test_no_step_waits_for_the_device(run_of, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_resumed_run_goes_on_to_the_bit(run_of, monkeypatch, optimizer):
+def test_a_run_resumes_bit_for_bit(run_of, monkeypatch, optimizer):
     words = (f"device={DEVICE}", f"optimizer={optimizer}", "micro_batch=4")
-    with conftest.poisoned_memory():  # which makes torch deterministic
+    with conftest.poisoned_memory():  # also makes torch deterministic
         whole = run_of(*words, folder="whole")
         for step in range(6):
             take_step(whole)
@@ -238,7 +238,7 @@ def test_a_resumed_run_goes_on_to_the_bit(run_of, monkeypatch, optimizer):
 
 @pytest.mark.skipif(IS_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("sharded", ["false", "true"])
-def test_two_gpus_learn_what_one_does(command, story, tmp_path, sharded):
+def test_two_gpus_learn_the_same_as_one(command, story, tmp_path, sharded):
     words = run_words(story, "steps=10", "optimizer=adamw", "precision=fp32", "micro_batch=4")
     alone = command("train.py", *words, "run_dir=alone")
     assert alone.code == 0, alone.err
@@ -254,6 +254,6 @@ def test_two_gpus_learn_what_one_does(command, story, tmp_path, sharded):
         f"sharded={sharded}",
     ]
     subprocess.run(start, cwd=tmp_path, check=True, timeout=conftest.LONG)
-    # Sums of gradients in another order, of products that train.py computes in TF32.
+    # Gradients are summed in another order, and train.py uses TF32 products.
     expected = losses_of(tmp_path / "alone")
     assert losses_of(tmp_path / "both") == pytest.approx(expected, abs=2e-3)

@@ -1,6 +1,6 @@
-"""What Inductor and Triton make of every preset for a GPU: pytest -m triton. No GPU is needed.
+"""Compile every preset for a GPU with Inductor and Triton: pytest -m triton. No GPU is needed.
 
-Each test is a process of its own, because torch and Triton remember what GPU they have found.
+Each test is a separate process, because torch and Triton cache the detected GPU.
 """
 
 import json
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.skipif(not has_triton, reason="needs a CUDA build of torch, with Triton"),
 ]
-MAX_STACK = 1024  # bytes of a thread, where registers do not suffice
+MAX_STACK = 1024  # bytes per thread, for spilled registers
 CASES = [
     *VARIANTS,
     "gqa document_mask=true",
@@ -32,7 +32,7 @@ CASES = [
 
 
 def run(module: str, *arguments: str) -> dict:
-    """The JSON that a module of the tests prints."""
+    """Run a module of the tests -> the JSON that it prints."""
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", module, *arguments]
     result = subprocess.run(
@@ -42,7 +42,7 @@ def run(module: str, *arguments: str) -> dict:
     return json.loads(result.stdout)
 
 
-# What other GPUs have less memory or no bf16 for: heads of 64, 128 and 192 (mla).
+# Cases for GPUs with less memory or without bf16: heads of 64, 128 and 192 (mla).
 OTHER_GPUS = [
     ("sm_75", "gqa precision=fp16"),
     ("sm_75", "sink precision=fp16"),
@@ -55,11 +55,11 @@ OTHER_GPUS = [
 
 
 def lower(step: str, case: str, gpu: str = "sm_90") -> dict:
-    """Lower a step with all kinds of layers, and check that each kernel fits into the GPU."""
+    """Lower a step with all kinds of layers, and check that each kernel fits on the GPU."""
     preset, *more = case.split()
     depth = whole_pattern(settings_of(f"attention={preset}"))
     sizes = ("model=124m", f"model.depth={depth}", "context=1024", "micro_batch=8")
-    # Options first: argparse of Python 3.11 takes no list of arguments after an option.
+    # Options come first: Python 3.11's argparse accepts no list of arguments after an option.
     options = ("--gpu", gpu)
     report = run("tests.gpu.lowering", *options, step, f"attention={preset}", *sizes, *more)
     assert report["kernels"] > 0
