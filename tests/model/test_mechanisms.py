@@ -88,7 +88,7 @@ def test_the_cache_of_a_window_does_not_grow_with_the_prompt():
     assert cache.nbytes == 256 * 2 * kv_heads * head_dim * 4  # k and v in fp32
 
 
-def test_the_layer_of_the_attention_tutorial():
+def test_a_layer_with_rope_and_qk_norm_equals_its_formulas():
     """dim 128, 16 heads of 8 features, 4 key-value heads, RoPE, then QK-norm without weight."""
     knobs = {"kv_heads": 4, "rope_base": 10000.0, "qk_norm": "after_rope"}
     layer = redraw(SoftmaxAttention(spec_of(128, 16, 10), **knobs).double())

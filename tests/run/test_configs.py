@@ -77,7 +77,7 @@ def test_a_yaml_lists_exactly_the_differences_from_its_parents(variant):
 @pytest.mark.parametrize(
     "size, variant", [(size, "gqa") for size in MODELS] + [("15m", name) for name in VARIANTS]
 )
-def test_every_attention_fits_every_size(size, variant):
+def test_each_attention_fits_each_size(size, variant):
     with torch.device("meta"):
         model = instantiate(settings_of(f"model={size}", f"attention={variant}").model)
     assert model(torch.zeros(1, 3, dtype=torch.int64, device="meta")).shape == (1, 3, 4096)

@@ -1,4 +1,4 @@
-"""Look at a page in a real browser: what of it can be read, and what happens on a click."""
+"""Open a page in a real browser, measure which parts are readable, and click on titles."""
 
 import json
 import re
@@ -17,9 +17,9 @@ needs_browser = pytest.mark.skipif(
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
 FLAGS += ("--no-first-run", "--window-size=1400,1000")
 HEIGHT = 800  # pixels
-# A frame is as narrow as asked for; a window of its own is not always.
+# A frame can have any width, unlike a window.
 FRAME = '<iframe data-name="{name}" style="width: {width}px; height: {height}px" srcdoc="{page}">'
-# Measures every frame once it is loaded, and leaves the results as the text of the page.
+# Measure every frame after loading, and write the results as the text of the page.
 MEASURE = """
 const describe = element => element.tagName.toLowerCase() + ": " + element.textContent.slice(0, 60);
 
@@ -98,7 +98,7 @@ addEventListener("load", () => {
 
 
 def look_at(pages: dict[str, str], widths: tuple[int, ...], folder: Path) -> dict[str, dict]:
-    """Open pages at these widths in pixels -> what MEASURE finds, by "NAME WIDTH"."""
+    """Open pages at these widths in pixels -> the results of MEASURE by "NAME WIDTH"."""
     frames = []
     for name, page in pages.items():
         for width in widths:

@@ -1,7 +1,7 @@
-"""Folders of published models, as `transformers` saves them, small and with random weights.
+"""Small random models in folders like those of published models, as `transformers` saves them.
 
-A config.json has the published entries, with fewer layers, heads and tokens; a tokenizer.json is
-trained with the pre-tokenizer and the special tokens of its family.
+A config.json has the published entries with fewer layers, heads and tokens; a tokenizer.json is
+trained with the pre-tokenizer and special tokens of its family.
 """
 
 import json
@@ -19,7 +19,7 @@ from tokenizers import (
     trainers,
 )
 
-# How Llama 3 and Qwen cut a text; they differ in how many digits stay together.
+# The pre-tokenizer pattern of Llama 3 and Qwen, which group digits differently.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -37,7 +37,7 @@ LLAMA = {
     "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
 }
-# The published entries. BOS and EOS, which are ids of the published vocabulary, are set below.
+# The published entries. BOS and EOS are ids of the published vocabulary, so they are set below.
 CONFIGS = {
     "SmolLM2-135M": {
         **SHARED,
@@ -187,7 +187,7 @@ SPECIAL = {
     ),
 }
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-# Families whose template puts BOS in front of a text.
+# Families whose post-processor puts BOS in front of a text.
 TEMPLATES = ("Llama-3.2-1B", "TinyLlama-1.1B", "Mistral-7B-v0.3")
 
 
@@ -203,9 +203,9 @@ def make_folder(folder: Path, family: str, layers: int, texts: list[str], **save
         "bos_token_id": None if bos is None else tokens.index(bos),
         "eos_token_id": ids[0],
         "num_hidden_layers": layers,
-        "vocab_size": 640,  # more than the tokenizer has
+        "vocab_size": 640,  # more than the tokenizer's vocabulary
     }
-    # Fewer heads of the published size, and the other widths by as much.
+    # Fewer heads of the published size, and other widths scaled equally.
     shrink = 3 if config["num_key_value_heads"] == 3 else 4
     for width in WIDTHS:
         config[width] //= shrink
@@ -220,7 +220,7 @@ def make_folder(folder: Path, family: str, layers: int, texts: list[str], **save
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(torch.bfloat16).save_pretrained(folder, **save)
-    # As it was published, and not as this version of transformers writes it.
+    # As published, not as this version of transformers writes it.
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": ids}
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
@@ -248,7 +248,7 @@ def write_tokenizer(folder: Path, family: str, texts: list[str]) -> None:
             template = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
         tokenizer.post_processor = template
     content = json.loads(tokenizer.to_str())
-    # Bytes are pieces of the model, and no special tokens.
+    # Bytes are normal tokens of the model, not special tokens.
     content["added_tokens"] = [
         token for token in content["added_tokens"] if not token["content"].startswith("<0x")
     ]
@@ -265,7 +265,7 @@ def write_tokenizer(folder: Path, family: str, texts: list[str]) -> None:
 
 
 def byte_level(family: str) -> Tokenizer:
-    """Byte pairs of bytes that are written as characters: GPT-2, and those after it."""
+    """Byte-level BPE, as in GPT-2 and later models."""
     tokenizer = Tokenizer(models.BPE())
     if family == "SmolLM2-135M":
         steps = [
@@ -286,7 +286,7 @@ def byte_level(family: str) -> Tokenizer:
 
 
 def sentencepiece_like(family: str) -> Tokenizer:
-    """Byte pairs of characters, as Llama 2 has them; unknown ones are bytes."""
+    """BPE of characters with byte fallback, as in Llama 2."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     if family == "TinyLlama-1.1B":

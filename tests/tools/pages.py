@@ -1,4 +1,4 @@
-"""Records of runs for a report, and its tables read back."""
+"""Make records of runs for a report, and read its tables."""
 
 import re
 from html import unescape
@@ -9,7 +9,7 @@ from tools.compare.runs import Run
 
 
 def text_run(variant: str, seed: int, loss: float, *overrides: str, tokens: int = 1000) -> Run:
-    """A run on text that ended at this loss in bits per byte."""
+    """A run on text that ended with this loss in bits per byte."""
     words = (f"attention={variant}", f"seed={seed}", f"name={variant}", *overrides)
     settings = settings_of(*TINY, *words).model_dump() | {"machine": {"device": "cpu"}}
     slices = {"repeated": 2 * loss, "new": 4 * loss}
@@ -26,7 +26,7 @@ def text_run(variant: str, seed: int, loss: float, *overrides: str, tokens: int 
 
 
 def searched(variant: str, losses: dict[float, float]) -> list[Run]:
-    """The runs of a search for learning rates, by the factor of the rates; inf diverged."""
+    """The runs of a learning rate search with losses by factor; inf means diverged."""
     runs = []
     for factor, loss in losses.items():
         run = text_run(variant, 1000, loss)
@@ -38,7 +38,7 @@ def searched(variant: str, losses: dict[float, float]) -> list[Run]:
 
 
 def recall_run(variant: str, seed: int, accuracy: float) -> Run:
-    """A run on the task recall that ended at this accuracy."""
+    """A run on the recall task that ended with this accuracy."""
     run = text_run(variant, seed, 1.0)
     run.settings["data"] = {
         "_target_": "data.tasks.Recall",
@@ -53,7 +53,7 @@ def recall_run(variant: str, seed: int, accuracy: float) -> Run:
 
 
 def table(page: str, number: int) -> dict[str, dict[str, str]]:
-    """A table of report.html: cells by the first column and by the title of theirs."""
+    """Read a table of report.html: cells by row name and column title."""
     block = re.findall(r"<table.*?</table>", page, re.DOTALL)[number]
     rows = []
     for row in re.findall(r"<tr.*?</tr>", block, re.DOTALL):

@@ -1,9 +1,9 @@
-"""Exports in the programs that people use: the table of docs/formats.md. Run by hand, not in CI.
+"""Check exports in other programs: the table of docs/formats.md. Run by hand, not in CI.
 
     python -m tests.tools.programs make FOLDER                    trains tiny models and exports them
     PYTHON tests/tools/programs.py PROGRAM FOLDER [PRESET...]     compares a program with what `make` noted
 
-PYTHON is that of a virtual environment which has the program:
+PYTHON is the interpreter of a virtual environment with the program:
 
     transformers, onnxruntime    pip install torch transformers sentencepiece protobuf onnx onnxscript onnxruntime
     peft, trl                    pip install torch transformers sentencepiece protobuf peft trl
@@ -12,8 +12,8 @@ PYTHON is that of a virtual environment which has the program:
     mlx-lm                       pip install mlx[cpu] mlx-lm sentencepiece protobuf
     ctranslate2                  pip install torch transformers sentencepiece protobuf ctranslate2
 
-A cell is the largest difference of logits, or how many of the texts have the same ids, the same greedy continuation,
-and end where ours ends.
+A cell is the largest difference of logits, or the number of texts with equal ids, with an equal greedy continuation,
+or with an equal end.
 """
 
 import json
@@ -52,11 +52,11 @@ TEXTS = (
     *PROMPTS, "", " ", "\ttab\t\t", "\n\nlines\r\n", "emoji 😀", "Привет, мир", "</s>", "a<s> </s>b", "<unk><0x41>",
     "trailing  ", "0123 45", "e\u0301 \u00a0ﬁ½", "<p>one</p>",
 )  # fmt: skip
-MOST = 60  # tokens of a continuation
+MOST = 60  # tokens per continuation
 
 
 def make(root: Path) -> None:
-    """Train and export each preset; note our logits, ids and greedy continuations."""
+    """Train and export each preset; save our logits, ids and greedy continuations."""
     import torch
 
     from data.tokenizer import Tokenizer, tokenizer_file
@@ -93,7 +93,7 @@ def make(root: Path) -> None:
 
 
 class Transformers:
-    """The reference; the others that build on it override what they change."""
+    """The reference program; subclasses override the differences."""
 
     def __init__(self, folder: Path):
         import torch
@@ -120,7 +120,7 @@ class Transformers:
 
 
 class Peft(Transformers):
-    """An adapter that is zero at first, merged into the weights."""
+    """Merges a zero-initialized adapter into the weights."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -131,7 +131,7 @@ class Peft(Transformers):
 
 
 class Trl(Transformers):
-    """Tuned for 200 steps on one text, with which it then answers, and stops."""
+    """Tunes for 200 steps on one text, which the model must then reproduce and end."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -163,7 +163,7 @@ class Trl(Transformers):
 
 
 class Onnx(Transformers):
-    """torch.onnx.export of the class of transformers, without a cache."""
+    """The transformers class exported by torch.onnx.export, without a cache."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -246,7 +246,7 @@ class Mlx:
 
 
 class LlamaCpp:
-    """Without an override of metadata, as its users call it."""
+    """llama.cpp with default options."""
 
     overrides = None
 
@@ -258,7 +258,7 @@ class LlamaCpp:
         done = subprocess.run([*words, "--outtype", "f32"], capture_output=True, encoding="utf-8")
         if done.returncode:
             raise RuntimeError(done.stderr.strip().splitlines()[-1])
-        # Keys and values are cached in fp32, which is type 0.
+        # Type 0: keys and values are cached in fp32.
         self.model = Llama(
             str(file),
             n_ctx=128,
@@ -333,7 +333,7 @@ def main(name: str, root: Path, presets: list[str]) -> None:
                 cells = ["", "", "", "yes" if program.stops() else "no"]
             else:
                 cells = compare(program, root / preset)
-        except Exception as error:  # it lacks the class, or what the class needs
+        except Exception as error:  # the program lacks the class or a feature of it
             (line, *_) = [*str(error).splitlines(), ""]
             cells = [f"{type(error).__name__}: {line[:100]}", "", "", ""]
         print(f"| {preset} | {' | '.join(cells)} |", flush=True)

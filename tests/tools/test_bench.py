@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say; how fast anything is, is not tested."""
+"""The benchmarks measure correctly; the speeds themselves are not tested."""
 
 import json
 import multiprocessing
@@ -19,7 +19,7 @@ from tools import bench
 WORDS = [*TINY, "attention=llama", "data.vocab_size=512", "optimizer=adamw", "precision=fp32"]
 
 
-def test_competitors_train_the_same_shape():
+def test_competitors_train_models_of_the_same_shape():
     settings, *_ = bench.bench_settings(WORDS)
     model = instantiate(settings.model)
     theirs = bench.transformers_llama(settings)
@@ -28,18 +28,18 @@ def test_competitors_train_the_same_shape():
     )
 
 
-def test_speeds_are_compared_turn_by_turn(monkeypatch, capfd):
-    """Of workers that take 1 s and 2 s a turn."""
+def test_speeds_are_measured_in_alternating_turns(monkeypatch, capfd):
+    """Two workers take 1 s and 2 s per turn."""
     monkeypatch.setattr(bench, "start_worker", lambda kind, name, _: mock.Mock())
     num_turns = Counter()
 
     def request_turn(name: str, _: mock.Mock) -> dict[str, float]:
         num_turns[name] += 1
-        if num_turns[name] == 1:  # which compiles, and does not count
+        if num_turns[name] == 1:  # the first turn compiles and is not counted
             return {"seconds": 1000.0}
         return {"seconds": 1.0 if name == "ours" else 2.0}
 
-    # Beside a single turn, the first one would move the median.
+    # With a single counted turn, including the first one would change the median.
     monkeypatch.setattr(bench, "NUM_TURNS", 1)
     monkeypatch.setattr(bench, "request_turn", request_turn)
     model = instantiate(bench.bench_settings(WORDS)[0].model)
@@ -69,7 +69,7 @@ def test_speeds_are_compared_turn_by_turn(monkeypatch, capfd):
     assert len(lines) == 4 * (bench.NUM_TURNS + 1)
 
 
-def test_a_worker_measures_once_a_message_and_does_not_see_ctrl_c():
+def test_a_worker_measures_once_per_message_and_ignores_ctrl_c():
     worker = bench.start_worker("train", "ours", WORDS)
     (process,) = multiprocessing.active_children()
     os.kill(process.pid, signal.SIGINT)
@@ -91,7 +91,7 @@ def test_a_worker_that_ends_ends_the_benchmark(capfd):
 
 
 @pytest.mark.parametrize("name", ["ours", "transformers"])
-def test_decoding_is_timed_to_the_first_token_and_from_there(monkeypatch, name):
+def test_decoding_is_timed_separately_before_and_after_the_first_token(monkeypatch, name):
     monkeypatch.setattr(bench, "NEW_TOKENS", 6)
     words = [*WORDS, "context=16", "batch_tokens=48"]
     settings, device, precision = bench.bench_settings(words)
@@ -100,14 +100,14 @@ def test_decoding_is_timed_to_the_first_token_and_from_there(monkeypatch, name):
     assert all(seconds > 0 for seconds in measured.values())
 
 
-def test_a_line_has_the_medians_of_the_turns_and_their_rate():
+def test_a_line_reports_medians_over_turns_and_their_rate():
     turns = [{"seconds": seconds} for seconds in (9.0, 2.0, 2.0)]
     line = bench.summarize("x", turns, 100)
     assert (line["seconds"], line["tokens_per_second"]) == (2.0, 50)
 
 
 @pytest.mark.parametrize("has_bf16, precision", [(True, torch.bfloat16), (False, torch.float32)])
-def test_the_ceiling_is_never_that_of_emulated_products(monkeypatch, has_bf16, precision):
+def test_the_ceiling_is_never_measured_with_emulated_products(monkeypatch, has_bf16, precision):
     monkeypatch.setattr(hardware, "multiplies_bf16", lambda _: has_bf16)
     monkeypatch.setattr(bench, "PROBE_SIZE", 64)
     multiply = torch.Tensor.__matmul__
@@ -122,7 +122,7 @@ def test_the_ceiling_is_never_that_of_emulated_products(monkeypatch, has_bf16, p
 @pytest.mark.parametrize(
     "words", [[], ["nothing"], ["train", "model=none"], ["decode", "device=cpu", "precision=fp16"]]
 )
-def test_what_cannot_be_measured_is_a_line(command, words):
+def test_an_unsupported_benchmark_is_refused_in_one_line(command, words):
     result = command("tools/bench.py", *words)
     assert result.code in (1, 2)
     assert result.err.startswith("error: ") and result.err.count("\n") == 1

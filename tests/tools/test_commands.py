@@ -1,4 +1,4 @@
-"""Every command says what it takes, and every other module that it is none."""
+"""Every command documents its options, and every other module reports that it is not a command."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 import tools
 from tests.conftest import ROOT
 
-# The modules of tools/ by the names that python -m takes, and those of them that run when called.
+# The modules of tools/ by their names for python -m, and the commands among them.
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"): path
     for path in sorted((ROOT / "tools").rglob("*.py"))
@@ -22,7 +22,7 @@ COMMANDS = {
 OTHERS = [name for name in MODULES if name not in COMMANDS]
 
 
-def test_the_commands_are_listed():
+def test_the_list_of_commands_is_complete():
     assert list(COMMANDS) == [f"tools.{name}" for name in tools.COMMANDS]
 
 
@@ -35,17 +35,17 @@ def test_help_has_examples_and_each_default_once(command, name):
     usage, *texts = result.out.split("\n\n")
     assert usage.startswith(f"usage: {call} ")
     assert max(map(len, result.out.splitlines())) <= 100
-    # An example is in the text, and not only in the usage.
+    # The text has an example, not only the usage.
     assert call in "".join(texts)
     assert not re.findall(r"\(default: (?:None|False|\[\])\)", result.out)
-    assert texts[-1].startswith("options:")  # nothing dangles behind them
+    assert texts[-1].startswith("options:")  # no text follows the options
     for option in re.findall(r"\n  (-.*?)(?=\n  -|\n\n|$)", result.out, re.DOTALL):
         assert option.count("(default:") <= 1, option
         assert re.search(r"\s{2,}\w", option), f"{option} is not explained"
 
 
 @pytest.mark.parametrize("name", [*OTHERS, "tools", "tools.kost", *COMMANDS])
-def test_a_module_that_is_no_command_says_so(monkeypatch, capfd, name):
+def test_a_module_that_is_not_a_command_reports_it(monkeypatch, capfd, name):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", name, "a=b"])
     monkeypatch.setattr(sys, "argv", ["-m", "a=b"])
     package = compile((ROOT / "tools" / "__init__.py").read_text(encoding="utf-8"), "tools", "exec")
@@ -62,12 +62,12 @@ def test_a_module_that_is_no_command_says_so(monkeypatch, capfd, name):
 
 
 def test_an_option_is_not_abbreviated(command):
-    """generate.py --prompt would be its --prompt-file."""
+    """Otherwise, generate.py --prompt would mean --prompt-file."""
     result = command("generate.py", "--prompt", "Once")
     assert result.code == 2 and "unrecognized arguments: --prompt" in result.err
 
 
-# Calls with a run or a folder that needs an option in front of it, and the fix.
+# Calls with a run or a folder that lacks its option, and the fix.
 MISPLACED = {
     "evaluate runs/drawn": "--run runs/drawn --slices",
     "evaluate runs/drawn --lengths": "--run runs/drawn",
@@ -110,7 +110,7 @@ def test_the_fix_of_a_misplaced_run_works(command, drawn_run, call):
     command(f"tools/{name}.py", *fixed, *MISPLACED[call].split()).succeeded()
 
 
-def test_python_asks_the_package_first():
+def test_the_package_rejects_modules_that_are_not_commands():
     words = [sys.executable, "-m", "tools.latency"]
     result = subprocess.run(words, cwd=ROOT, stderr=subprocess.PIPE, encoding="utf-8")
     assert result.returncode == 2 and result.stderr.startswith("error: not a command")

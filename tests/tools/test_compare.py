@@ -1,4 +1,4 @@
-"""A comparison trains what is missing, is fair, and reports what it found."""
+"""A comparison trains missing runs under equal conditions, and reports the results."""
 
 import html
 import json
@@ -32,7 +32,7 @@ def words(story) -> list[str]:
 
 @pytest.fixture
 def quick(forked_jobs, monkeypatch) -> None:
-    """Runs are forks, and the report does not measure decoding."""
+    """Fork runs, and skip measuring decoding in the report."""
 
     def latencies(runs: dict[str, Path], *_) -> dict[str, dict[str, float]]:
         return {name: {"decoding, ms/token": 1.0} for name in runs}
@@ -41,7 +41,7 @@ def quick(forked_jobs, monkeypatch) -> None:
 
 
 def result(folder: str = "out") -> dict[str, list[str]]:
-    """What each variant is judged by: the columns up to the cache, and the parts."""
+    """The results of each variant: the columns up to the cache, and the parts."""
     page = Path(folder, "report.html").read_text(encoding="utf-8")
     parts = table(page, 2)
     found = {}
@@ -60,7 +60,7 @@ def curves(folder: str) -> dict[str, list]:
     return found
 
 
-def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
+def test_runs_are_trained_once_and_then_reported(command, words, forked_jobs):
     asked = ("attention=gqa,mqa", "seed=0,1", *words, "--dir", "out")
     first = command(COMPARE, *asked)
     assert first.code == 0 and "mqa: model.hidden=" in first.err, first.err
@@ -81,7 +81,7 @@ def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
     assert losses["gqa"][1:3] == ["", "baseline"]
     assert losses["mqa"][2] in ("worse", "better", "as good", "cannot tell")
 
-    # The same call trains nothing again, and one with another learning rate is refused.
+    # The same call trains nothing again; a call with another learning rate is refused.
     before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")}
     again = command(COMPARE, *asked)
     assert again.code == 0 and again.err.count("finished before") == 4
@@ -90,7 +90,7 @@ def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
     assert other.code == 2 and "overrides (optimizer.lr=0.01)" in other.err
     assert {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")} == before
 
-    # The records are enough: without checkpoints, in another folder, the same report to the byte.
+    # Without checkpoints and in another folder, the records give the same report byte for byte.
     Path("kept").mkdir()
     shutil.copy("out/runs.jsonl", "kept")
     pages = []
@@ -110,7 +110,7 @@ def test_runs_are_trained_once_and_reported(command, words, forked_jobs):
 
 def test_a_run_that_fails_is_a_row_and_its_variant_stays_the_baseline(command, words, quick):
     Path("out/gqa-0").mkdir(parents=True)
-    Path("out/gqa-0/mine").touch()  # where no run may be
+    Path("out/gqa-0/mine").touch()  # a folder with other files cannot hold a run
     asked = ("attention=gqa,mla", "seed=0,1", *words, "--dir", "out")
     command(COMPARE, *asked).succeeded()
     page = Path("out/report.html").read_text(encoding="utf-8")
@@ -128,7 +128,7 @@ def test_a_run_that_fails_is_a_row_and_its_variant_stays_the_baseline(command, w
     assert "mla-0 is not in the report: metrics cannot be read" in page
 
 
-def test_what_depends_on_a_baseline_that_failed_is_not_trained(command, words, quick):
+def test_runs_that_depend_on_a_failed_baseline_are_not_trained(command, words, quick):
     Path("out/gqa-0").mkdir(parents=True)
     Path("out/gqa-0/mine").touch()
     asked = ("attention=gqa,mla", *words, "max_minutes=1", "--dir", "out")
@@ -138,12 +138,12 @@ def test_what_depends_on_a_baseline_that_failed_is_not_trained(command, words, q
 
 
 def begun(said: Path, *words: str) -> Forked:
-    """The command in a process of its own, which tells `said`."""
+    """Start the command in a new process that writes its output to `said`."""
     with said.open("w", encoding="utf-8") as file:
         return Forked([sys.executable, ROOT / COMPARE, *words], file, file, {})
 
 
-def test_a_comparison_that_is_killed_goes_on(command, words, quick, tmp_path):
+def test_a_killed_comparison_resumes(command, words, quick, tmp_path):
     asked = ["attention=gqa,mqa,mha", *words, "steps=40", "save_every=4"]
     command(COMPARE, *asked, "--dir", "whole").succeeded()
     cut = begun(tmp_path / "said", *asked, "--dir", "cut")
@@ -151,7 +151,7 @@ def test_a_comparison_that_is_killed_goes_on(command, words, quick, tmp_path):
     (trainer,) = (
         Path(f"/proc/{cut.pid}/task/{cut.pid}/children").read_text(encoding="utf-8").split()
     )
-    os.kill(cut.pid, signal.SIGKILL)  # and what it was training, in the middle
+    os.kill(cut.pid, signal.SIGKILL)  # and the run that it was training
     os.kill(int(trainer), signal.SIGKILL)
     assert cut.wait() == -signal.SIGKILL
     assert not Run.read(tmp_path / "cut/mqa-0").done and Run.read(tmp_path / "cut/gqa-0").done
@@ -161,7 +161,7 @@ def test_a_comparison_that_is_killed_goes_on(command, words, quick, tmp_path):
     assert curves("cut") == curves("whole") and result("cut") == result("whole")
 
 
-def test_two_calls_at_a_time_share_the_runs(command, words, quick, tmp_path):
+def test_two_simultaneous_calls_share_the_runs(command, words, quick, tmp_path):
     asked = ("attention=gqa,mqa", "seed=0,1", *words, "--dir", "out")
     both = [begun(tmp_path / name, *asked) for name in ("one", "other")]
     assert [call.wait() for call in both] == [0, 0]
@@ -172,7 +172,7 @@ def test_two_calls_at_a_time_share_the_runs(command, words, quick, tmp_path):
 
 
 @pytest.mark.long
-def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
+def test_other_seeds_make_no_difference_but_a_window_of_two_does(command):
     words = [
         "model=tiny",
         "context=128",
@@ -196,7 +196,7 @@ def test_other_seeds_are_no_difference_and_a_window_of_two_is(command):
 @pytest.mark.parametrize(
     "end", ["max_minutes=0.01", "max_minutes=null tokens_per_parameter=0.02 model.depth=1,2"]
 )
-def test_the_baseline_decides_how_long_all_train(command, words, quick, end):
+def test_the_baseline_determines_the_steps_of_all_variants(command, words, quick, end):
     timed = [word for word in words if not word.startswith(("steps", "max_minutes", "model.depth"))]
     asked = ("attention=gqa,mha", *timed, *end.split(), "--match", "none", "--dir", "out")
     command(COMPARE, *asked).succeeded()
@@ -234,13 +234,13 @@ def test_a_signal_saves_and_ends(command, words, quick, tmp_path):
         (["--attention=gqa"], 2, "without dashes"),
     ],
 )
-def test_what_cannot_be_compared_is_a_line(command, words, code, said):
+def test_an_invalid_comparison_is_refused_in_one_line(command, words, code, said):
     result = command(COMPARE, *words)
     assert result.code == code and said in result.err and result.err.startswith("error: "), result
     assert result.err.count("\n") == 1 and not [*Path().iterdir()]
 
 
-def test_variants_are_told_apart_by_what_they_are():
+def test_variants_are_grouped_by_their_settings():
     settings = [settings_of(*TINY, f"seed={seed}", f"steps={5 + seed}") for seed in (0, 1)]
     settings.append(settings_of(*TINY, "attention.window=5"))
     one, other, window = [
@@ -257,14 +257,14 @@ def test_the_name_of_a_variant_stays_short():
         Run(Path(), settings_of(*TINY, *words).model_dump(), [{"tokens": 1}], True)
         for words in ((), changed, (*changed, *clipped), (*changed, clipped[0]))
     ]
-    # Five settings differ; names that would be the same get a number.
+    # Five settings differ; equal names get a number.
     assert list(group_by_variant(runs)) == [
         "test qk_norm=before_rope gated=False bias=False and 2 more",
         "test qk_norm=None gated=True bias=True and 2 more",
         "test qk_norm=None gated=True bias=True and 2 more (2)",
         "test qk_norm=None gated=True bias=True and 2 more (3)",
     ]
-    # Of a class, its own name.
+    # A class is named without its module.
     runs[1] = Run(Path(), settings_of(*TINY, "ffn=gelu").model_dump(), [{"tokens": 1}], True)
     assert list(group_by_variant(runs[:2])) == [
         "test GatedFeedForward activation=silu",
@@ -272,7 +272,7 @@ def test_the_name_of_a_variant_stays_short():
     ]
 
 
-def test_the_speed_and_the_load_are_medians_without_the_first_line(tmp_path):
+def test_speed_and_load_are_medians_that_skip_the_first_line(tmp_path):
     lines = [{"step": 1, "other_load": 9.0, "tokens_per_second": 1.0}]
     lines += [{"other_load": load} for load in (0.5, 0.1, 0.2)] + [{"other_load": None}]
     assert median_of_log(lines, "other_load") == 0.2
@@ -305,7 +305,7 @@ while not (os.path.exists("3") and os.path.exists("5")):  # until both run
 """
 
 
-def test_each_gpu_has_a_run_of_its_own(monkeypatch, tmp_path):
+def test_each_gpu_trains_its_own_run(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setattr(jobs, "ROOT", tmp_path)

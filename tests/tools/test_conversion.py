@@ -1,4 +1,4 @@
-"""A model with another attention computes the same where a conversion is exact, and says so where it does not."""
+"""A converted model computes the same logits if the conversion is exact, and reports if it is approximate."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from tests.conftest import ROOT, TINY, VARIANTS, close, drawn, saved, tree_of
 from tools.formats import converted_model
 from tools.formats.latent_conversion import factorize, rotate_on_average, share_rotated_key
 
-# source, its words; words of the conversion
+# Source preset and its overrides; overrides of the conversion.
 EXACT = [
     ("gqa", "attention.kv_heads=4"),
     ("mqa", "attention=mha"),
@@ -46,7 +46,7 @@ EXACT = [
 
 @pytest.fixture
 def convert(tmp_path, tokenizer):
-    """A function: variant and words -> the model, the converted one, and what is said of it."""
+    """A function: variant and overrides -> the model, the converted model, and the conversion's report."""
 
     @torch.no_grad()
     def run(variant: str, words: str, norm: float = 1.0):
@@ -83,7 +83,7 @@ def test_an_exact_conversion_has_the_same_logits_cached_and_not(variant, words, 
     assert expected.std() > 0.1
 
 
-# Every preset that docs/convert.md lists, and what changes when a model of gqa becomes it.
+# Every preset of docs/convert.md, and the reported changes for a conversion from gqa.
 PRESETS = {
     "chunked": ["chunk None -> 128 (approximate): layers [0, 1, 2]"],
     "gated": ["an output gate of one half, doubled (exact): layers [0, 1, 2, 3]"],
@@ -126,8 +126,8 @@ PRESETS = {
 
 
 @pytest.mark.parametrize("preset", VARIANTS)
-def test_every_preset_is_converted_with_all_that_it_sets_or_refused(preset, convert):
-    """Also what a preset has from the presets that it extends."""
+def test_every_preset_is_converted_with_all_of_its_settings_or_refused(preset, convert):
+    """Includes the settings that a preset inherits."""
     if preset in PRESETS:
         _, new, lines = convert("gqa", f"attention={preset}")
         assert lines == PRESETS[preset]
@@ -149,7 +149,7 @@ def test_the_fix_for_a_hybrid_keeps_its_pattern(variant, preset, option):
     assert len(build_model(converted, "meta").blocks) == tree["depth"]
 
 
-# source, its words; words of the conversion; what is said
+# Source preset and its overrides; overrides of the conversion; the report.
 APPROXIMATE = [
     ("mha", "attention.kv_heads=2", "key-value heads 4 -> 2, averaged"),
     ("gqa", "attention=sliding_window attention.window=7", "window None -> 7"),
@@ -170,7 +170,7 @@ APPROXIMATE = [
 
 
 @pytest.mark.parametrize("variant, words, said", APPROXIMATE)
-def test_an_approximate_conversion_says_so(variant, words, said, convert):
+def test_an_approximate_conversion_is_reported_as_such(variant, words, said, convert):
     old, new, lines = convert(variant, words)
     assert any(said in line for line in lines) and "(approximate): layers [" in str(lines)
     tokens = tokens_of(old)
@@ -179,7 +179,7 @@ def test_an_approximate_conversion_says_so(variant, words, said, convert):
         assert logits.isfinite().all() and not torch.allclose(logits, old(tokens), atol=1e-3)
 
 
-def test_heads_are_averaged_over_groups_of_neighbours(convert):
+def test_key_heads_of_a_group_are_averaged(convert):
     old, new, _ = convert("mha", "attention.kv_heads=2")
     for before, after in zip(old.blocks, new.blocks, strict=True):
         mean = before.attention.k_proj.weight.view(2, 2, 16, 64).mean(1)
@@ -187,7 +187,7 @@ def test_heads_are_averaged_over_groups_of_neighbours(convert):
         close(after.attention.q_proj.weight, before.attention.q_proj.weight)
 
 
-def test_layers_that_share_have_the_mean_of_their_keys(convert):
+def test_layers_that_share_keys_get_their_mean(convert):
     old, new, _ = convert("gqa", "attention=shared_kv")
     before, after = old.state_dict(), new.state_dict()
     for name in ("k_proj", "v_proj", "k_norm"):
@@ -198,13 +198,13 @@ def test_layers_that_share_have_the_mean_of_their_keys(convert):
 
 @pytest.fixture
 def draw():
-    """Draws float64 numbers of a shape from a normal distribution."""
+    """A function: shape -> normal float64 values."""
     return partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("rank", [8, 32, 64])
-def test_a_factorization_has_the_nearest_outputs_of_its_rank(rank, draw):
-    """Beside the residual of the best map of that rank, which the singular values of the outputs give."""
+def test_a_factorization_is_optimal_for_its_rank(rank, draw):
+    """Its residual equals that of the best map of this rank, known from singular values of the outputs."""
     weight, x = draw(48, 64), draw(2000, 64) @ draw(64, 64)
     down, up = factorize(weight, x.mT @ x / len(x), rank)
     identity = torch.eye(min(rank, 48), dtype=torch.float64)
@@ -215,13 +215,13 @@ def test_a_factorization_has_the_nearest_outputs_of_its_rank(rank, draw):
     close(latent.mT @ latent / len(x), identity, atol=1e-6, rtol=0)
 
 
-def test_the_key_that_all_heads_share_is_the_nearest_to_theirs(draw):
-    """Beside the residual of a truncated SVD of the keys of samples, one pair of features at a time."""
+def test_the_shared_rotated_key_is_optimal(draw):
+    """Its residual equals that of a truncated SVD of sampled keys, for each pair of features."""
     keys, x = draw(4, 6, 32), draw(500, 32) @ draw(32, 32)
     key, shares = share_rotated_key(keys, x.mT @ x / len(x))
 
     def by_pair(heads):
-        """(K, 6, D) -> outputs (3, K, 2 N): both features of all samples, which are mixed alike."""
+        """(K, 6, D) -> outputs (3, K, 2 N): both features of a pair for all samples; they share their weights."""
         return (heads @ x.mT).unflatten(1, (2, 3)).permute(2, 0, 1, 3).flatten(2)
 
     outputs = by_pair(keys)
@@ -232,7 +232,7 @@ def test_the_key_that_all_heads_share_is_the_nearest_to_theirs(draw):
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_a_query_without_rope_has_the_mean_score_of_all_distances(factor, draw):
-    """Beside each query and key of a context, rotated as complex numbers by its angle."""
+    """Compared with every pair of positions, rotating queries and keys as complex numbers."""
     scaling = YaRN(factor=factor, fast=32, slow=1, context=8)
     attention = SimpleNamespace(rotary_dim=4, rope_base=100.0, rope_scaling=scaling)
     q, k = draw(2, 4, 1), draw(4)
@@ -244,8 +244,8 @@ def test_a_query_without_rope_has_the_mean_score_of_all_distances(factor, draw):
     close(rotate_on_average(q, attention, 9)[..., 0] @ k, scores, rtol=1e-5, atol=1e-6)
 
 
-def test_a_latent_of_full_rank_with_all_rotations_differs_by_its_norm_alone(convert):
-    """One key head, whose features all keep their rotation: only the latent's norm is not in the old model."""
+def test_a_latent_of_full_rank_with_all_rotations_differs_only_by_its_norm(convert):
+    """With one key head and all rotations kept, the old model lacks only the latent's norm."""
     old, new, _ = convert(
         "llama attention.kv_heads=1", "attention=mla attention.rank=16 attention.rope_dim=16"
     )
@@ -259,8 +259,8 @@ def test_a_latent_of_full_rank_with_all_rotations_differs_by_its_norm_alone(conv
 
 @pytest.mark.parametrize("variant", ["llama attention.kv_heads=1", "gqa attention.kv_heads=1"])
 @pytest.mark.parametrize("size", [0.1, 1.0, 5.0])
-def test_a_latent_takes_the_size_of_its_inputs_from_the_norm_before(variant, size, convert):
-    """Norms of trained models are far from 1; keys and values that are too large by that would be another model."""
+def test_a_latent_accounts_for_the_weights_of_the_preceding_norm(variant, size, convert):
+    """Norm weights of trained models are far from 1, and keys and values must not be scaled by them."""
     words = "attention=mla attention.rank=16 attention.rope_dim=16"
     old, new, _ = convert(variant, words, norm=size)
     x = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(2))
@@ -271,7 +271,7 @@ def test_a_latent_takes_the_size_of_its_inputs_from_the_norm_before(variant, siz
     assert (after - before).norm() < 0.4 * before.norm()
 
 
-def test_an_option_of_a_hybrid_is_set_in_its_kinds_of_layers(convert):
+def test_an_option_of_a_hybrid_is_set_in_its_layer_kinds(convert):
     tree = tree_of("gqa", "model.depth=4")
     with pytest.raises(ValueError, match=r"rope_base is null, not 10000\.0") as refused:
         convert("gqa", "attention=kda")
@@ -282,7 +282,7 @@ def test_an_option_of_a_hybrid_is_set_in_its_kinds_of_layers(convert):
     assert plain["attention"]["kinds"]["full"]["rope_base"] == 10000.0
 
 
-def test_all_options_that_a_conversion_needs_are_named_at_once(convert):
+def test_all_missing_options_of_a_conversion_are_named_at_once(convert):
     with pytest.raises(ValueError, match="no formula") as refused:
         convert("gqa", "attention.qk_norm=null attention.head_dim=32 attention.kv_heads=1")
     fix = str(refused.value).partition(". fix: ")[2]
@@ -326,7 +326,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("variant, words, fix", REFUSED)
-def test_what_has_no_formula_is_refused_with_the_nearest(
+def test_an_unsupported_conversion_is_refused_with_the_nearest_supported_one(
     variant, words, fix, command, tokenizer, tmp_path
 ):
     saved(tmp_path / "run", tree_of(*variant.split(), "model.depth=4"), tokenizer)
@@ -339,7 +339,7 @@ def test_what_has_no_formula_is_refused_with_the_nearest(
 
 
 def listed() -> dict[str, set[str]]:
-    """The presets that docs/convert.md lists as converted, and as refused."""
+    """The presets that docs/convert.md lists as converted and as refused."""
     text = (ROOT / "docs/convert.md").read_text(encoding="utf-8")
     presets = {}
     for title in ("Converted", "Refused"):
@@ -349,7 +349,7 @@ def listed() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("preset", [name for name in VARIANTS if name != "gqa"])
-def test_the_page_lists_which_presets_are_converted(preset, tokenizer, tmp_path):
+def test_the_page_lists_converted_and_refused_presets(preset, tokenizer, tmp_path):
     saved(tmp_path / "run", tree_of("gqa", "model.depth=4"), tokenizer)
     path = checkpoint.find_model(tmp_path / "run")
     title = "Converted"
@@ -360,33 +360,33 @@ def test_the_page_lists_which_presets_are_converted(preset, tokenizer, tmp_path)
         converted_model.load_converted(build_model(tree), tree, path)
     except ValueError as error:
         title = "Refused"
-        # What can be pasted is done.
+        # Apply the fix if it can be pasted.
         fix = str(error).partition("fix: ")[2]
         assert "fix: " in str(error)
         if fix.startswith("attention.kinds."):
             converted_model.convert_config(
                 checkpoint.load_model_config(path), [f"attention={preset}", fix]
             )
-    # A preset that somebody adds need not be on the page.
+    # A new preset need not be on the page.
     pages = [name for name, presets in listed().items() if preset in presets]
     assert pages in ([title], []), pages
 
 
-def test_all_presets_of_the_readme_are_on_the_page_of_conversion():
+def test_the_page_of_conversion_has_all_presets_of_the_readme():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     presets = set(re.findall(r"^\| `(\w+)` \|", readme, re.MULTILINE))
     assert len(presets) == 30
     assert presets - {"gqa"} == set.union(*listed().values())
 
 
-def test_the_command_writes_a_model_that_all_others_read(command, tokenizer, tmp_path):
+def test_all_commands_read_a_converted_model(command, tokenizer, tmp_path):
     saved(tmp_path / "run", tree_of("mha", "model.depth=4"), tokenizer)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     words = ("attention=mla", "attention.rank=32")
     result = command("tools/convert.py", "run", *words, "--out", "new").succeeded()
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     assert "a latent of rank 32" in result.out
-    # 2 x 4 heads of 16 features for 64 slots of 4 layers; a latent of 32 and a key of 8.
+    # Bytes of 2 x 4 heads of 16 features for 64 slots in 4 layers; of a latent of 32 and a key of 8.
     sizes = (2 * 2 * 4 * 16 * 64 * 4, 2 * (32 + 8) * 64 * 4)
     assert f"bf16: {sizes[0]:,} -> {sizes[1]:,} bytes" in result.out
     command("generate.py", "--run", "new", "Ann", "--device", "cpu").succeeded()
@@ -397,7 +397,7 @@ def test_the_command_writes_a_model_that_all_others_read(command, tokenizer, tmp
 
 @pytest.fixture
 def heal(command, tokenizer, story):
-    """Trains a model that was converted from the one in old/ -> the result, and the lines of its log."""
+    """A function: trains a model converted from the one in old/ -> the result, and its lines of metrics."""
     saved(Path("old"), tree_of("mha", "model.depth=2"), tokenizer)
     converted = command("tools/convert.py", "old", "attention=mqa", "--out", "mqa")
     assert "4 -> 1, averaged (approximate): layers [0, 1]" in converted.out, converted.err
@@ -413,12 +413,12 @@ def heal(command, tokenizer, story):
     return train
 
 
-def test_training_begins_with_a_converted_model_and_resumes(heal):
+def test_training_starts_from_a_converted_model_and_resumes(heal):
     result, lines = heal("new")
     assert result.code == 0, result.err
     settings = checkpoint.load_config(checkpoint.find_model(Path("new")))
     assert settings["model"]["attention"]["kv_heads"] == 1
-    assert lines[0]["step"] == 0 and "val_loss" in lines[0]  # before it is healed
+    assert lines[0]["step"] == 0 and "val_loss" in lines[0]  # before training
     resumed, _ = heal("new", "steps=6", "resume=true")
     assert resumed.code == 0 and "resuming step 4" in resumed.err
     for word in ("model.dim=32", "attention=mqa", "++attention.window=3"):
@@ -427,7 +427,7 @@ def test_training_begins_with_a_converted_model_and_resumes(heal):
     assert "python -m tools.convert mqa attention=NAME --out Y, then init_from=Y" in refused.err
 
 
-def test_a_run_that_learns_from_a_teacher_resumes_and_keeps_it_out(heal, command, story):
+def test_a_run_with_a_teacher_resumes_and_does_not_save_it(heal, command, story):
     def losses(name: str, *more: str) -> list[float]:
         result, lines = heal(name, *more)
         assert result.code == 0, result.err
@@ -440,7 +440,7 @@ def test_a_run_that_learns_from_a_teacher_resumes_and_keeps_it_out(heal, command
     assert taught[:2] == alone[:2] and taught != alone
     newest = checkpoint.find_model(Path("taught"))
     assert newest.name == "step-00000004"
-    # The checkpoint that taught is noted: of a teacher that trains on, another one would teach.
+    # The teacher's checkpoint is recorded, because a teacher that trains further has a newer one.
     assert checkpoint.load_config(newest)["distill"] == str(checkpoint.find_model("old"))
     shutil.rmtree(newest)
     assert losses("taught", *teacher, "resume=true") == taught

@@ -1,4 +1,4 @@
-"""The cost card against what is really allocated."""
+"""The cost card equals measured allocations."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ def names_in(card: str) -> list[str]:
     return [line.split()[0] for line in card.partition("\n\n")[0].splitlines()[1:]]
 
 
-def test_the_card_has_every_attention(command):
+def test_the_card_lists_every_attention(command):
     result = command("tools/cost.py", *OVERRIDES).succeeded()
     assert names_in(result.out) == VARIANTS
     assert "\nnext: python train.py attention=NAME" in result.out
 
 
 @pytest.mark.parametrize("attention", ["local_global", "mla"])
-def test_figures_are_those_of_the_allocated_model(attention):
+def test_figures_equal_the_allocated_model(attention):
     overrides = ["model=15m", "context=64", "data.vocab_size=20000"]
     model = instantiate(settings_of(*overrides, f"attention={attention}").model)
     caches = [model.new_cache(1, length, torch.bfloat16, "cpu").nbytes for length in (1, 2, 64)]
@@ -35,13 +35,13 @@ def test_figures_are_those_of_the_allocated_model(attention):
     )
 
 
-def test_a_choice_of_attentions_is_shown_alone(command):
+def test_only_selected_attentions_are_shown(command):
     result = command("tools/cost.py", *OVERRIDES, "attention=mla,gqa")
     assert names_in(result.out) == ["mla", "gqa"]
 
 
 @pytest.mark.parametrize("overrides", [("attention=none",), ("batch_tokens=100",)])
-def test_a_run_that_cannot_be_is_one_line(command, overrides):
+def test_an_invalid_run_is_refused_in_one_line(command, overrides):
     result = command("tools/cost.py", *OVERRIDES, *overrides)
     assert result.code in (1, 2) and result.out == ""
     assert result.err.startswith("error: ") and result.err.count("\n") == 1

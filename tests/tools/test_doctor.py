@@ -1,4 +1,4 @@
-"""What tools.doctor says of machines that are not there."""
+"""Reports of tools.doctor for simulated machines."""
 
 import math
 import os
@@ -17,7 +17,7 @@ NOTHING = "nothing found that slows training"
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes this machine one with an NVIDIA driver that torch sees no GPU of."""
+    """A function: simulates an NVIDIA driver whose GPU torch does not detect."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
@@ -32,7 +32,7 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def diagnose(command, monkeypatch):
-    """Runs the command; this machine has room and a compiler unless a test says else."""
+    """Run the command on an idle machine with a compiler, unless a test changes it."""
     monkeypatch.setattr(hardware, "multiplies_bf16", lambda device: True)
     monkeypatch.setattr(compilation, "missing_for_compilation", lambda device: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -44,7 +44,7 @@ def diagnose(command, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """This machine has a GPU that torch can use."""
+    """Simulate a GPU that torch can use."""
     for key, value in {
         "is_available": True,
         "get_device_name": "NVIDIA H100 80GB HBM3",
@@ -59,7 +59,7 @@ def test_a_machine_without_findings(diagnose):
     assert (result.code, result.err) == (0, "")
     assert result.out.splitlines()[-2:] == [NOTHING, "next: python train.py"]
     assert "training: cpu" in result.out
-    # The default run is one that compile=auto compiles.
+    # compile=auto compiles the default run.
     settings = settings_of()
     assert settings.compile == "auto" and "compile=True (compile=auto: in runs of at" in result.out
     assert compilation.is_long_run(math.inf, settings.max_minutes)
@@ -67,20 +67,20 @@ def test_a_machine_without_findings(diagnose):
 
 
 @pytest.mark.parametrize("cuda", ["13.0", None])
-def test_a_gpu_that_torch_does_not_see_is_found(machine, capsys, cuda):
+def test_a_gpu_that_torch_does_not_detect_is_reported(machine, capsys, cuda):
     machine("535.161.08", cuda=cuda)
     doctor.main()
     assert f"(driver 535.161.08, torch for CUDA {cuda}). fix: " in capsys.readouterr().out
 
 
-def test_a_missing_compiler_slows_training(diagnose, monkeypatch):
+def test_a_missing_compiler_is_reported(diagnose, monkeypatch):
     monkeypatch.setattr(compilation, "missing_for_compilation", lambda _: "a C++ compiler")
     result = diagnose()
     (line,) = [line for line in result.out.splitlines() if line.startswith("slow: ")]
     assert result.code == 0 and "without a C++ compiler" in line and "fix: " in line
 
 
-def test_other_work_and_a_quota_slow_training(diagnose, monkeypatch):
+def test_load_and_a_cpu_quota_are_reported(diagnose, monkeypatch):
     monkeypatch.setattr(threads, "cores", lambda: [0, 1])
     monkeypatch.setattr(threads, "lasting_load", lambda: 1.24)
     monkeypatch.setattr(threads, "cpu_quota", lambda: 1.5)
@@ -95,14 +95,14 @@ def test_other_work_and_a_quota_slow_training(diagnose, monkeypatch):
     assert "fix: " in load and "OMP_NUM_THREADS=2" in load and "OMP_NUM_THREADS=1" in load
 
 
-def test_a_gpu_and_what_it_would_train_with(diagnose, gpu):
+def test_a_gpu_and_its_training_settings_are_reported(diagnose, gpu):
     result = diagnose()
     assert "GPU: NVIDIA H100 80GB HBM3, 79 of 80 GB free" in result.out
     assert "training: cuda, torch.bfloat16 products" in result.out
     assert NOTHING in result.out
 
 
-def test_a_gpu_without_kernels_is_found(machine, gpu, monkeypatch, capsys):
+def test_a_gpu_without_kernels_is_reported(machine, gpu, monkeypatch, capsys):
     machine("580.95.05")
     for name, value in {
         "is_available": True,

@@ -1,4 +1,4 @@
-"""The numbers of tools.evaluate are those of others."""
+"""The numbers of tools.evaluate equal independent computations."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def evaluated(command, *words: str) -> dict:
 
 
 def saved_run(folder: Path, settings: dict) -> torch.nn.Module:
-    """A run with these settings whose only checkpoint is a tiny model, every parameter drawn."""
+    """Save a run with these settings and one checkpoint: a tiny model with random parameters."""
     corpus = open_corpus(settings["data"])
     sizes = {"vocab_size": corpus.tokenizer.vocab_size, "context": settings["context"]}
     tree = tree_of("gqa") | {"attention": settings["model"]["attention"]} | sizes
@@ -42,10 +42,10 @@ def held_out_tokens() -> list[int]:
 
 
 @stories
-def test_a_model_of_others_has_its_reference_loss(command):
+def test_a_published_model_has_its_reference_loss(command):
     told = json.loads((STORIES / "reference.json").read_text(encoding="utf-8"))
     command("tools/import_hf.py", str(STORIES), "--out", "stories").succeeded()
-    # Of the documents, those that the reference did not cut.
+    # Only documents that the reference did not cut.
     documents = (
         (DATASETS / "tinystories" / "valid.txt").read_text(encoding="utf-8").split("<|endoftext|>")
     )
@@ -69,7 +69,7 @@ def drawn(drawn_run) -> tuple[torch.nn.Module, Tokenizer]:
 
 @torch.no_grad()
 def nats_by_token(model: torch.nn.Module, tokens: list[int], context: int = 0) -> list[float]:
-    """Of all but the first, in windows of `context` inputs, or as many as the model has."""
+    """Nats of all tokens but the first, in windows of `context` inputs, by default the model's."""
     context = context or model.context
     nats = []
     for start in range(0, len(tokens) - 1, context):
@@ -80,13 +80,13 @@ def nats_by_token(model: torch.nn.Module, tokens: list[int], context: int = 0) -
 
 
 def nats_of(model: torch.nn.Module, tokens: list[int], first: int = 1, context: int = 0) -> float:
-    """Of the tokens from the first on."""
+    """The total nats of tokens[first:]."""
     return sum(nats_by_token(model, tokens, context)[first - 1 :])
 
 
 @torch.no_grad()
 def rolling_nats(model: torch.nn.Module, tokens: list[int], context: int = 0) -> float:
-    """Of all but the first: blocks of a context, each from a context up to the end of the block."""
+    """Total nats of all tokens but the first, in blocks; each block sees one context up to its end."""
     context = context or model.context
     total = 0.0
     for index in range(1, len(tokens)):
@@ -98,8 +98,8 @@ def rolling_nats(model: torch.nn.Module, tokens: list[int], context: int = 0) ->
     return total
 
 
-def test_windows_are_those_of_a_rolling_log_likelihood():
-    """The example of lm-evaluation-harness: tests/test_utils.py, get_rolling_token_windows."""
+def test_windows_equal_a_rolling_log_likelihood():
+    """The example of get_rolling_token_windows in lm-evaluation-harness, tests/test_utils.py."""
     prefix = -100
     rows = windows([prefix, *range(34)], 10)
     assert [(row.tokens[:-1], row.tokens[row.first :]) for row in rows] == [
@@ -113,14 +113,14 @@ def test_windows_are_those_of_a_rolling_log_likelihood():
 
 
 @pytest.mark.parametrize("family", ["SentencePiece", "Llama-3.2-1B", "SmolLM2-135M"])
-def test_bits_per_byte_are_those_of_a_plain_loop(command, story, tokenizer, family):
-    """With BOS in front of a prompt, and without."""
+def test_bits_per_byte_equal_a_plain_loop(command, story, tokenizer, family):
+    """For tokenizers with and without BOS in front of a prompt."""
     if family != "SentencePiece":
         write_tokenizer(Path(), family, [story.read_text(encoding="utf-8")])
         tokenizer = import_tokenizer(Path())
         assert tokenizer.starts_with_bos == (family == "Llama-3.2-1B")
     model = saved(Path("runs/drawn"), tree_of("gqa"), tokenizer).double()
-    # What looks like a special token is text in a document.
+    # In a document, special tokens are plain text.
     texts = ["Ann had a red ball.", "Привет! Bob said: " * 20, "x", "a </s><|endoftext|> b"]
     Path("some.txt").write_text("\n<|endoftext|>\n".join(texts), encoding="utf-8")
     found = evaluated(command, "--run", "runs/drawn", "--text", "some.txt", "--batch-size", "2")
@@ -135,7 +135,7 @@ def test_bits_per_byte_are_those_of_a_plain_loop(command, story, tokenizer, fami
 
 @pytest.mark.parametrize("variant", ["gqa", "gdn"])
 @pytest.mark.parametrize("context", [40, 150])
-def test_another_context_has_the_loss_of_its_windows(command, tokenizer, variant, context):
+def test_another_context_uses_windows_of_that_length(command, tokenizer, variant, context):
     model = saved(Path("runs/drawn"), tree_of(variant), tokenizer).double()
     assert model.context == 64
     text = "Ann had a red ball. Bob said: may I? " * 30
@@ -148,14 +148,14 @@ def test_another_context_has_the_loss_of_its_windows(command, tokenizer, variant
     assert found["nats_per_token"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_held_out_text_is_that_of_the_run(command, trained):
+def test_the_held_out_text_of_the_run_is_evaluated(command, trained):
     found = evaluated(command, "--run", str(trained), "--slices")
     place = checkpoint.newest_checkpoint(trained)
     model = load_model(place, "cpu").double()
     tokens = held_out_tokens()
     expected = nats_of(model, tokens) / (len(tokens) - 1)
     assert found["val_loss"] == pytest.approx(expected, rel=1e-5)
-    # Weighted by their tokens, new and repeated ones have the loss of all.
+    # The token-weighted mean of new and repeated tokens is the total loss.
     kinds = [found["slices"][name] for name in ("new", "repeated")]
     nats = sum(each["loss"] * each["tokens"] for each in kinds)
     assert nats / (len(tokens) - 1) == pytest.approx(found["val_loss"], abs=1e-6)
@@ -187,7 +187,7 @@ def test_a_text_is_read_with_the_tokenizer_of_the_checkpoint(
         Path("given.model").unlink()
         trained = Path("given")
     before = evaluated(command, "--run", str(trained), "--slices")
-    # Another tokenizer would be trained, if one was.
+    # If a tokenizer was trained again, it would differ.
     monkeypatch.setattr(Tokenizer, "train", lambda *_: tokenizer)
     shutil.rmtree(".cache")
     assert evaluated(command, "--run", str(trained), "--slices") == before
@@ -198,7 +198,7 @@ def test_a_task_is_evaluated_in_rows_of_the_context(command):
     saved_run(Path("runs/recall"), settings.model_dump())
     words = ("--run", "runs/recall", "--slices", "--context")
     slices = [set(evaluated(command, *words, context)["slices"]) for context in ("64", "128")]
-    # The answers stand after the pairs, at most a row away from them.
+    # Answers follow the pairs, at a distance below the length of a row.
     assert slices[1] - slices[0] == {"distance 65-128"}
 
 
@@ -211,7 +211,7 @@ def test_held_out_rows_of_a_task_have_an_accuracy(command):
     assert any(name.startswith("distance") for name in found["slices"])
 
 
-def test_the_loss_of_rows_together_is_that_of_rows_alone(drawn):
+def test_the_loss_of_a_batch_equals_that_of_separate_rows(drawn):
     model, draw = drawn[0], torch.Generator().manual_seed(0)
     rows = [
         Row(torch.randint(300, (n,), generator=draw).tolist(), first)
@@ -233,6 +233,6 @@ def test_the_loss_of_rows_together_is_that_of_rows_alone(drawn):
         ((), "one of the arguments"),
     ],
 )
-def test_what_cannot_be_measured_is_a_line(command, drawn_run, wanted, message):
+def test_an_invalid_evaluation_is_refused_in_one_line(command, drawn_run, wanted, message):
     result = command("tools/evaluate.py", "--run", str(drawn_run), *wanted)
     assert result.code == 2 and message in result.err and not result.out

@@ -1,4 +1,4 @@
-"""What is taken away is the same model elsewhere, and what comes back is what went."""
+"""An exported model is the same model in transformers, and importing it again restores it."""
 
 import io
 import resource
@@ -23,7 +23,7 @@ NASTY = (
     "a<s> </s>b", "<unk><0x41>", "trailing  ", "0123 45", "e\u0301 \u00a0\u200b ﬁ½", "had a red ball. " * 9,
     "if x:\n    return '</s>'\n",
 )  # fmt: skip
-# The presets of these classes, one of each; tests/tools/test_parity.py has the others.
+# One preset for each exported class; tests/tools/test_parity.py has the others.
 EXPORTED = (
     "gqa",
     "llama model.tied=true attention.bias=true",
@@ -58,7 +58,7 @@ NONE = {
 
 
 @pytest.mark.parametrize("variant", EXPORTED)
-def test_transformers_and_we_again_read_what_is_exported(variant, command, tokenizer, tmp_path):
+def test_an_export_is_read_by_transformers_and_by_the_import(variant, command, tokenizer, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ours = saved(tmp_path / "run", tree_of(*variant.split(), "model.depth=4"), tokenizer)
@@ -74,13 +74,13 @@ def test_transformers_and_we_again_read_what_is_exported(variant, command, token
     assert_greedy(ours, prompt, continued(ours, [prompt], 40, rows=1)[0], greedy)
     fast = AutoTokenizer.from_pretrained("there")
     for text in NASTY:
-        # In a prompt, the text of a special token is that token; in a document it is text.
+        # The text of a special token is that token in a prompt, and plain text in a document.
         assert fast(text)["input_ids"] == tokenizer.encode_prompt(text), text
         ids = [tokenizer.bos, *tokenizer.encode(text)]
         assert fast(text, split_special_tokens=True)["input_ids"] == ids, text
         assert fast.decode(ids, skip_special_tokens=True) == text
 
-    # And back, where the class is one of published models.
+    # Import it again if the class is one of published models.
     result = command("tools/import_hf.py", "there", "--out", "again")
     if type(theirs).__name__ not in IMPORTED:
         assert result.code == 2 and "an unknown architecture" in result.err
@@ -92,8 +92,8 @@ def test_transformers_and_we_again_read_what_is_exported(variant, command, token
     assert again.sha256 == tokenizer.sha256 and again.starts_with_bos
 
 
-def test_programs_that_tune_can_append_eos_and_pad(command, drawn_run):
-    """trl appends the text of EOS to each example; a model that never sees its id never stops."""
+def test_fine_tuning_programs_can_append_eos_and_pad(command, drawn_run):
+    """trl appends the text of EOS to each example; without its id, a tuned model would never stop."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     command("tools/export_hf.py", "--run", str(drawn_run), "--out", "there").succeeded()
@@ -103,7 +103,7 @@ def test_programs_that_tune_can_append_eos_and_pad(command, drawn_run):
         tokenizer("a ball" + tokenizer.eos_token)["input_ids"][-1] == model.config.eos_token_id[0]
     )
 
-    # Padding is no EOS, which would be left out of the loss, and changes no row of a batch.
+    # Padding must not be EOS, which the loss would then ignore, and must not change a row of a batch.
     assert tokenizer.pad_token_id == model.config.pad_token_id == tokenizer.unk_token_id
     alone = tokenizer(["Ann", "Ann had a red ball"], return_tensors=None)["input_ids"]
     batch = tokenizer(
@@ -122,7 +122,9 @@ def test_programs_that_tune_can_append_eos_and_pad(command, drawn_run):
 
 
 @pytest.mark.parametrize("variant", NONE)
-def test_a_model_without_a_class_is_refused_with_the_nearest(variant, command, tokenizer, tmp_path):
+def test_a_model_without_a_class_is_refused_with_the_nearest_preset(
+    variant, command, tokenizer, tmp_path
+):
     saved(tmp_path / "run", tree_of(*variant.split()), tokenizer)
     result = command("tools/export_hf.py", "--run", "run", "--out", "there")
     assert result.code == 2 and result.err.count("\n") == result.err.count("fix: ") == 1
@@ -131,7 +133,7 @@ def test_a_model_without_a_class_is_refused_with_the_nearest(variant, command, t
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_preset_is_exported_or_refused(variant):
-    """A new one, too."""
+    """Also holds for new presets."""
     try:
         config = to_hf_config(tree_of(variant))
     except ValueError as error:
@@ -141,7 +143,7 @@ def test_every_preset_is_exported_or_refused(variant):
 
 
 def measured(column: int) -> dict[str, str]:
-    """A column of the table of programs in docs/formats.md: the first word of a cell by preset."""
+    """Read a column of the table of programs in docs/formats.md: each cell's first word by preset."""
     text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
     table = text.partition("### What works in which program")[2].partition("\n\n- ")[0]
     cells = {}
@@ -153,7 +155,7 @@ def measured(column: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_programs_that_were_measured_to_misread_an_export_are_named(preset):
+def test_programs_that_misread_an_export_in_measurements_are_named(preset):
     variant, *overrides = PRESETS[preset].removeprefix("attention=").split()
     config = to_hf_config(tree_of(variant, *overrides, "model.depth=4"))
     named = " ".join(describe_misreadings(config, ["tokenizer.json"]))
@@ -163,7 +165,7 @@ def test_programs_that_were_measured_to_misread_an_export_are_named(preset):
         assert (program in named) == is_wrong or difference == "-", (program, named)
     if "window" not in preset and "geglu" not in preset:
         assert not named
-    # Its tokenizer.model alone is read otherwise, by one of them.
+    # One program reads tokenizer.model differently if there is no other file.
     named = " ".join(describe_misreadings(config, ["tokenizer.model"]))
     assert ("llama.cpp puts a space" in named) == (config["model_type"] == "qwen3")
 
@@ -180,7 +182,7 @@ def test_an_export_warns_of_programs_that_misread_it(command, tokenizer):
         assert all(word in lines[0] and "docs/formats.md" in lines[0] for word in words)
 
 
-def test_an_option_that_no_class_knows_is_refused_unless_it_is_off():
+def test_an_option_without_a_class_is_refused_unless_it_is_off():
     gqa = tree_of("gqa")
     for off in (False, None):
         gqa["attention"]["v_norm"] = off
@@ -190,7 +192,7 @@ def test_an_option_that_no_class_knows_is_refused_unless_it_is_off():
         choose_architecture(gqa, [gqa["attention"]])
 
 
-def test_where_it_is_written_and_in_which_dtype(command, trained):
+def test_the_folder_and_the_dtype_of_an_export(command, trained):
     words = ("tools/export_hf.py", "--run", str(trained), "--out")
     Path("file").write_text("", encoding="utf-8")
     for where in (str(trained), "file", "file/there"):
@@ -198,7 +200,7 @@ def test_where_it_is_written_and_in_which_dtype(command, trained):
         assert result.code == 2 and result.err.count("\n") == result.err.count("fix: ") == 1
     assert command(*words, "there", "--dtype", "q8_0").code == 2
     Path("there").mkdir()
-    assert command(*words, "there", "--dtype", "bf16").code == 0  # an empty folder will do
+    assert command(*words, "there", "--dtype", "bf16").code == 0  # an empty folder is accepted
     dtypes = {weight.dtype for weight in load_file("there/model.safetensors").values()}
     assert dtypes == {torch.bfloat16}
 
@@ -231,7 +233,7 @@ def test_a_full_disk_leaves_no_folder(drawn_run, command):
         {"add_dummy_prefix": True},
     ],
 )
-def test_a_tokenizer_that_would_be_another_is_refused(how, command, tmp_path):
+def test_a_tokenizer_that_would_change_is_refused(how, command, tmp_path):
     written = io.BytesIO()
     ours = {
         "model_type": "bpe",

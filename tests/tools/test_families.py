@@ -1,4 +1,4 @@
-"""Published models with a tokenizer.json: read, continued, trained and taken away as transformers has them."""
+"""Published models with a tokenizer.json: import, generation, training and export equal transformers."""
 
 import json
 import shutil
@@ -22,20 +22,20 @@ from tools.export_hf import kept_files
 from tools.formats.special_tokens import import_tokenizer
 
 LAYERS = dict.fromkeys(CONFIGS, 1) | {"SmolLM2-135M": 2, "SmolLM3-3B": 4}
-# Families whose template puts nothing in front of a text.
+# Families whose post-processor puts nothing in front of a text.
 WITHOUT_BOS = ("SmolLM2-135M", "Qwen3-0.6B", "SmolLM3-3B")
 PROMPT = "Ann had a red ball."
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A function: family -> its folder, and the model that we made of it, once."""
+    """A function: family -> its folder, and the imported model; made once."""
     root = tmp_path_factory.mktemp("published")
 
     def made(family: str) -> tuple[Path, Path]:
         folder = root / family
         if not folder.exists():
-            # The smallest is in several files.
+            # The smallest one is saved in several files.
             save = {"max_shard_size": "200KB"} if family == "SmolLM2-135M" else {}
             texts = tell(root).read_text(encoding="utf-8").split("\n")
             make_folder(folder, family, LAYERS[family], texts, **save)
@@ -47,7 +47,7 @@ def published(tmp_path_factory):
 
 
 def loaded(folder: Path):
-    """Model and tokenizer as transformers loads them, in fp32."""
+    """Load model and tokenizer by transformers, in fp32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -55,7 +55,7 @@ def loaded(folder: Path):
 
 
 def assert_same(folder: Path, ours: torch.nn.Module, tokenizer: Tokenizer) -> None:
-    """Logits, and ids of texts that tokenizers trip over, are those of transformers."""
+    """Assert that logits, and the ids of difficult texts, equal transformers."""
     theirs, their_tokenizer = loaded(folder)
     for text in NASTY:
         ids = their_tokenizer(text)["input_ids"]
@@ -67,7 +67,7 @@ def assert_same(folder: Path, ours: torch.nn.Module, tokenizer: Tokenizer) -> No
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_logits_ids_and_text_are_those_of_transformers(family, published, command):
+def test_logits_ids_and_text_equal_transformers(family, published, command):
     folder, run = published(family)
     place = checkpoint.find_model(run)
     ours = load_model(place, "cpu")
@@ -86,8 +86,8 @@ def test_logits_ids_and_text_are_those_of_transformers(family, published, comman
     words = ("--temperature", "0", "--max-new-tokens", "40", "--device", "cpu", "--dtype", "fp32")
     result = command("generate.py", "--run", str(run), PROMPT, *words)
     assert result.code == 0
-    # In a run of bytes that is not UTF-8 as a whole, ByteFallback replaces characters, too. Where
-    # text is printed token by token, they have been printed.
+    # In a run of bytes that is not valid UTF-8, ByteFallback also replaces valid characters. If text
+    # is printed token by token, they are already printed.
     if family not in ("TinyLlama-1.1B", "Mistral-7B-v0.3") or "\ufffd" not in expected:
         assert result.out.removesuffix("\n") == expected.removesuffix("\n")
 
@@ -99,7 +99,7 @@ def test_logits_ids_and_text_are_those_of_transformers(family, published, comman
         *[pytest.param(name, marks=pytest.mark.long) for name in CONFIGS if "Qwen" not in name],
     ],
 )
-def test_a_trained_and_exported_family_is_read_by_transformers(family, published, command, story):
+def test_transformers_reads_a_trained_and_exported_family(family, published, command, story):
     _, run = published(family)
     words = [word for word in TINY if not word.startswith(("model=", "batch_tokens", "context"))]
     words += [
@@ -117,7 +117,7 @@ def test_a_trained_and_exported_family_is_read_by_transformers(family, published
     lines = metrics("runs/t")
     assert lines[-1]["val_bpb"] < lines[0]["val_bpb"]
     newest = checkpoint.find_model("runs/t")
-    assert checkpoint.load_config(newest)["model"]["vocab_size"] == 640  # rows without a token stay
+    assert checkpoint.load_config(newest)["model"]["vocab_size"] == 640  # with rows without a token
     command("tools/export_hf.py", "--run", "runs/t", "--out", "there").succeeded()
     tokenizer = Tokenizer.load(newest / "tokenizer.json")
     assert_same(Path("there"), load_model(newest, "cpu"), tokenizer)
@@ -128,14 +128,14 @@ def test_documents_are_text_between_bos_and_eos(family, published, tmp_path, sto
     path = checkpoint.find_model(published(family)[1]) / "tokenizer.json"
     tokenizer = Tokenizer.load(path)
     token = tokenizer.processor.id_to_token(tokenizer.eos)
-    # What looks like a special token is one in a prompt, and text in a document.
+    # The text of a special token is that token in a prompt, and plain text in a document.
     assert tokenizer.eos in tokenizer.encode_prompt(f"a {token} b")
     (document,) = tokenizer.encode_documents([f"a {token} b"])
     text = document[1:] if tokenizer.bos in tokenizer.eos_ids else document[1:-1]
     assert not {tokenizer.bos, *tokenizer.eos_ids} & set(text)
     assert tokenizer.decode(document) == f"a {token} b"
 
-    # A corpus, which is found again, and whose bytes are those of its text.
+    # The corpus is cached, and its byte counts match its text.
     corpus = prepare(source(story, tokenizer=str(path)), tmp_path / "cache")
     again = prepare(source(story, tokenizer=str(path)), tmp_path / "cache")
     assert corpus.sha256 == again.sha256 and corpus.tokenizer.files == tokenizer.files
@@ -143,9 +143,7 @@ def test_documents_are_text_between_bos_and_eos(family, published, tmp_path, sto
     assert held_out[0] == tokenizer.bos and tokenizer.nbytes(held_out) > 0
 
 
-def test_an_eos_that_the_file_does_not_mark_as_special_is_no_text_of_a_document(
-    published, tmp_path
-):
+def test_an_eos_that_is_not_marked_as_special_is_not_encoded_in_a_document(published, tmp_path):
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(published("SmolLM2-135M")[0], tmp_path / "model")
@@ -168,10 +166,10 @@ TEMPLATE = "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
 @pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
-def test_chat_template_padding_and_sampling_come_back(
+def test_chat_template_padding_and_sampling_round_trip(
     kind, place, published, command, story, tokenizer, tmp_path
 ):
-    """Out of a folder as transformers saves it, through training, into such a folder."""
+    """From a folder saved by transformers, through training, to an exported folder."""
     from transformers import AutoTokenizer, GenerationConfig
 
     if kind == "tokenizer.json":
@@ -219,10 +217,10 @@ IDS = ("bos_token_id", "eos_token_id")
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
 @pytest.mark.parametrize("generation", [None, {"eos_token_id": [3, 2], "top_p": 0.9}])
-def test_ids_and_all_chat_templates_come_back(
+def test_ids_and_all_chat_templates_round_trip(
     kind, generation, published, command, tokenizer, tmp_path
 ):
-    """Also those that contradict each other, in whatever file they are."""
+    """Also ids that contradict each other, and templates in any file."""
     from transformers import AutoTokenizer
 
     if kind == "tokenizer.json":
@@ -259,11 +257,11 @@ def test_ids_and_all_chat_templates_come_back(
     if generation is not None:
         content = json.loads(file.read_text(encoding="utf-8"))
         assert content | generation == content and not {"bos_token_id", "imported_ids"} & {*content}
-    # What no text begins with is named.
+    # A BOS that no text starts with is named.
     assert f"note: config.json has bos_token_id {came['bos_token_id']}, " in note
 
 
-def test_a_chat_template_that_leads_elsewhere_is_not_written(published, tmp_path):
+def test_a_chat_template_with_a_path_is_not_written(published, tmp_path):
     tokenizer = Tokenizer.load(checkpoint.find_model(published("SmolLM3-3B")[1]) / "tokenizer.json")
     templates = json.dumps({"../../evil": "text"}).encode()
     tokenizer.files = tokenizer.files | {"additional_chat_templates.json": templates}
@@ -279,7 +277,7 @@ NOTES = {
 
 
 @pytest.mark.parametrize("family", NOTES)
-def test_the_import_tells_which_texts_do_not_come_back(family, published, command):
+def test_the_import_reports_texts_that_do_not_round_trip(family, published, command):
     folder, _ = published(family)
     result = command("tools/import_hf.py", str(folder), "--out", "new").succeeded()
     notes = [line for line in result.err.splitlines() if line.startswith("note: ")]
@@ -368,7 +366,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_tokenizer_that_does_not_fit_is_refused_in_a_line(damage, published, command, tmp_path):
+def test_an_unsupported_tokenizer_is_refused_in_one_line(damage, published, command, tmp_path):
     spoil, said = DAMAGES[damage]
     folder = tmp_path / "model"
     shutil.copytree(published("SmolLM2-135M")[0], folder)

@@ -1,4 +1,4 @@
-"""A config.json says to us what it says to transformers, or nothing."""
+"""A config.json is read as transformers reads it, or refused."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ LLAMA3 = {
     ],
 )
 def test_older_configs_are_read(scaling, kind, knobs):
-    """transformers 4 wrote rope_theta and rope_scaling, left out what was usual, and said null."""
+    """transformers 4 wrote rope_theta and rope_scaling, and omitted defaults or wrote null."""
     from transformers import AutoConfig
 
     config = to_hf_config(tree_of("llama"))
@@ -45,21 +45,21 @@ def test_older_configs_are_read(scaling, kind, knobs):
     assert (theirs["rope_theta"], theirs["factor"]) == (500000.0, knobs["factor"])
 
 
-def test_the_original_context_at_the_top_is_preferred():
+def test_the_original_context_at_the_top_level_takes_precedence():
     from transformers import AutoConfig
 
     config = to_hf_config(tree_of("llama")) | {"original_max_position_embeddings": 16}
     config["rope_parameters"] = LLAMA3 | {"rope_theta": 500.0}
     del config["rope_scaling"]
     theirs = AutoConfig.for_model(**config)
-    theirs.standardize_rope_params()  # as when frequencies are computed
+    theirs.standardize_rope_params()  # as in computing frequencies
     assert theirs.rope_parameters["original_max_position_embeddings"] == 16
     assert from_hf_config(config)[1]["attention"]["rope_scaling"]["context"] == 16
 
 
 @pytest.mark.parametrize("variant", BACK)
-def test_a_config_is_read_as_it_was_written(variant):
-    """Into modules of the same attributes, where it says null for a size too."""
+def test_a_written_config_is_read_unchanged(variant):
+    """A written config builds equal modules, also with null for a size."""
     tree = tree_of(*variant.split(), "model.depth=3")
     _, again = from_hf_config(to_hf_config(tree))
     blocks = [build_model(each, "meta").blocks for each in (tree, again)]
@@ -75,7 +75,7 @@ def test_a_config_is_read_as_it_was_written(variant):
     "variant", ["gqa", "l2norm", "differential attention.qk_norm=null", "mla", "kda"]
 )
 def test_norms_are_computed_with_their_epsilon(variant):
-    """In a folder of transformers it is rms_norm_eps: of every norm, of those without weights too."""
+    """rms_norm_eps in a folder of transformers applies to every norm, also without weights."""
     import transformers
 
     tree = tree_of(*variant.split()) | {"norm_eps": 0.1}
@@ -91,8 +91,8 @@ def test_norms_are_computed_with_their_epsilon(variant):
 
 
 @pytest.mark.parametrize("variant", ["mla", "mla attention.query_rank=24 attention.bias=true"])
-def test_latent_attention_needs_no_entry_that_other_programs_do_not_read(variant):
-    """mlx-lm, vLLM and llama.cpp rotate neighbouring rows, whatever rope_interleave says."""
+def test_latent_attention_needs_no_entry_that_other_programs_ignore(variant):
+    """mlx-lm, vLLM and llama.cpp rotate neighbouring rows and ignore rope_interleave."""
     import transformers
 
     ours = redraw(instantiate(tree_of(*variant.split()))).eval()
@@ -107,15 +107,15 @@ def test_latent_attention_needs_no_entry_that_other_programs_do_not_read(variant
 
 
 def test_a_scaling_that_transformers_lacks_is_refused():
-    """It would be exported as no scaling at all."""
+    """It would be exported without any scaling."""
     tree = tree_of("llama", "attention.rope_scaling={_target_:model.rope.Scaling,factor:4}")
     with pytest.raises(ValueError, match=r"this scaling \({'_target_': 'model.rope.Scaling'"):
         to_hf_config(tree)
 
 
-def test_layer_types_of_a_mistral_are_those_of_its_window():
+def test_layer_types_of_a_mistral_must_match_its_window():
     config = to_hf_config(tree_of("sliding_window", "attention.qk_norm=null"))
     assert from_hf_config(config)[1]["attention"]["window"] == 5
-    # transformers would ignore them.
+    # transformers would ignore layer_types.
     with pytest.raises(ValueError, match="sliding_window=5"):
         from_hf_config(config | {"layer_types": ["full_attention"] * 2})

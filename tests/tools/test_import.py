@@ -1,4 +1,4 @@
-"""A Hugging Face folder becomes one of our checkpoints by one command, or is refused in a line."""
+"""One command turns a Hugging Face folder into a checkpoint, or refuses it in one line."""
 
 import json
 import os
@@ -39,7 +39,7 @@ INDEX = f"{WEIGHTS}.index.json"
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, tokenizer) -> Path:
-    """A run, and a folder in Hugging Face layout of the same model."""
+    """A run, and a Hugging Face folder of the same model."""
     root = tmp_path_factory.mktemp("exported")
     saved(root / "run", tree_of("llama"), tokenizer)
     export_hf.main(Namespace(run=root / "run", out=root / "there", dtype="f32"))
@@ -48,23 +48,23 @@ def exported(tmp_path_factory, tokenizer) -> Path:
 
 @pytest.fixture
 def there(exported, tmp_path) -> Path:
-    """A copy, to be changed at will."""
+    """A copy of the folder that the test may change."""
     return shutil.copytree(exported / "there", tmp_path / "there")
 
 
 def imported(command, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a folder, after the command has read it."""
+    """Import a folder by the command -> its weights."""
     command("tools/import_hf.py", str(folder), "--out", "new").succeeded()
     return load_model(checkpoint.find_model("new"), "cpu").state_dict()
 
 
 @stories
-def test_a_published_model_tells_its_reference_story_and_is_trained_on(command):
+def test_a_published_model_generates_its_reference_story_and_is_trained_further(command):
     told = json.loads((STORIES / "reference.json").read_text(encoding="utf-8"))
     imported(command, STORIES)
     words = ("", "--run", "new", "--temperature", "0", "--max-new-tokens", "199")
     result = command("generate.py", *words).succeeded()
-    # The two largest logits lie 0.004 apart or more; in fp32 they are off by 0.00002.
+    # The two largest logits differ by at least 0.004; fp32 errors are 0.00002.
     assert result.out == told["greedy_text"] + "\n"
 
     Path("part.txt").write_text(
@@ -88,11 +88,11 @@ def test_a_published_model_tells_its_reference_story_and_is_trained_on(command):
     )
     result = command("train.py", "init_from=new", *words).succeeded()
     losses = [(line["step"], line["val_loss"]) for line in metrics("run") if "val_loss" in line]
-    # Over 5 seeds, in fp32 and in bf16: 1.602 to 1.603 at first, 1.574 to 1.577 at last.
+    # For 5 seeds, in fp32 and bf16: 1.602 to 1.603 at the start, 1.574 to 1.577 at the end.
     assert [step for step, _ in losses] == [0, 6, 12] and losses[2][1] < losses[0][1] < 2
 
 
-def test_a_run_takes_the_model_that_it_begins_with(command, exported, story):
+def test_a_run_adopts_the_model_that_it_starts_from(command, exported, story):
     old = exported / "run"
     words = (
         *TINY[1:],
@@ -118,14 +118,14 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-# Entries that transformers 4 leaves out, and what they are then.
+# Entries that transformers 4 omits, and their defaults.
 LEFT_OUT = {"SmolLM3": ("tie_word_embeddings", True)}
 
 
 def drawn_folder(name: str, folder: Path, tokenizer_of: Path, vocab_size: int) -> None:
-    """A small random model of a class of transformers, as it saves it, with our tokenizer.
+    """Save a small random model of a transformers class with our tokenizer.
 
-    Of a Qwen2, transformers cannot read such a tokenizer: it has one of its family.
+    transformers cannot read such a tokenizer for Qwen2, which gets one of its family.
     """
     import transformers
 
@@ -155,7 +155,7 @@ def drawn_folder(name: str, folder: Path, tokenizer_of: Path, vocab_size: int) -
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"])
-def test_a_model_comes_back_from_training_as_transformers_has_it(
+def test_an_imported_and_trained_model_is_exported_as_transformers_saves_it(
     name, command, exported, story, tokenizer
 ):
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -183,8 +183,8 @@ def test_a_model_comes_back_from_training_as_transformers_has_it(
         assert their_tokenizer(text)["input_ids"] == our_tokenizer.encode_prompt(text)
 
 
-def test_a_tensor_that_the_class_does_not_have_is_refused(command, exported, tokenizer):
-    """transformers ignores a bias of Qwen2's outputs."""
+def test_a_tensor_that_the_class_lacks_is_refused(command, exported, tokenizer):
+    """transformers ignores an output bias of Qwen2."""
     drawn_folder("Qwen2", Path("model"), exported / "there", tokenizer.vocab_size)
     name = "model.layers.1.self_attn.o_proj.bias"
     weights = load_file(Path("model") / WEIGHTS)
@@ -194,7 +194,7 @@ def test_a_tensor_that_the_class_does_not_have_is_refused(command, exported, tok
     assert result.code == 3 and f"not the model's weights (model: {name})" in result.err
 
 
-def test_no_other_command_reads_what_is_not_ours(command, there, story):
+def test_no_other_command_reads_a_foreign_folder(command, there, story):
     text = ("data=text", f"data.path={story}", "steps=1")
     call = f"python -m tools.import_hf {there} --out models/there; then "
     for foreign in (there, there / WEIGHTS):
@@ -220,11 +220,11 @@ def test_no_other_command_reads_what_is_not_ours(command, there, story):
 def test_shards_half_precision_and_old_files_are_read(command, there, has_index):
     weights = {name: weight.bfloat16() for name, weight in load_file(there / WEIGHTS).items()}
     (there / WEIGHTS).unlink()
-    # Old folders hold the frequencies of RoPE.
+    # Old folders contain RoPE frequencies.
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     save_torch_state_dict(weights | old, there, max_shard_size=50_000)
     assert len(list(there.glob("*.safetensors"))) > 2
-    if not has_index:  # then all files are read, whatever they are called
+    if not has_index:  # then all files are read, whatever their names
         (there / INDEX).unlink()
         min(there.glob("*.safetensors")).rename(there / "first.safetensors")
     assert torch.equal(imported(command, there)["head.weight"], weights["lm_head.weight"].float())
@@ -232,7 +232,7 @@ def test_shards_half_precision_and_old_files_are_read(command, there, has_index)
 
 @pytest.mark.parametrize("is_sharded", [True, False])
 def test_a_second_copy_and_an_adapter_are_not_read(command, there, is_sharded):
-    """The files that transformers reads, in folders as publishers fill them."""
+    """Only the files that transformers reads are read, in realistic folders."""
     from transformers import AutoModelForCausalLM
 
     weights = load_file(there / WEIGHTS)
@@ -257,7 +257,7 @@ def test_a_tied_head_may_be_stored_as_a_copy_of_the_embedding(command, there):
 
 
 def change(**entries):
-    """A damage: these entries of config.json."""
+    """Damage: set these entries of config.json."""
 
     def harm(there: Path) -> None:
         file = there / "config.json"
@@ -269,7 +269,7 @@ def change(**entries):
 
 
 def reweigh(**tensors: torch.Tensor | None):
-    """A damage: these tensors, or none where there was one."""
+    """Damage: set these tensors, or remove those that are None."""
 
     def harm(there: Path) -> None:
         named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
@@ -296,7 +296,7 @@ def without_a_shard(there: Path) -> None:
 
 
 def with_a_stale_shard(there: Path) -> None:
-    """Without an index, it is not known which shards are those of the model."""
+    """Without an index, it is unknown which shards belong to the model."""
     split(there)
     (there / INDEX).unlink()
     shard = min(there.glob("model-*-of-*.safetensors"))
@@ -304,7 +304,7 @@ def with_a_stale_shard(there: Path) -> None:
 
 
 def reindex(**files: str | None):
-    """A damage: shards, whose index has these tensors in these files, or in none."""
+    """Damage: split into shards, and change or remove these tensors in the index."""
 
     def harm(there: Path) -> None:
         split(there)
@@ -323,7 +323,7 @@ def reindex(**files: str | None):
 
 
 def with_an_index(content: str):
-    """A damage: shards, and an index that is none."""
+    """Damage: split into shards, and write this content as the index."""
 
     def harm(there: Path) -> None:
         split(there)
@@ -342,7 +342,9 @@ def no_tokenizer(there: Path) -> None:
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_a_sentencepiece_model_has_bos_and_eos_of_its_configs(adds_bos, command, there, tokenizer):
+def test_a_sentencepiece_model_gets_bos_and_eos_from_its_configs(
+    adds_bos, command, there, tokenizer
+):
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     change(eos_token_id=[7, tokenizer.eos])(there)
@@ -358,14 +360,14 @@ def test_a_sentencepiece_model_has_bos_and_eos_of_its_configs(adds_bos, command,
     assert ours.encode_prompt("a ball") == theirs("a ball")["input_ids"]
     generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(there))
     assert [*ours.eos_ids] == generation.eos_token_id == [7, tokenizer.eos]
-    # Without BOS, documents are between EOS.
+    # Without BOS, documents are delimited by EOS.
     document = [tokenizer.bos, *tokens, 7] if adds_bos else [7, *tokens]
     assert ours.encode_documents(["a ball"]) == [document]
 
 
 LONGROPE = {"rope_type": "longrope", "factor": 2.0}
 MSCALE = {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}
-# The exit code, what is wrong, and what is said of it.
+# The exit code, the damage and the message.
 DAMAGES = {
     "pickle": (3, pickled, "a pickle"),
     "shape": (3, reweigh(model__norm__weight=torch.ones(63)), "model.norm.weight"),
@@ -421,13 +423,13 @@ DAMAGES = {
     ),
     "no tokenizer": (2, no_tokenizer, "tokenizer.model"),
 }
-# Their own features are not read back.
+# Features of these classes are not supported.
 for name in ("Llama4", "GraniteSWA", "DiffLlama", "DeepseekV3", "Qwen3_5"):
     DAMAGES[name] = (2, change(architectures=[f"{name}ForCausalLM"]), "an unknown architecture")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_our_layers_are_not_is_refused_in_a_line(damage, command, there):
+def test_an_unsupported_model_is_refused_in_one_line(damage, command, there):
     code, harm, said = DAMAGES[damage]
     harm(there)
     result = command("tools/import_hf.py", str(there), "--out", "new")

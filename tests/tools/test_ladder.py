@@ -1,4 +1,4 @@
-"""The trend over model sizes: its slope and interval, and how often chance alone makes one."""
+"""The trend over model sizes: its slope, its interval and its rate of false positives."""
 
 import math
 from xml.etree import ElementTree
@@ -11,11 +11,11 @@ from tests.tools.pages import table, text_run
 from tools.compare import report
 from tools.compare.ladder import CANNOT_TELL, Rung, compute_factor, fit_power_law, judge_trends
 
-DIMS = {64: 1e12, 96: 4e12, 128: 13e12, 192: 64e12}  # FLOPs of a run
+DIMS = {64: 1e12, 96: 4e12, 128: 13e12, 192: 64e12}  # FLOPs per run
 
 
 def simulate(draw, numbers, spreads, lead=lambda flops: 0.0, variants="abcd"):
-    """Rungs with `numbers` of seeds and `spreads` between them; `lead` is of variant a."""
+    """Rungs with `numbers` of seeds and `spreads` over them; variant a has the `lead`."""
     rungs = []
     for (dim, flops), number, spread in zip(DIMS.items(), numbers, spreads, strict=True):
         samples = {}
@@ -26,7 +26,7 @@ def simulate(draw, numbers, spreads, lead=lambda flops: 0.0, variants="abcd"):
     return rungs
 
 
-def test_the_slope_is_that_of_a_line_through_the_differences():
+def test_the_slope_fits_a_line_to_the_differences():
     rungs = simulate(np.random.default_rng(0), (6, 6, 4, 2), [0.01] * 4)
     trend = judge_trends(rungs, "base")["b"]
     logs = [math.log10(flops) for flops in DIMS.values()]
@@ -35,8 +35,8 @@ def test_the_slope_is_that_of_a_line_through_the_differences():
     assert trend.low < trend.slope < trend.high
 
 
-def test_with_two_sizes_and_one_variant_it_is_the_test_of_an_interaction():
-    """Two sizes of equal numbers: the t-test of (a - base) at one size less that at the other."""
+def test_the_trend_of_one_variant_at_two_sizes_is_a_test_of_interaction():
+    """With equal numbers of seeds: the t-test of the change of (a - base) between the sizes."""
     draw = np.random.default_rng(1)
     rungs = simulate(draw, (5, 5, 5, 5), [0.01] * 4, variants="a")[:2]
     trend = judge_trends(rungs, "base")["a"]
@@ -68,7 +68,7 @@ def test_a_trend_is_named(lead, text):
     assert [trends[name].text for name in "bcd"] == [CANNOT_TELL] * 3
 
 
-def test_without_a_spread_nothing_is_told():
+def test_without_a_spread_there_is_no_trend():
     rungs = simulate(np.random.default_rng(3), (1, 1, 1, 1), [0.01] * 4)
     trends = judge_trends(rungs, "base")
     assert {trend.text for trend in trends.values()} == {CANNOT_TELL}
@@ -109,7 +109,7 @@ def test_a_report_of_several_sizes_begins_with_the_trend(tmp_path):
     "spreads", [(0.01, 0.01, 0.01, 0.01), (0.02, 0.01, 0.005, 0.0025), (0.003, 0.006, 0.009, 0.012)]
 )
 def test_chance_alone_rarely_makes_a_trend(spreads):
-    """500 tables of equal variants: at most 5 % have a trend, within the error of 500 draws."""
+    """Of 500 tables of equal variants, at most 5 % have a trend, within the sampling error."""
     draw = np.random.default_rng(4)
     false = 0
     for _ in range(500):

@@ -1,4 +1,4 @@
-"""The loss at 2 and 4 times the training context is that of the same targets."""
+"""Losses at 2 and 4 times the training context use the same targets."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ CONTEXT = 8
 
 @pytest.fixture
 def run_of(tmp_path, monkeypatch, story):
-    """Makes a run on the story with the overrides of an attention -> its folder."""
+    """A function: overrides of an attention -> the folder of a run on the story."""
     monkeypatch.chdir(tmp_path)
     text = (f"context={CONTEXT}", "data=text", f"data.path={story}", "data.vocab_size=400")
 
@@ -29,7 +29,7 @@ def run_of(tmp_path, monkeypatch, story):
 
 
 @pytest.mark.parametrize("variant", ["gqa", "gdn", "mla"])
-def test_losses_are_those_of_a_plain_loop(run_of, variant):
+def test_losses_equal_a_plain_loop(run_of, variant):
     run = run_of(f"attention={variant}")
     measured = measure_lengths(run)
     assert measured.keys() == {"1", "2", "4"}
@@ -39,14 +39,14 @@ def test_losses_are_those_of_a_plain_loop(run_of, variant):
         newest = checkpoint.newest_checkpoint(run)
         model = load_model(newest, "cpu", context=context).double()
         nats = []
-        # Blocks of half a context are scored, the first after three and a half contexts.
+        # Score blocks of half a context, the first one after three and a half contexts.
         for end in range(4 * CONTEXT + 1, len(tokens) + 1, CONTEXT // 2):
             nats += nats_by_token(model, tokens[end - context - 1 : end])[-CONTEXT // 2 :]
         assert len(nats) > 30
         assert measured[str(multiple)] == pytest.approx(sum(nats) / len(nats), rel=1e-5)
 
 
-def test_too_little_text_is_the_reason(run_of, monkeypatch):
+def test_too_little_text_is_reported_as_the_reason(run_of, monkeypatch):
     monkeypatch.setattr(lengths, "LONGEST", 4000)
     with pytest.raises(ValueError, match=r"held-out tokens \(a window has 32001\)"):
         measure_lengths(run_of("attention=gqa"))

@@ -1,4 +1,4 @@
-"""Whatever a config.json becomes: a model whose logits are those of transformers, or a refusal."""
+"""Any mutated config.json gives a model with the logits of transformers, or is refused."""
 
 import random
 
@@ -46,7 +46,7 @@ ROPES = [
     {"rope_type": "dynamic", "factor": 2.0},
     {"full_attention": {"rope_type": "default", "rope_theta": 300.0}},
 ]
-# What an entry may become besides null, a truth value, and near its number.
+# Replacement values, in addition to null, booleans and nearby numbers.
 VALUES = {
     "model_type": [*map(str.lower, CLASSES), "arcee"],
     "hidden_act": ["gelu", "gelu_pytorch_tanh"],
@@ -65,7 +65,7 @@ VALUES |= dict.fromkeys(("is_causal", "attention_bias", "mlp_bias", "use_cache")
 
 
 def mutate(config: dict, draw: random.Random) -> dict:
-    """One or two entries removed, or of other values."""
+    """Remove or change one or two entries."""
     config = dict(config)
     for _ in range(draw.randint(1, 2)):
         entry = draw.choice([*VALUES, *config])
@@ -86,7 +86,7 @@ def of_transformers(config: dict) -> torch.nn.Module:
 
 @torch.no_grad()
 def count_alike(name: str, count: int, folder) -> int:
-    """Mutate a config `count` times -> how often both took it."""
+    """Mutate a config `count` times -> how often both programs accepted it."""
     torch.manual_seed(0)
     draw = random.Random(name)
     config = whole = SIZES | CLASSES[name]
@@ -110,7 +110,7 @@ def count_alike(name: str, count: int, folder) -> int:
             theirs = of_transformers(mutated)
             missing, _ = theirs.load_state_dict(weights, strict=False)
             expected = theirs(tokens).logits
-        except Exception:  # it takes no such config
+        except Exception:  # transformers refuses the config
             continue
         if not set(missing) - {"lm_head.weight"}:
             alike += 1
@@ -121,5 +121,5 @@ def count_alike(name: str, count: int, folder) -> int:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("count", [34, pytest.param(834, marks=pytest.mark.long)])
-def test_mutated_configs_are_as_in_transformers_or_refused(name, count, tmp_path):
+def test_mutated_configs_equal_transformers_or_are_refused(name, count, tmp_path):
     assert count_alike(name, count, tmp_path) > count / 10

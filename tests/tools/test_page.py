@@ -1,4 +1,4 @@
-"""The page of a comparison in a real browser, on a desktop's screen and on a phone's."""
+"""The page of a comparison in a real browser, with the screens of a desktop and a phone."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -17,7 +17,7 @@ PHONE = 390
 
 
 def many(names: list[str], num_seeds: int = 3, outlier: float = 0.0) -> list[Run]:
-    """Runs that differ by their names and losses; the last variant is off by `outlier`."""
+    """Runs with these names and different losses; the last variant is off by `outlier`."""
     draw = np.random.default_rng(0)
     model = text_run("gqa", 0, 1.0)
     runs = []
@@ -32,7 +32,7 @@ def many(names: list[str], num_seeds: int = 3, outlier: float = 0.0) -> list[Run
 
 
 def with_long_settings() -> list[Run]:
-    """Two variants of one name, told apart by many settings, with long values."""
+    """Two variants with one name that differ in many settings with long values."""
     runs = []
     changed = ("model.hidden=100", "attention.rope_fraction=0.5", "attention.gated=true")
     for overrides in ((), changed, ("optimizer=adamw", "attention=gdn", "data=text")):
@@ -50,7 +50,7 @@ def page_of(runs: list[Run], folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory) -> dict[str, dict]:
-    """What a browser shows of each page, by "NAME WIDTH"."""
+    """Measurements of each page in a browser, by "NAME WIDTH"."""
     folder = tmp_path_factory.mktemp("pages")
     names = [f"variant_{number}" for number in range(30)]
     two = many(["gqa", "mha"])
@@ -76,7 +76,7 @@ each = pytest.mark.parametrize("name", CASES)
 
 @everywhere
 @each
-def test_words_are_whole_and_only_tables_scroll_sideways(seen, name, width):
+def test_words_are_not_cut_and_only_tables_scroll_sideways(seen, name, width):
     view = seen[f"{name} {width}"]
     assert (view["width"], view["height"]) == (width, HEIGHT)
     assert view["damaged"] == []
@@ -97,7 +97,7 @@ def test_the_answer_and_the_figure_are_on_the_first_screen(seen, name, width):
 
 @everywhere
 @each
-def test_all_but_the_answer_the_figure_and_the_table_is_folded(seen, name, width):
+def test_only_the_answer_the_figure_and_the_table_are_unfolded(seen, name, width):
     view = seen[f"{name} {width}"]
     assert view["openDetails"] == 0 and view["numDetails"] >= 4
 
@@ -108,7 +108,7 @@ def test_a_click_on_a_title_sorts_by_its_column(seen, name):
     assert len(columns) == 6
     for column in columns:
         assert {state["state"] for state in column["states"]} == {"ascending", "descending"}
-        assert column["marked"] == 1  # a reader of screens hears of this column alone
+        assert column["marked"] == 1  # a screen reader announces only this column
         for state in column["states"]:
             is_falling = state["state"] == "descending"
             cells = state["cells"]
@@ -132,5 +132,5 @@ def number(cell: str) -> float:
     return float(cell.replace(",", "").split()[0])
 
 
-def test_a_table_that_is_wider_than_a_phone_scrolls(seen):
+def test_a_table_wider_than_a_phone_scrolls(seen):
     assert any(box["isWide"] for box in seen[f"thirty {PHONE}"]["boxes"])

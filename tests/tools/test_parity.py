@@ -1,4 +1,4 @@
-"""Logits equal those of an independent implementation, the class of `transformers` that can express a variant."""
+"""Logits of each variant equal an independent implementation: a class of `transformers`."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tools.formats.weights import hf_weights
 FULL = "full_attention"
 SCALED = "attention.rope_scaling={_target_:model.rope."
 NO_NORMS = "attention.kinds.rope.qk_norm=null attention.kinds.nope.qk_norm=null"
-# variant and overrides: its class
+# Variant and overrides: the class.
 CLASSES = {
     "llama": "Llama",
     "llama attention.bias=true model.tied=true": "Llama",
@@ -48,7 +48,7 @@ CLASSES = {
     "mla attention.rope_base=null": "KimiLinear",
     "gated": "Qwen3_5",
     "gated attention.rope_fraction=0.5": "Qwen3_5",
-    # Heads wider than dim / heads, as in Qwen3-0.6B, and narrower.
+    # Heads wider (as in Qwen3-0.6B) and narrower than dim / heads.
     "llama attention.head_dim=32": "Llama",
     "gqa attention.head_dim=32": "Qwen3",
     "sliding_window attention.qk_norm=null attention.head_dim=8": "Mistral",
@@ -75,7 +75,7 @@ def both_of(variant: str) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 
 def compare(variant: str) -> tuple[float, float]:
-    """Largest differences of logits, in fp32: to theirs, and from our cached forward to our full one."""
+    """Largest differences of logits in fp32: ours and theirs, and our cached and full forward."""
     ours, theirs = both_of(variant)
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -87,12 +87,12 @@ def compare(variant: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("variant", CLASSES)
-def test_logits_equal_those_of_transformers(variant):
+def test_logits_equal_transformers(variant):
     assert max(compare(variant)) < 1e-4
 
 
 @pytest.mark.parametrize("variant", ["gqa", "sliding_window", "mla"])
-def test_attention_maps_equal_those_of_transformers(variant):
+def test_attention_maps_equal_transformers(variant):
     ours, theirs = both_of(variant)
     tokens = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_attention_maps_equal_those_of_transformers(variant):
 
 
 def compare_softcap() -> float:
-    """No class has our block around a soft-cap: the layer alone."""
+    """Compare only the attention layer, because no class has our block with a soft-cap."""
     from transformers import Gemma2Config
     from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2RotaryEmbedding
 
@@ -126,7 +126,7 @@ def compare_softcap() -> float:
         return (ours(x, ctx, None, {})[0] - y).abs().max().item()
 
 
-def test_a_softcap_equals_that_of_gemma():
+def test_a_softcap_equals_gemma():
     assert compare_softcap() < 1e-4
 
 

@@ -1,4 +1,4 @@
-"""A sweep becomes variants of equal size, and those become jobs."""
+"""A sweep is expanded into variants of equal size, and variants into jobs."""
 
 import math
 from pathlib import Path
@@ -21,21 +21,21 @@ def num_parameters(overrides: list[str]) -> int:
 
 @pytest.fixture
 def plan_jobs(monkeypatch):
-    """The jobs that a comparison trains, which this one does not."""
+    """A function: the jobs that a comparison would train, without training them."""
     monkeypatch.setattr(plan, "train_all", lambda jobs: None)
     return lambda words, match, folder: train_variants(
         plan_variants(words, match, folder, has_search=False), has_search=False
     )
 
 
-def test_a_variant_is_composed_once(plan_jobs, monkeypatch):
+def test_each_variant_is_composed_once(plan_jobs, monkeypatch):
     composed = []
     monkeypatch.setattr(plan, "compose", lambda words: composed.append(words) or compose(words))
     jobs = plan_jobs(["attention=gqa,mqa", "seed=range(0,5)"], "params", Path("out"))
     assert len(jobs) == 10 and len(composed) == 2
 
 
-def test_jobs_compose_to_what_was_asked(plan_jobs):
+def test_jobs_compose_to_the_requested_settings(plan_jobs):
     words = ["attention=gqa,mqa", "seed=0,3", "model=tiny", "optimizer.lr=0.01"]
     jobs = plan_jobs(words, "params", Path("out, of é"))
     assert [job.run_dir.name for job in jobs] == ["gqa-0", "mqa-0", "gqa-3", "mqa-3"]
@@ -59,11 +59,11 @@ def test_jobs_compose_to_what_was_asked(plan_jobs):
         (["attention=conv", "optimizer.lr=0.01,0.1"], ["lr-0.01", "lr-0.1"]),
     ],
 )
-def test_a_name_has_the_attention_whose_settings_it_gives(words, names):
+def test_a_name_includes_the_attention_of_its_settings(words, names):
     assert list(name_variants(expand_sweep([*words, "model=tiny"]))) == names
 
 
-def test_each_size_trains_as_long_as_its_own_first_run(plan_jobs):
+def test_the_first_run_of_each_size_is_its_baseline(plan_jobs):
     words = ["attention=gqa,mqa", "model.dim=32,64", "seed=0,1", "model=tiny"]
     jobs = {job.run_dir.name: job for job in plan_jobs(words, "params", Path("out"))}
     assert len(jobs) == 8
@@ -74,9 +74,9 @@ def test_each_size_trains_as_long_as_its_own_first_run(plan_jobs):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", ["params", "flops"])
-def test_every_preset_is_made_as_large_as_the_baseline(kind, variant):
+def test_every_preset_matches_the_size_of_the_baseline(kind, variant):
     for name in ("tiny", "350m"):
-        words = (f"model={name}", "model.depth=6")  # the period of the longest pattern
+        words = (f"model={name}", "model.depth=6")  # the length of the longest pattern
         target = plan.SIZES[kind](plan.build_model(settings_of(*words).model, "meta"))
         tree = settings_of(*words, f"attention={variant}").model
         hidden = match_hidden(tree, plan.SIZES[kind], target)
@@ -87,7 +87,7 @@ def test_every_preset_is_made_as_large_as_the_baseline(kind, variant):
         assert abs(size / target - 1) <= 0.01, name
 
 
-def test_matching_changes_the_feed_forward_alone(plan_jobs):
+def test_matching_sizes_changes_only_the_feed_forward(plan_jobs):
     jobs = plan_jobs(["attention=gqa,mha", "model=tiny", "seed=3"], "params", Path("out"))
     one, other = (dict(flatten(compose(job.overrides).model_dump())) for job in jobs)
     swept = ("name", "run_dir", "model.attention.kv_heads")
@@ -104,12 +104,12 @@ def test_sizes_are_matched_within_each_model_size(plan_jobs):
     assert sizes["gqa-small"] > 2 * sizes["gqa-tiny"]
 
 
-BOWL = {"gqa": 1.0, "mqa": 4.0, "mha": 0.25}  # the best factor of the rates of each
+BOWL = {"gqa": 1.0, "mqa": 4.0, "mha": 0.25}  # each variant's best factor of the rates
 
 
 @pytest.mark.parametrize("diverges_from", [math.inf, 4.0])
 def test_the_search_finds_the_rates_of_each_variant(monkeypatch, diverges_from):
-    """Losses are a parabola in the logarithm of the rates, which diverge from some factor on."""
+    """Losses are a parabola in the logarithm of the rate, and diverge above some factor."""
     rates = []
 
     def train_all(jobs: list[Job]) -> None:
@@ -127,12 +127,12 @@ def test_the_search_finds_the_rates_of_each_variant(monkeypatch, diverges_from):
     variants = plan_variants(words, "none", Path("out"), has_search=True)
     jobs = train_variants(variants, has_search=True)
 
-    # Each factor is tried once, beyond the best until that is inside, and with a seed of its own.
+    # Each factor is tried once, with the seed of the search, until the best one is inside the range.
     tried = {name: [x for each, seed, x in rates if (each, seed) == (name, 1000)] for name in BOWL}
     assert sorted(tried["gqa"]) == pytest.approx([0.25, 0.5, 1, 2, 4], rel=1e-3)
     assert min(tried["mha"]) == pytest.approx(0.125, rel=1e-3)
     assert max(tried["mqa"]) == pytest.approx(8 if diverges_from > 8 else 4, rel=1e-3)
-    # The parabola is exact, but does not lead to where a run has diverged.
+    # The parabola is exact, but a factor that diverged is never chosen.
     best = BOWL | ({"mqa": 2.0} if diverges_from == 4 else {})
     for name, seed, factor in rates[-6:]:
         assert seed in (0, 1) and factor == pytest.approx(best[name], rel=0.01)
@@ -143,7 +143,7 @@ def test_the_search_finds_the_rates_of_each_variant(monkeypatch, diverges_from):
     assert len({job.run_dir for job in jobs}) == len(jobs)
 
 
-def test_nothing_is_judged_where_every_search_has_failed(monkeypatch):
+def test_no_variant_is_trained_after_a_failed_search(monkeypatch):
     counts = []
     monkeypatch.setattr(plan, "train_all", lambda jobs: counts.append(len(jobs)))
     variants = plan_variants(["model=tiny"], "none", Path("out"), has_search=True)
@@ -151,6 +151,6 @@ def test_nothing_is_judged_where_every_search_has_failed(monkeypatch):
     assert counts == [len(jobs)] == [5]
 
 
-def test_the_seed_of_the_search_judges_nothing():
+def test_the_seed_of_the_search_is_refused_for_runs():
     with pytest.raises(ValueError, match="fix: seed=0"):
         plan_variants(["seed=0,1000"], "none", Path("out"), has_search=True)

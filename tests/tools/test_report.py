@@ -1,4 +1,4 @@
-"""The report says what the runs show, in every measure, and no more."""
+"""The report states exactly what the runs show, in every measure."""
 
 import html
 import math
@@ -19,9 +19,9 @@ from tools.compare.plots import ForestRow, draw_forest
 from tools.compare.runs import Run, changes
 
 SEEDS = (0, 1, 2)
-# Recall of each seed.
+# Recall accuracy of each seed.
 ACCURACY = {"gqa": (1.0, 0.97, 0.2), "mqa": (0.95, 0.92, 0.91), "retention": (0.2, 0.17, 0.19)}
-FLOOR = 0.1875  # of one or the other of 4 or 8 values that are all different
+FLOOR = 0.1875  # guessing among 4 or 8 distinct values: the mean of 1/4 and 1/8
 
 
 LOSSES = {"gqa": 1.0, "mqa": 0.98, "retention": 1.2}
@@ -33,7 +33,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def write(tmp_path_factory):
-    """Writes the report of runs -> report.html and the summary."""
+    """A function: writes the report of runs -> report.html and the summary."""
     folder = tmp_path_factory.mktemp("report")
 
     def written(runs: list[Run], **problems: str) -> tuple[str, str]:
@@ -50,7 +50,7 @@ def whole(write) -> tuple[str, str]:
 
 
 def test_each_variant_has_a_row_with_every_measure(whole):
-    # Of the task there are no parts.
+    # The task has no parts.
     rows, costs, parts, settings, recall = (table(whole[0], number) for number in range(5))
     # The best first.
     for each in (rows, costs, parts, settings, recall):
@@ -63,7 +63,7 @@ def test_each_variant_has_a_row_with_every_measure(whole):
     ends = [float(end) for end in re.findall(r"[+-][\d.]+", difference)]
     assert ends == pytest.approx([0.2, 0.2 - half, 0.2 + half], abs=1.1e-4)
     assert rows["retention"]["verdict"] == "worse"
-    # 2 bytes of keys and of values, of 2 heads of 16 dimensions, in 2 layers, at 64 tokens.
+    # Keys and values of 2 bytes, 2 heads of 16 features, 2 layers and 64 tokens.
     assert rows["gqa"]["cache, kB"] == "16.4"
     assert parts["mqa"]["4 x the context, nats more"] == "n/a"
     assert parts["gqa"]["4 x the context, nats more"] == "0.5100"
@@ -74,11 +74,11 @@ def test_each_variant_has_a_row_with_every_measure(whole):
     assert "kv_heads=1" in settings["mqa"]["differs from gqa in"]
 
 
-def test_seeds_that_solve_a_task_are_counted(whole):
+def test_the_number_of_seeds_that_solve_a_task_is_reported(whole):
     page, summary = whole
     rows = table(page, 4)
     assert [row["seeds that solve it"] for row in rows.values()] == ["3 of 3", "2 of 3", "0 of 3"]
-    # The first evaluation of gqa-0 has solved it already, and of gqa-1 not.
+    # gqa-0 solves the task at its first evaluation, gqa-1 does not.
     assert rows["mqa"]["million tokens until then"] == "0.00"
     assert rows["retention"]["million tokens until then"] == "never"
     assert rows["retention"]["accuracy, %"] == "17.0 to 20.0"
@@ -110,7 +110,7 @@ def test_each_size_has_a_baseline_of_its_own(write):
         assert f"gqa-dim-{dim} has the lowest loss so far, which may be chance." in summary
 
 
-def test_what_the_search_found_stands_in_the_report(write):
+def test_the_report_has_the_results_of_the_search(write):
     inf = float("inf")
     runs = [run for run in RUNS if run.task == "text"]
     found = {
@@ -127,17 +127,17 @@ def test_what_the_search_found_stands_in_the_report(write):
     assert rows["mqa"]["nats at factor 1"] == "3.1500"
     assert rows["retention"]["factors tried"] == "0.25, 0.5, 1, 2, 4, 8, 16"
     assert table(page, 0)["mqa"]["verdict"] == "better"
-    # A best rate at the edge of what was tried gives no verdict.
+    # There is no verdict if the best rate is at the edge of the range.
     page, summary = write(runs + [r for name, each in edge.items() for r in searched(name, each)])
     assert table(page, 0)["retention"]["verdict"] == "best rate at the edge"
     assert "rate may lie outside the range tried: retention." in summary
-    # What has been found so far can be seen before anything is judged.
+    # A search is shown before there are runs to judge.
     page, summary = write(searched("gqa", found["gqa"]))
     assert table(page, 0)["gqa"]["best factor"] == "1"
     assert summary.startswith("No answer yet: no run of gqa, the baseline, has finished.")
 
 
-def test_seeds_that_diverged_count(write):
+def test_diverged_seeds_are_counted(write):
     runs = [run for run in RUNS if not (run.settings["name"] == "mqa" and run.seed == 0)]
     for run in RUNS:
         if run not in runs:
@@ -154,12 +154,12 @@ def test_a_baseline_without_a_run_is_not_replaced(write):
     page, summary = write(runs)
     assert summary.startswith("No answer yet: no run of mha, the baseline, has finished.")
     assert "verdict" not in page
-    # Nor does the order of the runs choose another.
+    # The order of the runs does not choose another baseline either.
     runs = [replace(run, baseline="mqa") for run in RUNS if run.task == "text"]
     assert table(write(runs)[0], 0)["mqa"]["verdict"] == "baseline"
 
 
-def test_what_was_not_trained_or_logged_has_no_value(write):
+def test_missing_runs_and_measures_have_no_value(write):
     old = [text_run("gqa", 0, 1.0), text_run("gqa", 1, 1.1)]
     del old[0].lines[-1]["slices"]
     page = write(old, failed="exit 4: training diverged")[0]
@@ -167,7 +167,7 @@ def test_what_was_not_trained_or_logged_has_no_value(write):
     assert "failed is not in the report: exit 4: training diverged" in page
 
 
-def test_the_page_stands_alone_in_any_color_scheme(whole):
+def test_the_page_is_self_contained_and_supports_color_schemes(whole):
     page, _ = whole
     assert "http" not in re.sub(r'xmlns(:\w+)?="\S+"', "", page)
     (script,) = re.findall("<script>(.*?)</script>", page, re.DOTALL)
@@ -176,13 +176,13 @@ def test_the_page_stands_alone_in_any_color_scheme(whole):
     assert page.count("<svg") == 2 and "#000000" not in page and "currentColor" in page
     ids = re.findall(r'clipPath id="(.*?)"', page)
     assert len(set(ids)) == len(ids) > 0
-    # Every tag but these is closed, in order.
+    # All tags except these are closed, in order.
     ElementTree.fromstring(re.sub("<!doctype html>|<meta .*?>|&nbsp;", "", page))
-    # What a reader looks for comes first.
+    # The most important parts come first.
     parts = ["<h1>", "Only a hint: mqa&#x27;s loss is lower", "<svg", "<table", "<details"]
     places = [page.index(part) for part in parts]
     assert places == sorted(places)
-    # These are folded.
+    # These parts are folded.
     folded = page[page.index("<details") :]
     assert "would have been detected (80 % power)." in folded
     assert "python -m tools.compare --margin 0.02\n\nmodel._target_=" in folded
@@ -194,7 +194,7 @@ ENOUGH = "steps={} max_minutes=null, about {} per run at this speed"
 
 
 def tuned(runs: list[Run]) -> list[Run]:
-    """The runs, and a search of learning rates for each variant whose best one is inside."""
+    """The runs, and for each variant a learning rate search with the best rate inside its range."""
     firsts = {}
     for run in runs:
         firsts.setdefault(run.settings["name"], run)
@@ -206,7 +206,7 @@ def tuned(runs: list[Run]) -> list[Run]:
 
 
 def trained_enough(losses: dict[str, float], num_seeds: int = 3) -> list[Run]:
-    """Runs of variants at these losses, on over ten tokens per parameter, seeds 0.001 apart."""
+    """Runs with these losses on over ten tokens per parameter; seeds differ by 0.001."""
     runs = []
     for name, loss in losses.items():
         for seed in range(num_seeds):
@@ -215,7 +215,7 @@ def trained_enough(losses: dict[str, float], num_seeds: int = 3) -> list[Run]:
 
 
 def answer_of(write, runs: list[Run]) -> str:
-    """What the summary says above its table, beginning with what the page says first."""
+    """The summary's text above its table; it starts like the page."""
     page, summary = write(runs)
     lines = summary.splitlines()
     assert html.unescape(re.search('<p class="answer">(.*?)</p>', page)[1]) == lines[0]
@@ -224,7 +224,7 @@ def answer_of(write, runs: list[Run]) -> str:
     return " ".join(lines[:header])
 
 
-def test_the_answer_says_which_variant_to_take_and_how_sure_that_is(write):
+def test_the_answer_names_the_best_variant_and_its_uncertainty(write):
     losses = {"gqa": 1.0, "mqa": 0.98, "mha": 0.99, "retention": 1.2}
     answer = answer_of(write, tuned(trained_enough(losses)))
     # Dunnett's critical value for three variants and 8 degrees of freedom is 2.88 (his table).
@@ -255,7 +255,7 @@ def test_no_variant_is_better_for_certain(write):
         "As good (at most 0.01 bits per byte worse): mha, mqa (50 % of the cache). "
         "Worse: retention."
     )
-    # Nor is it said that rates which were not tuned make no difference.
+    # With untuned rates, the answer does not claim equality either.
     answer = answer_of(write, trained_enough(losses))
     assert answer.startswith(
         "No variant is better than gqa for certain, at learning rates that were not tuned. "
@@ -271,7 +271,7 @@ def test_a_small_gain_is_not_rounded_to_nothing(write):
     assert f"by 0.0024 bits per byte (95 % interval {0.0024 - half:.4f} to" in answer
 
 
-def test_what_may_not_be_at_its_best_is_not_judged(write):
+def test_variants_with_untuned_rates_or_lost_runs_are_not_judged(write):
     runs = trained_enough({"gqa": 1.0, "mqa": 0.98})
     edge = {1.0: 1.0, 2.0: 0.9}
     inside = {0.5: 1.1, 1.0: 1.0, 2.0: 1.1}
@@ -282,45 +282,45 @@ def test_what_may_not_be_at_its_best_is_not_judged(write):
     lost = replace(runs[0], lines=[], folder=Path("gqa-7"))
     answer = answer_of(write, tuned([*runs, lost]))
     assert answer.startswith("No verdict: training of gqa, the baseline, diverged with 1 seed.")
-    # A variant without any run left is not forgotten.
+    # A variant without remaining runs is still mentioned.
     lost = replace(text_run("mha", 0, 1.0), lines=[])
     assert "diverged with every seed: mha." in answer_of(write, [*runs, lost])
 
 
 def recalled(solved: dict[str, int], num_seeds: int) -> list[Run]:
-    """Runs on recall, of which the first seeds of each variant solve it."""
+    """Runs on recall; the first `solved` seeds of each variant solve it."""
     runs = []
     for name, count in solved.items():
         runs += [recall_run(name, n, 0.95 if n < count else 0.3) for n in range(num_seeds)]
     return runs
 
 
-def test_the_answer_of_a_task_counts_seeds_and_says_if_they_suffice(write):
-    # Fisher's exact test of 4 of 4 against 0 of 4: twice 1 / 70, which is less than 5 %.
+def test_the_answer_of_a_task_counts_seeds_and_reports_if_they_suffice(write):
+    # Fisher's exact test of 4 of 4 against 0 of 4: 2 / 70, less than 5 %.
     answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 4}, 4)))
     assert answer.startswith(
         "Take mqa: 4 of 4 seeds solve recall (at least 90 % accuracy), and 0 of 4 seeds of gqa;"
     )
-    # Of 3 of 3 against 0 of 3: twice 1 / 20.
+    # 3 of 3 against 0 of 3: 2 / 20.
     answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 3}, 3)))
     assert answer.startswith(
         "Too little data to choose: 3 of 4 seeds. To be sure, it takes 4 seeds per variant "
         "(seed=0,1,2,3). Seeds that solve recall: mqa 3 of 3 (50 % of the "
         "cache), gqa 0 of 3."
     )
-    # With two variants the level is halved, and 4 seeds no longer do.
+    # With two variants the level is halved, and 4 seeds are not enough.
     answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 4, "mha": 1}, 4)))
     assert answer.startswith("Too little data to choose: 4 of 5 seeds.")
     answer = answer_of(write, recalled({"gqa": 0, "mqa": 5, "mha": 5}, 5))
     assert answer.startswith("Only a hint, for mqa: 5 of 5 seeds") and UNTUNED in answer
     assert "Also better than gqa: mha; which of them is best was not tested." in answer
-    # A better rate may lie outside the range that was tried.
+    # A better rate may lie outside the range.
     runs = recalled({"gqa": 0, "mqa": 4}, 4)
     edge = [replace(runs[0], factor=factor, lines=[{"val_loss": factor}]) for factor in (1.0, 0.5)]
     inside = [run for run in tuned(runs) if run.factor and run.settings["name"] == "mqa"]
     answer = answer_of(write, runs + edge + inside)
     assert answer.startswith("Only a hint, for mqa: 4 of 4") and "learning rates for gqa" in answer
-    # Where nothing can be better, nothing is missing.
+    # If no variant can be better, no seeds are missing.
     answer = answer_of(write, recalled({"gqa": 3, "mha": 3}, 3))
     assert answer.startswith("Keep gqa: 3 of 3 seeds solve recall") and "To be sure" not in answer
     answer = answer_of(write, tuned(recalled({"gqa": 3, "mqa": 4}, 5)))
@@ -338,8 +338,8 @@ def test_a_smaller_cache_that_solves_a_task_as_well_is_named(write):
     )
 
 
-def test_a_text_that_is_too_short_for_enough_tokens_is_named(write):
-    """gqa has 598,400 parameters here, and the runs saw 1,000 tokens."""
+def test_a_text_that_is_too_short_is_reported(write):
+    """gqa has 598,400 parameters here, and runs are trained on 1,000 tokens."""
     runs = [text_run(name, seed, 1.0) for name in ("gqa", "mqa") for seed in range(3)]
     parameters = max(run.model.num_parameters() for run in runs)
     for epoch, is_told in ((0.0005, False), (0.02, True)):
@@ -395,7 +395,7 @@ def test_speeds_at_different_loads_are_not_compared(write, loads, machine, said)
         (10.1, 2, ("2 of 3 seeds", "3 seeds per variant (seed=0,1,2)")),
     ],
 )
-def test_the_first_line_says_what_the_runs_can_bear(write, ratio, num_seeds, doubt):
+def test_the_first_line_reports_too_few_seeds_or_tokens(write, ratio, num_seeds, doubt):
     parameters = sum(p.numel() for p in RUNS[0].model.parameters())
     runs = [
         text_run("gqa", seed, 1.0 + 0.01 * seed, name, tokens=round(ratio * parameters))
@@ -414,7 +414,7 @@ def test_the_first_line_says_what_the_runs_can_bear(write, ratio, num_seeds, dou
         assert f"To be sure, it takes {remedy}. Undecided" in first
 
 
-def test_the_first_line_says_that_one_was_trained_on_fewer_tokens(write):
+def test_the_first_line_reports_a_variant_with_fewer_tokens(write):
     sizes = {"gqa": 30_000_000, "mqa": 20_000_000}
     runs = [text_run(name, seed, 1.0, tokens=sizes[name]) for name in sizes for seed in range(3)]
     first = answer_of(write, runs)
@@ -423,17 +423,17 @@ def test_the_first_line_says_that_one_was_trained_on_fewer_tokens(write):
     assert f"it takes the same number of tokens for all runs; {UNTUNED}." in first
 
 
-def test_the_settings_of_a_variant_are_those_that_its_baseline_has_otherwise():
+def test_the_settings_of_a_variant_are_its_differences_from_the_baseline():
     gqa = text_run("gqa", 0, 1.0)
     assert changes(text_run("gqa", 1, 1.0), gqa) == ""
     assert changes(text_run("mha", 0, 1.0, "model.hidden=100"), gqa) == "hidden=100, kv_heads=4"
-    # Each kind of layers beside the only kind that the baseline has.
+    # Each kind of layer is compared with the only kind of the baseline.
     window_nope = changes(text_run("window_nope", 0, 1.0), gqa)
     assert window_nope.startswith("kinds.local.window=128, kinds.full.rope_base=None, _target_=")
 
 
 @pytest.mark.parametrize("count", [2, 5, 30])
-def test_the_rows_of_a_plot_have_their_names_next_to_them(count):
+def test_the_rows_of_a_plot_are_labelled(count):
     draw = np.random.default_rng(0)
     rows = [ForestRow(f"v{n}", draw.normal(size=5).tolist(), (-1.0, 1.0)) for n in range(count)]
     figure = draw_forest(rows, "loss", {"equal": 0.0, "margin": 0.01})
@@ -442,7 +442,7 @@ def test_the_rows_of_a_plot_have_their_names_next_to_them(count):
     labels = axes.get_yticklabels()
     assert [label.get_text() for label in labels] == [row.label for row in rows]
     boxes = [label.get_window_extent() for label in labels]
-    # From top to bottom, without overlap, inside the picture, and not on the edges of the plot.
+    # Labels are in order, without overlap, inside the picture and off the edges of the plot.
     for above, below in pairwise(boxes):
         assert above.y0 >= below.y1
     assert min(box.x0 for box in boxes) >= 0 and boxes[-1].y0 >= 0
@@ -450,18 +450,18 @@ def test_the_rows_of_a_plot_have_their_names_next_to_them(count):
     assert bottom - (count - 1) >= 0.4 and 0 - top >= 0.4
 
 
-def test_rows_far_from_the_others_do_not_stretch_the_axis_of_a_plot():
+def test_outlying_rows_do_not_stretch_the_axis_of_a_plot():
     near = [ForestRow(f"v{n}", [0.01 * n, 0.01 * n + 0.01], None) for n in range(5)]
     far = ForestRow("far", [5.0, 5.25, 0.02], (4.0, 6.0))
     figure = draw_forest([*near, far], "loss", {"equal": 0.0})
     (axes,) = figure.axes
     low, high = axes.get_xlim()
     assert -0.1 < low < 0 and 0.05 < high < 0.1
-    # What lies outside is an arrow at the end, and its values next to the row.
+    # Points outside are an arrow at the end, with their values next to the row.
     assert [text.get_text() for text in axes.texts[2:]] == ["2 seeds: +5 to +5.25"]
     arrows = [line for line in axes.lines if line.get_marker() == ">"]
     assert [line.get_xydata().tolist() for line in arrows] == [[[high, 5]]]
-    # Every seed inside is a dot.
+    # Each seed inside the axis is a dot.
     dots = [line.get_xdata() for line in axes.lines if line.get_marker() == "."]
     assert [len(row) for row in dots] == [2, 2, 2, 2, 2, 3]
     figure.draw_without_rendering()
@@ -471,7 +471,7 @@ def test_rows_far_from_the_others_do_not_stretch_the_axis_of_a_plot():
 def test_a_plot_has_room_for_long_names():
     long = "gqa hidden=100 rope_fraction=0.5 gated=True and 2 more"
     runs = [replace(run, settings=run.settings | {"name": long}) for run in RUNS[:3]]
-    # With a row that is clipped, and without.
+    # With and without a clipped row.
     for others in (RUNS[3:6], RUNS[3:9]):
         figure = report.compare_losses(sort_runs([*runs, *others]), 0.01).figure
         figure.draw_without_rendering()
@@ -479,7 +479,7 @@ def test_a_plot_has_room_for_long_names():
         (legend,) = figure.legends
         texts = [axes.xaxis.label, *figure.texts, *axes.get_yticklabels(), *axes.texts]
         texts += legend.get_texts()
-        # The two directions touch at the line of the baseline; nothing else may.
+        # Only the two directions may touch, at the line of the baseline.
         boxes = [text.get_window_extent() for text in texts if text not in axes.texts[:1]]
         assert not any(box.overlaps(other) for box, other in combinations(boxes, 2))
         for text in texts:
@@ -488,10 +488,10 @@ def test_a_plot_has_room_for_long_names():
         assert axes.bbox.width > figure.bbox.width / 3
 
 
-def test_a_plot_says_at_its_axis_which_direction_is_better():
+def test_the_axis_of_a_plot_shows_which_direction_is_better():
     losses = report.compare_losses(sort_runs(RUNS[:9]), 0.01).figure
     accuracies = report.compare_accuracies(sort_runs(RUNS[9:])).figure
-    # Above the line of the baseline too.
+    # The directions are also above the line of the baseline.
     above = [text.get_text().strip() for text in losses.axes[0].texts[:2]]
     assert above == ["\N{LEFTWARDS ARROW} better", "worse \N{RIGHTWARDS ARROW}"]
     assert losses.get_supxlabel().startswith("\N{LEFTWARDS ARROW} better")

@@ -1,4 +1,4 @@
-"""Better, worse and as good are said only where chance alone rarely brings them about."""
+"""The verdicts better, worse and as good have small error rates."""
 
 import math
 
@@ -23,11 +23,11 @@ def interval(verdict) -> tuple[float, float]:
 
 
 def test_dunnett_1955():
-    """Blood counts of animals under two drugs, of Dunnett's paper: allowances of his table."""
+    """The example of Dunnett's paper, blood counts under two drugs, with the allowances of his table."""
     control = [7.40, 8.50, 7.20, 8.24, 9.84, 8.32]
     drugs = {"a": [9.76, 8.80, 7.68, 9.36], "b": [12.80, 9.68, 12.16, 9.20, 10.55]}
     verdicts = judge(control, drugs, 0.01)
-    pooled = math.sqrt(1.38)  # of 12 degrees of freedom, as printed
+    pooled = math.sqrt(1.38)  # 12 degrees of freedom, as printed
     assert verdicts["a"].difference == pytest.approx(0.65, abs=0.005)
     assert verdicts["b"].difference == pytest.approx(2.63, abs=0.005)
     for name, verdict in verdicts.items():
@@ -42,7 +42,7 @@ def test_many_variants_have_the_intervals_of_scipy():
     baseline, *variants = np.random.default_rng(0).normal(0, 1, (9, 4))
     test = stats.dunnett(*variants, control=baseline, rng=np.random.default_rng(0))
     verdicts = judge(baseline, dict(enumerate(variants)), 0.01).values()
-    # Its search for the intervals has a tolerance.
+    # scipy searches for the intervals with a tolerance.
     for verdict, *expected in zip(verdicts, *test.confidence_interval(), strict=True):
         assert interval(verdict) == pytest.approx(tuple(expected), abs=0.003 * np.ptp(expected))
 
@@ -60,7 +60,7 @@ def test_one_variant_has_the_interval_of_a_t_test(sizes, level):
         assert interval(verdict) == pytest.approx(tuple(expected))
 
 
-def test_other_spreads_have_intervals_of_their_own():
+def test_different_spreads_use_separate_intervals():
     """Welch's formula by hand, with Bonferroni's correction for two variants."""
     draw = np.random.default_rng(0)
     baseline = draw.normal(0, 1, 6)
@@ -88,7 +88,7 @@ def test_other_spreads_have_intervals_of_their_own():
         (NAN, NAN, "cannot tell"),
     ],
 )
-def test_verdicts_at_their_borders(low, high, text):
+def test_verdicts_at_the_margins(low, high, text):
     assert text_of(low, high, margin=0.5) == text
 
 
@@ -106,7 +106,7 @@ def test_verdicts_at_their_borders(low, high, text):
 )
 @pytest.mark.filterwarnings("error")
 def test_without_a_spread_there_is_no_verdict(baseline, other, reason):
-    """Of the variant; another one beside it has that which it has alone."""
+    """Another variant keeps the verdict that it has alone."""
     variants = {"x": other, "rest": [1.0, 1.15, 1.3]}
     verdicts = judge(baseline, variants, 0.01)
     assert verdicts["x"].text == f"cannot tell: {reason}"
@@ -120,7 +120,7 @@ def test_without_variants_there_are_no_verdicts():
 
 @pytest.mark.parametrize("scales", [(1, 1), (1, 10, 10)])
 def test_a_detectable_difference_is_found_in_four_of_five(scales):
-    """A variant moved by it, which moves its interval by as much."""
+    """Shifting a variant by the difference shifts its interval equally."""
     draw = np.random.default_rng(0)
     num_found = 0
     for _ in range(200):
@@ -133,13 +133,13 @@ def test_a_detectable_difference_is_found_in_four_of_five(scales):
 @pytest.mark.parametrize(
     "counts, num_variants, is_more",
     [
-        # All of n seeds against none: p = 2 / C(2n, n), counted by hand.
+        # All of n seeds against none: p = 2 / C(2n, n), computed by hand.
         ((3, 3, 0, 3), 1, False),  # 2 / 20
         ((4, 4, 0, 4), 1, True),  # 2 / 70
         ((4, 4, 0, 4), 2, False),  # 4 / 70
         ((5, 5, 0, 5), 6, True),  # 12 / 252
         ((5, 5, 0, 5), 7, False),  # 14 / 252
-        ((0, 4, 4, 4), 1, False),  # less often
+        ((0, 4, 4, 4), 1, False),  # the variant solves it less often
         ((4, 4, 4, 4), 1, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""A tokenizer of a Hugging Face folder has the ids that transformers reads, or is refused."""
+"""A tokenizer of a Hugging Face folder gives the ids of transformers, or is refused."""
 
 import io
 import json
@@ -29,7 +29,7 @@ GREEDY_STRIP = {"lstrip": True, "rstrip": True, "special": True}
 
 
 def edit(name: str, **entries: object) -> Callable[[Path], None]:
-    """A change of a JSON file of the folder, which may not exist yet; None removes an entry."""
+    """A change to a JSON file of the folder, created if missing; None removes an entry."""
 
     def change(folder: Path) -> None:
         file = folder / name
@@ -41,7 +41,7 @@ def edit(name: str, **entries: object) -> Callable[[Path], None]:
 
 
 def flag_tokens(special: bool | None) -> Callable[[Path], None]:
-    """A change of the added tokens of tokenizer.json: special or not, or none at all."""
+    """A change to the added tokens of tokenizer.json: special or not; None removes them."""
 
     def change(folder: Path) -> None:
         file = folder / "tokenizer.json"
@@ -54,7 +54,7 @@ def flag_tokens(special: bool | None) -> Callable[[Path], None]:
 
 
 def read_as(model_type: str, **entries: object) -> Callable[[Path], None]:
-    """A change of the model's class, and of the tokenizer's configuration."""
+    """A change to the model's class and the tokenizer's configuration."""
 
     def change(folder: Path) -> None:
         edit("config.json", model_type=model_type)(folder)
@@ -68,7 +68,7 @@ SMOL = "SmolLM2-135M"
 QWEN = "Qwen3-0.6B"
 TINY = "TinyLlama-1.1B"
 MISTRAL = "Mistral-7B-v0.3"
-# A folder and what is changed in it. SentencePiece models are "plain", or have a space in front.
+# A folder and a change to it. SentencePiece models are "plain" or put a space in front.
 EQUAL = {
     "SmolLM2": (SMOL, config()),
     "GPT-2's class": (SMOL, config(tokenizer_class="GPT2Tokenizer", add_prefix_space=False)),
@@ -176,7 +176,7 @@ REFUSED = {
         '"tokenizer_class": "LlamaTokenizer"',
     ),
 }
-# Versions of transformers differ: the file decides, and a note tells.
+# If versions of transformers differ, the file decides, and a note reports it.
 NOTED = {
     "TinyLlama's class": (TINY, config(tokenizer_class="LlamaTokenizer"), ["4 and 5 differ"]),
     "SentencePiece alone": ("space", lambda folder: None, ["BOS is put", "4 and 5 differ"]),
@@ -194,7 +194,7 @@ NOTED = {
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """A function: family, or kind of SentencePiece model -> a folder with its tokenizer."""
+    """A function: family or kind of SentencePiece model -> a folder with its tokenizer."""
     root = tmp_path_factory.mktemp("originals")
     texts = tell(root).read_text(encoding="utf-8").split("\n")
 
@@ -231,7 +231,7 @@ def originals(tmp_path_factory):
 
 @pytest.fixture
 def changed(originals, tmp_path):
-    """A function: name, and what is changed in a copy of its folder -> the copy."""
+    """A function: name and a change -> a changed copy of the folder."""
 
     def copy(name: str, change: Callable[[Path], None]) -> Path:
         folder = shutil.copytree(originals(name), tmp_path / "model")
@@ -242,7 +242,7 @@ def changed(originals, tmp_path):
 
 
 def texts() -> list[str]:
-    """NASTY texts, and 200 of words, blanks and special tokens in a random order."""
+    """NASTY, and 200 random texts of words, blanks and special tokens."""
     parts = ("Ann", " had", " a", "ball", ".", ",", "\n", " ", "  ", "\t", "12", " 6", "Тест", "é")
     special = ("<s>", "</s>", "<|im_start|>", "<|endoftext|>", "<extra>", "<pad>", "<0x41>")
     draw = random.Random(0)
@@ -255,12 +255,12 @@ def model_type_of(folder: Path) -> str:
 
 
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of all texts; without BOS, an empty text has none in transformers."""
+    """The ids of all texts; without BOS, an empty text has no ids in transformers."""
     return [tokenizer.encode_prompt(text) for text in texts()]
 
 
 @pytest.mark.parametrize("kind", EQUAL)
-def test_ids_are_those_of_transformers(kind, changed):
+def test_ids_equal_transformers(kind, changed):
     from transformers import AutoTokenizer
 
     folder = changed(*EQUAL[kind])
@@ -272,14 +272,14 @@ def test_ids_are_those_of_transformers(kind, changed):
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_folder_that_transformers_reads_otherwise_is_refused(kind, changed):
+def test_a_folder_that_transformers_reads_differently_is_refused(kind, changed):
     name, change, fix = REFUSED[kind]
     with pytest.raises(ValueError, match="fix: ") as refused:
         import_tokenizer(changed(name, change))
     assert fix in str(refused.value).partition("fix: ")[2] and "\n" not in str(refused.value)
 
 
-def test_a_refused_folder_that_is_saved_again_is_read(changed):
+def test_a_refused_folder_is_read_after_saving_it_again(changed):
     from transformers import AutoTokenizer
 
     folder = changed(SMOL, config(extra_special_tokens=["<extra>"], pad_token="<pad>"))
@@ -290,7 +290,7 @@ def test_a_refused_folder_that_is_saved_again_is_read(changed):
 
 
 @pytest.mark.parametrize("kind", NOTED)
-def test_where_versions_differ_the_file_decides_and_a_note_tells(kind, changed, originals):
+def test_if_versions_differ_the_file_decides_and_a_note_reports_it(kind, changed, originals):
     from transformers import AutoTokenizer
 
     name, change, notes = NOTED[kind]

@@ -11,9 +11,9 @@ from tools.compare.comparison import Comparison, withhold_verdicts
 from tools.compare.statistics import judge
 from tools.compare.tuning import FACTORS, FARTHEST, Optimum, find_optimum, next_factor, rate_losses
 
-SD = 0.004  # of a seed's loss
+SD = 0.004  # standard deviation of the loss over seeds
 MARGIN = 0.01
-FALSE = 0.05  # share of tables that may err
+FALSE = 0.05  # allowed share of tables with an error
 
 
 def parabola(optimum: float, curvature: float = 0.01, factors=FACTORS) -> dict[float, float]:
@@ -21,7 +21,7 @@ def parabola(optimum: float, curvature: float = 0.01, factors=FACTORS) -> dict[f
 
 
 def searched(loss) -> dict[float, float]:
-    """The losses of a search to its end, by a function of the factor."""
+    """Run a search to its end with losses from a function of the factor."""
     losses = {factor: loss(factor) for factor in FACTORS}
     while (factor := next_factor(losses)) is not None:
         assert factor not in losses
@@ -30,13 +30,13 @@ def searched(loss) -> dict[float, float]:
 
 
 @pytest.mark.parametrize("optimum", [0.03, 0.2, 0.7, 1.0, 1.3, 2.5, 7.0, 20.0])
-def test_a_parabola_has_its_own_optimum(optimum):
+def test_the_optimum_of_a_parabola_is_exact(optimum):
     losses = searched(lambda factor: parabola(optimum, factors=[factor])[factor])
     assert find_optimum(losses) == pytest.approx(Optimum(optimum, 0.01, True))
 
 
 @pytest.mark.parametrize("sign, last", [(-1, FARTHEST), (1, 1 / FARTHEST)])
-def test_a_best_at_the_edge_extends_the_range_until_the_farthest(sign, last):
+def test_a_best_rate_at_the_edge_extends_the_range_up_to_the_limit(sign, last):
     losses = searched(lambda factor: 1 + sign * 0.01 * math.log2(factor))
     edges = [*FACTORS, *(2.0**-step * 0.25 if sign > 0 else 2.0**step * 4 for step in range(1, 5))]
     assert sorted(losses) == sorted(edges) and last in losses
@@ -44,14 +44,14 @@ def test_a_best_at_the_edge_extends_the_range_until_the_farthest(sign, last):
     assert factor == last and math.isnan(sensitivity) and not is_inside
 
 
-def test_what_diverged_ends_the_range_and_is_left_out_of_the_fit():
+def test_a_diverged_rate_ends_the_range_and_is_excluded_from_the_fit():
     losses = parabola(1.5) | {4.0: math.inf}
     assert next_factor(losses) is None
     assert find_optimum(losses) == pytest.approx(Optimum(1.5, 0.01, True))
-    # Nor does the optimum come nearer to it than the best.
+    # The optimum does not move from the best factor towards the diverged one either.
     losses = {0.25: 1.9, 0.5: 1.4, 1.0: 1.0, 2.0: math.inf, 4.0: math.inf}
     assert find_optimum(losses).factor == 1.0
-    # Beside the best there is one point: no parabola, but the best lies inside.
+    # The best has one neighbour: there is no parabola, but the best is inside the range.
     losses = {0.5: 2.0, 1.0: 1.0, 2.0: math.inf, 0.25: math.inf, 4.0: math.inf}
     factor, sensitivity, is_inside = find_optimum(losses)
     assert (factor, is_inside) == (1.0, True) and math.isnan(sensitivity)
@@ -62,17 +62,17 @@ def test_far_rates_do_not_move_the_optimum():
     assert find_optimum(near | {0.125: 50.0, 64.0: 90.0}) == pytest.approx(find_optimum(near))
 
 
-def test_the_optimum_stays_beside_the_best_factor():
-    # All points nearly on a line.
+def test_the_optimum_stays_next_to_the_best_factor():
+    # All points lie nearly on a line.
     losses = {0.25: 1.4, 0.5: 1.3, 1.0: 1.2, 2.0: 1.1, 4.0: 1.1001}
     assert 1 <= find_optimum(losses).factor <= 4
-    # A maximum is none.
+    # A maximum is not an optimum.
     assert find_optimum({0.25: 1.0, 0.5: 1.4, 1.0: 0.99, 2.0: 1.4, 4.0: 1.0}).factor == 1.0
 
 
 @pytest.mark.parametrize("edge, withheld", [("base", "ab"), ("a", "a"), ("none", "")])
-def test_a_best_at_the_edge_gets_no_verdict(edge, withheld):
-    """Neither its own nor, where it is the baseline's, those of all variants."""
+def test_a_best_rate_at_the_edge_gets_no_verdict(edge, withheld):
+    """Only its own verdict is withheld, or all verdicts if it is the baseline's."""
     rising = {factor: 1 + math.log2(factor) for factor in FACTORS}
     losses = {name: rising if name == edge else parabola(1.0) for name in ("base", "a", "b")}
     verdicts = judge([1.0, 1.1, 1.2], {"a": [3.0, 3.1, 3.3], "b": [0.1, 0.2, 0.3]}, MARGIN)
@@ -82,7 +82,7 @@ def test_a_best_at_the_edge_gets_no_verdict(edge, withheld):
     assert {name: each.text for name, each in remaining.items()} == expected
 
 
-def test_losses_are_means_over_seeds_and_infinite_where_one_diverged():
+def test_losses_are_means_over_seeds_and_infinite_if_one_diverged():
     def run(factor: float, loss: float | None = None) -> SimpleNamespace:
         last = {"val_loss": loss}
         return SimpleNamespace(factor=factor, has_diverged=loss is None, last=last)
@@ -91,7 +91,7 @@ def test_losses_are_means_over_seeds_and_infinite_where_one_diverged():
     assert rate_losses(runs) == {1.0: 3.5, 2.0: math.inf, 4.0: math.inf}
 
 
-# The whole procedure: runs of a loss that is lowest at a rate of the variant's own.
+# The whole procedure: each variant's loss has its own best rate.
 NOISES = {
     "normal": lambda draw, shape: draw.normal(0, 1, shape),
     "heavy": lambda draw, shape: draw.standard_t(4, shape) / math.sqrt(2),
@@ -99,7 +99,7 @@ NOISES = {
 
 
 def tuned(draw, effect: float, spread: float = SD, curvature: float = 0.02, noise="normal"):
-    """Search for a variant's rate, and train 8 seeds at it -> log2 of the rate's error, losses."""
+    """Search for a variant's rate and train 8 seeds with it -> log2 of the rate's error, losses."""
     optimum = 2 ** draw.uniform(-1.5, 1.5)
 
     def losses(factor: float, count: int) -> np.ndarray:
@@ -112,10 +112,10 @@ def tuned(draw, effect: float, spread: float = SD, curvature: float = 0.02, nois
 
 
 def simulate(num_tables: int, effect: float = 0.0, spreads=(SD,) * 4, **options):
-    """Tables of a baseline and three variants, of which the first has the effect.
+    """Simulate tables of a baseline and three variants; only the first variant has the effect.
 
-    -> the share of tables with a verdict on an equal variant, with an interval that misses the
-    truth, and where the effect is found; and the median error of the rates as a ratio.
+    -> the shares of tables with a verdict on an equal variant, with an interval that misses the
+    truth, and with the effect found; and the median error of the rates as a ratio.
     """
     draw = np.random.default_rng(0)
     false = []
@@ -137,8 +137,8 @@ def simulate(num_tables: int, effect: float = 0.0, spreads=(SD,) * 4, **options)
     return np.mean(false), np.mean(missed), np.mean(found), 2 ** np.median(errors) - 1
 
 
-def test_an_effect_is_found_and_equal_variants_are_not_told_apart():
-    """A few of the tables below."""
+def test_an_effect_is_found_and_equal_variants_get_no_verdict():
+    """A short version of the tests below."""
     false, missed, found, error = simulate(16, effect=2 * SD)
     assert false <= 0.2 and missed <= 0.2 and found >= 0.7 and error < 0.1
 
@@ -150,14 +150,14 @@ def test_an_effect_is_found_and_equal_variants_are_not_told_apart():
         ({}, FALSE),
         ({"curvature": 0.05}, FALSE),
         ({"noise": "heavy"}, FALSE),
-        # The test of the spreads misses some: the variance pooled over all is too small then.
+        # The test of equal spreads misses some cases, in which the pooled variance is too small.
         ({"spreads": (SD, 3 * SD, SD, SD)}, 0.08),
         ({"spreads": (3 * SD, SD, SD, SD)}, 0.08),
     ],
     ids=str,
 )
-def test_one_table_in_twenty_errs(options, allowed):
-    """1,000 tables: the bound is three standard deviations above the share that is allowed."""
+def test_at_most_one_table_in_twenty_has_an_error(options, allowed):
+    """1,000 tables; the bound is three standard deviations above the allowed share."""
     false, missed, _, error = simulate(1000, **options)
     print(f"{options}: false {false:.3f}, missed {missed:.3f}, rates {error:.1%}")
     bound = allowed + 3 * math.sqrt(allowed * (1 - allowed) / 1000)
