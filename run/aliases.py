@@ -112,24 +112,25 @@ FORMULAS = {
     "eval_tokens": "batches x batch_tokens",
     "warmup": "ratio x steps",
     "floor": "its rate / the peak rate",
-    "rate": "the rate of all parameters, as it is; optimizer.lr={value} alone is the rate of a run at "
-    "dim 128, which is scaled to yours (docs/rates.md)",
-    "matrix_rate": "the rate of a run at dim 128, which is scaled to yours (docs/rates.md)",
-    "multiple": "its rate / optimizer.lr, and scaled with that (docs/rates.md)",
-    "seeds": "the numbers themselves, a run each",
+    "rate": "one unscaled rate for all parameters; optimizer.lr={value} alone is the rate at dim "
+    "128, which is scaled to your run (docs/rates.md)",
+    "matrix_rate": "the rate at dim 128, which is scaled to your run (docs/rates.md)",
+    "multiple": "its rate / optimizer.lr, scaled like optimizer.lr (docs/rates.md)",
+    "seeds": "a list of seeds, one run each",
 }
 
 # Keys of other programs that have no equivalent here, by the reason.
 LEFT_OUT = {
     "the last two checkpoints are kept": "always_save_checkpoint save_total_limit save_strategy",
-    "evaluations come every eval_every steps": "eval_strategy evaluation_strategy do_eval",
-    "the rate falls until the last step": "decay_lr lr_decay_iters lr_decay_steps",
-    "it is chosen for the machine": "backend ddp_backend attn_implementation use_flash_attention "
-    "flash_attention num_workers dataloader_num_workers pin_memory fused local_rank",
-    "its project is attend": "wandb_project",
-    "python -m tools.evaluate does it": "eval_only",
+    "evaluation runs every eval_every steps": "eval_strategy evaluation_strategy do_eval",
+    "the rate decays until the last step": "decay_lr lr_decay_iters lr_decay_steps",
+    "chosen automatically for the machine": "backend ddp_backend attn_implementation "
+    "use_flash_attention flash_attention num_workers dataloader_num_workers pin_memory fused "
+    "local_rank",
+    "the project is always attend": "wandb_project",
+    "python -m tools.evaluate evaluates a run": "eval_only",
     "a new run never overwrites another": "overwrite_output_dir",
-    "train.py trains": "do_train",
+    "train.py always trains": "do_train",
 }
 
 # Values of our keys as other programs spell them.
@@ -220,7 +221,7 @@ def translate(
             remarks.append(f"leave {word} out")
             continue
         if "{multiple}" in template and given.get("optimizer.reference") == "null":
-            remarks.append(f"leave {word} out: optimizer.reference=null has one rate for all")
+            remarks.append(f"leave {word} out: optimizer.reference=null sets one rate for all")
             continue
         fields = {"value": value, "beta1": beta(given, 0), "beta2": beta(given, 1)}
         formula = formula_of(template)

@@ -87,8 +87,8 @@ def temporary_cache() -> Path | None:
     except OSError:
         return None
     say(
-        f"warning: the cache is {folder}, which may not last: .cache and {user_cache()} cannot be "
-        "written, lack locks, or have a path that torch.compile cannot use. "
+        f"warning: the cache is in {folder}, which may be deleted: .cache and {user_cache()} are "
+        "not writable, lack file locks, or have a path that torch.compile cannot use. "
         "fix: XDG_CACHE_HOME=FOLDER"
     )
     return folder

@@ -48,7 +48,7 @@ UNREADABLE = (
 # Exceptions that a model of an untrusted config can raise when it runs: layers that do not fit
 # together, and numbers that torch rejects.
 UNRUNNABLE = (ValueError, ArithmeticError)
-FIX = "use an older checkpoint, or train anew in another folder"
+FIX = "use an older checkpoint, or start a new run in another folder"
 
 
 def prepare_run(run: Path, resume: bool) -> Path | None:
@@ -122,11 +122,11 @@ def newest_checkpoint(run: Path) -> Path | None:
             sealed.verify(checkpoint, FIX)
             return checkpoint
         except IntegrityError as error:
-            say(f"warning: skipped: {without_fix(error)}")
+            say(f"warning: skipped a checkpoint: {without_fix(error)}")
     if checkpoints:
         raise IntegrityError(
-            f"no checkpoint is whole ({len(checkpoints)} in {run}). "
-            "fix: train anew in another folder"
+            f"all checkpoints are damaged ({len(checkpoints)} in {run}). "
+            "fix: start a new run in another folder"
         )
     return None
 
@@ -172,7 +172,7 @@ def unsaved_run(config: Path) -> ValueError:
     return ValueError(
         f"the run has no checkpoint yet ({run}: the first is due at step {save_every}, or when it "
         f"ends). fix: wait for it, or end the run with Ctrl-C, which saves; if it was killed: "
-        f"python train.py {shlex.quote(f'run_dir={run}')} resume=true, with its overrides"
+        f"python train.py {shlex.quote(f'run_dir={run}')} resume=true, with the same overrides"
     )
 
 
@@ -194,8 +194,7 @@ def fix_for_path(path: Path, option: str) -> str:
         call = shlex.join(["python", "-m", "tools.import_hf", str(folder), "--out", name])
         return f"{call}; then {option}{shlex.quote(name)}"
     return (
-        "python train.py, or for a model of Hugging Face "
-        "python -m tools.import_hf FOLDER --out NAME"
+        "python train.py, or for a Hugging Face model python -m tools.import_hf FOLDER --out NAME"
     )
 
 
@@ -214,7 +213,7 @@ def report_unreadable(
         raise
     except exceptions as error:
         reason = str(error).partition("\n")[0]
-        raise IntegrityError(f"not what a run writes ({file}: {reason}). fix: {FIX}") from None
+        raise IntegrityError(f"invalid checkpoint file ({file}: {reason}). fix: {FIX}") from None
 
 
 def load_config(checkpoint: Path) -> dict:
@@ -303,7 +302,7 @@ def check_weights(model: nn.Module, checkpoint: Path) -> None:
         stored = {(name, *opened.get_slice(name).get_shape()) for name in names}
         different = sorted(stored ^ expected)
         if different:
-            raise ValueError(f"not the model's weights: {different[:3]}")
+            raise ValueError(f"the weights do not match the model: {different[:3]}")
 
 
 @torch.no_grad()

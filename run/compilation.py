@@ -164,7 +164,7 @@ def compile_and_run(function: Callable[[], object], *, is_required: bool, option
             problem = compile_problem(error)
             if problem is None:
                 raise
-            say(f"warning: {problem}: its cache is moved aside")
+            say(f"warning: {problem}: moving the compilation cache aside")
             move_cache_aside()
     if is_required:
         errors.exit_with(errors.INPUT, f"{problem}. fix: {option}")

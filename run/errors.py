@@ -81,7 +81,7 @@ def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoRetur
         for problem in problems:
             line = " ".join(str(problem).split())
             if "fix: " not in line:
-                line += ". fix: --help lists what can be given"
+                line += ". fix: --help lists all options"
             with suppress(OSError):  # standard error may be closed
                 start_line()
                 print("error:", line, file=sys.stderr)
@@ -262,7 +262,7 @@ def report_errors() -> Iterator[None]:
     except OverrideError as error:
         exit_with(OVERRIDE, error)
     except KeyboardInterrupt:
-        exit_with(INTERRUPTED, "interrupted. fix: call it again")
+        exit_with(INTERRUPTED, "interrupted. fix: run the command again")
     except OSError as error:
         if is_end_of_reader(error):
             flush(sys.stdout)
@@ -270,7 +270,7 @@ def report_errors() -> Iterator[None]:
         if error.errno not in NO_ROOM:
             raise
         place = error.filename or "standard output, or a file of this command"
-        exit_with(STORAGE, f"{error.strerror} ({place}). fix: make room, or another place")
+        exit_with(STORAGE, f"{error.strerror} ({place}). fix: free space, or write elsewhere")
     finally:
         with suppress(OSError):
             flush(sys.stderr)

@@ -73,9 +73,9 @@ def check_before_text(settings: Settings) -> None:
         run = Path(os.path.expanduser(settings.run_dir))
         check_run_dir(run, settings.resume)
         if settings.resume and not has_checkpoint(run):
-            say(f"nothing to resume in {run}, which has no checkpoint: a new run begins there")
+            say(f"nothing to resume: {run} has no checkpoint. A new run starts there")
     elif settings.resume and not runs_of(settings.name):
-        say(f"nothing to resume: no {RUNS / settings.name} has a checkpoint. A new run begins")
+        say(f"nothing to resume: no {RUNS / settings.name} has a checkpoint. A new run starts")
 
 
 def choose_run_dir(settings: Settings, text_sha256: str) -> tuple[Path, bool]:
@@ -113,8 +113,8 @@ def lock_run_dir(run: Path, lock: FileLock, resume: bool) -> None:
                 )
         except Timeout:
             raise ValueError(
-                f"another process trains in the folder (run_dir={run}). "
-                "fix: wait, or another run_dir"
+                f"another process is training in the folder (run_dir={run}). "
+                "fix: wait, or choose another run_dir"
             ) from None
         check_run_dir(run, resume)
 
@@ -128,8 +128,8 @@ def report_folder_errors() -> Iterator[None]:
         except OSError as error:
             errors.exit_with(
                 errors.STORAGE,
-                f"no run can be kept there ({error.filename}: {error.strerror}). "
-                "fix: another run_dir, or room",
+                f"cannot write the run folder ({error.filename}: {error.strerror}). "
+                "fix: another run_dir, or free space",
             )
 
 
@@ -197,7 +197,7 @@ def find_begun_run(settings: Settings, context: int | None) -> Path | None:
     if len(contexts) > 1:
         names = " ".join(str(run) for run in begun)
         raise ValueError(
-            f"several runs began with init_from={settings.init_from} ({names}). "
+            f"several runs started from init_from={settings.init_from} ({names}). "
             f"fix: run_dir={begun[0]}"
         )
     return begun[-1] if begun else None
@@ -230,15 +230,15 @@ def check_run_dir(run: Path, resume: bool) -> None:
     """
     if resume and not run.exists():
         raise ValueError(
-            f"there is nothing to resume (run_dir={run} does not exist). "
-            "fix: the folder of a run, or leave resume out to begin one there"
+            f"nothing to resume (run_dir={run} does not exist). "
+            "fix: give the folder of a run, or leave resume out to start one there"
         )
     names = {path.name for path in run.glob("*")}
     if names and names.isdisjoint({".lock", "checkpoints"}):
-        raise ValueError(f"the folder holds other files (run_dir={run}). fix: another run_dir")
+        raise ValueError(f"the folder contains other files (run_dir={run}). fix: another run_dir")
     if has_checkpoint(run) and not resume:
         raise ValueError(
-            f"the folder holds a run (run_dir={run}). fix: resume=true, or another run_dir"
+            f"the folder contains a run (run_dir={run}). fix: resume=true, or another run_dir"
         )
 
 

@@ -55,8 +55,8 @@ def pick_device(wanted: str) -> torch.device:
             raise ValueError(missing)
         warn_once(missing)
     raise ValueError(
-        f"torch can use no such device here (device={wanted}). "
-        "fix: what python -m tools.doctor says, or device=auto (--device auto)"
+        f"torch cannot use this device (device={wanted}). "
+        "fix: see python -m tools.doctor, or device=auto (--device auto)"
     )
 
 

@@ -26,11 +26,11 @@ TYPE_NAMES = {
     int: "a whole number",
     float: "a finite number",
     bool: "true or false",
-    str: "a text",
+    str: "a string",
     NoneType: "null",
     list[int]: "a list of whole numbers",
     list[float]: "a list of numbers",
-    list[str]: "a list of names",
+    list[str]: "a list of strings",
 }
 LIST_EXAMPLES = {"list[int]": "[4,8]", "list[float]": "[0.9,0.95]"}
 CHECKS = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
@@ -97,7 +97,7 @@ def resolve_target(path: str, package: str) -> Callable:
         if is_callable and target.__module__ == module:
             return target
     raise ValueError(
-        f"_target_ must be a class or function written in {package}/ (got {path!r}). "
+        f"_target_ must be a class or function defined in {package}/ (got {path!r}). "
         f"fix: leave it out, or _target_={package}.FILE.NAME"
     )
 
@@ -121,7 +121,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
             )
         if annotations[name] is inspect.Parameter.empty:
             raise TypeError(
-                f"{target.__name__} has no type for its option {name}. fix: annotate it, such as "
+                f"{target.__name__} has no type annotation for {name}. fix: annotate it, such as "
                 f"{name}: {type(value).__name__}"
             )
 

@@ -43,7 +43,7 @@ EXAMPLES = """Train a language model.
 Each key is shown with its default."""
 # The keys of train.py, by the headings of --help.
 SECTIONS = {
-    "Presets, from configs/GROUP/NAME.yaml; GROUP=NAME --help lists the keys of one": CHOSEN,
+    "Presets (configs/GROUP/NAME.yaml); GROUP=NAME --help lists the keys of a preset": CHOSEN,
     "The run": ("name", "run_dir", "resume", "init_from", "seed"),
     "Length": ("steps", "tokens_per_parameter", "max_minutes", "max_epochs"),
     "Batches": ("context", "batch_tokens", "micro_batch", "document_mask"),
@@ -79,12 +79,12 @@ PRINTED = "--cfg job prints the whole config, resolved"
 # Options of Hydra that have no effect here: the reason, and a command for the same overrides.
 HYDRA_OPTIONS = {
     "--cfg": (PRINTED, "python train.py --cfg job"),
-    "--multirun": ("several runs are a comparison", "python -m tools.compare"),
+    "--multirun": ("tools.compare trains several runs", "python -m tools.compare"),
     **dict.fromkeys(CONFIG_FILES, (ONE_CONFIG, "python train.py")),
     "--info": (PRINTED, "python train.py --cfg job"),
     "--package": (PRINTED, "python train.py --cfg job"),
     "--resolve": (PRINTED, "python train.py --cfg job"),
-    "--run": ("train.py makes one run", "python train.py"),
+    "--run": ("train.py trains a single run", "python train.py"),
     "--hydra-help": ("--help lists all keys", "python train.py --help"),
     "--shell-completion": ("--help lists all keys", "python train.py --help"),
 }
@@ -107,7 +107,7 @@ def read_command_line(arguments: list[str]) -> tuple[Settings, list[str]]:
         if "=" not in word and is_run(word):
             resumed = shlex.join([f"run_dir={run_path(word)}", "resume=true"])
             fix = f"{resumed}; or, to start from its weights, {shlex.quote(f'init_from={word}')}"
-            raise ValueError(f"a run is no override ({word}). fix: {fix}")
+            raise ValueError(f"a run is not an override ({word}). fix: {fix}")
 
     # torch is needed only to resume a run by its folder, whose saved overrides are added.
     if {"run_dir", "resume"} <= {key_of(word) for word in overrides}:
@@ -239,7 +239,7 @@ def help_text(overrides: list[str]) -> str:
         lines.append(f"\n{title}:\n")
         for key in keys:
             schema = schemas.get(key, {})
-            text = schema.get("description", PARTS.get(key, "values of several keys at once"))
+            text = schema.get("description", PARTS.get(key, "sets several keys at once"))
             types = []
             for alternative in schema.get("anyOf", [schema]):
                 kinds = alternative.get("enum", [alternative.get("type")])

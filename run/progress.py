@@ -51,7 +51,7 @@ def waiting(what: str, total: int = 1, *, patience_factor: float = 1.0) -> Itera
         delay=patience,
         leave=False,
         disable=not is_rank0() or None,
-        bar_format="{n_fmt} of {total_fmt}, {elapsed} gone, {remaining} left",
+        bar_format="{n_fmt} of {total_fmt}, {elapsed} elapsed, {remaining} left",
     )
     is_done = Event()
 

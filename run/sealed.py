@@ -86,8 +86,8 @@ def sync(path: Path) -> None:
             raise
         kind = "folders" if path.is_dir() else "files"
         warn_once(
-            f"{kind} cannot be synced here ({error.strerror}): a power cut may take the newest "
-            "checkpoint, though a killed process takes none"
+            f"{kind} cannot be synced here ({error.strerror}): a power cut may lose the newest "
+            "checkpoint, but killing the process loses none"
         )
 
 
@@ -131,7 +131,7 @@ def safe_child(folder: Path, name: str) -> Path:
     """folder / name. Raises ValueError unless that is a direct child of the folder and no link."""
     path = folder / name
     if path.parent != folder or path.is_symlink() or folder.is_symlink():
-        raise ValueError(f"{path} leads elsewhere")
+        raise ValueError(f"{path} is a link, or not directly in the folder")
     return path
 
 

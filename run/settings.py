@@ -62,12 +62,12 @@ HYDRA_KEYS = {"hydra.run.dir": "run_dir", "hydra.job.name": "name"}
 
 # Keys of other programs that name a settings file.
 CONFIG_KEYS = ("config", "config_file", "config_path", "config_name", "conf", "cfg", "yaml")
-ONE_CONFIG = "overrides such as model=tiny or experiment=NAME configure a run, no file does"
+ONE_CONFIG = "a run is configured by overrides such as model=tiny or experiment=NAME, not by a file"
 
 # Values of init_from in nanoGPT, and the fix.
 OTHER_STARTS = {"resume": "resume=true", "scratch": "leave init_from out"}  # of nanoGPT
 
-HELP = "python train.py --help, which lists all"
+HELP = "python train.py --help, which lists all keys"
 # Keys whose value is text that may look like a number or have commas, such as a file name.
 TEXT_KEYS = ("name", "run_dir", "init_from", "distill", "data.path", "data.tokenizer")
 
@@ -116,11 +116,11 @@ class Settings(BaseModel):
     max_epochs: PositiveInt | None
     """passes over the text, if neither steps nor tokens_per_parameter is given; null: no limit. Up to 4 are nearly as good as new text (2305.16264)"""
     context: int = Field(ge=2)
-    """tokens in a sequence"""
+    """tokens per sequence"""
     batch_tokens: PositiveInt
-    """tokens in an optimizer step, over all devices"""
+    """tokens per optimizer step, over all devices"""
     micro_batch: PositiveInt | None
-    """sequences in a forward pass on one device, at most; null: 8 on a CPU, on a GPU as its memory allows"""
+    """maximum number of sequences per forward pass on one device; null: 8 on a CPU, on a GPU as its memory allows"""
     sharded: bool
     """shard weights, gradients and optimizer state over processes (FSDP)"""
     activation_checkpointing: bool
@@ -135,7 +135,7 @@ class Settings(BaseModel):
     eval_every: PositiveInt
     """steps between evaluations on held-out text"""
     eval_tokens: int | None = Field(ge=2)
-    """held-out tokens of an evaluation; null: a tenth of the tokens trained since the last one"""
+    """held-out tokens per evaluation; null: a tenth of the tokens trained since the last one"""
     save_every: PositiveInt
     """steps between checkpoints"""
     sample_every: PositiveInt
@@ -159,7 +159,7 @@ class Settings(BaseModel):
         """Raise ValueError for settings that conflict, given this number of processes."""
         if self.sharded and world_size == 1:
             raise ValueError(
-                "one process has nothing to shard over (sharded=true). "
+                "sharding needs more than one process (sharded=true). "
                 "fix: torchrun --nproc_per_node=N train.py, or sharded=false"
             )
         if self.distill is None and as_typed(self.distill_weight) != defaults()["distill_weight"]:
@@ -174,7 +174,7 @@ class Settings(BaseModel):
         if self.batch_tokens % unit != 0:
             size = max(unit, self.batch_tokens // unit * unit)
             raise ValueError(
-                f"batch_tokens must be a multiple of {unit}, whole sequences for every process "
+                f"batch_tokens must be a multiple of {unit}: whole sequences for every process "
                 f"(got {self.batch_tokens} with context={self.context} "
                 f"micro_batch={self.micro_batch} processes={world_size}). fix: batch_tokens={size}"
             )
@@ -283,7 +283,7 @@ def first_value(override: "Override") -> str:
     if override.is_sweep_override():
         if not override.is_discrete_sweep():  # such as interval(0,1)
             fix = re.sub(r"=.*\((.*)\)$", r"=\1", sweep)
-            raise OverrideError(f"an interval has no values to train with ({sweep}). fix: {fix}")
+            raise OverrideError(f"give values, not an interval ({sweep}). fix: {fix}")
         values = next(override.sweep_string_iterator())
     first = values.partition(",")[0]
     if key in CHOSEN:
@@ -296,12 +296,12 @@ def sweep_problem(word: str, sweep: str, words: list[str]) -> str:
     key, _, value = sweep.partition("=")
     sweep = nearest_choice(sweep)
     if is_one_number(value):
-        return f"a number has no commas (got {word}). fix: {key}={value.replace(',', '')}"
+        return f"numbers must not contain commas (got {word}). fix: {key}={value.replace(',', '')}"
     compared = [sweep if other.lstrip("+") == word else other for other in words]
     fix = f"python -m tools.compare {shlex.join(compared)}"
     if key not in defaults() and "(" not in value:  # as in range(3)
         as_list = shlex.quote(f"{key}=[{value}]")
-        fix += f"; or, for a list, {as_list}; or, for a text, {shlex.quote(quoted(word))}"
+        fix += f"; or, for a list, {as_list}; or, for a string, {shlex.quote(quoted(word))}"
     return f"several values for one run ({word}). fix: {fix}"
 
 
@@ -338,7 +338,7 @@ def check_text(key: str, value: str) -> None:
     """Raise ValueError for a text value of other programs that is not an existing path."""
     if value.lower() == "none":
         fix = "leave name out" if key == "name" else f"{key}=null"
-        raise ValueError(f"None is null here ({key}={value}). fix: {fix}")
+        raise ValueError(f"None is written null here ({key}={value}). fix: {fix}")
     if key == "init_from" and value in OTHER_STARTS and not run_path(value).exists():
         raise ValueError(f"not a run ({key}={value}). fix: {OTHER_STARTS[value]}")
 
@@ -377,7 +377,7 @@ def parse_overrides(words: list[str]) -> list["Override"]:
             )
     except OverrideParseException as error:
         fix = shlex.quote(quoted(error.override))
-        raise OverrideError(f"not a value ({error.override}). fix: {fix}") from None
+        raise OverrideError(f"cannot parse the value ({error.override}). fix: {fix}") from None
 
 
 def named_fix(bare: list[str], words: list[str]) -> str | None:
@@ -505,7 +505,7 @@ def describe(problem: dict) -> str:
     if fix is None and isinstance(value, list):  # of a single value
         fix = ",".join(as_typed(item) for item in value)
     fix = fix or TYPICAL.get(key) or defaults()[key]
-    more = "or what --help lists"
+    more = "or see --help"
     if key == "device" and re.fullmatch(r"cuda:\d+", str(value)):
         more = f"and CUDA_VISIBLE_DEVICES={value[5:]} in front of python"
     return f"{key} {rule} (got {shown(value)}). fix: {key}={fix}, {more}"
@@ -548,7 +548,7 @@ def unknown_choices(group: str, names: list[str]) -> str:
     if not right:
         fix = " or ".join(known)
     elif len(right) < len(nearest):
-        fix += f"; there are {', '.join(known)}"
+        fix += f"; the choices are {', '.join(known)}"
     return f"unknown ({', '.join(wrong)}). fix: {fix}"
 
 

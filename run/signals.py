@@ -56,11 +56,11 @@ class Signals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         is_repeated = self.received != 0 and number == signal.SIGINT and "RANK" not in os.environ
         if is_repeated or not self.is_armed:
-            problem = "ended at once, before a step: nothing is lost. fix: call it again"
+            problem = "stopped before finishing a step: nothing is lost. fix: run the command again"
             if is_repeated:
                 problem = (
-                    "ended at once: what came after the last save is lost. "
-                    "fix: call it again, with resume=true"
+                    "stopped at once: the steps after the last save are lost. "
+                    "fix: run the command again with resume=true"
                 )
             errors.exit_with(EXIT_CODES[number], problem)
         # The handler may have interrupted a print, so it must not print.
@@ -68,4 +68,4 @@ class Signals:
             self.received = EXIT_CODES[number]
             # A closed terminal or pipe must not keep the run from saving.
             with suppress(OSError):
-                os.write(2, b"\nsaving after this step; Ctrl-C again ends at once, unsaved\n")
+                os.write(2, b"\nsaving after this step; Ctrl-C again stops at once, unsaved\n")

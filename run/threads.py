@@ -163,7 +163,7 @@ def choose_threads(kept: int | None = None) -> str:
         fix = f"OMP_NUM_THREADS={available} uses all"
     else:
         threads = min(kept, len(cores()), max(1, int(cpu_quota() or kept)))
-        reason = "as when the run began"
+        reason = "as at the start of the run"
         fix = "OMP_NUM_THREADS=N changes it"
     if threads == available:
         return ""

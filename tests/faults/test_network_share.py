@@ -14,7 +14,7 @@ from tests.conftest import LONG, ROOT, TINY
 from tests.faults.harness import finish, start
 
 NO_SYNC = (
-    "warning: folders cannot be synced here (Invalid argument): a power cut may take the newest"
+    "warning: folders cannot be synced here (Invalid argument): a power cut may lose the newest"
 )
 NO_LOCK = "does not support locks: do not start two runs in one folder"
 

@@ -67,7 +67,7 @@ def test_a_signal_saves_and_ends(job, whole, number, place, capfd):
 def test_a_signal_in_the_first_step_ends_at_once(job, whole, number, capfd):
     job.fresh()
     assert forked(job, sending(number, (trainer.Trainer, "accumulate"), 1)) == CODES[number]
-    assert "ended at once" in capfd.readouterr().err and job.checkpoints == []
+    assert "stopped before finishing a step" in capfd.readouterr().err and job.checkpoints == []
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
@@ -131,7 +131,7 @@ def test_a_signal_ends_a_preparation(tmp_path, story, monkeypatch, place, number
     os.read(began, 1)
     os.kill(pid, number)
     assert finish(pid) == CODES[number]
-    assert capfd.readouterr().err.count("ended at once") == 1
+    assert capfd.readouterr().err.count("stopped before finishing a step") == 1
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 

@@ -25,8 +25,8 @@ def test_a_full_disk_loses_no_checkpoint(job, whole, room, capfd):
     assert forked(job.with_words("steps=2", "save_every=2")) == 0
     assert forked(job, at_most(room)) == 74
     told = capfd.readouterr().err
-    assert told.count("\nerror: ") == 1 and "fix: make room" in told
-    assert "File too large" in told and "fix: make room" in told
+    assert told.count("\nerror: ") == 1 and "fix: free space" in told
+    assert "File too large" in told and "fix: free space" in told
     assert [path.name for path in (job.root / "run" / "checkpoints").iterdir()] == ["step-00000002"]
     assert forked(job) == 0 and job.checkpoints[-1].name == "step-00000004"
 
@@ -68,7 +68,7 @@ def test_only_one_run_in_a_folder(job, capfd):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert forked(job) == 2
         told = capfd.readouterr().err
-        assert f"another process trains in the folder (run_dir={job.root}/run). fix: " in told
+        assert f"another process is training in the folder (run_dir={job.root}/run). fix: " in told
     assert before == {
         path: path.read_bytes() for path in (job.root / "run").rglob("*") if path.is_file()
     }
@@ -127,7 +127,7 @@ def test_a_folder_with_other_files_is_refused(command, story):
     words = ("steps=2", "data=text", f"data.path={story}", "data.vocab_size=400", "run_dir=mine")
     for more in ((), ("resume=true",)):
         result = command("train.py", *TINY, *words, *more)
-        assert result.code == 2 and "holds other files" in result.err
+        assert result.code == 2 and "contains other files" in result.err
     assert [path.read_text(encoding="utf-8") for path in Path("mine").iterdir()] == ["my: config"]
 
 

@@ -102,7 +102,7 @@ def test_an_option_without_a_type_is_named():
     def attention(spec, *, buckets):
         return buckets
 
-    with pytest.raises(TypeError, match="attention has no type for its option buckets"):
+    with pytest.raises(TypeError, match="attention has no type annotation for buckets"):
         instantiation.check_arguments(attention, {"buckets": 4}, "model.attention")
 
 

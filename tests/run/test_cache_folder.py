@@ -67,7 +67,7 @@ def test_without_a_home_the_cache_is_in_a_temporary_folder_of_the_user(
     assert (folder == usual) != is_taken
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"warning: the cache is {folder}, which may not last: ")
+    assert line.startswith(f"warning: the cache is in {folder}, which may be deleted: ")
     assert line.endswith(". fix: XDG_CACHE_HOME=FOLDER")
 
 

@@ -213,7 +213,10 @@ def test_a_folder_stays_locked_until_its_run_ends(tmp_path, monkeypatch, capsys)
         with pytest.raises(SystemExit) as ended, folder.open_run_dir(settings, ranks):
             pass
         assert ended.value.code == 2
-        assert "another process trains in the folder (run_dir=a). fix: " in capsys.readouterr().err
+        assert (
+            "another process is training in the folder (run_dir=a). fix: "
+            in capsys.readouterr().err
+        )
     # An error also releases the lock.
     with pytest.raises(KeyError), folder.open_run_dir(settings, ranks):
         raise KeyError

@@ -22,7 +22,7 @@ def test_auto_selects_the_best_device_that_torch_can_use(monkeypatch, wanted, us
     for kind, backend in (("cuda", torch.cuda), ("mps", torch.backends.mps)):
         monkeypatch.setattr(backend, "is_available", lambda kind=kind: kind in usable)
     if picked is None:
-        with pytest.raises(ValueError, match="fix: what python -m"):
+        with pytest.raises(ValueError, match="fix: see python -m"):
             hardware.pick_device(wanted)
     else:
         assert hardware.pick_device(wanted) == torch.device(picked)

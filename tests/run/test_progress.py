@@ -44,7 +44,7 @@ def test_a_terminal_shows_a_clock_during_a_long_wait(capsys, monkeypatch):
         bar.update()
         time.sleep(1.6)
     told, *_, clock = drawn(capsys)
-    assert told == "reading" and re.match("1 of 4, 00:01 gone, 00:0[345] left", clock)
+    assert told == "reading" and re.match("1 of 4, 00:01 elapsed, 00:0[345] left", clock)
 
 
 def test_a_slow_step_is_announced_after_five_times_the_usual_patience(run_of, capsys, monkeypatch):

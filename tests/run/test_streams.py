@@ -70,7 +70,7 @@ def test_a_full_disk_behind_standard_output_is_a_storage_error(generate):
     told = bash(f"{generate} Ann > /dev/full")
     assert told.returncode == 74
     assert b"No space left on device (standard output, or a file" in told.stderr
-    assert told.stderr.endswith(b"). fix: make room, or another place\n")
+    assert told.stderr.endswith(b"). fix: free space, or write elsewhere\n")
 
 
 BROKEN = """
@@ -133,7 +133,7 @@ def test_ctrl_c_during_imports_causes_no_traceback(tmp_path, name):
     words = ["env", "--default-signal=INT", *COMMANDS[name].split(), "seed=0"]
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     told = subprocess.run(words, env=env, capture_output=True, timeout=LONG)
-    line = b"error: interrupted. fix: call it again\n" if name == "compare" else b""
+    line = b"error: interrupted. fix: run the command again\n" if name == "compare" else b""
     assert (told.returncode, told.stdout, told.stderr) == (130, b"", line)
 
 

@@ -86,7 +86,7 @@ def test_a_resumed_run_keeps_its_threads():
     busy = f"{loaded(4, 4.0)}; threads.BURST_SECONDS = 0; threads.cpu_quota = lambda: None"
     assert choose(4, kept=4, prepare=busy)[:2] == ("all", 4)
     line, number, _ = choose(4, kept=1, prepare=busy)
-    assert number == 1 and line.startswith("computing with 1 thread (as when the run began; ")
+    assert number == 1 and line.startswith("computing with 1 thread (as at the start of the run; ")
     assert choose(4, kept=64, prepare=busy)[1] == 4
     # A quota throttles all threads, so it wins.
     assert choose(4, kept=4, prepare="threads.cpu_quota = lambda: 2.5")[1] == 2

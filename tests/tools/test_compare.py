@@ -225,7 +225,7 @@ def test_a_signal_saves_and_ends(command, words, quick, tmp_path):
         (["data=recall,track"], 2, "fix: data=recall"),
         (["optimizer.lr=interval(0,1)"], 1, "interval"),
         (["model=tiny", "data.vocab_size=400,400000"], 2, "--match none"),
-        (["model.dim=64,"], 1, "not a value (model.dim=64,). fix: "),
+        (["model.dim=64,"], 1, "cannot parse the value (model.dim=64,). fix: "),
         (["tasks=recall"], 1, "tasks"),
         (["data=recall", "data.pairs=[64,65]", "context=256"], 2, "do not fit (context=256"),
         (["precision=fp16", "device=cpu"], 2, "fp16 needs a GPU"),

@@ -160,7 +160,7 @@ def test_a_run_that_ends_before_its_first_step_leaves_no_folder(command, story, 
     Path("runs").mkdir()
     monkeypatch.setattr(Trainer, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     ended = command(*TRAIN, *words)
-    assert ended.code == 130 and "nothing is lost. fix: call it again" in ended.err
+    assert ended.code == 130 and "nothing is lost. fix: run the command again" in ended.err
     assert not any(Path("runs").iterdir()) and not Path("new/run").exists()
     # An existing folder is kept.
     Path("mine").mkdir()
@@ -200,7 +200,7 @@ def test_a_refused_run_changes_nothing_in_its_folder(command, trained, words, co
     assert before == {path: path.stat().st_mtime_ns for path in files}
 
 
-@pytest.mark.parametrize("words, told", [((), ""), (("run_dir=begun",), " in begun")])
+@pytest.mark.parametrize("words, told", [((), ""), (("run_dir=begun",), ": begun has no")])
 def test_without_a_checkpoint_to_resume_a_run_starts_with_a_note(command, story, words, told):
     Path("begun").mkdir()  # like a run that was killed before its first save
     result = command(*TRAIN, "resume=true", *words)
@@ -211,10 +211,10 @@ def test_without_a_checkpoint_to_resume_a_run_starts_with_a_note(command, story,
     "words, told",
     [
         (("resume=true",), "nothing to resume: no runs/text-tiny-gqa has a checkpoint"),
-        (("resume=true", "run_dir=begun"), "nothing to resume in begun, which"),
+        (("resume=true", "run_dir=begun"), "nothing to resume: begun has no"),
         (("resume=true", "run_dir=runs/mispelt"), "runs/mispelt does not exist"),
-        (("run_dir=R",), "the folder holds a run (run_dir=R)"),
-        (("run_dir=others",), "the folder holds other files (run_dir=others)"),
+        (("run_dir=R",), "the folder contains a run (run_dir=R)"),
+        (("run_dir=others",), "the folder contains other files (run_dir=others)"),
     ],
 )
 def test_the_folder_of_a_run_is_checked_before_the_text_is_prepared(
@@ -239,8 +239,8 @@ def test_a_missing_folder_is_not_resumed(tmp_path, story, monkeypatch, processes
     words = (*TRAIN[1:], "resume=true", "run_dir=runs/mispelt")
     codes, told = ranks([sys.executable, ROOT / "train.py", *words], processes, tmp_path)
     assert [line for line in told.splitlines() if line.startswith("error: ")] == [
-        "error: there is nothing to resume (run_dir=runs/mispelt does not exist). "
-        "fix: the folder of a run, or leave resume out to begin one there"
+        "error: nothing to resume (run_dir=runs/mispelt does not exist). "
+        "fix: give the folder of a run, or leave resume out to start one there"
     ]
     assert codes == [2] * processes
     assert not Path("runs").exists()
