@@ -75,8 +75,8 @@ def named_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
         # A pipe or a device may have no end.
         if not file.is_file():
             raise ValueError(
-                f"not a file, but a pipe, a device or a broken link ({file}). fix: remove it, or "
-                "another path"
+                f"not a file, but a pipe, device or broken link ({file}). fix: remove it, or "
+                "give another path"
             )
     return sorted(set(files), key=lambda file: Path(os.path.abspath(file)))
 
@@ -86,7 +86,7 @@ def entries_of(path: Paths) -> list[str]:
     entries = path if isinstance(path, list) else [path]
     if not entries or not all(entries):
         raise ValueError(
-            f"no files ({path=}). fix: a file, a glob, or a folder; train.py takes it as "
+            f"no files ({path=}). fix: give a file, a glob or a folder; for train.py: "
             "data.path=my/texts"
         )
     return [os.path.expanduser(entry) for entry in entries]
@@ -140,7 +140,7 @@ def no_files(entry: str, suffixes: tuple[str, ...]) -> str:
     """The error message for an entry that names no file."""
     skipped = skipped_suffixes(entry, suffixes)
     problem = f"no files (path={entry!r}"
-    fix = f"a file, a glob, or a folder of {' '.join(suffixes)}, such as data.path=my/texts"
+    fix = f"give a file, a glob or a folder of {' '.join(suffixes)}, such as data.path=my/texts"
     if skipped:
         problem += f" has {listing(skipped)}"
         texts = [suffix for suffix, _ in skipped.most_common() if suffix.startswith(".")]
@@ -148,7 +148,7 @@ def no_files(entry: str, suffixes: tuple[str, ...]) -> str:
         if texts and suffixes == TEXT_SUFFIXES:
             globs = [f"{entry.rstrip('/')}/**/*{suffix}" for suffix in texts[:MOST_SUFFIXES]]
             value = globs[0] if len(globs) == 1 else json.dumps(globs, separators=(",", ":"))
-            fix = f"globs, which read any text: {shlex.quote(f'data.path={value}')}"
+            fix = f"use a glob, which reads any text: {shlex.quote(f'data.path={value}')}"
     return f"{problem}). fix: {fix}"
 
 
@@ -194,7 +194,7 @@ def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
             del kind[file]
     # Training on files named validation would make the validation loss worthless.
     if not train:
-        raise ValueError(f"nothing to train on (data.path={path}). fix: names without val or test")
+        raise ValueError(f"no files to train on (data.path={path}). fix: names without val or test")
     return Split(list(train.values()), list(validation.values()), list(unused.values()))
 
 
@@ -244,8 +244,8 @@ def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Pa
         suffix = file.suffix.lower()
         if suffix in OTHER_SUFFIXES:
             raise ValueError(
-                f"not a text ({file}). fix: unpack it, or save it as {' or '.join(TEXT_SUFFIXES)}"
-                "; for token ids, data=tokens"
+                f"not a text file ({file}). fix: unpack it, or save it as "
+                f"{' or '.join(TEXT_SUFFIXES)}; for token ids, data=tokens"
             )
         parts = read_text(file, separator)
         if suffix in ROW_SUFFIXES:
@@ -313,10 +313,10 @@ def read_rows(file: Path, field: str) -> Iterator[str]:
         _, _, reason = first_line.rpartition("Invalid: ")
         fix = "repair it"
         if "block" in reason:
-            fix = f"rows of at most {BLOCK_BYTES // 2**20} MB, or .parquet"
+            fix = f"limit rows to {BLOCK_BYTES // 2**20} MB, or use .parquet"
         raise ValueError(
-            f"{reason} ({file}, after {num_rows} rows). fix: {fix}; for a text in another "
-            "field: data.text_field=NAME in training, elsewhere rename it"
+            f"{reason} ({file}, after {num_rows} rows). fix: {fix}; if the text is in another "
+            "field: data.text_field=NAME in training, elsewhere rename the field"
         ) from None
 
 

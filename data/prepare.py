@@ -100,7 +100,7 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
         build_once(source, tokenizer, folder)
 
     # Verify the files, and map the shards.
-    files = verify(folder, f"delete {folder}, it is made again")
+    files = verify(folder, f"delete {folder}, which will be rebuilt")
     tokenizer = Tokenizer.load(tokenizer_file(folder))
     dtype = dtype_of(tokenizer)
     with naming(folder):
@@ -158,7 +158,7 @@ def build_unlocked(source: Source, tokenizer: Tokenizer | None, folder: Path) ->
 
 def build_corpus(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
     """Write shards and tokenizer to `folder`; if `tokenizer` is None, train one."""
-    with atomic_directory(folder) as staging, waiting("preparing the text, once"):
+    with atomic_directory(folder) as staging, waiting("preparing the text (only once)"):
         if tokenizer is None:
             tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)
         for name, content in tokenizer.files.items():
@@ -230,7 +230,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         validation.truncate(end)
     if train_tokens == 0 or held_out_bytes == 0:
         raise ValueError(
-            f"no text to train on, or none held out ({train_tokens} tokens, {held_out_bytes} "
+            f"no training text, or no held-out text ({train_tokens} tokens, {held_out_bytes} "
             "bytes). fix: more documents"
         )
     if changes:

@@ -39,12 +39,12 @@ class Pretokenized(Source):
         for file in (*self.files.train, *self.files.validation):
             if file.suffix.lower() != ".bin":
                 raise ValueError(
-                    f"not a .bin of token ids ({file}). fix: data=text for text; rename the file "
-                    "if its bytes are ids"
+                    f"not a .bin file of token ids ({file}). fix: data=text for text; rename the "
+                    "file if its bytes are ids"
                 )
         if self.validation_tokens < 2:
             raise ValueError(
-                "an evaluation needs a token and the one after it "
+                "evaluation needs at least two tokens "
                 f"(data.validation_tokens={self.validation_tokens}). fix: 2 or more"
             )
         # Without a tokenizer, the ids stand for themselves.
@@ -106,8 +106,8 @@ class Pretokenized(Source):
             is_whole = count == header["num_tokens"]
         if not is_whole:
             raise ValueError(
-                f"an incomplete .bin file ({file}: {count} tokens of {dtype.name}). "
-                "fix: get it again, or data.dtype"
+                f"incomplete .bin file ({file}: {count} tokens of {dtype.name}). "
+                "fix: get the file again, or set data.dtype"
             )
 
         # Ids stored at twice this width have a zero in every second place.
@@ -118,15 +118,15 @@ class Pretokenized(Source):
         is_halved = not (probe[::2].any() and probe[1::2].any())
         if is_halved and len(probe) >= MIN_PROBED_TOKENS and highest > 0:
             raise ValueError(
-                f"every second {dtype.name} is 0, so these are ids of another dtype ({file}). "
+                f"every second {dtype.name} is 0, so the ids have another dtype ({file}). "
                 "fix: data.dtype=uint32, or save them as uint16 or uint32, little-endian"
             )
         # An id outside the vocabulary would index past the end of the embedding.
         if highest >= self.ids_of.vocab_size:
             raise ValueError(
-                f"a token outside the vocabulary ({file} has {highest}, "
-                f"of {self.ids_of.vocab_size}, read as {dtype.name}). fix: data.vocab_size, "
-                "data.tokenizer or data.dtype; for text, data=text"
+                f"a token id is outside the vocabulary ({file} has {highest}, "
+                f"of {self.ids_of.vocab_size}, read as {dtype.name}). fix: correct "
+                "data.vocab_size, data.tokenizer or data.dtype; for text, data=text"
             )
         return tokens
 

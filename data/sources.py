@@ -160,11 +160,11 @@ class Text(Source):
 
     def __post_init__(self):
         if self.holdout < 2:
-            raise ValueError(f"nothing to train on (data.holdout={self.holdout}). fix: 2 or more")
+            raise ValueError(f"no text to train on (data.holdout={self.holdout}). fix: 2 or more")
         if self.separator != self.separator.strip():
             raise ValueError(
-                f"no line is equal to this separator (data.separator={self.separator!r}): white "
-                f"space around a line does not count. fix: data.separator={self.separator.strip()!r}"
+                f"no line can equal the separator (data.separator={self.separator!r}): white "
+                f"space around a line is ignored. fix: data.separator={self.separator.strip()!r}"
             )
         self.files = split_files(self.path, TEXT_SUFFIXES)
 
@@ -175,7 +175,7 @@ class Text(Source):
         unused = {}
         suffixes = {file.suffix.lower() for file in (*self.files.train, *self.files.validation)}
         if self.files.validation:
-            unused["data.holdout"] = "files are held out by their names"
+            unused["data.holdout"] = "held-out files are chosen by name"
         if suffixes.isdisjoint(ROW_SUFFIXES):
             unused["data.text_field"] = f"only {', '.join(ROW_SUFFIXES)} have fields"
         if suffixes.issubset(ROW_SUFFIXES):
@@ -215,7 +215,7 @@ class Text(Source):
                 digests.append(int(document.hexdigest(), 16))
                 document = sha256()
         if not digests:
-            raise ValueError(f"no documents (in {self.path}). fix: a file that is not empty")
+            raise ValueError(f"no documents (in {self.path}). fix: give a file with text")
 
         # A single document: hold out its end.
         if len(digests) == 1:
@@ -270,7 +270,7 @@ class Hub(Source):
     def unused_keys(self) -> dict[str, str]:
         if self.validation is None:
             return {}
-        return {"data.holdout": "the dataset has a split for validation"}
+        return {"data.holdout": "the dataset has a validation split"}
 
     def parts(self) -> Iterator[Part]:
         if self.validation is not None:

@@ -64,7 +64,7 @@ class Task(Source):
         except (ValueError, IndexError):
             raise ValueError(
                 f"rows with answers {self.sizes} do not fit (context={self.context}, "
-                f"data.vocab_size={self.vocab_size}). fix: more of these, or fewer answers"
+                f"data.vocab_size={self.vocab_size}). fix: increase these, or use fewer answers"
             ) from None
 
     @property
@@ -160,7 +160,9 @@ class Recall(Task):
 
     def __post_init__(self):
         if len(set(self.pairs)) < len(self.pairs):
-            raise ValueError(f"a number comes twice (got {self.pairs}). fix: leave data.pairs out")
+            raise ValueError(
+                f"data.pairs has duplicates (got {self.pairs}). fix: leave data.pairs out"
+            )
         super().__post_init__()
 
     @property

@@ -108,7 +108,7 @@ class Tokenizer:
         except Exception as error:  # the library tokenizers raises Exception itself
             raise ValueError(
                 f"not a tokenizer with BOS and EOS ({path}: {error}). "
-                "fix: data.tokenizer=PATH of another, or tools.import_hf of its folder"
+                "fix: data.tokenizer=PATH of another, or import its folder with tools.import_hf"
             ) from None
 
     @classmethod
@@ -142,8 +142,8 @@ class Tokenizer:
             )
         except RuntimeError:
             raise ValueError(
-                f"no tokenizer from this text ({vocab_size=}). "
-                "fix: more text; or a data.vocab_size that is smaller, but above 300"
+                f"cannot train a tokenizer on this text ({vocab_size=}). "
+                "fix: more text, or a smaller data.vocab_size (above 300)"
             ) from None
         return cls({cls.FILE: model.getvalue()})
 
@@ -270,7 +270,7 @@ class IdTokenizer(Tokenizer):
             if not word.isdecimal() or int(word) >= self.vocab_size:
                 raise ValueError(
                     f"not a token id below {self.vocab_size} ({word}). fix: numbers such as 2, or "
-                    "a model or a data.tokenizer of text"
+                    "a model or a data.tokenizer for text"
                 )
             tokens.append(int(word))
         return tokens

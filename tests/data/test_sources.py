@@ -480,7 +480,7 @@ BAD = {
     "short.csv": (b"text,n\na,1\nb\n", "Row #3: Expected 2 columns"),
     "other.csv": (b"body\nb\n", "no text in the field 'text'"),
     "bad.parquet": (b"PAR1 not really", "not a parquet file"),
-    "tiny.txt": (b"a", "no tokenizer from this text"),
+    "tiny.txt": (b"a", "cannot train a tokenizer on this text"),
     "a.txt.gz": (b"\x1f\x8b\x08\0", "not a text"),
     "a.pdf": (b"%PDF-1.4\nplain text\n", "not a text"),
     "list.json": (b'[{"text": "a"}]', "not a text"),

@@ -140,11 +140,11 @@ BAD = {
     "uint32": (lambda: raw("a.bin", np.array(ONES, "<u4").tobytes()), "fix: data.dtype=uint32"),
     "big-endian": (
         lambda: raw("a.bin", np.array(ONES, ">u4").tobytes()),
-        "of another dtype (a.bin)",
+        "have another dtype (a.bin)",
     ),
     "only held out": (
         lambda: [save(Path(f"val{n}.bin"), ONES) for n in (1, 2)],
-        "nothing to train on",
+        "no files to train on",
     ),
     "too little": (lambda: save(Path("a.bin"), [1, 2, 3]), "too little text"),
 }
@@ -165,7 +165,7 @@ KEYS = {
     "data.validation_tokens=0": "fix: 2 or more",
     "data.validation_tokens=1": "fix: 2 or more",
     f"data.bos={VOCABULARY}": f"fix: data.bos={VOCABULARY - 1}",
-    "data.path=story.txt": "not a .bin of token ids (story.txt)",
+    "data.path=story.txt": "not a .bin file of token ids (story.txt)",
     "data.dtype=uint32": "read as uint32",
     "data.dtype=int64": "data.dtype must be",
 }

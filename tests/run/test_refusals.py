@@ -117,7 +117,7 @@ CONFIGS = {
     "model=124": (1, "fix: model=124m"),
     "steps=[10,20]": (1, "fix: python -m tools.compare name=test steps=10,20"),
     "steps=10,20 lr=1e-3": (1, "fix: python -m tools.compare name=test steps=10,20 optimizer="),
-    "data=recall data.pairs=[4,4]": (2, "a number comes twice (got [4, 4])"),
+    "data=recall data.pairs=[4,4]": (2, "data.pairs has duplicates (got [4, 4])"),
     "data=text data.path=my/texts data.separator=it's": (1, """fix: 'data.separator="it'"'"'s"'"""),
     "data=text data.path=my/texts data.text_field=7": (2, """fix: 'data.text_field="7"'"""),
     "steps=${stepps}": (1, "stepps"),
