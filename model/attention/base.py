@@ -134,6 +134,6 @@ def validate_knobs(base: float | None, dropout: float = 0.0) -> None:
         )
     if not 0 <= dropout < 1:
         raise ValueError(
-            f"attention.dropout must be from 0 to below 1 (got {dropout!r}). "
+            f"attention.dropout must be at least 0 and below 1 (got {dropout!r}). "
             "fix: attention.dropout=0.0"
         )

@@ -15,7 +15,7 @@ def hybrid(
     kind = pattern[(spec.layer - spec.depth) % len(pattern)]
     if kind not in kinds:
         raise ValueError(
-            f"attention.pattern names no kind ({kind!r} of {sorted(kinds)}). "
+            f"attention.pattern has an unknown kind ({kind!r} of {sorted(kinds)}). "
             f"fix: attention.pattern=[{','.join(kinds)}]"
         )
     return kinds[kind](spec)

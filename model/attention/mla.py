@@ -57,7 +57,7 @@ class LatentAttention(Attention):
             )
         if rank > heads * (2 * head_dim + rope_dim):
             raise ValueError(
-                "the latent has more values than the keys and values that come out of it "
+                "the latent is wider than the keys and values computed from it "
                 f"(attention.rank={rank}). fix: attention.rank={heads * (2 * head_dim + rope_dim)}"
             )
         self.heads = heads

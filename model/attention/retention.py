@@ -27,7 +27,7 @@ class Retention(RecurrentAttention):
         head_dim = dim // heads
         if dim % heads or head_dim % 2:
             raise ValueError(
-                f"heads must divide dim into even parts, whose pairs rotate ({dim=} {heads=}). "
+                f"RoPE rotates pairs, so dim / heads must be an even integer ({dim=} {heads=}). "
                 "fix: model.heads=4"
             )
         super().__init__(heads, head_dim, expansion * head_dim, chunk)

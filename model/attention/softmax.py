@@ -72,7 +72,7 @@ class SoftmaxAttention(Attention):
             if head_dim % 2:
                 fix = f"attention.head_dim={head_dim + 1}"
             raise ValueError(
-                f"RoPE needs an even part of the head dimension ({dim=} {head_dim=} x "
+                f"RoPE needs an even number of features per head ({dim=} {head_dim=} x "
                 f"{rope_fraction=} is {head_dim * rope_fraction:g}). fix: {fix}"
             )
 

@@ -29,7 +29,8 @@ class SparseAttention(SoftmaxAttention):
         self.topk = topk
         if self.window is not None or self.chunk is not None:
             raise ValueError(
-                f"keys are chosen among all tokens (window={self.window} chunk={self.chunk}). "
+                f"sparse attention selects keys from all tokens (window={self.window} "
+                f"chunk={self.chunk}). "
                 "fix: attention.window=null attention.chunk=null"
             )
 
