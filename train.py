@@ -121,7 +121,7 @@ def train(run: setup.Run) -> int:
     if run.signals.agreed:
         run.checkpointer.save(progress)
         run.log.close()
-        say(f"step {progress.step} is saved. To go on: {folder.resume_command(run.run_dir)}")
+        say(f"step {progress.step} is saved. To continue: {folder.resume_command(run.run_dir)}")
         return run.signals.agreed
     run.log.close()
     run.log.plot()

@@ -134,7 +134,7 @@ class TimeBudget:
             self.is_fitted = True
             self.said_steps = steps
             limit = f"max_minutes={self.settings.max_minutes:g}"
-            say(f"{limit} has room for {room} steps: the run ends at step {steps}")
+            say(f"{limit} leaves time for {room} steps: the run ends at step {steps}")
             if room < min(FEW_STEPS, self.bound):
                 say(
                     f"warning: too few steps to learn from ({room}). fix: a larger max_minutes, "

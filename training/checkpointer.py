@@ -137,7 +137,7 @@ class Checkpointer:
         for value in tree_leaves([parameters, state.optimizer]):
             if isinstance(value, Tensor) and not value.isfinite().all():
                 step = progress.step
-                end_diverged(f"step {step} made weights or optimizer infinite", progress)
+                end_diverged(f"step {step} made weights or optimizer state infinite", progress)
         checkpoint.save(
             self.run_dir,
             progress.step,
@@ -246,9 +246,9 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
     if refused:
         run = path.parent.parent
         raise ValueError(
-            f"{path} was made with another {', '.join(refused)}. fix: {resume_command(run)}, which "
-            "has the overrides of the run; to begin another run, resume=false, and init_from= for "
-            "its weights"
+            f"{path} was saved with another {', '.join(refused)}. fix: {resume_command(run)}, "
+            "which uses the overrides of the run; to start another run: resume=false, and "
+            "init_from= for its weights"
         )
     return f"changed since {path.name}: {', '.join(changed)}" if changed else ""
 

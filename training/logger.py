@@ -162,7 +162,7 @@ class Logger:
             with suppress(OSError):  # a part may have been written
                 os.truncate(path, self.sizes[name])
             if not self.is_disk_full:
-                say(f"warning: not written ({path}: {error.strerror}): training goes on")
+                say(f"warning: cannot write ({path}: {error.strerror}): training continues")
             self.is_disk_full = True
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class Logger:
                     "nats per token. fix: more text, or fewer steps"
                 )
         except (OSError, ValueError, LookupError) as error:
-            say(f"warning: no loss.png: {error}")
+            say(f"warning: cannot draw loss.png: {error}")
 
     @contextmanager
     def _wandb_may_fail(self) -> Iterator[None]:
@@ -195,7 +195,7 @@ class Logger:
         try:
             yield
         except Exception as error:
-            say(f"warning: no wandb: {' '.join(str(error).split())}")
+            say(f"warning: continuing without wandb: {' '.join(str(error).split())}")
             self.wandb = None
 
 

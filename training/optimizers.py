@@ -128,8 +128,8 @@ def muon(
 
 def check_options(lr: float, betas: list[float]) -> None:
     if lr == 0:
-        raise ValueError("nothing is learned (optimizer.lr=0). fix: leave optimizer.lr out")
+        raise ValueError("the learning rate is 0 (optimizer.lr=0). fix: leave optimizer.lr out")
     if len(betas) != 2:
         raise ValueError(
-            f"there are two (optimizer.betas={betas}). fix: optimizer.betas=[0.9,0.95]"
+            f"AdamW needs two betas (optimizer.betas={betas}). fix: optimizer.betas=[0.9,0.95]"
         )

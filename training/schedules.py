@@ -33,7 +33,7 @@ def wsd(step: int, steps: float, *, warmup: int, cooldown: float, floor: float) 
     """
     if not 0 <= cooldown <= 1:
         raise ValueError(
-            f"schedule.cooldown is a share of all steps, from 0 to 1 (got {cooldown}). "
+            f"schedule.cooldown must be a fraction of all steps, from 0 to 1 (got {cooldown}). "
             "fix: schedule.cooldown=0.6"
         )
     warmup = limit_warmup(warmup, steps)

@@ -89,7 +89,7 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
     refused = [word for word in overrides if word.lstrip("+~").startswith(PRETRAINED)]
     if refused:
         raise ValueError(
-            f"init_from has a model of its own ({' '.join(refused)}). fix: leave these out; for "
+            f"init_from sets the architecture ({' '.join(refused)}). fix: leave these out; for "
             f"another attention: python -m tools.convert {source} attention=NAME --out Y, then "
             "init_from=Y"
         )
@@ -228,7 +228,7 @@ def report_machine_errors() -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             problem = str(error).partition(". ")[0]
             fix = (
-                "a smaller micro_batch, which changes rounding alone, or a smaller model or context"
+                "a smaller micro_batch, which changes only rounding, or a smaller model or context"
             )
         if problem is None:
             raise
@@ -399,6 +399,6 @@ def summary(run: Run) -> str:
         text += f", in at most {passes:.1f} passes over the text"
     held_out = run.corpus.validation_tokens(settings.context)
     if settings.eval_tokens is not None and settings.eval_tokens > held_out:
-        text += f"\nevaluates on all {held_out:,} held-out tokens: eval_tokens asks for more"
+        text += f"\nevaluates on all {held_out:,} held-out tokens: eval_tokens is larger"
     steps = None if total_steps == math.inf else total_steps
     return f"{text}\n{trainer.describe_rates(steps)}"

@@ -40,6 +40,6 @@ def end_diverged(where: str, progress: Progress) -> NoReturn:
     errors.exit_with(
         errors.DIVERGED,
         f"training diverged ({where}). fix: a lower optimizer.lr, or precision=fp32; "
-        f"resume=true goes on from step {progress.saved_step}",
+        f"resume=true continues from step {progress.saved_step}",
         rank0_only=True,
     )

@@ -106,7 +106,7 @@ def test_a_run_needs_no_tokenizer(command):
     assert (result.code, result.out) == (2, "") and "(five). fix: " in result.err
     fill(Path("corpus"), "llama-3", seed=2)
     result = command("train.py", *words, "steps=8", "resume=true")
-    assert result.code == 2 and "was made with another text" in result.err
+    assert result.code == 2 and "was saved with another text" in result.err
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(70_001, None), (100, "uint32")])

@@ -45,7 +45,7 @@ def full(name: str) -> None:
 def test_a_full_disk_for_metrics_causes_a_warning(job, whole, capfd):
     job.fresh()
     assert forked(job, lambda: full("metrics.jsonl")) == 0
-    assert capfd.readouterr().err.count("training goes on") == 1
+    assert capfd.readouterr().err.count("training continues") == 1
     assert job.curve()[-3:] == whole.curve()[-3:]  # samples and weights
 
 

@@ -59,4 +59,4 @@ def test_a_slow_step_is_announced_after_five_times_the_usual_patience(run_of, ca
     run.trainer.compute_gradients = compute_slowly
     drawn(capsys)
     take_step(run)
-    assert "step 1 takes long (shorter steps: fewer batch_tokens)" in drawn(capsys)
+    assert "step 1 is slow (shorter steps: lower batch_tokens)" in drawn(capsys)

@@ -125,7 +125,7 @@ CONFIGS = {
     # Values in groups: types, and values that constructors refuse.
     "optimizer.lr=nan": (2, "optimizer.lr must be a finite number (got nan)"),
     "optimizer.lr=fast": (2, "fix: leave optimizer.lr out"),
-    "optimizer.lr=0": (2, "nothing is learned"),
+    "optimizer.lr=0": (2, "the learning rate is 0"),
     "optimizer.betas=0.9": (
         2,
         "must be a list of numbers (got 0.9). fix: 'optimizer.betas=[0.9,0.95]'",
@@ -772,5 +772,5 @@ def test_an_override_without_effect_is_named(command, story):
     result = command("train.py", *words, "max_epochs=2", "eval_tokens=999999").succeeded()
     assert result.err.count("warning: ") == 1
     assert "warning: max_epochs=2 has no effect: steps=2 sets the length of the run\n" in result.err
-    assert "held-out tokens: eval_tokens asks for more" in result.err
-    assert "0 steps in place of schedule.warmup=5" in result.err
+    assert "held-out tokens: eval_tokens is larger" in result.err
+    assert "0 steps instead of schedule.warmup=5" in result.err

@@ -212,7 +212,7 @@ def test_a_signal_saves_and_ends(command, words, quick, tmp_path):
     running.terminate()
     assert running.wait() == 75
     assert "the same call goes on" in (tmp_path / "said").read_text(encoding="utf-8")
-    assert "is saved. To go on: " in (tmp_path / "out/run-0.log").read_text(encoding="utf-8")
+    assert "is saved. To continue: " in (tmp_path / "out/run-0.log").read_text(encoding="utf-8")
     assert not Run.read(tmp_path / "out/run-0").done
 
 

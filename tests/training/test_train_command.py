@@ -460,6 +460,8 @@ def test_infinite_weights_of_one_process_end_all_processes(tmp_path, story):
     words = (*TRAIN, "save_every=1", "sharded=true", "micro_batch=4")
     how = {"cwd": tmp_path, "capture_output": True, "encoding": "utf-8", "timeout": LONG}
     done = subprocess.run([*start, *words], **how)
-    assert "error: training diverged (step 1 made weights or optimizer infinite)" in done.stderr
+    assert (
+        "error: training diverged (step 1 made weights or optimizer state infinite)" in done.stderr
+    )
     assert done.stderr.count("exitcode  : 4") == 2
     assert not [*tmp_path.glob("runs/*/checkpoints/step-*")]

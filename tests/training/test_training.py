@@ -239,7 +239,7 @@ def test_wandb_gets_the_same_metrics_and_may_fail(run_of, monkeypatch, capsys):
 
     fake.init = refuse
     take_step(run_of("wandb=online"))
-    assert "warning: no wandb: no account" in capsys.readouterr().err
+    assert "warning: continuing without wandb: no account" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("epochs", [1, 1000, "null"])
