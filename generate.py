@@ -1,7 +1,7 @@
 """Continue text with a trained model:  python generate.py "Once upon a time, there was"
 
-Standard output carries new text and nothing else; speed and problems go to standard error. Where
-there are several texts, a line with its prompt is above each.
+Standard output has only the new text; speed and problems go to standard error. If there are
+several texts, a line with the prompt precedes each.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def compile_engine(engine: "Engine", *, is_required: bool) -> None:
 
     compilation.prepare_to_compile()
     option = "--compile false"
-    with waiting(f"compiling the decode step (to begin at once: {option})"):
+    with waiting(f"compiling the decode step (to start at once: {option})"):
         compilation.compile_and_run(engine.compile, is_required=is_required, option=option)
 
 
@@ -122,7 +122,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(
         "python generate.py",
         __doc__,
-        "quote the prompt, and put -- in front of one that begins with a dash",
+        "quote the prompt, and put -- before a prompt that begins with a dash",
     )
     add = parser.add_argument
     positive = bounded_number(int, 1)
@@ -134,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     prompts.add_argument(
         "prompt", nargs="?", help="text to continue; - reads it from standard input"
     )
-    prompts.add_argument("--prompt-file", type=user_path, help="one prompt a line")
+    prompts.add_argument("--prompt-file", type=user_path, help="file with one prompt per line")
     add_model_options(parser)
 
     # Sampling.
@@ -154,7 +154,7 @@ def parse_arguments() -> argparse.Namespace:
         "--top-k",
         type=natural,
         default=50,
-        help="sample from the k most likely tokens; 0: from all",
+        help="sample from the k most likely tokens; 0: from all tokens",
     )
     add(
         "--top-p",
@@ -193,7 +193,7 @@ def parse_arguments() -> argparse.Namespace:
         "--cache-dtype",
         choices=("auto", "int8"),
         default="auto",
-        help="of the KV cache; auto: the dtype of the weights",
+        help="dtype of the KV cache; auto: the dtype of the weights",
     )
     add(
         "--compile",
@@ -205,9 +205,9 @@ def parse_arguments() -> argparse.Namespace:
 
     args = parser.parse_args()
     if args.no_cache and args.compile == "true":
-        parser.error("--no-cache does not go with --compile true")
+        parser.error("--no-cache cannot be combined with --compile true")
     if args.no_cache and args.cache_dtype != "auto":
-        parser.error(f"--no-cache does not go with --cache-dtype {args.cache_dtype}")
+        parser.error(f"--no-cache cannot be combined with --cache-dtype {args.cache_dtype}")
     if "" in args.stop:
         parser.error("--stop is empty, so every text would end at once")
     return args
@@ -225,7 +225,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     lines = args.prompt_file.read_text("utf-8-sig").split("\n")
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise ValueError(f"{args.prompt_file} has no prompt. fix: a prompt a line")
+        raise ValueError(f"{args.prompt_file} has no prompt. fix: write one prompt per line")
     return prompts
 
 

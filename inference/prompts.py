@@ -29,7 +29,7 @@ def new_sequences(
         num_cut = 0
         if len(tokens) > context:
             lengths = f"{len(tokens)} tokens, the model's context is {context}"
-            print(f"warning: a text of {lengths}: its end is used", file=sys.stderr)
+            print(f"warning: only the end of the prompt is used ({lengths})", file=sys.stderr)
             num_cut = len(tokens) - (context - 1)
         for sample in range(num_samples):
             sequence = Sequence(

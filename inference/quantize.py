@@ -52,11 +52,11 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
         if not library.exists():
             if compiler is None:
                 return False
-            with waiting(f"compiling {SOURCE.name}, once"):
+            with waiting(f"compiling {SOURCE.name} (only once)"):
                 compile_matvec(library, compiler)
         torch.ops.load_library(library)
     except OSError as error:
-        say(f"note: without {SOURCE.name} ({error}), torch multiplies")
+        say(f"note: cannot use {SOURCE.name} ({error}): torch multiplies matrices instead")
         return False
 
     torch.library.register_fake("attend::matvec", matvec_result)

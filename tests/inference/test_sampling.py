@@ -133,7 +133,7 @@ def test_a_penalty_counts_the_part_of_a_prompt_that_is_cut_off(tokenizer, capfd)
     prompt = "".join(map(chr, range(40, 250)))
     tokens = tokenizer.encode_prompt(prompt)
     sequences = new_sequences(tokenizer, [prompt], model.context, max_new_tokens=20, num_samples=3)
-    assert "its end is used" in capfd.readouterr().err
+    assert "only the end of the prompt is used" in capfd.readouterr().err
     sampler = partial(sample, temperature=0, repetition_penalty=PENALTY)
     cache = model.new_cache(2, model.context, torch.float64, "cpu")
     for sequence in sequences:
