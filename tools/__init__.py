@@ -37,7 +37,7 @@ if sys.argv[0] == "-m" and "-m" in sys.orig_argv:
         errors.exit_with(
             errors.INPUT,
             f"not a command (python -m {name}). "
-            f"fix: python -m tools.{nearest} --help; there are {', '.join(COMMANDS)}",
+            f"fix: python -m tools.{nearest} --help; the commands are {', '.join(COMMANDS)}",
         )
     if name.removeprefix("tools.") not in ANSWERS_FIRST:
         import_torch()

@@ -3,8 +3,8 @@
     python -m tools.attention_map "def main(" --out map.png
     python -m tools.attention_map "def main(" --run runs/NAME --out map.svg
 
-The picture has a row for each softmax layer and a column for each of its heads. Other layers have
-no weights: its title says which.
+The picture has a row for each softmax layer and a column for each of its heads. Its title lists
+the other layers, which have no attention weights.
 """
 
 from contextlib import ExitStack
@@ -30,9 +30,13 @@ Maps = dict[int, Tensor]  # weights (H, T, T) by layer number
 
 def main() -> None:
     parser = Parser("python -m tools.attention_map", __doc__, "quote the prompt")
-    parser.add_argument("prompt", help="text whose tokens attend to each other")
+    parser.add_argument("prompt", help="text to draw the attention weights of")
     parser.add_argument(
-        "--out", type=user_path, required=True, metavar="map.png", help="a .png or .svg"
+        "--out",
+        type=user_path,
+        required=True,
+        metavar="map.png",
+        help="picture to write, .png or .svg",
     )
     add_model_options(parser)
     args = parser.parse_args()
@@ -41,12 +45,12 @@ def main() -> None:
         (sequence,) = new_sequences(tokenizer, [args.prompt], model.context, max_new_tokens=1)
         maps = attention_weights(model, sequence.tokens)
         if not maps:
-            raise ValueError("no layer of this model is a softmax. fix: --run of another")
+            raise ValueError("this model has no softmax layer. fix: --run of another model")
         labels = [label(tokenizer, token) for token in sequence.tokens]
         others = sorted(set(range(len(model.blocks))) - maps.keys())
         title = f"{name}: {args.prompt!r:.60}\nlayers without softmax: {others or 'none'}"
         draw(maps, labels, title, args.out)
-    print(f"{title}\nwritten: {args.out}, which any viewer of pictures opens")
+    print(f"{title}\nwritten: {args.out}")
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:

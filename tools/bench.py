@@ -1,16 +1,16 @@
-"""Measure how fast training and decoding are beside `transformers`, on this machine.
+"""Compare the speed of training and decoding with `transformers`, on this machine.
 
     python -m tools.bench train model=15m attention=llama optimizer=adamw
         an optimizer step, and one of `transformers`' Llama
     python -m tools.bench decode model=15m attention=llama precision=bf16
-        greedy text of 1 and 8 rows, each 256 and 2,048 tokens long, and `generate` of
+        greedy decoding of 1 and 8 rows of 256 and 2,048 tokens, and `generate` of
         `transformers` with its default cache and compiled
 
-Overrides are those of train.py, but for context and batch_tokens of decoding, which are set here.
-Competitors are processes that live side by side and take turns, so that a slow moment of the
-machine meets all of them. Each gets a JSON line of medians, and the last line has the ratio of
-speeds, which is the median over the turns. The first turns compile, which may take minutes:
-compile=false leaves that out, but for the compiled competitor of decoding.
+Overrides are those of train.py, except context and batch_tokens of decoding, which are set here.
+Competitors are concurrent processes that take turns, so a slow moment of the machine affects all
+of them. Each prints a JSON line of medians, and the last line has the ratio of speeds, the median
+over the turns. The first turns compile, which may take minutes: compile=false skips that, except
+for the compiled competitor of decoding.
 """
 
 import argparse
@@ -61,8 +61,8 @@ def parse_arguments() -> argparse.Namespace:
         "python -m tools.bench", __doc__, "train or decode, and then KEY=VALUE", check=compose
     )
     add = parser.add_argument
-    add("kind", choices=COMPETITORS, help="what is measured")
-    add("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
+    add("kind", choices=COMPETITORS, help="what to measure")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of train.py")
     return parser.parse_args()
 
 
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> None:
             context = length + 1
             sizes = [f"context={context}", f"batch_tokens={rows * context}"]
             compare("decode", [*args.overrides, *sizes], {"rows": rows, "length": length})
-    say("next: another size, attention or precision; python -m tools.bench --help")
+    say("next: try another size, attention or precision; python -m tools.bench --help")
 
 
 # The parent: starts the competitors, gives them turns, and prints their measurements.
@@ -144,7 +144,7 @@ def request_turn(name: str, worker: Connection) -> dict:
         worker.send(None)
         return worker.recv()
     except (EOFError, OSError):
-        errors.exit_with(errors.BUG, f"{name} ended. fix: see above")
+        errors.exit_with(errors.BUG, f"{name} failed. fix: see its error above")
 
 
 def summarize(name: str, turns: list[dict], tokens: int) -> dict:
@@ -338,7 +338,8 @@ def llama_config(settings: Settings) -> dict:
     config = hf_config.to_hf_config(settings.model)
     if config["model_type"] != "llama" or settings.document_mask:
         raise ValueError(
-            "LlamaForCausalLM has another shape. fix: attention=llama, and nothing else of ours"
+            "LlamaForCausalLM cannot express this model. "
+            "fix: attention=llama, without other changes"
         )
     return config
 

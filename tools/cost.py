@@ -1,9 +1,9 @@
-"""What every attention would cost in a run, or those of attention=A,B alone:
+"""Print what every attention would cost in a run, or only attention=A,B:
 
     python -m tools.cost model=124m context=4096
     python -m tools.cost model=1b attention=gqa,mla data.vocab_size=32000
 
-The overrides are those of train.py. Nothing is computed: tensors are shapes without memory.
+Overrides are those of train.py. Nothing is computed: tensors have shapes but no memory.
 """
 
 import sys
@@ -26,7 +26,7 @@ FORMAT = "{:14}" + " {:>16}" * 5  # format of a row
 NOTE = """
 vocabulary: data.vocab_size=N. model=124m is named after GPT-2: 50,257, model.tied=true.
 MFLOP/token: in training. KV bytes: of one sequence in bf16; a decode step of a sparse attention
-reads those of the keys that it chose.
+reads only the bytes of the keys that it selects.
 next: python train.py attention=NAME, with the same overrides"""
 
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     parser = cli.Parser(
         "python -m tools.cost", __doc__, "such as model=124m context=4096", check=expand_sweep
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of train.py")
     overrides = parser.parse_args(arguments).overrides
 
     # Remove the overrides of the attention: each attention is a row.

@@ -1,4 +1,4 @@
-"""What this machine is, and what slows training on it:
+"""Describe this machine, and find what slows training on it:
 
     python -m tools.doctor
 
@@ -41,8 +41,8 @@ def describe_machine(device: torch.device) -> None:
     precision = hardware.pick_precision("auto", device)
     print(
         f"training: {device}, {precision} products, compile={is_compiled} (compile=auto: in runs "
-        f"of at least {compilation.LONG_STEPS} steps and {compilation.LONG_MINUTES:g} minutes, as "
-        "is the default one)"
+        f"of at least {compilation.LONG_STEPS} steps and {compilation.LONG_MINUTES:g} minutes, "
+        "such as the default run)"
     )
 
 
@@ -65,8 +65,8 @@ def slow(device: torch.device) -> list[str]:
         if "OMP_NUM_THREADS" not in os.environ:
             num_threads, _ = threads.free_threads(num_threads)
         findings.append(
-            f"other programs use {load:.1f} of {num_cores} cores, next to which train.py computes "
-            f"with threads={num_threads}. fix: end them or wait; OMP_NUM_THREADS=1 if they stay, "
+            f"other programs use {load:.1f} of {num_cores} cores, so train.py would use "
+            f"threads={num_threads}. fix: end them or wait; OMP_NUM_THREADS=1 if they stay, "
             f"OMP_NUM_THREADS={num_cores} to use all cores"
         )
     driver = nvidia_driver()
@@ -84,5 +84,5 @@ def slow(device: torch.device) -> list[str]:
 
 if __name__ == "__main__":
     with errors.report_errors():
-        Parser("python -m tools.doctor", __doc__, "no arguments").parse_args()
+        Parser("python -m tools.doctor", __doc__, "it takes no arguments").parse_args()
         main()

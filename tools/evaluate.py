@@ -1,15 +1,15 @@
-"""Measure a model in figures that others publish too, and print them as JSON.
+"""Evaluate a model with metrics that others publish too, and print them as JSON.
 
 python -m tools.evaluate --run runs/NAME --text FILE
     nats per token and bits per byte, of any text
 python -m tools.evaluate --run runs/NAME --text FILE --context 4096
-    in longer windows than it was trained with
+    in windows longer than the training context
 python -m tools.evaluate --run runs/NAME --slices
-    the metrics of training on all held-out data, by position and by what repeats
+    the metrics of training on all held-out data, by position and for repeated tokens
 python -m tools.evaluate --run runs/NAME --lengths
     the same targets with 1, 2 and 4 times the training context in front of them
 
-Tasks such as arc_easy are those of lm-evaluation-harness, which reads what tools.export_hf writes.
+For tasks such as arc_easy, use lm-evaluation-harness, which reads exports of tools.export_hf.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> None:
     with errors.user_input():
         result = evaluate_model(args)
     print(json.dumps(result, default=str))
-    say("next: the same command with --run of another model, to compare with")
+    say("next: compare with another model: the same command with another --run")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
         "--text", help="score a file, a glob, or a folder of .txt, .jsonl, .parquet and .csv"
     )
     kinds.add_argument(
-        "--slices", action="store_true", help="what training logs, of all held-out data"
+        "--slices", action="store_true", help="the metrics of training, on all held-out data"
     )
     kinds.add_argument(
         "--lengths", action="store_true", help="the held-out loss beyond the training context"
@@ -53,10 +53,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--context",
         type=bounded_number(int, 1),
-        help="tokens of a window, if not as many as in training",
+        help="tokens per window (default: the training context)",
     )
     parser.add_argument(
-        "--separator", default="<|endoftext|>", help="a line between the documents of a .txt"
+        "--separator", default="<|endoftext|>", help="line between documents of a .txt"
     )
     args = parser.parse_args()
 
@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     for name in unused:
         if getattr(args, name) != parser.get_default(name):
             kind = "--slices" if args.slices else "--lengths"
-            parser.error(f"{kind} does not go with --{name.replace('_', '-')}")
+            parser.error(f"{kind} cannot be combined with --{name.replace('_', '-')}")
     return args
 
 
@@ -112,7 +112,7 @@ def evaluate_text(
             num_documents += 1
             num_bytes += len(text.encode())
     if not rows:
-        raise ValueError("there is no text. fix: --text PATH of another")
+        raise ValueError("the files have no text. fix: --text PATH of another file")
 
     nats = total_nats(model, rows, batch_size, precision=precision)
     num_tokens = sum(len(row.tokens) - row.first for row in rows)

@@ -1,4 +1,4 @@
-"""Write a trained model as transformers and vLLM read it:
+"""Export a trained model in the format of transformers and vLLM:
 
 python -m tools.export_hf --run runs/NAME --out FOLDER
 python -m tools.export_hf --out FOLDER --dtype bf16
@@ -38,8 +38,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser("python -m tools.export_hf", __doc__, "such as --run runs/NAME --out FOLDER")
     add_run_option(parser)
     add = parser.add_argument
-    add("--out", type=user_path, required=True, metavar="FOLDER", help="a new folder")
-    add("--dtype", choices=DTYPES, default="f32", help="of weights")
+    add("--out", type=user_path, required=True, metavar="FOLDER", help="new folder to write")
+    add("--dtype", choices=DTYPES, default="f32", help="dtype of the weights")
     return parser.parse_args()
 
 
@@ -53,7 +53,7 @@ def new_folder(out: Path) -> Iterator[None]:
         is_empty_folder = out.is_dir() and not any(out.iterdir())
         if out.is_symlink() or (out.exists() and not is_empty_folder):
             raise ValueError(
-                f"there is something already (--out {out}). fix: --out FOLDER, a new one"
+                f"not a new or empty folder (--out {out}). fix: --out FOLDER, a new one"
             )
         out.mkdir(parents=True, exist_ok=True)
     try:
@@ -73,7 +73,7 @@ def save_checkpoint(
             errors.exit_with(
                 errors.DIVERGED,
                 f"weights contain NaN or infinity ({source}: {name}). "
-                "fix: get all files of the model again, or an older checkpoint",
+                "fix: get all files of the model again, or use an older checkpoint",
             )
     checkpoint.save(out, 0, weights, {"model": tree}, tokenizer.files, {})
 
@@ -83,8 +83,8 @@ def main(args: argparse.Namespace) -> None:
         architecture, misreadings = export(args)
     if misreadings:
         say(
-            "warning: some programs read this model wrongly, without an error: "
-            f"{'; '.join(misreadings)}. fix: a program that docs/formats.md shows as equal"
+            "warning: some programs misread this model without an error: "
+            f"{'; '.join(misreadings)}. fix: use a program that docs/formats.md lists as equal"
         )
     print(
         f"written: {architecture}, {args.dtype}: {args.out}. To use it: "
@@ -175,8 +175,8 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
         return kept_files(tokenizer) | {"tokenizer_config.json": to_bytes(tokenizer_config)}
     if isinstance(tokenizer, IdTokenizer):
         raise ValueError(
-            f"its tokens have no text ({path}). fix: train on text, or on tokens with "
-            "data.tokenizer=FILE"
+            f"the token ids of this model have no text ({path}). fix: train on text, or on tokens "
+            "with data.tokenizer=FILE"
         )
     vocabulary = ModelProto.FromString(tokenizer.files["tokenizer.model"])
     trainer = vocabulary.trainer_spec
@@ -189,8 +189,9 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
     )
     if trainer.model_type != trainer.BPE or not trainer.byte_fallback or is_changing:
         raise ValueError(
-            f"only byte pairs, and bytes, of the text as it is are exported ({path}). "
-            "fix: tools.import_hf of a folder with a tokenizer.json"
+            "only BPE tokenizers with byte fallback that do not change the text can be exported "
+            f"({path}). "
+            "fix: import a folder that has a tokenizer.json with tools.import_hf"
         )
     pieces = vocabulary.pieces
     tokenizer_config = stored_config | {
@@ -236,7 +237,9 @@ def kept_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     templates = json.loads(files.pop(f"{TEMPLATES}.json", "{}"))
     for name, text in templates.items():
         if Path(name).name != name:
-            raise ValueError(f"a chat template leads elsewhere ({name}). fix: import it again")
+            raise ValueError(
+                f"the name of a chat template is a path ({name}). fix: import the model again"
+            )
         files[f"{TEMPLATES}/{name}.jinja"] = text.encode()
     return files
 

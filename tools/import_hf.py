@@ -1,4 +1,4 @@
-"""Make a checkpoint of a Hugging Face folder:
+"""Convert a Hugging Face folder to a checkpoint:
 
 python -m tools.import_hf my/SmolLM2-135M --out models/smollm2
 """
@@ -29,10 +29,10 @@ def parse_arguments() -> argparse.Namespace:
         "python -m tools.import_hf", __doc__, "such as my/SmolLM2-135M --out models/smollm2"
     )
     parser.add_argument(
-        "folder", type=user_path, help="with config.json, safetensors and a tokenizer"
+        "folder", type=user_path, help="folder with config.json, safetensors and a tokenizer"
     )
     parser.add_argument(
-        "--out", type=user_path, required=True, metavar="FOLDER", help="a new folder"
+        "--out", type=user_path, required=True, metavar="FOLDER", help="new folder to write"
     )
     return parser.parse_args()
 
@@ -49,7 +49,7 @@ def import_model(args: argparse.Namespace) -> None:
     with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
         if is_run(args.folder):
             fix = f"python generate.py PROMPT --run {shlex.quote(str(args.folder))}"
-            raise ValueError(f"a run of ours needs no import ({args.folder}). fix: {fix}")
+            raise ValueError(f"a run of attend needs no import ({args.folder}). fix: {fix}")
         config = read_json(args.folder / "config.json")
         architecture, tree = from_hf_config(config)
         tokenizer = import_tokenizer(args.folder)
@@ -59,8 +59,8 @@ def import_model(args: argparse.Namespace) -> None:
         is_padded = "tokenizer.json" in tokenizer.files and num_tokens < num_embeddings
         if num_tokens != num_embeddings and not is_padded:
             raise ValueError(
-                f"a tokenizer of another vocabulary ({args.folder} has {num_tokens}, the model "
-                f"{num_embeddings}). fix: the tokenizer that it was trained with"
+                f"the tokenizer has another vocabulary ({args.folder} has {num_tokens}, the model "
+                f"{num_embeddings}). fix: use the tokenizer that the model was trained with"
             )
         weights = read_weights(args.folder, build_model(tree, "meta"), architecture)
     save_checkpoint(args.out, weights, tree, tokenizer, args.folder)

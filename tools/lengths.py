@@ -48,7 +48,7 @@ def last_loss(model: Transformer, corpus: Corpus, settings: dict, precision: tor
     if len(corpus.validation) < longest:
         raise ValueError(
             f"only {len(corpus.validation)} held-out tokens (a window has {longest}). "
-            "fix: a larger text; of a task: --slices --context N"
+            "fix: a larger text; for a task: --slices --context N"
         )
     num_targets = settings["context"] // 2  # per window
     ends = range(longest, len(corpus.validation) + 1, num_targets)
@@ -72,7 +72,7 @@ def open_run(path: Path | None) -> tuple[Path, dict]:
     newest = checkpoint.find_model(path)
     settings = checkpoint.load_config(newest)
     if not {"data", "text"} <= settings.keys():
-        raise ValueError(f"not a run, so no data is held out ({newest}). fix: --text FILE")
+        raise ValueError(f"not a run, so it has no held-out data ({newest}). fix: --text FILE")
     return newest, settings
 
 

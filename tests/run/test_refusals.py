@@ -569,7 +569,7 @@ COMPARED = {
     "attention=gqa,gqq": "attention=gqa",
     "model.layers=2,3": "model.depth=2,3",
     "run_dir=mine attention=gqa,mqa": "--dir FOLDER",
-    "resume=true attention=gqa,mqa": "the same call again, which continues what was cut off",
+    "resume=true attention=gqa,mqa": "run the same command again, which resumes interrupted runs",
 }
 
 

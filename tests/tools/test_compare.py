@@ -66,7 +66,7 @@ def test_runs_are_trained_once_and_then_reported(command, words, forked_jobs):
     assert first.code == 0 and "mqa: model.hidden=" in first.err, first.err
     assert re.match(
         r"(Too little data to choose: 2 of 3 seeds, 0.0\d+ of 10 tokens per parameter; \w+ has|"
-        r"Only a hint: mqa's loss is lower).*\nTo be sure, it takes 3 seeds per variant "
+        r"Only a hint: mqa's loss is lower).*\nA reliable answer needs 3 seeds per variant "
         r"\(seed=0,1,2\); 10 tokens per parameter \(steps=\d+ max_minutes=null.*\); "
         r"learning rates tuned for each variant \(--tune\)\..*mqa",
         first.out,
@@ -125,7 +125,7 @@ def test_a_run_that_fails_is_a_row_and_its_variant_stays_the_baseline(command, w
     runs = ("out/gqa-1", "out/mla-0", "out/mla-1")
     command(COMPARE, "--report", *runs, "--dir", "out").succeeded()
     page = Path("out/report.html").read_text(encoding="utf-8")
-    assert "mla-0 is not in the report: metrics cannot be read" in page
+    assert "mla-0 is not in the report: cannot read the metrics" in page
 
 
 def test_runs_that_depend_on_a_failed_baseline_are_not_trained(command, words, quick):
@@ -133,7 +133,10 @@ def test_runs_that_depend_on_a_failed_baseline_are_not_trained(command, words, q
     Path("out/gqa-0/mine").touch()
     asked = ("attention=gqa,mla", *words, "max_minutes=1", "--dir", "out")
     result = command(COMPARE, *asked)
-    assert result.code == 2 and "mla-0: the baseline did not finish" in result.err
+    assert (
+        result.code == 2
+        and "mla-0: the baseline, which sets the number of steps, did not" in result.err
+    )
     assert not [*Path("out/mla-0").iterdir()]
 
 
@@ -211,7 +214,7 @@ def test_a_signal_saves_and_ends(command, words, quick, tmp_path):
     wait_for(lambda: [*tmp_path.glob("out/run-0/checkpoints/step-*")])
     running.terminate()
     assert running.wait() == 75
-    assert "the same call goes on" in (tmp_path / "said").read_text(encoding="utf-8")
+    assert "run the same command to continue" in (tmp_path / "said").read_text(encoding="utf-8")
     assert "is saved. To continue: " in (tmp_path / "out/run-0.log").read_text(encoding="utf-8")
     assert not Run.read(tmp_path / "out/run-0").done
 

@@ -86,10 +86,10 @@ def test_an_exact_conversion_has_the_same_logits_cached_and_not(variant, words, 
 # Every preset of docs/convert.md, and the reported changes for a conversion from gqa.
 PRESETS = {
     "chunked": ["chunk None -> 128 (approximate): layers [0, 1, 2]"],
-    "gated": ["an output gate of one half, doubled (exact): layers [0, 1, 2, 3]"],
+    "gated": ["an output gate of 1/2, with o_proj doubled (exact): layers [0, 1, 2, 3]"],
     "gdn": [
         "a recurrence with these projections; all else is new (approximate): layers [0, 1, 2]",
-        "an output gate of one half, doubled (exact): layers [3]",
+        "an output gate of 1/2, with o_proj doubled (exact): layers [3]",
     ],
     "gpt_oss": [
         "a sink of -20 (exact): layers [0, 1, 2, 3]",
@@ -102,7 +102,7 @@ PRESETS = {
     "local_global": ["window None -> 128 (approximate): layers [0, 1, 2]"],
     "mamba2": [
         "a recurrence with these projections; all else is new (approximate): layers [0, 1, 2]",
-        "an output gate of one half, doubled (exact): layers [3]",
+        "an output gate of 1/2, with o_proj doubled (exact): layers [3]",
     ],
     "mha": ["key-value heads 2 -> 4, repeated (exact): layers [0, 1, 2, 3]"],
     "mla": [
@@ -310,12 +310,12 @@ REFUSED = [
         "attention.kinds.full.softcap=null",
     ),
     ("gqa", "attention=softcap", "attention.softcap=null"),
-    ("gqa", "attention=llama", "leave out what the model has"),
+    ("gqa", "attention=llama", "override values that the model lacks"),
     ("gqa", "attention.rank=8", "attention=PRESET"),
     ("gqa", "attention=mla attention.rank=100000", "attention.rank=160"),
     ("gqa", "attention._target_=model.layers.Linear", "leave attention."),
     ("gqa", "attention._target_=model.layers.rms", "leave attention."),
-    ("mla", "attention=gqa", "train the new attention anew"),
+    ("mla", "attention=gqa", "train the new attention from scratch"),
     ("nope", "attention=gqa", "attention.rope_base=VALUE"),
     ("gated", "attention=mla", "an attention with gate_proj.weight"),
     ("gqa", "attention=mla attention.rope_dim=6", "attention.rope_dim=8"),
@@ -392,7 +392,7 @@ def test_all_commands_read_a_converted_model(command, tokenizer, tmp_path):
     command("generate.py", "--run", "new", "Ann", "--device", "cpu").succeeded()
     command("tools/export_hf.py", "--run", "new", "--out", "hf").succeeded()
     again = command("tools/convert.py", "run", *words, "--out", "new")
-    assert again.code == 2 and "there is something already" in again.err
+    assert again.code == 2 and "not a new or empty folder" in again.err
 
 
 @pytest.fixture

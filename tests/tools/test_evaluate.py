@@ -228,8 +228,8 @@ def test_the_loss_of_a_batch_equals_that_of_separate_rows(drawn):
         (("--text", "none.txt"), "none.txt"),
         (("--slices",), "not a run"),
         (("--lengths",), "not a run"),
-        (("--lengths", "--context", "9"), "--lengths does not go with --context"),
-        (("--slices", "--separator", "x"), "--slices does not go with --separator"),
+        (("--lengths", "--context", "9"), "--lengths cannot be combined with --context"),
+        (("--slices", "--separator", "x"), "--slices cannot be combined with --separator"),
         ((), "one of the arguments"),
     ],
 )

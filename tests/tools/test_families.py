@@ -265,7 +265,7 @@ def test_a_chat_template_with_a_path_is_not_written(published, tmp_path):
     tokenizer = Tokenizer.load(checkpoint.find_model(published("SmolLM3-3B")[1]) / "tokenizer.json")
     templates = json.dumps({"../../evil": "text"}).encode()
     tokenizer.files = tokenizer.files | {"additional_chat_templates.json": templates}
-    with pytest.raises(ValueError, match="leads elsewhere"):
+    with pytest.raises(ValueError, match="name of a chat template is a path"):
         kept_files(tokenizer)
 
 
@@ -315,13 +315,13 @@ DAMAGES = {
     ),
     "a list": (
         lambda folder: (folder / "generation_config.json").write_text("[1]", encoding="utf-8"),
-        "missing or of other types",
+        "missing or have other types",
     ),
     "nested": (
         lambda folder: (folder / "tokenizer_config.json").write_text(
             100_000 * "[", encoding="utf-8"
         ),
-        "missing or of other types",
+        "missing or have other types",
     ),
     "no unknown": (
         lambda folder: spoiled(
@@ -352,7 +352,7 @@ DAMAGES = {
                 * [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}],
             },
         ),
-        "replacements that multiply a text",
+        "replacements may multiply a text",
     ),
     "outside": (
         lambda folder: spoiled(folder, "generation_config.json", eos_token_id=[2, 128001]),
@@ -360,7 +360,7 @@ DAMAGES = {
     ),
     "more tokens than rows": (
         lambda folder: spoiled(folder, "config.json", vocab_size=200),
-        "a tokenizer of another vocabulary",
+        "the tokenizer has another vocabulary",
     ),
 }
 

@@ -191,7 +191,7 @@ def test_a_tensor_that_the_class_lacks_is_refused(command, exported, tokenizer):
     assert name not in weights
     save_file(weights | {name: torch.ones(64)}, Path("model") / WEIGHTS)
     result = command("tools/import_hf.py", "model", "--out", "new")
-    assert result.code == 3 and f"not the model's weights (model: {name})" in result.err
+    assert result.code == 3 and f"the weights do not match the config (model: {name})" in result.err
 
 
 def test_no_other_command_reads_a_foreign_folder(command, there, story):
@@ -372,7 +372,7 @@ DAMAGES = {
     "pickle": (3, pickled, "a pickle"),
     "shape": (3, reweigh(model__norm__weight=torch.ones(63)), "model.norm.weight"),
     "tensor": (3, reweigh(model__norm__weight=None), "model.norm.weight"),
-    "another tensor": (3, reweigh(more=torch.ones(1)), "weights (/"),
+    "another tensor": (3, reweigh(more=torch.ones(1)), "config (/"),
     "NaN": (4, reweigh(model__norm__weight=torch.full((64,), torch.nan)), "NaN"),
     "NaN in 8 bits": (
         4,
@@ -385,19 +385,19 @@ DAMAGES = {
     "index of another shard": (3, reindex(lm_head__weight="ANOTHER"), "lm_head.weight of model-0"),
     "index of no shard": (3, reindex(lm_head__weight="model-7.safetensors"), "model-7.safetensors"),
     "index that leads out": (3, reindex(lm_head__weight="../run/secret"), "weights are missing"),
-    "index that is cut": (3, with_an_index('{"weight_map": {'), "not an index"),
-    "index without a map": (3, with_an_index("{}"), "not an index"),
-    "index of numbers": (3, with_an_index('{"weight_map": {"a": 1}}'), "not an index"),
+    "index that is cut": (3, with_an_index('{"weight_map": {'), "invalid index"),
+    "index without a map": (3, with_an_index("{}"), "invalid index"),
+    "index of numbers": (3, with_an_index('{"weight_map": {"a": 1}}'), "invalid index"),
     "index of nothing": (3, with_an_index('{"weight_map": {}}'), "weights are missing"),
-    "stale shard": (3, with_a_stale_shard, "two files hold one tensor"),
-    "cut": (3, write(WEIGHTS, 100 * "\0"), "not weights"),
+    "stale shard": (3, with_a_stale_shard, "two files have the same tensor"),
+    "cut": (3, write(WEIGHTS, 100 * "\0"), "invalid weights"),
     "tied, and a head": (3, change(tie_word_embeddings=True), "lm_head.weight"),
     "head_dim": (3, change(head_dim=32), "self_attn.q_proj"),
     "architecture": (2, change(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
-    "architecture is text": (2, change(architectures="LlamaForCausalLM"), "an unknown arch"),
+    "architecture is text": (2, change(architectures="LlamaForCausalLM"), "unknown arch"),
     "code": (2, change(auto_map={"AutoModelForCausalLM": "m.M"}), "auto_map"),
     "size": (2, change(intermediate_size=-128), "intermediate_size is too small (got -128)"),
-    "large": (3, change(hidden_size=2**40), "not the model's weights"),
+    "large": (3, change(hidden_size=2**40), "the weights do not match the config"),
     "deep": (2, change(num_hidden_layers=10**9), "not a config of"),
     "text": (2, change(hidden_size="64"), "not a config of"),
     "a missing entry": (2, change(num_hidden_layers=None), "not a config of"),
@@ -414,18 +414,22 @@ DAMAGES = {
     "quantized": (2, change(quantization_config={"quant_method": "fp8"}), "quantization_config"),
     "another class": (2, change(model_type="qwen3"), "model_type=qwen3"),
     "no JSON": (2, write("config.json", "{}}"), "config.json: Extra data"),
-    "no object": (2, write("config.json", "[]"), "missing or of other types"),
-    "layers of another depth": (2, change(layer_types=["full_attention"]), "of another depth"),
+    "no object": (2, write("config.json", "[]"), "missing or have other types"),
+    "layers of another depth": (
+        2,
+        change(layer_types=["full_attention"]),
+        "do not match num_hidden_layers",
+    ),
     "one of ours": (
         2,
         lambda folder: (folder / "config.json").unlink(),
-        "a run of ours needs no import",
+        "a run of attend needs no import",
     ),
     "no tokenizer": (2, no_tokenizer, "tokenizer.model"),
 }
 # Features of these classes are not supported.
 for name in ("Llama4", "GraniteSWA", "DiffLlama", "DeepseekV3", "Qwen3_5"):
-    DAMAGES[name] = (2, change(architectures=[f"{name}ForCausalLM"]), "an unknown architecture")
+    DAMAGES[name] = (2, change(architectures=[f"{name}ForCausalLM"]), "unknown architecture")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -235,16 +235,16 @@ def test_the_answer_names_the_best_variant_and_its_uncertainty(write):
         f"(95 % interval {interval}; 3 seeds). mqa needs 50 % of gqa's cache and 9"
     )
     assert "Also better than gqa: mha; which of them is best was not tested." in answer
-    assert "Worse: retention." in answer and "To be sure" not in answer
+    assert "Worse: retention." in answer and "A reliable answer" not in answer
 
 
 def test_without_tuned_rates_the_answer_is_a_hint(write):
     answer = answer_of(write, trained_enough({"gqa": 1.0, "mqa": 0.98}))
     assert answer.startswith("Only a hint: mqa's loss is lower than gqa's by 0.020 bits per byte")
-    assert f"To be sure, it takes {UNTUNED}. mqa needs" in answer
+    assert f"A reliable answer needs {UNTUNED}. mqa needs" in answer
     some = trained_enough({"gqa": 1.0, "mqa": 0.98})
     some += searched("gqa", {0.5: 1.1, 1.0: 1.0, 2.0: 1.1})
-    assert "it takes learning rates tuned for mqa (--tune)." in answer_of(write, some)
+    assert "answer needs learning rates tuned for mqa (--tune)." in answer_of(write, some)
 
 
 def test_no_variant_is_better_for_certain(write):
@@ -259,7 +259,7 @@ def test_no_variant_is_better_for_certain(write):
     answer = answer_of(write, trained_enough(losses))
     assert answer.startswith(
         "No variant is better than gqa for certain, at learning rates that were not tuned. "
-        f"To be sure, it takes {UNTUNED}. As good"
+        f"A reliable answer needs {UNTUNED}. As good"
     )
 
 
@@ -304,7 +304,7 @@ def test_the_answer_of_a_task_counts_seeds_and_reports_if_they_suffice(write):
     # 3 of 3 against 0 of 3: 2 / 20.
     answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 3}, 3)))
     assert answer.startswith(
-        "Too little data to choose: 3 of 4 seeds. To be sure, it takes 4 seeds per variant "
+        "Too little data to choose: 3 of 4 seeds. A reliable answer needs 4 seeds per variant "
         "(seed=0,1,2,3). Seeds that solve recall: mqa 3 of 3 (50 % of the "
         "cache), gqa 0 of 3."
     )
@@ -322,7 +322,10 @@ def test_the_answer_of_a_task_counts_seeds_and_reports_if_they_suffice(write):
     assert answer.startswith("Only a hint, for mqa: 4 of 4") and "learning rates for gqa" in answer
     # If no variant can be better, no seeds are missing.
     answer = answer_of(write, recalled({"gqa": 3, "mha": 3}, 3))
-    assert answer.startswith("Keep gqa: 3 of 3 seeds solve recall") and "To be sure" not in answer
+    assert (
+        answer.startswith("Keep gqa: 3 of 3 seeds solve recall")
+        and "A reliable answer" not in answer
+    )
     answer = answer_of(write, tuned(recalled({"gqa": 3, "mqa": 4}, 5)))
     assert answer.startswith("No variant solves recall more often than gqa for certain.")
     answer = answer_of(write, recalled({"gqa": 0, "mqa": 0}, 3))
@@ -411,7 +414,7 @@ def test_the_first_line_reports_too_few_seeds_or_tokens(write, ratio, num_seeds,
         short, remedy = doubt
         remedy = remedy.format(math.ceil(10 * parameters / 512), time)
         assert first.startswith(f"Too little data to choose: {short}; gqa has the lowest loss")
-        assert f"To be sure, it takes {remedy}. Undecided" in first
+        assert f"A reliable answer needs {remedy}. Undecided" in first
 
 
 def test_the_first_line_reports_a_variant_with_fewer_tokens(write):
@@ -420,7 +423,7 @@ def test_the_first_line_reports_a_variant_with_fewer_tokens(write):
     first = answer_of(write, runs)
     doubt = "Too little data to choose: some runs saw 20,000,000 tokens and others 30,000,000; "
     assert first.startswith(doubt)
-    assert f"it takes the same number of tokens for all runs; {UNTUNED}." in first
+    assert f"answer needs the same number of tokens for all runs; {UNTUNED}." in first
 
 
 def test_the_settings_of_a_variant_are_its_differences_from_the_baseline():

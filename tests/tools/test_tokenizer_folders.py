@@ -179,8 +179,12 @@ REFUSED = {
 # If versions of transformers differ, the file decides, and a note reports it.
 NOTED = {
     "TinyLlama's class": (TINY, config(tokenizer_class="LlamaTokenizer"), ["4 and 5 differ"]),
-    "SentencePiece alone": ("space", lambda folder: None, ["BOS is put", "4 and 5 differ"]),
-    "SentencePiece, which BOS": ("plain", config(**LLAMA, add_prefix_space=False), ["BOS is put"]),
+    "SentencePiece alone": ("space", lambda folder: None, ["BOS is prepended", "4 and 5 differ"]),
+    "SentencePiece, which BOS": (
+        "plain",
+        config(**LLAMA, add_prefix_space=False),
+        ["BOS is prepended"],
+    ),
     "Llama 3 as Qwen2": ("Llama-3.2-1B", read_as("qwen2"), ["with Qwen2Tokenizer"]),
     "SmolLM2 as Qwen3": (SMOL, read_as("qwen3", tokenizer_class=None), ["with Qwen2Tokenizer"]),
     "Qwen as GPT-2": (QWEN, config(tokenizer_class="GPT2TokenizerFast"), ["with GPT2Tokenizer"]),

@@ -81,7 +81,7 @@ def announce(variants: list["Variant"], has_search: bool) -> None:
     if has_search:
         searched = len(FACTORS) * len(variants)
         count += searched
-        text += f", after {searched} or more that look for learning rates"
+        text += f", after at least {searched} that search for learning rates"
     settings = compose(variants[0].overrides)
     if settings.steps is None and settings.max_minutes is not None:
         text += f"; about {count * settings.max_minutes / 60:.1f} hours on one device"
@@ -153,7 +153,7 @@ def parse_arguments() -> argparse.Namespace:
         type=user_path,
         nargs="+",
         metavar="RUN",
-        help="report on these runs, or on the folder of a comparison, without training; the first run is of the baseline",
+        help="report on these runs, or on the folder of a comparison, without training; the first run is the baseline",
     )
     add(
         "--quick",
@@ -163,9 +163,9 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_intermixed_args()
     folders = [word for word in args.overrides if "=" not in word]
     if folders and is_run(folders[0]):
-        parser.error(f"a run is no override ({folders[0]})", shlex.join(["--report", *folders]))
+        parser.error(f"a run is not an override ({folders[0]})", shlex.join(["--report", *folders]))
     if bool(args.overrides) == bool(args.report):
-        parser.error("either overrides to train with, or --report RUN...")
+        parser.error("give either overrides to train with, or --report RUN...")
     return args
 
 

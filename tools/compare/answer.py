@@ -227,7 +227,7 @@ def enough_tokens(runs: list[Run]) -> str:
 def describe_missing(gaps: Gaps) -> list[str]:
     if not gaps.remedies:
         return []
-    return [f"To be sure, it takes {'; '.join(gaps.remedies)}."]
+    return [f"A reliable answer needs {'; '.join(gaps.remedies)}."]
 
 
 def describe_gain(comparison: Comparison, name: str, result: Result) -> str:

@@ -109,7 +109,7 @@ class Job:
         if run is None or run.has_diverged:
             if is_timed:
                 self.end(
-                    "the baseline did not finish, which decides how long it trains. "
+                    "the baseline, which sets the number of steps, did not finish. "
                     "fix: steps=N max_minutes=null tokens_per_parameter=null, or other rates"
                 )
             return
@@ -135,7 +135,7 @@ class Job:
         changed = sorted(word for word in different if "run_dir=" not in word)
         if previous and changed:
             words = " ".join(changed)
-            self.end(f"the run there has other overrides ({words}). fix: another --dir")
+            self.end(f"the folder has a run with other overrides ({words}). fix: another --dir")
         elif run is not None:
             self.run = run
             self.end(FINISHED)
@@ -194,7 +194,7 @@ def train_all(jobs: list[Job]) -> None:
     """
     device = compose(jobs[0].overrides).device
     free_gpus = gpu_environments(device)
-    with Signals() as signals, waiting("what each run reports is in its .log", len(jobs)) as bar:
+    with Signals() as signals, waiting("the output of each run is in its .log", len(jobs)) as bar:
         signals.arm()
         try:
             while bar.n < len(jobs) and not signals.received:
@@ -217,7 +217,7 @@ def train_all(jobs: list[Job]) -> None:
                 process.wait()
     if signals.received:
         errors.exit_with(
-            signals.received, "stopped, what was trained is saved. fix: the same call goes on"
+            signals.received, "stopped; the runs are saved. fix: run the same command to continue"
         )
 
 

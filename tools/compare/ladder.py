@@ -21,7 +21,7 @@ CLAUSES = {
     "lead shrinks": "The lead of {names} shrinks with the size.",
     "deficit grows": "The deficit of {names} grows with the size.",
     "deficit shrinks": "The deficit of {names} shrinks with the size.",
-    CANNOT_TELL: "Whether the difference of {names} grows or shrinks cannot be told.",
+    CANNOT_TELL: "The runs cannot tell whether the difference of {names} grows or shrinks.",
 }
 LADDER = """
 Each size has its own verdicts, further down. The trend is the slope of a straight line through the
@@ -30,9 +30,9 @@ differences, over the logarithm of the training compute: a lead or a deficit gro
 correction). A trend describes these sizes; it does not promise that it continues.
 """
 COMPUTE = """
-The exponents are of power laws, loss = a x FLOPs ^ -exponent, fitted to all runs of a variant. That
-of the baseline gives the compute with which it would reach the variant's loss at the largest size,
-as a multiple of what it was given there, if parameters and tokens grow in the same proportion.
+The exponents are of power laws, loss = a x FLOPs ^ -exponent, fitted to all runs of a variant. The
+baseline's law gives the compute at which it would reach the variant's loss at the largest size, as
+a multiple of its own compute there, if parameters and tokens grow in the same proportion.
 """
 
 

@@ -87,18 +87,18 @@ def plan_variants(
     """
     sweep = expand_sweep(overrides)
     if len(sweep.get("data", [])) > 1:
-        raise ValueError(f"losses on other data do not compare. fix: {sweep['data'][0]}")
+        raise ValueError(f"losses on different data are not comparable. fix: {sweep['data'][0]}")
     if match != "none" and len(sweep.get("model.hidden", [])) > 1:
         raise ValueError(
-            f"model.hidden is what makes sizes equal (--match {match}). fix: --match none"
+            f"matching the sizes sets model.hidden (--match {match}). fix: --match none"
         )
     # Seeds are repetitions of a variant; every other key defines variants.
     try:
         seeds = [int(word.partition("=")[2]) for word in sweep.pop("seed", ["seed=0"])]
     except ValueError as error:
-        raise ValueError(f"seeds are whole numbers ({error}). fix: seed=0,1,2") from None
+        raise ValueError(f"seeds must be whole numbers ({error}). fix: seed=0,1,2") from None
     if has_search and SEARCH_SEED in seeds:
-        raise ValueError(f"--tune has this seed (seed={SEARCH_SEED}). fix: seed=0,1,2")
+        raise ValueError(f"--tune uses this seed itself (seed={SEARCH_SEED}). fix: seed=0,1,2")
     variants = name_variants(sweep)
     if folder is None:
         baseline = next(iter(variants))
@@ -176,9 +176,9 @@ def match_sizes(variants: Variants, match: str) -> dict[str, str]:
         target = targets.setdefault(model["dim"], size(build_model(model, "meta")))
         hidden = match_hidden(model, size, target)
         if hidden is None:
-            raise ValueError(f"{name} cannot have the baseline's size. fix: --match none")
+            raise ValueError(f"{name} cannot match the baseline's size. fix: --match none")
         if hidden != model["hidden"]:
-            change = f"model.hidden={hidden}, not {model['hidden']}"
+            change = f"model.hidden={hidden} instead of {model['hidden']}"
             print(f"{name}: {change}, for equal {match}", file=sys.stderr)
             overrides.append(f"model.hidden={hidden}")
     return baselines

@@ -84,7 +84,7 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
     """
     missing = [f"{name} is not in the report: {why}" for name, why in problems.items()]
     if not runs:
-        raise ValueError(f"no run finished ({without_fix('; '.join(missing))}). fix: train one")
+        raise ValueError(f"no run finished ({without_fix('; '.join(missing))}). fix: finish a run")
 
     # Models of one size are compared with each other, task by task.
     page = Page()
@@ -120,7 +120,7 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
     page.code([command()])
     file = folder / "report.html"
     file.write_text(page.html(), encoding="utf-8")
-    return "\n".join([*lines, *missing, f"written: {file}, which any browser opens"])
+    return "\n".join([*lines, *missing, f"written: {file}. To view it: open it in a browser"])
 
 
 @dataclass

@@ -89,7 +89,7 @@ class Run:
             done = is_last and "val_bpb" in lines[-1]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise IntegrityError(
-                f"metrics cannot be read ({metrics}: {error}). fix: train it anew"
+                f"cannot read the metrics ({metrics}: {error}). fix: train the run again"
             ) from None
         settings = checkpoint.load_config(newest)
         settings.pop("overrides", None)  # already applied to the settings
@@ -237,8 +237,8 @@ def group_by_variant(runs: list[Run]) -> Groups:
         by_seed = groups[run.settings["name"], tuple(run.identity.items())]
         if run.seed in by_seed:
             raise ValueError(
-                f"two runs are of one variant and seed ({by_seed[run.seed].folder}, {run.folder}). "
-                "fix: leave out one"
+                f"two runs have the same variant and seed ({by_seed[run.seed].folder}, "
+                f"{run.folder}). fix: leave one out"
             )
         by_seed[run.seed] = run
 

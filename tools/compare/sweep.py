@@ -23,7 +23,7 @@ Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) of each key, one per v
 Variants = dict[str, list[str]]  # the overrides of each variant, by its name; the baseline first
 OWN_KEYS = {  # keys that a comparison sets in each run -> what to type instead
     "run_dir": "--dir FOLDER",
-    "resume": "the same call again, which continues what was cut off",
+    "resume": "run the same command again, which resumes interrupted runs",
 }
 
 
@@ -46,7 +46,9 @@ def expand_sweep(overrides: list[str]) -> Sweep:
 
     for key, words in sweep.items():
         if key in OWN_KEYS:
-            raise ValueError(f"a comparison sets it itself ({words[0]}). fix: {OWN_KEYS[key]}")
+            raise ValueError(
+                f"a comparison sets this key itself ({words[0]}). fix: {OWN_KEYS[key]}"
+            )
         if key in GROUPS:
             check_choices(key, [word.partition("=")[2] for word in words])
     compose([words[0] for key, words in sweep.items() if key != "seed"], typed)
@@ -60,13 +62,13 @@ def check_sweep(override: "Override") -> None:
     sweep = sweep_of(override)
     if is_one_number(value):
         fix = f"{key}={value.replace(',', '')}"
-        raise OverrideError(f"a number has no commas (got {word}). fix: {fix}")
+        raise OverrideError(f"numbers must not contain commas (got {word}). fix: {fix}")
     if sweep is not None and sweep != word:
         names = sweep.partition("=")[2].split(",")
         if key in GROUPS:
             names = nearest_choices(key, names)
         fix = f"{key}={','.join(names)}"
-        raise OverrideError(f"several values have no brackets (got {word}). fix: {fix}")
+        raise OverrideError(f"write several values without brackets (got {word}). fix: {fix}")
 
 
 def name_variants(sweep: Sweep) -> Variants:
@@ -92,7 +94,7 @@ def name_variants(sweep: Sweep) -> Variants:
         # A name is also a folder name: letters, digits, dots and dashes.
         name = re.sub(r"[^\w.]+", "-", "-".join(parts), flags=re.ASCII).strip("-.") or "run"
         if name in variants:
-            raise ValueError(f"two variants of one name ({name}). fix: leave one out")
+            raise ValueError(f"two variants have the same name ({name}). fix: leave one out")
         # All runs are judged on the same data: all held-out text, or all held-out rows of a task.
         variants[name] = ["eval_tokens=99999999", *combination, f"name={name}"]
     return variants

@@ -26,7 +26,7 @@ from tools.formats.layer_change import (
 NO_SINK = -20.0
 # Parts that the old layer may lack -> initial values that leave the output unchanged.
 NEW_PARTS = {
-    "gate_proj.weight": "an output gate of one half, doubled",
+    "gate_proj.weight": "an output gate of 1/2, with o_proj doubled",
     "sink": f"a sink of {NO_SINK:g}",
     "share": "a share of 0 of the first layer's values",
     "o_proj.bias": "biases of zero",
@@ -42,7 +42,7 @@ def convert_layer(layers: Layers, layer: int, weights: Weights) -> Converted:
     new = type(layers.new[layer])
     if (old, new) not in CONVERSIONS:
         change = f"{old.__name__} to {new.__name__}"
-        fix = "train the new attention anew"
+        fix = "train the new attention from scratch"
         if new is Retention:
             change += ", whose values and gate are wider than any projection of the model"
         if old is SoftmaxAttention:

@@ -47,13 +47,13 @@ def convert_config(tree: dict, overrides: list[str]) -> dict:
         attention = inherit_options(tree, composed.model["attention"], explicit)
     if attention == tree["attention"]:
         raise ValueError(
-            f"nothing changes ({' '.join(overrides)}). fix: leave out what the model has"
+            f"nothing changes ({' '.join(overrides)}). fix: override values that the model lacks"
         )
     converted = tree | {"attention": attention}
     try:
         checkpoint.dry_run(converted)
     except (TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"no attention ({' '.join(overrides)}: {error})") from None
+        raise ValueError(f"invalid attention ({' '.join(overrides)}: {error})") from None
     return converted
 
 
@@ -64,7 +64,7 @@ def parse_options(overrides: list[str]) -> dict:
         group, _, key = parsed.key_or_group.partition(".")
         if group != "attention":
             raise ValueError(
-                f"only attention is converted ({parsed.input_line}). "
+                f"only attention can be converted ({parsed.input_line}). "
                 "fix: attention=PRESET or attention.KEY=VALUE"
             )
         options[key] = parsed.value()
@@ -132,7 +132,7 @@ def set_options(tree: dict, options: dict) -> dict:
                 knobs[option] = value
                 is_known = True
         if not is_known:
-            raise ValueError(f"no such option (attention.{key}). fix: attention=PRESET")
+            raise ValueError(f"unknown option (attention.{key}). fix: attention=PRESET")
     return attention
 
 
@@ -156,7 +156,7 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
                 continue
             values = [layer[key] for layer in layers_by_kind[kind] if key in layer]
             if any(value != values[0] for value in values):
-                fix = f"attention.{prefix}{key}=VALUE for all of them"
+                fix = f"attention.{prefix}{key}=VALUE for all layers"
                 # If the mechanism stays the same, the layers can keep their pattern.
                 mechanisms = {layer["_target_"] for layer in layers_by_kind[kind]}
                 if not kind and mechanisms == {knobs["_target_"]}:
@@ -165,7 +165,7 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
                     ]
                     fix = f"{' '.join(words)}, which keeps the layers' pattern; or {fix}"
                 raise ValueError(
-                    f"layers have several values for one option ({key}: {values}). fix: {fix}"
+                    f"layers have several values of one option ({key}: {values}). fix: {fix}"
                 )
             if values:
                 knobs[key] = values[0]

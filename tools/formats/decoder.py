@@ -150,7 +150,7 @@ def common_value(layers: LayerConfigs, knob: str, default: object = None) -> obj
     common = values[0]
     if any(value != common for value in values):
         raise ValueError(
-            f"no class of transformers has layers of different {knob} ({values}). "
+            f"no transformers class has layers of different {knob} ({values}). "
             f"fix: train again with one attention.{knob} for all layers"
         )
     return common

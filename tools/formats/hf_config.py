@@ -154,8 +154,8 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
             needed = ARCHITECTURES[nearest].required_knobs(layers[0])["qk_norm"]
             fix = f"attention.qk_norm={needed or 'null'}, in each of its kinds"
         raise ValueError(
-            f"no class of transformers has this model ({nearest} is the nearest, and lacks "
-            f"{', '.join(found)}). fix: train anew with {fix}"
+            f"no transformers class has this architecture ({nearest} is the nearest, and lacks "
+            f"{', '.join(found)}). fix: train again with {fix}"
         )
     return nearest
 
@@ -173,7 +173,7 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
     is_one = isinstance(names, list) and len(names) == 1
     if not is_one or names[0] not in IMPORTED:
         raise ValueError(
-            f"an unknown architecture (config.json: {names}). fix: one of {', '.join(IMPORTED)}"
+            f"unknown architecture (config.json: {names}). fix: one of {', '.join(IMPORTED)}"
         )
     (name,) = names
     architecture = ARCHITECTURES[name]
@@ -191,8 +191,8 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
             different.append(f"{entry}={entries.get(entry)}")
     if different:
         raise ValueError(
-            f"this {name} has what our layers lack (config.json: {', '.join(different)}). "
-            "fix: another model, or delete entries that are no part of it"
+            f"our layers cannot express this {name} (config.json: {', '.join(different)}). "
+            "fix: another model, or delete entries that do not belong to it"
         )
     return name, tree
 
@@ -206,7 +206,7 @@ def own_words(name: str) -> Iterator[None]:
         what = str(error).partition(". fix: ")[0]
         what = OUR_KEY.sub(lambda key: ENTRIES.get(key[1] or key[2], key[0]), what)
         raise ValueError(
-            f"this {name} has what our layers lack (config.json: {what}). fix: another model"
+            f"our layers cannot express this {name} (config.json: {what}). fix: another model"
         ) from None
 
 
@@ -240,7 +240,7 @@ def read_model(config: dict, architecture: Architecture) -> dict:
     if "rope_base" in architecture.free_knobs:
         has_rope = config["no_rope_layers"]
     if {len(types), len(has_rope)} != {config["num_hidden_layers"]}:
-        raise LookupError("layer_types or no_rope_layers of another depth")
+        raise LookupError("layer_types or no_rope_layers do not match num_hidden_layers")
     # Layers with the same type that all have, or all lack, RoPE are one kind.
     kinds = {}
     pattern = []

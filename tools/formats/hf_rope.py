@@ -43,7 +43,7 @@ def rope_to_hf(base: float, scaling: dict | None) -> dict:
             parameters = {key: scaling[knob] for key, knob in known.knobs.items()}
             return {"rope_type": rope_type, "rope_theta": base, **parameters}
     raise ValueError(
-        f"no class of transformers has this scaling ({scaling}). fix: attention.rope_scaling=null"
+        f"no transformers class has this scaling ({scaling}). fix: attention.rope_scaling=null"
     )
 
 
@@ -64,7 +64,7 @@ def rope_from_hf(config: dict) -> dict:
     is_default = rope_type == "default"
     if unknown_keys or (known is None and not is_default):
         raise ValueError(
-            f"positions of another kind (config.json: {parameters}). "
+            f"unsupported RoPE parameters (config.json: {parameters}). "
             f"fix: default or one of {', '.join(SCALINGS)}"
         )
     if known is None:

@@ -78,7 +78,7 @@ def malformed(what: str) -> Iterator[None]:
         raise
     except BaseException as error:  # a panic in tokenizers is not a subclass of Exception
         raise ValueError(
-            f"{what}: entries are missing or of other types ({error}). "
+            f"{what}: entries are missing or have other types ({error}). "
             "fix: get all files of the model again"
         ) from None
 
@@ -149,7 +149,7 @@ def import_tokenizer(folder: Path) -> Tokenizer:
     has_only_bos = len(prefix) <= 1 and is_in_front
     if not eos_ids or max(candidates) >= tokenizer.vocab_size or not has_only_bos:
         raise ValueError(
-            f"a tokenizer needs EOS, and may add only BOS, in front (EOS {eos_ids}, adds {prefix}, "
+            f"a tokenizer needs EOS, and may prepend only BOS (EOS {eos_ids}, adds {prefix}, "
             f"{tokenizer.vocab_size} tokens). fix: eos_token in tokenizer_config.json, or "
             "eos_token_id in config.json or generation_config.json"
         )
@@ -189,7 +189,7 @@ def check_sentencepiece_class(settings: dict) -> None:
     if settings.get("model_type") != "qwen2":
         fix += ', or "tokenizer_class": "LlamaTokenizer" in tokenizer_config.json, if that is right'
     raise ValueError(
-        f"a tokenizer.model alone has other ids in transformers (model_type "
+        f"a tokenizer.model alone gives other ids in transformers (model_type "
         f"{settings.get('model_type')}, read with {name}). fix: {fix}"
     )
 
@@ -225,8 +225,8 @@ def with_prefix_space(model: bytes, adds_space: bool | None) -> bytes:
     content = ModelProto.FromString(model)
     if adds_space is None and not content.normalizer_spec.add_dummy_prefix:
         raise ValueError(
-            "add_prefix_space is missing in tokenizer_config.json (tokenizer.model puts no space in "
-            'front of a text, but transformers would). fix: "add_prefix_space": false in it'
+            "add_prefix_space is missing in tokenizer_config.json (tokenizer.model prepends no "
+            'space to a text, but transformers would). fix: "add_prefix_space": false in it'
         )
     if adds_space in (None, content.normalizer_spec.add_dummy_prefix):
         return model
@@ -260,7 +260,7 @@ def check_named_tokens(settings: dict, special_tokens: dict) -> None:
             different.append(token["content"])
     if different:
         raise ValueError(
-            "tokens that the tokenizer lacks, or has with other options "
+            "some tokens are missing in the tokenizer, or have other options there "
             f"(tokenizer_config.json: {', '.join(dict.fromkeys(different))}). fix: {SAVE_AGAIN}"
         )
 
@@ -282,8 +282,8 @@ def describe_versions(tokenizer: Tokenizer, model_type: str = "") -> list[str]:
     name = class_in_transformers({"model_type": model_type} | config)
     if isinstance(tokenizer, JsonTokenizer) and has_other_cuts(tokenizer, name):
         differences.append(
-            f"transformers 5 reads tokenizer.json with {name}, which cuts some texts elsewhere; "
-            "here, and in transformers 4, the file decides"
+            f"transformers 5 reads tokenizer.json with {name}, which splits some texts "
+            "differently; attend and transformers 4 follow the file"
         )
     if isinstance(tokenizer, JsonTokenizer):
         is_llama = str(config.get("tokenizer_class") or "").removesuffix("Fast") == "LlamaTokenizer"
@@ -293,12 +293,12 @@ def describe_versions(tokenizer: Tokenizer, model_type: str = "") -> list[str]:
         adds_space = model.normalizer_spec.add_dummy_prefix
         if "add_bos_token" not in config:
             differences.append(
-                "BOS is put in front of a prompt, as by transformers 4 (5 leaves it out where "
+                "BOS is prepended to a prompt, as in transformers 4 (5 leaves it out if "
                 "tokenizer_config.json has no add_bos_token)"
             )
     if adds_space:
         differences.append(
-            "texts that begin with a space, or have a special token inside, may have other ids in "
+            "texts that begin with a space or contain a special token may get other ids in "
             "transformers (4 and 5 differ)"
         )
     return differences
@@ -331,7 +331,7 @@ def describe_bos(tokenizer: Tokenizer) -> str | None:
         if named not in (None, tokenizer.bos):
             begin = "BOS" if tokenizer.starts_with_bos else "EOS"
             return (
-                f"{name} has bos_token_id {named}, which the tokenizer puts in front of no text: "
+                f"{name} has bos_token_id {named}, which the tokenizer prepends to no text: "
                 f"documents and an empty prompt begin with {begin}, {tokenizer.bos}"
             )
     return None
@@ -343,8 +343,8 @@ def read_json(file: Path) -> dict:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"no JSON ({file}: {error}). fix: get all files of the model; a run of ours "
-            "needs no import"
+            f"missing or not JSON ({file}: {error}). fix: get all files of the model; a run of "
+            "attend needs no import"
         ) from None
 
 
@@ -353,7 +353,7 @@ def check_growth(content: dict) -> None:
     changes = json.dumps([content.get("normalizer"), content.get("decoder")], ensure_ascii=False)
     growth = prod(map(len, REPLACEMENTS.findall(changes)))
     if growth > MOST_GROWTH:
-        raise ValueError(f"replacements that multiply a text (tokenizer.json: {growth} times)")
+        raise ValueError(f"replacements may multiply a text (tokenizer.json: {growth} times)")
 
 
 def with_special_ids(kind: type, files: dict[str, bytes], ids: dict) -> Tokenizer:

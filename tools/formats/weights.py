@@ -70,16 +70,16 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         try:
             read = load_file(file)
         except (OSError, SafetensorError) as error:
-            raise IntegrityError(f"not weights ({file}: {error}). fix: {FETCH_AGAIN}") from None
+            raise IntegrityError(f"invalid weights ({file}: {error}). fix: {FETCH_AGAIN}") from None
         if tensors.keys() & read.keys():
             raise IntegrityError(
-                f"two files hold one tensor ({file}). fix: the files of one model alone"
+                f"two files have the same tensor ({file}). fix: keep the files of one model only"
             )
         named = {name for name, place in file_of.items() if place == file}
         if file_of and named != read.keys():
             different = ", ".join(sorted(named ^ read.keys())[:3])
             raise IntegrityError(
-                f"the index names other tensors ({index}: {different} of {file.name}). "
+                f"the index does not match a file ({index}: {different} of {file.name}). "
                 f"fix: {FETCH_AGAIN}"
             )
         tensors |= read
@@ -97,7 +97,7 @@ def read_index(index: Path) -> dict[str, Path]:
         for tensor, name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             file_of[tensor] = index.parent / name
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"not an index ({index}: {error}). fix: {FETCH_AGAIN}") from None
+        raise IntegrityError(f"invalid index ({index}: {error}). fix: {FETCH_AGAIN}") from None
     for file in sorted(set(file_of.values())):
         if file.parent != index.parent or not file.is_file():
             raise IntegrityError(f"weights are missing ({file}). fix: {FETCH_AGAIN}")
@@ -136,6 +136,7 @@ def read_weights(folder: Path, model: Transformer, architecture: str) -> dict[st
     different += tensors  # tensors that the model lacks
     if different:
         raise IntegrityError(
-            f"not the model's weights ({folder}: {', '.join(different[:3])}). fix: {FETCH_AGAIN}"
+            f"the weights do not match the config ({folder}: {', '.join(different[:3])}). "
+            f"fix: {FETCH_AGAIN}"
         )
     return weights
