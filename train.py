@@ -54,7 +54,7 @@ def main(settings: Settings, overrides: list[str]) -> None:
 
         # The folder is locked until the run ends.
         with (
-            folder.open_run_dir(settings, ranks, corpus.sha256) as run_dir,
+            folder.open_run_dir(settings, ranks, corpus.identity) as run_dir,
             setup.report_machine_errors(),
         ):
             run = setup.build_run(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from data.loader import Loader, eval_windows
+from data.loader import ROW_ORDER, Loader, eval_windows
 from data.slices import text_cells
 from data.tokenizer import Tokenizer
 
@@ -42,6 +42,11 @@ class Corpus:
     def num_classes(self) -> int:
         """Number of classes of targets in an evaluation."""
         return len(self.class_names)
+
+    @property
+    def identity(self) -> dict[str, str | int]:
+        """The values that a checkpoint saves, and that a resumed run must have again."""
+        return {"text": self.sha256, "row_order": ROW_ORDER}
 
     @property
     def description(self) -> str:

@@ -274,6 +274,10 @@ class TaskCorpus(Corpus):
         return self.task.name
 
     @property
+    def identity(self) -> dict[str, str]:
+        return {"text": self.sha256}
+
+    @property
     def description(self) -> str:
         return f"{self.task.name} of {self.task.sizes}"
 

@@ -22,11 +22,13 @@ from run.settings import Settings, as_text, flatten, key_of, parse_overrides
 RUNS = Path("runs")
 
 # A run cannot be resumed with another value of these keys. All other keys may change, and the
-# changes are reported. `text` is the SHA-256 of the text.
+# changes are reported. `text` is the SHA-256 of the text, and `row_order` is the version of the
+# order in which its rows are read.
 FIXED_ON_RESUME = (
     "model.",
     "optimizer._target_",
     "text",
+    "row_order",
     "seed",
     "context",
     "batch_tokens",
@@ -39,19 +41,21 @@ IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb", "profile", "overrides
 
 
 @contextmanager
-def open_run_dir(settings: Settings, ranks: DistEnv, text_sha256: str = "") -> Iterator[Path]:
+def open_run_dir(
+    settings: Settings, ranks: DistEnv, corpus_identity: dict | None = None
+) -> Iterator[Path]:
     """Create and lock the folder of a run on rank 0, and yield it on all ranks.
 
     The folder is `run_dir`, or else the next free runs/name. With resume=true and no `run_dir`, it
     is the newest runs/name whose run began with the same `init_from` and can be resumed with these
-    settings on the text of this SHA-256; if no run qualifies, the newest runs/name.
+    settings on this corpus; if no run qualifies, the newest runs/name.
 
     A new folder is removed at the end if the run has logged no metrics yet.
 
     Ends with exit code 2 if the folder is in use, has other files, has a run and resume=false, or
     does not exist and resume=true. Ends with exit code 74 if it cannot be made.
     """
-    run, is_new = ranks.on_rank0(choose_run_dir, settings, text_sha256)
+    run, is_new = ranks.on_rank0(choose_run_dir, settings, corpus_identity or {})
     # Only rank 0 acquires the lock. The system releases it if the process is killed; a soft lock,
     # which relies on the existence of a file, would remain.
     lock = FileLock(run / ".lock", blocking=False, fallback_to_soft=False)
@@ -78,7 +82,7 @@ def check_before_text(settings: Settings) -> None:
         say(f"nothing to resume: no {RUNS / settings.name} has a checkpoint. A new run starts")
 
 
-def choose_run_dir(settings: Settings, text_sha256: str) -> tuple[Path, bool]:
+def choose_run_dir(settings: Settings, corpus_identity: dict) -> tuple[Path, bool]:
     """Choose the folder of a run, creating it if missing -> the folder, and whether it is new."""
     with report_folder_errors():
         if settings.run_dir is not None:
@@ -88,7 +92,7 @@ def choose_run_dir(settings: Settings, text_sha256: str) -> tuple[Path, bool]:
             run.mkdir(parents=True, exist_ok=True)
             return run, is_new
         if settings.resume:
-            run = find_run_to_resume(settings, text_sha256)
+            run = find_run_to_resume(settings, corpus_identity)
             if run is not None:
                 return run, False
         return create_run_dir(settings.name), True
@@ -133,9 +137,9 @@ def report_folder_errors() -> Iterator[None]:
             )
 
 
-def find_run_to_resume(settings: Settings, text_sha256: str) -> Path | None:
+def find_run_to_resume(settings: Settings, corpus_identity: dict) -> Path | None:
     """The newest runs/name that is the same run, or else the newest; None if none exists."""
-    now = settings.model_dump() | {"text": text_sha256}
+    now = settings.model_dump() | corpus_identity
     runs = runs_of(settings.name)
     same_runs = [run for run in runs if is_same_run(run, now)]
     if same_runs:

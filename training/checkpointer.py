@@ -170,8 +170,8 @@ class Checkpointer:
         machine = fingerprint(self.trainer, self.micro_batch_size)
         return self.settings.model_dump() | {
             "overrides": self.overrides,
-            "text": self.corpus.sha256,
             "machine": machine,
+            **self.corpus.identity,
         }
 
     def restore(self, saved: SavedRun, progress: Progress) -> None:
@@ -242,6 +242,13 @@ def given_bound(config: dict) -> tuple[str, float] | None:
 
 def check_resumed(then: dict, now: dict, path: Path) -> str:
     """A line that lists the allowed changes. Raises ValueError for changes that are not allowed."""
+    is_same_text = then.get("text") == now.get("text")
+    if is_same_text and then.get("row_order") != now.get("row_order"):
+        raise ValueError(
+            f"{path} is from a version that reads the rows of a text in another order. "
+            "fix: resume it with that version; to begin another run, resume=false, and "
+            f"init_from={path.parent.parent} for its weights"
+        )
     changed, refused = changes_since(then, now)
     if refused:
         run = path.parent.parent

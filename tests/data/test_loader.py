@@ -1,8 +1,11 @@
 """Batches are a function of seed and step, and an epoch visits every token once, across shards and at the end."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from data.loader import IGNORE_INDEX, Loader, document_ids, eval_windows
 
@@ -37,6 +40,60 @@ def test_each_epoch_has_its_own_offset_and_order():
     assert not torch.equal(first, second) and not torch.equal(
         first.sort(dim=0).values, second.sort(dim=0).values
     )
+
+
+def order_of(num_rows: int, seed: int, epoch: int = 0) -> np.ndarray:
+    """The order of the rows of an epoch, as the places of their first tokens in the text."""
+    text = np.zeros(num_rows + 2, dtype=np.uint16)
+    return Loader([text], context=1, batch_size=1, seed=seed).row_starts(
+        np.arange(epoch * num_rows, (epoch + 1) * num_rows)
+    )
+
+
+def test_every_number_of_rows_has_a_permutation():
+    for num_rows in range(1, 301):
+        assert sorted(order_of(num_rows, seed=num_rows)) == list(range(num_rows))
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 4, 5, 7, 16, 17, 100, 1000])
+def test_rows_of_small_texts_are_in_random_order(num_rows):
+    orders = np.array([order_of(num_rows, seed) for seed in range(2000)])
+    # Every row is at every position equally often: each p-value is uniform, the lowest of `tests`
+    # is below 0.001 / tests once in a thousand.
+    rows = range(0, num_rows, -(-num_rows // 10))
+    for row in rows:
+        counts = np.bincount(orders[:, row], minlength=num_rows)
+        assert stats.chisquare(counts).pvalue > 0.001 / len(rows)
+    # So is every pair of rows.
+    if 2 < num_rows < 20:
+        pairs = np.bincount(orders[:, 0] * num_rows + orders[:, 1], minlength=num_rows**2)
+        different = pairs.reshape(num_rows, num_rows)[~np.eye(num_rows, dtype=bool)]
+        assert stats.chisquare(different).pvalue > 0.001
+    # Of the num_rows - 1 pairs of successive rows, 2 / num_rows are neighbours in the text.
+    neighbours = (np.abs(np.diff(orders)) == 1).sum(axis=1)
+    error = neighbours.mean() - 2 * (num_rows - 1) / num_rows
+    assert abs(error) <= 4 * neighbours.std() / len(orders) ** 0.5
+
+
+def test_epochs_of_small_texts_are_independent():
+    firsts = np.array([[order_of(4, seed, epoch)[0] for epoch in (0, 1)] for seed in range(500)])
+    assert stats.chi2_contingency(np.histogram2d(*firsts.T, bins=4)[0]).pvalue > 0.001
+
+
+def test_memory_and_time_of_a_batch_do_not_depend_on_the_number_of_rows():
+    # Broadcast from one token: the text takes no memory.
+    num_rows = 10**10
+    text = np.broadcast_to(np.uint16(0), num_rows * 2 + 1)
+    large = Loader([text], context=2, batch_size=64, seed=0)
+    tracemalloc.start()
+    starts = large.row_starts(np.arange(num_rows - 50_000, num_rows + 50_000))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6
+    # The last rows of an epoch, and the first ones of the next.
+    for rows in np.split(starts, 2):
+        assert len(set(rows.tolist())) == 50_000 and rows.min() >= 0 and rows.max() < 2 * num_rows
+        assert stats.kstest(rows / (2 * num_rows), "uniform").pvalue > 0.001
 
 
 def test_a_batch_depends_only_on_seed_and_step():

@@ -273,6 +273,12 @@ def test_allowed_changes_are_reported_and_others_are_refused(key):
         )
 
 
+def test_a_run_with_another_order_of_rows_is_refused():
+    now = THEN | {"row_order": 2}  # a run of the first version has no such key
+    with pytest.raises(ValueError, match="00001 is from a version that reads the rows"):
+        checkpointer.check_resumed(THEN, now, Path("run/checkpoints/step-00000001"))
+
+
 def test_a_change_of_the_machine_is_reported():
     said = checkpointer.check_resumed(
         THEN, THEN | {"machine": {"threads": 2}, "resume": True}, Path("step-00000001")
@@ -280,12 +286,16 @@ def test_a_change_of_the_machine_is_reported():
     assert said == "changed since step-00000001: machine.threads (then 1, now 2)"
 
 
-def test_a_changed_seed_or_text_is_refused_by_the_command(job, capfd):
+def test_a_changed_seed_text_or_order_is_refused_by_the_command(job, capfd, monkeypatch):
     job.fresh()
     assert forked(job.with_words("steps=2")) == 0
     for word in ("seed=1", "batch_tokens=128", "model.tied=true"):
         assert forked(job.with_words(word)) == 2
         assert f"{word.partition('=')[0]} (then" in capfd.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr("data.corpus.ROW_ORDER", 1)
+        assert forked(job.with_words()) == 2
+        assert "in another order. fix: " in capfd.readouterr().err
     assert forked(job.with_words("optimizer.lr=0.001")) == 0
     assert (
         "changed since step-00000002: optimizer.lr (then 0.035, now 0.001), steps (then 2"
