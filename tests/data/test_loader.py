@@ -1,6 +1,9 @@
 """Batches are a function of seed and step, and an epoch visits every token once, across shards and at the end."""
 
+import mmap
+import re
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,6 +97,22 @@ def test_memory_and_time_of_a_batch_do_not_depend_on_the_number_of_rows():
     for rows in np.split(starts, 2):
         assert len(set(rows.tolist())) == 50_000 and rows.min() >= 0 and rows.max() < 2 * num_rows
         assert stats.kstest(rows / (2 * num_rows), "uniform").pvalue > 0.001
+
+
+def test_only_the_training_part_of_a_file_is_read_at_random(tmp_path):
+    path = tmp_path / "ids.bin"
+    np.zeros(20 * mmap.PAGESIZE, dtype=np.uint16).tofile(path)
+    tokens = np.memmap(path, np.uint16, "r", offset=1024)  # a header, as in llm.c
+    loader = Loader([tokens[: -9 * mmap.PAGESIZE]], context=10, batch_size=4, seed=0)
+    # Linux lists the size and the flags of each mapping; rr: random read advised.
+    maps = re.findall(
+        rf"{re.escape(str(path))}\nSize: +(\d+) kB.*?VmFlags: ([a-z ]+)\n",
+        Path("/proc/self/smaps").read_text(),
+        re.DOTALL,
+    )
+    pages = [(int(size) * 1024 // mmap.PAGESIZE, "rr" in flags.split()) for size, flags in maps]
+    assert pages == [(22, True), (18, False)]
+    assert loader(0).inputs.shape == (4, 10)
 
 
 def test_a_batch_depends_only_on_seed_and_step():
