@@ -37,6 +37,26 @@ PEAKS = {
     "T4": 65e12,
 }
 
+# Peak memory bandwidths, bytes/s, from NVIDIA's data sheets; keys as in PEAKS.
+BANDWIDTHS = {
+    "B200|GB200": 8e12,
+    "H200": 4.8e12,
+    "GH200": 4e12,
+    "H100 PCIe": 2e12,
+    "H100 NVL": 3.9e12,
+    "H100": 3.35e12,
+    "A100 80GB PCIe": 1.94e12,
+    "(A100|A800).*80GB": 2.04e12,
+    "(A100|A800).*40GB": 1.56e12,
+    "A10G": 0.6e12,
+    "L40S": 0.86e12,
+    "L4": 0.3e12,
+    "RTX 5090": 1.79e12,
+    "RTX 4090": 1.01e12,
+    "RTX 3090": 0.94e12,
+    "T4": 0.32e12,
+}
+
 
 def pick_device(wanted: str) -> torch.device:
     """The device for `device=wanted`: auto takes a GPU if torch can use one.
@@ -211,10 +231,20 @@ def cpuinfo(field: str) -> str:
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of the device; None if it is not in PEAKS."""
+    return find_peak(device, PEAKS)
+
+
+def peak_bandwidth(device: torch.device) -> float | None:
+    """Bytes/s that the device reads from its memory; None if it is not in BANDWIDTHS."""
+    return find_peak(device, BANDWIDTHS)
+
+
+def find_peak(device: torch.device, peaks: dict[str, float]) -> float | None:
+    """The value of the first pattern in `peaks` that matches the name of a GPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    for pattern, peak in PEAKS.items():
+    for pattern, peak in peaks.items():
         if re.search(rf"\b({pattern})\b", name):
             return peak
     return None

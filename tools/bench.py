@@ -3,8 +3,8 @@
     python -m tools.bench train model=15m attention=llama optimizer=adamw
         an optimizer step, and one of `transformers`' Llama
     python -m tools.bench decode model=15m attention=llama precision=bf16
-        greedy decoding of 1 and 8 rows of 256 and 2,048 tokens, and `generate` of
-        `transformers` with its default cache and compiled
+        greedy decoding of 1 and 8 rows of 256 and 2,048 tokens, with weights in this precision
+        and in int8, and `generate` of `transformers` with its default cache and compiled
 
 Overrides are those of train.py, except context and batch_tokens of decoding, which are set here.
 Competitors are concurrent processes that take turns, so a slow moment of the machine affects all
@@ -48,7 +48,8 @@ from training.trainer import Trainer
 
 NUM_TURNS = 8  # of each competitor, after the turn that compiles
 PROBE_SIZE = 2048  # width of the square matrices whose product measures peak FLOP/s
-NUM_PROBES = 4  # such measurements per turn; the best of all turns counts
+READ_PROBE_SIZE = 2**28  # bytes that are read to measure the bandwidth of the memory
+NUM_PROBES = 4  # measurements of either kind per turn; the best of all turns counts
 DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # rows, final length of each
 NEW_TOKENS = 255  # generated in each row, after a random prompt
 
@@ -86,7 +87,7 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     # All workers build their models at the same time, then run one at a time for a fair timing.
     workers = {name: start_worker(kind, name, overrides) for name in COMPETITORS[kind]}
     turns = {name: [] for name in workers}
-    ceiling = 0.0  # FLOP/s
+    ceiling = 0.0  # FLOP/s of training, bytes/s of decoding
     advice = f"{kind}: the first turn of each compiles, unless compile=false"
     with waiting(advice, (NUM_TURNS + 1) * len(workers)) as bar:
         for number in range(NUM_TURNS + 1):
@@ -98,19 +99,26 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
                 bar.update()
             if kind == "train":
                 ceiling = max(ceiling, measure_ceiling(device, precision))
+            else:
+                ceiling = max(ceiling, measure_bandwidth(device))
     for worker in workers.values():
         worker.close()
 
     # The first turn of each worker compiles, and does not count.
     measured = {name: each[1:] for name, each in turns.items()}
     # The decoding time covers all tokens but the first.
+    num_rows = settings.sequences_per_process(1)
     tokens = settings.batch_tokens
     if kind == "decode":
-        tokens = settings.sequences_per_process(1) * (NEW_TOKENS - 1)
+        tokens = num_rows * (NEW_TOKENS - 1)
     lines = {name: summarize(name, each, tokens) for name, each in measured.items()}
     model = build_model(settings.model, "meta")
-    for line in lines.values():
-        if kind == "train":
+    for name, line in lines.items():
+        if kind == "decode":
+            steps_share = line["tokens_per_second"] / num_rows / ceiling
+            read = bytes_per_step(settings, precision, int8=name == OURS_INT8)
+            line["share_of_bandwidth"] = steps_share * read
+        else:
             tokens_share = line["tokens_per_second"] / ceiling
             line["share_of_ceiling"] = tokens_share * model.training_flops()
             whole_flops = model.training_flops(whole_attention=True)
@@ -118,7 +126,7 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
         print(json.dumps(case | line))
 
     # The load of the machine changes between turns: take ratios within a turn, then their median.
-    competitors = [name for name in lines if name != "ours"]
+    competitors = [name for name in lines if name not in ("ours", OURS_INT8)]
     best = min(competitors, key=lambda name: lines[name]["seconds"])
     ratios = []
     for ours, theirs in zip(measured["ours"], measured[best], strict=True):
@@ -167,6 +175,33 @@ def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
     x = torch.randn(PROBE_SIZE, PROBE_SIZE).to(precision)
     seconds = min(timeit.repeat(lambda: x @ x, number=1, repeat=NUM_PROBES))
     return 2 * PROBE_SIZE**3 / seconds
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    """Return the bytes/s read from a large tensor: known for a GPU, else measured by a sum."""
+    bandwidth = hardware.peak_bandwidth(device)
+    if bandwidth is not None:
+        return bandwidth
+    x = torch.ones(READ_PROBE_SIZE // 4, device=device)  # fp32
+    # Fetching the sum waits for a GPU.
+    seconds = min(timeit.repeat(lambda: x.sum().item(), number=1, repeat=NUM_PROBES))
+    return x.nbytes / seconds
+
+
+def bytes_per_step(settings: Settings, precision: torch.dtype, *, int8: bool) -> int:
+    """Return the bytes of weights and cache that a decode step must read, averaged over steps."""
+    model = build_model(settings.model, "meta", dtype=precision)
+    if int8:
+        quantize.optimize_for_decoding(model, int8=True)
+    read = sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
+    # Of an embedding that is not also the head, a step reads only a vector for each row.
+    if model.head is not None:
+        read -= model.embed.weight.nbytes
+    # The step that draws token i of NEW_TOKENS, from the second on, reads a cache that i - 1 of
+    # them have joined.
+    mean_length = settings.context - 1 - NEW_TOKENS // 2
+    num_rows = settings.sequences_per_process(1)
+    return read + num_rows * model.cache_bytes(mean_length, precision)
 
 
 # The worker: one competitor in a process of its own.
@@ -250,14 +285,16 @@ def train_transformers(settings: Settings, device: torch.device, precision: torc
 # Decoding: NEW_TOKENS greedy tokens after random prompts.
 
 
-def decode_ours(settings: Settings, device: torch.device, precision: torch.dtype) -> Step:
+def decode_ours(
+    settings: Settings, device: torch.device, precision: torch.dtype, *, int8: bool = False
+) -> Step:
     model = build_model(settings.model, device, dtype=precision, seed=None)
     model.eval()
     prompts = random_tokens(settings, settings.context - 1 - NEW_TOKENS, device)
 
     # As in generate.py: matrix products for few rows, and a compiled or captured step.
     quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
-    quantize.optimize_for_decoding(model, int8=False)
+    quantize.optimize_for_decoding(model, int8)
     cache = model.new_cache(len(prompts), settings.context - 1, precision, device)
     engine = Engine(model, greedy, cache)
     if settings.compile is not False:
@@ -357,10 +394,12 @@ def bench_settings(overrides: list[str]) -> tuple[Settings, torch.device, torch.
 
 
 # The competitors take turns in this order.
+OURS_INT8 = "ours, int8"
 COMPETITORS = {
     "train": {"ours": train_ours, "transformers": train_transformers},
     "decode": {
         "ours": decode_ours,
+        OURS_INT8: partial(decode_ours, int8=True),
         "transformers": partial(decode_transformers, is_compiled=False),
         "transformers, compiled": partial(decode_transformers, is_compiled=True),
     },

@@ -69,6 +69,67 @@ def test_speeds_are_measured_in_alternating_turns(monkeypatch, capfd):
     assert len(lines) == 4 * (bench.NUM_TURNS + 1)
 
 
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_decoding_reports_which_share_of_the_bandwidth_it_reaches(monkeypatch, capfd, tied):
+    """Of steps that take 1 s, in memory of 1 MB/s."""
+    rows, length, num_new = 3, 19, 7
+    words = [*WORDS, f"model.tied={tied}"]
+    sizes = [f"context={length + 1}", f"batch_tokens={rows * (length + 1)}"]
+    model = bench.transformers_llama(bench.bench_settings([*words, *sizes])[0])
+    config = model.config
+    # The embedding is read as a whole only if it is also the head.
+    weights = [p for name, p in model.named_parameters() if "embed" not in name or tied == "true"]
+    matrices = [p for p in weights if p.ndim == 2]
+    vectors = sum(p.numel() for p in weights if p.ndim == 1)
+    in_fp32 = 4 * sum(p.numel() for p in weights)
+    in_int8 = 4 * vectors + sum(p.numel() + 4 * len(p) for p in matrices)  # and scales in fp32
+    # The steps store tokens 13 to 18: 15.5 on average, rounded up.
+    kv_size = 2 * config.num_key_value_heads * config.head_dim
+    cache = 4 * rows * config.num_hidden_layers * kv_size * 16
+
+    monkeypatch.setattr(bench, "start_worker", lambda *_: mock.Mock())
+    monkeypatch.setattr(bench, "request_turn", lambda *_: {"seconds": num_new - 1.0})
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda _: 1e6)
+    monkeypatch.setattr(bench, "NEW_TOKENS", num_new)
+    monkeypatch.setattr(bench, "DECODE_CASES", ((rows, length),))
+    bench.main(Namespace(kind="decode", overrides=words))
+    *lines, ratio = map(json.loads, capfd.readouterr().out.splitlines())
+    shares = {line["name"]: line["share_of_bandwidth"] for line in lines}
+    assert shares == pytest.approx(
+        {
+            "ours": (in_fp32 + cache) / 1e6,
+            "ours, int8": (in_int8 + cache) / 1e6,
+            "transformers": (in_fp32 + cache) / 1e6,
+            "transformers, compiled": (in_fp32 + cache) / 1e6,
+        }
+    )
+    assert ratio["speed"] == 1 and ratio["of"].startswith("transformers")
+
+
+@pytest.mark.parametrize(
+    "name, bandwidth",
+    [
+        ("NVIDIA H200", 4.8e12),
+        ("NVIDIA H100 80GB HBM3", 3.35e12),
+        ("NVIDIA A100-SXM4-80GB", 2.04e12),
+        ("NVIDIA A100 80GB PCIe", 1.94e12),
+        ("NVIDIA A100-PCIE-40GB", 1.56e12),
+        ("NVIDIA L4", 0.3e12),
+        ("NVIDIA GeForce RTX 4090", 1.01e12),
+    ],
+)
+def test_the_bandwidth_of_a_gpu_is_from_its_data_sheet(monkeypatch, name, bandwidth):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert bench.measure_bandwidth(torch.device("cuda")) == bandwidth
+
+
+def test_the_bandwidth_of_a_cpu_is_measured(monkeypatch):
+    """Of a sum of 1 MB that takes 2 ms."""
+    monkeypatch.setattr(bench, "READ_PROBE_SIZE", 10**6)
+    monkeypatch.setattr(bench.timeit, "repeat", lambda read, **_: [read() and 0.003, 0.002])
+    assert bench.measure_bandwidth(torch.device("cpu")) == 5e8
+
+
 def test_a_worker_measures_once_per_message_and_ignores_ctrl_c():
     worker = bench.start_worker("train", "ours", WORDS)
     (process,) = multiprocessing.active_children()
@@ -90,7 +151,7 @@ def test_a_worker_that_ends_ends_the_benchmark(capfd):
     assert what.startswith("error: LlamaForCausalLM cannot express") and "failed" in where
 
 
-@pytest.mark.parametrize("name", ["ours", "transformers"])
+@pytest.mark.parametrize("name", ["ours", "ours, int8", "transformers"])
 def test_decoding_is_timed_separately_before_and_after_the_first_token(monkeypatch, name):
     monkeypatch.setattr(bench, "NEW_TOKENS", 6)
     words = [*WORDS, "context=16", "batch_tokens=48"]
