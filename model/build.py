@@ -1,4 +1,4 @@
-"""Build the model of a config on the device where it will live."""
+"""Build a model from its config, directly on its target device."""
 
 import torch
 from torch.types import Device
@@ -11,11 +11,11 @@ from run.instantiate import instantiate_model
 def build_model(
     tree: dict, device: Device = "cpu", *, dtype: torch.dtype = torch.float32, seed: int | None = 0
 ) -> Transformer:
-    """Build a model on `device`, with initial values that depend on the seed.
+    """Build a model on `device`, and initialize its parameters from the seed.
 
-    `dtype` is for parameters; buffers have their own, as under autocast. Without a seed, parameters
-    have no values yet: the caller loads or draws them. A model on the meta device has only shapes.
-    Raises ValueError for a bad config.
+    `dtype` applies to parameters; buffers have their own dtypes, as under autocast. If `seed` is
+    None, parameters are left uninitialized: the caller loads or samples them. On the meta device, a
+    model has only shapes. Raises ValueError for an invalid config.
     """
     device = torch.device(device)
     model = instantiate_model(tree, device, dtype)

@@ -1,7 +1,7 @@
-"""The cache of a model between forwards: tensors allocated once, with independent rows.
+"""A model's cache between forward passes: tensors allocated once, with independent rows.
 
-The number of tokens in each row is one tensor for all layers. So a step changes no Python value,
-and a decode step compiled once serves every length.
+A single tensor holds the row lengths for all layers. A step therefore changes no Python value, and
+a decode step compiled once serves every length.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,21 @@ from torch.types import Device
 
 from model.context import ForwardContext, Visibility
 
-Shape = tuple[int, ...]  # of the feature of one token, or of the state of one row
+Shape = tuple[int, ...]  # of one token's feature, or of one row's state
 
 
 class LayerCache:
     """The cache of one layer; a layer that stores nothing has no tensors.
 
-    `features`: by name, the data of each token in reach, such as keys and values. A feature
-    of shape (K, D) has a tensor (B, size, K, D): position p is in slot p % size, where `size` is
-    the smallest of capacity, window and chunk. If that is below the capacity, the cache is a ring;
-    otherwise every position has a slot of its own, and a row must not outgrow the capacity.
-    `scales`: in an int8 cache, an fp16 scale (B, size, K, 1) for each vector of a feature. A
-    feature with D = 1 stays in fp32.
-    `states`: by name, the tensors (B, ...) of a row whatever its length, in fp32 or wider; those in
-    `narrow_states` have the cache's dtype (bf16 for int8). The layer writes to them in place.
+    `features`: data stored for each token in reach, by name, such as keys and values. A feature of
+    shape (K, D) has a tensor (B, size, K, D): position p is in slot p % size, where `size` is the
+    smallest of capacity, window and chunk. If `size` is below the capacity, the cache is a ring;
+    otherwise every position has its own slot, and a row must not outgrow the capacity.
+    `scales`: in an int8 cache, an fp16 scale (B, size, K, 1) for each feature vector. A feature
+    with D = 1 stays in fp32.
+    `states`: tensors (B, ...) whose size does not depend on the row's length, by name. They are in
+    fp32 or wider; those in `narrow_states` have the cache's dtype (bf16 for int8). The layer writes
+    to them in place.
     """
 
     def __init__(
@@ -48,13 +49,14 @@ class LayerCache:
         self.is_ring = self.size < capacity
         wide_dtype = torch.promote_types(dtype, torch.float32)
 
-        # The features of tokens, and their scales.
+        # Token features and their scales.
         self.features: dict[str, Tensor] = {}
         self.scales: dict[str, Tensor] = {}
 
         def new_slots(shape: Shape, dtype: torch.dtype) -> Tensor:
-            # One slot is never used. It makes every view of the first slots non-contiguous over
-            # rows, so code compiled for a dynamic number of slots is valid for the full size.
+            # One extra slot is never used. It makes every view of the first slots non-contiguous
+            # across rows, so code compiled for a dynamic number of slots is also valid for the full
+            # size.
             slots = torch.zeros(batch, self.size + 1, *shape, dtype=dtype, device=device)
             return slots[:, : self.size]
 
@@ -64,7 +66,7 @@ class LayerCache:
             if feature_dtype == torch.int8:
                 self.scales[name] = new_slots((*shape[:-1], 1), torch.float16)
 
-        # The states of rows.
+        # Row states.
         self.states: dict[str, Tensor] = {}
         narrow_dtype = dtype if dtype.is_floating_point else torch.bfloat16
         for name, shape in states.items():
@@ -73,11 +75,11 @@ class LayerCache:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All tensors (B, ...) of the layer."""
+        """All of the layer's tensors (B, ...)."""
         return [*self.features.values(), *self.scales.values(), *self.states.values()]
 
     def update(self, ctx: ForwardContext, **new: Tensor) -> tuple[dict[str, Tensor], Visibility]:
-        """Store features (B, T, ...) of the new tokens, each by its name.
+        """Store the new tokens' features (B, T, ...), passed by name.
 
         Returns the features (B, S, ...) of all S tokens in reach, stored and new, in the dtypes of
         the new features, and which of these tokens each new token attends to.
@@ -87,7 +89,7 @@ class LayerCache:
             assert x.shape[2:] == self.features[name].shape[2:], (name, x.shape)
         num_new = ctx.positions.shape[1]
         if self.is_ring and num_new > 1:
-            # Copy before writing: new tokens overwrite tokens that the first of them attend to.
+            # Copy before writing: new tokens overwrite tokens that the earliest of them attend to.
             cached = self._read(new)
             features = {name: torch.cat((cached[name], x), dim=1) for name, x in new.items()}
             self._write(ctx, new)
@@ -96,13 +98,13 @@ class LayerCache:
         assert num_new <= self.size, f"{num_new} tokens exceed the cache's capacity of {self.size}"
         self._write(ctx, new)
         if num_new == self.size and not ctx.has_padding:
-            # Each position has a slot of its own, so the row was empty, as when a prompt is
-            # prefilled into a view of its own size (`truncated`): attend to the tokens themselves.
+            # Each position has its own slot, so the row was empty, as when a prompt is prefilled
+            # into a view of exactly its size (`truncated`): attend directly to the new tokens.
             return new, ctx.visible(self.window, self.chunk)
         return self._read(new), ctx.visible_in_cache(self.size, self.window, self.chunk)
 
     def newest(self, name: str, ctx: ForwardContext) -> Tensor:
-        """Return a feature of each row's newest stored token, (B, 1, ...); zeros in an empty row.
+        """Return a feature (B, 1, ...) of each row's newest stored token; zeros for an empty row.
 
         Call it before `update`.
         """
@@ -116,7 +118,7 @@ class LayerCache:
         return feature.masked_fill(is_empty, 0.0)[:, None]
 
     def truncated(self, count: int) -> "LayerCache":
-        """A view for rows of up to `count` tokens, which shares the memory but reads less of it."""
+        """Return a view for rows of up to `count` tokens: it shares memory but reads less of it."""
         # Compare only with >=, so that compiled code does not specialize on a dynamic count.
         if not self.features or count > self.size or (self.is_ring and count >= self.size):
             return self
@@ -128,7 +130,7 @@ class LayerCache:
         return view
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "LayerCache":
-        """A copy of this object with `change(tensor)` in place of each tensor."""
+        """Return a copy in which each tensor is replaced by `change(tensor)`."""
         other = copy(self)
         other.features = {name: change(x) for name, x in self.features.items()}
         other.scales = {name: change(x) for name, x in self.scales.items()}
@@ -136,7 +138,7 @@ class LayerCache:
         return other
 
     def _read(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The stored features, in the dtypes of the new features."""
+        """Return the stored features, in the dtypes of the new features."""
         features = {}
         for name, x in self.features.items():
             if name in self.scales:
@@ -158,18 +160,18 @@ class LayerCache:
 
 
 def quantize(x: Tensor, scale_dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
-    """x (..., D) -> its values (..., D) rounded to 255 levels in int8, and their scale (..., 1)."""
+    """Round x (..., D) to 255 levels; return int8 values (..., D) and their scale (..., 1)."""
     scale = x.abs().amax(dim=-1, keepdim=True) / 127
     scale = scale.clamp(min=1e-7).to(scale_dtype)
     return (x.float() / scale.float()).round().clamp(-127, 127).to(torch.int8), scale
 
 
 class Cache:
-    """The cache of a whole model: a LayerCache for each layer, and the lengths (B,) of the rows.
+    """The cache of a whole model: one LayerCache per layer, and the row lengths (B,).
 
-    Each layer makes its own, in `Attention.new_cache`; the caller owns them all. A row has room
-    for `capacity` tokens. Lengths are on the device, so the caller must keep count: beyond the
-    capacity, a token overwrites the oldest one.
+    `Attention.new_cache` allocates each layer's cache; the caller owns them all. A row has room for
+    `capacity` tokens. Lengths are on the device, so the caller must count the tokens: beyond the
+    capacity, a new token overwrites the oldest one.
     """
 
     def __init__(self, lengths: Tensor, layers: list[LayerCache], capacity: int):
@@ -186,17 +188,17 @@ class Cache:
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def rows(self, rows: slice) -> "Cache":
-        """A view of some rows: writes to it are writes to this cache."""
+        """Return a view of some rows; writes to the view change this cache."""
         layers = [layer.map(lambda buffer: buffer[rows]) for layer in self.layers]
         return Cache(self.lengths[rows], layers, self.capacity)
 
     def truncated(self, count: int) -> "Cache":
-        """A view for rows of up to `count` tokens: it shares the memory, and less of it is read."""
+        """Return a view for rows of up to `count` tokens: it shares memory but reads less of it."""
         layers = [layer.truncated(count) for layer in self.layers]
         return Cache(self.lengths, layers, min(count, self.capacity))
 
     def gather_rows(self, sources: Tensor) -> None:
-        """Replace each row i by a copy of row sources[i]; sources (B,)."""
+        """Replace each row i with a copy of row sources[i]; sources (B,)."""
         for x in (self.lengths, *self.buffers()):
             x.copy_(x[sources])
 

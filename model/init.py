@@ -1,6 +1,7 @@
 """Initial values of all parameters.
 
-Each has its own generator: models that share a parameter's name and shape share its value.
+Each parameter has its own random generator: models with a parameter of the same name and shape give
+it the same initial value.
 """
 
 from collections.abc import Iterator
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 from model.transformer import Transformer
 
-# Layers that start at zero: each block is then the identity and, unless the head is tied to the
-# embedding, all tokens are equally likely.
+# Layers that start at zero, so that each block starts as the identity and, unless the head is tied
+# to the embedding, all tokens start equally likely.
 ZERO_LAYERS = ("o_proj", "down_proj", "head")
 
 
@@ -26,11 +27,11 @@ def initialize(model: Transformer, seed: int) -> None:
 def initial_values(model: Transformer, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield each parameter with its initial value, on the CPU in fp32.
 
-    A value depends only on the seed, the name and the shape of its parameter. The parameter may be
-    on another device, or sharded over several devices.
+    A value depends only on the seed and on its parameter's name and shape. The parameter may be on
+    a different device, or sharded across several devices.
     """
     for path, parameter in model.named_parameters():
-        # The generator depends on the name, not on the parameters drawn before.
+        # The generator depends on the name, not on the parameters sampled before.
         owner, _, name = path.rpartition(".")
         digest = sha256(f"{seed} {path}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
@@ -40,7 +41,7 @@ def initial_values(model: Transformer, seed: int) -> Iterator[tuple[nn.Parameter
 
 
 def initial_value(path: str, module: nn.Module, name: str, generator: torch.Generator) -> Tensor:
-    """The initial value of the parameter `name` of the module at `path`, on the CPU in fp32."""
+    """Return the initial value of parameter `name` of the module at `path`, on the CPU in fp32."""
     match module:
         case nn.RMSNorm() | nn.LayerNorm() if name == "weight":
             return torch.ones(module.normalized_shape)

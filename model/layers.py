@@ -1,4 +1,4 @@
-"""The parts of decoder layers: rotary positions, norms, feed-forwards."""
+"""Building blocks of decoder layers: rotary positions, norms, feed-forwards."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
@@ -14,7 +14,7 @@ def fp32(x: Tensor) -> Tensor:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager:
-    """Context manager that disables autocast, so that results keep the dtype of their inputs."""
+    """Return a context manager that disables autocast, so that results keep their inputs' dtype."""
     if device.type == "meta":
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -26,7 +26,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
-    """Bound x by +-softcap with a tanh, in fp32. Gemma 2, 2408.00118."""
+    """Bound x to the range from -softcap to softcap with a tanh, in fp32. Gemma 2, 2408.00118."""
     if softcap is None:
         return x
     y = (fp32(x) / softcap).tanh()
@@ -36,7 +36,7 @@ def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (x[i], x[i + R/2]) of the first R features by its angle. Su, 2104.09864.
 
-    x (B, T, H, E), cos and sin (B, T, 1, R/2) -> (B, T, H, E). The other features stay.
+    x (B, T, H, E), cos and sin (B, T, 1, R/2) -> (B, T, H, E). Other features are unchanged.
     """
     rotary_dim = 2 * cos.shape[-1]
     assert rotary_dim <= x.shape[-1], (x.shape, cos.shape)
@@ -47,7 +47,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A linear map, without a bias by default. For decoding, inference/quantize.py replaces it."""
+    """A linear layer, by default without a bias. inference/quantize.py replaces it for decoding."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__(in_features, out_features, bias)
@@ -57,7 +57,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors (V, D)."""
+    """A table of token vectors (V, D)."""
 
     def reset_parameters(self) -> None:
         """Leave the values to model/init.py or to a checkpoint."""
@@ -98,7 +98,7 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-# By name in `transformers`.
+# Named as in `transformers`.
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu2": relu2, "sigmoid": F.sigmoid}
 Activation = Literal["silu", "gelu", "relu2"]
 
@@ -138,11 +138,11 @@ class GatedFeedForward(nn.Module):
 
 
 def no_feed_forward(dim: int, hidden: int) -> None:
-    """Leave the feed-forward out of a layer: Zoology's models, 2312.04927."""
+    """Omit a layer's feed-forward, as in Zoology's models, 2312.04927."""
 
 
 def take_along(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """x.take_along_dim(index, dim), for an index whose other sizes equal those of x or 1.
+    """Compute x.take_along_dim(index, dim). In other dimensions, `index` matches x or has size 1.
 
     Unlike take_along_dim, it keeps dynamic sizes dynamic in compiled code.
     """

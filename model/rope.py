@@ -1,8 +1,8 @@
-"""Scalings of RoPE's frequencies, for a longer context than the model was trained with.
+"""RoPE frequency scalings, which extend the context beyond the length used in training.
 
-Each is called with the frequencies (R/2,) of R = `dim` rotary dimensions and RoPE's base. It
-returns new frequencies and a factor for cos and sin. `context` is the context of the original
-training, in tokens. Scalings are compared by value, so layers with equal scalings share tables.
+Each scaling is called with the frequencies (R/2,) of R = `dim` rotary dimensions and RoPE's base.
+It returns new frequencies and a factor for cos and sin. `context` is the original training context,
+in tokens. Scalings are compared by value, so layers with equal scalings share tables.
 """
 
 import math
@@ -14,12 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Base class of scalings, with the factor by which the context grows."""
+    """Base class of the scalings; the context grows by `factor`."""
 
     factor: float
 
     def interpolate(self, frequency: Tensor, unscaled: Tensor) -> Tensor:
-        """Divide by the factor where `unscaled` (R/2,) is 0, keep where it is 1; blend between."""
+        """Divide by `factor` where `unscaled` (R/2,) is 0, keep where it is 1; blend in between."""
         return frequency * (unscaled + (1 - unscaled) / self.factor)
 
 
@@ -33,9 +33,9 @@ class LinearScaling(Scaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3(Scaling):
-    """Scale frequencies with fewer than `low` rotations in the context, not those above `high`.
+    """Scale frequencies with fewer than `low` rotations in the context; keep those above `high`.
 
-    Between the two, the scaling grows linearly with the number of rotations. Llama 3, 2407.21783.
+    In between, the scaling fades linearly with the number of rotations. Llama 3, 2407.21783.
     """
 
     low: float
@@ -51,9 +51,9 @@ class Llama3(Scaling):
 
 @dataclass(frozen=True, kw_only=True)
 class YaRN(Scaling):
-    """Scale frequencies with fewer than `slow` rotations in the context, not those above `fast`.
+    """Scale frequencies with fewer than `slow` rotations in the context; keep those above `fast`.
 
-    Between the two, the scaling grows linearly with the dimension. Peng et al., 2309.00071.
+    In between, the scaling grows linearly with the dimension. Peng et al., 2309.00071.
     """
 
     fast: float
@@ -74,7 +74,7 @@ class YaRN(Scaling):
         return self.interpolate(frequency, unscaled), magnitude
 
     def pair_at(self, rotations: float, dim: int, base: float) -> float:
-        """The real-valued index of the pair that makes `rotations` turns in the context."""
+        """Return the real-valued index of the pair that makes `rotations` turns in the context."""
         # Pair i rotates by base^(-2 i / dim) radians per token.
         inverse_frequency = self.context / (rotations * 2 * math.pi)
         return dim * math.log(inverse_frequency) / (2 * math.log(base))

@@ -17,7 +17,7 @@ from model.layers import Embedding, Linear, apply_softcap
 
 
 class Block(nn.Module):
-    """A pre-norm decoder layer: x + attention(norm(x)), then x + ffn(norm(x)), if there is one."""
+    """A pre-norm decoder layer: x + attention(norm(x)), then x + ffn(norm(x)) if it has an FFN."""
 
     def __init__(
         self,
@@ -47,9 +47,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model.
 
-    `hidden` is the inner width of the feed-forward, and `context` the longest sequence in training,
-    in tokens. With `tied`, the head shares the weight of the embedding. `softcap` bounds the
-    logits. `attention(spec)`, `ffn(dim, hidden)` and `norm(dim, norm_eps)` build parts of a layer.
+    `hidden` is the feed-forward's inner width, and `context` the length of the longest training
+    sequence, in tokens. With `tied`, the head shares the embedding's weight. `softcap` bounds the
+    logits. `attention(spec)`, `ffn(dim, hidden)` and `norm(dim, norm_eps)` build the parts of a
+    layer.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V). With a cache, the tokens follow the cached ones.
 
-        `padding` (B,) is the number of padding tokens in front of each row; `documents` (B, T)
+        `padding` (B,) is the number of padding tokens at the start of each row; `documents` (B, T)
         numbers the documents packed into a row.
         """
         hidden, _ = self.hidden_states(tokens, cache, padding, documents)
@@ -103,10 +104,10 @@ class Transformer(nn.Module):
         padding: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
-        """tokens (B, T) -> the input of the head (B, T, D), and auxiliary losses (B, T) by name.
+        """tokens (B, T) -> the head's input (B, T, D), and auxiliary losses (B, T) by name.
 
-        With a cache, the tokens are added to it. A loss is the sum over layers; there are no losses
-        if no layer computes them, as in decoding.
+        With a cache, the tokens are appended to it. Losses are summed over layers; the dict is
+        empty if no layer computes a loss, as in decoding.
         """
         assert tokens.ndim == 2, tokens.shape
         if cache is not None:
@@ -131,7 +132,7 @@ class Transformer(nn.Module):
 
     @property
     def unembedding(self) -> Tensor:
-        """The weight of the head (V, D)."""
+        """The head's weight (V, D)."""
         return self.embed.weight if self.head is None else self.head.weight
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: Device) -> Cache:
@@ -143,7 +144,7 @@ class Transformer(nn.Module):
         return Cache(lengths, layers, capacity)
 
     def cache_bytes(self, capacity: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one row of the cache, without allocating it."""
+        """Return the size of one cache row in bytes, without allocating it."""
         return self.new_cache(1, capacity, dtype, "meta").nbytes
 
     @property
@@ -152,15 +153,16 @@ class Transformer(nn.Module):
         return sorted({name for block in self.blocks for name in block.attention.losses})
 
     def num_parameters(self) -> int:
-        """Return the number of weights; weights that modules share count once."""
+        """Return the number of parameters; a parameter shared by several modules counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def training_flops(self, *, whole_attention: bool = False) -> float:
-        """Return the FLOPs of a token's forward and backward, averaged over a full context.
+        """Return forward and backward FLOPs per token, averaged over a full context.
 
-        A backward costs two forwards. A matrix of the blocks or the head costs 2 FLOPs per weight;
-        the embedding is a lookup. With `whole_attention`, every token counts as if it were the
-        last in its context: nanoGPT, nanochat and torchtitan count causal attention this way.
+        A backward pass costs two forward passes. A matrix in the blocks or the head costs 2 FLOPs
+        per weight; the embedding is a lookup. With `whole_attention`, every token counts as if it
+        were the last in its context: nanoGPT, nanochat and torchtitan count causal attention this
+        way.
         """
         weights = self.unembedding.numel()
         weights += sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2)

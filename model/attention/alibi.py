@@ -1,6 +1,7 @@
-"""Attention with linear biases: the farther a key, the lower its score, at a slope for each head.
+"""Attention with linear biases: a key's score falls with its distance, at a slope per head.
 
-Press et al., 2108.12409. There are no other positions, so a model can read past its context.
+Press et al., 2108.12409. There is no other position information, so a model can be used beyond its
+training context.
 """
 
 import math
@@ -17,7 +18,7 @@ from model.context import ForwardContext, Visibility, at_tokens
 class ALiBi(SoftmaxAttention):
     """Softmax attention with -slope x distance added to its scores.
 
-    Takes the knobs of SoftmaxAttention; the paper uses no RoPE with the biases.
+    Takes SoftmaxAttention's knobs; the paper uses no RoPE with the biases.
     """
 
     def __init__(self, spec: LayerSpec, **knobs):
@@ -39,15 +40,16 @@ class ALiBi(SoftmaxAttention):
 
 
 def distance(visible: Visibility, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The distance in positions from key to query, both given by their indices in a row."""
+    """Return the query's position minus the key's; both are given by their indices in a row."""
     query_position = at_tokens(visible.query_positions, row, query)
     return query_position - at_tokens(visible.key_positions, row, key)
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Slopes (H,): a geometric sequence from 2^(-8 / H) to 2^-8.
+    """Return slopes (H,): a geometric sequence from 2^(-8 / H) to 2^-8.
 
-    If H is not a power of two: the slopes of the power P below it, then every second slope of 2 P.
+    If H is not a power of two, use the slopes for P heads, where P is the largest power below H,
+    followed by every second slope for 2 P heads.
     """
     power = 2 ** int(math.log2(heads))
     exponents = torch.arange(1, power + 1) * (-8 / power)

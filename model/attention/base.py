@@ -1,4 +1,4 @@
-"""The contract of an attention variant."""
+"""The interface of an attention variant."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,62 +12,62 @@ from torch.types import Device
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
 
-# Values that a layer passes to later layers of the same forward, by name, such as keys.
-# The entry "losses" is a dict of AuxLoss by name; `add_loss` adds to it.
+# Values that a layer passes to later layers in the same forward pass, by name, such as keys. The
+# entry "losses" is a dict of AuxLoss by name; `add_loss` adds to it.
 CrossLayer = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """The properties of the model that a layer is built from."""
+    """The model properties from which a layer is built."""
 
-    dim: int  # features of a token
+    dim: int  # features per token
     heads: int  # query heads
-    context: int  # tokens of the longest sequence in training
+    context: int  # length of the longest training sequence, in tokens
     layer: int  # index of this layer, from 0
     depth: int  # number of layers
     norm_eps: float  # added to the mean square in every norm
 
 
 class Attention(nn.Module, ABC):
-    """Maps (B, T, D) to (B, T, D) such that every token depends only on itself and its past.
+    """Maps (B, T, D) to (B, T, D) so that every token depends only on itself and earlier tokens.
 
-    A variant is constructed from the spec of its layer and its own knobs: `(spec, *, ...)`.
+    A variant is constructed from its layer's spec and its own knobs: `(spec, *, ...)`.
     It defines its own projections, positions, masks and cache.
     Its last projection is called `o_proj` and starts at zero; its norms have `norm` in their names.
-    It names, in `losses`, the auxiliary losses that `forward` adds to `carry` by `add_loss`.
+    `losses` names the auxiliary losses that its `forward` adds to `carry` with `add_loss`.
     Tensors that are not parameters must be registered as buffers. Buffers keep their dtype when the
     model is cast, so cast values computed from them (`type_as`).
     """
 
     losses: tuple[str, ...] = ()
-    window: int | None = None  # a token attends to this many tokens at most, itself included
-    chunk: int | None = None  # it attends within its own chunk of this many tokens
-    narrow_states: tuple[str, ...] = ()  # names of states that need no fp32
+    window: int | None = None  # a token attends to at most this many tokens, itself included
+    chunk: int | None = None  # a token attends only within its chunk of this many tokens
+    narrow_states: tuple[str, ...] = ()  # names of states that do not need fp32
 
     @abstractmethod
     def forward(
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
-        """Map x (B, T, D) to the output (B, T, D) and to the `carry` of later layers.
+        """Map x (B, T, D) to the output (B, T, D) and the `carry` for later layers.
 
-        With a cache, x follows the tokens that the cache holds, and is added to them.
+        With a cache, x follows the cached tokens and is appended to them.
         """
 
     @abstractmethod
     def attention_flops(self, context: int) -> float:
-        """Return a token's forward FLOPs without the weights' FLOPs, averaged over a context."""
+        """Return the forward FLOPs per token, excluding weights, averaged over a context."""
 
     def cache_shapes(self) -> dict[str, Shape]:
         """Return, by name, the shapes of the features that the cache stores for each token."""
         return {}
 
     def state_shapes(self, capacity: int) -> dict[str, Shape]:
-        """Return, by name, the shapes of the states of a row of up to `capacity` tokens.
+        """Return, by name, the shapes of the states for a row of up to `capacity` tokens.
 
-        A state starts at zero, and a reused row keeps its old state: the token at position 0 must
-        not depend on it. A state with another initial value is set at that token, as in
-        recurrent.py.
+        A state starts at zero, and a reused row keeps its old state, so the token at position 0
+        must not depend on the state. A state with a different initial value is set at that token,
+        as in recurrent.py.
         """
         return {}
 
@@ -90,7 +90,7 @@ class Attention(nn.Module, ABC):
     def extend_cache(
         self, cache: LayerCache | None, ctx: ForwardContext, **new: Tensor
     ) -> tuple[dict[str, Tensor], Visibility]:
-        """Add features (B, T, ...) of the new tokens to the cache, each by its name.
+        """Add the new tokens' features (B, T, ...), passed by name, to the cache.
 
         Returns the features (B, S, ...) of all tokens in reach, and which of them each new token
         attends to. Without a cache, the tokens in reach are the new tokens.
@@ -100,22 +100,22 @@ class Attention(nn.Module, ABC):
         return cache.update(ctx, **new)
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
-        """Return the initial value of a parameter that is not in a torch module: zeros."""
+        """Return the initial value of a parameter that this module owns directly: zeros."""
         return torch.zeros(getattr(self, name).shape)
 
 
 class AuxLoss(NamedTuple):
-    """An auxiliary loss of each token (B, T), summed over the layers so far."""
+    """A per-token auxiliary loss (B, T), summed over the layers so far."""
 
-    objective: Tensor  # times its weight: the quantity that training minimizes
-    value: Tensor  # without the weight and without a gradient: the value that training logs
+    objective: Tensor  # the weighted loss, which training minimizes
+    value: Tensor  # the unweighted loss without a gradient, which training logs
 
 
 def add_loss(carry: CrossLayer, name: str, loss: Tensor, weight: float) -> CrossLayer:
-    """Return `carry` with an auxiliary loss (B, T) of each token added to the earlier layers' loss.
+    """Return `carry` with a per-token auxiliary loss (B, T) added to the loss of earlier layers.
 
-    Training adds `weight` times the loss, summed over the tokens that have a target, to the
-    cross-entropy that it minimizes, and logs the loss itself by its name.
+    Training sums the loss over the tokens that have a target, adds `weight` times this sum to the
+    cross-entropy that it minimizes, and logs the unweighted loss under its name.
     """
     objective = weight * loss
     value = loss.detach()

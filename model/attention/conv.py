@@ -1,6 +1,6 @@
-"""Softmax attention over queries, keys and values that have seen their neighbours.
+"""Softmax attention with a short convolution over queries, keys and values.
 
-A short causal convolution follows the projections, before norm and RoPE: Canon layers, 2512.17351.
+The causal convolution follows the projections, before norm and RoPE: Canon layers, 2512.17351.
 """
 
 import torch
@@ -15,7 +15,10 @@ from model.layers import split_heads
 
 
 class ConvAttention(SoftmaxAttention):
-    """The convolution spans `kernel` tokens. Also takes the knobs of SoftmaxAttention."""
+    """Softmax attention with a convolution over `kernel` tokens.
+
+    Also takes SoftmaxAttention's knobs.
+    """
 
     def __init__(self, spec: LayerSpec, *, kernel: int, **knobs):
         super().__init__(spec, **knobs)

@@ -1,4 +1,4 @@
-"""Softmax attention that uses keys or values of an earlier layer."""
+"""Softmax attention that reuses an earlier layer's keys or values."""
 
 from typing import Any, Literal
 
@@ -12,11 +12,11 @@ from model.context import ForwardContext
 
 
 class SharedAttention(SoftmaxAttention):
-    """Several layers use the keys and values of one; only that layer has a cache.
+    """Several layers share the keys and values of one, the only one of them with a cache.
 
-    `share` is "pairs": every second layer reuses the keys and values of the layer before (Brandon
-    et al., 2405.12981); or "half": the last half of the layers reuses those of the first layer in
-    that half (Sun et al., 2405.05254). Also takes the knobs of SoftmaxAttention.
+    With `share` "pairs", every second layer reuses the keys and values of the layer before it
+    (Brandon et al., 2405.12981). With "half", the layers in the second half reuse those of the
+    first layer in that half (Sun et al., 2405.05254). Also takes SoftmaxAttention's knobs.
     """
 
     def __init__(self, spec: LayerSpec, *, share: Literal["pairs", "half"], **knobs):
@@ -51,9 +51,9 @@ class SharedAttention(SoftmaxAttention):
 
 
 class ValueResidualAttention(SoftmaxAttention):
-    """Values are interpolated with the first layer's values, by the learned weight `share`.
+    """Values are interpolated with the first layer's values, using the learned weight `share`.
 
-    Zhou et al., 2410.17897. Takes the knobs of SoftmaxAttention.
+    Zhou et al., 2410.17897. Takes SoftmaxAttention's knobs.
     """
 
     def __init__(self, spec: LayerSpec, **knobs):
@@ -93,7 +93,7 @@ def take(carry: CrossLayer, name: str, layer: int) -> Any:
 
 
 def check_reused(x: Tensor, expected: Shape, layer: int) -> None:
-    """Raise ValueError if keys or values (B, S, K, E) of an earlier layer have another shape."""
+    """Raise ValueError unless an earlier layer's keys or values (B, S, K, E) match (K, E)."""
     if x.shape[2:] != expected:
         raise ValueError(
             f"layers that share keys or values must have the same heads ({layer=} reuses "

@@ -1,4 +1,4 @@
-"""Exclusive self-attention: an output without its component along the token's own value.
+"""Exclusive self-attention: removes the output's component along the token's own value.
 
 2603.09078.
 """
@@ -16,7 +16,7 @@ from model.layers import fp32
 class ExclusiveAttention(SoftmaxAttention):
     """Softmax attention whose output is orthogonal to the token's own value in every head.
 
-    Takes the knobs of SoftmaxAttention.
+    Takes SoftmaxAttention's knobs.
     """
 
     def forward(

@@ -1,4 +1,4 @@
-"""Forgetting Transformer: the gate of each token lowers the scores of all keys before it.
+"""Forgetting Transformer: each token's gate lowers the scores of all earlier keys.
 
 Lin et al., 2503.02130: score(i, j) + log f_(j+1) + ... + log f_i, with forget gates f per head.
 """
@@ -17,7 +17,7 @@ from model.layers import Linear, fp32
 class ForgettingAttention(SoftmaxAttention):
     """Softmax attention with forget gates, f = sigmoid(forget_proj(x)), instead of positions.
 
-    Takes the knobs of SoftmaxAttention. The cache holds the running sum of log f.
+    Takes SoftmaxAttention's knobs. The cache holds the running sum of log f.
     """
 
     def __init__(self, spec: LayerSpec, **knobs):

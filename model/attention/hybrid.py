@@ -1,4 +1,4 @@
-"""Different attention per layer, such as 5 local layers to 1 global layer (Gemma 3)."""
+"""Different attention in different layers, such as 5 local layers per global layer (Gemma 3)."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from model.attention.base import Attention, LayerSpec
 def hybrid(
     spec: LayerSpec, *, kinds: dict[str, Callable[..., Attention]], pattern: list[str]
 ) -> Attention:
-    """Build the attention of a layer; `pattern` repeats over depth and ends with the last layer.
+    """Build a layer's attention; `pattern` repeats over the layers and ends with the last one.
 
     Raises ValueError for a kind that is not in `kinds`.
     """

@@ -1,9 +1,9 @@
 """Multi-head latent attention: keys and values are projected from a latent.
 
 DeepSeek-V2, 2405.04434.
-The cache holds the latent (`rank`) and one rotary key (`rope_dim`) for all heads together. If there
-are few new tokens, they attend to the latents themselves (absorbed): the projections of keys and
-values move from the S cached tokens to the T new ones.
+The cache holds a latent (`rank`) and a rotary key (`rope_dim`), which all heads share. If there are
+few new tokens, they attend directly to the latents (absorbed): the key and value projections move
+from the S cached tokens to the T new ones.
 """
 
 import torch
@@ -16,15 +16,16 @@ from model.context import ForwardContext, Visibility
 from model.layers import Linear, RMSNorm, apply_rope, split_heads
 from model.rope import Scaling
 
-NORM_EPS = 1e-6  # of the latents, as in DeepSeek's code; independent of the model's eps
+NORM_EPS = 1e-6  # for the latents' norms, as in DeepSeek's code; independent of the model's eps
 
 
 class LatentAttention(Attention):
-    """`head_dim` is the part of a key without position, `rope_dim` the part with one (R in shapes).
+    """A key has `head_dim` features without RoPE and `rope_dim` features with it (R in shapes).
 
-    Values are head_dim + rope_dim wide (E), because fused kernels need them as wide as keys.
-    With `query_rank`, queries are projected from a latent too. Without a `rope_base` there are no
-    positions, and the key of `rope_dim` is merely shared. Raises ValueError for an odd `rope_dim`.
+    Values are head_dim + rope_dim wide (E), because fused kernels need them as wide as keys. With
+    `query_rank`, queries are projected from a latent too. Without a `rope_base`, there are no
+    positions, and the part of width `rope_dim` is shared but not rotated. Raises ValueError for an
+    odd `rope_dim`.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class LatentAttention(Attention):
         self.rope_base = rope_base
         self.rope_scaling = rope_scaling
 
-        # Queries, through a latent of their own if there is a `query_rank`.
+        # Queries, through their own latent if there is a `query_rank`.
         self.q_down_proj = None
         self.q_down_norm = None
         if query_rank is not None:
@@ -77,7 +78,7 @@ class LatentAttention(Attention):
             self.q_down_norm = RMSNorm(query_rank, NORM_EPS)
         self.q_proj = Linear(query_rank or dim, heads * (head_dim + rope_dim))
 
-        # The latent of keys and values, and the key with position that all heads share.
+        # The latent for keys and values, and the rotary key that all heads share.
         self.latent_proj = Linear(dim, rank, bias)
         self.latent_norm = RMSNorm(rank, NORM_EPS)
         self.rope_proj = Linear(dim, rope_dim, bias)
@@ -89,7 +90,7 @@ class LatentAttention(Attention):
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
-        # Queries: a part without position (B, T, H, head_dim) and a part with one (B, T, H, R).
+        # Queries: a part without RoPE (B, T, H, head_dim) and a part with it (B, T, H, R).
         q_input = x
         if self.q_down_proj is not None:
             q_input = self.q_down_norm(self.q_down_proj(x))
@@ -101,7 +102,7 @@ class LatentAttention(Attention):
             q_rope = apply_rope(q_rope, cos, sin)
             k_rope = apply_rope(k_rope, cos, sin)
 
-        # The entry of a token in the cache: its latent and its rotary key, as one head.
+        # A token's cache entry: its latent and its rotary key, as one head.
         latent = self.latent_norm(self.latent_proj(x)).unsqueeze(2)
         entry = torch.cat((latent, k_rope), dim=-1)  # (B, T, 1, rank + R)
         in_reach, visible = self.extend_cache(cache, ctx, entry=entry)
@@ -121,7 +122,7 @@ class LatentAttention(Attention):
     def attend_expanded(
         self, q: Tensor, q_rope: Tensor, entries: Tensor, visible: Visibility
     ) -> Tensor:
-        """entries (B, S, 1, rank + R) -> (B, T, H, E), with keys and values of every head."""
+        """entries (B, S, 1, rank + R) -> (B, T, H, E), expanding keys and values for each head."""
         latent, k_rope = entries.split([self.rank, self.rope_dim], dim=-1)
         kv = split_heads(self.kv_proj(latent.squeeze(2)), self.heads)
         k, v = kv.split([self.head_dim, self.value_dim], dim=-1)
@@ -133,7 +134,7 @@ class LatentAttention(Attention):
     def attend_absorbed(
         self, q: Tensor, q_rope: Tensor, entries: Tensor, visible: Visibility
     ) -> Tensor:
-        """Compute the same, with the entries as the shared key and value of all heads.
+        """Compute the same output, with the entries as the key and value that all heads share.
 
         For a latent c, q . (W_k c) = (W_k^T q) . c, and a weighted sum of W_v c is W_v times the
         sum of c. Scores keep the scale of expanded keys; the rotary part of the values is dropped.

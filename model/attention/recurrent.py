@@ -1,12 +1,12 @@
-"""Gated linear recurrences: each head has a state (D, E) instead of all past keys and values.
+"""Gated linear recurrences: each head keeps a state (D, E) instead of all past keys and values.
 
     S_t = Diag(a_t) S_{t-1} + k_t u_t'   with   u_t = v_t - b_t (Diag(a_t) S_{t-1})' k_t
 
 The output is S_t' q_t. The decay a_t is one number per head, or one per channel of the state's D.
 With b_t > 0, u_t corrects the value that the state already returns for the key: the delta rule.
 With b_t = 0, values are only added (Mamba-2, retention.py).
-In these files D is the width of a head's queries and keys, E the width of its values, C the tokens
-of a chunk, N the number of chunks.
+In these files, D is the width of a head's queries and keys, E the width of its values, C the number
+of tokens per chunk, and N the number of chunks.
 """
 
 from collections.abc import Iterable
@@ -25,15 +25,16 @@ from model.layers import ACTIVATIONS, Linear, RMSNorm, fp32, no_autocast, split_
 # The log decay at the first token of a row or a document: e^-60 of the earlier state remains.
 FORGET_ALL = -60.0
 
-# Products of smaller matrices are written as sums. A GPU multiplies tiles of 16 rows or more, and
-# each product is a kernel of a library.
+# Products of smaller matrices are written as sums: a GPU multiplies tiles of 16 rows or more, and
+# each product is a separate library kernel.
 MIN_PRODUCT_SIZE = 16
 
 
 class RecurrentAttention(Attention):
-    """Attention whose cache is a state (B, H, D, E), whatever the length.
+    """Attention whose cache is a state (B, H, D, E), independent of the length.
 
-    `chunk` tokens, rounded up to a power of two, are computed at once; the result is the same.
+    `chunk` tokens, rounded up to a power of two, are computed at once; the result does not depend
+    on it.
     """
 
     def __init__(self, heads: int, head_dim: int, value_dim: int, chunk: int):
@@ -53,7 +54,7 @@ class RecurrentAttention(Attention):
         ctx: ForwardContext,
         cache: LayerCache | None,
     ) -> Tensor:
-        """Run `recurrence` from the cached state, store the new state -> output (B, T, H, E)."""
+        """Run `recurrence` from the cached state and store the new one -> output (B, T, H, E)."""
         positions = ctx.positions[:, :, None, None]
         g = g.masked_fill(positions < 0, 0.0)  # padding
         g = g.masked_fill(positions == 0, FORGET_ALL)
@@ -77,16 +78,16 @@ class RecurrentAttention(Attention):
 
 
 class GatedRecurrence(RecurrentAttention):
-    """Queries, keys and values pass a convolution over `kernel` tokens; the output has a `gate`.
+    """Queries, keys and values pass through a convolution over `kernel` tokens; outputs are gated.
 
     Gated DeltaNet (2412.06464): a decay per head, and the state is erased where it is written.
     Kimi Delta Attention (2510.26692): a decay per channel. With `low_rank`, decays and gates are
     projected from `head_dim` features, as in Kimi.
     Mamba-2 (2405.21060): without `erase`, the more a token decays the state, the more it writes.
-    Only a state that is erased needs keys of length 1.
+    Keys are normalized to unit length only with `erase`.
     """
 
-    narrow_states = ("conv",)  # nothing accumulates in the inputs of the convolution
+    narrow_states = ("conv",)  # the convolution's past inputs, which accumulate no errors
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class GatedRecurrence(RecurrentAttention):
     def attention_flops(self, context: int) -> float:
         flops = super().attention_flops(context) + self.conv.flops
         if self.write_proj is not None:
-            # Per feature of each head: the system of a chunk, and the prediction of its state.
+            # Per feature of each head: the chunk's triangular system, and the state's prediction.
             per_feature = 4 * min(self.chunk_size, context) + 2 * self.head_dim
             flops += self.heads * self.head_dim * per_feature
         return flops
@@ -186,7 +187,7 @@ class GatedRecurrence(RecurrentAttention):
 
 
 def l2_norm(x: Tensor) -> Tensor:
-    """Scale x (..., D) to length 1."""
+    """Scale x (..., D) to unit length."""
     square = x.square().sum(dim=-1, keepdim=True)
     return x * (square + 1e-6).rsqrt()
 
@@ -199,10 +200,10 @@ def recurrence(
     q, k (B, T, H, D), v (B, T, H, E), b in `erase` (B, T, H, 1), or None for b = 0, and log decays
     g (B, T, H, 1) or (B, T, H, D) -> output (B, T, H, E), next state.
 
-    Within a chunk that starts from the state S, one triangular system gives all u_t. They are
-    linear in S, so the systems of all chunks are solved together. Only two matrix products per
-    chunk have to wait for S, or none without `erase`. Chunks of the delta rule: 2406.06484; with a
-    decay per head: 2412.06464; per channel: 2510.26692.
+    In a chunk that starts from state S, one triangular system gives all u_t. They are linear in S,
+    so the systems of all chunks are solved together. Only two matrix products per chunk have to
+    wait for S, or none without `erase`. Chunked delta rule: 2406.06484; with a decay per head:
+    2412.06464; with a decay per channel: 2510.26692.
     """
     length = q.shape[1]
     assert k.shape == q.shape, (k.shape, q.shape)
@@ -213,7 +214,7 @@ def recurrence(
     q = split_chunks(q, chunk)  # (B, H, N, C, D)
     k = split_chunks(k, chunk)
     u = split_chunks(v, chunk)  # (B, H, N, C, E)
-    # G_i = g_1 + ... + g_i, with which exp(G_i - G_j) of token j remains at token i.
+    # G_i = g_1 + ... + g_i: a fraction exp(G_i - G_j) of token j remains at token i.
     g_sum = split_chunks(g, chunk).cumsum(dim=-2)  # (B, H, N, C, 1 or D)
     decay = g_sum.exp()
 
@@ -222,8 +223,8 @@ def recurrence(
         (scores,) = decayed_products((q,), k, g_sum)
     else:
         # u_i + b_i sum_{j<i} (k_i . exp(G_i - G_j) k_j) u_j = v_i - b_i S' (exp(G_i) k_i).
-        # With (I + A) u_v = v and (I + A) w = b exp(G) k, this is u = u_v - w S. `system` is A,
-        # strictly lower triangular; the solver adds I.
+        # With (I + A) u_v = v and (I + A) w = b exp(G) k, the solution is u = u_v - w S. `system`
+        # is A, strictly lower triangular; the solver adds I.
         erased = split_chunks(erase, chunk) * k
         scores, system = decayed_products((q, erased), k, g_sum)
         solution = torch.cat((u, decay * erased), dim=-1)
@@ -238,7 +239,7 @@ def recurrence(
     q = decay * q
     chunk_decay = g_last.exp().mT  # (B, H, N, 1 or D, 1)
 
-    # The states, one chunk after another, then the outputs of all chunks at once.
+    # Compute the states one chunk after another, then the outputs of all chunks at once.
     decays = chunk_decay.unbind(dim=2)
     states = []
     if w is None:
@@ -265,7 +266,7 @@ def split_chunks(x: Tensor, chunk: int) -> Tensor:
 
 
 def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterable[Tensor]:
-    """x_i . exp(G_i - G_j) k_j for j <= i, and 0 elsewhere: (..., C, C) for each x of `xs`.
+    """x_i . exp(G_i - G_j) k_j for j <= i, and 0 elsewhere: (..., C, C) for each x in `xs`.
 
     x, k (..., C, D), G (..., C, 1) or (..., C, D).
     """
@@ -275,10 +276,10 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
         return [(x @ k.mT) * decay_mask for x in xs]
 
     # With a decay per channel, exp(G_i - G_j) is inside the product, and C x C x D numbers are too
-    # many. Splitting it into exp(G_i) and exp(-G_j) overflows: G falls by 60 or more per document.
-    # But for a token m between j and i, exp(G_i - G_m) and exp(G_m - G_j) are at most 1. So i and j
-    # are taken from two adjacent blocks of 1, 2, 4 ... C / 2 tokens, and m is the last token of the
-    # first block.
+    # many to store. Splitting this factor into exp(G_i) and exp(-G_j) overflows: G falls by 60 or
+    # more per document. But for a token m between j and i, exp(G_i - G_m) and exp(G_m - G_j) are at
+    # most 1. So i and j are taken from two adjacent blocks of 1, 2, 4 ... C / 2 tokens, and m is
+    # the last token of the first block.
     x = torch.stack(xs, dim=-3)  # (..., X, C, D)
     products = (x * k[..., None, :, :]).sum(dim=-1)[..., None, None]  # blocks (..., X, C, 1, 1)
     chunk = k.shape[-2]
@@ -286,9 +287,9 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
     if not sizes:
         return products[..., 0].unbind(dim=-3)
 
-    # For each size, C / 2 tokens are in second blocks and C / 2 in first ones. The product of all
-    # of them contains the products of pairs as blocks on its diagonal. The other elements are not
-    # used, but all sizes are one batched product of matrices that are large enough to be fast.
+    # For each size, C / 2 tokens are in first blocks and C / 2 in second blocks. The product of all
+    # of them contains the products of block pairs on its diagonal. The other elements are not used,
+    # but all sizes then take one batched product of matrices that are large enough to be fast.
     rows = []
     columns = []
     for size in sizes:
@@ -308,7 +309,7 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
 
 
 class UnitTriangularSolve(torch.autograd.Function):
-    """The solution X of (I + A) X = Y, where A is the part of `system` below the diagonal.
+    """Solve (I + A) X = Y for X, where A is the part of `system` below the diagonal.
 
     system (..., C, C), Y (..., C, E) -> X (..., C, E)
     """
@@ -328,16 +329,16 @@ class UnitTriangularSolve(torch.autograd.Function):
 
 
 def unit_triangular_inverse(system: Tensor) -> Tensor:
-    """The inverse of I + A (..., C, C), where A is the part of `system` below the diagonal.
+    """Invert I + A (..., C, C), where A is the part of `system` below the diagonal.
 
-    The inverses of blocks on the diagonal, at first of one token, are merged in pairs:
+    The inverses of diagonal blocks, initially of one token each, are merged in pairs:
 
         [P 0]^-1   [     P^-1       0  ]
         [Q R]    = [-R^-1 Q P^-1   R^-1]
 
-    With keys of length 1 and b <= 1, all elements of these inverses are between -1 and 1: they are
+    With unit-length keys and b <= 1, all elements of these inverses are between -1 and 1: they are
     b_i k_i' M k_j, where M only decays and erases. The series I - A + A^2 - ... has the same sum,
-    but with equal keys its terms have elements of 1e18, which cancel.
+    but with equal keys its terms have elements around 1e18, which cancel.
     """
     chunk = system.shape[-1]
     inverse = system.new_ones(*system.shape[:-2], chunk, 1, 1)
@@ -357,7 +358,7 @@ def diagonal_blocks(x: Tensor, size: int) -> Tensor:
 
 
 def merge_blocks(blocks: Tensor, below: Tensor) -> Tensor:
-    """Blocks on the diagonal (..., 2 N, S, S), and N between two -> (..., N, 2 S, 2 S)."""
+    """Merge diagonal blocks (..., 2 N, S, S) and the N blocks `below` into (..., N, 2 S, 2 S)."""
     first, second = blocks.unflatten(-3, (-1, 2)).unbind(dim=-3)
     first = F.pad(first, (0, first.shape[-1]))
     second = torch.cat((below, second), dim=-1)
@@ -365,7 +366,7 @@ def merge_blocks(blocks: Tensor, below: Tensor) -> Tensor:
 
 
 def block_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of square matrices. The compiler fuses the sum of a small product with its neighbours."""
+    """Compute a @ b for square matrices; small ones as a sum, which the compiler can fuse."""
     if a.shape[-1] < MIN_PRODUCT_SIZE:
         return (a[..., None] * b[..., None, :, :]).sum(dim=-2)
     return a @ b

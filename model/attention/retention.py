@@ -1,6 +1,6 @@
 """Retention: attention without a softmax, whose weights decay with distance. Sun, 2307.08621.
 
-S_t = a S_{t-1} + k_t v_t',   output S_t' q_t,   with a decay a for each head
+S_t = a S_{t-1} + k_t v_t',   output S_t' q_t,   with one decay a per head
 """
 
 import torch
@@ -17,7 +17,8 @@ from model.layers import Linear, apply_rope, fp32, rms, split_heads
 class Retention(RecurrentAttention):
     """Values are `expansion` times as wide as keys. `chunk` tokens are computed at once.
 
-    Queries and keys are rotated by RoPE. Raises ValueError for an odd head width.
+    Queries and keys are rotated by RoPE. Raises ValueError if heads do not divide dim into even
+    widths.
     """
 
     def __init__(self, spec: LayerSpec, *, rope_base: float, expansion: int, chunk: int):

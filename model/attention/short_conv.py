@@ -1,4 +1,4 @@
-"""A causal convolution over the few newest tokens, for each feature separately (depthwise).
+"""A causal depthwise convolution over the last few tokens.
 
 Gated DeltaNet and Canon layers (2512.17351) use it to mix neighbouring queries, keys and values.
 """
@@ -11,7 +11,7 @@ from model.context import ForwardContext
 
 
 class ShortConv(nn.Module):
-    """Map each of W features to a weighted sum over the `kernel` newest tokens of its document.
+    """Map each of W features to a weighted sum over the last `kernel` tokens of its document.
 
     It starts as the identity, and has no activation.
     """
@@ -19,8 +19,8 @@ class ShortConv(nn.Module):
     def __init__(self, width: int, kernel: int):
         super().__init__()
         self.kernel = kernel
-        self.flops = 2 * width * kernel  # of the forward, per token
-        self.state_shape = (kernel - 1, width)  # of the past inputs that a row stores
+        self.flops = 2 * width * kernel  # per token, forward only
+        self.state_shape = (kernel - 1, width)  # of the past inputs stored per row
         self.taps = nn.Parameter(torch.empty(width, 1, kernel))  # newest token last
 
     def forward(self, x: Tensor, ctx: ForwardContext, past: Tensor | None = None) -> Tensor:
@@ -45,5 +45,5 @@ class ShortConv(nn.Module):
         return y
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
-        """Return the taps of the identity: the newest token passes unchanged."""
+        """Return the identity's taps: the newest token passes through unchanged."""
         return torch.eye(self.kernel)[-1].expand(self.taps.shape)

@@ -1,4 +1,4 @@
-"""Softmax attention as a product of independent choices. Vaswani et al., 1706.03762.
+"""Softmax attention as a combination of independent choices. Vaswani et al., 1706.03762.
 
 Projections: `heads` queries share `kv_heads` keys and values (Ainslie et al., 2305.13245).
 Positions: RoPE, or none (NoPE: Kazemnejad, 2305.19466).
@@ -25,10 +25,10 @@ from model.rope import Scaling
 class SoftmaxAttention(Attention):
     """Softmax attention; a preset is a combination of these options.
 
-    `rope_base` null means no positions. `head_dim` null means dim / heads; with another value, the
-    heads together are wider or narrower than x. A token sees at most the `window` newest tokens,
-    itself included, and the tokens of its own `chunk`, and the cache holds only those.
-    Raises ValueError for options that contradict each other.
+    `rope_base` null means no positions. `head_dim` null means dim / heads; any other value makes
+    the heads together wider or narrower than x. A token attends to at most the `window` newest
+    tokens, itself included, and only to tokens in its own `chunk`; the cache holds only those
+    tokens. Raises ValueError for options that are out of range or conflict.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SoftmaxAttention(Attention):
         dim = spec.dim
         heads = spec.heads
 
-        # Refuse options that are out of range or contradict each other.
+        # Reject options that are out of range or conflict.
         validate_knobs(rope_base, dropout)
         is_divisible = head_dim is not None or dim % heads == 0
         if not is_divisible or heads % kv_heads:
@@ -115,7 +115,7 @@ class SoftmaxAttention(Attention):
         y = self.attend(q, kv["k"], kv["v"], visible)
         return self.project_out(y, x), carry
 
-    # The steps, which other variants share.
+    # Steps shared with other variants.
 
     def project_qkv(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, D) -> queries (B, T, H, E), keys and values (B, T, K, E).
@@ -136,9 +136,9 @@ class SoftmaxAttention(Attention):
     def norm_and_rope(
         self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, positions: Tensor | None = None
     ) -> Tensor:
-        """Normalize queries or keys (B, T, H, E), and rotate them to the positions of new tokens.
+        """Normalize queries or keys (B, T, H, E), and rotate them to the new tokens' positions.
 
-        `positions` (B, T) replaces the positions of the new tokens.
+        If `positions` (B, T) are given, they are used instead.
         """
         if norm is not None:
             x = norm(x)
@@ -150,7 +150,7 @@ class SoftmaxAttention(Attention):
     def rope(
         self, x: Tensor, ctx: ForwardContext, rotary_dim: int, positions: Tensor | None = None
     ) -> Tensor:
-        """Rotate the first `rotary_dim` features of x (B, T, H, E), if there are positions."""
+        """Rotate the first `rotary_dim` features of x (B, T, H, E) unless `rope_base` is None."""
         assert x.ndim == 4, x.shape
         if self.rope_base is None:
             return x
@@ -172,7 +172,7 @@ class SoftmaxAttention(Attention):
         return self.kernel(q, k, v, visible, sink=self.sink, score_bias=score_bias)
 
     def project_out(self, y: Tensor, x: Tensor) -> Tensor:
-        """Gate the heads' outputs y (B, T, H, E) by x (B, T, D), if gated, and project to D."""
+        """Gate the heads' outputs y (B, T, H, E) with x (B, T, D), if enabled; project to D."""
         y = y.flatten(-2)
         if self.gate_proj is not None:
             y = y * self.gate_proj(x).sigmoid()
@@ -184,8 +184,8 @@ class SoftmaxAttention(Attention):
         """Return the new tokens' own feature (B, T, K, E) as they attend to it.
 
         `extend_cache` took `new` (B, T, K, E) and returned `in_reach` (B, S, K, E). If `in_reach`
-        is the slots of the cache, S = size, the feature is read from there: int8 has rounded it. A
-        ring that receives several tokens returns them unrounded, after its slots.
+        holds the cache's slots (S = size), the feature is read from them, because int8 has rounded
+        it. A ring that receives several tokens returns the new features unrounded, after its slots.
         """
         if cache is None or in_reach.shape[1] != cache.size:
             return new
@@ -197,7 +197,7 @@ class SoftmaxAttention(Attention):
         return {"k": kv_shape, "v": kv_shape}
 
     def attention_flops(self, context: int) -> float:
-        # One product with a key and one with a value, for each token that a token sees.
+        # One product with a key and one with a value, for each token that a token attends to.
         window = context if self.window is None else self.window
         chunk = context if self.chunk is None else self.chunk
         visible = sum(min(position % chunk + 1, window) for position in range(context))

@@ -1,8 +1,8 @@
-"""Softmax attention to a few chosen keys: MoBA by blocks, DeepSeek's by a learned indexer.
+"""Softmax attention to a few chosen keys: by blocks (MoBA) or a learned indexer (DeepSeek).
 
-With more than one new token, all scores are computed and unchosen keys are masked. A decode step
-gathers the keys and values that it has chosen, and reads no others, except that a cache in another
-dtype, such as int8, is first converted as a whole. N is the number of blocks.
+With more than one new token, all scores are computed and the keys not chosen are masked. A decode
+step reads only the keys and values that it has chosen, except that a cache in a different dtype,
+such as int8, is first converted as a whole. N is the number of blocks.
 """
 
 import torch
@@ -19,9 +19,9 @@ TIE_BREAK = 1e-12  # subtracted from a score for each token between query and ke
 
 
 class SparseAttention(SoftmaxAttention):
-    """Base class of sparse attentions: each query attends to `topk` keys, or blocks of keys.
+    """Base class of sparse attention: each query attends to `topk` keys, or blocks of keys.
 
-    Takes the knobs of SoftmaxAttention. Raises ValueError for a window or a chunk.
+    Takes SoftmaxAttention's knobs. Raises ValueError for a window or a chunk.
     """
 
     def __init__(self, spec: LayerSpec, *, topk: int, **knobs):
@@ -36,11 +36,11 @@ class SparseAttention(SoftmaxAttention):
 
     @property
     def num_chosen(self) -> int:
-        """The largest number of keys that a query attends to; a decode step reads this number."""
+        """The maximum number of keys a query attends to; a decode step reads this many."""
         return self.topk
 
     def choose(self, scores: Tensor, visible: Visibility) -> Tensor:
-        """Return which `topk` visible keys of scores (B, T, S) are the highest, (B, T, S).
+        """Return a mask (B, T, S) of the `topk` visible keys with the highest scores (B, T, S).
 
         If keys tie at 0, the newest are chosen.
         """
@@ -52,7 +52,7 @@ class SparseAttention(SoftmaxAttention):
 
     @torch.no_grad()
     def mean_weights(self, q: Tensor, k: Tensor, chosen: Tensor) -> Tensor:
-        """Return the attention weights of chosen keys (B, T, S), a mean over heads that sums to 1.
+        """Return the chosen keys' attention weights (B, T, S), averaged over heads; they sum to 1.
 
         q (B, T, H, E), k (B, S, K, E), chosen (B, T, S).
         """
@@ -93,19 +93,19 @@ class SparseAttention(SoftmaxAttention):
 
 
 def visible_mask(visible: Visibility) -> Tensor:
-    """The mask (B, 1, T, S), built here if it is None for plain causal attention."""
+    """Return the mask (B, 1, T, S), building it if it is None (plain causal attention)."""
     if visible.mask is not None:
         return visible.mask
     return visible.key_positions[:, None, None, :] <= visible.query_positions[:, None, :, None]
 
 
 class BlockAttention(SparseAttention):
-    """MoBA: a query sees its own block of keys and the most similar earlier ones. Lu, 2502.13189.
+    """MoBA: queries attend to their own block of keys and similar earlier ones. Lu, 2502.13189.
 
-    A block has `block` tokens; a query sees `topk` earlier blocks. The similarity of a block is the
-    product of the query and the mean of its keys; no parameters choose. Queries that share a key
-    head choose together, by their mean. The cache also holds the sum of the keys of each block.
-    Takes the knobs of SoftmaxAttention except window and chunk.
+    A block has `block` tokens; a query attends to the `topk` most similar earlier blocks. A block's
+    similarity is the product of the query and the mean of the block's keys, without learned
+    parameters. Queries that share a key head choose the same blocks, by their mean. The cache also
+    holds the sum of each block's keys. Takes SoftmaxAttention's knobs except window and chunk.
     """
 
     def __init__(self, spec: LayerSpec, *, block: int, **knobs):
@@ -119,7 +119,7 @@ class BlockAttention(SparseAttention):
         q, k, v = self.project_qkv(x, ctx)
         kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
 
-        # The numbers of the blocks of queries (B, T) and keys (B, S), and the sums of keys
+        # The block numbers of queries (B, T) and keys (B, S), and the sum of each block's keys
         # (B, N, K, E).
         if cache is None:
             # Each packed document has its own blocks.
@@ -136,7 +136,7 @@ class BlockAttention(SparseAttention):
 
         # The keys of the chosen blocks and of the query's own block.
         is_chosen = self.choose_blocks(q, sums, query_block, ctx.positions // self.block)
-        # Slots without a key have no block, nor do rows past their capacity (results dropped).
+        # Slots without a key have no block; neither do rows past their capacity (results dropped).
         key_block = key_block.clamp(min=0, max=sums.shape[1] - 1)
         chosen = take_along(is_chosen, key_block[:, None, None], dim=-1)
         chosen = chosen & visible_mask(visible)
@@ -144,11 +144,11 @@ class BlockAttention(SparseAttention):
         return self.project_out(y, x), carry
 
     def extend_sums(self, cache: LayerCache, ctx: ForwardContext, k: Tensor) -> Tensor:
-        """Add new keys (B, T, K, E) to the cached sums of their blocks; return all (B, N, K, E)."""
+        """Add new keys (B, T, K, E) to their blocks' cached sums; return all sums (B, N, K, E)."""
         sums = cache.states["block_sums"]
         is_start = ctx.positions % self.block == 0
         new_sums, begins = sum_blocks(k, ctx.positions // self.block, is_start, sums.shape[1])
-        # A block that starts here drops the keys that an earlier text left in its slot.
+        # A block that starts here discards the keys that an earlier sequence left in its slot.
         sums.copy_(sums.masked_fill(begins[..., None, None], 0.0) + new_sums)
         return sums
 
@@ -157,8 +157,8 @@ class BlockAttention(SparseAttention):
     ) -> Tensor:
         """q (B, T, H, E), sums of keys (B, N, K, E) -> which blocks are chosen (B, K, T, N).
 
-        `query_block` (B, T) is the index of each query's block in its row, `num_before` (B, T) its
-        index in its document: the number of earlier blocks to choose from.
+        `query_block` (B, T) is the index of each query's block in its row. `num_before` (B, T) is
+        the block's index in its document: the number of earlier blocks to choose from.
         """
         number = torch.arange(sums.shape[1], device=q.device)
         first_block = query_block - num_before
@@ -194,11 +194,11 @@ class IndexedAttention(SparseAttention):
     """DeepSeek-V3.2, 2512.02556: a lightning indexer chooses `topk` keys.
 
     The indexer scores key s for query t by sum_j w_tj relu(q_tj . k_s), with `index_heads` small
-    queries and one small key per token, `index_dim` wide; the cache holds these keys. It learns
-    only from the auxiliary loss `indexer_kl`, times `index_weight`: the divergence of its softmax
-    from the attention weights, averaged over heads. Nothing else learns from this loss.
-    Takes the knobs of SoftmaxAttention except window and chunk. Raises ValueError for an odd
-    `index_dim`.
+    queries and one small key per token, each `index_dim` wide; the cache holds these keys. The
+    indexer learns only from the auxiliary loss `indexer_kl`, times `index_weight`: the KL
+    divergence of its softmax from the attention weights averaged over heads. Nothing else learns
+    from this loss. Takes SoftmaxAttention's knobs except window and chunk. Raises ValueError for an
+    odd `index_dim`.
     """
 
     losses = ("indexer_kl",)
@@ -250,7 +250,7 @@ class IndexedAttention(SparseAttention):
         return self.project_out(y, x), carry
 
     def index_scores(self, x: Tensor, index_k: Tensor, ctx: ForwardContext) -> Tensor:
-        """x (B, T, D), keys of the indexer (B, S, d) -> the scores of all keys (B, T, S)."""
+        """x (B, T, D), the indexer's keys (B, S, d) -> the scores of all keys (B, T, S)."""
         index_q = split_heads(self.index_q_proj(x), self.index_heads)
         index_q = self.rope(index_q, ctx, self.index_dim)  # (B, T, J, d)
         scores = fp32(torch.einsum("btjd,bsd->btjs", index_q, index_k)).relu()

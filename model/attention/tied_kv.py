@@ -1,4 +1,4 @@
-"""Keys and values from one projection, which is cached once: the full layers of Gemma 4."""
+"""Keys and values from one projection, cached once, as in Gemma 4's full-attention layers."""
 
 from torch import Tensor
 
@@ -10,10 +10,10 @@ from model.layers import rms, split_heads
 
 
 class TiedAttention(SoftmaxAttention):
-    """Keys are the projection, normalized and rotated; values are the projection / its rms.
+    """Keys are the projection, normalized and rotated; values are the projection / its RMS.
 
-    Takes the knobs of SoftmaxAttention. Norm and RoPE are applied when the cache is read,
-    which halves its size.
+    Takes SoftmaxAttention's knobs. Norm and RoPE are applied when the cache is read, which halves
+    the cache's size.
     """
 
     def __init__(self, spec: LayerSpec, **knobs):
