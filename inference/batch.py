@@ -1,4 +1,4 @@
-"""The rows of a batch: token sequences, and the state from which each row samples."""
+"""Batch rows: token sequences, and the state from which each row is sampled."""
 
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
@@ -14,12 +14,12 @@ Sampler = Callable[..., Tensor]
 
 @dataclass(eq=False)
 class Sequence:
-    """The tokens of a prompt and of its continuation.
+    """The tokens of a prompt and its continuation.
 
     `tokens` starts with the prompt, and loses its older half when it outgrows the context; `seen`
-    has every token of the whole prompt and continuation. `seed` determines the samples. `prompt` is
-    the prompt's text, and `index` numbers the sequences of a call from 0; both are for output.
-    `finish_reason` is None while tokens are generated, then "eos", "stop" or "length".
+    keeps every token of the full prompt and continuation. `seed` seeds the sampling. `prompt` is
+    the prompt's text, and `index` numbers the sequences in a call from 0; both are used only for
+    output. `finish_reason` is None while tokens are generated, then "eos", "stop" or "length".
     """
 
     tokens: list[int]
@@ -51,25 +51,25 @@ class Sequence:
             self.finish("length")
 
     def finish(self, reason: str) -> None:
-        """Stop generating: the engine gives the row to another sequence."""
+        """Stop generating; the engine then assigns the row to a different sequence."""
         self.finish_reason = reason
 
 
 @dataclass
 class SamplerState:
-    """The newest token of each row, and the inputs of the next draw besides the logits.
+    """Each row's newest token, and the sampler's inputs other than the logits.
 
-    Each draw updates it in place.
+    Sampling updates the state in place.
     """
 
-    tokens: Tensor  # (B, 1), the newest of each row: the input of the next decode step
+    tokens: Tensor  # (B, 1), each row's newest token: the input of the next decode step
     seeds: Tensor  # (B,)
     draw_indices: Tensor  # (B,), the index of the next draw
-    seen_tokens: Tensor  # (B, V), true for tokens in the whole prompt or drawn since
+    seen_tokens: Tensor  # (B, V), true for tokens in the full prompt or sampled since
 
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> "SamplerState":
-        """Allocate the state of rows without a sequence."""
+        """Allocate the state for rows that do not have a sequence yet."""
         return cls(
             tokens=torch.zeros(num_rows, 1, dtype=torch.int64, device=device),
             seeds=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -81,7 +81,7 @@ class SamplerState:
         return [self.tokens, self.seeds, self.draw_indices, self.seen_tokens]
 
     def rows(self, rows: slice) -> "SamplerState":
-        """A view of some rows, which shares their memory."""
+        """Return a view of some rows, which shares their memory."""
         return SamplerState(
             tokens=self.tokens[rows],
             seeds=self.seeds[rows],
@@ -90,17 +90,17 @@ class SamplerState:
         )
 
     def start(self, row: int, sequence: Sequence) -> None:
-        """Set up a row to draw the next token of a sequence."""
+        """Set up a row to sample a sequence's next token."""
         (seen,) = hardware.to_device(self.tokens.device, torch.tensor(list(sequence.seen)))
         self.seeds[row].fill_(sequence.seed)
         self.draw_indices[row].fill_(sequence.num_generated)
         self.seen_tokens[row].zero_().index_fill_(0, seen, True)
 
     def draw(self, sampler: Sampler, logits: Tensor) -> None:
-        """Draw the next token of each row from logits (B, V)."""
+        """Sample each row's next token from logits (B, V)."""
         assert logits.shape == self.seen_tokens.shape
         drawn = sampler(logits, self.seeds, self.draw_indices, self.seen_tokens)  # (B,)
-        # Another shape would be broadcast to the rows, and another dtype would be rounded.
+        # A different shape would be broadcast to the rows, and a different dtype would be rounded.
         assert drawn.shape == self.seeds.shape and drawn.dtype == torch.int64
         self.tokens.copy_(drawn[:, None])
         self.draw_indices.add_(1)

@@ -1,4 +1,4 @@
-"""The decoding engine: continuous batching, so a finished row takes the next sequence at once."""
+"""The decoding engine, with continuous batching: a finished row takes the next sequence at once."""
 
 import math
 from collections import deque
@@ -24,11 +24,11 @@ NUM_WARM_UPS = (
 class Engine:
     """Extends sequences token by token, several at a time.
 
-    Each row of the cache decodes one sequence at a time; the cache must have room for all tokens of
+    Each row of the cache decodes one sequence at a time; the cache must have room for the whole of
     the longest sequence, or for a full context. Without a cache, there is one row, and each step
-    recomputes all of its tokens; the samples are the same. A prompt is prefilled
-    `prefill_chunk` tokens at a time. A sequence that outgrows the context loses its older half and
-    is prefilled again.
+    recomputes all of its tokens; the samples are the same. A prompt is prefilled `prefill_chunk`
+    tokens at a time. A sequence that outgrows the context loses its older half and is prefilled
+    again.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Engine:
         self.num_rows = 1 if cache is None else len(cache.lengths)
         weight = model.embed.weight
         self.state = SamplerState.empty(self.num_rows, len(weight), weight.device)
-        # The part of the cache that decode steps read, a view of the filled slots (`read_slots`).
+        # The view of the cache's filled slots that decode steps read (`read_slots`).
         self.filled = cache
         self.last_filled: Cache | None = None  # `filled` at the last compiled step
-        # The result of `compile`: the decode step on CUDA, only its model on a CPU.
+        # The result of `compile`: the decode step on CUDA, only the model's forward on a CPU.
         self.compiled_step: Callable[..., Tensor] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None  # the result of `capture`: the decode step
 
@@ -73,15 +73,15 @@ class Engine:
                 for row in changed:
                     self.prefill(row, [active[row]])
 
-            # Launch a GPU's next step before the host waits for the tokens of this one, so that the
-            # two overlap; the event marks the end of this step. The next step may be one too many
-            # for a row whose sequence is at its end or fills the cache: its write to the cache and
-            # its draw do not matter, since such a row is prefilled before it is read.
+            # On a GPU, launch the next step before the host waits for this step's tokens, so that
+            # the two overlap; the event marks the end of this step. A row whose sequence has ended
+            # or fills the cache may take one step too many. What this step writes to the cache and
+            # samples does not matter, since such a row is prefilled before it is read.
             host_tokens = self.state.tokens.to("cpu", non_blocking=True, copy=True)
             copied = None
             if self.state.tokens.is_cuda:
                 copied = torch.cuda.current_stream().record_event()
-            # `num_left` still includes the token that is being copied; above 1, another follows.
+            # `num_left` still includes the token being copied; if it is above 1, another follows.
             if self.cache is not None and any(s.num_left > 1 for s in active.values()):
                 self.read_slots(1 + max(len(sequence.tokens) for sequence in active.values()))
                 self.advance()
@@ -95,10 +95,10 @@ class Engine:
                     del active[row]
 
     def prefill(self, first_row: int, sequences: list[Sequence]) -> None:
-        """Prefill sequences into the rows from `first_row` on, and draw the next token of each.
+        """Prefill sequences into the rows from `first_row` on, and sample the next token of each.
 
-        A sequence that has outgrown the context loses its oldest half. Each distinct prompt is
-        computed once, in a batch padded on the left, and then copied.
+        A sequence that has outgrown the context loses its older half. Each distinct prompt is
+        computed once, in a left-padded batch, and then copied.
         """
         assert 0 < len(sequences) <= self.num_rows - first_row
         context = self.model.context
@@ -107,11 +107,11 @@ class Engine:
             if len(sequence.tokens) > context:
                 del sequence.tokens[: context // 2]
             if self.cache is not None:
-                # The last token is drawn but never stored.
+                # The last token is sampled but never stored.
                 length = len(sequence.tokens) + sequence.num_left - 1
                 assert min(length, context) <= self.cache.capacity, (length, self.cache.capacity)
 
-        # Compute the distinct prompts; sequence i has the distinct prompt with index sources[i].
+        # Compute each distinct prompt once; sequence i has the prompt distinct[sources[i]].
         prompts = [tuple(sequence.tokens) for sequence in sequences]
         distinct = list(dict.fromkeys(prompts))
         sources = [distinct.index(prompt) for prompt in prompts]
@@ -134,7 +134,7 @@ class Engine:
                 cache.gather_rows(sources)
         assert len(hidden) == len(distinct)
 
-        # Draw the first token of each sequence.
+        # Sample the first new token of each sequence.
         state = self.state.rows(rows)
         for row, sequence in enumerate(sequences):
             state.start(row, sequence)
@@ -144,8 +144,8 @@ class Engine:
     def fill_cache(self, cache: Cache, tokens: Tensor, is_ragged: bool) -> Tensor:
         """Empty a cache, and run prompts (N, T) through the model into its first N rows.
 
-        Padding is -1; only `is_ragged` prompts have padding. Returns the hidden states (N, P, D) of
-        the last `prefill_chunk` or fewer tokens.
+        Padding is -1, and occurs only if `is_ragged`. Returns the hidden states (N, P, D) of the
+        last part, of at most `prefill_chunk` tokens.
         """
         cache.reset()
         cache = cache.rows(slice(len(tokens)))
@@ -153,13 +153,13 @@ class Engine:
         for part in tokens.split(self.prefill_chunk, dim=1):
             end += part.shape[1]
             padding = (part < 0).sum(dim=1) if is_ragged else None
-            # Attend only to the slots of the cache that are filled after this part.
+            # Attend only to the cache slots that are filled after this part.
             filled = cache.truncated(end)
             hidden, _ = self.model.hidden_states(part.clamp(min=0), filled, padding)
         return hidden
 
     def read_slots(self, length: int) -> None:
-        """Limit decode steps to the slots of the cache that rows of `length` tokens fill.
+        """Limit decode steps to the cache slots that rows of `length` tokens fill.
 
         A CUDA graph reads all slots.
         """
@@ -170,10 +170,10 @@ class Engine:
             self.filled = self.cache.truncated(count)
 
     def count_slots(self, length: int) -> int:
-        """Return how many slots decode steps read if rows have `length` tokens.
+        """Return the number of slots that decode steps read if rows have `length` tokens.
 
-        The length is rounded up, so that it seldom changes, and is at least the size of a ring: a
-        ring is read as a whole.
+        The number is rounded up, so that it seldom changes, and is at least the size of a ring,
+        because a ring is read as a whole.
         """
         rings = [layer.size for layer in self.cache.layers if layer.is_ring]
         length = max(length, *rings, 1)
@@ -181,9 +181,9 @@ class Engine:
         return min(count, self.cache.capacity)
 
     def advance(self) -> None:
-        """Decode the newest token of each row and draw the next one.
+        """Decode each row's newest token and sample the next one.
 
-        The step is compiled or captured if `compile` or `capture` ran.
+        The step is compiled or captured if `compile` or `capture` has run.
         """
         if self.graph is not None:
             self.graph.replay()
@@ -192,22 +192,22 @@ class Engine:
         elif self.filled is not self.last_filled:
             self.run_compiled(self.compiled_step)
         else:
-            # Nothing that guards check can have changed since the last step, and guards take time.
+            # Skip the guards, which take time: nothing they check has changed since the last step.
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                 self.run_compiled(self.compiled_step)
 
     def decode_step(self) -> Tensor:
-        """Decode the newest token of each row and draw the next one; return its logits (B, V)."""
+        """Decode each row's newest token and sample the next one; return its logits (B, V)."""
         logits = self.next_logits()
         self.state.draw(self.sampler, logits)
         return logits
 
     def next_logits(self) -> Tensor:
-        """Decode the newest token of each row; return the logits (B, V) of the one after it."""
+        """Decode each row's newest token; return the logits (B, V) of the token after it."""
         return self.model(self.state.tokens, self.filled)[:, -1]
 
     def next_logits_of(self, slots: Tensor) -> Tensor:
-        """`next_logits` with a cache read up to len(slots), which may differ at each call."""
+        """Like `next_logits`, but read only len(slots) cache slots, which may vary per call."""
         return self.model(self.state.tokens, self.cache.truncated(len(slots)))[:, -1]
 
     @property
@@ -218,12 +218,13 @@ class Engine:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record the eager decode step on CUDA, with its draw, as a CUDA graph; empty the cache.
+        """Record the eager decode step, with sampling, as a CUDA graph; empty the cache.
 
-        Launching the kernels of an eager step one by one takes longer than running them; a replay
+        Launching an eager step's kernels one by one takes longer than running them; a replay
         launches all of them at once. Recording needs no compiler and takes a fraction of a second.
-        The graph reads all slots, at the addresses of the cache and the state, as in `compile`. A
-        step that cannot be recorded, because the host waits in it, stays eager, with a note.
+        The graph reads all slots, at the addresses of the cache and the state, as in `compile`. If
+        the step cannot be recorded because it synchronizes with the host, it stays eager and a note
+        is printed.
         """
         self.filled = self.cache
         stream = torch.cuda.Stream()
@@ -248,15 +249,15 @@ class Engine:
     def compile(self) -> None:
         """Compile the decode step of an engine with a cache, and empty the cache.
 
-        One graph serves every length of the cache. On a CPU the number of slots that it reads is a
-        dynamic size. On CUDA it is one CUDA graph, from the embedding to the drawn tokens, which
-        reads all slots. It reads and writes cache and state at the addresses recorded in the graph:
-        prefill writes there between two steps, in the order of the stream.
+        One compiled graph serves all cache lengths. On a CPU, the number of slots that it reads is
+        a dynamic size. On CUDA, it is a CUDA graph, from the embedding to the sampled tokens, which
+        reads all slots. The CUDA graph reads and writes the cache and the state at recorded
+        addresses; prefill writes to the same addresses between two steps, in stream order.
         """
         assert self.graph is None
         is_cuda = self.state.tokens.is_cuda
         options = compilation.decode_options(self.state.tokens.device)
-        # If compiled for a CPU, the search for the largest logit would take half of a step's time.
+        # Do not compile sampling for a CPU: a compiled argmax would take half of a step's time.
         function = self.decode_step if is_cuda else self.next_logits_of
         dynamic = False if is_cuda else None
         compiled = torch.compile(function, dynamic=dynamic, fullgraph=True, options=options)
@@ -264,8 +265,8 @@ class Engine:
         for tensor in (self.cache.lengths, *self.cache.buffers(), *self.state.tensors()):
             torch._dynamo.mark_static_address(tensor)
         # The first call compiles. On a CPU it reads fewer slots than the capacity if possible,
-        # because a size equal to it may be compiled as a constant; a CUDA graph reads all slots.
-        # If it fails, `advance` keeps using the eager step.
+        # because a size equal to the capacity may be compiled as a constant; a CUDA graph reads all
+        # slots. If compiling fails, `advance` keeps using the eager step.
         if is_cuda:
             self.filled = self.cache
         else:
@@ -275,14 +276,14 @@ class Engine:
         self.cache.reset()
 
     def run_compiled(self, compiled: Callable[[], Tensor]) -> None:
-        """Run a decode step with the function that `compile` has compiled."""
+        """Run a decode step with the function that torch.compile returned."""
         self.last_filled = self.filled
         if self.state.tokens.is_cuda:
             torch.compiler.cudagraph_mark_step_begin()
             compiled()
         else:
-            # The size of a tensor is the only number that can be dynamic from the first call on. In
-            # a small cache there is only one.
+            # Only the size of a tensor can be dynamic from the first call on. A small cache has
+            # only one such size.
             slots = torch.empty(self.filled.capacity)
             if self.count_slots(1) < self.cache.capacity:
                 torch._dynamo.mark_dynamic(slots, 0)
@@ -292,9 +293,10 @@ class Engine:
 def new_cache(
     model: Transformer, sequences: list[Sequence], batch_size: int, dtype: torch.dtype | None = None
 ) -> Cache:
-    """Allocate a cache for up to `batch_size` of the sequences at once, as long as the longest.
+    """Allocate a cache for up to `batch_size` sequences at once, with room for the longest.
 
-    `dtype` defaults to the dtype of the weights. Without sequences, there is one row of a context.
+    `dtype` defaults to the weights' dtype. Without sequences, the cache has one row for a full
+    context.
     """
     lengths = [len(sequence.tokens) + sequence.max_new_tokens for sequence in sequences]
     length = max(lengths, default=model.context)

@@ -1,4 +1,4 @@
-"""Load the model, its tokenizer and its name from a path, for generation."""
+"""Load a model with its tokenizer and name from a path, for generation."""
 
 from pathlib import Path
 
@@ -19,10 +19,10 @@ def load(
 ) -> tuple[Transformer, Tokenizer, str]:
     """Load a run's newest checkpoint, optimized for decoding.
 
-    Without a path, the run that saved last is loaded. `dtype` is auto, fp32, bf16 or int8, and
-    `context` is the training context or another one. Returns the model, its tokenizer and its name.
-    On a GPU this process then prefers flash attention to cuDNN's. Raises ValueError if there is no
-    model.
+    Without a path, load the run that saved most recently. `dtype` is auto, fp32, bf16 or int8;
+    `context` overrides the training context. Returns the model, its tokenizer and its name. On a
+    GPU, this disables cuDNN attention in the whole process, in favor of flash attention. Raises
+    ValueError if there is no model.
     """
     device = hardware.pick_device(device)
     source = checkpoint.find_model(path)
@@ -46,7 +46,7 @@ def load(
 
 
 def model_name(checkpoint: Path) -> str:
-    """The name of a checkpoint in messages, after the name of its run if it is in one."""
+    """Return a checkpoint's name for messages, preceded by its run's name if it is in a run."""
     folder = checkpoint.resolve()
     if folder.parent.name == "checkpoints":
         return f"{folder.parents[1].name} {folder.name}"

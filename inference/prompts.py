@@ -18,12 +18,12 @@ def new_sequences(
 ) -> list[Sequence]:
     """Build `num_samples` sequences from each prompt.
 
-    A prompt that is longer than the context keeps its end, with a warning.
+    If a prompt is longer than the context, only its end is kept, with a warning.
     """
     sequences = []
     for prompt in prompts:
         # A prompt as long as the context is kept whole; the engine drops its older half after the
-        # first new token. A longer one loses its beginning, BOS included, and leaves room for one
+        # first new token. A longer prompt loses its beginning, including BOS, to leave room for one
         # new token.
         tokens = tokenizer.encode_prompt(prompt)
         num_cut = 0
@@ -40,7 +40,7 @@ def new_sequences(
                 prompt=prompt,
                 index=len(sequences),
             )
-            # Cut afterwards: the repetition penalty applies to the whole prompt.
+            # Truncate afterwards: the repetition penalty applies to the whole prompt.
             del sequence.tokens[:num_cut]
             sequences.append(sequence)
     return sequences

@@ -1,4 +1,4 @@
-"""Logits to tokens. A draw depends on the logits, a seed and its index, not on earlier draws."""
+"""Sample tokens from logits. A sample depends on logits, seed and index, not on earlier samples."""
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ def sample(
 ) -> Tensor:
     """logits (..., V), seeds and draw_indices (...) int64 -> tokens (...).
 
-    A row's draw depends on its seed and draw index, never on other rows or earlier draws.
-    temperature = 0 is greedy; top_k = 0, top_p = 1 and min_p = 0 exclude nothing. They apply in
+    A row's sample depends on its logits, seed and draw index, not on other rows or earlier samples.
+    temperature = 0 is greedy; top_k = 0, top_p = 1 and min_p = 0 exclude nothing. Filters apply in
     the order top-k, top-p (1904.09751), min-p (2407.01082), each to the tokens kept so far.
     The penalty (Keskar et al., 1909.05858) applies to the tokens in `seen_tokens` (..., V).
     """
@@ -35,7 +35,7 @@ def sample(
     if temperature < MIN_TEMPERATURE:
         return logits.argmax(dim=-1)
 
-    # Sort the likeliest tokens if top-k or top-p needs an order.
+    # Sort the most likely tokens if top-k or top-p needs an order.
     vocab_size = logits.shape[-1]
     if top_p < 1 or 0 < top_k < vocab_size:
         num_kept = vocab_size
@@ -47,7 +47,7 @@ def sample(
 
     probability = (logits / temperature).softmax(dim=-1)
     if top_p < 1:
-        # Drop a token if the tokens before it exceed top_p, so the first is always kept.
+        # Drop a token if the probability before it exceeds top_p; the first token is always kept.
         probability_before = probability.cumsum(dim=-1) - probability
         probability = probability.masked_fill(probability_before > top_p, 0.0)
     if min_p > 0:
@@ -61,18 +61,18 @@ def sample(
 
 
 def exponential_noise(seeds: Tensor, draw_indices: Tensor, tokens: Tensor) -> Tensor:
-    """seeds, draw_indices (...), tokens (..., V) -> (..., V) from an exponential distribution."""
-    # Another dtype would give different bits.
+    """Return exponential noise (..., V) for seeds and draw_indices (...) and tokens (..., V)."""
+    # A different dtype would give different bits.
     assert seeds.dtype == draw_indices.dtype == tokens.dtype == torch.int64
     row_bits = splitmix64(splitmix64(seeds) + draw_indices)
     bits = splitmix64(row_bits[..., None] + tokens)
-    # Take 23 bits and add a half: in fp32 the result is neither 0 nor 1.
+    # Take 23 bits and add one half, so that in fp32 the result is neither 0 nor 1.
     uniform = (((bits >> 41) & 0x7FFFFF) + 0.5) / 2**23
     return -uniform.log()
 
 
 def splitmix64(x: Tensor) -> Tensor:
-    """Hash int64 to int64 by splitmix64 (Steele et al., 10.1145/2660193.2660195)."""
+    """Hash int64 to int64 with splitmix64 (Steele et al., 10.1145/2660193.2660195)."""
     x = (x + 1) * -0x61C8864680B583EB
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15

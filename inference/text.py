@@ -11,7 +11,7 @@ from inference.prompts import new_sequences
 from inference.sampling import sample
 from model.transformer import Transformer
 
-HEADING_WIDTH = 70  # characters of a prompt in a heading
+HEADING_WIDTH = 70  # characters of the prompt that a heading shows
 
 
 def generate_text(
@@ -25,9 +25,9 @@ def generate_text(
     batch_size: int = 8,
     **options: float,
 ) -> list[str]:
-    """Continue a prompt, or each of several; return the new texts, each up to a stop text.
+    """Continue one prompt or several; return the generated texts, each up to a stop text.
 
-    `options` are the options of `sampling.sample`: temperature, top_k, top_p and so on.
+    `options` are passed to `sampling.sample`: temperature, top_k, top_p and so on.
     """
     num_texts = 1 if isinstance(prompts, str) else len(prompts)
     texts = [""] * num_texts
@@ -57,7 +57,7 @@ def stream_text(
     batch_size: int = 8,
     **options: float,
 ) -> Iterator["StreamingText"]:
-    """Continue prompts token by token; yield the text of a prompt each time it has a new token.
+    """Continue prompts token by token; yield a prompt's text each time it has a new token.
 
     The caller may stop after any token. The arguments are the same as for `generate_text`.
     """
@@ -74,7 +74,7 @@ def stream_text(
 def detokenize(
     generated: Iterator[Sequence], tokenizer: Tokenizer, stop_texts: Iterable[str]
 ) -> Iterator["StreamingText"]:
-    """Yield the text of a sequence each time it has a new token; finish it at a stop text."""
+    """Yield a sequence's text each time it has a new token; finish the sequence at a stop text."""
     texts = {}
     stop_texts = tuple(stop_texts)  # a tuple, because each sequence iterates over it
     for sequence in generated:
@@ -85,10 +85,10 @@ def detokenize(
 
 
 class StreamingText:
-    """The text of a sequence after its prompt, up to the first stop text.
+    """A sequence's generated text, up to the first stop text.
 
-    `text` only grows. Create the object at the first new token of the sequence, and call `update`
-    after every new token.
+    `text` only grows. Create the object at the sequence's first new token, and call `update` after
+    every new token.
     """
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer, stop_texts: tuple[str, ...]):
@@ -98,15 +98,15 @@ class StreamingText:
         self.stop_texts = stop_texts
         self.text = ""
         self.num_printed = 0  # characters of `text` that `take_new` has returned
-        self.decoded = ""  # `text`, and a possible beginning of a stop text
-        # New tokens are decoded after the previous ones, so that a word keeps the space before it,
-        # which the tokenizer may drop at the beginning of a text.
+        self.decoded = ""  # `text`, followed by a possible beginning of a stop text
+        # New tokens are decoded together with the previous ones, so that a word keeps the space
+        # before it, which the tokenizer may drop at the beginning of a text.
         self.previous = sequence.tokens[:-1]
         self.previous_text = tokenizer.decode(self.previous)
         self.pending: list[int] = []
 
     def update(self) -> None:
-        """Add the newest token of the sequence, and finish the sequence at a stop text."""
+        """Add the sequence's newest token, and finish the sequence at a stop text."""
         self.decode_newest()
 
         # Pass on all text except a stop text or a possible beginning of one.
@@ -137,7 +137,7 @@ class StreamingText:
             return
 
         self.decoded += new_text
-        # A space may be dropped at the beginning, so the previous text must be more than spaces.
+        # The space at the beginning may be dropped, so the previous text must not be only spaces.
         pending_text = self.tokenizer.decode(self.pending)
         if pending_text.strip():
             tokens = self.pending
@@ -156,12 +156,12 @@ class StreamingText:
 def print_texts(texts: Iterator[StreamingText], *, has_headings: bool) -> int:
     """Print texts in the order in which they begin, each as it grows.
 
-    `texts` yields a text each time it has a new token. A heading has the text's number and prompt.
-    Returns the number of tokens.
+    `texts` yields a text each time it has a new token. A heading shows the text's number and
+    prompt. Returns the number of generated tokens.
     """
     num_tokens = 0
     current = None  # the text that is being printed
-    waiting = deque()  # texts that began after it
+    waiting = deque()  # texts that began after `current`
     for text in texts:
         num_tokens += 1
         if text.sequence.num_generated == 1:
@@ -182,6 +182,6 @@ def print_texts(texts: Iterator[StreamingText], *, has_headings: bool) -> int:
 
 
 def heading(sequence: Sequence) -> str:
-    """The line above a text: its number and the beginning of its prompt."""
+    """Return the line above a text: its number and the beginning of its prompt."""
     prompt = " ".join(sequence.prompt.split())[:HEADING_WIDTH]
     return f"--- {sequence.index + 1}: {prompt}"
