@@ -19,7 +19,7 @@ if __name__ == "__main__":
 from run.cli import Parser, add_model_options, bounded_number, user_path
 from run.progress import say, waiting
 
-# torch is imported only in functions, so that --help and errors in options appear at once.
+# torch is imported only in functions, so that --help and errors in options appear immediately.
 if TYPE_CHECKING:
     from inference.batch import Sequence
     from inference.engine import Engine
@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> None:
     from inference.prompts import new_sequences
     from inference.text import detokenize, print_texts
 
-    # Read and check all input; a ValueError ends the process with exit code 2.
+    # Read and validate all input; a ValueError exits with code 2.
     with errors.user_input():
         prompts = read_prompts(args)
         is_compiled = pick_compile(args, len(prompts))
@@ -55,8 +55,7 @@ def main(args: argparse.Namespace) -> None:
     if engine.can_capture:
         engine.capture()
 
-    # Generate lazily, while printing. On a terminal, the dimmed prompt precedes the text if there
-    # is only one.
+    # Generate lazily, while printing. On a terminal, the dimmed prompt precedes a single text.
     if sys.stderr.isatty() and len(sequences) == 1:
         end = "" if sys.stdout.isatty() else "\n"
         print(f"\033[2m{prompts[0]}\033[0m", end=end, file=sys.stderr, flush=True)
