@@ -1,1 +1,1 @@
-"""From text to batches: documents, tokenizer, shards, loader. Does not know the model."""
+"""From text to batches: documents, tokenizer, shards, loader. Independent of the model."""

@@ -1,4 +1,4 @@
-"""The user's files: find them by path, split off those held out, and read their documents."""
+"""The user's files: find them by path, separate the held-out ones, and read their documents."""
 
 import json
 import os
@@ -33,15 +33,15 @@ Paths = str | list[str] | None  # data.path: a file, a glob, a folder, or a list
 
 
 class Part(NamedTuple):
-    """A document, or one of the consecutive parts of a long one."""
+    """A document, or one of several consecutive parts of a long document."""
 
     text: str
     is_held_out: bool = False
-    is_last: bool = True  # whether the document ends with it
+    is_last: bool = True  # whether the document ends with this part
 
 
 class Split(NamedTuple):
-    """The files that a path names, grouped by their use."""
+    """The files that a path names, grouped by use."""
 
     train: list[Path]
     validation: list[Path]
@@ -49,11 +49,11 @@ class Split(NamedTuple):
 
 
 def find_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
-    """List the files that `path` names, in the order of their paths, each file once.
+    """List the files that `path` names, sorted by path, each file once.
 
-    Raises ValueError if an entry of `path` names no file, OSError for an unreadable folder.
+    Raises ValueError if an entry of `path` names no file, and OSError for an unreadable folder.
     """
-    # A link stands for its target.
+    # Links count as their targets.
     files = {}
     for file in named_files(path, suffixes):
         files.setdefault(file.resolve(), file)
@@ -61,7 +61,7 @@ def find_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def named_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
-    """List the files that `path` names, once for each of their names; raises like find_files()."""
+    """List the files that `path` names, once per name; raises the same errors as find_files()."""
     files = []
     missing = []
     for entry in entries_of(path):
@@ -82,7 +82,7 @@ def named_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def entries_of(path: Paths) -> list[str]:
-    """The entries of a path, with ~ replaced by the home folder. Raises ValueError if empty."""
+    """Return a path's entries, with ~ replaced by the home folder. Raises ValueError if empty."""
     entries = path if isinstance(path, list) else [path]
     if not entries or not all(entries):
         raise ValueError(
@@ -93,9 +93,9 @@ def entries_of(path: Paths) -> list[str]:
 
 
 def expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files of an entry: a file, a folder, which is searched for `suffixes`, or a glob of both.
+    """Return an entry's files: a file, a folder to search for `suffixes`, or a glob of both.
 
-    The suffix matters only in a folder: files named directly or by a glob may have any suffix.
+    Suffixes matter only in folders: files named directly or by a glob may have any suffix.
     """
     paths = [Path(entry)]
     if not paths[0].exists():
@@ -126,7 +126,7 @@ def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 
 
 def skipped_suffixes(path: Paths, suffixes: tuple[str, ...]) -> Counter:
-    """Count, by suffix, the unread files in the folders of a path."""
+    """Count the unread files in a path's folders by suffix."""
     skipped = Counter()
     for entry in entries_of(path):
         if Path(entry).is_dir():
@@ -137,7 +137,7 @@ def skipped_suffixes(path: Paths, suffixes: tuple[str, ...]) -> Counter:
 
 
 def no_files(entry: str, suffixes: tuple[str, ...]) -> str:
-    """The error message for an entry that names no file."""
+    """Return the error message for an entry that names no file."""
     skipped = skipped_suffixes(entry, suffixes)
     problem = f"no files (path={entry!r}"
     fix = f"give a file, a glob or a folder of {' '.join(suffixes)}, such as data.path=my/texts"
@@ -153,17 +153,17 @@ def no_files(entry: str, suffixes: tuple[str, ...]) -> str:
 
 
 def listing(counts: Counter) -> str:
-    """Counts as text, the largest first, such as "12 .md, 1 .pdf"."""
+    """Format counts, largest first, such as "12 .md, 1 .pdf"."""
     return ", ".join(f"{count} {name}" for name, count in counts.most_common())
 
 
 def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
     """Split the files that `path` names into those to train on and those held out for validation.
 
-    Files with val, valid or validation as a word of their name (folders included) are held out. If
+    Files with val, valid or validation as a word in their name (folders included) are held out. If
     there are none, files with test in their name are held out; otherwise test files are unused. A
-    single file, and any file with train in its name, is always trained on. Raises ValueError if
-    there is nothing to train on.
+    single file, and any file with train in its name, is always used for training. Raises ValueError
+    if there is nothing to train on.
     """
     files = named_files(path, suffixes)
     is_single = len({file.resolve() for file in files}) == 1
@@ -172,7 +172,7 @@ def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
     validation = {}
     test = {}
     for file in files:
-        # Only folders below `root` count: its parent folders do not classify the file.
+        # Only folders below `root` count: its parent folders do not affect the split.
         name = os.path.relpath(file, root)
         words = SPLIT_WORDS.findall(name.lower())
         if is_single or "train" in words or not words:
@@ -183,7 +183,7 @@ def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
             kind = validation
         kind.setdefault(file.resolve(), file)
 
-    # A file with several names, by links, is held out if any of its names matches.
+    # A file with several names, through links, is held out if any of its names matches.
     unused = {}
     if validation:
         unused = test
@@ -199,7 +199,7 @@ def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
 
 
 def describe_files(path: Paths, suffixes: tuple[str, ...], split: Split) -> str | None:
-    """A line that counts the files read and not read; None for a single file."""
+    """Return a line that counts the files read and skipped; None for a single file."""
     skipped = skipped_suffixes(path, suffixes)
     if split.unused:
         skipped["in test files"] = len(split.unused)
@@ -212,7 +212,7 @@ def describe_files(path: Paths, suffixes: tuple[str, ...], split: Split) -> str 
 
 
 def common_folder(path: Paths) -> str:
-    """The folder that contains all entries of a path, such as `corpus` for `corpus/*/*.txt`."""
+    """Return the folder that contains all of a path's entries: `corpus` for `corpus/*/*.txt`."""
     folders = []
     for entry in entries_of(path):
         # The folder itself, or the one that contains the file or the first wildcard.
@@ -224,7 +224,7 @@ def common_folder(path: Paths) -> str:
 
 
 def read_documents(files: Iterable[Path], field: str, separator: str) -> Iterator[str]:
-    """Yield the documents of files as whole texts; see read_parts()."""
+    """Yield each document in the files as a whole text; see read_parts()."""
     texts = []
     for part in read_parts(files, field, separator):
         texts.append(part.text)
@@ -234,11 +234,11 @@ def read_documents(files: Iterable[Path], field: str, separator: str) -> Iterato
 
 
 def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Part]:
-    """Yield the documents of files, without blank ones. Long documents of text files come in parts.
+    """Yield the non-blank documents in files. Long documents in text files are yielded in parts.
 
-    Each row of a .jsonl, .parquet or .csv is a document, with its text in `field`. Any other file
-    is text, cut at lines equal to `separator`. Raises ValueError with the name of the file if it
-    is not text.
+    Each row of a .jsonl, .parquet or .csv file is a document, with its text in `field`. Any other
+    file is text, split at lines equal to `separator`. Raises ValueError, with the file's name, if a
+    file is not text.
     """
     for file in files:
         suffix = file.suffix.lower()
@@ -250,7 +250,7 @@ def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Pa
         parts = read_text(file, separator)
         if suffix in ROW_SUFFIXES:
             parts = map(Part, read_rows(file, field))
-        # A blank document would teach nothing but its end.
+        # A blank document would add nothing except special tokens.
         is_first = True
         for part in parts:
             if not is_first or not part.is_last or part.text.strip():
@@ -261,8 +261,8 @@ def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Pa
 def read_text(file: Path, separator: str) -> Iterator[Part]:
     """Yield the documents between separator lines, without the newline before a separator.
 
-    The text is unchanged, except that a byte order mark is removed. Only \\n ends a line. A part of
-    a long document has between PART_CHARS and 2 PART_CHARS characters.
+    The text is unchanged, except that a byte order mark is removed. Only \\n ends a line. A
+    long document's parts have between PART_CHARS and 2 PART_CHARS characters.
     """
     lines = []
     num_chars = 0
@@ -293,9 +293,9 @@ def read_text(file: Path, separator: str) -> Iterator[Part]:
 
 
 def read_rows(file: Path, field: str) -> Iterator[str]:
-    """Yield the text in `field` of each row of a .jsonl, .parquet or .csv.
+    """Yield the text in `field` of each row of a .jsonl, .parquet or .csv file.
 
-    Raises ValueError with the name of the file if a row has no such text.
+    Raises ValueError, with the file's name, if a row has no such text.
     """
     import pyarrow
 
@@ -308,7 +308,7 @@ def read_rows(file: Path, field: str) -> Iterator[str]:
                 yield text.as_py()
                 num_rows += 1
     except (ValueError, OSError, pyarrow.ArrowException) as error:
-        # The cause is at the end of the first line of pyarrow's messages.
+        # pyarrow's messages state the cause at the end of their first line.
         first_line, _, _ = str(error).partition("\n")
         _, _, reason = first_line.rpartition("Invalid: ")
         fix = "repair it"
@@ -321,23 +321,24 @@ def read_rows(file: Path, field: str) -> Iterator[str]:
 
 
 def open_rows(file: Path, field: str) -> Iterable:
-    """Open a .jsonl, .parquet or .csv as pyarrow's RecordBatches, with the column `field` alone.
+    """Open a .jsonl, .parquet or .csv file as pyarrow RecordBatches of only the column `field`.
 
-    The column's type is given, so pyarrow does not guess it: text like a date stays text.
+    The column's type is given, so pyarrow does not infer it: text that looks like a date stays
+    text.
     """
     import pyarrow
     from pyarrow import csv, dataset, json
 
     schema = pyarrow.schema({field: pyarrow.string()})
     if file.suffix.lower() == ".parquet":
-        # Few rows ahead: the default reads 2 million rows, however long they are.
+        # Read few rows ahead: the default reads 2 million rows, however long they are.
         rows = dataset.dataset(file, schema, "parquet")
         return rows.to_batches(batch_size=ROWS_AHEAD, batch_readahead=1, fragment_readahead=1)
-    # pyarrow refuses a file without a row; an empty .txt has no document either.
+    # pyarrow rejects a file without rows; an empty .txt has no document either.
     if is_blank(file):
         return []
     if file.suffix.lower() == ".jsonl":
-        # Not as a dataset: pyarrow 26 would fail to read a single row without a newline.
+        # Do not open it as a dataset: pyarrow 26 fails to read a single row without a newline.
         parse = json.ParseOptions(schema, unexpected_field_behavior="ignore")
         return json.open_json(file, json.ReadOptions(block_size=BLOCK_BYTES), parse)
     return csv.open_csv(
@@ -351,13 +352,13 @@ def open_rows(file: Path, field: str) -> Iterable:
 
 
 def is_blank(file: Path) -> bool:
-    """Whether a file has only white space."""
+    """Whether a file contains only whitespace."""
     with file.open("rb") as opened:
         return not any(line.strip() for line in opened)
 
 
 def content_hash(files: list[Path]) -> str:
-    """SHA-256 over the SHA-256 and the suffix of each file; names and times do not matter."""
+    """Return one SHA-256 over all files' hashes and suffixes; names and times do not matter."""
     total = sha256()
     for file in files:
         total.update((sha256_of(file) + file.suffix.lower()).encode())

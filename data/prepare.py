@@ -1,6 +1,7 @@
-"""Turn documents into token shards, once: later runs find the shards in a cache, by a hash.
+"""Convert documents to token shards, once: later runs find the shards in a cache, by hash.
 
-A corpus is built under a lock and its folder appears atomically: if it exists, it is complete.
+A corpus is built under a lock and its folder appears atomically: if the folder exists, it is
+complete.
 """
 
 import json
@@ -21,7 +22,7 @@ from run.errors import naming
 from run.progress import say, waiting
 from run.sealed import acquire, atomic_directory, remove_leftovers, verify
 
-# Part of the cache key: increase it if a change in data/ changes the tokens of a text.
+# Part of the cache key: increase it if a change in data/ changes a text's tokens.
 VERSION = 3
 TRAIN_SHARD = "train-00000.bin"
 VALIDATION_SHARD = "validation-00000.bin"
@@ -35,8 +36,8 @@ MAX_VALIDATION_BYTES = 2_000_000  # UTF-8 bytes held out, in whole documents if 
 class Source:
     """Documents and their tokenizer.
 
-    The tokenizer is the file `tokenizer`; without one, a tokenizer of `vocab_size` pieces is
-    trained on the training documents.
+    The tokenizer is read from the file `tokenizer`; without one, a tokenizer of `vocab_size` pieces
+    is trained on the training documents.
     """
 
     tokens = None  # stop after this many training tokens; None: use all
@@ -49,12 +50,12 @@ class Source:
         return None
 
     def identity(self) -> str:
-        """Return a string that is equal if and only if the documents are equal."""
-        # The path of the tokenizer does not change the documents.
+        """Return a string that two sources share if and only if their documents are equal."""
+        # The tokenizer's path does not change the documents.
         return json.dumps(vars(self) | {"tokenizer": None})
 
     def note(self) -> str | None:
-        """Return a line about the files read and not read; None if there is nothing to report."""
+        """Return a line about the files read and skipped; None if there is nothing to report."""
         return None
 
     def unused_keys(self) -> dict[str, str]:
@@ -67,16 +68,16 @@ class Source:
 
 
 def text_hash(text: str) -> str:
-    """SHA-256 in hexadecimal. Unlike Python's hash(), it is the same in every process."""
+    """Return a SHA-256 in hexadecimal. Unlike Python's hash(), it is the same in every process."""
     return sha256(text.encode()).hexdigest()
 
 
 def prepare(source: Source, cache_dir: Path) -> Corpus:
-    """Open the corpus of a source, after building it in `cache_dir` if it is missing.
+    """Open a source's corpus, after building it in `cache_dir` if it is missing.
 
-    It is built in another cache if `cache_dir` is not writable. If several processes call this at
-    once, one builds and the others wait. Raises ValueError for unusable text, and IntegrityError
-    for a corpus that was changed on disk.
+    If `cache_dir` is not writable, the corpus is built in a different cache. If several processes
+    call this at once, one builds and the others wait. Raises ValueError for unusable text, and
+    IntegrityError for a corpus that was changed on disk.
     """
     corpus = source.corpus()
     note = source.note()
@@ -85,13 +86,14 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
     if corpus is not None:
         return corpus
 
-    # The cache key is the content and the tokenizer, or the vocabulary size if one is trained.
+    # The cache key is the content and the tokenizer, or its vocabulary size if it is to be trained.
     identity = source.identity()
     folder = cache_dir / folder_name(source, identity, source.vocab_size)
     tokenizer = None
     if source.tokenizer:
         tokenizer = Tokenizer.load(source.tokenizer)
-        # A run's own tokenizer may have been trained on this text: reuse the corpus built then.
+        # A run's own tokenizer may have been trained on this text: reuse the corpus built at that
+        # time.
         if not has_tokenizer(folder, tokenizer):
             folder = cache_dir / folder_name(source, identity, tokenizer.sha256)
     if not folder.exists():
@@ -111,7 +113,7 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
 
 
 def folder_name(source: Source, identity: str, vocabulary: int | str) -> str:
-    """Name the cache folder of a text with a tokenizer's SHA-256 or a new one's vocabulary size."""
+    """Name a text's cache folder, given a tokenizer's SHA-256 or a new one's vocabulary size."""
     key = text_hash(json.dumps([VERSION, identity, vocabulary]))
     return f"{type(source).__name__.lower()}-{key[:16]}"
 
@@ -126,14 +128,14 @@ def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
 
 
 def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Build a corpus. If the file system has locks, other processes that need it wait."""
+    """Build a corpus; other processes that need it wait if the file system supports locks."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # The system releases the lock if the process is killed, which a soft lock, the mere existence
-    # of a file, would not guarantee.
+    # The operating system releases the lock if the process is killed. A soft lock, which is only a
+    # file that exists, would not be released.
     lock = FileLock(folder.with_name(".lock"), fallback_to_soft=False)
     try:
         if acquire(lock):
-            # Unfinished folders are from killed processes: a live one would hold the lock.
+            # Unfinished folders were left by killed processes: a live one would hold the lock.
             remove_leftovers(folder.parent)
             # Another process may have built it while this one was waiting.
             if not folder.exists():
@@ -145,7 +147,7 @@ def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> Non
 
 
 def build_unlocked(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Build a corpus in a private folder, and rename it unless another process was faster."""
+    """Build a corpus in a private folder, and move it in place unless another was first."""
     with TemporaryDirectory(prefix=".unlocked-", dir=folder.parent) as own:
         built = Path(own) / folder.name
         build_corpus(source, tokenizer, built)
@@ -157,7 +159,7 @@ def build_unlocked(source: Source, tokenizer: Tokenizer | None, folder: Path) ->
 
 
 def build_corpus(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Write shards and tokenizer to `folder`; if `tokenizer` is None, train one."""
+    """Write the shards and the tokenizer to `folder`; train a tokenizer if `tokenizer` is None."""
     with atomic_directory(folder) as staging, waiting("preparing the text (only once)"):
         if tokenizer is None:
             tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)
@@ -167,7 +169,7 @@ def build_corpus(source: Source, tokenizer: Tokenizer | None, folder: Path) -> N
 
 
 def tokenizer_corpus(source: Source) -> Iterator[str]:
-    """Yield training documents until they have MAX_TOKENIZER_CHARS characters.
+    """Yield training documents until they add up to MAX_TOKENIZER_CHARS characters.
 
     The last document is cut at that limit, between two parts.
     """
@@ -188,10 +190,10 @@ def tokenizer_corpus(source: Source) -> Iterator[str]:
 
 
 def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
-    """Tokenize the documents into a file for each split.
+    """Tokenize the documents into one file per split.
 
-    Raises ValueError if a split has no document, OverflowError for a token id outside the
-    vocabulary that does not fit the dtype.
+    Raises ValueError if a split has no document, and OverflowError if a token id outside the
+    vocabulary does not fit the dtype.
     """
     dtype = dtype_of(tokenizer)
     train_tokens = 0
@@ -208,7 +210,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
             raw = np.array(tokens, dtype).tobytes()
             if part.is_held_out:
                 # The first part that does not fit ends the split. Its document is left out unless
-                # it is the first.
+                # it is the first document.
                 held_out_bytes += len(part.text.encode())
                 if held_out_bytes <= MAX_VALIDATION_BYTES:
                     validation.write(raw)
@@ -242,7 +244,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[Part, list[int]]]:
-    """Yield each part of the documents with its tokens, as the whole document is tokenized."""
+    """Yield each document part with the tokens it has if the document is encoded whole."""
     # Each batch is tokenized on all cores; the whole text is never in memory.
     for batch in batches(cut_at_tokens(source.parts(), tokenizer)):
         encoded = tokenizer.encode_documents([before + part.text for part, before in batch])
@@ -255,17 +257,16 @@ def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[Part, list
 
 
 def cut_at_tokens(parts: Iterable[Part], tokenizer: Tokenizer) -> Iterator[tuple[Part, str]]:
-    """Cut documents of more than PART_CHARS characters between two tokens.
+    """Split documents of more than PART_CHARS characters between two tokens.
 
-    Yields each part with the character in front of it, which is empty for the first part of a
-    document.
+    Yields each part with the character before it, which is empty for a document's first part.
     """
     rest = ""  # text of the document not yet yielded
     before = ""
     for part in parts:
         text = rest + part.text
         while len(text) > PART_CHARS:
-            # A text without such a place is cut at PART_CHARS, which may change a token.
+            # If there is no such place, cut at PART_CHARS, which may change a token.
             cut = tokenizer.last_cut(text[:PART_CHARS]) or PART_CHARS
             yield part._replace(text=text[:cut], is_last=False), before
             before = text[cut - 1]
@@ -278,7 +279,7 @@ def cut_at_tokens(parts: Iterable[Part], tokenizer: Tokenizer) -> Iterator[tuple
 
 
 def batches(parts: Iterable[tuple[Part, str]]) -> Iterator[list[tuple[Part, str]]]:
-    """Yield the lists of parts to tokenize together."""
+    """Group parts into lists that are tokenized together."""
     batch = []
     num_chars = 0
     for part, before in parts:
@@ -293,10 +294,10 @@ def batches(parts: Iterable[tuple[Part, str]]) -> Iterator[list[tuple[Part, str]
 
 
 def without_start(tokens: list[int], text: str, before: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of `text` without BOS, from `tokens`, the tokens of before + text.
+    """Return the tokens of `text`, without BOS, given the `tokens` of before + text.
 
-    A tokenizer may treat the start of a text specially, such as by adding a space, so the tokens
-    of `text` alone may differ.
+    A tokenizer may treat the start of a text specially, such as by adding a space, so the tokens of
+    `text` alone may differ.
     """
     (start,) = tokenizer.encode_documents([before])
     start = start[: len(start) - len(tokenizer.document_ends)]
@@ -308,7 +309,7 @@ def without_start(tokens: list[int], text: str, before: str, tokenizer: Tokenize
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
-    """The dtype of token ids in a shard."""
+    """Return the dtype of the token ids in a shard."""
     if tokenizer.vocab_size <= 2**16:
         return np.dtype("uint16")
     return np.dtype("uint32")

@@ -1,4 +1,4 @@
-"""Token ids in .bin files of nanoGPT and llm.c, memory-mapped in place."""
+"""Token ids in nanoGPT's and llm.c's .bin files, memory-mapped in place."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,9 @@ from data.files import Paths, content_hash, describe_files, split_files
 from data.prepare import Source, dtype_of, text_hash
 from data.tokenizer import IdTokenizer, Tokenizer
 
-# An llm.c file begins with a header of 256 int32, of which three are used.
+# An llm.c file begins with a header of 256 int32 values, three of which are used.
 HEADER_BYTES = 1024
-MIN_PROBED_TOKENS = 100  # fewer do not reveal the width of the ids
+MIN_PROBED_TOKENS = 100  # fewer tokens do not reveal the ids' width
 PROBED_TOKENS = 1_000_000
 HEADER_FIELDS = ("magic", "version", "num_tokens")
 LLMC_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by magic number: GPT-2's ids and Llama 3's
@@ -25,8 +25,8 @@ class Pretokenized(Source):
 
     At most `validation_tokens` tokens are held out: the beginning of the first file that
     split_files() holds out. If there is no such file, the end of the last file is held out, at most
-    5 % of it. Files without a header have ids of `dtype`; null: like our own shards, uint16 if the
-    vocabulary fits. Raises ValueError for a damaged file, and for ids of another dtype.
+    5% of it. Files without a header contain ids of `dtype`; null means the dtype of our own shards:
+    uint16 if the vocabulary fits. Raises ValueError for a damaged file or ids of a different dtype.
     """
 
     path: Paths
@@ -47,7 +47,7 @@ class Pretokenized(Source):
                 "evaluation needs at least two tokens "
                 f"(data.validation_tokens={self.validation_tokens}). fix: 2 or more"
             )
-        # Without a tokenizer, the ids stand for themselves.
+        # Without a tokenizer, ids serve as their own text.
         if self.tokenizer:
             self.ids_of = Tokenizer.load(self.tokenizer)
         elif self.bos < self.vocab_size:
@@ -90,7 +90,7 @@ class Pretokenized(Source):
         )
 
     def open_bin(self, file: Path) -> np.ndarray:
-        """Memory-map the tokens of a file, and check its length and its ids."""
+        """Memory-map a file's tokens, and check its length and its ids."""
         # A file without llm.c's magic number has no header, as in nanoGPT and our shards.
         header = read_header(file)
         is_llmc = header.get("magic") in LLMC_DTYPES
@@ -132,6 +132,6 @@ class Pretokenized(Source):
 
 
 def read_header(file: Path) -> dict[str, int]:
-    """Read the first numbers of a file by HEADER_FIELDS; fewer if the file is shorter."""
+    """Read a file's first numbers, by HEADER_FIELDS; fewer if the file is shorter."""
     numbers = np.fromfile(file, "<u4", count=len(HEADER_FIELDS)).tolist()
     return dict(zip(HEADER_FIELDS, numbers, strict=False))

@@ -1,7 +1,7 @@
 """Slices of an evaluation: groups of targets whose mean loss or accuracy is reported.
 
-Each target is counted in one cell of a table. The row of the cell is the target's class, such as
-whether it repeats something in its context. The column is the bin of a length, such as its
+Each target is counted in one cell of a table. The cell's row is the target's class, such as whether
+it repeats something in its context. The column is the bin of a length, such as the target's
 position. A slice is a row or a column of the table.
 """
 
@@ -12,7 +12,7 @@ NUM_BINS = 32  # 1, 2, 3-4, 5-8, ...
 
 
 def cells(classes: Tensor, lengths: Tensor) -> Tensor:
-    """Number the cells of targets by class and by bin of a length of at least 1, all int64."""
+    """Return the cells of targets, numbered by class and by bin of a length (1 or more); int64."""
     assert classes.dtype == lengths.dtype == torch.int64
     # Bins end at powers of two: the bin of a length is the number of bits of length - 1.
     bins = (lengths - 1).double().frexp().exponent
@@ -20,7 +20,7 @@ def cells(classes: Tensor, lengths: Tensor) -> Tensor:
 
 
 def bin_name(index: int) -> str:
-    """Name a bin by the lengths in it, such as 5-8."""
+    """Name a bin by its range of lengths, such as 5-8."""
     assert 0 <= index < NUM_BINS
     if index < 2:
         return str(index + 1)
@@ -28,12 +28,12 @@ def bin_name(index: int) -> str:
 
 
 def text_cells(inputs: Tensor, targets: Tensor) -> Tensor:
-    """Map inputs and targets (B, T) of a text to the cells (B, T) of the targets.
+    """Map a text's inputs and targets (B, T) to the targets' cells (B, T).
 
     The class is 1 if the target completes a bigram that occurred earlier in its row, which a model
-    can look up: the AR hits of Zoology (Arora et al., 2312.04927), but without its condition that
-    the bigram is rare in training. The length is the number of tokens before the target. Both
-    are counted over the whole row, even if documents are masked.
+    can look up. These are Zoology's AR hits (Arora et al., 2312.04927), but without the condition
+    that the bigram is rare in training. The length is the number of tokens before the target. Both
+    are computed over the whole row, even if documents are masked.
     """
     assert inputs.shape == targets.shape
     # A stable sort puts equal bigrams next to each other, in the order of their positions.

@@ -1,4 +1,4 @@
-"""Sources of documents, and the choice of documents held out for validation."""
+"""Document sources, and the choice of documents held out for validation."""
 
 import importlib.metadata
 import json
@@ -36,7 +36,7 @@ SKIPPED = {
     "site-packages",
     "dist-packages",
 }
-# Matches a generated file in its first HEADER_LINES lines.
+# Matches the header of a generated file, its first HEADER_LINES lines.
 GENERATED = re.compile(
     r"auto-?generated|automatically generated|generated (by|from|file|code)"
     r"|do not (edit|modify)",
@@ -47,15 +47,15 @@ COPIED_LINE = 20  # characters; shorter lines do not count as copied
 
 
 def is_held_out(identity: str, holdout: int) -> bool:
-    """Whether a document is held out: one in `holdout` is, chosen by its hash."""
+    """Whether a document is held out: about one in `holdout` is, depending on its hash."""
     return int(text_hash(identity), 16) % holdout == 0
 
 
 @dataclass(kw_only=True)
 class Stdlib(Source):
-    """The sources of the Python standard library: real text that needs no download.
+    """The Python standard library's source files: real text that needs no download.
 
-    A document is a file; one in 20 is held out.
+    Each file is a document; one in 20 is held out.
     """
 
     def __post_init__(self):
@@ -84,11 +84,11 @@ class Stdlib(Source):
 
 @dataclass(kw_only=True)
 class Packages(Source):
-    """The sources of installed Python packages: a large text that needs no download.
+    """Source files of installed Python packages: a large text that needs no download.
 
-    A document is a file. Tests, generated files and copies are left out. Files come in the order of
-    the hashes of their paths, and one in 20 is held out. `packages` are names as pip
-    lists them; raises ValueError if a package is not installed.
+    Each file is a document. Tests, generated files and copies are excluded. Files are ordered by
+    the hashes of their paths, and one in 20 is held out. `packages` are names as pip lists them.
+    Raises ValueError if a package is not installed.
     """
 
     packages: list[str]
@@ -129,7 +129,7 @@ def is_generated(text: str) -> bool:
 
 
 def is_copy(text: str, known: set[int]) -> bool:
-    """Whether most lines of a text are in `known`, a set of hashes; if not, its lines are added.
+    """Whether most lines in a text are in `known`, a set of hashes; if not, add its lines.
 
     Short lines, which many files share, are ignored.
     """
@@ -146,11 +146,11 @@ def is_copy(text: str, known: set[int]) -> bool:
 class Text(Source):
     """The user's own files: `path` is a file, a glob, a folder of TEXT_SUFFIXES, or a list of them.
 
-    A .txt is cut into documents at lines equal to `separator`; the others have one document per
-    row, in `text_field`. The files that split_files() holds out are for validation. If there are
-    none, one document in `holdout` is held out, chosen by hash (at least one), or the end of a
-    single document: 5 %, and at most MAX_VALIDATION_BYTES. Raises ValueError for a file that cannot
-    be read as text.
+    A .txt file is split into documents at lines equal to `separator`; the other formats have one
+    document per row, in `text_field`. Files that split_files() holds out are used for validation.
+    If there are none, one document in `holdout` is held out, chosen by hash (at least one). If
+    there is only one document, its end is held out: 5%, and at most MAX_VALIDATION_BYTES. Raises
+    ValueError for a file that cannot be read as text.
     """
 
     path: Paths
@@ -201,7 +201,7 @@ class Text(Source):
             yield from self.read(self.files.train)
             return
 
-        # Read everything once to know which documents are held out, then again to yield them.
+        # Read everything once to decide which documents to hold out, then again to yield them.
         digests = []
         num_chars = 0
         num_bytes = 0
@@ -233,7 +233,7 @@ class Text(Source):
             number += part.is_last
 
     def without_end(self, num_chars: int) -> Iterator[Part]:
-        """Yield the only document as two: the text after `num_chars` characters is held out."""
+        """Split the only document in two: the text after `num_chars` characters is held out."""
         num_left = num_chars  # characters to train on
         for part in self.read(self.files.train):
             train, held_out = part.text[:num_left], part.text[num_left:]
@@ -249,12 +249,13 @@ class Text(Source):
 
 @dataclass(kw_only=True)
 class Hub(Source):
-    """A public dataset of the Hugging Face hub, read with `datasets`.
+    """A public dataset on the Hugging Face Hub, read with `datasets`.
 
-    With `tokens`, the dataset is streamed instead of downloaded, up to that number of tokens.
-    `validation` names the dataset's own split; without it, one document in `holdout` is held out,
-    chosen by its hash. If rows are lines, the regular expression `starts` matches the lines that
-    begin a document. The cache key is these settings: a branch as `revision` is read only once.
+    With `tokens`, the dataset is streamed instead of downloaded, up to that many tokens.
+    `validation` names the dataset's validation split; without it, one document in `holdout` is held
+    out, chosen by hash. If rows are lines, the regular expression `starts` matches the lines that
+    begin a document. The cache key consists of these settings: if `revision` is a branch, it is
+    read only once.
     """
 
     repo: str
@@ -280,7 +281,7 @@ class Hub(Source):
             yield Part(text, self.validation is None and is_held_out(text, self.holdout))
 
     def texts(self, split: str) -> Iterator[str]:
-        """Yield the documents of a split: each row, or with `starts`, rows up to the next start."""
+        """Yield a split's documents: each row or, with `starts`, the rows up to the next start."""
         from datasets import load_dataset
 
         parts = []  # rows of the current document
@@ -299,7 +300,7 @@ class Hub(Source):
                     yield "".join(parts)
                     parts = []
                 parts.append(text)
-        # The hub's client libraries raise many types of errors, with messages of many lines.
+        # The hub's client libraries raise many types of errors, with multi-line messages.
         except Exception as error:
             first_line, _, _ = str(error).partition("\n")
             reason = first_line.rstrip(".") or type(error).__name__

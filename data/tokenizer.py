@@ -1,6 +1,6 @@
-"""Text to token ids and back.
+"""Convert text to token ids and back.
 
-Our own tokenizers are byte-pair encodings by SentencePiece, lossless for UTF-8 text: Kudo and
+Our own tokenizers are SentencePiece byte-pair encodings, lossless for UTF-8 text: Kudo and
 Richardson, 1808.06226. Imported models may have a tokenizer.json: huggingface.co/docs/tokenizers.
 """
 
@@ -19,15 +19,16 @@ import sentencepiece as spm
 import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-# Training text is cut into pieces of up to 4000 characters, at line ends if there are any, because
-# SentencePiece's trainer gets slower with their length.
+# Training text is split into pieces of up to 4000 characters, at line ends if there are any,
+# because SentencePiece's trainer gets slower with longer pieces.
 MAX_PIECE_CHARS = 4000
 PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\n|.{1,4000}", re.DOTALL)
 WORDS = re.compile(r".*\w(?= \w)", re.DOTALL)  # up to the last space between two words
 SPACE = "\u2581"  # SentencePiece's symbol for a space; one in a text would decode to a space
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
-# Files next to the tokenizer's own. generation_config.json may have the ids of BOS and EOS; of the
-# others only split_special_tokens in tokenizer_config.json is read. The rest is kept for an export.
+# Files next to the tokenizer's own file. generation_config.json may contain the BOS and EOS ids;
+# from the others, only split_special_tokens in tokenizer_config.json is read. The rest is kept for
+# export.
 CONFIGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -40,9 +41,9 @@ CONFIGS = (
 class Tokenizer:
     """A SentencePiece model. A generation_config.json next to it, if any, sets BOS and EOS.
 
-    A document begins with `bos` and ends with `eos`. If `bos` is one of `eos_ids`, which end a
-    generation, it is written once between two documents. `files` maps the names of the files that
-    load() reads to their contents.
+    A document begins with `bos` and ends with `eos`. If `bos` is one of `eos_ids`, the tokens that
+    end a generation, it is written only once between two documents. `files` maps the names of the
+    files that load() reads to their contents.
     """
 
     FILE = "tokenizer.model"  # the name of the tokenizer's own file
@@ -72,14 +73,14 @@ class Tokenizer:
 
     @cached_property
     def processor_inside(self) -> spm.SentencePieceProcessor:
-        """Encodes text after a separator, without the space that some models prepend to a text."""
+        """Encodes text after a separator, without the space that some models prepend."""
         model = ModelProto.FromString(self.files[self.FILE])
         model.normalizer_spec.add_dummy_prefix = False
         return spm.SentencePieceProcessor(model_proto=model.SerializeToString())
 
     @cached_property
     def pairs(self) -> set[tuple[str, str]]:
-        """Pairs of adjacent characters in a piece; no other pair is ever merged into one token."""
+        """All pairs of adjacent characters in pieces; no other pair is ever merged."""
         pairs = set()
         for token in range(self.vocab_size):
             pairs.update(pairwise(self.processor.id_to_piece(token)))
@@ -87,7 +88,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a tokenizer.model, of SentencePiece or an IdTokenizer, or a tokenizer.json.
+        """Read a tokenizer.model, from SentencePiece or IdTokenizer, or a tokenizer.json.
 
         Raises OSError if the file cannot be read, and ValueError if it is not a tokenizer.
         """
@@ -113,13 +114,13 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Train on texts, to at most `vocab_size` tokens.
+        """Train a tokenizer on texts, with at most `vocab_size` tokens.
 
-        They include the control tokens, all 256 bytes, newlines and runs of spaces. Raises
+        These include the control tokens, all 256 bytes, newlines and runs of spaces. Raises
         ValueError if the text is too short for such a tokenizer.
         """
-        # Read all texts first: SentencePiece turns an exception of its iterator into a
-        # RuntimeError, even one that a signal handler raises.
+        # Read all texts first: SentencePiece turns an exception in its iterator into a
+        # RuntimeError, even one raised by a signal handler.
         pieces = list(chain.from_iterable(map(PIECES.findall, texts)))
         model = io.BytesIO()
         try:
@@ -148,7 +149,7 @@ class Tokenizer:
         return cls({cls.FILE: model.getvalue()})
 
     def set_special_ids(self, special: dict) -> None:
-        """Set BOS and one or more EOS from the keys of a generation_config.json."""
+        """Set the ids of BOS and one or more EOS, given the keys of a generation_config.json."""
         eos_ids = special["eos_token_id"]
         if not isinstance(eos_ids, list):
             eos_ids = [eos_ids]
@@ -160,18 +161,18 @@ class Tokenizer:
         self.starts_with_bos = special.get("add_bos_token", True)  # whether prompts start with BOS
 
     def encode(self, text: str) -> list[int]:
-        """Encode without BOS and EOS; text that looks like a special token is ordinary text."""
+        """Encode without BOS and EOS; text that looks like a special token stays ordinary text."""
         return self.encode_parts(text, self.text_separators)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a text to be continued, as at least one token.
+        """Encode a prompt, as at least one token.
 
         Text that looks like a special token becomes that token, as in transformers.
         """
         return self.as_prompt(self.encode_parts(text, self.prompt_separators))
 
     def encode_parts(self, text: str, separators: dict[str, list[int]]) -> list[int]:
-        """Encode the parts of a text between separators, joined by the separators' tokens."""
+        """Encode a text's parts between separators, joined by the separators' tokens."""
         pattern = "|".join(map(re.escape, separators))
         first, *others = re.split(f"({pattern})", text)
         tokens = self.processor.encode(first)
@@ -180,13 +181,13 @@ class Tokenizer:
         return tokens
 
     def as_prompt(self, tokens: list[int]) -> list[int]:
-        """Put BOS in front of a prompt's tokens if the model expects it or the prompt is empty."""
+        """Prepend BOS to a prompt's tokens if the model expects it or the prompt is empty."""
         if self.starts_with_bos or not tokens:
             tokens = [self.bos, *tokens]
         return tokens
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text as a document. Text that looks like a special token is ordinary text."""
+        """Encode texts as documents. Text that looks like a special token stays ordinary text."""
         documents = self.encode_batch(texts)
         assert len(documents) == len(texts)
         return [[self.bos, *tokens, *self.document_ends] for tokens in documents]
@@ -200,10 +201,10 @@ class Tokenizer:
         return documents
 
     def last_cut(self, text: str) -> int:
-        """Return the last index at which cutting a text does not change its tokens; 0 without one.
+        """Return the last index where a cut leaves a text's tokens unchanged; 0 if there is none.
 
-        Characters are merged into pieces of the vocabulary, so no token spans two characters that
-        are adjacent in no piece. This holds for models that do not normalize.
+        Characters are merged only into pieces of the vocabulary, so no token contains a pair of
+        characters that is adjacent in no piece. This holds for models that do not normalize text.
         """
         for index in range(len(text) - 1, 0, -1):
             first, second = text[index - 1 : index + 1].replace(" ", SPACE)
@@ -212,11 +213,11 @@ class Tokenizer:
         return 0
 
     def decode(self, tokens: list[int]) -> str:
-        """Decode. Bytes that are not UTF-8 become U+FFFD; BOS and EOS are left out."""
+        """Decode tokens. Bytes that are not UTF-8 become U+FFFD; BOS and EOS are omitted."""
         return self.processor.decode(tokens)
 
     def piece(self, token: int) -> str:
-        """The entry of a token in the vocabulary, such as <s>, <0x41> or \u2581and."""
+        """Return a token's entry in the vocabulary, such as <s>, <0x41> or \u2581and."""
         return self.processor.id_to_piece(token)
 
     def change(self, text: str, tokens: list[int]) -> str | None:
@@ -245,15 +246,15 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 that identifies the tokenizer with its BOS and EOS."""
+        """SHA-256 that identifies the tokenizer, including its BOS and EOS."""
         special_ids = f"{self.bos} {self.eos_ids}"
         return sha256(self.files[self.FILE] + special_ids.encode()).hexdigest()
 
 
 class IdTokenizer(Tokenizer):
-    """Stands in for an unknown tokenizer: the text of tokens is their ids, such as "464 3290".
+    """A stand-in for an unknown tokenizer: the text of tokens is their ids, such as "464 3290".
 
-    Its file is one line: MAGIC, the size of the vocabulary, and the id of BOS, which is also EOS.
+    Its file is one line: MAGIC, the vocabulary size, and the id of BOS, which is also EOS.
     """
 
     MAGIC = b"ids "  # no SentencePiece model begins with it
@@ -264,7 +265,7 @@ class IdTokenizer(Tokenizer):
         self.set_special_ids({"eos_token_id": bos})
 
     def encode(self, text: str) -> list[int]:
-        """Read the ids. Raises ValueError for other text and for ids outside the vocabulary."""
+        """Parse the ids. Raises ValueError for other text and for ids outside the vocabulary."""
         tokens = []
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.vocab_size:
@@ -294,8 +295,8 @@ class IdTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     """A tokenizer.json, with the BOS and EOS ids of the generation_config.json next to it.
 
-    If a Hugging Face folder has these ids elsewhere, tools/formats/special_tokens.py writes such
-    a file.
+    If a Hugging Face folder stores these ids in other files, tools/formats/special_tokens.py writes
+    a generation_config.json.
     """
 
     FILE = "tokenizer.json"
@@ -311,14 +312,14 @@ class JsonTokenizer(Tokenizer):
         byte_tokens = {vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)}
         self.unstable_tokens = byte_tokens.union(self.processor.get_added_tokens_decoder())
         self.set_special_ids(json.loads(files["generation_config.json"]))
-        # BOS and EOS are special even if the file does not mark them, as in transformers: text of a
-        # document never becomes BOS or EOS, and both decode to an empty string.
+        # BOS and EOS are special even if the file does not mark them so, as in transformers: text
+        # in a document never becomes BOS or EOS, and both decode to an empty string.
         for token, added in self.processor.get_added_tokens_decoder().items():
             if token in (self.bos, *self.eos_ids) and not added.special:
                 added.special = True
                 self.processor.add_special_tokens([added])
         self.splits_special_tokens = splits_special_tokens(files)
-        # The tokenizer's post-processor may put BOS in front of a text.
+        # The tokenizer's post-processor may prepend BOS to a text.
         self.starts_with_bos = self.processor.encode("").ids == [self.bos]
 
     def encode(self, text: str) -> list[int]:
@@ -330,7 +331,7 @@ class JsonTokenizer(Tokenizer):
         return self.as_prompt(self.processor.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text. Text that looks like a special token is ordinary text."""
+        """Encode each text. Text that looks like a special token stays ordinary text."""
         self.processor.encode_special_tokens = True
         encodings = self.processor.encode_batch(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
@@ -339,22 +340,22 @@ class JsonTokenizer(Tokenizer):
         return self.processor.id_to_token(token) or str(token)
 
     def last_cut(self, text: str) -> int:
-        """Return the index of the last space between two words; 0 without one.
+        """Return the index of the last space between two words; 0 if there is none.
 
-        Tokenizers of language models split a text there before they merge.
+        Language-model tokenizers split a text there before they merge.
         """
         match = WORDS.match(text)
         return 0 if match is None else match.end()
 
 
 def splits_special_tokens(files: dict[str, bytes]) -> bool:
-    """Whether tokenizer_config.json makes special tokens in a prompt ordinary text."""
+    """Whether special tokens in a prompt are ordinary text, according to tokenizer_config.json."""
     config = json.loads(files.get("tokenizer_config.json", "{}"))
     return config.get("split_special_tokens", False)
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """The tokenizer of a folder: tokenizer.model, or tokenizer.json if that does not exist."""
+    """Return a folder's tokenizer.model, or its tokenizer.json if there is no tokenizer.model."""
     file = folder / Tokenizer.FILE
     if file.exists():
         return file
