@@ -1,6 +1,6 @@
-"""Translation of keys and values of nanoGPT, nanochat, litgpt and transformers to our overrides.
+"""Translate keys and values of nanoGPT, nanochat, litgpt and transformers to our overrides.
 
-Keys of other programs are refused, since some have another unit; the error names our override.
+Other programs' keys are refused, since some use different units; the error names our override.
 """
 
 import math
@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from run.errors import as_typed, suggest
 
-# Our overrides, and keys of other programs with the same meaning: the last part, or the whole key.
-# {value} is the user's value; the other fields are FORMULAS of it. A formula's inputs precede it:
-# the context, then the batch.
+# Our overrides, and other programs' keys with the same meaning: the last part, or the whole key.
+# {value} is the user's value; the other fields are FORMULAS of it. The inputs of a formula (first
+# the context, then the batch) are listed before it.
 OVERRIDES = {
     # The network.
     "attention={value}": "variant variants attentions attn attn_type attention_type attention_variant "
@@ -39,7 +39,7 @@ OVERRIDES = {
     "attention.dropout={value}": "dropout attention_dropout attn_dropout attn_pdrop",
     "attention.bias={value}": "bias attention_bias qkv_bias add_qkv_bias",
     "ffn.activation={value}": "hidden_act hidden_activation activation_function act_fn",
-    # The batch and the length of the run.
+    # The batch size and the length of the run.
     "batch_tokens={value}": "total_batch_size tokens_per_batch tokens_per_step",
     "batch_tokens={batch_tokens}": "batch_size train_batch_size per_device_train_batch_size "
     "per_gpu_train_batch_size global_batch_size bsz",
@@ -52,7 +52,7 @@ OVERRIDES = {
     "token_budget",
     "max_epochs={value} max_minutes=null": "num_train_epochs num_epochs n_epochs epochs epoch",
     "tokens_per_parameter={value} max_minutes=null": "target_param_data_ratio param_data_ratio",
-    # The optimizer. In other programs one unscaled rate holds for all parameters: docs/rates.md.
+    # The optimizer. Other programs apply one unscaled rate to all parameters: docs/rates.md.
     "optimizer={value}": "optim optimizer_type optimizer_name",
     "optimizer=adamw optimizer.lr={rate} optimizer.reference=null": "lr learning_rate max_lr peak_lr "
     "base_lr",
@@ -119,7 +119,7 @@ FORMULAS = {
     "seeds": "a list of seeds, one run each",
 }
 
-# Keys of other programs that have no equivalent here, by the reason.
+# Keys of other programs that have no equivalent here, grouped by the reason.
 LEFT_OUT = {
     "the last two checkpoints are kept": "always_save_checkpoint save_total_limit save_strategy",
     "evaluation runs every eval_every steps": "eval_strategy evaluation_strategy do_eval",
@@ -133,7 +133,7 @@ LEFT_OUT = {
     "train.py always trains": "do_train",
 }
 
-# Values of our keys as other programs spell them.
+# Values of our keys, as other programs spell them.
 PLAIN = {
     "yes": "true",
     "y": "true",
@@ -182,9 +182,9 @@ VALUES = {
     "run_dir": {"true": "null"},
 }
 
-# Our keys that bound the length of a run, which max_minutes=5 would end earlier.
+# Our keys that limit the length of a run; max_minutes=5 would end it earlier.
 LENGTHS = ("steps", "max_epochs", "tokens_per_parameter")
-# Suffixes of a number, and the minutes of a unit of time.
+# Suffixes of numbers, and the number of minutes in each unit of time.
 MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 POWERS_OF_TWO = {"k": 2**10, "m": 2**20}  # for a context of 4k and a batch of 0.5M
 MINUTES = {"s": 1 / 60, "sec": 1 / 60, "m": 1, "min": 1, "h": 60, "d": 1440}
@@ -194,7 +194,7 @@ REASONS = {key: reason for reason, keys in LEFT_OUT.items() for key in keys.spli
 
 
 def last_part(key: str) -> str:
-    """The part of a key after its last dot, which identifies it: litgpt has train.max_steps."""
+    """Return the part of a key after its last dot, such as max_steps of train.max_steps."""
     return key.rpartition(".")[2]
 
 
@@ -203,8 +203,8 @@ def translate(
 ) -> tuple[dict[str, str], list[str]]:
     """Translate keys of other programs -> values of our overrides by key, and remarks.
 
-    `foreign` has the values of keys in TEMPLATES or REASONS. `given` has the values of our own
-    keys, which the formulas need, and `typed` the keys among them that the user has set.
+    `foreign` maps keys in TEMPLATES or REASONS to their values. `given` maps our own keys, which
+    the formulas need, to their values; `typed` has the keys among them that the user has set.
     """
     values = {word_of(key): value for key, value in foreign.items()}
     given = given | values
@@ -212,11 +212,11 @@ def translate(
     remarks = []
     for word in [word for word in TEMPLATES if word in values]:
         template = TEMPLATES[word]
-        # If the user has chosen Muon, the rate is not one for all parameters.
+        # With Muon, the user's rate does not apply to all parameters.
         if "{rate}" in template and given.get("optimizer") == "muon":
             template = "optimizer.lr={matrix_rate}"
         value = our_value("", values[word])
-        # A key whose value is not in the template is a switch.
+        # If its template does not use the value, a key is a switch.
         if "{" not in template and value in ("false", "0", "null"):
             remarks.append(f"leave {word} out")
             continue
@@ -245,7 +245,7 @@ def translate(
 
 
 def formula_of(template: str) -> str | None:
-    """The formula in FORMULAS that a template needs; None for a value in the same unit."""
+    """Return the formula in FORMULAS that a template uses; None if no conversion is needed."""
     for formula in FORMULAS:
         if f"{{{formula}}}" in template:
             return formula
@@ -253,7 +253,7 @@ def formula_of(template: str) -> str | None:
 
 
 def convert(formula: str, value: str, given: dict[str, str]) -> str | None:
-    """Apply one of FORMULAS to a value, or to each of a sweep A,B; None if it is not a number."""
+    """Apply one of FORMULAS to a value, or to each value of a sweep A,B; None if not a number."""
     if formula in ("rate", "matrix_rate"):
         return value
     if formula == "seeds":
@@ -270,7 +270,7 @@ def convert(formula: str, value: str, given: dict[str, str]) -> str | None:
 
 
 def compute(formula: str, number: float, given: dict[str, str]) -> str:
-    """Apply a formula to the user's number. Raises ValueError if a number that it needs is null."""
+    """Apply a formula to the user's number. Raises ValueError if a number it needs is null."""
     if formula == "warmup":
         return f"{number * float(given['steps']):.0f}"
     if formula in ("floor", "multiple"):
@@ -291,7 +291,7 @@ def compute(formula: str, number: float, given: dict[str, str]) -> str:
 
 
 def beta(given: dict[str, str], index: int) -> str:
-    """The first or the second beta: from a key of other programs, or from optimizer.betas."""
+    """Return the first or second beta, from another program's key or from optimizer.betas."""
     for name in (f"beta{index + 1}", f"adam_beta{index + 1}"):
         if name in given:
             return given[name]
@@ -299,7 +299,7 @@ def beta(given: dict[str, str], index: int) -> str:
 
 
 def our_value(key: str, value: str) -> str:
-    """The spelling in this program of a value of one of our keys."""
+    """Return our spelling of a value of one of our keys."""
     lowered = value.lower()
     if lowered in ("true", "false", "none"):
         value = PLAIN.get(lowered, lowered)
@@ -307,7 +307,7 @@ def our_value(key: str, value: str) -> str:
 
 
 def meant_number(key: str, value: Any) -> str | None:
-    """Expand the suffix of a number, such as 10k, or 2h for minutes; None for other values."""
+    """Expand the suffix of a number, as in 10k, or 2h for minutes; None for other values."""
     match = re.fullmatch(r"(\d+\.?\d*) *([a-z]+)", str(value).lower())
     units = {"max_minutes": MINUTES, "context": POWERS_OF_TWO, "batch_tokens": POWERS_OF_TWO}
     units = units.get(key, MULTIPLES)
@@ -317,9 +317,9 @@ def meant_number(key: str, value: Any) -> str | None:
 
 
 def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
-    """The named value of a type that the user probably means by `value`.
+    """Return the named value of a type that the user probably means by `value`.
 
-    None if no named value is close.
+    Returns None if no named value is close.
     """
     known = named_values(annotation)
     typed = as_typed(value).lower()
@@ -332,7 +332,7 @@ def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
 
 
 def named_values(annotation: Any) -> list[str]:
-    """The named values of a type: true and false, null, and the values of a Literal."""
+    """Return the named values of a type: true and false, null, and the values of a Literal."""
     if annotation is bool:
         return ["true", "false"]
     if annotation is NoneType:
@@ -346,7 +346,7 @@ def named_values(annotation: Any) -> list[str]:
 
 
 def word_of(key: str) -> str:
-    """The key, or its last part, as listed in TEMPLATES and REASONS."""
+    """Return the key, or its last part, whichever TEMPLATES or REASONS lists."""
     return key if key in TEMPLATES else last_part(key)
 
 

@@ -12,11 +12,11 @@ from filelock import FileLock, Timeout
 from run.progress import say
 from run.sealed import acquire
 
-NAME = "attend"  # of the folder in the user's cache
+NAME = "attend"  # our folder in the user's cache
 
 
 def writable_cache(wanted: Path) -> Path:
-    """`wanted` if it can be written, else the user's cache, else a temporary folder.
+    """Return `wanted` if it is writable, else the user's cache, else a temporary folder.
 
     Only the temporary folder is created.
     """
@@ -27,9 +27,9 @@ def writable_cache(wanted: Path) -> Path:
 
 
 def compiler_cache(wanted: Path) -> Path:
-    """`writable_cache` among the folders whose paths torch.compile can pass to a C++ compiler.
+    """Like `writable_cache`, for folders whose paths torch.compile can pass to a C++ compiler.
 
-    torch.compile writes the command as text without quotes, and splits it as a shell would.
+    torch.compile builds the compiler command as an unquoted string, and splits it as a shell would.
     """
     for folder in (wanted, user_cache()):
         if folder is not None and is_writable(folder) and is_one_word(str(folder)):
@@ -38,22 +38,22 @@ def compiler_cache(wanted: Path) -> Path:
 
 
 def is_one_word(path: str) -> bool:
-    """Whether a shell would read an unquoted path as a single word."""
+    """Return whether a shell would read an unquoted path as a single word."""
     with suppress(ValueError):  # an unbalanced quote
         return shlex.split(path) == [path]
     return False
 
 
 def user_cache() -> Path | None:
-    """The folder of this project in the user's cache; None if the user has no home folder."""
+    """Return this project's folder in the user's cache; None if the user has no home folder."""
     root = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(root):  # the specification says to ignore it
+    if not os.path.isabs(root):  # the XDG specification says to ignore relative paths
         root = os.path.expanduser("~/.cache")
     return Path(root, NAME) if os.path.isabs(root) else None
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether this user can write to a folder, or create it if it does not exist."""
+    """Return whether this user can write to a folder, or create it if it does not exist."""
     folder = folder.absolute()
     while not os.path.lexists(folder):
         folder = folder.parent
@@ -61,7 +61,7 @@ def is_writable(folder: Path) -> bool:
 
 
 def has_locks(folder: Path) -> bool:
-    """Whether files in a folder, which is created if missing, can be written and locked."""
+    """Return whether files in a folder, which is created if missing, can be written and locked."""
     lock = FileLock(folder / ".lock", blocking=False, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,12 +76,12 @@ def has_locks(folder: Path) -> bool:
 
 @cache
 def temporary_cache() -> Path | None:
-    """Create and report a folder that belongs to this user alone; None if that fails."""
+    """Create and report a folder owned by this user alone; return None if that fails."""
     try:
         folder = Path(tempfile.gettempdir(), f"{NAME}-{os.getuid()}")
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        # Another user may have created the folder: we would load code written by that user.
+        # Another user may have created the folder, and we would load that user's code.
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             folder = Path(tempfile.mkdtemp(prefix=f"{NAME}-"))
     except OSError:

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: written, pruned, found, verified and read.
+"""Write, prune, find, verify and read the checkpoints of a run.
 
 A checkpoint is a folder that is either complete or absent (run/sealed.py):
 step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manifest.json
-(or tokenizer.json and the configs that belong to it)
+(or tokenizer.json and its configs)
 """
 
 import errno
@@ -31,10 +31,10 @@ from run.progress import say
 from run.sharding import shard_like
 
 NUM_KEPT = 2
-MOST_LAYERS = 2**12  # of a model from an untrusted checkpoint
+MOST_LAYERS = 2**12  # limit for models from untrusted checkpoints
 STEPS = "step-" + 8 * "[0-9]"
-# Exceptions that untrusted content can raise while it is parsed, or a model is built from it. Any
-# other exception is a bug of ours.
+# Exceptions that can be raised while untrusted content is parsed, or while a model is built from
+# it. Any other exception is a bug of ours.
 UNREADABLE = (
     ValueError,
     TypeError,
@@ -45,14 +45,14 @@ UNREADABLE = (
     SafetensorError,
     UnpicklingError,
 )
-# Exceptions that a model of an untrusted config can raise when it runs: layers that do not fit
-# together, and numbers that torch rejects.
+# Exceptions that a model built from an untrusted config can raise when it runs: its layers may not
+# fit together, and torch may reject its numbers.
 UNRUNNABLE = (ValueError, ArithmeticError)
 FIX = "use an older checkpoint, or start a new run in another folder"
 
 
 def prepare_run(run: Path, resume: bool) -> Path | None:
-    """Remove the leftovers of a crash, and return the checkpoint to resume, if there is one."""
+    """Remove the leftovers of a crash, and return the checkpoint to resume from, if any."""
     sealed.remove_leftovers(run / "checkpoints")
     newest = newest_checkpoint(run) if resume else None
     if newest is not None:
@@ -68,9 +68,9 @@ def save(
     tokenizer: dict[str, bytes],
     state: dict,
 ) -> Path:
-    """Write a checkpoint with the files of a tokenizer, and remove all but the newest NUM_KEPT.
+    """Write a checkpoint with the tokenizer's files, and remove all but the newest NUM_KEPT.
 
-    A crash at any instant leaves the older checkpoints: a folder named step-* is complete.
+    A crash at any time leaves the older checkpoints: every folder named step-* is complete.
     Raises OSError if the disk rejects the write.
     """
     path = run / "checkpoints" / f"step-{step:08d}"
@@ -81,7 +81,7 @@ def save(
             with (staging / "state.pt").open("wb") as file:
                 torch.save(state, file)
         except RuntimeError as error:
-            # torch reports a full disk as its own error; the context of that error is the cause.
+            # torch reports a full disk as an error of its own, whose context is the cause.
             raise error.__context__ or error from None
         (staging / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         for name, content in tokenizer.items():
@@ -103,7 +103,7 @@ def write_weights(file: Path, weights: dict[str, Tensor]) -> None:
 
 
 def prune(newest: Path) -> None:
-    """Keep the last NUM_KEPT checkpoints up to `newest`; rename later, damaged ones."""
+    """Keep the last NUM_KEPT checkpoints up to `newest`; rename later ones, which are damaged."""
     for path in newest.parent.glob(STEPS):
         if path > newest:
             path.rename(path.with_name(f"damaged-{time.time_ns()}-{path.name}"))
@@ -112,7 +112,7 @@ def prune(newest: Path) -> None:
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The newest checkpoint of a run that verifies, or None if the run has no checkpoint.
+    """Return a run's newest checkpoint that passes verification, or None if it has no checkpoint.
 
     Raises IntegrityError if all checkpoints are damaged.
     """
@@ -132,10 +132,11 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def find_model(path: Path | str | None, option: str = "--run ") -> Path:
-    """The newest checkpoint of the run at `path`, or `path` itself if it is a checkpoint.
+    """Return the newest checkpoint of the run at `path`, or `path` itself if it is a checkpoint.
 
-    Without a path: the newest checkpoint of the run in runs/ that saved last. Raises ValueError if
-    no checkpoint exists, with a fix that begins with `option`, and IntegrityError if it is damaged.
+    If `path` is None, returns the newest checkpoint of the run in runs/ that saved last. Raises
+    ValueError, with a fix that begins with `option`, if no checkpoint exists, and IntegrityError if
+    the checkpoint is damaged.
     """
     if path is None:
         saved = Path("runs").glob(f"*/checkpoints/{STEPS}")
@@ -148,7 +149,7 @@ def find_model(path: Path | str | None, option: str = "--run ") -> Path:
         path = newest.parents[1]
     path = run_path(os.path.expanduser(path))
     if (path / "manifest.json").exists():
-        # The user has chosen this folder, so it may be a copy under another name, or a link.
+        # The user chose this folder, so it may be a renamed copy, or a link.
         sealed.verify(path.resolve(), FIX, may_be_renamed=True)
         return path
     checkpoint = newest_checkpoint(path)
@@ -164,7 +165,7 @@ def find_model(path: Path | str | None, option: str = "--run ") -> Path:
 
 
 def unsaved_run(config: Path) -> ValueError:
-    """The error for a run, given its config.yaml, that has saved no checkpoint yet."""
+    """Return the error for a run, given its config.yaml, that has not saved a checkpoint yet."""
     save_every = "save_every"
     with suppress(OSError, yaml.YAMLError, TypeError, LookupError):
         save_every = yaml.safe_load(config.read_text(encoding="utf-8"))["save_every"]
@@ -177,8 +178,8 @@ def unsaved_run(config: Path) -> ValueError:
 
 
 def fix_for_path(path: Path, option: str) -> str:
-    """A fix that names a run after `option`, in place of a path that is not a run."""
-    # A file or a folder inside a run, or a mistyped one.
+    """Return a fix that names a run after `option`, in place of a path that is not a run."""
+    # A file or folder inside a run, or a mistyped path.
     run = holding_run(path)
     if run is None:
         names = [folder.parents[1].name for folder in Path("runs").glob(f"*/checkpoints/{STEPS}")]
@@ -204,8 +205,8 @@ def report_unreadable(
 ) -> Iterator[None]:
     """Raise IntegrityError for content that this program did not write, even if it is sealed.
 
-    Wrap only the reading: a bug that raises one of the `exceptions` inside would be reported as a
-    damaged file.
+    Wrap only the code that reads: if a bug raised one of the `exceptions` inside, it would be
+    reported as a damaged file.
     """
     try:
         yield
@@ -217,7 +218,7 @@ def report_unreadable(
 
 
 def load_config(checkpoint: Path) -> dict:
-    """The config of the run that wrote a checkpoint. Raises IntegrityError if it is invalid."""
+    """Return the config of the run that wrote a checkpoint. Raises IntegrityError if invalid."""
     file = checkpoint / "config.json"
     with report_unreadable(file):
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -227,7 +228,7 @@ def load_config(checkpoint: Path) -> dict:
 
 
 def load_model_config(checkpoint: Path) -> dict:
-    """The config of a checkpoint's model. Raises IntegrityError if the model cannot be built."""
+    """Return the config of a checkpoint's model. Raises IntegrityError if it cannot be built."""
     tree = load_config(checkpoint)["model"]
     file = checkpoint / "config.json"
     with report_unreadable(file):
@@ -238,9 +239,9 @@ def load_model_config(checkpoint: Path) -> dict:
 
 
 def dry_run(tree: dict) -> nn.Module:
-    """Build a model, and run two tokens through it, without memory.
+    """Build a model on the meta device, without memory, and run two tokens through it.
 
-    The first call in a process takes a second, for torch's own imports.
+    The first call in a process takes a second, because torch then imports further modules.
     """
     with torch.device("meta"):
         return try_out(instantiate(tree))
@@ -248,7 +249,7 @@ def dry_run(tree: dict) -> nn.Module:
 
 @torch.no_grad()
 def try_out(model: nn.Module) -> nn.Module:
-    """Run two tokens through a model, on its device."""
+    """Run two tokens through a model, on the model's device."""
     weight = model.embed.weight
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)
     model(tokens, model.new_cache(1, 2, weight.dtype, weight.device))
@@ -256,15 +257,15 @@ def try_out(model: nn.Module) -> nn.Module:
 
 
 def load_state(checkpoint: Path, needed: Iterable[str]) -> dict:
-    """Read the entries `needed` of the training state.
+    """Read the `needed` entries of the training state.
 
-    Raises IntegrityError if one is missing, and for content other than plain tensors, numbers and
-    text, since it might run code.
+    Raises IntegrityError if an entry is missing, and for anything besides plain tensors, numbers
+    and text, since it might run code.
     """
     file = checkpoint / "state.pt"
     with report_unreadable(file, (*UNREADABLE, AssertionError, AttributeError)):
         if not is_zipfile(file):
-            raise ValueError("not a zip file")  # torch would read older formats too
+            raise ValueError("not a zip file")  # torch would also read older formats
         state = torch.load(file, map_location="cpu", weights_only=True)
         return {key: state[key] for key in needed}
 
@@ -272,16 +273,16 @@ def load_state(checkpoint: Path, needed: Iterable[str]) -> dict:
 def load_model(
     checkpoint: Path, device: Device, dtype: torch.dtype = torch.float32, context: int | None = None
 ) -> nn.Module:
-    """Load the model of a checkpoint, a Transformer in evaluation mode.
+    """Load a checkpoint's model, a Transformer, in evaluation mode.
 
-    `context` replaces the model's, if given. `dtype` applies to parameters; buffers keep theirs.
+    If given, `context` replaces the model's. `dtype` applies to parameters; buffers keep their own.
     Raises IntegrityError if no model can be built from the config, or if the names or shapes of the
-    stored weights differ from the model's; a weight whose size depends on the context is one case.
+    stored weights differ from the model's, as when a weight's size depends on the context.
     """
     tree = load_config(checkpoint)["model"]
     if context is not None:
         tree["context"] = context
-    # Compare names and shapes with a model on the meta device, before memory is allocated.
+    # Before allocating memory, compare names and shapes with those of a model on the meta device.
     file = checkpoint / "config.json"
     with report_unreadable(file):
         shapes = instantiate_model(tree, "meta", dtype)
@@ -307,14 +308,14 @@ def check_weights(model: nn.Module, checkpoint: Path) -> None:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Load parameters and persistent buffers, which may be shards.
+    """Load parameters and persistent buffers, which may be sharded.
 
     Raises IntegrityError if names or shapes differ from the model's.
     """
     check_weights(model, checkpoint)
     file = checkpoint / "model.safetensors"
     for name, weight in model.state_dict().items():
-        # Reopen the file for each tensor: this releases the pages read before, so that memory holds
-        # little more than the model.
+        # Reopen the file for each tensor: this releases the pages read before, so that little more
+        # than the model is in memory.
         with safe_open(file, "pt") as opened:
             weight.copy_(shard_like(opened.get_tensor(name), weight))

@@ -71,10 +71,10 @@ OFF = ("false", "0", "no", "off")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line with a fix; the default fix ends with `hint`.
+    """A parser that reports each error as one line with a fix; the default fix ends with `hint`.
 
-    Underscores in the name of an option are read as dashes, and options of other programs are
-    refused, with ours as the fix. Commands with overrides pass `check`, which raises for bad ones.
+    Underscores in option names are read as dashes. Options of other programs are refused, and the
+    fix names ours. Commands that take overrides pass `check`, which raises for invalid ones.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def known_option(self, word: str, words: list[str], index: int) -> str:
-        """The option `word`, --NAME or --NAME=VALUE at `index` in `words`, with our spelling.
+        """Return the option `word`, --NAME or --NAME=VALUE at `index` in `words`, in our spelling.
 
-        Ends the process with a fix if the option is mistyped or belongs to another program.
+        Exits with an error and a fix if the option is mistyped or belongs to another program.
         """
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
@@ -163,7 +163,7 @@ class Parser(argparse.ArgumentParser):
         return word
 
     def check_switch(self, name: str, value: str, problem: str) -> None:
-        """End the process for a switch in OTHER_SWITCHES whose fix is an option of this command."""
+        """Exit with an error for a switch in OTHER_SWITCHES if its fix is an option here."""
         is_on = value not in OFF
         if name.startswith("--no-") and name not in OTHER_SWITCHES:
             name = f"--{name.removeprefix('--no-')}"
@@ -176,7 +176,7 @@ class Parser(argparse.ArgumentParser):
         self.error(problem, fix or f"leave it out: {self.prog} does this anyway")
 
     def refuse_options(self, words: list[str]) -> NoReturn:
-        """End the process for options that are overrides here, such as --attention gqa,mha."""
+        """Exit with an error for options that are overrides here, such as --attention gqa,mha."""
         # Imported only here, because it takes longer than the rest of a command's --help.
         from run.options import options_problem, split_options
 
@@ -196,7 +196,7 @@ class Parser(argparse.ArgumentParser):
         self.error(problem, fix)
 
     def check_positionals(self, words: list[str]) -> None:
-        """End the process for a run without --run, or a new folder without --out.
+        """Exit with an error for a run without --run, or a new folder without --out.
 
         The fix includes all missing options.
         """
@@ -205,7 +205,7 @@ class Parser(argparse.ArgumentParser):
             return
         free, given = self.split_words(words)
         wanted = ({"--run", "--out"} & self._option_string_actions.keys()) - given
-        # A prompt may be the name of a run, but hardly its path.
+        # A prompt may equal the name of a run, but is unlikely to equal its path.
         has_prompt = bool(positionals) and positionals[0].dest == "prompt"
         runs = [word for word in free if is_run(word) and ("/" in word or not has_prompt)]
         options = {}
@@ -222,12 +222,12 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(options.values())}", " ".join(fixes))
 
     def split_words(self, words: list[str]) -> tuple[list[str], set[str]]:
-        """The words that are neither options nor their values, and the names of the options."""
+        """Return the positional arguments, and the names of the options."""
         free = []
         given = set()
         is_value = False
         for word in words:
-            if word == "--":  # all words that follow are positional
+            if word == "--":  # all arguments that follow are positional
                 break
             name, equals, _ = word.partition("=")
             action = self._option_string_actions.get(name)
@@ -241,7 +241,7 @@ class Parser(argparse.ArgumentParser):
         return free, given
 
     def missing_options(self, given: set[str]) -> Iterator[str]:
-        """The required options that are not in `given`, as the user would type them."""
+        """Return the required options that are not in `given`, as the user would type them."""
         for action in self._actions:
             if action.required and action.option_strings and not given & {*action.option_strings}:
                 yield f"{action.option_strings[0]} {action.metavar}"
@@ -257,7 +257,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def is_key(option: str) -> bool:
-    """Whether an option of a command with overrides is a key of train.py, such as --dim."""
+    """Return whether an option of a command with overrides is a key of train.py, such as --dim."""
     from run.settings import defaults, preset_keys  # only here, as it imports pydantic
 
     key = option.lstrip("-").replace("-", "_")
@@ -275,7 +275,7 @@ def add_run_option(parser: Parser) -> None:
 
 
 def add_model_options(parser: Parser) -> None:
-    """Add the options of all commands that use a model: --run, and how to compute."""
+    """Add the options shared by all commands that use a model: --run, device, dtype, batch size."""
     add_run_option(parser)
     parser.add_argument(
         "--device",
@@ -295,14 +295,14 @@ def add_model_options(parser: Parser) -> None:
 
 
 def user_path(text: str) -> Path:
-    """A `type` for argparse: a path; ~ expands to the home folder, as in `--out=~/model`."""
+    """Parse a path for argparse, expanding ~ to the home folder, as in `--out=~/model`."""
     return Path(os.path.expanduser(text))
 
 
 def bounded_number(
     number_type: type, minimum: float, maximum: float = sys.maxsize
 ) -> Callable[[str], float]:
-    """Return a `type` for argparse: a number from `minimum` to `maximum` (inclusive)."""
+    """Return an argparse `type` for numbers from `minimum` to `maximum` (inclusive)."""
     assert minimum <= maximum
 
     def parse(text: str) -> float:

@@ -17,7 +17,7 @@ from run.sharding import full_tensor
 
 @dataclass(frozen=True)
 class DistEnv:
-    """This process's rank and device, and its collectives, which all ranks call together."""
+    """The rank and device of this process, and collectives, which all ranks call together."""
 
     rank: int
     world_size: int
@@ -35,13 +35,13 @@ class DistEnv:
             dist.barrier()
 
     def all_reduce_max(self, number: int) -> int:
-        """The maximum over all ranks, computed on the CPU, so that no GPU is synchronized."""
+        """Return the maximum over all ranks, computed on the CPU to avoid synchronizing a GPU."""
         if self.world_size == 1:
             return number
         return self.all_reduce(torch.tensor(number), dist.ReduceOp.MAX).item()
 
     def all_reduce_min(self, number: int) -> int:
-        """The minimum over all ranks, computed on the CPU."""
+        """Return the minimum over all ranks, computed on the CPU."""
         return -self.all_reduce_max(-number)
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
@@ -51,19 +51,19 @@ class DistEnv:
         return x
 
     def gather_to_rank0(self, x: Tensor) -> Tensor | None:
-        """The whole of a sharded x, or a plain x, on the CPU of rank 0; None on the other ranks."""
+        """Return all of x, sharded or plain, on the CPU of rank 0; None on the other ranks."""
         x = full_tensor(x)
         if not self.is_main:
             return None
         return x.cpu()
 
     def on_rank0(self, action: Callable, *arguments: object) -> object:
-        """Run action(*arguments) on rank 0 and return its result, sent pickled, on all ranks.
+        """Run action(*arguments) on rank 0, and return its pickled result on all ranks.
 
-        If `action` ends the process with an exit code, all ranks end with that code.
+        If `action` exits with an exit code, all ranks exit with the same code.
         """
         result = None
-        exit_code = None  # or the code with which `action` ended the process, which may be 0
+        exit_code = None  # the exit code, which may be 0, if `action` exits
         if self.is_main:
             try:
                 with errors.report_errors():
@@ -80,7 +80,7 @@ class DistEnv:
 
 
 def init_distributed(device: torch.device) -> DistEnv:
-    """Join the process group that torchrun describes in the environment; without one, run alone."""
+    """Join the process group that torchrun describes in the environment, if any; else run alone."""
     if "RANK" not in os.environ:
         return DistEnv(0, 1, device)
     backend = "gloo"
@@ -94,7 +94,7 @@ def init_distributed(device: torch.device) -> DistEnv:
 
 @contextmanager
 def hard_exit(is_needed: bool = True) -> Iterator[None]:
-    """If `is_needed`, end the process by os._exit, with the exit code it would have had."""
+    """If `is_needed`, exit by os._exit, with the exit code the process would have had."""
     if not is_needed:
         yield
         return

@@ -1,6 +1,6 @@
-"""Exit codes, and the line on standard error for an expected problem that ends a command.
+"""Exit codes, and the one-line messages on standard error for expected problems.
 
-A bug is not an expected problem: it shows its traceback.
+A bug is not an expected problem: it shows a traceback.
 """
 
 import errno
@@ -17,7 +17,7 @@ from typing import IO, NoReturn
 
 # Exit codes.
 BUG = 1
-OVERRIDE = 1  # an unknown key, or a value that cannot be read
+OVERRIDE = 1  # an unknown key, or a value that cannot be parsed
 INPUT = 2
 INTEGRITY = 3
 DIVERGED = 4
@@ -25,7 +25,7 @@ STORAGE = 74
 PREEMPTED = 75
 INTERRUPTED = 130
 
-# Errors of a disk that is full, read-only, broken or, on a network, gone.
+# Errors of a disk that is full, read-only or broken, or of a network disk that is gone.
 NO_ROOM = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -35,7 +35,7 @@ NO_ROOM = {
     errno.ESTALE,
     errno.ENOTCONN,
 }
-# Errors of a file system that lacks an operation: a lock, or the sync of a folder.
+# Errors of a file system that does not support locking a file or syncing a folder.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
@@ -44,13 +44,13 @@ class IntegrityError(Exception):
 
 
 class OverrideError(Exception):
-    """The key of an override is unknown, or its value cannot be read."""
+    """The key of an override is unknown, or its value cannot be parsed."""
 
 
 def begin_command() -> None:
     """Prepare the standard streams and Ctrl-C. Call this before slow imports."""
-    # A stream may be closed. A file opened later would get its number, and receive the text that
-    # libraries write to the stream.
+    # A stream may be closed. A file opened later would get its file descriptor, and receive the
+    # text that libraries write to the stream.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
@@ -67,14 +67,14 @@ def begin_command() -> None:
 
 
 def end_quietly(number: int, frame: FrameType | None) -> NoReturn:
-    """End the process on Ctrl-C until report_errors() handles it: there is nothing to save yet."""
+    """Exit on Ctrl-C until report_errors() handles it: there is nothing to save yet."""
     os._exit(INTERRUPTED)
 
 
 def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoReturn:
     """Print a line for each problem, "error: what (values). fix: how", and raise SystemExit(code).
 
-    `rank0_only` is for problems that every rank finds: rank 0 alone prints them.
+    `rank0_only` is for problems that occur on every rank: only rank 0 prints them.
     """
     assert code != 0
     if not rank0_only or is_rank0():
@@ -91,10 +91,10 @@ def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoRetur
 
 
 def flush(stream: IO | None) -> None:
-    """Write the buffer of a stream; discard it if that fails.
+    """Flush a stream; discard its buffer if that fails.
 
-    Otherwise Python would retry at exit, and change the exit code. Raises OSError unless the
-    reader, such as `head`, has exited.
+    Otherwise Python would retry at exit, and change the exit code. If flushing fails, raises
+    OSError unless the reader, such as `head`, has exited.
     """
     if stream is None:
         return
@@ -107,9 +107,9 @@ def flush(stream: IO | None) -> None:
 
 
 def is_end_of_reader(error: OSError) -> bool:
-    """Whether an error means that the reader of standard output, such as `head`, has exited.
+    """Return whether an error means that standard output's reader, such as `head`, has exited.
 
-    Other pipes can also break: to a process that was killed, or to a server.
+    Other pipes can break too, such as a pipe to a killed process or to a server.
     """
     if not isinstance(error, BrokenPipeError) or sys.stdout is None:
         return False
@@ -126,17 +126,17 @@ def is_rank0() -> bool:
 
 
 def without_fix(problem: object) -> str:
-    """The description of a problem, without its fix."""
+    """Return the description of a problem, without its fix."""
     return str(problem).partition(". fix: ")[0]
 
 
 def suggest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is closest to a mistyped one, or None if none is close.
+    """Return the known word closest to a mistyped word, or None if none is close.
 
-    Words are compared by their last part: for lr, optimizer.lr is suggested, and for gqq,
-    attention=gqa. If several known words have the same last part, the first one is suggested. An
-    abbreviation such as doc_mask is close, and so is a word within one edit per four letters; one
-    edit is always allowed.
+    Words are compared by their last part: lr suggests optimizer.lr, and gqq suggests attention=gqa.
+    If several known words have the same last part, the first one is suggested. An abbreviation such
+    as doc_mask is close, and so is a word within one edit per four letters; one edit is always
+    allowed.
     """
     typed = last_part(word).lower()
     by_last_part = {}
@@ -155,7 +155,7 @@ def suggest(word: str, known: Iterable[str]) -> str | None:
 
 
 def abbreviates(short: str, word: str) -> bool:
-    """Whether each part of `short`, between underscores, is the beginning of a part of a word."""
+    """Return whether each part of `short`, between underscores, is a prefix of a part of `word`."""
     parts = short.split("_")
     whole_parts = word.split("_")
     if len(parts) != len(whole_parts):
@@ -165,8 +165,8 @@ def abbreviates(short: str, word: str) -> bool:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """The optimal string alignment distance: the number of insertions, deletions, replacements and
-    swaps of adjacent letters that turn a into b.
+    """Return the optimal string alignment distance: the smallest number of insertions, deletions,
+    replacements and swaps of adjacent letters that turns a into b.
     """
     # A row holds the distances from a prefix of a to all prefixes of b.
     earlier = []
@@ -185,7 +185,7 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def as_typed(value: object) -> str:
-    """A value of a config as the user types it: null for None, true for True."""
+    """Return a config value as the user types it: null for None, true for True."""
     names = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return names[value]
@@ -195,12 +195,12 @@ def as_typed(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: as the user types it, with text in quotes."""
+    """Return a value as messages show it: as the user types it, with text in quotes."""
     return repr(value) if isinstance(value, str) else as_typed(value)
 
 
 def last_part(word: str) -> str:
-    """The part of a word after its last dot or equals sign."""
+    """Return the part of a word after its last dot or equals sign."""
     return re.split("[.=]", word)[-1]
 
 
@@ -212,7 +212,7 @@ def start_line() -> None:
 
 @contextmanager
 def naming(path: os.PathLike | str) -> Iterator[None]:
-    """Add the name of a file to an OSError raised inside, unless it names a file already.
+    """Add the name of a file to an OSError raised inside, unless it already names a file.
 
     Python names a file that cannot be opened, but not a file that cannot be read or written.
     """
@@ -226,10 +226,10 @@ def naming(path: os.PathLike | str) -> Iterator[None]:
 
 @contextmanager
 def user_input() -> Iterator[None]:
-    """Report a ValueError or OSError raised inside as bad input, with exit code 2.
+    """Report a ValueError or OSError raised inside as invalid input, with exit code 2.
 
-    An OverrideError has its own exit code. Use this only for checking configs and opening data:
-    elsewhere such an error is a bug.
+    An OverrideError has its own exit code. Use this only to check configs and open data:
+    elsewhere, such an error is a bug.
     """
     try:
         yield
@@ -250,7 +250,7 @@ def user_input() -> Iterator[None]:
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Report problems that are expected at any time in a command. Wraps the whole command."""
+    """Report expected problems that can occur at any time in a command. Wraps the whole command."""
     if signal.getsignal(signal.SIGINT) is end_quietly:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

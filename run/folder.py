@@ -1,4 +1,4 @@
-"""The folder of a run: its choice, and the lock that keeps other processes out of it."""
+"""The folder of a run: how it is chosen, and the lock that keeps other processes out of it."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from run.settings import Settings, as_text, flatten, key_of, parse_overrides
 
 RUNS = Path("runs")
 
-# A run cannot be resumed with another value of these keys. All other keys may change, and the
+# A run cannot be resumed with different values of these keys. All other keys may change, and the
 # changes are reported. `text` is the SHA-256 of the text, and `row_order` is the version of the
 # order in which its rows are read.
 FIXED_ON_RESUME = (
@@ -36,7 +36,7 @@ FIXED_ON_RESUME = (
 )
 # Files that a run writes before its first step.
 FIRST_FILES = (".lock", "config.yaml", "metrics.jsonl", "samples.txt")
-# Keys that do not change a result: their changes are not even reported.
+# Keys that do not affect any result: changes to them are not reported.
 IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb", "profile", "overrides")
 
 
@@ -50,10 +50,10 @@ def open_run_dir(
     is the newest runs/name whose run began with the same `init_from` and can be resumed with these
     settings on this corpus; if no run qualifies, the newest runs/name.
 
-    A new folder is removed at the end if the run has logged no metrics yet.
+    On exit, a new folder is removed if the run has not logged any metrics yet.
 
-    Ends with exit code 2 if the folder is in use, has other files, has a run and resume=false, or
-    does not exist and resume=true. Ends with exit code 74 if it cannot be made.
+    Exits with code 2 if the folder is in use or has other files, if it has a run but resume=false,
+    or if it does not exist but resume=true. Exits with code 74 if it cannot be created.
     """
     run, is_new = ranks.on_rank0(choose_run_dir, settings, corpus_identity or {})
     # Only rank 0 acquires the lock. The system releases it if the process is killed; a soft lock,
@@ -69,9 +69,9 @@ def open_run_dir(
 
 
 def check_before_text(settings: Settings) -> None:
-    """Check the folder of a run before the text is prepared; report if there is no run to resume.
+    """Check a run's folder before preparing the text; report if there is no run to resume.
 
-    Raises ValueError for a `run_dir` that cannot be trained in.
+    Raises ValueError if `run_dir` cannot be used for training.
     """
     if settings.run_dir is not None:
         run = Path(os.path.expanduser(settings.run_dir))
@@ -83,7 +83,7 @@ def check_before_text(settings: Settings) -> None:
 
 
 def choose_run_dir(settings: Settings, corpus_identity: dict) -> tuple[Path, bool]:
-    """Choose the folder of a run, creating it if missing -> the folder, and whether it is new."""
+    """Choose a run's folder, creating it if missing -> the folder, and whether it is new."""
     with report_folder_errors():
         if settings.run_dir is not None:
             run = Path(os.path.expanduser(settings.run_dir))
@@ -99,7 +99,7 @@ def choose_run_dir(settings: Settings, corpus_identity: dict) -> tuple[Path, boo
 
 
 def remove_if_unused(run: Path) -> None:
-    """Remove a folder that has only FIRST_FILES, and no metrics yet."""
+    """Remove a folder that contains only FIRST_FILES, and no metrics yet."""
     names = {path.name for path in run.glob("*")}
     metrics = run / "metrics.jsonl"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
@@ -125,7 +125,7 @@ def lock_run_dir(run: Path, lock: FileLock, resume: bool) -> None:
 
 @contextmanager
 def report_folder_errors() -> Iterator[None]:
-    """End with exit code 2 for a ValueError inside, and with 74 for an OSError."""
+    """Exit with code 2 for a ValueError raised inside, and with code 74 for an OSError."""
     with errors.user_input():
         try:
             yield
@@ -138,7 +138,7 @@ def report_folder_errors() -> Iterator[None]:
 
 
 def find_run_to_resume(settings: Settings, corpus_identity: dict) -> Path | None:
-    """The newest runs/name that is the same run, or else the newest; None if none exists."""
+    """Return the newest runs/name that is the same run, or else the newest; None if none exists."""
     now = settings.model_dump() | corpus_identity
     runs = runs_of(settings.name)
     same_runs = [run for run in runs if is_same_run(run, now)]
@@ -150,8 +150,8 @@ def find_run_to_resume(settings: Settings, corpus_identity: dict) -> Path | None
 def add_saved_overrides(overrides: list[str]) -> list[str]:
     """Prepend the overrides that a run was trained with to `run_dir=RUN resume=true`.
 
-    Overrides that the user adds replace the run's overrides of the same key or group. Without a run
-    to resume, returns `overrides`.
+    Overrides that the user adds replace the run's overrides of the same key or group. Returns
+    `overrides` unchanged if there is no run to resume.
     """
     words = [as_text(word) for word in overrides]
     given = {override.key_or_group: override.value() for override in parse_overrides(words)}
@@ -168,18 +168,18 @@ def add_saved_overrides(overrides: list[str]) -> list[str]:
 
 
 def is_replaced(key: str, given: Collection[str]) -> bool:
-    """Whether `given` has the key or its group, as schedule replaces schedule.floor."""
+    """Return whether `given` has the key or its group, as schedule replaces schedule.floor."""
     return key in given or key.partition(".")[0] in given
 
 
 def resume_command(run: Path) -> str:
-    """The command that resumes a run, as shown to the user."""
+    """Return the command that resumes a run, as shown to the user."""
     program = "torchrun ... train.py" if "RANK" in os.environ else "python train.py"
     return f"{program} {shlex.quote(f'run_dir={run}')} resume=true"
 
 
 def find_begun_run(settings: Settings, context: int | None) -> Path | None:
-    """The run that resume=true continues with its own model; None if no such run exists.
+    """Return the run that resume=true continues with its own model; None if no such run exists.
 
     This is `run_dir`, or the newest runs/name that began with the same `init_from` and has this
     `context`. Raises ValueError if no context is given and the contexts of such runs differ.
@@ -208,7 +208,7 @@ def find_begun_run(settings: Settings, context: int | None) -> Path | None:
 
 
 def has_same_origin(config: dict, init_from: str | None) -> bool:
-    """Whether a run began with the weights of `init_from`, however its path is spelled."""
+    """Return whether a run began with the weights of `init_from`, however its path is spelled."""
     then = config.get("init_from")
     if then is None or init_from is None:
         return then == init_from
@@ -228,9 +228,9 @@ def runs_of(name: str) -> list[Path]:
 
 
 def check_run_dir(run: Path, resume: bool) -> None:
-    """Raise ValueError for a folder that is missing, or that has other files or a run.
+    """Raise ValueError for a folder with other files, or with a run unless `resume`.
 
-    With `resume`, the folder must exist, and may have a run.
+    With `resume`, the folder must exist.
     """
     if resume and not run.exists():
         raise ValueError(
@@ -247,7 +247,7 @@ def check_run_dir(run: Path, resume: bool) -> None:
 
 
 def is_same_run(run: Path, now: dict) -> bool:
-    """Whether a run began with the `init_from` of the config `now`, and can be resumed with it."""
+    """Return whether a run began with `init_from` as in `now`, and can be resumed with `now`."""
     with suppress(IntegrityError):
         then = newest_config(run)
         _, refused = changes_since(then, now)
@@ -256,12 +256,12 @@ def is_same_run(run: Path, now: dict) -> bool:
 
 
 def newest_config(run: Path) -> dict:
-    """The config in the newest checkpoint of a run. Raises IntegrityError if it is damaged."""
+    """Return the config in a run's newest checkpoint. Raises IntegrityError if it is damaged."""
     return load_config(max(run.glob("checkpoints/step-*")))
 
 
 def changes_since(then: dict, now: dict) -> tuple[list[str], list[str]]:
-    """List the changes between two configs of a run, and the changes that resuming refuses."""
+    """List the changes between two configs of a run, and those that prevent resuming it."""
     then = dict(flatten(then))
     now = dict(flatten(now))
     changed = []

@@ -40,7 +40,8 @@ def instantiate(tree: Any, package: str = "model", path: str = "") -> Any:
     """Call every `_target_` of the tree, innermost first.
 
     A target with `_partial_: true` is not called, but becomes a functools.partial. Raises
-    ValueError for a target outside of `package` and for an argument of a wrong type, TypeError for
+    ValueError for a target outside `package` or an argument of the wrong type, and TypeError for an
+    unknown or missing argument. `path` is the tree's key in the config.
     an unknown or missing argument. `path` is the key of the tree in the config.
     """
     path = path or package
@@ -64,10 +65,10 @@ def instantiate(tree: Any, package: str = "model", path: str = "") -> Any:
 
 
 def instantiate_model(tree: dict, device: Device, dtype: torch.dtype) -> nn.Module:
-    """Build a model on a device; its parameters are in `dtype` and have no values yet.
+    """Build a model on a device; its parameters are in `dtype`, and not initialized yet.
 
-    Buffers have their own dtype, as under autocast, and so have vectors that no linear layer owns:
-    norms, sinks and decays are in fp32 or wider. On the meta device a model has only shapes.
+    Buffers keep their own dtype, as under autocast, and so do vectors that no linear layer owns:
+    norms, sinks and decays are in fp32 or wider. On the meta device, a model has only shapes.
     Raises the same errors as `instantiate`.
     """
     with torch.device(device):
@@ -84,7 +85,7 @@ def resolve_target(path: str, package: str) -> Callable:
     """Import the class or function at `package.module.name`.
 
     Raises ValueError for a target that is defined elsewhere. Checking the prefix is not enough:
-    `package.module.torch.load` also begins with the package.
+    `package.module.torch.load` also begins with `package`.
     """
     # Only modules that are files of the package are imported.
     known_modules = set()
@@ -106,8 +107,8 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
     """Raise TypeError for an unknown argument, and ValueError for a value that is not allowed.
 
     Values must have the type of the annotation. NaN, infinity and negative numbers are refused, and
-    for many options of a model also 0. The call itself refuses missing arguments. If the annotation
-    is a list of integers, an integer becomes a list in `arguments`.
+    so is 0 for many model options. The call itself refuses missing arguments. If the annotation is
+    a list of integers, an integer in `arguments` is replaced by a list.
     """
     annotations = {known.name: known.annotation for known in parameters_of(target)}
     # The user types attention.window, which is model.attention.window in the config.
@@ -146,7 +147,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
 
 
 def type_in_words(annotation: Any) -> str:
-    """The description of a type in a message, such as `a whole number or null`."""
+    """Return the description of a type for messages, such as `a whole number or null`."""
     if annotation in TYPE_NAMES:
         return TYPE_NAMES[annotation]
     if get_origin(annotation) in (Union, UnionType):
@@ -158,7 +159,7 @@ def type_in_words(annotation: Any) -> str:
 
 
 def fixed_value(key: str, value: Any, annotation: Any) -> str | None:
-    """An override with the probably intended value for one of the wrong type; None if unknown."""
+    """Return an override with the value probably meant by one of the wrong type, or None."""
     wanted = inspect.formatannotation(annotation)
     nearest = aliases.nearest_value(key, value, annotation)
     if nearest is not None:
@@ -177,7 +178,7 @@ def fixed_value(key: str, value: Any, annotation: Any) -> str | None:
 
 
 def parameters_of(target: Callable) -> list[inspect.Parameter]:
-    """The parameters of a target, with its base class's parameters in place of `**knobs`."""
+    """Return a target's parameters, with its base class's parameters in place of `**knobs`."""
     parameters = list(inspect.signature(target).parameters.values())
     if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
         return parameters[:-1] + parameters_of(target.__base__)

@@ -1,6 +1,6 @@
-"""The command line of train.py: its overrides, --help, --cfg job, and errors for other options.
+"""The command line of train.py: overrides, --help, --cfg job, and errors for other options.
 
-torch, which takes seconds to import, is not imported unless a run is resumed by its folder.
+torch takes seconds to import, so it is imported only if run_dir and resume are given.
 """
 
 import re
@@ -41,7 +41,7 @@ EXAMPLES = """Train a language model.
   torchrun --nproc_per_node=2 train.py model=124m
 
 Each key is shown with its default."""
-# The keys of train.py, by the headings of --help.
+# The keys of train.py, grouped by the headings of --help.
 SECTIONS = {
     "Presets (configs/GROUP/NAME.yaml); GROUP=NAME --help lists the keys of a preset": CHOSEN,
     "The run": ("name", "run_dir", "resume", "init_from", "seed"),
@@ -76,7 +76,7 @@ SHORT = {
 CONFIG_FILES = ("--config", "--config-file", "--config-name", "--config-path", "--config-dir")
 WITH_VALUE = (*CONFIG_FILES, "--cfg", "--package", "--info")
 PRINTED = "--cfg job prints the whole config, resolved"
-# Options of Hydra that have no effect here: the reason, and a command for the same overrides.
+# Hydra options that have no effect here -> the reason, and a command for the same overrides.
 HYDRA_OPTIONS = {
     "--cfg": (PRINTED, "python train.py --cfg job"),
     "--multirun": ("tools.compare trains several runs", "python -m tools.compare"),
@@ -91,10 +91,10 @@ HYDRA_OPTIONS = {
 
 
 def read_command_line(arguments: list[str]) -> tuple[Settings, list[str]]:
-    """The settings of `python train.py ARGUMENTS`, and the overrides they are composed from.
+    """Return the settings of `python train.py ARGUMENTS`, and the overrides that they come from.
 
-    Ends the process after --help and --cfg job. Raises the errors of `compose`, and ValueError
-    for other options.
+    Exits after --help and --cfg job. Raises the errors of `compose`, and ValueError for other
+    options.
     """
     overrides, options = split_options(arguments)
     if "--help" in options:
@@ -109,7 +109,7 @@ def read_command_line(arguments: list[str]) -> tuple[Settings, list[str]]:
             fix = f"{resumed}; or, to start from its weights, {shlex.quote(f'init_from={word}')}"
             raise ValueError(f"a run is not an override ({word}). fix: {fix}")
 
-    # torch is needed only to resume a run by its folder, whose saved overrides are added.
+    # torch is needed only to resume the run in run_dir, whose saved overrides are added.
     if {"run_dir", "resume"} <= {key_of(word) for word in overrides}:
         from run.folder import add_saved_overrides
 
@@ -121,7 +121,7 @@ def read_command_line(arguments: list[str]) -> tuple[Settings, list[str]]:
 
 
 def split_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Split arguments into overrides, and options, which begin with a dash, with their values.
+    """Split arguments into overrides, and options (which begin with a dash) with their values.
 
     Several values of an option, as in --seed 0 1, are joined by commas.
     """
@@ -140,7 +140,7 @@ def split_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
         if not value and takes_value:
             while waiting and not re.match("-|[^=]+=", waiting[-1]):
                 values.append(waiting.pop())
-        # In Hydra, -c is short for --cfg; in other programs it names a file of settings.
+        # In Hydra, -c is short for --cfg; in other programs it names a settings file.
         if option == "--cfg" and re.search(r"\.ya?ml$", value or "".join(values)):
             option = "--config"
         options[option] = ",".join(word.rstrip(",") for word in values)
@@ -150,7 +150,7 @@ def split_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
 def options_problem(
     overrides: list[str], options: dict[str, str], check: Callable[[list[str]], object] = compose
 ) -> str:
-    """An error line for options of Hydra, or options that are overrides here, with a fix.
+    """Return an error line, with a fix, for Hydra options and for options that are overrides here.
 
     `check` raises for overrides that the command does not accept.
     """
@@ -176,7 +176,7 @@ def options_problem(
         fix = hydra_call(option, value, overrides)
         return f"{reason} ({f'{option} {value}'.rstrip()}). fix: {fix}"
 
-    # Options of other programs, such as --lr 1e-3, maybe together with an option of Hydra.
+    # Options of other programs, such as --lr 1e-3, possibly together with a Hydra option.
     fix = as_overrides(overrides, words, check)
     told, semicolon, remark = fix.partition("; ")
     if hydra_options and all("=" in word for word in shlex.split(told)):
@@ -188,12 +188,12 @@ def options_problem(
 def as_overrides(
     overrides: list[str], words: list[str], check: Callable[[list[str]], object]
 ) -> str:
-    """The fix for options that correspond to the overrides `words`, given other overrides."""
+    """Return the fix for options that correspond to the overrides `words`, given `overrides`."""
     try:
         check([*overrides, *words])
     except (ValueError, OverrideError) as error:
         problem, _, fix = str(error).splitlines()[0].partition(". fix: ")
-        if fix.startswith("python -m "):  # a whole call
+        if fix.startswith("python -m "):  # a complete command
             return fix
         # Keep the correct overrides.
         named = problem.partition("(")[2].rstrip(")").split(", ")
@@ -204,7 +204,7 @@ def as_overrides(
 
 
 def hydra_call(option: str, value: str, overrides: list[str]) -> str:
-    """The command that replaces an option of Hydra, with these overrides."""
+    """Return the command that replaces a Hydra option, with these overrides."""
     _, call = HYDRA_OPTIONS[option]
     words = [word for word in overrides if not re.match("hydra[./]", word)]
     choice = named_choice(value)
@@ -227,10 +227,10 @@ def print_and_exit(text: str) -> NoReturn:
 
 
 def help_text(overrides: list[str]) -> str:
-    """The text of `python train.py OVERRIDES --help`.
+    """Return the text of `python train.py OVERRIDES --help`.
 
-    It has examples, each group and key with its default, and the keys of the presets of the groups
-    in the overrides.
+    It shows examples, each group and key with its default, and the preset keys of each group that
+    is named in the overrides.
     """
     schemas = Settings.model_json_schema()["properties"]
     values = defaults()
@@ -256,14 +256,14 @@ def help_text(overrides: list[str]) -> str:
 
 
 def wrap(text: str) -> list[str]:
-    """Wrap a text for this terminal, indented below a key."""
+    """Wrap a text to the terminal's width, indented below a key."""
     width = shutil.get_terminal_size().columns
     indent = 6 * " "
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def preset_help(overrides: list[str]) -> Iterator[str]:
-    """Lines about the keys of the groups that are in the overrides, with their values."""
+    """Yield lines about the keys of all groups in the overrides, with the keys' values."""
     named = {key_of(word).partition(".")[0] for word in overrides}
     groups = [group for group in GROUPS if group in named]
     if not groups:
@@ -276,7 +276,7 @@ def preset_help(overrides: list[str]) -> Iterator[str]:
 
 
 def key_lines(tree: dict, path: str, comments: dict[tuple[str, str], str]) -> Iterator[str]:
-    """A line for each key of nested dicts that can be overridden: its value and its comment."""
+    """Yield a line for each overridable key of nested dicts: its value and its comment."""
     target = tree.get("_target_", "")
     for name, value in tree.items():
         key = f"{path}.{name}"
@@ -290,9 +290,9 @@ def key_lines(tree: dict, path: str, comments: dict[tuple[str, str], str]) -> It
 
 
 def preset_comments(group: str) -> dict[tuple[str, str], str]:
-    """The comments behind the keys in a group's presets, by the _target_ of a key and its name.
+    """Return the comments on the keys in a group's presets, by the key's _target_ and name.
 
-    Under an empty _target_ are the comments of the default preset, whose keys others inherit.
+    The empty _target_ has the comments of the default preset, whose keys other presets inherit.
     """
     comments = {}
     default = f"{group}={defaults()[group]}"

@@ -29,7 +29,7 @@ def warn_once(text: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as hours, minutes and seconds, such as 0:04:10."""
+    """Format seconds as hours, minutes and seconds, such as 0:04:10."""
     if seconds == math.inf:
         return "?"
     return str(timedelta(seconds=round(seconds)))
@@ -41,8 +41,8 @@ def waiting(what: str, total: int = 1, *, patience_factor: float = 1.0) -> Itera
 
     A terminal also shows a progress bar.
 
-    The code inside may call `update` of the bar after each of `total` parts, for an estimate of the
-    time left.
+    To estimate the time left, the code inside may call the bar's `update` after each of `total`
+    parts.
     """
     patience = PATIENCE * patience_factor
     # `disable=None` shows the bar only on a terminal.

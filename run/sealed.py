@@ -1,7 +1,8 @@
 """A directory that is either complete or absent after a crash.
 
-The directory is written under another name, sealed, and renamed. Its seal, manifest.json, has the
-SHA-256 of every file, and ends with the SHA-256 of its own lines. See docs/reliability.md.
+The directory is written under another name, sealed, and then renamed. Its seal, manifest.json,
+lists the SHA-256 of every file, and ends with the SHA-256 of the preceding lines. See
+docs/reliability.md.
 """
 
 import errno
@@ -23,9 +24,9 @@ SEAL_LENGTH = 65  # bytes of the last line of a manifest
 
 @contextmanager
 def atomic_directory(folder: Path) -> Iterator[Path]:
-    """Yield an empty directory to write files to, which becomes `folder` at the end.
+    """Yield an empty directory to write files to, and rename it to `folder` at the end.
 
-    `folder` must not exist yet. If anything fails, no directory is left.
+    `folder` must not exist yet. If anything fails, no directory is left behind.
     """
     assert not folder.exists()
     staging = folder.with_name(f".tmp-{folder.name}")
@@ -61,16 +62,16 @@ def sha256_of(path: Path) -> str:
 
 
 def seal(body: bytes) -> bytes:
-    """The last line of a manifest: the SHA-256 of the lines before it."""
+    """Return the last line of a manifest: the SHA-256 of all preceding lines."""
     line = f"{sha256(body).hexdigest()}\n".encode()
     assert len(line) == SEAL_LENGTH
     return line
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the names in a directory, to the disk.
+    """Flush a file, or the entries of a directory, to disk.
 
-    A network file system may be unable to do so, which causes a warning.
+    Warns if a network file system does not support this.
     """
     try:
         with naming(path):
@@ -92,9 +93,9 @@ def sync(path: Path) -> None:
 
 
 def acquire(lock: FileLock) -> bool:
-    """Acquire a lock; return False on a file system that has no locks.
+    """Acquire a lock; return False on a file system without locks.
 
-    Raises Timeout if another process holds a non-blocking lock.
+    Raises Timeout if the lock is non-blocking and another process holds it.
     """
     try:
         with naming(lock.lock_file):
@@ -107,9 +108,9 @@ def acquire(lock: FileLock) -> bool:
 
 
 def verify(folder: Path, fix: str, *, may_be_renamed: bool = False) -> dict[str, str]:
-    """Verify a sealed directory, and return the SHA-256 of each of its files by name.
+    """Verify a sealed directory, and return the SHA-256 of each file by name.
 
-    Raises IntegrityError, with this fix, if a file or the manifest differs from the one written.
+    Raises IntegrityError, with this `fix`, if a file or the manifest differs from what was written.
     """
     try:
         raw = safe_child(folder, "manifest.json").read_bytes()
@@ -128,7 +129,7 @@ def verify(folder: Path, fix: str, *, may_be_renamed: bool = False) -> dict[str,
 
 
 def safe_child(folder: Path, name: str) -> Path:
-    """folder / name. Raises ValueError unless that is a direct child of the folder and no link."""
+    """Return folder / name. Raises ValueError unless it is a direct child and not a link."""
     path = folder / name
     if path.parent != folder or path.is_symlink() or folder.is_symlink():
         raise ValueError(f"{path} is a link, or not directly in the folder")
@@ -136,7 +137,7 @@ def safe_child(folder: Path, name: str) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a directory, or a link but not its target.
+    """Remove a directory; for a link, remove only the link.
 
     The directory is renamed first, so that an interrupted removal leaves no incomplete directory
     under its name.

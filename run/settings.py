@@ -1,4 +1,4 @@
-"""The configuration: its top keys as a typed class, and its composition from configs/."""
+"""The configuration: its top-level keys as a typed class, and its composition from configs/."""
 
 import os
 import re
@@ -39,7 +39,7 @@ PARTS = {  # groups whose presets become part of the model's config
     "norm": "the norm before attention and feed-forward, and before the head",
 }
 
-# Keys that copy another key: the run sets them, and overrides cannot.
+# Keys that mirror another key: the run sets them, and overrides cannot.
 COPIES = {
     "model.vocab_size": "data.vocab_size",
     "model.context": "context",
@@ -65,17 +65,17 @@ CONFIG_KEYS = ("config", "config_file", "config_path", "config_name", "conf", "c
 ONE_CONFIG = "a run is configured by overrides such as model=tiny or experiment=NAME, not by a file"
 
 # Values of init_from in nanoGPT, and the fix.
-OTHER_STARTS = {"resume": "resume=true", "scratch": "leave init_from out"}  # of nanoGPT
+OTHER_STARTS = {"resume": "resume=true", "scratch": "leave init_from out"}
 
 HELP = "python train.py --help, which lists all keys"
-# Keys whose value is text that may look like a number or have commas, such as a file name.
+# Keys with text values that may look like numbers or contain commas, such as file names.
 TEXT_KEYS = ("name", "run_dir", "init_from", "distill", "data.path", "data.tokenizer")
 
 Text = Annotated[str, Field(min_length=1)]
 
 
 class Settings(BaseModel):
-    """The keys at the top of configs/train.yaml: their types, ranges and meanings.
+    """The top-level keys of configs/train.yaml: their types, ranges and meanings.
 
     The groups are trees of `_target_` and arguments, which `instantiate` and the constructors
     check.
@@ -168,7 +168,7 @@ class Settings(BaseModel):
                 "fix: leave distill_weight out, or distill=runs/NAME"
             )
         # A batch smaller than one micro-batch per process shrinks the micro-batch.
-        sequence_tokens = self.context * world_size  # of one sequence on every process
+        sequence_tokens = self.context * world_size  # if every process has one sequence
         sequences = self.batch_tokens // sequence_tokens
         unit = sequence_tokens * min(self.micro_batch or 1, max(1, sequences))
         if self.batch_tokens % unit != 0:
@@ -180,11 +180,11 @@ class Settings(BaseModel):
             )
 
     def sequences_per_process(self, world_size: int) -> int:
-        """Number of sequences of a batch per process."""
+        """Return the number of sequences of a batch per process."""
         return self.batch_tokens // self.context // world_size
 
     def micro_batch_size(self, world_size: int, most: int = CPU_MICRO_BATCH) -> int:
-        """Sequences per device and forward; if null, the largest divisor up to `most`."""
+        """Return sequences per device and forward; if null, the largest divisor up to `most`."""
         sequences = self.sequences_per_process(world_size)
         if self.micro_batch is not None:
             return min(self.micro_batch, sequences)
@@ -194,9 +194,9 @@ class Settings(BaseModel):
 def compose(overrides: list[str], typed: list[str] | None = None) -> Settings:
     """Compose the settings of `python train.py OVERRIDES`, also for notebooks and other commands.
 
-    If `overrides` are one combination of a sweep, `typed` has the overrides with the sweep, which
-    errors name instead. Raises OverrideError for overrides with an unknown key or an unreadable
-    value, and ValueError, with a line for each problem, for values that are not allowed.
+    If `overrides` is one combination of a sweep, `typed` has the overrides with the sweep itself,
+    as errors name them. Raises OverrideError for an unknown key or a value that cannot be parsed,
+    and ValueError, with a line for each problem, for values that are not allowed.
     """
     import hydra
     from hydra.errors import HydraException
@@ -222,7 +222,7 @@ def compose(overrides: list[str], typed: list[str] | None = None) -> Settings:
             raise OverrideError(sweep_problem(override.input_line, sweep, overrides))
     for part in PARTS:
         del keys[part]
-    # If a run is given by name, the saved config has its path.
+    # A run given by name is stored in the config as a path.
     for key in ("init_from", "distill"):
         value = keys[key]
         if isinstance(value, str) and run_path(value) != Path(value):
@@ -235,12 +235,12 @@ def compose(overrides: list[str], typed: list[str] | None = None) -> Settings:
 
 
 def compose_tree(words: list[str]) -> dict:
-    """The keys of train.yaml and of the chosen presets. Hydra must be initialized."""
+    """Return the keys of train.yaml and of the chosen presets. Hydra must be initialized."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
     cfg = hydra.compose("train", words, return_hydra_config=True)
-    # The name is made from the groups' choices, which are in Hydra's part of the config.
+    # The name is composed of the groups' choices, which are in Hydra's section of the config.
     HydraConfig.instance().set_config(cfg)
     OmegaConf.set_struct(cfg, False)
     del cfg.hydra
@@ -248,7 +248,7 @@ def compose_tree(words: list[str]) -> dict:
 
 
 def sweep_of(override: "Override") -> str | None:
-    """An override with several values as Hydra's sweep KEY=A,B; None for a single value.
+    """Return an override with several values as Hydra's sweep KEY=A,B; None for a single value.
 
     A list counts as a sweep for the keys of train.yaml, none of which takes a list.
     """
@@ -263,19 +263,19 @@ def sweep_of(override: "Override") -> str | None:
 
 
 def unquoted(override: "Override") -> str:
-    """An override as the user typed it, before as_text() quoted its value."""
+    """Return an override as the user typed it, before as_text() quoted its value."""
     plain = f"{override.input_line.partition('=')[0]}={override.value()}"
     return plain if as_text(plain) == override.input_line else override.input_line
 
 
 def has_several_values(word: str) -> bool:
-    """Whether an override is a sweep, rather than a list, a dict or text with commas."""
+    """Return whether an override is a sweep, rather than a list, a dict or text with commas."""
     is_sweep = re.search(r"""=[^[{("']*,|=(range|choice|glob)\(""", word) is not None
     return is_sweep and key_of(word) not in TEXT_KEYS
 
 
 def first_value(override: "Override") -> str:
-    """Reduce an override to the first of its values if it has several."""
+    """Reduce an override with several values to the first one."""
     sweep = sweep_of(override)
     if sweep is None:
         return override.input_line
@@ -292,7 +292,7 @@ def first_value(override: "Override") -> str:
 
 
 def sweep_problem(word: str, sweep: str, words: list[str]) -> str:
-    """An error line for an override with several values: a comparison, a list or text."""
+    """Return an error line for an override with several values: a comparison, a list or text."""
     key, _, value = sweep.partition("=")
     sweep = nearest_choice(sweep)
     if is_one_number(value):
@@ -306,7 +306,7 @@ def sweep_problem(word: str, sweep: str, words: list[str]) -> str:
 
 
 def is_one_number(value: str) -> bool:
-    """Whether the commas of a value separate the thousands of a number, as in 10,000."""
+    """Return whether the commas in a value separate thousands, as in 10,000."""
     is_number = re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value) is not None
     return is_number and ",0" in value  # 100,200 may be two numbers
 
@@ -314,7 +314,7 @@ def is_one_number(value: str) -> bool:
 def check_key(key: str, word: str) -> None:
     """Raise ValueError for an override of a key that the run sets itself, or of Hydra's own keys.
 
-    Also raises it for text values of other programs, as `check_text` does.
+    Like `check_text`, also raises ValueError for text values of other programs.
     """
     value = word.removeprefix(key)
     for copy, original in COPIES.items():
@@ -344,7 +344,7 @@ def check_text(key: str, value: str) -> None:
 
 
 def check_choice(override: "Override") -> None:
-    """Raise OverrideError for a choice that is a number, or a list of a single choice."""
+    """Raise OverrideError for a choice that is a number, or a list with a single choice."""
     value = override.value()
     is_single = isinstance(value, list) and len(value) == 1
     if override.key_or_group in CHOSEN and (is_single or isinstance(value, int | float)):
@@ -355,7 +355,7 @@ def check_choice(override: "Override") -> None:
 def parse_overrides(words: list[str]) -> list["Override"]:
     """Parse KEY=VALUE, or ~GROUP.KEY, which deletes a key, into Hydra's Override objects.
 
-    Raises ValueError for other words, and OverrideError for a value that Hydra cannot read.
+    Raises ValueError for any other word, and OverrideError for a value that Hydra cannot parse.
     """
     import hydra  # takes a quarter of a second, so only commands that compose import it
     from hydra.core.global_hydra import GlobalHydra
@@ -381,10 +381,10 @@ def parse_overrides(words: list[str]) -> list["Override"]:
 
 
 def named_fix(bare: list[str], words: list[str]) -> str | None:
-    """The overrides that the user means by the words `bare`, which lack an equals sign.
+    """Return the overrides that the user means by the words `bare`, which lack an equals sign.
 
-    Such a word is a key, for which the fix has the default, or the name or yaml of a choice.
-    `words` are all words of the command. Returns None for other words.
+    Such a word may be a key, for which the fix has the default, or the name or yaml of a choice.
+    `words` are all arguments of the command. Returns None if a word is neither.
     """
     fixes = []
     values = {}  # named choices by group
@@ -414,7 +414,7 @@ def named_fix(bare: list[str], words: list[str]) -> str | None:
 
 
 def named_choice(word: str) -> str | None:
-    """The choice for a name or the path of a yaml: model=15m for 15m and model/15m.yaml."""
+    """Return the choice for a name or a yaml path: model=15m for 15m and for model/15m.yaml."""
     path = Path(re.sub(r"\.ya?ml$", "", word))
     folder = path.parent.name
     is_other_file = os.path.isfile(word) and not folder
@@ -427,9 +427,9 @@ def named_choice(word: str) -> str | None:
 
 
 def as_integer(override: str) -> str:
-    """Write a whole number such as 1e3 or 1000.0 without an exponent and a point.
+    """Write a whole number such as 1e3 or 1000.0 without an exponent or a decimal point.
 
-    An integer key accepts only this form, and a float key accepts both.
+    An integer key accepts only this form; a float key accepts both.
     """
     key, _, value = override.partition("=")
     if re.fullmatch(r"\d+(\.\d*)?(e\+?\d+)?", value, re.IGNORECASE) and not value.isdigit():
@@ -458,9 +458,9 @@ def quoted(override: str) -> str:
 def composing_problem(
     error: Exception, words: list[str], typed: list[str], *, is_comparison: bool
 ) -> str:
-    """An error line for an error of Hydra about the overrides `words`: the problem and a fix.
+    """Return an error line for a Hydra error about the overrides `words`: the problem and a fix.
 
-    The line names the overrides as spelled in `typed`, for a comparison or for train.py.
+    The line names the overrides as spelled in `typed`, as arguments of a comparison or of train.py.
     """
     from hydra.errors import HydraException, MissingConfigException
 
@@ -480,29 +480,29 @@ def composing_problem(
 
 
 def is_known(word: str, own: Collection[str], words: list[str]) -> bool:
-    """Whether a config with the keys `own` and the overrides `words` has the key of `word`."""
+    """Return whether a config with the keys `own` and overrides `words` has the key of `word`."""
     key = key_of(word)
     if key in CHOSEN or any(known == key or known.startswith(f"{key}.") for known in own):
         return True
-    # A key inside a dict that another override sets.
+    # The key may be inside a dict that another override sets.
     parent = key.rpartition(".")[0]
     return any(other.startswith(f"{parent}={{") for other in words)
 
 
 def key_of(word: str) -> str:
-    """The key of an override: key=value, +key=value or ~key."""
+    """Return the key of an override: key=value, +key=value or ~key."""
     return word.lstrip("+~").partition("=")[0]
 
 
 def describe(problem: dict) -> str:
-    """An error line for a problem found by pydantic: the key, the rule, the value and a fix."""
+    """Return an error line for a problem found by pydantic: key, rule, value and a fix."""
     key = str(problem["loc"][0])
     value = problem["input"]
     rule = re.sub("^(Input|String) should", "must", problem["msg"])
     rule = re.sub("True|False", lambda word: word[0].lower(), rule)
     annotation = Settings.model_fields[key].annotation
     fix = aliases.nearest_value(key, value, annotation) or aliases.meant_number(key, value)
-    if fix is None and isinstance(value, list):  # of a single value
+    if fix is None and isinstance(value, list):  # a list with a single value
         fix = ",".join(as_typed(item) for item in value)
     fix = fix or TYPICAL.get(key) or defaults()[key]
     more = "or see --help"
@@ -512,14 +512,14 @@ def describe(problem: dict) -> str:
 
 
 def check_choices(group: str, names: list[str]) -> None:
-    """Raise OverrideError for names of choices that a group does not have."""
+    """Raise OverrideError for names that are not choices of a group."""
     known = choices(group)
     if not all(f"{group}={name}" in known for name in names):
         raise OverrideError(unknown_choices(group, names))
 
 
 def nearest_choices(group: str, names: list[str]) -> list[str]:
-    """The choices of a group closest to these names, each once; names without one stay."""
+    """Return the choice closest to each name, without duplicates; names without one stay."""
     known = choices(group)
     nearest = []
     for name in names:
@@ -531,7 +531,7 @@ def nearest_choices(group: str, names: list[str]) -> list[str]:
 
 
 def nearest_choice(word: str) -> str:
-    """An override with the closest choices if its key is a group, else unchanged."""
+    """Return an override with the closest choices if its key is a group, else unchanged."""
     key, _, value = word.partition("=")
     if key not in CHOSEN:
         return word
@@ -539,7 +539,7 @@ def nearest_choice(word: str) -> str:
 
 
 def unknown_choices(group: str, names: list[str]) -> str:
-    """An error line for names that are not choices of a group, with the closest choices, or all."""
+    """Return an error line for names that a group lacks, with the closest choices, or with all."""
     known = choices(group)
     wrong = [f"{group}={name}" for name in names if f"{group}={name}" not in known]
     nearest = nearest_choices(group, names)
@@ -553,11 +553,11 @@ def unknown_choices(group: str, names: list[str]) -> str:
 
 
 def unknown_keys(wrong: list[str], own: dict, words: list[str], *, is_comparison: bool) -> str:
-    """An error line for the overrides `wrong` among `words`, whose keys are unknown, with a fix.
+    """Return an error line, with a fix, for the overrides `wrong` among `words` with unknown keys.
 
     `own` maps the keys of the chosen presets to their values.
     """
-    # Our values, which the conversion of other programs' values needs.
+    # Our values, which are needed to convert the values of other programs.
     given = {key: as_typed(value) for key, value in own.items()}
     typed = [key_of(word) for word in words]
     for word in words:
@@ -578,7 +578,7 @@ def unknown_keys(wrong: list[str], own: dict, words: list[str], *, is_comparison
             fixes.append(f"{group}={value}")
         elif nearest := nearest_key(key, own):
             fixes.append(f"{nearest}={shlex.quote(value or 'VALUE')}")
-            # In a group of another program, such as trainer.max_epochs, this key alone ends a run.
+            # In a group of another program, such as trainer.max_epochs, only this key ends the run.
             if "." in key and nearest in aliases.LENGTHS and "max_minutes" not in typed:
                 fixes.append("max_minutes=null")
         else:
@@ -597,14 +597,16 @@ def unknown_keys(wrong: list[str], own: dict, words: list[str], *, is_comparison
 
 
 def nearest_key(key: str, own: dict) -> str | None:
-    """The known key closest to a mistyped key: a group, a key of the chosen presets, or a key of
-    another preset after its choice, such as data=text data.path; None if no key is close.
+    """Return the known key closest to a mistyped one; None if no key is close.
+
+    It may be a group, a key of the chosen presets, or a key of another preset after its choice,
+    such as data=text data.path.
     """
     # model.head yields model.heads, although optimizer.reference.head exists.
     parent = key.rpartition(".")[0]
     siblings = [known for known in own if known.rpartition(".")[0] == parent]
 
-    # Among keys with the same last part, prefer the shortest, such as batch_tokens, and among the
+    # Among keys with the same last part, prefer the shortest, such as batch_tokens, and, among the
     # kinds of layers a key with a value: attention.kinds.local.window.
     def rank(known: str) -> tuple[bool, int]:
         return ".kinds." in known and own[known] is None, len(known)
@@ -614,9 +616,9 @@ def nearest_key(key: str, own: dict) -> str | None:
 
 
 def known_override(key: str, value: str, own: Collection[str], others: Collection[str]) -> str:
-    """An override that replaces another program's, valid with the chosen presets.
+    """Return an override that replaces another program's, and is valid with the chosen presets.
 
-    `others` has the keys of all such replacements, which may choose another preset.
+    `others` has the keys of all such replacements, which may choose a different preset.
     """
     if key in GROUPS:
         nearest = nearest_choice(f"{key}={value}")
@@ -630,13 +632,13 @@ def known_override(key: str, value: str, own: Collection[str], others: Collectio
 
 
 def choices(group: str = "*") -> list[str]:
-    """The choices of a group, or of all groups, as the user types them: attention=gqa."""
+    """Return the choices of a group, or of all groups, as the user types them: attention=gqa."""
     files = CONFIGS.glob(f"{group}/*.yaml")
     return sorted(f"{file.parent.name}={file.stem}" for file in files)
 
 
 def preset_keys() -> list[str]:
-    """The keys of all presets after their choice, as the user types them: data=text data.path.
+    """Return the keys of all presets after their choice, as users type them: data=text data.path.
 
     The keys are sorted by length, so that the simplest preset with a key comes first.
     """
@@ -660,7 +662,7 @@ def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def defaults() -> dict[str, str]:
-    """The keys and groups of configs/train.yaml, with their values as the user types them."""
+    """Return the keys and groups of configs/train.yaml, with values as the user types them."""
     tree = yaml.safe_load((CONFIGS / "train.yaml").read_text(encoding="utf-8"))
     for choice in tree.pop("defaults"):
         if choice != "_self_":

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Whether x is a DTensor."""
+    """Return whether x is a DTensor."""
     # Importing DTensor is slow, and without a process group no DTensor exists.
     if not dist.is_initialized():
         return False
@@ -15,7 +15,7 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """x gathered from all ranks, which must all call this; x itself if it is not sharded."""
+    """Return x gathered from all ranks, which must all call this, or x itself if not sharded."""
     if is_sharded(x):
         return x.full_tensor()
     return x
@@ -29,5 +29,5 @@ def shard_like(x: Tensor, target: Tensor) -> Tensor:
         return x
     from torch.distributed.tensor import distribute_tensor
 
-    # Without a source rank, each rank takes its part of its own x: nothing is sent.
+    # Without a source rank, each rank takes its shard from its own x, and nothing is sent.
     return distribute_tensor(x, target.device_mesh, target.placements, src_data_rank=None)

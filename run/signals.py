@@ -24,7 +24,7 @@ class Signals:
     """
 
     def __init__(self):
-        self.received = 0  # the exit code that a signal to this process asks for; 0 without one
+        self.received = 0  # the exit code requested by a signal to this process; 0 without one
         self.agreed = 0  # the exit code that all ranks have agreed on
         self.is_armed = False
         self.previous_handlers = {}
@@ -42,7 +42,7 @@ class Signals:
             signal.signal(number, handler)
 
     def arm(self) -> None:
-        """Let signals ask for a save, now that there is something to save."""
+        """Let signals request a save, now that there is something to save."""
         self.is_armed = True
 
     def agree(self, ranks: DistEnv) -> int:

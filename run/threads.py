@@ -1,8 +1,8 @@
-"""The number of threads of a process on a CPU, and the time that they spin while they wait.
+"""The number of a process's CPU threads, and how long they spin while they wait.
 
-Threads that share a product wait at its end for the slowest. They spin while they wait, because
-falling asleep takes longer than most waits. On a busy machine this wastes the cores: the slowest
-thread has lost its core, often to a spinning thread. So threads spin only for a short time, and a
+Threads that share a matrix product wait at its end for the slowest thread. They spin while they
+wait, because going to sleep takes longer than most waits. On a busy machine this wastes cores: the
+slowest thread has lost its core, often to a spinning thread. So threads spin only briefly, and a
 process that starts on a busy machine, or under a quota, uses fewer threads.
 """
 
@@ -12,18 +12,18 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-# Rounds of GNU's libgomp, whose default of 300,000 takes milliseconds; and milliseconds of Intel's
-# and LLVM's libraries, whose default is 200.
+# Limits of spinning: rounds for GNU's libgomp, whose default of 300,000 takes milliseconds, and
+# milliseconds for Intel's and LLVM's libraries, whose default is 200.
 SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 FEW_CORES = 0.5  # cores used by other processes: a lower load does not cost a thread
 BURST_SECONDS = 2.0  # a load that ends earlier does not count
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")  # ticks are the unit of /proc/stat
-IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle, and waiting for a disk
+IDLE_FIELDS = (3, 4)  # fields of a line in /proc/stat: idle, and waiting for a disk
 GUEST_FIELDS = slice(8, None)  # already included in the user's time
 
 
 class CpuTime(NamedTuple):
-    """A moment, and the seconds that the cores of this process had been busy until then."""
+    """A time, and the seconds for which this process's cores had been busy until then."""
 
     now: float
     busy: float  # with any process
@@ -42,14 +42,14 @@ def bound_spinning() -> None:
 
 
 def cores() -> list[int]:
-    """The cores that this process may run on."""
+    """Return the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count()))
 
 
 def cpu_time() -> CpuTime:
-    """The time that the cores of this process have been busy; 0 if the system hides it."""
+    """Return how long this process's cores have been busy; 0 if the system hides it."""
     own = sum(os.times()[:4])
     busy = 0.0
     statistics = Path("/proc/stat")
@@ -68,7 +68,7 @@ STARTED = cpu_time()
 
 
 def other_load(start: CpuTime) -> float:
-    """The number of cores, on average since `start`, that other processes used."""
+    """Return the number of cores that other processes have used on average since `start`."""
     end = cpu_time()
     if end.busy == 0:
         return 0.0
@@ -77,7 +77,7 @@ def other_load(start: CpuTime) -> float:
 
 
 def cpu_quota() -> float | None:
-    """The CPU time that a container may use, in cores; None without a quota.
+    """Return the CPU time that a container may use, in cores; None without a quota.
 
     This is the smallest quota of this process's control group and the groups that contain it, in
     versions 1 and 2: docs.kernel.org/admin-guide/cgroup-v2.html, cpu.max.
@@ -95,7 +95,7 @@ def cpu_quota() -> float | None:
 
 
 def group_quotas(root: Path, group: str) -> list[float]:
-    """The quotas, in cores, of a control group and its parent groups, up to `root`."""
+    """Return the quotas, in cores, of a control group and its parent groups, up to `root`."""
     quotas = []
     folder = root / group.lstrip("/")
     for parent in (folder, *folder.parents):
@@ -117,9 +117,9 @@ def group_quotas(root: Path, group: str) -> list[float]:
 
 @cache
 def lasting_load() -> float:
-    """The number of cores that other processes use, measured since this process started.
+    """Return the number of cores that other processes use, measured since this process started.
 
-    A high load may be brief, so it is measured again, over BURST_SECONDS.
+    Since a high load may be brief, it is measured again, over BURST_SECONDS.
     """
     load = other_load(STARTED)
     if load >= FEW_CORES:
@@ -130,9 +130,9 @@ def lasting_load() -> float:
 
 
 def free_threads(threads: int) -> tuple[int, str]:
-    """The number of `threads` worth using, and the reason, which is empty if all are used.
+    """Return how many of the `threads` are worth using, and the reason, empty if all are used.
 
-    With other load, at least half are used, since a core is shared equally.
+    Under load from other processes, at least half are used, since a core is shared equally.
     """
     num_cores = len(cores())
     quota = cpu_quota()
