@@ -16,10 +16,10 @@ from training.steps import Progress
 
 UNTIMED_STEPS = 3  # steps that compile and fill caches, and are not timed unless they are slow
 FEW_STEPS = 20  # a model learns next to nothing in fewer steps
-TIMED_FRACTION = 0.1  # of the limit: the speed is averaged over the steps in this time
+TIMED_FRACTION = 0.1  # of the time limit: the speed is averaged over the steps in this time
 TOLERANCE = 0.05  # of the number of steps: a smaller change does not refit it
 SAID_TOLERANCE = 0.15  # of the number of steps: a smaller change is not reported
-CHECKS = 100  # how often a fitted number is checked, over the run
+CHECKS = 100  # number of times that a fitted number is checked in a run
 RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot
 SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
 EVALUATION_COST = 0.5  # time to evaluate a token, relative to training on it: 0.4 to 0.6 on CPUs
@@ -33,7 +33,7 @@ EVALUATION_COMPILATION = 0.5
 
 
 def planned_steps(settings: Settings, loader: Loader) -> float:
-    """The optimizer steps of a run, not counting `max_minutes`; infinite without a bound."""
+    """Return the optimizer steps of a run, ignoring `max_minutes`; infinite without a bound."""
     if settings.steps is not None:
         return settings.steps
     if settings.tokens_per_parameter is not None:
@@ -46,7 +46,7 @@ def planned_steps(settings: Settings, loader: Loader) -> float:
 
 
 def count_epoch_steps(loader: Loader, epochs: int) -> float:
-    """The optimizer steps, at least 1, that read each row at most `epochs` times.
+    """Return the number of optimizer steps, at least 1, that read each row at most `epochs` times.
 
     Infinite if no row repeats.
     """
@@ -56,13 +56,13 @@ def count_epoch_steps(loader: Loader, epochs: int) -> float:
 
 
 class TimeBudget:
-    """Fits the number of steps to `max_minutes`, at first after a tenth of that time.
+    """Fits the number of steps to `max_minutes`, first when a tenth of that time has passed.
 
-    Until then an estimate sets the learning rates. Later the number is refitted if the speed has
-    changed enough to affect the schedule: a schedule with a constant phase, such as WSD, begins its
-    decay at the time that the limit requires. `schedule` maps a step and the number of steps to a
-    multiple of the peak rate; `bound` is the number of steps without a time limit. The time that
-    evaluations, saves and samples will take is set aside.
+    Until then, an estimate sets the learning rates. The number is refitted later if the speed has
+    changed enough to affect the schedule: a schedule with a constant phase, such as WSD, starts its
+    decay when the limit requires it. `schedule` maps a step and the number of steps to a multiple
+    of the peak rate; `bound` is the number of steps without a time limit. Time is reserved for the
+    remaining evaluations, saves and samples.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TimeBudget:
         self.is_fitted = False
         self.is_resumed = False
         self.said_steps = bound  # the end of the run as last reported
-        self.first_step: int | None = None  # after which steps are timed
+        self.first_step: int | None = None  # steps after this one are timed
         self.compile_seconds = 0.0  # of the first step, if it compiles
         self.last_time = clock.training()  # of the last step
         # (step, seconds of training) at the checks of the last tenth of the limit.
@@ -143,7 +143,7 @@ class TimeBudget:
         return is_final
 
     def say_new_end(self, steps: int) -> None:
-        """Report the new end of the run, unless it is near the end that was reported last."""
+        """Report the new end of the run, unless it is close to the end that was last reported."""
         if abs(steps - self.said_steps) > SAID_TOLERANCE * self.said_steps:
             self.said_steps = steps
             say(
@@ -152,21 +152,21 @@ class TimeBudget:
             )
 
     def expected_end(self, progress: Progress) -> float:
-        """The step at which the run is expected to end; infinite if unknown."""
+        """Return the step at which the run is expected to end; infinite if unknown."""
         if not self.is_open:
             return progress.total_steps
         # Until steps are timed, `max_minutes` may end the run at any step.
         return progress.expected_steps if len(self.times) > 1 else math.inf
 
     def check_interval(self, progress: Progress) -> int:
-        """Steps between two checks of the fitted number of steps."""
+        """Return the number of steps between two checks of the fitted number of steps."""
         return max(1, progress.total_steps // CHECKS)
 
     def is_outdated(self, progress: Progress, steps: int) -> bool:
-        """Whether the run should end at `steps` instead of the step fitted before.
+        """Return whether the run should end at `steps` instead of the step fitted before.
 
         True if the number changes by more than TOLERANCE, and the next check would be too late for
-        the new schedule or the new end. The rate must not rise.
+        the new schedule or the new end. The learning rate must not rise.
         """
         difference = abs(steps - progress.total_steps)
         next_check = progress.step + self.check_interval(progress)
@@ -178,10 +178,10 @@ class TimeBudget:
         return is_large and is_urgent and refitted <= last
 
     def count_steps(self, step: int) -> tuple[float | None, bool]:
-        """Called after `step`: return (steps left, is_final); (None, False) until one is timed.
+        """Return (steps left, is_final) after `step`; (None, False) until a step is timed.
 
-        Steps are timed for a tenth of the limit, or until half of the limit has passed. One step of
-        a tenth of the limit is enough, unless it compiles.
+        Steps are timed for a tenth of the limit, or until half of the limit has passed. A single
+        step that takes a tenth of the limit is enough, unless it compiles.
         """
         now = self.clock.training()
         step_seconds = now - self.last_time
@@ -197,7 +197,7 @@ class TimeBudget:
                 return None, False
             return self.count_room(step, step_seconds), True
 
-        # Keep one time that is at least a tenth of the limit ago, or else the first time.
+        # Keep one time at least a tenth of the limit in the past, or else the first time.
         self.times.append((step, now))
         while len(self.times) > 2 and now - self.times[1][1] >= duration:
             self.times.popleft()
@@ -209,7 +209,7 @@ class TimeBudget:
         return self.count_room(step, seconds / (step - timed_from)), is_final
 
     def count_room(self, step: int, step_seconds: float) -> float:
-        """Steps that fit into the time left after `step`, with evaluations, samples and saves."""
+        """Return the steps that fit into the time left, with evaluations, samples and saves."""
         settings = self.settings
         seconds_left = self.seconds_left()
         expected_steps = step + seconds_left / step_seconds
@@ -236,12 +236,12 @@ class TimeBudget:
         return seconds_left / seconds_per_step
 
     def seconds_left(self) -> float:
-        """Seconds left for steps, and for evaluations, samples and saves between them."""
+        """Return the seconds left for steps, and for the evaluations, samples and saves between."""
         left = self.limit - self.clock.total()
         return max(0.0, (1 - SAFETY_MARGIN) * left - RESERVED_SECONDS)
 
     def time_to_end(self, progress: Progress, tokens_per_second: float | None) -> float:
-        """Seconds to the last step at this speed; infinite if the speed is unknown."""
+        """Return the seconds to the last step at this speed; infinite if the speed is unknown."""
         seconds = math.inf
         if tokens_per_second is not None:
             steps_left = progress.total_steps - progress.step

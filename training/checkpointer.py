@@ -1,4 +1,4 @@
-"""Saving and restoring a run, and checks for changes that a resumed run must not have."""
+"""Save and restore a run, and check for changes that prevent resuming it."""
 
 import math
 import platform
@@ -38,24 +38,24 @@ class SavedMachine(BaseModel):
     micro_batch: PositiveInt
     threads: PositiveInt
     processes: PositiveInt
-    device: str  # its kind is the first word
+    device: str  # the first word is the kind of device
 
     def is_like(self, ranks: DistEnv) -> bool:
-        """Whether these processes have the saved kind of device and number of processes."""
+        """Return whether the kind of device and the number of processes are the saved ones."""
         return self.device.split()[0] == ranks.device.type and self.processes == ranks.world_size
 
 
 class SavedState(BaseModel):
-    """The state of a run besides its weights and its config."""
+    """The state of a run, besides its weights and its config."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     step: NonNegativeInt
-    steps: int | float  # at which the run ends; infinite until fitted to max_minutes
-    expected_steps: int | float  # that the learning rates are computed for
+    steps: int | float  # the last step; infinite until fitted to max_minutes
+    expected_steps: int | float  # the number of steps for which the learning rates are computed
     is_fitted: bool  # whether `steps` is fitted to max_minutes
-    seconds: float  # since the run began, without the time between its processes
-    optimizer: dict[str, dict[str, Any]]  # by parameter
+    seconds: float  # since the run began, excluding the time between its processes
+    optimizer: dict[str, dict[str, Any]]  # by parameter name
     scaler: dict[str, int | float]
     eval_tokens: int | None  # held-out tokens of every evaluation; None before it is known
     loss_sum: Tensor  # of the steps since the last report, over all ranks
@@ -69,7 +69,7 @@ class SavedRun:
 
     path: Path
     config: dict
-    bound: tuple[str, float] | None  # of `given_bound`
+    bound: tuple[str, float] | None  # the result of `given_bound`
     machine: SavedMachine
 
 
@@ -104,7 +104,7 @@ class Checkpointer:
         clock: Clock,
     ):
         self.settings = settings
-        self.overrides = list(overrides)  # saved for the command that resumes
+        self.overrides = list(overrides)  # saved for the command that resumes the run
         self.run_dir = run_dir
         self.corpus = corpus
         self.trainer = trainer
@@ -117,7 +117,7 @@ class Checkpointer:
         self.micro_batch_size = micro_batch_size
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint, unless this step has one. Ends with exit code 4 if it diverged."""
+        """Write a checkpoint, unless this step has one. Exits with code 4 if the run diverged."""
         if progress.saved_step == progress.step:
             return
         self.meter.check_finite(progress)
@@ -131,7 +131,7 @@ class Checkpointer:
         progress.saved_step = progress.step
 
     def write(self, weights: dict[str, Tensor], state: SavedState, progress: Progress) -> None:
-        """Write a checkpoint on rank 0. Ends with exit code 4 if a value is not finite."""
+        """Write a checkpoint on rank 0. Exits with code 4 if a value is not finite."""
         # The update itself may have overflowed, though loss and gradient were finite.
         parameters = [weights[name] for name, _ in self.trainer.model.named_parameters()]
         for value in tree_leaves([parameters, state.optimizer]):
@@ -166,7 +166,7 @@ class Checkpointer:
         )
 
     def saved_config(self) -> dict:
-        """The settings and their overrides, the text, and the machine."""
+        """Return the settings with their overrides, the text, and the machine."""
         machine = fingerprint(self.trainer, self.micro_batch_size)
         return self.settings.model_dump() | {
             "overrides": self.overrides,
@@ -177,7 +177,7 @@ class Checkpointer:
     def restore(self, saved: SavedRun, progress: Progress) -> None:
         """Load a checkpoint into all parts, and open the log where it ended.
 
-        Ends with exit code 2 if the checkpoint is from another run.
+        Exits with code 2 if the checkpoint is from another run.
         """
         with errors.user_input():
             changes = check_resumed(saved.config, self.saved_config(), saved.path)
@@ -210,7 +210,7 @@ class Checkpointer:
         if state.is_fitted and (has_same_bound or gives_steps):
             self.budget.mark_fitted()
 
-        # Truncate the log to the step of the checkpoint, unless it has all of a finished run.
+        # Truncate the log to the checkpoint's step, unless the log of a finished run is complete.
         if progress.is_finished:
             progress.is_complete = self.ranks.on_rank0(self.log.has_end, state.log, state.step)
         if not progress.is_complete:
@@ -234,19 +234,19 @@ class Checkpointer:
 def given_bound(config: dict) -> tuple[str, float] | None:
     """Return the key other than max_minutes that sets the number of steps, and its value."""
     for key in ("steps", "tokens_per_parameter", "max_epochs"):
-        value = config.get(key)  # a checkpoint may be older than a key
+        value = config.get(key)  # the checkpoint may be older than this key
         if value is not None:
             return key, value
     return None
 
 
 def check_resumed(then: dict, now: dict, path: Path) -> str:
-    """A line that lists the allowed changes. Raises ValueError for changes that are not allowed."""
+    """Return a line that lists the allowed changes. Raises ValueError for any other change."""
     is_same_text = then.get("text") == now.get("text")
     if is_same_text and then.get("row_order") != now.get("row_order"):
         raise ValueError(
-            f"{path} is from a version that reads the rows of a text in another order. "
-            "fix: resume it with that version; to begin another run, resume=false, and "
+            f"{path} is from a version that reads the rows of a text in a different order. "
+            "fix: resume it with that version; to start a new run, resume=false, and "
             f"init_from={path.parent.parent} for its weights"
         )
     changed, refused = changes_since(then, now)
@@ -261,7 +261,7 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
 
 
 def fingerprint(trainer: Trainer, micro_batch_size: int) -> dict[str, str | int | bool]:
-    """Everything but the program and its config that determines the last bits of a result."""
+    """Return everything that determines the last bits of a result, besides program and config."""
     ranks = trainer.ranks
     if ranks.device.type == "cuda":
         chip = torch.cuda.get_device_name(ranks.device)

@@ -6,7 +6,7 @@ from time import monotonic
 
 
 class Clock:
-    """Seconds since `started`, a monotonic time: in total, and of training alone."""
+    """Counts seconds since `started`, a monotonic time: in total, and in training alone."""
 
     def __init__(self, started: float):
         self.started = started
@@ -14,7 +14,7 @@ class Clock:
         self.pauses: dict[str, float] = {}  # seconds of the last pause, by activity
 
     def add_earlier(self, seconds: float) -> None:
-        """Count the seconds of the processes that this one resumes."""
+        """Count the seconds of the earlier processes that this one continues."""
         self.started -= seconds
 
     def total(self) -> float:
@@ -25,7 +25,7 @@ class Clock:
 
     @contextmanager
     def pause(self, activity: str) -> Iterator[None]:
-        """Do not count the time inside as training."""
+        """Exclude the time spent inside from the training time."""
         start = monotonic()
         yield
         self.pauses[activity] = monotonic() - start

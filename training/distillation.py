@@ -14,14 +14,14 @@ from run.settings import Settings
 
 @dataclass(frozen=True)
 class Distillation:
-    """A model to learn from, which is not trained.
+    """A frozen model to learn from.
 
     Training minimizes weight * KL(teacher || model) + (1 - weight) * cross-entropy. It reports the
     cross-entropy.
     """
 
-    # The dataclass keeps the teacher from being a submodule of the loss: `train()` does not switch
-    # it to training mode, and it is neither trained nor saved.
+    # A dataclass keeps the teacher from being a submodule of the loss: the teacher is neither
+    # trained nor saved, and `train()` does not switch it to training mode.
     teacher: Transformer
     weight: float
 
@@ -42,7 +42,7 @@ def load_distillation(
 def find_teacher(settings: Settings, corpus: Corpus) -> Path | None:
     """Return the verified newest checkpoint of the run that `distill` names; None if it is null.
 
-    Raises ValueError if the teacher has another tokenizer or a shorter context.
+    Raises ValueError if the teacher has a different tokenizer or a shorter context.
     """
     if settings.distill is None:
         return None

@@ -29,9 +29,9 @@ SIGNAL_INTERVAL = 16  # tokens of a sample between two checks for signals
 
 
 def count_eval_tokens(settings: Settings, corpus: Corpus, steps: float) -> int:
-    """The number of held-out tokens that an evaluation reads, in a run of `steps` steps.
+    """Return the number of held-out tokens that an evaluation reads, in a run of `steps` steps.
 
-    It does not depend on the model: all runs of at least eval_every steps read the same tokens.
+    Whatever the model, all runs of at least eval_every steps read the same tokens.
     """
     eval_tokens = settings.eval_tokens
     if eval_tokens is None:
@@ -55,9 +55,9 @@ def evaluate(
     """Evaluate on held-out tokens -> the metrics of the corpus, such as `val_loss`.
 
     The first `num_tokens` tokens are read in windows of `context` tokens that do not overlap,
-    `batch_size` windows at a time. Returns None if a signal asks the run to end. With gradients,
-    the graph compiled for training runs, so that no graph without gradients has to be compiled;
-    the gradients are discarded.
+    `batch_size` windows at a time. Returns None if a signal asks the run to end. If
+    `with_gradients`, the graph compiled for training is used, which saves compiling one without
+    gradients; the gradients are discarded.
     """
     loss_module.eval()
     batches = list(corpus.evaluation(num_tokens, context, batch_size))
@@ -83,8 +83,8 @@ def evaluate(
             return None
     loss_module.train()
 
-    # Sum nats, correct predictions and targets by cell, in fp64. The host waits for the device
-    # once, here, and not for each batch.
+    # Sum nats, correct predictions and targets by cell, in fp64. The host synchronizes with the
+    # device only here, not for each batch.
     values = torch.cat(scores, dim=1).cpu().double()
     totals = torch.zeros(len(TARGET_METRICS), corpus.num_classes * NUM_BINS, dtype=torch.float64)
     totals.index_add_(1, torch.cat(cells), values)
@@ -121,13 +121,13 @@ class Evaluator:
         self.eval_tokens: int | None = None  # of each evaluation; set when the first is planned
 
     def plan_tokens(self, progress: Progress) -> int:
-        """The number of held-out tokens of an evaluation, which extending a run does not change."""
+        """Return the held-out tokens per evaluation, which extending a run does not change."""
         if self.eval_tokens is None or self.settings.eval_tokens is not None:
             self.eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.total_steps)
         return self.eval_tokens
 
     def evaluate(self, progress: Progress) -> None:
-        """Log the loss on the held-out text. Ends with exit code 4 if it is not finite."""
+        """Log the loss on the held-out text. Exits with code 4 if it is not finite."""
         if self.signals.agree(self.ranks):
             return
         eval_tokens = self.plan_tokens(progress)

@@ -18,11 +18,11 @@ from training.steps import Progress
 METRICS = "metrics.jsonl"
 FILES = (METRICS, "samples.txt")
 PICTURE = "loss.png"
-MIN_RISE = 1.01  # of the held-out loss, as a factor: smaller ones are noise
+MIN_RISE = 1.01  # as a factor: smaller rises of the held-out loss are noise
 
 
 class Logger:
-    """The files and the messages of a run; does nothing unless enabled, which only rank 0 is.
+    """The files and messages of a run. Does nothing unless `is_enabled`, which is true on rank 0.
 
     `steps_per_epoch` may be a fraction, and is infinite if the text never repeats.
     """
@@ -42,8 +42,8 @@ class Logger:
         self.steps_per_epoch = steps_per_epoch
         self.is_enabled = is_enabled
         self.sizes = dict.fromkeys(FILES, 0)  # bytes
-        # Stored in a checkpoint of this step: sizes of the files, and the id of the run at wandb.
-        # Resuming truncates the files to these sizes.
+        # Stored in the checkpoint of this step: the file sizes, to which resuming truncates the
+        # files, and the run's wandb id.
         self.resume_point: dict[str, int | str | None] = {}
         self.is_disk_full = False
         self.bar = None  # disabled unless standard error is a terminal
@@ -87,9 +87,9 @@ class Logger:
                 self.wandb_id = self.wandb.id
 
     def has_end(self, state: dict[str, int | str | None], step: int) -> bool:
-        """Whether the files have the sample and the evaluation of a run's last step.
+        """Return whether the files have the sample and the evaluation of a run's last step.
 
-        They are written after the last checkpoint, whose `state` has the sizes at that time.
+        Both are written after the last checkpoint, whose `state` has the file sizes at that time.
         """
         ends = {}
         try:
@@ -108,7 +108,7 @@ class Logger:
         """Record the current sizes of the files for a checkpoint of this step.
 
         Called after a step and its report. The sample and the evaluation of the step come later,
-        so that a run resumed from its checkpoint repeats them.
+        so a run resumed from its checkpoint repeats them.
         """
         self.resume_point = {**self.sizes, "wandb": self.wandb_id}
 
@@ -150,7 +150,7 @@ class Logger:
                 self.wandb.log(values, step=progress.step)
 
     def append(self, name: str, text: str) -> None:
-        """Append all of a text or nothing. A full disk causes a warning; the run continues."""
+        """Append a text completely or not at all. On a full disk, warn and continue the run."""
         if not self.is_enabled:
             return
         path = self.run_dir / name
@@ -166,7 +166,7 @@ class Logger:
             self.is_disk_full = True
 
     def close(self) -> None:
-        """Finish the bar, and wandb."""
+        """Close the progress bar and wandb."""
         if self.bar is not None:
             self.bar.close()
         if self.wandb is not None:
@@ -174,7 +174,7 @@ class Logger:
                 self.wandb.finish()
 
     def plot(self) -> None:
-        """Draw loss.png, and report if the held-out loss has risen."""
+        """Plot loss.png, and report if the held-out loss has risen."""
         if not self.is_enabled:
             return
         try:

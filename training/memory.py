@@ -1,18 +1,18 @@
-"""The micro-batch that fills the memory of a GPU, by the peaks of two measured steps."""
+"""The largest micro-batch that fits into a GPU's memory, from the peaks of two measured steps."""
 
 import torch
 
 from run.settings import Settings
 from training.trainer import Trainer
 
-MARGIN = 0.1  # of the memory, for fragmentation, workspaces of libraries and communication
-STATE_PER_WEIGHT = 2  # values of an optimizer for each weight, at most
+MARGIN = 0.1  # of the memory, for fragmentation, library workspaces and communication
+STATE_PER_WEIGHT = 2  # optimizer values per weight, at most
 
 
 def choose_micro_batch(trainer: Trainer, settings: Settings) -> int:
-    """Sequences in a forward on one device: a divisor of the batch, equal on all ranks.
+    """Return the sequences per device and forward pass: a divisor of the batch, equal on all ranks.
 
-    With micro_batch=null a GPU takes the most that its memory holds, and a CPU a few.
+    With micro_batch=null, a GPU takes as many as its memory holds, and a CPU takes a few.
     """
     ranks = trainer.ranks
     rows = settings.sequences_per_process(ranks.world_size)
@@ -25,18 +25,18 @@ def choose_micro_batch(trainer: Trainer, settings: Settings) -> int:
 
 
 def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
-    """How many sequences fit into the memory of this rank's GPU, at least 1.
+    """Return how many sequences fit into the memory of this rank's GPU, at least 1.
 
-    Steps are measured without torch.compile, which would keep less for the backward. Raises
-    torch.OutOfMemoryError if one sequence does not fit.
+    Steps are measured without torch.compile, which would keep fewer activations for the backward.
+    Raises torch.OutOfMemoryError if one sequence does not fit.
     """
     # The first step allocates the gradients: only the next two, of 1 and 2 sequences, are compared.
     ranks = trainer.ranks
     measure_peak(trainer, 1)
     before = torch.cuda.memory_allocated(ranks.device)
     with_one = measure_peak(trainer, 1)
-    # A rank that ran out of memory in the middle of a sharded forward would leave the others in a
-    # collective: two sequences, which need at most twice the memory, run if all ranks have room.
+    # If a rank ran out of memory in a sharded forward pass, the others would hang in a collective.
+    # So two sequences, which need at most twice the memory, run only if all ranks have room.
     free_bytes = count_free_bytes(ranks.device)
     has_room = free_bytes >= before + 2 * (with_one - before)
     if not ranks.all_reduce_min(int(has_room)):
@@ -54,7 +54,7 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
 
 
 def measure_peak(trainer: Trainer, sequences: int) -> int:
-    """The peak of the GPU bytes that a forward and backward of `sequences` allocate."""
+    """Return the peak of the GPU bytes allocated by a forward and backward pass of `sequences`."""
     device = trainer.ranks.device
     torch.cuda.reset_peak_memory_stats(device)
     trainer.accumulate(0, slice(sequences), is_last=False)
@@ -62,6 +62,6 @@ def measure_peak(trainer: Trainer, sequences: int) -> int:
 
 
 def count_free_bytes(device: torch.device) -> int:
-    """The bytes that torch can allocate, including the bytes it has allocated already."""
+    """Return the bytes that torch can allocate, including those it has already allocated."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return free_bytes + torch.cuda.memory_reserved(device)

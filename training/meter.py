@@ -15,10 +15,10 @@ from training.trainer import StepResult
 
 
 class Meter:
-    """Sums the losses of steps, and times them, until they are reported.
+    """Sums the losses of steps, and measures their time, until they are reported.
 
-    `flops_per_token` is the work of a training step per token, for the MFU, and
-    `whole_flops_per_token` the same with causal attention counted as the full square.
+    `flops_per_token` is the FLOPs per token of a training step, for the MFU;
+    `whole_flops_per_token` counts causal attention as the full square.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Meter:
         self.cpu_timed_from = cpu_time()
 
     def add(self, result: StepResult, progress: Progress) -> None:
-        """Add a step that `progress` does not count yet."""
+        """Add a step that `progress` has not counted yet."""
         assert result.loss_sums.shape == self.loss_sum.shape, result.loss_sums.shape
         self.loss_sum += result.loss_sums
         self.grad_norm = result.grad_norm
@@ -75,9 +75,9 @@ class Meter:
     def report(self, progress: Progress) -> dict[str, float | int | None]:
         """Return the metrics of the steps since the last report, and begin the next report.
 
-        Losses are means over targets, in nats. Throughput is None if no step was timed, as while
-        the first step compiles; the model FLOP utilization is also None if the peak of the device
-        is unknown. Ends with exit code 4 if the run has diverged.
+        Losses are means over targets, in nats. Throughput is None if no step was timed, for example
+        while the first step compiles; the model FLOP utilization is also None if the device's peak
+        is unknown. Exits with code 4 if the run has diverged.
         """
         self.check_finite(progress)
         loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
@@ -118,7 +118,7 @@ class Meter:
         return metrics
 
     def check_finite(self, progress: Progress) -> None:
-        """End with exit code 4 if a step was not finite."""
+        """Exit with code 4 if a step was not finite."""
         is_finite = self.is_finite & self.loss_sum.isfinite().all()
         if self.ranks.all_reduce_max(int(not is_finite)):
             end_diverged(f"by step {progress.step}", progress)
@@ -126,7 +126,7 @@ class Meter:
     def share_losses(self) -> None:
         """Give each rank an equal share of the losses since the last report.
 
-        A resumed run begins with equal shares, so an uninterrupted run must round its sums alike.
+        A resumed run begins with equal shares, so an uninterrupted run must round identically.
         """
         loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
         self.loss_sum.copy_(loss_sum / self.ranks.world_size)

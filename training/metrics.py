@@ -1,4 +1,4 @@
-"""Metrics of an evaluation, of a text or of a task, from its sums over targets by cell.
+"""Metrics of an evaluation on a text or a task, from its sums over targets by cell.
 
 data/slices.py defines the cells. The totals (3, num_classes, NUM_BINS) of an evaluation are the
 loss in nats, the number of correct predictions and the number of targets in each cell.
@@ -15,7 +15,7 @@ from training.loss import TARGET_METRICS
 
 
 def corpus_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
-    """Metrics by name of an evaluation on the first `num_tokens` held-out tokens of a corpus."""
+    """Return metrics by name for an evaluation on a corpus's first `num_tokens` held-out tokens."""
     assert totals.shape == (len(TARGET_METRICS), corpus.num_classes, NUM_BINS)
     if corpus.task_name is None:
         return text_metrics(corpus, totals, num_tokens)
@@ -23,7 +23,7 @@ def corpus_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
 
 
 def text_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
-    """The loss in nats per token and in bits per byte, and the loss of each slice."""
+    """Return the loss in nats per token and in bits per byte, and the loss of each slice."""
     nats, _, targets = totals
     num_bytes = corpus.validation_bytes(num_tokens)
     bits_per_byte = None
@@ -37,7 +37,7 @@ def text_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
 
 
 def task_metrics(corpus: Corpus, totals: np.ndarray) -> dict:
-    """The loss of answers in nats, and accuracies: by size, their mean, and by slice of length."""
+    """Return the loss of answers in nats, and accuracies: by size, mean, and by length slice."""
     nats, correct, targets = totals
     slices = slice_means(correct, targets, corpus.class_names, corpus.length_name, "accuracy")
     # The classes of a task are its sizes: each size has a metric for its accuracy.

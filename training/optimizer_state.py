@@ -31,7 +31,7 @@ def learning_rates(optimizers: list[Optimizer]) -> dict[str, float]:
 
 
 def optimizer_state(model: nn.Module, optimizers: list[Optimizer]) -> StateByName:
-    """The state of each parameter, as full tensors on the CPU of rank 0; empty on other ranks.
+    """Return each parameter's state as full tensors on the CPU of rank 0; empty on other ranks.
 
     All ranks call this together.
     """
@@ -46,9 +46,9 @@ def optimizer_state(model: nn.Module, optimizers: list[Optimizer]) -> StateByNam
 
 
 def check_optimizer_state(model: nn.Module, state: StateByName) -> None:
-    """Raise ValueError if a state that is not empty does not match the model's parameters.
+    """Raise ValueError if a nonempty state does not match the model's parameters.
 
-    A tensor of the state must broadcast to its parameter.
+    Each tensor of the state must broadcast to its parameter.
     """
     parameters = dict(model.named_parameters())
     different = sorted(parameters.keys() ^ state.keys())
@@ -62,7 +62,7 @@ def check_optimizer_state(model: nn.Module, state: StateByName) -> None:
 
 
 def broadcast_shape(first: torch.Size, second: torch.Size) -> torch.Size | None:
-    """The shape to which two shapes broadcast; None if they do not."""
+    """Return the shape to which two shapes broadcast; None if they do not."""
     try:
         return torch.broadcast_shapes(first, second)
     except RuntimeError:

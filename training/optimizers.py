@@ -16,7 +16,7 @@ MAX_BATCHED_PARAMS = 2**28  # weights that Muon orthogonalizes at a time
 
 
 class Muon(Optimizer):
-    """Nesterov momentum whose update of each matrix is orthogonalized.
+    """Nesterov momentum with an orthogonalized update of each matrix.
 
     Jordan, kellerjordan.github.io/posts/muon. A step moves a matrix (R, C) by `lr` in the spectral
     norm, or by `lr` * sqrt(R / C) if it is taller than wide: its outputs then move by about `lr`
@@ -35,12 +35,12 @@ class Muon(Optimizer):
             grads = [p.grad for p in matrices]
             momenta = [self.state[p]["momentum"] for p in matrices]
 
-            # Momentum, and Nesterov's look ahead of it, which overwrites the gradient.
+            # Update the momenta; Nesterov's lookahead overwrites the gradients.
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             torch._foreach_lerp_(grads, momenta, group["momentum"])
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
 
-            # Matrices of one shape form a batch, unless their updates take too much memory.
+            # Matrices of the same shape form a batch, unless their updates take too much memory.
             by_shape = defaultdict(list)
             for p in matrices:
                 by_shape[p.shape].append(p)
@@ -51,7 +51,7 @@ class Muon(Optimizer):
 
 
 def add_updates(matrices: list[Tensor], lr: float) -> None:
-    """Orthogonalize the gradients of matrices of one shape, and update the matrices."""
+    """Orthogonalize the gradients of matrices of the same shape, and update the matrices."""
     updates = torch.stack([full_tensor(p.grad) for p in matrices])
     updates = map_over_ranks(newton_schulz, updates).to(matrices[0].dtype)
     rows, columns = matrices[0].shape
@@ -60,10 +60,10 @@ def add_updates(matrices: list[Tensor], lr: float) -> None:
 
 
 def map_over_ranks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x), where x (N, ...) is the same on all ranks: each computes a part of the N."""
+    """Return function(x), where all ranks have the same x (N, ...), and each computes a part."""
     if not dist.is_initialized():
         return function(x)
-    # All parts are equally long; if N is not divisible, the last parts repeat the first items.
+    # All parts have the same length; if N is not divisible, the last parts repeat the first items.
     world_size = dist.get_world_size()
     part_size = -(-len(x) // world_size)
     indices = torch.arange(part_size, device=x.device) + dist.get_rank() * part_size

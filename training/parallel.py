@@ -20,12 +20,12 @@ from training.loss import LanguageModelLoss
 def build_parallel(
     settings: Settings, ranks: DistEnv, precision: torch.dtype, *, bos: int | None
 ) -> tuple[LanguageModelLoss, nn.Module]:
-    """The loss module of a model with its initial weights, and the module that a step calls.
+    """Return the loss module of a model with initial weights, and the module that a step calls.
 
-    The two are the same module, unless DDP wraps the first. `bos` begins each document, whose
-    tokens must not attend to other documents.
+    The two are the same module, unless DDP wraps the first. `bos` is the token that begins each
+    document; tokens must not attend to other documents.
     """
-    # A model to be sharded is built without memory: no device holds all of it.
+    # A model that will be sharded is built on the meta device, since no device may hold all of it.
     device = "meta" if settings.sharded else ranks.device
     model = build_model(settings.model, device, seed=None)
     if settings.activation_checkpointing:
@@ -54,8 +54,8 @@ def build_parallel(
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Keep only the input of each block; the backward runs the block again. Chen, 1604.06174."""
-    # Tensors that layers share (masks, rotary tables) are built once, not again in the backward.
+    """Keep only the input of each block; the backward pass reruns the block. Chen, 1604.06174."""
+    # Tensors shared by layers (masks, rotary tables) are built once, not again in the backward.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for block in model.blocks:
         block.forward = checkpointed(block.forward)
@@ -64,7 +64,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 # torch's checkpoint_wrapper compiles to the same graphs, but adds a prefix to the parameter names,
 # which seed the initial values and key the saved optimizer state.
 def checkpointed(forward: Callable) -> Callable:
-    """`forward`, recomputed in the backward."""
+    """Return `forward`, recomputed in the backward pass."""
 
     # A block compiled by itself needs a function of ours here: torch.compile skips `checkpoint`.
     def recomputed(*args):
@@ -74,7 +74,7 @@ def checkpointed(forward: Callable) -> Callable:
 
 
 def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
-    """Divide weights, gradients and optimizer state among all ranks. FSDP: Zhao, 2304.11277.
+    """Shard weights, gradients and optimizer state over all ranks. FSDP: Zhao, 2304.11277.
 
     A block is gathered only while it computes, and in `precision`; gradients are reduced in fp32.
     """
@@ -95,10 +95,10 @@ def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
 
 
 def compile_model(loss_module: LanguageModelLoss, settings: Settings, ranks: DistEnv) -> None:
-    """Have torch.compile compile the training step when it runs for the first time."""
-    # FSDP gathers weights before each block, so blocks are compiled one by one, and the loss is
-    # not. On a CPU, compiling blocks and loss separately saves a third of the compiler's time,
-    # since most blocks share their code; but this would not compile the blocks of a teacher.
+    """Compile the training step with torch.compile when it first runs."""
+    # FSDP gathers weights before each block, so each block is compiled separately, and the loss is
+    # not compiled. On a CPU, compiling blocks and loss separately saves a third of the compile
+    # time, since most blocks share their code; but the blocks of a teacher would not be compiled.
     modules = [loss_module]
     if settings.sharded:
         modules = loss_module.model.blocks
@@ -114,6 +114,6 @@ def configure_compiler() -> None:
     """Set, for this process, how torch.compile traces a training step."""
     # Blocks share their code but not their constants, so each counts as a recompilation.
     torch._dynamo.config.recompile_limit = 64
-    torch._dynamo.config.trace_autograd_ops = True  # of a forward that computes gradients
-    # The backward runs outside of autocast: values computed in fp32 have fp32 gradients.
+    torch._dynamo.config.trace_autograd_ops = True  # for a forward pass that computes gradients
+    # The backward pass runs outside autocast: values computed in fp32 have fp32 gradients.
     torch._functorch.config.backward_pass_autocast = "off"

@@ -9,13 +9,13 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from run.progress import say, waiting
 from training.clock import Clock
 
-SKIPPED_STEPS = 3  # the first of a process, which compile and fill caches
+SKIPPED_STEPS = 3  # the first steps of a process, which compile and fill caches
 TRACE = "trace.json.gz"
-LARGEST = 10  # operators that are shown
+LARGEST = 10  # number of operators that are shown
 
 
 class StepProfiler:
-    """Records `num_steps` steps of a process, after SKIPPED_STEPS, in a run's trace.json.gz.
+    """Records `num_steps` steps of a process, after SKIPPED_STEPS, to a run's trace.json.gz.
 
     If `num_steps` is None, it does nothing. Open the trace at https://ui.perfetto.dev.
     """
@@ -29,7 +29,7 @@ class StepProfiler:
         self.profiler = None
         if num_steps is None:
             return
-        # The library under torch's profiler logs its start and end on standard error.
+        # The library behind torch's profiler logs its start and end to standard error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":

@@ -1,7 +1,7 @@
 """Learning rates that fit the size of a model, its batches and the length of its run.
 
-`optimizer.lr` is the peak rate of the matrices in the blocks of a `reference`: a model of `dim`
-features, trained with `batch_tokens` tokens in a step and `tokens` tokens in all. All other rates
+`optimizer.lr` is the peak rate of the matrices in the blocks of a `reference`: a model with `dim`
+features, trained with `batch_tokens` tokens per step and `tokens` tokens in total. All other rates
 follow from it. docs/rates.md has the measurements.
 
 Roles. Embedding, head and vectors have rates of their own, as multiples of `lr`.
@@ -21,8 +21,8 @@ best rate of optimizers that normalize their steps is 1 / sqrt(1 + N / B) of the
 batches (Malladi, 2205.10287; Li, 2405.14578). The noise scale grows as the loss falls: with the
 tokens of a run, as critical batches do (Zhang, 2410.21676), and with the width.
 
-All of this is for training from scratch. Without a reference, as with pretrained weights, `lr` is the
-rate of all parameters.
+All of this applies to training from scratch. Without a reference, as with pretrained weights, `lr`
+is the rate of all parameters.
 """
 
 import math
@@ -47,7 +47,7 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Reference:
-    """The model and run that `optimizer.lr` is right for, and the rates of other roles there."""
+    """The model and run for which `optimizer.lr` is right, and the rates of their other roles."""
 
     dim: int
     batch_tokens: int  # in an optimizer step
@@ -59,7 +59,7 @@ class Reference:
     vectors: float
 
     def __post_init__(self):
-        """Raise ValueError if a number other than the noise scale is not above zero."""
+        """Raise ValueError if a number, except for the noise scale, is not positive."""
         for name, value in vars(self).items():
             if value <= 0 and name != "noise_scale":
                 raise ValueError(
@@ -120,7 +120,7 @@ def adam_groups(
         for p in members:
             rate = lr
             decay = weight_decay if role == "matrices" else 0.0
-            formula = f"{lr:g}"  # of the rate, for describe()
+            formula = f"{lr:g}"  # the rate's formula, for describe()
             if reference is not None and role != "matrices":
                 multiple = getattr(reference, role)
                 is_tied = role == "head" and not parameters["embedding"]

@@ -12,12 +12,12 @@ class Progress:
     """The position of a run, in optimizer steps."""
 
     step: int = 0  # number of completed steps
-    total_steps: float = math.inf  # at which the run ends; infinite until fitted to max_minutes
+    total_steps: float = math.inf  # the last step; infinite until fitted to max_minutes
     expected_steps: float = math.inf  # estimated, or first fitted: sets the learning rates
     first_step: int = 0  # where this process began
-    saved_step: int = 0  # of the newest checkpoint
+    saved_step: int = 0  # step of the newest checkpoint
     is_complete: bool = False  # whether an earlier process has finished the run, and its log
-    ended_step: int | None = None  # at which the run ended before it was extended
+    ended_step: int | None = None  # the last step before the run was extended
 
     def start_at(self, step: int) -> None:
         """Begin this process at the step of a checkpoint."""
@@ -36,7 +36,7 @@ class Progress:
 
 
 def end_diverged(where: str, progress: Progress) -> NoReturn:
-    """End with exit code 4. All checkpoints have finite weights."""
+    """Exit with code 4. All checkpoints have finite weights."""
     errors.exit_with(
         errors.DIVERGED,
         f"training diverged ({where}). fix: a lower optimizer.lr, or precision=fp32; "

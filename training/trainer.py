@@ -28,7 +28,7 @@ LONG_STEP = 1.0  # seconds: a step after a shorter one is not watched
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of a step. Tensors are on the device: reading them waits for it."""
+    """The results of a step. Tensors are on the device: reading one synchronizes with it."""
 
     loss_sums: Tensor  # (1 + L,), of `Trainer.loss_names`, over this rank's targets
     grad_norm: Tensor  # (), before clipping
@@ -40,7 +40,7 @@ class StepResult:
 class Trainer:
     """The model, its optimizers, and the step. All ranks call the same methods.
 
-    `bos` begins a document, and tokens attend only within their own; None: no such limit.
+    If `bos` is given, it begins each document, and tokens attend only within their own document.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Trainer:
         # Names of the reported losses: the cross-entropy and the model's L auxiliary losses.
         self.loss_names = ("train_loss", *self.model.loss_names)
 
-        # Optimizers, learning rates, and a scale of the loss that keeps gradients in fp16's range.
+        # Optimizers, learning rates, and a loss scale that keeps gradients within fp16's range.
         self.optimizers = instantiate(settings.optimizer, "training")(self.model)
         self.schedule = instantiate(settings.schedule, "training")
         self.reference = instantiate(settings.optimizer.get("reference"), "training")
@@ -82,7 +82,7 @@ class Trainer:
         return self.reference.run_factor(settings.model["dim"], settings.batch_tokens, steps)
 
     def describe_rates(self, steps: float | None) -> str:
-        """Return lines about the peak rates of a run of `steps` steps; None if not known yet."""
+        """Return lines about the peak rates of a run of `steps` steps (None: not known yet)."""
         settings = self.settings
         text = rates.describe(
             self.optimizers, self.reference, settings.model["dim"], settings.batch_tokens, steps
@@ -96,9 +96,9 @@ class Trainer:
         return text
 
     def step(self, progress: Progress, micro_batch_size: int) -> StepResult:
-        """Take an optimizer step over `batch_tokens` tokens of all ranks.
+        """Take an optimizer step over `batch_tokens` tokens across all ranks.
 
-        A forward takes `micro_batch_size` rows. The first step of a process compiles.
+        A forward pass takes `micro_batch_size` rows. The first step of a process compiles.
         """
         factor = self.schedule(progress.step, progress.total_steps)
         set_learning_rates(self.optimizers, factor * self.run_factor(progress.expected_steps))
@@ -122,15 +122,15 @@ class Trainer:
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         grad_norm = sharding.full_tensor(grad_norm)
 
-        # Update the weights. An infinite gradient in fp16 asks for a smaller scale: clipping by it
-        # has spoiled every gradient, so the step is skipped.
+        # Update the weights. An infinite gradient in fp16 calls for a smaller scale: clipping by
+        # its norm has spoiled every gradient, so the step is skipped.
         has_overflowed = self.scaler.is_enabled() and not grad_norm.isfinite()
         if not has_overflowed:
             for optimizer in self.optimizers:
                 self.scaler.step(optimizer)
 
-        # Record on the device, without a wait, whether the run has diverged. An overflow is no
-        # divergence as long as there is a smaller scale to try.
+        # Record on the device, without synchronizing, whether the run has diverged. An overflow
+        # does not count as divergence as long as a smaller scale can be tried.
         is_finite = grad_norm.isfinite()
         if has_overflowed and self.scaler.get_scale() >= 1:
             is_finite = torch.ones_like(is_finite)
@@ -145,8 +145,8 @@ class Trainer:
         )
 
     def compute_gradients(self, step: int, micro_batch_size: int) -> Tensor:
-        """Set the gradients of the batch of a step; return the sums of `loss_names` (1 + L,)."""
-        # Dropout depends on seed, step and rank alone, so that a resumed run repeats it.
+        """Compute the gradients of a step's batch; return the sums of `loss_names` (1 + L,)."""
+        # Dropout depends only on seed, step and rank, so that a resumed run repeats it.
         draw = (self.settings.seed * 2**32 + step) * self.ranks.world_size + self.ranks.rank
         torch.manual_seed(draw % 2**63)
         self.model.zero_grad()  # a failed compilation may have left gradients
@@ -180,10 +180,10 @@ class Trainer:
         return torch.stack(sums)
 
     def compile_gradients(self, step: int, micro_batch_size: int) -> Tensor:
-        """`compute_gradients` while forward and backward are compiled.
+        """Run `compute_gradients`, which compiles forward and backward.
 
-        If compilation fails, training continues without it; with compile=true, the process ends
-        with exit code 2.
+        If compilation fails, training continues without it; with compile=true, the process exits
+        with code 2.
         """
         compile_model(self.loss_module, self.settings, self.ranks)
         compute = partial(self.compute_gradients, step, micro_batch_size)
