@@ -23,7 +23,7 @@ from run import errors
 from run.cli import Parser, add_model_options, user_path
 from run.progress import waiting
 
-MAX_LABELED = 32  # longest prompt in tokens whose axes are labeled with its tokens
+MAX_LABELED = 32  # the axes of prompts with up to this many tokens are labeled with the tokens
 SQUARE = 3.0  # inches
 Maps = dict[int, Tensor]  # weights (H, T, T) by layer number
 

@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
 def new_folder(out: Path) -> Iterator[None]:
     """Create the output folder, and remove it if the body of the `with` statement fails.
 
-    Exits with code 2 if --out is a link, a file or a folder that is not empty.
+    Exits with code 2 if --out is a link, a file or a nonempty folder.
     """
     with errors.user_input():
         is_empty_folder = out.is_dir() and not any(out.iterdir())
@@ -67,7 +67,7 @@ def new_folder(out: Path) -> Iterator[None]:
 def save_checkpoint(
     out: Path, weights: dict[str, Tensor], tree: dict, tokenizer: Tokenizer, source: Path
 ) -> None:
-    """Write the model of a config as a checkpoint. Exits with code 4 if a weight is not finite."""
+    """Write a model and its config as a checkpoint. Exits with code 4 if a weight is not finite."""
     for name, weight in weights.items():
         if not weight.float().isfinite().all():
             errors.exit_with(
@@ -170,7 +170,7 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
     """
     stored_config = json.loads(tokenizer.files.get("tokenizer_config.json", "{}"))
     if isinstance(tokenizer, JsonTokenizer):
-        # Other classes of transformers 5 replace the pre-tokenizer by their own.
+        # Other classes of transformers 5 replace the pre-tokenizer with their own.
         tokenizer_config = stored_config | {"tokenizer_class": "PreTrainedTokenizerFast"}
         return kept_files(tokenizer) | {"tokenizer_config.json": to_bytes(tokenizer_config)}
     if isinstance(tokenizer, IdTokenizer):

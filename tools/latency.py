@@ -24,10 +24,10 @@ greedy = partial(sample, temperature=0)
 
 
 def latencies(runs: dict[str, Path]) -> Latencies:
-    """Map names of runs to medians in ms of decoding at full context, by column title.
+    """Map run names to the median decoding time in ms at full context, by column title.
 
-    Models are loaded as generate.py loads them, not compiled, and captured on CUDA. They take turns, so that a
-    machine that slows down does so for all of them.
+    Models are loaded as generate.py loads them: not compiled, and captured on CUDA. They take
+    turns, so that a slowdown of the machine affects all of them.
     """
     measured = defaultdict(list)  # seconds, by model and title
     total = TURNS * len(runs) * len(ROWS)
@@ -64,7 +64,7 @@ def times(model: Transformer, num_rows: int) -> list[float]:
 
 
 def time_generation(engine: Engine, prompts: list[list[int]], num_new: int) -> tuple[float, float]:
-    """Continue all prompts together -> seconds to the first tokens, and for the other tokens."""
+    """Continue all prompts together -> seconds to the first tokens, and for the remaining ones."""
     sequences = [Sequence([*prompt], num_new) for prompt in prompts]
     start = perf_counter()
     generated = engine.generate(sequences)

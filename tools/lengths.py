@@ -39,10 +39,10 @@ def measure_lengths(run_dir: Path | None) -> dict[str, float]:
 
 
 def last_loss(model: Transformer, corpus: Corpus, settings: dict, precision: torch.dtype) -> float:
-    """Return nats per token on the last half training context of windows of the held-out text.
+    """Return nats per token of held-out text, scoring half a training context per window.
 
-    All contexts of the model score the same targets, with more or less text in front of them.
-    Windows have the longest context. They overlap, but their targets do not.
+    Only the end of a window is scored: the same targets for every context of the model, with more
+    or less text in front of them. Windows overlap, but their targets do not.
     """
     longest = LONGEST * settings["context"] + 1
     if len(corpus.validation) < longest:

@@ -25,8 +25,8 @@ def load_to_score(
 ) -> tuple[Transformer, Tokenizer, str, torch.dtype]:
     """Load a model to score text with -> what `load` returns, and the dtype of matrix products.
 
-    With dtype=auto, the weights are in fp32, and a GPU multiplies in the `precision` of training:
-    a checkpoint then has the loss that its run logged. Other dtypes are used as in generation.
+    With dtype=auto, the weights are in fp32, and a GPU multiplies in the `precision` of training,
+    so a checkpoint has the loss that its run logged. Other dtypes are used as in generation.
     """
     weights = "fp32" if dtype == "auto" else dtype
     model, tokenizer, name = load(path, device, weights, context)
@@ -68,7 +68,7 @@ def total_nats(
 ) -> float:
     """Return the loss summed over the scored tokens of all rows, run in batches of `batch_size`.
 
-    Matrices are multiplied in `precision`, or in the dtype of the weights if that is fp32.
+    Matrices are multiplied in `precision`, or in the dtype of the weights if `precision` is fp32.
     If `bos` is a token id, it begins a document, and no token attends to another document.
     """
     device = model.embed.weight.device

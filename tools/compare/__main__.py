@@ -91,7 +91,7 @@ def announce(variants: list["Variant"], has_search: bool) -> None:
 def read_runs(folders: list[Path]) -> tuple[list["Run"], dict[str, str]]:
     """Read finished runs from their folders, or from the records of comparisons.
 
-    Also returns the reason why each other run was left out, by the name of its folder.
+    Also returns, by folder name, the reason why each other run was left out.
     """
     from tools.compare.runs import Run, read_records
 

@@ -1,4 +1,4 @@
-"""The answer of a comparison in plain sentences: which variant to take, and how sure that is."""
+"""The answer of a comparison in plain sentences: which variant to choose, and how sure that is."""
 
 import math
 from collections import defaultdict
@@ -10,7 +10,7 @@ from tools.compare.measures import NEAR_FLOOR, SOLVED, Result, num_solved, token
 from tools.compare.runs import Run
 from tools.compare.statistics import seeds_to_decide, solves_more_often
 
-# The minimum for a decision. With fewer seeds, only large differences show. With fewer tokens,
+# The minimum for a decision. With fewer seeds, only large differences are found. With fewer tokens,
 # the ranking may change with more training; 20 per parameter are optimal for their compute
 # (Hoffmann et al., 2203.15556).
 MIN_SEEDS = 3
@@ -30,10 +30,10 @@ CLAUSES = {
 
 
 class Answer(NamedTuple):
-    """The answer that a report begins with."""
+    """The answer at the beginning of a report."""
 
     headline: str  # one sentence
-    remarks: list[str]  # how to become sure, and the cost of the variant
+    remarks: list[str]  # what is needed to be sure, and the cost of the variant
     verdicts: list[str]  # on the other variants
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Gaps(NamedTuple):
 
 
 def answer_losses(comparison: Comparison, result: Result, margin: float) -> Answer:
-    """Answer by the verdicts on the losses of the variants."""
+    """Answer from the verdicts on the variants' losses."""
     baseline = comparison.baseline
     verdicts = result.verdicts
     gaps = find_gaps(comparison, MIN_SEEDS)
@@ -94,7 +94,7 @@ def answer_losses(comparison: Comparison, result: Result, margin: float) -> Answ
 
 
 def answer_accuracies(comparison: Comparison) -> Answer:
-    """Answer by the number of seeds that solve a task: accuracies have no useful mean."""
+    """Answer from the number of seeds that solve a task: accuracies have no meaningful mean."""
     groups = comparison.groups
     baseline = comparison.baseline
     task = comparison.first.task
@@ -210,7 +210,7 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> Gaps:
 
 
 def enough_tokens(runs: list[Run]) -> str:
-    """Return overrides that train all these models on MIN_TOKENS per parameter, and the time."""
+    """Return overrides that train all models on MIN_TOKENS per parameter, and the time needed."""
     tokens = MIN_TOKENS * max(run.model.num_parameters() for run in runs)
     steps = math.ceil(tokens / runs[0].settings["batch_tokens"])
     text = f"steps={steps} max_minutes=null"
@@ -231,9 +231,9 @@ def describe_missing(gaps: Gaps) -> list[str]:
 
 
 def describe_gain(comparison: Comparison, name: str, result: Result) -> str:
-    """Describe how much lower the loss of a variant is, with the interval and numbers of seeds."""
+    """Describe how much lower the loss of a variant is, with its interval and number of seeds."""
     verdict = result.verdicts[name]
-    # Keep a significant digit of the end nearest to zero, so that it is not rounded to zero.
+    # Keep a significant digit of the bound nearest to zero, so that it is not rounded to zero.
     digits = min(8, max(3, math.ceil(-math.log10(-verdict.high))))
     seeds = count(len(comparison.groups[name]), "seed")
     theirs = len(comparison.groups[comparison.baseline])

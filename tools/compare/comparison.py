@@ -40,7 +40,7 @@ class Comparison:
 
     @property
     def at_edge(self) -> set[str]:
-        """The variants whose best learning rate may lie outside the range that was tried."""
+        """The variants whose best learning rate may lie outside the tried range."""
         names = set()
         for name, losses in self.losses.items():
             if not find_optimum(losses).is_inside:
@@ -96,10 +96,10 @@ def judge_measure(
 
 
 def withhold_verdicts(verdicts: dict[str, Verdict], comparison: Comparison) -> dict[str, Verdict]:
-    """Withhold the verdict if a variant or the baseline may not have been at its best.
+    """Withhold the verdict if the variant or the baseline may not have been at its best.
 
-    Its best learning rate may lie outside the range that was tried. Or some of its seeds diverged:
-    then the remaining ones are a biased sample.
+    Either its best learning rate may lie outside the tried range, or some of its seeds diverged, so
+    that the remaining seeds are a biased sample.
     """
     outside = comparison.at_edge
     remaining = {}

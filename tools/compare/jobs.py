@@ -33,7 +33,7 @@ class Job:
     run_dir: Path
     overrides: list[str]
     baseline: "Job | None" = None
-    factor: float | None = None  # of the learning rates, in a search for the best ones
+    factor: float | None = None  # multiplies the learning rates, in a search for the best ones
     compared_with: str | None = None  # the baseline of its size
     run: Run | None = None  # set once it is trained, even if it diverged
     outcome: str | None = None  # set once it has ended
@@ -51,7 +51,7 @@ class Job:
         say(f"{self.run_dir.name}: {outcome}")
 
     def update(self, free_gpus: list[Environment]) -> None:
-        """Start the job on a free GPU once its baseline has ended; end it once its process has."""
+        """Start the job on a free GPU after its baseline ends; end it when its process ends."""
         is_ready = self.baseline is None or self.baseline.outcome is not None
         if self.process is None and is_ready and free_gpus:
             self.try_start(free_gpus)
@@ -119,7 +119,7 @@ class Job:
             self.overrides += ["max_minutes=null", f"steps={steps}"]
 
     def check_previous(self, log: IO) -> None:
-        """End the job if the run is finished, or was trained with other overrides."""
+        """End the job if the run is finished, or was trained with different overrides."""
         # A finished run is in the records. A run that has started has a log, whose first line is
         # its command.
         run = read_records(self.run_dir.parent).get(self.run_dir.name)

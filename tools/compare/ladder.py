@@ -1,4 +1,4 @@
-"""Whether the differences from the baseline grow or shrink with the size of the model."""
+"""Whether differences from the baseline grow or shrink with model size."""
 
 import math
 from collections import defaultdict
@@ -49,11 +49,11 @@ class Rung(NamedTuple):
 
 
 class Trend(NamedTuple):
-    """How the difference of a variant from the baseline changes with the training compute.
+    """How a variant's difference from the baseline changes with the training compute.
 
-    `slope` is the change of the difference for ten times the compute, and `low` and `high` end its
-    interval. With a chance of 95 %, the intervals of all variants hold the true slopes. They are
-    NaN if a size has no spread between seeds.
+    `slope` is the change of the difference for ten times the compute; `low` and `high` are the
+    bounds of its interval. With a probability of 95%, the intervals of all variants contain the
+    true slopes. The bounds are NaN if a size has no spread between seeds.
     """
 
     slope: float
@@ -65,7 +65,7 @@ class Trend(NamedTuple):
 class PowerLaw(NamedTuple):
     """loss = scale * flops ** -exponent, fitted to all runs of a variant.
 
-    `low` and `high` end the 95 % interval of the exponent.
+    `low` and `high` are the bounds of the 95% interval of the exponent.
     """
 
     scale: float
@@ -78,7 +78,7 @@ class PowerLaw(NamedTuple):
 
 
 def add_ladder(page: Page, comparisons: list[Comparison], margin: float) -> tuple[str, str]:
-    """Add how the differences change with the model size -> the SVG of the figure, and a summary.
+    """Add a section on how the differences change with size -> the figure's SVG, and a summary.
 
     Both are empty if the baseline is the only variant that was trained at all sizes.
     """
@@ -163,7 +163,7 @@ def ladder_rows(
     trends: dict[str, Trend],
     laws: dict[str, PowerLaw],
 ) -> list[dict[str, str]]:
-    """Return the table: difference at the largest size, its trend, and the fitted power laws."""
+    """Return the table rows: difference at the largest size, its trend, and fitted power laws."""
     largest = rungs[-1]
     loss = fmean(largest.samples[baseline])
     rows = []
@@ -226,11 +226,11 @@ def without_dim(name: str, dim: int) -> str:
 def judge_trends(rungs: list[Rung], baseline: str) -> dict[str, Trend]:
     """Judge for each variant whether its difference from the baseline changes with compute.
 
-    The slope of a straight line through the differences, over the logarithm of the compute, is a
-    weighted sum of means, so its standard error follows from the spreads of the seeds. These are
-    pooled over the variants of a size unless they differ (Bartlett's test). The degrees of freedom
-    are Satterthwaite's, Biometrics Bulletin 2 (1946), and Bonferroni's correction is for the number
-    of variants.
+    The slope of a line fitted to the differences, over the logarithm of the compute, is a weighted
+    sum of means, so its standard error follows from the spread across seeds. The spreads are pooled
+    over all variants of the same size unless they differ (Bartlett's test). The degrees of freedom
+    follow Satterthwaite, Biometrics Bulletin 2 (1946), and Bonferroni's correction accounts for the
+    number of variants.
     """
     logs = np.log10([rung.flops for rung in rungs])
     deviations = logs - logs.mean()
@@ -241,7 +241,7 @@ def judge_trends(rungs: list[Rung], baseline: str) -> dict[str, Trend]:
     for name in variants:
         differences = [rung.difference(name, baseline) for rung in rungs]
         slope = float(np.dot(weights, differences))
-        parts = []  # parts of the slope's variance, with degrees of freedom
+        parts = []  # terms of the slope's variance, with degrees of freedom
         for rung, weight in zip(rungs, weights, strict=True):
             for variance, freedom in difference_variance(rung.samples, name, baseline):
                 parts.append((weight**2 * variance, freedom))
@@ -257,7 +257,7 @@ def judge_trends(rungs: list[Rung], baseline: str) -> dict[str, Trend]:
 
 
 def difference_variance(samples: Samples, name: str, baseline: str) -> list[tuple[float, int]]:
-    """Return the parts of the variance of a difference of means: (variance, degrees of freedom).
+    """Return the terms of the variance of a difference of means: (variance, degrees of freedom).
 
     The variance is NaN if it cannot be estimated.
     """
@@ -276,7 +276,7 @@ def difference_variance(samples: Samples, name: str, baseline: str) -> list[tupl
 
 
 def trend_text(low: float, high: float, difference: float) -> str:
-    """Describe how the difference at the largest size changes, by the interval of its slope."""
+    """Describe how the difference at the largest size changes, from the interval of its slope."""
     if low <= 0 <= high:
         return CANNOT_TELL
     noun = "lead" if difference < 0 else "deficit"

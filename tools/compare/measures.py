@@ -13,14 +13,14 @@ from tools.compare.statistics import LEVEL, Samples, Verdict, judge, spreads_dif
 from tools.latency import latencies
 from tools.lengths import measure_lengths
 
-NEAR_FLOOR = 0.05  # accuracy above the floor: answers without looking up
-SOLVED = 0.9  # least accuracy of a run that has solved a task
+NEAR_FLOOR = 0.05  # an accuracy this close to the floor is no better than guessing
+SOLVED = 0.9  # minimum accuracy of a run that has solved a task
 
 
 class Result(NamedTuple):
     """A measure of all variants by name, with verdicts; lower is better.
 
-    `is_unequal`: the spreads of variants differ.
+    `is_unequal` is true if the variants' spreads differ.
     """
 
     title: str
@@ -29,7 +29,7 @@ class Result(NamedTuple):
     is_unequal: bool
 
     def cells(self, name: str) -> tuple[str, str, str]:
-        """The mean of a variant, its difference from the baseline, and the verdict."""
+        """Return a variant's mean, its difference from the baseline, and the verdict."""
         if name not in self.samples:
             return "n/a", "", ""
         text = "baseline"
@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
 
 def with_interval(difference: float, low: float, high: float) -> str:
-    """A difference as text, with its interval if there is one."""
+    """Format a difference, with its interval if there is one."""
     text = f"{difference:+z.4f}"
     if not math.isnan(low):
         text += f" [{low:+z.4f}, {high:+z.4f}]"

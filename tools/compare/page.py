@@ -1,4 +1,4 @@
-"""A page of HTML that needs no other file."""
+"""A self-contained HTML page."""
 
 import re
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ details { border-top: 1px solid var(--line); padding: .4rem 0 }
 summary { cursor: pointer; font-weight: 600 }
 pre { overflow-x: auto; font-size: .85rem; line-height: 1.4 }
 """
-# A click on a title sorts the rows of its table by that column: first ascending, then descending.
+# Clicking a column title sorts the table by that column: first ascending, then descending.
 # In both directions, numbers come before words, and empty cells come last.
 SCRIPT = """
 function sortBy(header) {
@@ -69,7 +69,7 @@ Rows = list[dict[str, str]]  # by column title; a row may lack some columns
 
 
 class Page:
-    """The blocks of the page of a comparison, in order, as HTML."""
+    """The blocks of a comparison's page, in order, as HTML."""
 
     def __init__(self):
         self.blocks = [
@@ -99,9 +99,9 @@ class Page:
         self.blocks.append("</details>")
 
     def figure(self, figure: Figure, caption: str) -> str:
-        """Add a figure, and return its SVG. Its black becomes the color of the text around it."""
+        """Add a figure, and return its SVG. Black becomes the color of the surrounding text."""
         buffer = StringIO()
-        # Number the ids of its parts in order, so that they are not random.
+        # Number the ids in the SVG in order, so that they are not random.
         with rc_context({"svg.hashsalt": str(len(self.blocks))}):
             figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         _, tag, drawing = buffer.getvalue().partition("<svg")
@@ -112,7 +112,7 @@ class Page:
         return svg
 
     def table(self, rows: Rows, sorted_by: str = "") -> None:
-        """Add a table that scrolls by itself, and sorts by the column whose title is clicked."""
+        """Add a table that scrolls on its own; clicking a column title sorts it by that column."""
         titles = list(dict.fromkeys(title for row in rows for title in row))
         header = ""
         body = ["" for _ in rows]

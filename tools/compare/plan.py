@@ -15,15 +15,15 @@ from tools.compare.sweep import Variants, expand_sweep, name_variants
 from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses
 from training.setup import set_up_run
 
-SIZE_TOLERANCE = 0.005  # largest relative difference of sizes that count as equal
+SIZE_TOLERANCE = 0.005  # largest relative difference between sizes that count as equal
 # The sizes of a model that --match makes equal.
 SIZES = {"params": Transformer.num_parameters, "flops": Transformer.training_flops}
-SEARCH_SEED = 1000  # seed of the learning-rate search, which judges no variant
+SEARCH_SEED = 1000  # seed of the learning-rate search, not used for verdicts
 
 
 @dataclass
 class Variant:
-    """A variant: overrides to train with several seeds, and a factor of the learning rates."""
+    """A variant: overrides to train with several seeds, and a factor for the learning rates."""
 
     name: str
     overrides: list[str]
@@ -82,8 +82,8 @@ def plan_variants(
     """Plan the variants, the baseline first.
 
     Runs go to `folder`, or to a folder shared by all comparisons with the same baseline; a search
-    for learning rates uses another folder. Raises ValueError for variants that cannot be compared,
-    and exits with code 2 for overrides that cannot be trained here.
+    for learning rates uses a different folder. Raises ValueError for variants that cannot be
+    compared, and exits with code 2 for overrides that cannot be trained here.
     """
     sweep = expand_sweep(overrides)
     if len(sweep.get("data", [])) > 1:
@@ -124,7 +124,7 @@ def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
         while searching := next_searches(variants):
             jobs += train_after(jobs, searching)
 
-    # Then train seed by seed, without variants whose search could not end.
+    # Then train seed by seed, without variants whose search failed to end.
     judging = []
     for seed in variants[0].seeds:
         for variant in variants:
@@ -185,7 +185,7 @@ def match_sizes(variants: Variants, match: str) -> dict[str, str]:
 
 
 def match_hidden(model: dict, size: Callable[[Transformer], float], target: float) -> int | None:
-    """Find the feed-forward width that gives a model this size; keep its own if near enough.
+    """Find the feed-forward width for a model of this size; keep the model's if close enough.
 
     Returns None if no width gives this size.
     """
@@ -193,11 +193,11 @@ def match_hidden(model: dict, size: Callable[[Transformer], float], target: floa
     def size_with(hidden: int) -> float:
         return size(build_model(model | {"hidden": hidden}, "meta"))
 
-    # Size is linear in the width. Among widths near enough, take the multiple of the largest power
-    # of two, which makes the fastest matrix products.
+    # Size is linear in the width. Among the widths that are close enough, take the one divisible by
+    # the largest power of two, for the fastest matrix products.
     low = size_with(64)
     step = size_with(128) - low
-    exact = 0.0  # without a feed-forward
+    exact = 0.0  # no feed-forward layer
     if step != 0:
         exact = 64 + 64 * (target - low) / step
     multiples = [round(exact / unit) * unit for unit in (64, 32, 16, 8, 4, 2, 1)]

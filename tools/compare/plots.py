@@ -19,7 +19,7 @@ MAX_ROWS_HEIGHT = 4.2
 MAX_LABEL = 22  # letters in the label of a row
 REACH = 3.0  # the axis extends to this multiple of the typical distance from the median
 COLORS = color_sequences["petroff10"]  # distinct for color-blind readers: 2107.02270
-# Ten colors with the first marker and line, then with the next.
+# Ten colors with the first marker and line style, then with the next.
 STYLES = cycler(marker=["o", "s", "^"], linestyle=["-", "--", ":"]) * cycler(color=COLORS)
 VERDICT_COLORS = {"better": COLORS[0], "worse": COLORS[6]}  # blue, orange
 OTHER_COLOR = "gray"
@@ -33,7 +33,7 @@ class ForestRow(NamedTuple):
 
     @property
     def values(self) -> list[float]:
-        """All drawn values: the points, and the ends of the interval if they are known."""
+        """Return all plotted values: the points, and the bounds of the interval if known."""
         ends = self.interval or ()
         return [value for value in (*self.points, *ends) if math.isfinite(value)]
 
@@ -56,10 +56,10 @@ def draw_forest(
 ) -> Figure:
     """Plot rows from top to bottom: a dot for each point, and the interval with its middle.
 
-    `lines` maps labels to values on the axis that are marked in all rows. Without `limits` of the
-    axis, rows far from most others do not stretch it: arrows at its ends stand for the points
-    outside, and their values are written to the right of the row. `directions` are texts for the
-    left and the right side of the first line, shown above it and at the axis.
+    `lines` maps labels to axis values that are marked in all rows. Without `limits`, outlying rows
+    do not stretch the axis: arrows at its ends stand for the points outside, whose values are
+    written to the right of the row. `directions` are the labels to the left and right of the first
+    line, shown above it and at the axis.
     """
     row_height = min(ROW, MAX_ROWS_HEIGHT / len(rows))
     to_left, to_right = directions
@@ -70,7 +70,7 @@ def draw_forest(
     for style, (label, value) in zip(("-", ":"), lines.items(), strict=False):
         axes.axvline(value, color="gray", linestyle=style, linewidth=1, label=label)
 
-    # Directions to both sides of the first line, above it.
+    # Directions on both sides of the first line, above it.
     origin = next(iter(lines.values()))
     for text, alignment in ((f"{to_left}  ", "right"), (f"  {to_right}", "left")):
         axes.text(
@@ -117,7 +117,7 @@ def draw_ladder(
     """Plot losses over the training compute, and below them the differences from the baseline.
 
     For each variant at each compute: the losses of the seeds, the loss of the fitted line, and the
-    difference with the ends of its interval.
+    difference with the bounds of its interval.
     """
     figure = Figure(figsize=(WIDTH, 5.2), layout="constrained")
     upper, lower = figure.subplots(2, sharex=True)
@@ -150,7 +150,7 @@ def draw_ladder(
 
 
 def axis_limits(rows: list[ForestRow], lines: dict[str, float]) -> tuple[float, float]:
-    """Return the ends of the axis, which includes all values except those far from the median row.
+    """Return axis limits that include all values except those far from the median row.
 
     "Far" means farther than REACH times the median distance of rows from the median row, or the
     median width of a row if that is larger. The axis includes the values of `lines`.
@@ -180,7 +180,7 @@ def describe_outside(below: list[float], above: list[float]) -> str:
 
 
 def shorten(label: str) -> str:
-    """Replace the middle of a long label by an ellipsis."""
+    """Replace the middle of a long label with an ellipsis."""
     if len(label) <= MAX_LABEL:
         return label
     half = MAX_LABEL // 2

@@ -22,7 +22,7 @@ from tools.compare.tuning import Losses, find_optimum
 
 # Settings of a machine that affect its speed.
 SPEED_KEYS = ("device", "threads", "processes", "precision", "compiled")
-MAX_SPREAD = 1.2  # largest ratio of speeds between seeds of a variant that can be compared
+MAX_SPREAD = 1.2  # largest ratio between the speeds of a variant's seeds that can be compared
 MAX_NAME = 16  # letters of the baseline's name in a title
 VERDICTS = """
 The brackets hold a 95 % confidence interval of the difference from the baseline. The intervals of
@@ -78,15 +78,15 @@ the fitted loss rises if the learning rate is half or twice the best one.
 def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin: float) -> str:
     """Write report.html and the figures of its verdicts into `folder`, and return the summary.
 
-    `runs` are finished, and the variant of the first run is the baseline; `problems` has the reason
-    why each other run is left out, by the name of its folder. A variant is as good as the baseline
-    if it is within `margin`. Raises ValueError if there is no run.
+    `runs` are finished, and the variant of the first run is the baseline; `problems` maps the
+    folder name of each other run to the reason for leaving it out. A variant is as good as the
+    baseline if it is within `margin`. Raises ValueError if there is no run.
     """
     missing = [f"{name} is not in the report: {why}" for name, why in problems.items()]
     if not runs:
         raise ValueError(f"no run finished ({without_fix('; '.join(missing))}). fix: finish a run")
 
-    # Models of one size are compared with each other, task by task.
+    # Models of the same size are compared with each other, task by task.
     page = Page()
     parts = defaultdict(list)
     for run in runs:
@@ -94,7 +94,7 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
 
-    # Text at several sizes: first, how the differences change with the size.
+    # First, for text at several sizes: how the differences change with the size.
     comparisons = [sort_runs(members) for (task, _), members in parts.items() if task == "text"]
     comparisons = [comparison for comparison in comparisons if comparison.groups]
     if len(comparisons) > 1:
@@ -149,7 +149,7 @@ def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str
             add_searches(page, comparison.losses)
         return "", text
 
-    # A task is solved or not, so accuracies have no useful mean; losses have verdicts.
+    # A task is either solved or not, so accuracies have no meaningful mean; losses have verdicts.
     first = comparison.first
     if first.floor is None:
         findings = compare_losses(comparison, margin)
@@ -325,8 +325,8 @@ def describe_speeds(groups: Groups) -> str:
         if is_cpu and max(loads) - min(loads) >= FEW_CORES:
             differences.append(load)
 
-    # A constant load can also slow runs, and so do other runs on the same GPU. Seeds of a variant
-    # compute the same: compare their speeds.
+    # A constant load can also slow runs, and so do other runs on the same GPU. All seeds of a
+    # variant perform the same computation: compare their speeds.
     spread = max(speed_spread(members) for members in groups.values())
     if spread >= MAX_SPREAD:
         differences.append(f"seeds of one variant by a factor of {spread:.1f}")

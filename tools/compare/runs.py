@@ -22,7 +22,7 @@ from run.errors import IntegrityError
 from run.instantiate import instantiate
 from run.settings import flatten
 
-# Settings that are not compared: they name a run. The length of a run is in `tokens`, its machine
+# Settings that only name a run are not compared. The length of a run is in `tokens`, its machine
 # in `machine.`.
 NOT_COMPARED = (
     "name",
@@ -46,7 +46,7 @@ NOT_IDENTITY = (
     "sample_every",
     "log_every",
 )
-NAME_SETTINGS = 3  # most settings in the name of a variant
+NAME_SETTINGS = 3  # maximum number of settings in a variant's name
 RECORDS = "runs.jsonl"  # file in the folder of a comparison
 
 Groups = dict[str, list["Run"]]  # the runs of each variant, by its name; the baseline first
@@ -65,7 +65,7 @@ class Run:
     lines: list[dict]  # empty for a run that diverged
     done: bool
     tokens_per_second: float = math.nan  # the median over the lines of the log
-    other_load: float | None = None  # cores that other processes used; a median too, if logged
+    other_load: float | None = None  # cores used by other processes; also a median, if logged
     factor: float | None = None  # of the learning rates, in a run of the search for the best rates
     baseline: str | None = None  # the variant that it is compared with
     commit: str | None = None
@@ -146,7 +146,7 @@ class Run:
 
     @cached_property
     def floor(self) -> float | None:
-        """The accuracy in a task of answers without looking up; None for text."""
+        """The accuracy in a task when answering without a lookup; None for text."""
         if self.task == "text":
             return None
         return instantiate(self.settings["data"], "data").floor()
@@ -180,7 +180,7 @@ class Run:
 def median_of_log(lines: list[dict], key: str) -> float | None:
     """Return the median of a metric over the lines that have it; None if no line has it.
 
-    The first line includes the first steps, which are slower: it counts only if it is alone.
+    The first line includes the first steps, which are slower: it counts only if there is no other.
     """
     values = [line[key] for line in lines if line.get(key) is not None]
     if not values:
@@ -228,9 +228,9 @@ def read_records(folder: Path) -> dict[str, Run]:
 def group_by_variant(runs: list[Run]) -> Groups:
     """Group runs that differ only in their seed, and name each group.
 
-    A group has the name of its runs. If several groups share a name, the settings that distinguish
-    them follow it, at most NAME_SETTINGS, then a number if needed. Raises ValueError if two runs of
-    a group have the same seed.
+    A group has the name of its runs. If several groups share a name, up to NAME_SETTINGS settings
+    that distinguish them are appended, then a number if needed. Raises ValueError if two runs of a
+    group have the same seed.
     """
     groups = defaultdict(dict)  # runs by seed, by their name and other shared settings
     for run in runs:
@@ -242,7 +242,7 @@ def group_by_variant(runs: list[Run]) -> Groups:
             )
         by_seed[run.seed] = run
 
-    # The settings that distinguish a group from others of its name follow the name.
+    # Append the settings that distinguish a group from others with the same name.
     named = {}
     for (name, identity), by_seed in groups.items():
         namesakes = [set(other) for own, other in groups if own == name]
@@ -254,7 +254,7 @@ def group_by_variant(runs: list[Run]) -> Groups:
         for key, value in different[:NAME_SETTINGS]:
             last = key.rpartition(".")[2]
             if last == "_target_":
-                words.append(value.rpartition(".")[2])  # the class
+                words.append(value.rpartition(".")[2])  # the name of the class
             else:
                 words.append(f"{last}={value}")
         if len(different) > NAME_SETTINGS:
@@ -269,7 +269,7 @@ def group_by_variant(runs: list[Run]) -> Groups:
 
 
 def changes(run: Run, baseline: Run) -> str:
-    """Return the settings of a run that its baseline lacks or sets to another value.
+    """Return the settings of a run that its baseline lacks or sets to a different value.
 
     If the baseline lacks a kind of layers, that kind is compared with all layers of the baseline.
     """

@@ -9,21 +9,21 @@ import numpy as np
 from scipy import stats
 from scipy.optimize import brentq
 
-LEVEL = 0.05  # chance that any interval of a table misses the true difference
-# If p of Bartlett's test is below this, spreads are taken to differ. A threshold of 0.01 missed
-# spreads of 1 to 3 among 19 variants with 5 seeds so often that 11 % of tables had a false verdict;
-# this value gives 8 %.
+LEVEL = 0.05  # probability that any interval of a table misses the true difference
+# If the p-value of Bartlett's test is below this, spreads are assumed to differ. A threshold of
+# 0.01 missed spreads of 1 to 3 among 19 variants with 5 seeds so often that 11% of tables had a
+# false verdict; this value gives 8%.
 UNEQUAL = 0.1
-POWER = 0.8  # chance with which a detectable difference is found
+POWER = 0.8  # probability of finding a detectable difference
 Samples = dict[str, list[float]]  # the values of each variant, one per seed
 
 
 class Verdict(NamedTuple):
     """The difference between the means of a variant and the baseline, and its verdict.
 
-    `low` and `high` end its simultaneous interval: with a chance of 95 %, the intervals of all
-    variants hold the true differences. A difference of `detectable` would be found with a chance
-    of POWER. These three are NaN if the baseline or the variant has no spread.
+    `low` and `high` are the bounds of its simultaneous interval: with a probability of 95%, the
+    intervals of all variants contain the true differences. A difference of `detectable` would be
+    found with probability POWER. These three are NaN if the baseline or the variant has no spread.
     """
 
     difference: float
@@ -38,10 +38,11 @@ def judge(
 ) -> dict[str, Verdict]:
     """Judge each variant by its values against the baseline's values; lower is better.
 
-    A variant is as good if the bad end of its interval is within `margin`. The intervals come from
-    Dunnett's many-to-one test, J. Am. Stat. Assoc. 50 (1955), with the variance pooled over all
-    samples; if `spreads_differ`, from Welch's t-tests with Bonferroni's correction. Seeds are not
-    paired: they explain none of the variance of a loss after training (docs/results.md).
+    A variant is as good if the upper bound of its interval is within `margin`. The intervals come
+    from Dunnett's many-to-one test, J. Am. Stat. Assoc. 50 (1955), with the variance pooled over
+    all samples; if `spreads_differ`, they come from Welch's t-tests with Bonferroni's correction.
+    Seeds are not paired: pairing explains none of the variance of a loss after training
+    (docs/results.md).
     """
     judged = {name: values for name, values in variants.items() if has_spread(values)}
     if not has_spread(baseline):
@@ -80,7 +81,7 @@ def judge(
 def critical_value(sizes: tuple[int, ...], level: float) -> float:
     """Return Dunnett's critical value: the largest |t| exceeds it with probability `level`.
 
-    `sizes` are the numbers of values, the baseline's first. scipy.stats.dunnett has the same test,
+    `sizes` are the numbers of values, the baseline's first. scipy.stats.dunnett runs the same test,
     but its search for the intervals does not always converge.
     """
     baseline, *others = sizes
@@ -97,7 +98,7 @@ def critical_value(sizes: tuple[int, ...], level: float) -> float:
         inside = joint.cdf(value * corner, lower_limit=-value * corner, random_state=0)
         return inside - (1 - level)
 
-    # It lies between the values of a single test and of Bonferroni's correction.
+    # The critical value lies between those of a single test and of Bonferroni's correction.
     low = stats.t.ppf(1 - level / 2, df)
     high = stats.t.ppf(1 - level / len(others) / 2, df)
     if len(others) == 1:
@@ -119,7 +120,7 @@ def solves_more_often(
 
 
 def seeds_to_decide(num_variants: int) -> int:
-    """Return the fewest seeds that can be significant: all of a variant solve, no baseline."""
+    """Return the fewest seeds that are significant if all of a variant and no baseline solve."""
     seeds = 1
     while not solves_more_often(seeds, seeds, 0, seeds, num_variants):
         seeds += 1

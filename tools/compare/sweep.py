@@ -72,11 +72,11 @@ def check_sweep(override: "Override") -> None:
 
 
 def name_variants(sweep: Sweep) -> Variants:
-    """Name each combination by the values of the swept keys, such as mla-lr-0.01.
+    """Name each combination after the values of the swept keys, such as mla-lr-0.01.
 
     Raises ValueError if two combinations have the same name.
     """
-    # The attention names a single variant, and comes before its own settings.
+    # A single variant is named after its attention, which precedes its own settings.
     named_keys = [key for key, values in sweep.items() if len(values) > 1 or key == "name"]
     if not named_keys or any(key.startswith("attention.") for key in named_keys):
         named_keys.append("attention")

@@ -1,7 +1,7 @@
 """The decoder classes of `transformers` that we export to; we also import some of them.
 
 Each describes the options its class can express, the entries only its config.json has, and the
-names and layouts of its weights. A layer is the dict of the knobs of its attention.
+names and layouts of its weights. A layer is a dict of its attention's knobs.
 """
 
 import torch
@@ -22,7 +22,7 @@ from tools.formats.decoder import (
 
 
 def interleave(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of heads (K * D, ...) from our RoPE to a RoPE that rotates neighbours.
+    """Reorder the rows of heads (K * D, ...) from our RoPE to a RoPE that rotates neighbors.
 
     Our RoPE rotates row d of a head with row d + D/2; the other rotates row 2 d with row 2 d + 1.
     """

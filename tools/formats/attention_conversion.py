@@ -1,4 +1,4 @@
-"""Convert the weights of one attention to those of another: one function per pair of mechanisms.
+"""Convert weights from one attention mechanism to another: one function per pair of mechanisms.
 
 A conversion is exact if both compute the same function, and approximate if the model needs more
 training afterwards. Weights are named as in the module of a layer's attention.
@@ -22,7 +22,8 @@ from tools.formats.layer_change import (
     no_formula,
 )
 
-# The logit of a new sink: if a score is above -9, its weight is below 2e-5, but has a gradient.
+# The logit of a new sink: if any score exceeds -9, the sink's weight is below 2e-5, but has a
+# gradient.
 NO_SINK = -20.0
 # Parts that the old layer may lack -> initial values that leave the output unchanged.
 NEW_PARTS = {
@@ -100,7 +101,7 @@ def softmax_to_softmax(layers: Layers, layer: int, weights: Weights) -> Converte
 
 
 def change_kv_heads(layer: int, weights: Weights, old: int, new: int) -> Change:
-    """Repeat the projections of keys and values, or average them over groups of neighbours.
+    """Repeat the projections of keys and values, or average them over groups of neighbors.
 
     Changes `weights` in place. Raises ValueError unless one of the numbers divides the other.
     """

@@ -1,4 +1,4 @@
-"""Convert a checkpoint to another attention: its config, then its weights."""
+"""Convert a checkpoint to a different attention: its config, then its weights."""
 
 import re
 from collections import defaultdict
@@ -72,7 +72,7 @@ def parse_options(overrides: list[str]) -> dict:
 
 
 def in_kinds(overrides: list[str], kinds: dict[str, dict]) -> list[str]:
-    """Return the overrides, setting an option of a hybrid in every kind of layers that has it."""
+    """Return the overrides, with each hybrid option set in every kind of layers that has it."""
     words = []
     for word in overrides:
         key, _, value = word.partition("=")
@@ -137,7 +137,7 @@ def set_options(tree: dict, options: dict) -> dict:
 
 
 def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
-    """Return the attention `preset` with the model `tree`'s values of options not in `explicit`.
+    """Return the attention `preset`, with `tree`'s values for options that are not in `explicit`.
 
     Raises ValueError if the model's layers have several values for one option of the preset.
     """
@@ -174,7 +174,7 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
 
 @torch.no_grad()
 def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Change]]:
-    """Load the weights of a checkpoint into a model with another attention -> each layer's changes.
+    """Load the weights of a checkpoint into a model with a new attention -> each layer's changes.
 
     `tree` is the config of `model`. Parameters without a counterpart in the old model keep their
     values. Raises ValueError for a conversion without a formula.
@@ -189,7 +189,7 @@ def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Chan
         stored=stored,
         context=model.context,
     )
-    # First the weights outside of attention, then the attention of each layer.
+    # First the weights outside attention, then the attention of each layer.
     parameters = model.state_dict()
     others = {name: tensor for name, tensor in stored.items() if ".attention." not in name}
     copy_weights(others, parameters)

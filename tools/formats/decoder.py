@@ -1,6 +1,6 @@
 """The base class of our descriptions of the decoder classes of `transformers`.
 
-A layer is the dict of the knobs of its attention.
+A layer is a dict of its attention's knobs.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Our models as classes of `transformers` and back: which class, and its config.json."""
+"""Convert our models to classes of `transformers` and back: the class, and its config.json."""
 
 import re
 from collections.abc import Iterator
@@ -90,8 +90,8 @@ IGNORED = {
 def to_hf_config(tree: dict, name: str | None = None) -> dict:
     """Return the config.json of a model, without the entries that depend on its tokenizer.
 
-    It is for the class `name`, or the first class that can express the model. Raises ValueError for
-    a model that no class can express.
+    The config.json is for the class `name`, or else for the first class that can express the model.
+    Raises ValueError for a model that no class can express.
     """
     layers = attention_knobs(tree)
     name = name or choose_architecture(tree, layers)
@@ -199,7 +199,7 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
 
 @contextmanager
 def own_words(name: str) -> Iterator[None]:
-    """Make errors that our layers raise for invalid values name the entries of config.json."""
+    """In errors that our layers raise for invalid values, name the entries of config.json."""
     try:
         yield
     except ValueError as error:

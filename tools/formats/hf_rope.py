@@ -50,7 +50,7 @@ def rope_to_hf(base: float, scaling: dict | None) -> dict:
 def rope_from_hf(config: dict) -> dict:
     """config.json -> our knobs `rope_base` and `rope_scaling`.
 
-    Raises ValueError for a scaling that we lack.
+    Raises ValueError for a scaling that we do not support.
     """
     # transformers 4 has `rope_scaling`, with the base in a separate entry.
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -75,7 +75,7 @@ def rope_from_hf(config: dict) -> dict:
         "beta_slow": 1.0,
         **parameters,
     }
-    # transformers prefers a value outside of `rope_parameters`.
+    # transformers prefers a value outside `rope_parameters`.
     if "original_max_position_embeddings" in config:
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     scaling = {knob: parameters[key] for key, knob in known.knobs.items()}

@@ -1,4 +1,4 @@
-"""Softmax attention as multi-head latent attention: TransMLA, 2502.07864."""
+"""Convert softmax attention to multi-head latent attention: TransMLA, 2502.07864."""
 
 import torch
 from torch import Tensor
@@ -29,11 +29,11 @@ PROJECTIONS_AND_NORMS = (
 
 
 def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted:
-    """Factorize keys and values into one latent of low rank.
+    """Factorize keys and values into one low-rank latent.
 
-    Every s-th pair that RoPE rotates keeps its rotation, in one key for all heads. These pairs have
-    the frequencies of RoPE with R = E / s features. The other pairs get the mean of their
-    rotations over a context. QK-norm is replaced by its mean scale.
+    Every s-th pair that RoPE rotates keeps its rotation, in one key shared by all heads. These
+    pairs have the frequencies of RoPE with R = E / s features. The other pairs get the mean of
+    their rotations over a context. QK-norm is replaced by its mean scale.
     """
     old = layers.old[layer]
     new = layers.new[layer]

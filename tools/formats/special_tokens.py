@@ -22,7 +22,7 @@ CONFIGS = (
     "config.json",
     "generation_config.json",
 )
-# Classes of transformers 5 that replace the pre-tokenizer of a tokenizer.json by their own, and
+# Classes of transformers 5 that replace the pre-tokenizer of a tokenizer.json with their own, and
 # their default add_prefix_space.
 REBUILDING_CLASSES = {"GPT2Tokenizer": False, "Qwen2Tokenizer": False, "LlamaTokenizer": True}
 # Names of classes that use a tokenizer.json unchanged.
@@ -44,8 +44,8 @@ SAVE_AGAIN = (
 REPLACEMENTS = re.compile(r'"content": "((?:\\.|[^"\\])+)"')
 MOST_GROWTH = 64
 UNUSUAL = "a \U0010ffff"  # a text that a tokenizer must encode, even if only as <unk>
-# Texts that some tokenizers change: blanks, line ends, letters of several forms, rare characters,
-# and SentencePiece's sign for a blank.
+# Texts that some tokenizers change: spaces, line endings, letters with several forms, rare
+# characters, and SentencePiece's symbol for a space.
 FRAGILE = (
     "a b",
     " a",
@@ -58,7 +58,7 @@ FRAGILE = (
     "\u0436\U0001f408",
     "a\u2581b",
 )
-# Texts that classes may split differently: digits, blanks, line ends, letters.
+# Texts that classes may split differently: digits, spaces, line endings, letters.
 CUTS = (
     *FRAGILE,
     "12345 678",
@@ -88,8 +88,8 @@ def import_tokenizer(folder: Path) -> Tokenizer:
 
     If the folder has a tokenizer.json and a tokenizer.model, we read the file that transformers
     reads, so that it can be exported unchanged, with chat template and special tokens. Raises
-    ValueError if the tokenizer has no EOS, adds more than BOS before a text, or encodes to other
-    ids in transformers.
+    ValueError if the tokenizer has no EOS, adds more than BOS before a text, or encodes to
+    different ids in transformers.
     """
     files = {}
     settings = {}
@@ -181,7 +181,7 @@ def class_in_transformers(settings: dict) -> str:
 
 
 def check_sentencepiece_class(settings: dict) -> None:
-    """Raise ValueError if transformers uses a class with other rules for a tokenizer.model."""
+    """Raise ValueError if transformers uses a class with different rules for a tokenizer.model."""
     name = class_in_transformers(settings)
     if name in ("", "LlamaTokenizer"):
         return
@@ -220,7 +220,7 @@ def check_class(settings: dict, content: dict, adds_bos: bool) -> None:
 def with_prefix_space(model: bytes, adds_space: bool | None) -> bytes:
     """Return a SentencePiece model that adds a space before a text if `adds_space` is true.
 
-    Raises ValueError if it is None and transformers has another default than the model.
+    Raises ValueError if `adds_space` is None and the default of transformers is not the model's.
     """
     content = ModelProto.FromString(model)
     if adds_space is None and not content.normalizer_spec.add_dummy_prefix:
@@ -235,7 +235,7 @@ def with_prefix_space(model: bytes, adds_space: bool | None) -> bytes:
 
 
 def check_named_tokens(settings: dict, special_tokens: dict) -> None:
-    """Raise ValueError for tokens in the configs that the tokenizer lacks or defines otherwise.
+    """Raise ValueError for tokens in the configs that the tokenizer lacks or defines differently.
 
     transformers would add them with new ids. `special_tokens` maps the text of the tokenizer's
     special tokens to dicts of options for a tokenizer.json, else to lists of ids.
@@ -305,7 +305,7 @@ def describe_versions(tokenizer: Tokenizer, model_type: str = "") -> list[str]:
 
 
 def has_other_cuts(tokenizer: JsonTokenizer, name: str) -> bool:
-    """Return whether this class of transformers 5 gives, or may give, other ids than the file."""
+    """Return whether this class of transformers 5 gives, or may give, different ids."""
     if name in ("", "LlamaTokenizer"):  # `check_class` covers LlamaTokenizer
         return False
     theirs = TokenizerFile.from_str(tokenizer.files["tokenizer.json"].decode())
@@ -324,7 +324,7 @@ def has_other_cuts(tokenizer: JsonTokenizer, name: str) -> bool:
 
 
 def describe_bos(tokenizer: Tokenizer) -> str | None:
-    """Describe a BOS in the model's configs with which no text begins; None if there is none."""
+    """Describe a BOS in the model's configs that no text begins with; None if there is none."""
     imported_ids = json.loads(tokenizer.files["generation_config.json"])[IMPORTED_IDS]
     for name, ids in imported_ids.items():
         named = ids.get("bos_token_id")
