@@ -117,3 +117,6 @@ def configure_compiler() -> None:
     torch._dynamo.config.trace_autograd_ops = True  # for a forward pass that computes gradients
     # The backward pass runs outside autocast: values computed in fp32 have fp32 gradients.
     torch._functorch.config.backward_pass_autocast = "off"
+    # Keep graphs with autograd functions in the cache, too: attention and loss have them. The key
+    # includes the code of their forward and backward, with all constants.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True

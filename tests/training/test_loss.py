@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.loader import IGNORE_INDEX
 from data.tasks import Recall
 from model.build import build_model
+from run import compilation
 from tests.conftest import VARIANTS, close, drawn, learn_by_heart, settings_of, tree_of, weights
 from tests.training.test_optimizers import Operations
 from train import take_step
@@ -41,6 +43,26 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     targets = torch.randint(0, 31, (23,), generator=generator)
     targets[[0, 7, 22]] = IGNORE_INDEX
     return hidden, weight, targets
+
+
+@pytest.mark.skipif(compilation.cpp_compiler() is None, reason="needs a compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+def test_a_second_start_reads_the_compiled_loss_from_the_cache():
+    """Its gradients are right: constants inside of the autograd function are part of the key."""
+    hidden, weight, targets = example(torch.float32)
+    configure_compiler()
+    hits = []
+    for z_loss in (0.0, 0.3, 0.0, 0.3):
+        torch.compiler.reset()  # as a new process, which has only the files of the cache
+        counters.clear()
+        arguments = (hidden, weight, targets, 2.5, LossOptions(z_loss=z_loss))
+        head_loss = HeadLoss()
+        expected = torch.autograd.grad(head_loss(*arguments)[0], (hidden, weight))
+        head_loss.compile(dynamic=False, fullgraph=True)
+        close(torch.autograd.grad(head_loss(*arguments)[0], (hidden, weight)), expected)
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    torch.compiler.reset()
+    assert hits[2:] == [1, 1]
 
 
 @pytest.mark.parametrize("vocab_multiple", [1, 16])
