@@ -107,7 +107,7 @@ def test_only_the_training_part_of_a_file_is_read_at_random(tmp_path):
     # Linux lists the size and the flags of each mapping; rr: random read advised.
     maps = re.findall(
         rf"{re.escape(str(path))}\nSize: +(\d+) kB.*?VmFlags: ([a-z ]+)\n",
-        Path("/proc/self/smaps").read_text(),
+        Path("/proc/self/smaps").read_text(encoding="utf-8"),
         re.DOTALL,
     )
     pages = [(int(size) * 1024 // mmap.PAGESIZE, "rr" in flags.split()) for size, flags in maps]
