@@ -11,19 +11,23 @@ import re
 from collections.abc import Iterable
 from functools import cached_property
 from hashlib import sha256
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import numpy as np
 import sentencepiece as spm
 import tokenizers
-from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 
 # Training text is split into pieces of up to 4000 characters, at line ends if there are any,
 # because SentencePiece's trainer gets slower with longer pieces.
 MAX_PIECE_CHARS = 4000
 PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\n|.{1,4000}", re.DOTALL)
 WORDS = re.compile(r".*\w(?= \w)", re.DOTALL)  # up to the last space between two words
+# A longer text is encoded in pieces: SentencePiece gets slower with its length, and encodes each text
+# on one core.
+ENCODED_CHARS = 4000
+CUT_CHARS = 200  # characters at the end of such a piece in which a place to cut is looked for
 SPACE = "\u2581"  # SentencePiece's symbol for a space; one in a text would decode to a space
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
 # Files next to the tokenizer's own file. generation_config.json may contain the BOS and EOS ids;
@@ -77,6 +81,17 @@ class Tokenizer:
         model = ModelProto.FromString(self.files[self.FILE])
         model.normalizer_spec.add_dummy_prefix = False
         return spm.SentencePieceProcessor(model_proto=model.SerializeToString())
+
+    @cached_property
+    def encodes_pieces(self) -> bool:
+        """Whether a text has the same tokens if it is cut between characters that never merge."""
+        model = ModelProto.FromString(self.files[self.FILE])
+        # Without byte_fallback, adjacent unknown characters are one token.
+        is_bpe = model.trainer_spec.model_type == TrainerSpec.BPE
+        is_local = is_bpe and model.trainer_spec.byte_fallback
+        normalizer = model.normalizer_spec
+        normalizes = normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
+        return is_local and not normalizes and not model.trainer_spec.treat_whitespace_as_suffix
 
     @cached_property
     def pairs(self) -> set[tuple[str, str]]:
@@ -193,12 +208,41 @@ class Tokenizer:
         return [[self.bos, *tokens, *self.document_ends] for tokens in documents]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text, on all cores."""
-        documents = self.processor.encode(texts, num_threads=os.cpu_count())
+        """Encode each text, on all cores, with the same tokens as encode()."""
+        # The first piece of each text is encoded as its beginning, the others as text inside it.
+        starts = []
+        pieces = []
+        num_pieces = []
+        for text in texts:
+            start, *others = self.cut(text)
+            starts.append(start)
+            pieces += others
+            num_pieces.append(len(others))
+        documents = self.processor.encode(starts, num_threads=os.cpu_count())
+        encoded = iter(())
+        if pieces:
+            encoded = iter(self.processor_inside.encode(pieces, num_threads=os.cpu_count()))
         for index, text in enumerate(texts):
+            for tokens in islice(encoded, num_pieces[index]):
+                documents[index] += tokens
             if SPACE in text:
                 documents[index] = self.encode(text)
         return documents
+
+    def cut(self, text: str) -> list[str]:
+        """Cut a long text into pieces whose tokens, joined, are the tokens of the text."""
+        pieces = []
+        start = 0
+        end = ENCODED_CHARS
+        while end < len(text) and self.encodes_pieces:
+            # Without a place to cut, the piece gets longer.
+            cut = self.last_cut(text[end - CUT_CHARS : end])
+            if cut > 0:
+                pieces.append(text[start : end - CUT_CHARS + cut])
+                start = end - CUT_CHARS + cut
+            end += ENCODED_CHARS
+        pieces.append(text[start:])
+        return pieces
 
     def last_cut(self, text: str) -> int:
         """Return the last index where a cut leaves a text's tokens unchanged; 0 if there is none.

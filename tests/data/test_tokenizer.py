@@ -49,6 +49,50 @@ def test_random_text_round_trips(tokenizer):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+MODELS = {
+    "own": ({}, True),
+    "prefix": ({"add_dummy_prefix": True}, True),
+    "suffix": ({"add_dummy_prefix": True, "treat_whitespace_as_suffix": True}, False),
+    "blanks": ({"remove_extra_whitespaces": True}, False),
+    "nfkc": ({"normalization_rule_name": "nfkc"}, False),
+    "unknown": ({"byte_fallback": False}, False),
+    "unigram": ({"model_type": "unigram"}, False),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_long_text_has_the_tokens_of_the_whole_text(tmp_path, monkeypatch, name):
+    options, is_cut = MODELS[name]
+    own = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "add_dummy_prefix": False,
+        "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,
+        "user_defined_symbols": "\n,    ",
+    }
+    text = (
+        Stdlib(vocab_size=512, tokenizer=None).root.joinpath("ast.py").read_text(encoding="utf-8")
+    )
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text.split("\n")),
+        model_prefix=str(tmp_path / "a"),
+        vocab_size=600,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **own | options,
+    )
+    tokenizer = Tokenizer.load(tmp_path / "a.model")
+    monkeypatch.setattr("data.tokenizer.ENCODED_CHARS", 40)
+    monkeypatch.setattr("data.tokenizer.CUT_CHARS", 10)
+    # Composed characters, unknown ones, runs of spaces, and a text without a place to cut.
+    texts = [text, "e\u0301  Жили 好好 \n" * 99, " " * 999, "ab", "", text[:41]]
+    assert (len(tokenizer.cut(text)) > len(text) / 80) is is_cut
+    # SentencePiece itself encodes each text as a whole.
+    assert tokenizer.encode_batch(texts) == tokenizer.processor.encode(texts)
+
+
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize("prefix", [True, False])
 def test_any_text_round_trips_through_a_foreign_tokenizer(tmp_path, story, kind, prefix):
