@@ -12,7 +12,10 @@ NUM_BINS = 32  # 1, 2, 3-4, 5-8, ...
 
 
 def cells(classes: Tensor, lengths: Tensor) -> Tensor:
-    """Return the cells of targets, numbered by class and by bin of a length (1 or more); int64."""
+    """Return each target's cell as an int64 index.
+
+    It is computed from the target's class, and from the bin of its length (1 or more).
+    """
     assert classes.dtype == lengths.dtype == torch.int64
     # Bins end at powers of two: the bin of a length is the number of bits of length - 1.
     bins = (lengths - 1).double().frexp().exponent
@@ -33,7 +36,7 @@ def text_cells(inputs: Tensor, targets: Tensor) -> Tensor:
     The class is 1 if the target completes a bigram that occurred earlier in its row, which a model
     can look up. These are Zoology's AR hits (Arora et al., 2312.04927), but without the condition
     that the bigram is rare in training. The length is the number of tokens before the target. Both
-    are computed over the whole row, even if documents are masked.
+    are computed over the whole row, even if attention is masked between documents.
     """
     assert inputs.shape == targets.shape
     # A stable sort puts equal bigrams next to each other, in the order of their positions.

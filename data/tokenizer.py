@@ -314,8 +314,8 @@ class IdTokenizer(Tokenizer):
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.vocab_size:
                 raise ValueError(
-                    f"not a token id below {self.vocab_size} ({word}). fix: numbers such as 2, or "
-                    "a model or a data.tokenizer for text"
+                    f"not a token id below {self.vocab_size} ({word}). fix: give numbers such as "
+                    "2; to give text, name a model or a data.tokenizer"
                 )
             tokens.append(int(word))
         return tokens

@@ -317,9 +317,9 @@ def meant_number(key: str, value: Any) -> str | None:
 
 
 def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
-    """Return the named value of a type that the user probably means by `value`.
+    """Among the named values of a type, return the one that the user probably means by `value`.
 
-    Returns None if no named value is close.
+    Returns None if none of them is close.
     """
     known = named_values(annotation)
     typed = as_typed(value).lower()

@@ -145,10 +145,10 @@ def is_incomplete(library: Path) -> bool:
 def compile_and_run(function: Callable[[], object], *, is_required: bool, option: str) -> object:
     """Call a function that torch.compile compiles -> its result, or None if compiling fails.
 
-    A failure may be due to a broken file in the cache, so there is a second attempt with an empty
-    one. If compiling `is_required`, the last failure ends the process with exit code 2, and its
-    message names the `option` that turns compilation off. A signal ends the process without waiting
-    for threads that compile.
+    A broken file in the cache may be the cause of a failure, so a second attempt uses an empty
+    cache. With `is_required`, the last failure ends the process with exit code 2, and its message
+    names the `option` that turns compilation off. A signal ends the process without waiting for
+    threads that compile.
     """
     attempts = 2
     if "RANK" in os.environ:  # the other processes of the run would wait for a second attempt

@@ -170,9 +170,10 @@ def multiplies_bf16(device: torch.device) -> bool:
 
 
 def prepare_for_training(device: torch.device) -> None:
-    """Let fp32 products run in TF32 on a GPU, and keep freed memory on a CPU.
+    """Choose how this whole process multiplies fp32 matrices and frees memory.
 
-    Both hold for the whole process. Commands that do not call this multiply in full fp32.
+    On a GPU, fp32 matrix products run in TF32. On a CPU, the allocator keeps freed memory instead
+    of returning it to the system. Commands that do not call this multiply in full fp32.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -186,7 +187,7 @@ def describe_products(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU with glibc, let the process keep freed memory.
+    """On a CPU with glibc, let the allocator keep freed memory.
 
     Otherwise every step would get new pages, which the system fills with zeros.
     """

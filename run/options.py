@@ -188,7 +188,10 @@ def options_problem(
 def as_overrides(
     overrides: list[str], words: list[str], check: Callable[[list[str]], object]
 ) -> str:
-    """Return the fix for options that correspond to the overrides `words`, given `overrides`."""
+    """Return the fix for options that should have been overrides.
+
+    `words` are those overrides, `overrides` the ones already given.
+    """
     try:
         check([*overrides, *words])
     except (ValueError, OverrideError) as error:

@@ -117,9 +117,9 @@ def group_quotas(root: Path, group: str) -> list[float]:
 
 @cache
 def lasting_load() -> float:
-    """Return the number of cores that other processes use, measured since this process started.
+    """Return the average number of cores that other processes have used since this process started.
 
-    Since a high load may be brief, it is measured again, over BURST_SECONDS.
+    A high load may be brief, so it is then measured again, over BURST_SECONDS; the lower counts.
     """
     load = other_load(STARTED)
     if load >= FEW_CORES:

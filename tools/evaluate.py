@@ -5,7 +5,7 @@ python -m tools.evaluate --run runs/NAME --text FILE
 python -m tools.evaluate --run runs/NAME --text FILE --context 4096
     in windows longer than the training context
 python -m tools.evaluate --run runs/NAME --slices
-    the metrics of training on all held-out data, by position and for repeated tokens
+    the same metrics as in training, over all held-out data, by position and for repeated tokens
 python -m tools.evaluate --run runs/NAME --lengths
     the same targets with 1, 2 and 4 times the training context in front of them
 
@@ -44,10 +44,14 @@ def parse_arguments() -> argparse.Namespace:
         "--text", help="score a file, a glob, or a folder of .txt, .jsonl, .parquet and .csv"
     )
     kinds.add_argument(
-        "--slices", action="store_true", help="the metrics of training, on all held-out data"
+        "--slices",
+        action="store_true",
+        help="compute the same metrics as in training, over all held-out data",
     )
     kinds.add_argument(
-        "--lengths", action="store_true", help="the held-out loss beyond the training context"
+        "--lengths",
+        action="store_true",
+        help="compute the held-out loss with more context than in training",
     )
     add_model_options(parser)
     parser.add_argument(
@@ -98,7 +102,7 @@ def evaluate_text(
     batch_size: int,
     precision: torch.dtype = torch.float32,
 ) -> dict:
-    """Score the tokens of each document, after BOS and without EOS, in windows of the context.
+    """Score each document's tokens, after BOS and without EOS, in windows of the context length.
 
     If the tokenizer has no BOS, EOS takes its place, as in training.
     """

@@ -189,9 +189,9 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
     )
     if trainer.model_type != trainer.BPE or not trainer.byte_fallback or is_changing:
         raise ValueError(
-            "only BPE tokenizers with byte fallback that do not change the text can be exported "
-            f"({path}). "
-            "fix: import a folder that has a tokenizer.json with tools.import_hf"
+            "cannot export this tokenizer: only byte-fallback BPE that leaves the text unchanged "
+            f"can be exported ({path}). "
+            "fix: with tools.import_hf, import a folder that has a tokenizer.json"
         )
     pieces = vocabulary.pieces
     tokenizer_config = stored_config | {

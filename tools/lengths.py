@@ -84,7 +84,10 @@ def document_start(corpus: Corpus, settings: dict) -> int | None:
 def evaluate_corpus(
     model: Transformer, corpus: Corpus, settings: dict, precision: torch.dtype
 ) -> dict:
-    """Return the metrics of training on all held-out data, in windows of the model's context."""
+    """Compute the training metrics over all held-out data.
+
+    The windows have the length of the model's context.
+    """
     corpus = corpus.with_context(model.context)
     num_tokens = corpus.validation_tokens(model.context)
     batch_size = max(1, BATCH_TOKENS // model.context)

@@ -121,7 +121,8 @@ class Checkpointer:
         if progress.saved_step == progress.step:
             return
         self.meter.check_finite(progress)
-        with self.clock.pause("save"), waiting("saving a checkpoint (less often: save_every)"):
+        message = "saving a checkpoint (to save less often, raise save_every)"
+        with self.clock.pause("save"), waiting(message):
             self.meter.share_losses()
             weights = {}
             for name, tensor in self.trainer.model.state_dict().items():

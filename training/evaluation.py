@@ -138,7 +138,10 @@ class Evaluator:
             and progress.step > progress.first_step
             and self.ranks.device.type != "cuda"
         )
-        message = f"evaluating on {eval_tokens:,} held-out tokens (less often: eval_every)"
+        message = (
+            f"evaluating on {eval_tokens:,} held-out tokens "
+            "(to evaluate less often, raise eval_every)"
+        )
         with self.clock.pause("evaluation"), waiting(message):
             metrics = evaluate(
                 self.trainer.loss_module,
@@ -169,7 +172,8 @@ class Evaluator:
         """Write a sample of text to samples.txt, and show it."""
         if self.signals.agree(self.ranks):
             return
-        with self.clock.pause("sample"), waiting("sampling text (less often: sample_every)"):
+        message = "sampling text (to sample less often, raise sample_every)"
+        with self.clock.pause("sample"), waiting(message):
             text = self.generate(seed=progress.step)
         if self.signals.agree(self.ranks):
             return
@@ -209,9 +213,10 @@ class Evaluator:
 
 
 def gather_once(model: nn.Module) -> None:
-    """Let FSDP allocate and keep the buffers of its first all-gather.
+    """Run one all-gather now, so that FSDP allocates its buffers outside inference mode.
 
-    Text is generated in inference mode; training could not write to buffers allocated there.
+    It keeps them. Text is generated in inference mode, and training could not write to buffers
+    allocated in it.
     """
     for module in (model, *model.blocks):
         module.unshard()

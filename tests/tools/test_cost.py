@@ -21,7 +21,7 @@ def test_the_card_lists_every_attention(command):
 
 
 @pytest.mark.parametrize("attention", ["local_global", "mla"])
-def test_figures_equal_the_allocated_model(attention):
+def test_figures_equal_those_of_the_allocated_model(attention):
     overrides = ["model=15m", "context=64", "data.vocab_size=20000"]
     model = instantiate(settings_of(*overrides, f"attention={attention}").model)
     caches = [model.new_cache(1, length, torch.bfloat16, "cpu").nbytes for length in (1, 2, 64)]

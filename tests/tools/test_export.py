@@ -252,4 +252,4 @@ def test_a_tokenizer_that_would_change_is_refused(how, command, tmp_path):
     )
     saved(tmp_path / "run", tree_of("gqa"), Tokenizer({"tokenizer.model": written.getvalue()}))
     result = command("tools/export_hf.py", "--run", "run", "--out", "there")
-    assert result.code == 2 and "only BPE tokenizers" in result.err and not Path("there").exists()
+    assert result.code == 2 and "byte-fallback BPE" in result.err and not Path("there").exists()

@@ -264,7 +264,7 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", EQUAL)
-def test_ids_equal_transformers(kind, changed):
+def test_ids_equal_those_of_transformers(kind, changed):
     from transformers import AutoTokenizer
 
     folder = changed(*EQUAL[kind])

@@ -51,7 +51,10 @@ class Job:
         say(f"{self.run_dir.name}: {outcome}")
 
     def update(self, free_gpus: list[Environment]) -> None:
-        """Start the job on a free GPU after its baseline ends; end it when its process ends."""
+        """Start the job on a free GPU once its baseline has ended.
+
+        Mark it as ended when its process exits.
+        """
         is_ready = self.baseline is None or self.baseline.outcome is not None
         if self.process is None and is_ready and free_gpus:
             self.try_start(free_gpus)

@@ -90,7 +90,7 @@ def plan_variants(
         raise ValueError(f"losses on different data are not comparable. fix: {sweep['data'][0]}")
     if match != "none" and len(sweep.get("model.hidden", [])) > 1:
         raise ValueError(
-            f"matching the sizes sets model.hidden (--match {match}). fix: --match none"
+            f"model.hidden cannot have several values: --match {match} sets it. fix: --match none"
         )
     # Seeds are repetitions of a variant; every other key defines variants.
     try:

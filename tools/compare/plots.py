@@ -54,12 +54,12 @@ def draw_forest(
     limits: tuple[float, float] | None = None,
     directions: tuple[str, str] = ("", ""),
 ) -> Figure:
-    """Plot rows from top to bottom: a dot for each point, and the interval with its middle.
+    """Plot rows from top to bottom: a dot for each point, and the interval with its middle marked.
 
-    `lines` maps labels to axis values that are marked in all rows. Without `limits`, outlying rows
-    do not stretch the axis: arrows at its ends stand for the points outside, whose values are
-    written to the right of the row. `directions` are the labels to the left and right of the first
-    line, shown above it and at the axis.
+    `lines` maps labels to axis values that are marked in all rows. Without `limits`, outliers do
+    not stretch the axis: an arrow at its end stands for the points of a row beyond it, and the
+    values of these points are written to the right of the row. `directions` are the labels for the
+    two sides (left, right) of the first line; they are shown above that line and at the axis.
     """
     row_height = min(ROW, MAX_ROWS_HEIGHT / len(rows))
     to_left, to_right = directions

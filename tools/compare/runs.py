@@ -271,7 +271,7 @@ def group_by_variant(runs: list[Run]) -> Groups:
 def changes(run: Run, baseline: Run) -> str:
     """Return the settings of a run that its baseline lacks or sets to a different value.
 
-    If the baseline lacks a kind of layers, that kind is compared with all layers of the baseline.
+    If the baseline lacks a kind of layer, that kind is compared with all layers of the baseline.
     """
     theirs = baseline.settings_except(NOT_COMPARED)
     words = []

@@ -72,7 +72,7 @@ def parse_options(overrides: list[str]) -> dict:
 
 
 def in_kinds(overrides: list[str], kinds: dict[str, dict]) -> list[str]:
-    """Return the overrides, with each hybrid option set in every kind of layers that has it."""
+    """Return the overrides, with each hybrid option set in every kind of layer that has it."""
     words = []
     for word in overrides:
         key, _, value = word.partition("=")
@@ -120,11 +120,11 @@ def read_preset(name: str) -> dict:
 
 
 def set_options(tree: dict, options: dict) -> dict:
-    """Return a model's attention with these options set in every kind of layers that has them."""
+    """Return a model's attention with these options set in every kind of layer that has them."""
     attention = deepcopy(tree["attention"])
     kinds, _ = attention_kinds(attention, tree["depth"])
     for key, value in options.items():
-        # kinds.KIND.OPTION sets one kind of layers, OPTION sets all kinds.
+        # kinds.KIND.OPTION sets one kind of layer, OPTION sets all kinds.
         is_known = False
         for kind, knobs in kinds.items():
             option = key.removeprefix(f"kinds.{kind}.")
@@ -209,7 +209,7 @@ def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Chan
 
 @contextmanager
 def fix_of_kind(kind: str) -> Iterator[None]:
-    """Make a ValueError raised inside suggest a fix with the options of this kind of layers."""
+    """Make a ValueError raised inside suggest a fix with the options of this kind of layer."""
     try:
         yield
     except ValueError as error:

@@ -129,7 +129,7 @@ class Architecture:
         return entries
 
     def attention_names(self, attention: nn.Module) -> dict:
-        """Return the parts of parameter names in this attention that differ from `names`."""
+        """Return the entries that this attention adds to `names`, or replaces in it."""
         return {}
 
     def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:

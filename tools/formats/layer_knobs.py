@@ -4,7 +4,7 @@ HYBRID = "model.attention.hybrid.hybrid"
 
 
 def attention_kinds(attention: dict, depth: int) -> tuple[dict[str, dict], list[str]]:
-    """Return the knobs of each kind of layers, and each layer's kind ("" if there is one kind)."""
+    """Return the knobs of each kind of layer, and each layer's kind ("" if there is only one)."""
     if attention["_target_"] != HYBRID:
         return {"": attention}, [""] * depth
     # The pattern is repeated so that it ends with the last layer.

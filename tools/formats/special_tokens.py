@@ -170,7 +170,10 @@ def import_tokenizer(folder: Path) -> Tokenizer:
 
 
 def class_in_transformers(settings: dict) -> str:
-    """Return the tokenizer class of transformers 5; "" if it uses the file unchanged."""
+    """Return the class that transformers 5 uses for a tokenizer with these settings.
+
+    It is "" if transformers uses the file unchanged.
+    """
     name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
     model_type = settings.get("model_type")
     if model_type == "qwen2" or (model_type == "qwen3" and not name):
