@@ -6,9 +6,11 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <bit>
 #include <utility>
+#include <vector>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -24,6 +26,10 @@ constexpr int LANES = 8;
 #define INLINE static inline __attribute__((always_inline))  // else sums would go through memory
 
 using Sums = float __attribute__((vector_size(4 * LANES)));
+using Ints = int32_t __attribute__((vector_size(4 * LANES)));
+
+template <class T>
+constexpr int WIDTH = LANES;  // numbers that `load` reads
 
 INLINE Sums load(const float* from) {
   using Unaligned = float __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -33,35 +39,85 @@ INLINE Sums load(const float* from) {
 INLINE Sums add(Sums sums, Sums a, Sums b) { return sums + a * b; }
 
 #ifdef __AVX512BF16__  // two products for each sum
+template <>
+constexpr int WIDTH<BFloat16> = 2 * LANES;
+
 INLINE __m512bh load(const BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
 
 INLINE Sums add(Sums sums, __m512bh a, __m512bh b) { return (Sums)_mm512_dpbf16_ps((__m512)sums, a, b); }
 #else  // the upper half of an fp32
 INLINE Sums load(const BFloat16* from) {
   using Unaligned = uint16_t __attribute__((vector_size(2 * LANES), aligned(2)));
-  using Ints = int32_t __attribute__((vector_size(4 * LANES)));
   return (Sums)(__builtin_convertvector(*reinterpret_cast<const Unaligned*>(from), Ints) << 16);
 }
 #endif
 
+// Sums of int8 products are in int32. Each weight has OFFSET added, and the sums are corrected for it.
+#ifdef __AVX512VNNI__  // four products for each sum, of an unsigned and a signed number
+#define HAS_INT8
+constexpr int OFFSET = 128;
+template <>
+constexpr int WIDTH<int8_t> = 4 * LANES;
+
+INLINE __m512i load(const int8_t* from) { return _mm512_loadu_si512(from); }
+
+INLINE __m512i load_part(const int8_t* from, int64_t count) {
+  return _mm512_maskz_loadu_epi8((uint64_t(1) << count) - 1, from);
+}
+
+INLINE __m512i add_offset(__m512i weights) { return _mm512_xor_si512(weights, _mm512_set1_epi8(-128)); }
+
+INLINE Ints add(Ints sums, __m512i a, __m512i b) { return (Ints)_mm512_dpbusd_epi32((__m512i)sums, a, b); }
+#elif defined(__AVX512BW__)  // two products of int16 for each sum
+#define HAS_INT8
+constexpr int OFFSET = 0;
+template <>
+constexpr int WIDTH<int8_t> = 2 * LANES;
+
+INLINE __m512i load(const int8_t* from) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from)); }
+
+INLINE Ints add(Ints sums, __m512i a, __m512i b) { return sums + (Ints)_mm512_madd_epi16(a, b); }
+#elif defined(__AVX2__) && !defined(__AVX512F__)  // the same with half the lanes
+#define HAS_INT8
+constexpr int OFFSET = 0;
+template <>
+constexpr int WIDTH<int8_t> = 2 * LANES;
+
+INLINE __m256i load(const int8_t* from) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)); }
+
+INLINE Ints add(Ints sums, __m256i a, __m256i b) { return sums + (Ints)_mm256_madd_epi16(a, b); }
+#endif
+
+template <class Vector>
+INLINE Vector add_offset(Vector weights) {
+  return weights;
+}
+
+// `count` numbers, fewer than WIDTH, followed by zeros
+template <class T>
+INLINE auto load_part(const T* from, int64_t count) {
+  T padded[WIDTH<T>] = {};
+  std::copy_n(from, count, padded);
+  return load(padded);
+}
+
 #if __has_builtin(__builtin_shufflevector)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else  // GCC before 12
-using Indices = int32_t __attribute__((vector_size(4 * LANES)));
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Indices{__VA_ARGS__})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 
 // the vectors of a and then of b, each block of 2 * BLOCK lanes added up to BLOCK lanes
-template <int BLOCK, int... LANE>
-INLINE Sums fold(Sums a, Sums b, std::integer_sequence<int, LANE...>) {
+template <int BLOCK, class Vector, int... LANE>
+INLINE Vector fold(Vector a, Vector b, std::integer_sequence<int, LANE...>) {
   return SHUFFLE(a, b, (LANE / BLOCK * 2 * BLOCK + LANE % BLOCK)...) +
          SHUFFLE(a, b, (LANE / BLOCK * 2 * BLOCK + LANE % BLOCK + BLOCK)...);
 }
 
 // LANES vectors -> a vector of the sums of each, in about LANES additions instead of LANES squared
-template <int BLOCK = LANES / 2>
-INLINE Sums add_lanes(const Sums* vectors) {
-  Sums folded[BLOCK];
+template <int BLOCK = LANES / 2, class Vector>
+INLINE Vector add_lanes(const Vector* vectors) {
+  Vector folded[BLOCK];
 #pragma GCC unroll 8
   for (int i = 0; i < BLOCK; i++)
     folded[i] = fold<BLOCK>(vectors[2 * i], vectors[2 * i + 1], std::make_integer_sequence<int, LANES>());
@@ -69,19 +125,58 @@ INLINE Sums add_lanes(const Sums* vectors) {
   else return add_lanes<BLOCK / 2>(folded);
 }
 
-// ROWS rows of k weights times TOKENS rows of k inputs: y[token * outputs + row]
-template <int ROWS, int TOKENS, bool IS_FIRST, class T>
-void tile(const T* w, const T* x, int64_t k, int64_t outputs, T* y) {
-  using Vector = decltype(load(w));
-  constexpr int WIDTH = sizeof(Vector) == 4 * LANES && !std::is_same_v<Vector, Sums> ? 2 * LANES : LANES;
-  Sums sums[LANES] = {};
-  auto add_products = [&](const T* w, const T* x, int64_t stride) __attribute__((always_inline)) {
-    Vector weights[ROWS];
-    for (int row = 0; row < ROWS; row++) weights[row] = load(w + row * stride);
+// The product y (tokens, outputs) of inputs x (tokens, k) and weights w (outputs, k). If these are int8, they have
+// a scale for each row.
+template <class T, class Y>
+struct Product {
+  const T *w, *x;
+  Y* y;
+  int64_t tokens, k, outputs;
+  const Y* w_scale = nullptr;            // (outputs,)
+  const float* x_scale = nullptr;        // (tokens,)
+  const int32_t* x_correction = nullptr;  // (tokens,): OFFSET times the sum of each row of x
+};
+
+// the first COUNT lanes from memory, the others 0
+template <int COUNT, class Vector, class T>
+INLINE Vector load_lanes(const T* from) {
+  Vector vector = {};
+#pragma GCC unroll 8
+  for (int i = 0; i < COUNT; i++) vector[i] = from[i];
+  return vector;
+}
+
+// the int8 products of a tile, with token * ROWS + row in each lane, times the scales of x and w
+template <int ROWS, int TOKENS, class Y, int... LANE>
+INLINE Sums apply_scales(Ints products, const Product<int8_t, Y>& p, int64_t row, int64_t token,
+                         std::integer_sequence<int, LANE...>) {
+  Ints correction = load_lanes<TOKENS, Ints>(p.x_correction + token);
+  Sums x_scale = load_lanes<TOKENS, Sums>(p.x_scale + token);
+  Sums w_scale = load_lanes<ROWS, Sums>(p.w_scale + row);
+  products -= SHUFFLE(correction, correction, (LANE / ROWS % TOKENS)...);
+  x_scale = SHUFFLE(x_scale, x_scale, (LANE / ROWS % TOKENS)...);
+  w_scale = SHUFFLE(w_scale, w_scale, (LANE % ROWS)...);
+  return __builtin_convertvector(products, Sums) * (x_scale * w_scale);
+}
+
+// ROWS rows of w from `row` on times TOKENS rows of x from `token` on
+template <int ROWS, int TOKENS, bool IS_FIRST, class T, class Y>
+void tile(const Product<T, Y>& p, int64_t row, int64_t token) {
+  constexpr bool IS_INT8 = std::is_same_v<T, int8_t>;
+  const int64_t k = p.k;
+  const T *w = p.w + row * k, *x = p.x + token * k;
+  std::conditional_t<IS_INT8, Ints, Sums> sums[LANES] = {};
+  auto add_products = [&](auto load_at) __attribute__((always_inline)) {
+    decltype(load(w)) weights[ROWS];
+    // Unrolled, else the sums would go through memory.
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++) weights[row] = add_offset(load_at(w + row * k));
+#pragma GCC unroll 16
     for (int token = 0; token < TOKENS; token++) {
-      Vector inputs = load(x + token * stride);
+      auto inputs = load_at(x + token * k);
+#pragma GCC unroll 16
       for (int row = 0; row < ROWS; row++) {
-        Sums& sum = sums[token * ROWS + row];
+        auto& sum = sums[token * ROWS + row];
         sum = add(sum, weights[row], inputs);
       }
     }
@@ -89,63 +184,127 @@ void tile(const T* w, const T* x, int64_t k, int64_t outputs, T* y) {
 
   const char* ahead = reinterpret_cast<const char*>(w) + AHEAD;
   int64_t i = 0;
-  for (; i + WIDTH <= k; i += WIDTH) {
+  for (; i + WIDTH<T> <= k; i += WIDTH<T>) {
     if (IS_FIRST)
-      for (size_t byte = 0; byte < ROWS * WIDTH * sizeof(T); byte += 64) __builtin_prefetch(ahead + byte);
-    ahead += ROWS * WIDTH * sizeof(T);
-    add_products(w + i, x + i, k);
+      for (size_t byte = 0; byte < ROWS * WIDTH<T> * sizeof(T); byte += 64) __builtin_prefetch(ahead + byte);
+    ahead += ROWS * WIDTH<T> * sizeof(T);
+    add_products([&](const T* from) __attribute__((always_inline)) { return load(from + i); });
   }
-  if (i < k) {  // the rest, followed by zeros
-    T last_w[ROWS * WIDTH] = {}, last_x[TOKENS * WIDTH] = {};
-    for (int row = 0; row < ROWS; row++) std::copy(w + row * k + i, w + row * k + k, last_w + row * WIDTH);
-    for (int token = 0; token < TOKENS; token++)
-      std::copy(x + token * k + i, x + token * k + k, last_x + token * WIDTH);
-    add_products(last_w, last_x, WIDTH);
-  }
+  if (i < k) add_products([&](const T* from) __attribute__((always_inline)) { return load_part(from + i, k - i); });
 
-  Sums total = add_lanes(sums);
-  T rounded[LANES];
-  for (int lane = 0; lane < LANES; lane++) rounded[lane] = total[lane];
-  for (int token = 0; token < TOKENS; token++) std::copy_n(rounded + token * ROWS, ROWS, y + token * outputs);
+  auto total = add_lanes(sums);
+  Y rounded[LANES];
+  if constexpr (IS_INT8) {
+    Sums scaled = apply_scales<ROWS, TOKENS>(total, p, row, token, std::make_integer_sequence<int, LANES>());
+    for (int lane = 0; lane < LANES; lane++) rounded[lane] = scaled[lane];
+  } else {
+    for (int lane = 0; lane < LANES; lane++) rounded[lane] = total[lane];
+  }
+  for (int t = 0; t < TOKENS; t++) std::copy_n(rounded + t * ROWS, ROWS, p.y + (token + t) * p.outputs + row);
 }
 
 // The first tile of the tokens asks for the weights of the next rows; the others find these in the cache.
-template <int ROWS, class T>
-void rows(const T* w, const T* x, int64_t tokens, int64_t k, int64_t outputs, T* y) {
+template <int ROWS, class T, class Y>
+void rows(const Product<T, Y>& p, int64_t row) {
   constexpr int TILE_ROWS = std::min(ROWS, LANES / 4);  // so that the sums of 4 tokens fit into the registers
   int64_t token = 0;
-  for (; token + 4 <= tokens; token += 4)
-    for (int row = 0; row < ROWS; row += TILE_ROWS) {
-      auto* to = y + token * outputs + row;
-      if (token == 0) tile<TILE_ROWS, 4, true>(w + row * k, x, k, outputs, to);
-      else tile<TILE_ROWS, 4, false>(w + row * k, x + token * k, k, outputs, to);
-    }
-  for (; token < tokens; token++)
-    if (token == 0) tile<ROWS, 1, true>(w, x, k, outputs, y);
-    else tile<ROWS, 1, false>(w, x + token * k, k, outputs, y + token * outputs);
+  for (; token + 4 <= p.tokens; token += 4)
+    for (int part = 0; part < ROWS; part += TILE_ROWS)
+      if (token == 0) tile<TILE_ROWS, 4, true>(p, row + part, token);
+      else tile<TILE_ROWS, 4, false>(p, row + part, token);
+  for (; token < p.tokens; token++)
+    if (token == 0) tile<ROWS, 1, true>(p, row, token);
+    else tile<ROWS, 1, false>(p, row, token);
+}
+
+template <class T, class Y>
+void multiply(const Product<T, Y>& p) {
+  at::parallel_for(0, p.outputs, std::max<int64_t>(8, 32768 / p.k), [&](int64_t row, int64_t end) {
+    for (; row + 8 <= end; row += 8) rows<8>(p, row);
+    for (; row < end; row++) rows<1>(p, row);
+  });
+}
+
+Tensor empty_result(const Tensor& x, const Tensor& w) {
+  TORCH_CHECK(x.is_contiguous() && w.is_contiguous() && w.dim() == 2 && x.size(-1) == w.size(1));
+  auto shape = x.sizes().vec();
+  shape.back() = w.size(0);
+  return at::empty(shape, x.options());
 }
 
 template <class T>
-void multiply(const Tensor& x, const Tensor& w, Tensor& y) {
-  int64_t outputs = w.size(0), k = w.size(1), tokens = x.numel() / k;
-  const T *inputs = x.const_data_ptr<T>(), *weights = w.const_data_ptr<T>();
-  T* to = y.mutable_data_ptr<T>();
-  at::parallel_for(0, outputs, std::max<int64_t>(4, 32768 / k), [&](int64_t row, int64_t end) {
-    for (; row + 4 <= end; row += 4) rows<4>(weights + row * k, inputs, tokens, k, outputs, to + row);
-    for (; row < end; row++) rows<1>(weights + row * k, inputs, tokens, k, outputs, to + row);
-  });
+Tensor multiply_floats(const Tensor& x, const Tensor& w) {
+  Tensor y = empty_result(x, w);
+  const int64_t k = w.size(1);
+  multiply<T, T>({w.const_data_ptr<T>(), x.const_data_ptr<T>(), y.mutable_data_ptr<T>(), x.numel() / k, k, w.size(0)});
+  return y;
 }
 
 // x (..., k) and w (n, k), both fp32 or both bf16, contiguous -> (..., n), summed in fp32
 Tensor matvec(const Tensor& x, const Tensor& w) {
-  TORCH_CHECK(x.is_contiguous() && w.is_contiguous() && w.dim() == 2 && x.size(-1) == w.size(1));
   TORCH_CHECK(x.scalar_type() == w.scalar_type());
-  auto shape = x.sizes().vec();
-  shape.back() = w.size(0);
-  Tensor y = at::empty(shape, x.options());
-  x.scalar_type() == at::kBFloat16 ? multiply<BFloat16>(x, w, y) : multiply<float>(x, w, y);
+  return x.scalar_type() == at::kBFloat16 ? multiply_floats<BFloat16>(x, w) : multiply_floats<float>(x, w);
+}
+
+#ifdef HAS_INT8  // other processors use the kernel of torch
+// Round each row of x (tokens, k) to int8, with the scale that maps its largest absolute value to 127. A row that is
+// not finite has a scale of inf or NaN and levels of 0: its products are NaN.
+template <class Y>
+void quantize(const Y* x, int64_t tokens, int64_t k, int8_t* levels, float* scale, int32_t* correction) {
+  for (int64_t token = 0; token < tokens; token++) {
+    // Without the sign, the bits of floats are in the order of the floats, and NaN is the largest: compilers
+    // vectorize this maximum.
+    int32_t largest = std::bit_cast<int32_t>(1e-30f);
+    for (int64_t i = 0; i < k; i++)
+      largest = std::max(largest, std::bit_cast<int32_t>(float(x[token * k + i])) & 0x7fffffff);
+    const float inverse = 127 / std::bit_cast<float>(largest);
+    scale[token] = std::bit_cast<float>(largest) / 127;
+
+    int32_t sum = 0;
+    for (int64_t i = 0; i < k; i++) {
+      // After this addition the last bits of the float are the nearest integer.
+      const float shifted = float(x[token * k + i]) * inverse + 12582912.0f;
+      const int8_t level = std::bit_cast<int32_t>(shifted) - std::bit_cast<int32_t>(12582912.0f);
+      levels[token * k + i] = level;
+      sum += level;
+    }
+    correction[token] = OFFSET * sum;
+  }
+}
+
+template <class Y>
+Tensor multiply_int8(const Tensor& x, const Tensor& w, const Tensor& w_scale) {
+  Tensor y = empty_result(x, w);
+  const int64_t k = w.size(1), tokens = x.numel() / k;
+  TORCH_CHECK(k <= 1 << 17);  // 127 * 127 * k fits into int32
+  std::vector<int8_t> levels(x.numel());
+  std::vector<float> scale(tokens);
+  std::vector<int32_t> correction(tokens);
+  quantize(x.const_data_ptr<Y>(), tokens, k, levels.data(), scale.data(), correction.data());
+  multiply<int8_t, Y>({w.const_data_ptr<int8_t>(), levels.data(), y.mutable_data_ptr<Y>(), tokens, k, w.size(0),
+                       w_scale.const_data_ptr<Y>(), scale.data(), correction.data()});
   return y;
 }
 
-TORCH_LIBRARY(attend, library) { library.def("matvec(Tensor x, Tensor w) -> Tensor"); }
-TORCH_LIBRARY_IMPL(attend, CPU, library) { library.impl("matvec", matvec); }
+// x (..., k) in fp32 or bf16, w (n, k) in int8 and w_scale (n,) in the dtype of x, contiguous -> (..., n). Each row of
+// x is rounded to int8.
+Tensor matvec_int8(const Tensor& x, const Tensor& w, const Tensor& w_scale) {
+  TORCH_CHECK(w_scale.is_contiguous() && w_scale.dim() == 1 && w_scale.size(0) == w.size(0));
+  TORCH_CHECK(x.scalar_type() == w_scale.scalar_type());
+  return x.scalar_type() == at::kBFloat16 ? multiply_int8<BFloat16>(x, w, w_scale)
+                                          : multiply_int8<float>(x, w, w_scale);
+}
+#endif
+
+TORCH_LIBRARY(attend, library) {
+  library.def("matvec(Tensor x, Tensor w) -> Tensor");
+#ifdef HAS_INT8
+  library.def("matvec_int8(Tensor x, Tensor w, Tensor w_scale) -> Tensor");
+#endif
+}
+TORCH_LIBRARY_IMPL(attend, CPU, library) {
+  library.impl("matvec", matvec);
+#ifdef HAS_INT8
+  library.impl("matvec_int8", matvec_int8);
+#endif
+}

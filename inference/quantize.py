@@ -1,6 +1,6 @@
 """Linear layers for decoding: products of a few tokens at memory speed, and int8 weights.
 
-On a CPU torch's products reach a quarter of the bandwidth; the kernel in matvec.cpp most of it.
+On a CPU torch's products reach a quarter of the bandwidth; the kernels in matvec.cpp most of it.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ FLAGS = [
 
 
 def load_matvec(folder: Path, compiler: str | None) -> bool:
-    """Load the kernel, after compiling it if it is not in `folder`; return whether it is loaded.
+    """Load the kernels, after compiling them if they are not in `folder`; return whether it worked.
 
-    It is compiled to another cache if `folder` is not writable.
+    They are compiled to another cache if `folder` is not writable.
     """
     if hasattr(torch.ops.attend, "matvec"):
         return True
@@ -60,16 +60,18 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
         return False
 
     torch.library.register_fake("attend::matvec", matvec_result)
+    if hasattr(torch.ops.attend, "matvec_int8"):
+        torch.library.register_fake("attend::matvec_int8", matvec_result)
     return True
 
 
-def matvec_result(x: Tensor, w: Tensor) -> Tensor:
-    """x (..., N), w (M, N) -> an empty tensor (..., M): torch.compile needs only its shape."""
+def matvec_result(x: Tensor, w: Tensor, w_scale: Tensor | None = None) -> Tensor:
+    """x (..., N), w (M, N), w_scale (M,) -> an empty tensor (..., M): torch.compile needs only its shape."""
     return x.new_empty(*x.shape[:-1], len(w))
 
 
 def compile_matvec(library: Path, compiler: str) -> None:
-    """Compile the kernel; the library gets its name once it is complete. Raises OSError.
+    """Compile the kernels; the library gets its name once it is complete. Raises OSError.
 
     torch.utils.cpp_extension.load would need ninja, even to load a compiled library.
     """
@@ -130,7 +132,11 @@ class MatvecLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """x (..., N) -> (..., M) for inference: int8 weights, with a scale for each output."""
+    """x (..., N) -> (..., M) for inference: int8 weights, with a scale for each output.
+
+    For a few tokens on a CPU with AVX2, the kernel in matvec.cpp also rounds each vector of x to
+    int8, and the products are exact sums of integers.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         check_shapes(weight, bias)
@@ -145,8 +151,11 @@ class Int8Linear(nn.Module):
         return self.levels.to(self.scale.dtype) * self.scale[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
+        is_few = is_few_on_cpu(x)
+        if is_few and hasattr(torch.ops.attend, "matvec_int8"):
+            y = torch.ops.attend.matvec_int8(x.contiguous(), self.levels, self.scale)
         # Torch's kernel is wrong for sizes that are not a multiple of 16.
-        if is_few_on_cpu(x) and x.shape[-1] % 16 == 0:
+        elif is_few and x.shape[-1] % 16 == 0:
             y = torch._weight_int8pack_mm(x.flatten(0, -2), self.levels, self.scale)
             y = y.view(*x.shape[:-1], -1)
         else:

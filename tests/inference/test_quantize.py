@@ -35,11 +35,55 @@ def test_products_equal_float64(compiled, outputs, inputs, tokens, dtype, error,
             linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127
         )  # half a step, and a rounded scale
         assert ((few.weight - linear.weight).abs() <= 0.5 * scale + 2 * error * scale * 127).all()
-    expected = F.linear(x.double(), few.weight.double(), few.bias.double())
-    if tokens <= quantize.MAX_FEW_TOKENS and not int8:
+    weight = few.weight.double()
+    rounded = x.double()
+    has_kernel = not int8 or hasattr(torch.ops.attend, "matvec_int8")
+    if tokens <= quantize.MAX_FEW_TOKENS and has_kernel:
         monkeypatch.setattr(F, "linear", None)  # must not be called
+        if int8:
+            # The product of the two scales is never rounded to the dtype.
+            weight = few.levels.double() * few.scale.double()[:, None]
+            rounded = round_to_int8(x.float())
+    expected = (rounded @ weight.T) + few.bias.double()
     y = few(x)
     assert y.dtype == dtype and (y - expected).abs().max() <= error * expected.abs().max()
+
+
+def round_to_int8(x: torch.Tensor) -> torch.Tensor:
+    """x (..., N) in fp32 -> its vectors rounded to 127 levels of either sign, in float64."""
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    levels = (x * (127 / largest)).round()
+    return levels.double() * largest.double() / 127
+
+
+@pytest.mark.parametrize("case", ["zeros", "extremes", "cancelled", "infinite", "nan"])
+@pytest.mark.parametrize("inputs", [70, 4096])
+def test_int8_products_of_extreme_inputs(compiled, case, inputs):
+    """Zeros, the largest sums, sums that cancel, and inputs that are not finite."""
+    x = torch.zeros(1, inputs)
+    expected = torch.zeros(1, 3)
+    if case == "extremes":
+        x -= 2
+        expected -= 2 * inputs
+    elif case == "cancelled":
+        x[:, ::2] = 1
+        x[:, 1::2] = -1
+    elif case == "infinite":
+        x[:, 1] = torch.inf
+    elif case == "nan":
+        x[:, -1] = torch.nan
+    y = quantize.Int8Linear(torch.ones(3, inputs), None)(x)
+    if case in ("infinite", "nan"):
+        assert not y.isfinite().any()
+    else:
+        torch.testing.assert_close(y, expected)
+
+
+def test_an_int8_product_is_the_same_compiled(compiled):
+    few = quantize.Int8Linear(torch.randn(48, 32), None)
+    x = torch.randn(3, 1, 32)
+    compiled_few = torch.compile(few, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled_few(x), few(x))
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "gdn", "gated"])
