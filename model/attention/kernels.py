@@ -8,6 +8,7 @@ K. True in the mask means visible; if it differs from head to head it is (B, H, 
 means plain causal attention with T = S, which needs no mask in memory.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,15 +23,17 @@ from model.layers import apply_softcap, fp32
 
 # (row, head, query, key) -> the bias of the score; four tensors of indices that broadcast.
 ScoreBias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-BLOCK_SIZE = 128  # queries in a block of `blockwise_attention`
+BLOCK_SIZE = 128  # queries in a block of `blockwise_attention`, at least
+MAX_BLOCKS = 8  # the compiler's time grows with their number, so longer texts have larger blocks
 # The largest head width at which FlexAttention's backward fits into the shared memory of any GPU
 # since Ampere; at 192 a block takes 114,688 bytes, and consumer GPUs have 101,376 per block.
 MAX_SMALL_WIDTH = 128
 LARGE_SHARED_MEMORY = 120_000  # bytes per block: A100 has 166,912
 BIAS_COLUMNS = 8  # columns that `append_token_bias` adds: a multiple of 8 keeps rows aligned
 BIAS_UNIT = 16.0  # the multiplier of a part of a bias; it keeps the parts in fp16's range
-# Up to this many tokens, `blockwise_attention` compiled for a CPU beats the fused kernel.
-MAX_COMPILED_TOKENS = 1024
+# Up to this many tokens, `blockwise_attention` compiled for a CPU replaces the fused kernel, which
+# takes longer. It keeps T^2 exponentials per head for the backward: longer texts lack the memory.
+MAX_COMPILED_TOKENS = 2048
 
 
 class TokenBias(NamedTuple):
@@ -89,10 +92,12 @@ def blockwise_attention(
     """
     if mask is not None:
         return attend_block(q, k, v, mask, options)
-    positions = torch.arange(q.shape[2], device=q.device)
+    length = q.shape[2]
+    block_size = max(BLOCK_SIZE, math.ceil(length / MAX_BLOCKS))
+    positions = torch.arange(length, device=q.device)
     blocks = []
-    for start in range(0, q.shape[2], BLOCK_SIZE):
-        end = min(start + BLOCK_SIZE, q.shape[2])
+    for start in range(0, length, block_size):
+        end = min(start + block_size, length)
         mask = positions[:end] <= positions[start:end, None]
         blocks.append(
             attend_block(

@@ -66,6 +66,28 @@ def test_the_other_kernels_equal_the_definition(window, softcap, has_sink, scale
     assert_same_with_gradients(chosen.transpose(1, 2), expected, (q, k, v, sink))
 
 
+@pytest.mark.parametrize("length", [9, 1024, 2048])
+def test_blocks_of_queries_grow_with_the_length(length):
+    """A compiler has no more of them to compile than at 1,024 tokens."""
+    q, k, v = (random(1, 1, length, 2).requires_grad_() for _ in range(3))
+    with Operations() as operations:
+        y = kernels.blockwise_attention(q, k, v, None, ScoreOptions(SCALE))
+    assert operations.names.count("aten::exp") == (1 if length == 9 else 8)
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
+    assert_same_with_gradients(y, expected, (q, k, v))
+
+
+@pytest.mark.parametrize("length, is_fused", [(2048, False), (2049, True)])
+def test_compiled_training_on_a_cpu_is_by_blocks_of_queries(length, is_fused, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    q, k, v = (random(1, length, 1, 2) for _ in range(3))
+    with Operations() as operations:
+        y = AttentionKernel()(q, k, v, Visibility(None, None, None))
+    assert ("aten::exp" not in operations.names) == is_fused
+    q, k, v = by_tokens(q, k, v)
+    close(y.transpose(1, 2), scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
 def test_the_default_scale_depends_on_the_width():
     q, k, v, visible, _ = kernel_inputs(None, has_sink=False)
     y = AttentionKernel()(*by_tokens(q, k, v), visible)
