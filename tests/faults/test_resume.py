@@ -295,7 +295,7 @@ def test_a_changed_seed_text_or_order_is_refused_by_the_command(job, capfd, monk
     with monkeypatch.context() as patch:
         patch.setattr("data.corpus.ROW_ORDER", 1)
         assert forked(job.with_words()) == 2
-        assert "in another order. fix: " in capfd.readouterr().err
+        assert "in a different order. fix: " in capfd.readouterr().err
     assert forked(job.with_words("optimizer.lr=0.001")) == 0
     assert (
         "changed since step-00000002: optimizer.lr (then 0.035, now 0.001), steps (then 2"

@@ -47,7 +47,7 @@ ZEROS = (
 
 @pytest.mark.parametrize("target", HOSTILE)
 def test_hostile_targets_are_refused(target):
-    with pytest.raises(ValueError, match="written in model/"):
+    with pytest.raises(ValueError, match="defined in model/"):
         instantiate({"_target_": target})
 
 
@@ -179,8 +179,9 @@ def test_buffers_keep_their_dtype_in_a_model_of_lower_precision(
     optimize_for_decoding(model, int8)
     tokens = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
     cache = model.new_cache(1, 16, torch.bfloat16, "cpu")
+    atol = 0.3 if int8 else 0.2  # with int8, the inputs of each product are rounded as well
     with torch.no_grad():
-        close(model(tokens, cache).float(), exact(tokens), rtol=0, atol=0.2)
+        close(model(tokens, cache).float(), exact(tokens), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "llama attention.bias=true"])

@@ -258,13 +258,14 @@ def test_a_run_can_start_from_the_weights_of_another(command, trained):
 @pytest.mark.parametrize("folder", ["run_dir=begun", "name=begun"])
 def test_a_run_does_not_need_the_run_that_it_started_from(command, trained, folder):
     words = (*TINY[1:], *SHORT, *TEXT[:2], f"init_from={trained}", "optimizer.lr=0.001", folder)
+    words += ("precision=fp32",)  # in bf16, two evaluations differ by a thousandth
     command("train.py", *words).succeeded()
     shutil.rmtree(trained)
     begun = Path("begun" if folder == "run_dir=begun" else "runs/begun")
     # It is evaluated, compared and resumed without the other run.
     last = metrics(begun)[-1]["val_loss"]
     result = command("tools/evaluate.py", "--run", str(begun), "--slices").succeeded()
-    assert json.loads(result.out)["val_loss"] == pytest.approx(last, rel=1e-3)
+    assert json.loads(result.out)["val_loss"] == pytest.approx(last, rel=1e-5)
     command("tools/compare/__main__.py", "--report", str(begun)).succeeded()
     result = command("train.py", *words, "resume=true", "steps=6").succeeded()
     assert "resuming step 4" in result.err and "data.tokenizer" not in result.err
