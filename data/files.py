@@ -194,7 +194,10 @@ def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
             del kind[file]
     # Training on files named validation would make the validation loss worthless.
     if not train:
-        raise ValueError(f"no files to train on (data.path={path}). fix: names without val or test")
+        raise ValueError(
+            f"no files to train on (data.path={path}). fix: give files without val or test in "
+            "their names"
+        )
     return Split(list(train.values()), list(validation.values()), list(unused.values()))
 
 

@@ -172,6 +172,6 @@ def check_shapes(weight: Tensor, bias: Tensor | None) -> None:
 
 
 def is_few_on_cpu(x: Tensor) -> bool:
-    """Whether x (..., N) is on a CPU with so few vectors that reading the weights dominates."""
+    """Whether x (..., N) is on a CPU and so short that reading the weights dominates the time."""
     is_few = x.numel() <= MAX_FEW_TOKENS * x.shape[-1]
     return is_few and x.device.type == "cpu" and x.dtype != torch.float64

@@ -307,7 +307,7 @@ def our_value(key: str, value: str) -> str:
 
 
 def meant_number(key: str, value: Any) -> str | None:
-    """Expand the suffix of a number, as in 10k, or 2h for minutes; None for other values."""
+    """Expand a number's suffix, as in 10k, or 2h where minutes are expected; None for others."""
     match = re.fullmatch(r"(\d+\.?\d*) *([a-z]+)", str(value).lower())
     units = {"max_minutes": MINUTES, "context": POWERS_OF_TWO, "batch_tokens": POWERS_OF_TWO}
     units = units.get(key, MULTIPLES)

@@ -138,7 +138,7 @@ def report_folder_errors() -> Iterator[None]:
 
 
 def find_run_to_resume(settings: Settings, corpus_identity: dict) -> Path | None:
-    """Return the newest runs/name that is the same run, or else the newest; None if none exists."""
+    """Return the newest runs/name that is this same run, or else the newest one; None without any."""
     now = settings.model_dump() | corpus_identity
     runs = runs_of(settings.name)
     same_runs = [run for run in runs if is_same_run(run, now)]

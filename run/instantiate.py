@@ -122,7 +122,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
             )
         if annotations[name] is inspect.Parameter.empty:
             raise TypeError(
-                f"{target.__name__} has no type annotation for {name}. fix: annotate it, such as "
+                f"{target.__name__} has no type annotation for {name}. fix: annotate it, for example "
                 f"{name}: {type(value).__name__}"
             )
 
@@ -159,7 +159,7 @@ def type_in_words(annotation: Any) -> str:
 
 
 def fixed_value(key: str, value: Any, annotation: Any) -> str | None:
-    """Return an override with the value probably meant by one of the wrong type, or None."""
+    """For a value of the wrong type, return an override with the value probably meant, or None."""
     wanted = inspect.formatannotation(annotation)
     nearest = aliases.nearest_value(key, value, annotation)
     if nearest is not None:

@@ -136,7 +136,11 @@ def parse_arguments() -> argparse.Namespace:
         default="params",
         help="adjust model.hidden so that all variants have equal parameters or FLOPs",
     )
-    add("--tune", action="store_true", help="search the best learning rate of each variant first")
+    add(
+        "--tune",
+        action="store_true",
+        help="first search for the best learning rate of each variant",
+    )
     add(
         "--margin",
         type=float,

@@ -114,9 +114,9 @@ def draw_ladder(
     baseline: str,
     unit: str,
 ) -> Figure:
-    """Plot losses over the training compute, and below them the differences from the baseline.
+    """Plot losses against training compute, and below them the differences from the baseline.
 
-    For each variant at each compute: the losses of the seeds, the loss of the fitted line, and the
+    For each variant and amount of compute: the losses of the seeds, the loss on the fitted line, and the
     difference with the bounds of its interval.
     """
     figure = Figure(figsize=(WIDTH, 5.2), layout="constrained")
