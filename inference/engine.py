@@ -16,9 +16,8 @@ from run.progress import say
 
 CACHE_MULTIPLE = 256  # tokens; a compiled step is reused if the next cache has the same capacity
 READ_MULTIPLE = 256  # slots; decode steps read the filled slots, rounded up to this multiple
-NUM_WARM_UPS = (
-    3  # eager steps in which libraries allocate workspaces, before a CUDA graph is recorded
-)
+# Eager steps in which libraries allocate their workspaces, before a CUDA graph is recorded.
+NUM_WARM_UPS = 3
 
 
 class Engine:
@@ -239,7 +238,8 @@ class Engine:
             with torch.cuda.graph(graph, stream=stream):
                 self.decode_step()
         except RuntimeError as error:
-            (reason, *_) = str(error).splitlines() or [type(error).__name__]
+            message = str(error) or type(error).__name__
+            reason = message.splitlines()[0]
             say(f"note: decoding without a CUDA graph ({reason})")
         else:
             self.graph = graph

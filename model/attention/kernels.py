@@ -24,7 +24,8 @@ from model.layers import apply_softcap, fp32
 # (row, head, query, key) -> the bias of the score; four tensors of indices that broadcast.
 ScoreBias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK_SIZE = 128  # queries in a block of `blockwise_attention`, at least
-MAX_BLOCKS = 8  # the compiler's time grows with their number, so longer texts have larger blocks
+# Compiling takes longer with more blocks, so compiled code has larger blocks for longer texts.
+MAX_BLOCKS = 8
 # The largest head width at which FlexAttention's backward fits into the shared memory of any GPU
 # since Ampere; at 192 a block takes 114,688 bytes, and consumer GPUs have 101,376 per block.
 MAX_SMALL_WIDTH = 128
@@ -93,7 +94,9 @@ def blockwise_attention(
     if mask is not None:
         return attend_block(q, k, v, mask, options)
     length = q.shape[2]
-    block_size = max(BLOCK_SIZE, math.ceil(length / MAX_BLOCKS))
+    block_size = BLOCK_SIZE
+    if torch.compiler.is_compiling():
+        block_size = max(BLOCK_SIZE, math.ceil(length / MAX_BLOCKS))
     positions = torch.arange(length, device=q.device)
     blocks = []
     for start in range(0, length, block_size):
