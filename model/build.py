@@ -13,7 +13,7 @@ def build_model(
 ) -> Transformer:
     """Build a model on `device`, and initialize its parameters from the seed.
 
-    `dtype` applies to parameters; buffers have their own dtypes, as under autocast. If `seed` is
+    `dtype` applies to parameters; buffers keep their own dtypes, as under autocast. If `seed` is
     None, parameters are left uninitialized: the caller loads or samples them. On the meta device, a
     model has only shapes. Raises ValueError for an invalid config.
     """

@@ -1,7 +1,7 @@
 """A model's cache between forward passes: tensors allocated once, with independent rows.
 
-A single tensor holds the row lengths for all layers. A step therefore changes no Python value, and
-a decode step compiled once serves every length.
+A single tensor holds the row lengths for all layers. Decoding therefore changes no Python value,
+and a single compiled decode step serves every length.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,15 @@ Shape = tuple[int, ...]  # of one token's feature, or of one row's state
 class LayerCache:
     """The cache of one layer; a layer that stores nothing has no tensors.
 
-    `features`: data stored for each token in reach, by name, such as keys and values. A feature of
+    `features`: data stored for each token in reach, such as keys and values, by name. A feature of
     shape (K, D) has a tensor (B, size, K, D): position p is in slot p % size, where `size` is the
     smallest of capacity, window and chunk. If `size` is below the capacity, the cache is a ring;
     otherwise every position has its own slot, and a row must not outgrow the capacity.
     `scales`: in an int8 cache, an fp16 scale (B, size, K, 1) for each feature vector. A feature
     with D = 1 stays in fp32.
-    `states`: tensors (B, ...) whose size does not depend on the row's length, by name. They are in
-    fp32 or wider; those in `narrow_states` have the cache's dtype (bf16 for int8). The layer writes
-    to them in place.
+    `states`: tensors (B, ...), by name, whose size does not depend on the row's length. They are in
+    fp32 or wider; the states in `narrow_states` have the cache's dtype (bf16 for int8). The layer
+    writes to them in place.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Cache:
 
     `Attention.new_cache` allocates each layer's cache; the caller owns them all. A row has room for
     `capacity` tokens. Lengths are on the device, so the caller must count the tokens: beyond the
-    capacity, a new token overwrites the oldest one.
+    capacity, each new token overwrites the oldest one.
     """
 
     def __init__(self, lengths: Tensor, layers: list[LayerCache], capacity: int):

@@ -1,7 +1,7 @@
 """Initial values of all parameters.
 
-Each parameter has its own random generator: models with a parameter of the same name and shape give
-it the same initial value.
+Each parameter has its own random generator, so models that have a parameter of the same name and
+shape give it the same initial value.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""Attention with linear biases: a key's score falls with its distance, at a slope per head.
+"""Attention with linear biases: scores fall linearly with distance, with a slope per head.
 
-Press et al., 2108.12409. There is no other position information, so a model can be used beyond its
-training context.
+Press et al., 2108.12409. The biases are the only position information, so a model can be used
+beyond its training context.
 """
 
 import math
@@ -40,7 +40,7 @@ class ALiBi(SoftmaxAttention):
 
 
 def distance(visible: Visibility, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the query's position minus the key's; both are given by their indices in a row."""
+    """Return the query's position minus the key's, given the indices of both in a row."""
     query_position = at_tokens(visible.query_positions, row, query)
     return query_position - at_tokens(visible.key_positions, row, key)
 
@@ -48,8 +48,8 @@ def distance(visible: Visibility, row: Tensor, query: Tensor, key: Tensor) -> Te
 def alibi_slopes(heads: int) -> Tensor:
     """Return slopes (H,): a geometric sequence from 2^(-8 / H) to 2^-8.
 
-    If H is not a power of two, use the slopes for P heads, where P is the largest power below H,
-    followed by every second slope for 2 P heads.
+    If H is not a power of two, use the slopes for P heads, where P is the largest power of two
+    below H, followed by every second slope for 2 P heads.
     """
     power = 2 ** int(math.log2(heads))
     exponents = torch.arange(1, power + 1) * (-8 / power)

@@ -12,7 +12,7 @@ from torch.types import Device
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
 
-# Values that a layer passes to later layers in the same forward pass, by name, such as keys. The
+# Values that a layer passes to later layers in the same forward pass, such as keys, by name. The
 # entry "losses" is a dict of AuxLoss by name; `add_loss` adds to it.
 CrossLayer = dict[str, Any]
 
@@ -56,7 +56,7 @@ class Attention(nn.Module, ABC):
 
     @abstractmethod
     def attention_flops(self, context: int) -> float:
-        """Return the forward FLOPs per token, excluding weights, averaged over a context."""
+        """Return forward FLOPs per token, without matmuls by weights, averaged over a context."""
 
     def cache_shapes(self) -> dict[str, Shape]:
         """Return, by name, the shapes of the features that the cache stores for each token."""
@@ -66,8 +66,8 @@ class Attention(nn.Module, ABC):
         """Return, by name, the shapes of the states for a row of up to `capacity` tokens.
 
         A state starts at zero, and a reused row keeps its old state, so the token at position 0
-        must not depend on the state. A state with a different initial value is set at that token,
-        as in recurrent.py.
+        must not depend on the state (see recurrent.py). If a state does not start at zero, the
+        layer sets its initial value at that token.
         """
         return {}
 
@@ -93,14 +93,14 @@ class Attention(nn.Module, ABC):
         """Add the new tokens' features (B, T, ...), passed by name, to the cache.
 
         Returns the features (B, S, ...) of all tokens in reach, and which of them each new token
-        attends to. Without a cache, the tokens in reach are the new tokens.
+        attends to. Without a cache, only the new tokens are in reach.
         """
         if cache is None:
             return new, ctx.visible(self.window, self.chunk)
         return cache.update(ctx, **new)
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
-        """Return the initial value of a parameter that this module owns directly: zeros."""
+        """Return the initial value of a parameter owned by this module; zeros by default."""
         return torch.zeros(getattr(self, name).shape)
 
 

@@ -1,6 +1,7 @@
 """Softmax attention with a short convolution over queries, keys and values.
 
-The causal convolution follows the projections, before norm and RoPE: Canon layers, 2512.17351.
+As in Canon layers (2512.17351), the causal convolution follows the projections and precedes norm
+and RoPE.
 """
 
 import torch
@@ -15,7 +16,7 @@ from model.layers import split_heads
 
 
 class ConvAttention(SoftmaxAttention):
-    """Softmax attention with a convolution over `kernel` tokens.
+    """Softmax attention whose queries, keys and values are convolved over `kernel` tokens.
 
     Also takes SoftmaxAttention's knobs.
     """

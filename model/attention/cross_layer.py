@@ -12,7 +12,7 @@ from model.context import ForwardContext
 
 
 class SharedAttention(SoftmaxAttention):
-    """Several layers share the keys and values of one, the only one of them with a cache.
+    """Each group of layers shares the keys and values of its first layer, which alone has a cache.
 
     With `share` "pairs", every second layer reuses the keys and values of the layer before it
     (Brandon et al., 2405.12981). With "half", the layers in the second half reuse those of the

@@ -1,4 +1,4 @@
-"""Differential attention: a second softmax is subtracted from the first, to cancel noise.
+"""Differential attention: subtracts a second softmax from the first, to cancel noise.
 
 Ye et al., 2410.05258.
 """
@@ -16,7 +16,7 @@ from model.layers import fp32, rms
 
 
 class DifferentialAttention(SoftmaxAttention):
-    """Heads h and h + H/2 form a pair: (softmax of the first - lambda x that of the second) x v.
+    """Heads h and h + H/2 form a pair, with the output (softmax_1 - lambda x softmax_2) x v.
 
     Takes SoftmaxAttention's knobs; dropout applies to both softmaxes. Raises ValueError for an odd
     number of kv_heads.
@@ -43,7 +43,7 @@ class DifferentialAttention(SoftmaxAttention):
         q, k, v = self.project_qkv(x, ctx)
         kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
 
-        # Both heads in a pair attend to the values of both, one half of the values at a time.
+        # Each head of a pair attends to the values of both heads, one half at a time.
         v1, v2 = kv["v"].chunk(2, dim=2)
         v1 = v1.repeat(1, 1, 2, 1)  # (B, S, K, E)
         v2 = v2.repeat(1, 1, 2, 1)

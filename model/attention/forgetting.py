@@ -30,7 +30,7 @@ class ForgettingAttention(SoftmaxAttention):
         """x (B, T, D) -> (B, T, D)"""
         q, k, v = self.project_qkv(x, ctx)
 
-        # log f_1 + ... + log f_t of each head, continued from the newest cached token.
+        # log f_1 + ... + log f_t per head, continued from the newest cached token.
         log_f = F.logsigmoid(fp32(self.forget_proj(x)))[..., None]  # (B, T, H, 1)
         log_f = log_f.masked_fill(ctx.positions[..., None, None] < 0, 0.0)
         sum_log_f = log_f.cumsum(dim=1)

@@ -8,7 +8,7 @@ from model.attention.base import Attention, LayerSpec
 def hybrid(
     spec: LayerSpec, *, kinds: dict[str, Callable[..., Attention]], pattern: list[str]
 ) -> Attention:
-    """Build a layer's attention; `pattern` repeats over the layers and ends with the last one.
+    """Build a layer's attention; `pattern` is repeated so that it ends at the last layer.
 
     Raises ValueError for a kind that is not in `kinds`.
     """

@@ -1,10 +1,10 @@
-"""Softmax attention: its definition, kernels that equal it, and the choice of one.
+"""Softmax attention: a reference implementation, equivalent kernels, and the choice of a kernel.
 
-The kernels are blocks of queries, FlexAttention and torch's fused ones.
+The kernels are blockwise attention, FlexAttention and torch's fused kernels.
 
 Functions take q (B, H, T, E), k (B, K, S, E), v (B, K, S, F) and mask (B, 1, T, S), and return
 (B, H, T, F); `AttentionKernel` takes and returns them with tokens before heads. H is a multiple of
-K. True in the mask means visible; if it differs from head to head it is (B, H, T, S). mask=None
+K. True in the mask means visible; a mask that differs between heads is (B, H, T, S). mask=None
 means plain causal attention with T = S, which needs no mask in memory.
 """
 
@@ -21,24 +21,24 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from model.context import MaskRule, Visibility
 from model.layers import apply_softcap, fp32
 
-# (row, head, query, key) -> the bias of the score; four tensors of indices that broadcast.
+# (row, head, query, key) -> the score's bias; the arguments are index tensors that broadcast.
 ScoreBias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-BLOCK_SIZE = 128  # queries in a block of `blockwise_attention`, at least
-# Compiling takes longer with more blocks, so compiled code has larger blocks for longer texts.
+BLOCK_SIZE = 128  # minimum number of queries in a block of `blockwise_attention`
+# Compile time grows with the number of blocks, so compiled code uses larger blocks for long texts.
 MAX_BLOCKS = 8
 # The largest head width at which FlexAttention's backward fits into the shared memory of any GPU
 # since Ampere; at 192 a block takes 114,688 bytes, and consumer GPUs have 101,376 per block.
 MAX_SMALL_WIDTH = 128
 LARGE_SHARED_MEMORY = 120_000  # bytes per block: A100 has 166,912
 BIAS_COLUMNS = 8  # columns that `append_token_bias` adds: a multiple of 8 keeps rows aligned
-BIAS_UNIT = 16.0  # the multiplier of a part of a bias; it keeps the parts in fp16's range
-# Up to this many tokens, `blockwise_attention` compiled for a CPU replaces the fused kernel, which
-# takes longer. It keeps T^2 exponentials per head for the backward: longer texts lack the memory.
+BIAS_UNIT = 16.0  # scale of the parts of a bias, which keeps them in fp16's range
+# Up to this many tokens, compiled `blockwise_attention` replaces the fused kernel on a CPU, because
+# it is faster. It saves T^2 exponentials per head for the backward, too many for longer texts.
 MAX_COMPILED_TOKENS = 2048
 
 
 class TokenBias(NamedTuple):
-    """Numbers added to all scores of a query, and to all scores of a key; in fp32."""
+    """Biases in fp32: one per query and one per key, added to all scores of that query or key."""
 
     query: Tensor  # (B, H, T)
     key: Tensor  # (B, H, S)
@@ -51,14 +51,14 @@ class ScoreOptions(NamedTuple):
     softcap: float | None = None  # bounds the scores
     bias: ScoreBias | None = None  # added to the scores
     token_bias: TokenBias | None = None  # added to the scores
-    sink: Tensor | None = None  # (H,), the score of one more key, which adds no value
-    dropout: float = 0.0  # of weights
+    sink: Tensor | None = None  # (H,), the score of an additional key without a value
+    dropout: float = 0.0  # dropout rate of the weights
 
 
 def eager_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: ScoreOptions
 ) -> Tensor:
-    """Compute attention by its definition; every other kernel must equal it.
+    """Compute attention by its definition; every other kernel must match the result.
 
     This is the reference implementation, for tests only.
     """
@@ -68,7 +68,7 @@ def eager_attention(
 
 
 def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, options: ScoreOptions) -> Tensor:
-    """Return the weights of the values (B, H, T, S), before dropout, in fp32."""
+    """Return the attention weights (B, H, T, S), before dropout, in fp32."""
     length = q.shape[2]
     if mask is None:
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
@@ -87,9 +87,9 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, options: ScoreO
 def blockwise_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: ScoreOptions
 ) -> Tensor:
-    """Compute causal attention by blocks of queries, each without the keys after the block.
+    """Compute causal attention in blocks of queries; a block skips the keys that come after it.
 
-    With a mask, all queries are one block.
+    With a mask, all queries form a single block.
     """
     if mask is not None:
         return attend_block(q, k, v, mask, options)
@@ -113,10 +113,10 @@ def blockwise_attention(
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: ScoreOptions, first: int = 0
 ) -> Tensor:
-    """Compute attention with an explicit softmax that divides by its sum after the product with v.
+    """Compute attention with an explicit softmax, dividing by its sum after the product with v.
 
-    `first` is the index of the block's first query among all T, for the bias.
-    The backward uses saved exponentials, in the dtype of v, instead of fp32 scores.
+    `first` is the index of the block's first query among all T queries, for the bias.
+    The backward uses the saved exponentials, in the dtype of v, instead of fp32 scores.
     """
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -143,7 +143,7 @@ def attend_block(
 
 
 class Exponential(torch.autograd.Function):
-    """e^x in `dtype`; only this result stays in memory for the backward."""
+    """e^x in `dtype`; only this result is saved for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -158,7 +158,7 @@ class Exponential(torch.autograd.Function):
 
 
 def vector_matmul(vector: Tensor, matrix: Tensor) -> Tensor:
-    """(..., 1, N) x (..., N, M) -> (..., 1, M), in fp32; compiles to one loop, no library call."""
+    """(..., 1, N) x (..., N, M) -> (..., 1, M), in fp32; compiled to one loop, no library call."""
     return (fp32(vector).mT * fp32(matrix)).sum(dim=-2, keepdim=True)
 
 
@@ -170,22 +170,22 @@ def flex_attention_kernel(
     options: ScoreOptions,
     rule: MaskRule | None = None,
 ) -> Tensor:
-    """Compute attention by FlexAttention, which skips blocks without a visible key. 2412.05496.
+    """Compute attention with FlexAttention, which skips blocks without a visible key. 2412.05496.
 
-    Given the `rule` that the mask was computed from, the kernel computes what it needs of the mask
-    instead of reading it, so that compiled code stores no mask. It takes no dropout, and no token
-    bias together with a soft-cap.
+    Given the `rule` that the mask was computed from, the kernel evaluates the rule instead of
+    reading the mask, so compiled code stores no mask. It supports neither dropout nor a token bias
+    combined with a soft-cap.
     """
     if options.token_bias is not None:
-        # A `score_mod` that reads tensors with gradients would accumulate these in any order, one
-        # score at a time: slow, and with different bits in every run.
+        # A `score_mod` that reads tensors with gradients would accumulate the gradients one score
+        # at a time, in arbitrary order: slow, and not deterministic.
         assert options.softcap is None
         q, k = append_token_bias(q, k, options)
         v = expand_heads(v, q)
 
     # A gradient through `lse`, which a sink needs, is wrong in torch 2.11 on an H200 unless the
-    # length is a multiple of the block: pad queries and keys to a multiple (docs/gpu.md). Padding
-    # comes last, so no token attends to it; its own outputs are cut off below.
+    # length is a multiple of the block: pad queries and keys to a multiple (docs/gpu.md). The
+    # padding comes last, so no token attends to it; the outputs of padding are discarded below.
     length = q.shape[2]
     padding = 0
     if options.sink is not None:
@@ -214,14 +214,14 @@ def flex_attention_kernel(
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = apply_softcap(score, options.softcap)
         if options.bias is not None:
-            if padding > 0:  # padding has no biases
+            if padding > 0:  # padding has no bias
                 i = i.clamp(max=length - 1)
                 j = j.clamp(max=length - 1)
             score = score + options.bias(b, h, i, j)
         return score
 
-    # Below 128 queries Inductor would choose its decoding kernel. It has no block size above 128
-    # rows, where a row is one query of a query head in the group that shares a key head.
+    # Below 128 queries Inductor would choose its decoding kernel, whose blocks have at most 128
+    # rows: one row per query and per query head of the group that shares a key head.
     attend = partial(
         flex_attention,
         q,
@@ -246,14 +246,14 @@ def flex_attention_kernel(
 def fused_attention_kernel(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: ScoreOptions
 ) -> Tensor:
-    """Compute attention by torch's fused kernels. They take no soft-cap, bias or sink."""
+    """Compute attention with torch's fused kernels, which support no soft-cap, bias or sink."""
     width = v.shape[-1]
     if options.token_bias is not None:
-        # FlashAttention needs values as wide as queries and keys.
+        # FlashAttention needs values of the same width as queries and keys.
         q, k = append_token_bias(q, k, options)
         v = F.pad(expand_heads(v, q), (0, q.shape[-1] - width))
     elif q.is_cuda and not can_flash(q, mask):
-        # Without FlashAttention, a kernel that stores all scores would compute grouped heads.
+        # Without FlashAttention, grouped heads would run in a kernel that stores all scores.
         k = expand_heads(k, q)
         v = expand_heads(v, q)
     y = F.scaled_dot_product_attention(
@@ -270,7 +270,7 @@ def fused_attention_kernel(
 
 
 def can_flash(q: Tensor, mask: Tensor | None) -> bool:
-    """Whether FlashAttention accepts these queries on a GPU: it needs Ampere, and takes no mask."""
+    """Whether FlashAttention supports these queries on a GPU: it needs Ampere or newer, no mask."""
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     return is_half and mask is None and torch.cuda.get_device_properties(q.device).major >= 8
 
@@ -291,11 +291,11 @@ def append_token_bias(q: Tensor, k: Tensor, options: ScoreOptions) -> tuple[Tens
     """Append columns to queries and keys, so that their products include the token bias.
 
     q (B, H, T, E), k (B, K, S, E) -> (B, H, T, E + 8), (B, H, S, E + 8). The new columns of q are
-    three parts of the query's bias, three times the unit and padding; the new columns of k are
-    three times the unit, three parts of the key's bias and padding.
+    the three parts of the query's bias, three copies of BIAS_UNIT and padding; the new columns of k
+    are three copies of BIAS_UNIT, the three parts of the key's bias and padding.
     """
-    # A query's bias does not change the softmax, so its gradient is 0 except for rounding. Yet this
-    # rounding cancels some of the key's: without it, sums of both would have a larger error.
+    # A query's bias does not change the softmax, so its gradient is 0 except for rounding errors.
+    # These cancel some errors of the key's gradient, so that the sum of both is more accurate.
     unit_scale = 1 / (options.scale * BIAS_UNIT)
     query_parts = SplitInThree.apply(options.token_bias.query * unit_scale).type_as(q)
     key_parts = SplitInThree.apply(options.token_bias.key * unit_scale).type_as(k)
@@ -309,7 +309,7 @@ def append_token_bias(q: Tensor, k: Tensor, options: ScoreOptions) -> tuple[Tens
 
 
 class SplitInThree(torch.autograd.Function):
-    """x (...) in fp32 -> three numbers (..., 3) that sum to x, each of them exact in bf16.
+    """x (...) in fp32 -> three numbers (..., 3) that sum to x and are each exact in bf16.
 
     Each has 8 of the 24 bits of x, so products in bf16, fp16 or TF32 that accumulate in fp32 keep
     all 24 bits.
@@ -332,7 +332,7 @@ class SplitInThree(torch.autograd.Function):
 
 
 def add_bias(scores: Tensor, options: ScoreOptions, first: int = 0) -> Tensor:
-    """Scores (B, H, T, S) with their biases added; `first` is the index of the first query."""
+    """Add the biases to scores (B, H, T, S); `first` is the index of the first query."""
     if options.token_bias is not None:
         query_bias = options.token_bias.query[:, :, first : first + scores.shape[2], None]
         key_bias = options.token_bias.key[:, :, None, : scores.shape[3]]
@@ -346,7 +346,7 @@ def add_bias(scores: Tensor, options: ScoreOptions, first: int = 0) -> Tensor:
 
 
 class AttentionKernel(nn.Module):
-    """Softmax attention by the fastest kernel for the shapes, the device and the compiler.
+    """Softmax attention with the fastest kernel for the shapes and the device, eager or compiled.
 
     It has no parameters; it is a module so that a forward hook can see its arguments.
     """
@@ -391,11 +391,11 @@ class AttentionKernel(nn.Module):
         is_compiling = torch.compiler.is_compiling()
         is_fusable = self.softcap is None and sink is None and score_bias is None
         if token_bias is not None:
-            # Only a GPU folds the token bias into the products, and not for a single query: that
+            # Only a GPU folds the token bias into the products, except for a single query, which
             # would copy all keys. A CPU adds it to the scores, which is exact in any dtype.
             is_fusable = is_fusable and q.is_cuda and length > 1
 
-        # FlexAttention must be compiled and has no dropout. Not used for plain causal attention.
+        # FlexAttention must be compiled, has no dropout, and is unused for plain causal attention.
         is_plain = is_fusable and mask is None
         can_flex = is_compiling and q.is_cuda and length == k.shape[2] and dropout == 0
         can_flex = can_flex and (token_bias is None or self.softcap is None)
@@ -403,7 +403,7 @@ class AttentionKernel(nn.Module):
             y = flex_attention_kernel(q, k, v, mask, options, visible.rule)
             return y.transpose(1, 2)
 
-        # The fused kernel takes no soft-cap, bias or sink. Blockwise attention, if compiled, is
+        # The fused kernel supports no soft-cap, bias or sink. Blockwise attention, if compiled, is
         # also faster in two cases: short causal sequences on a CPU, and a single query, which needs
         # no matrix product. On a GPU a single query then reads the cache in place; given a mask and
         # grouped heads, the fused kernel may copy the cache for every query head.

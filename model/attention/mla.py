@@ -2,8 +2,8 @@
 
 DeepSeek-V2, 2405.04434.
 The cache holds a latent (`rank`) and a rotary key (`rope_dim`), which all heads share. If there are
-few new tokens, they attend directly to the latents (absorbed): the key and value projections move
-from the S cached tokens to the T new ones.
+few new tokens, they attend directly to the latents: the key and value projections are absorbed,
+that is, applied to the T new tokens instead of the S cached ones.
 """
 
 import torch
@@ -108,9 +108,9 @@ class LatentAttention(Attention):
         in_reach, visible = self.extend_cache(cache, ctx, entry=entry)
         entries = in_reach["entry"]  # (B, S, 1, rank + R)
 
-        # Multiplications for each cached token and head, roughly: T (2 rank + R) absorbed,
-        # 2 rank head_dim + T (2 head_dim + R) expanded. So absorbing is cheaper if
-        # T (rank - head_dim) < rank head_dim: for a decode step, and for short prompts.
+        # Multiplications per cached token and head, roughly: T (2 rank + R) absorbed,
+        # 2 rank head_dim + T (2 head_dim + R) expanded. Absorbing is therefore cheaper if
+        # T (rank - head_dim) < rank head_dim, as in a decode step or for a short prompt.
         num_new = x.shape[1]
         absorbing_is_cheaper = num_new * (self.rank - self.head_dim) < self.rank * self.head_dim
         if cache is not None and absorbing_is_cheaper:
@@ -134,7 +134,7 @@ class LatentAttention(Attention):
     def attend_absorbed(
         self, q: Tensor, q_rope: Tensor, entries: Tensor, visible: Visibility
     ) -> Tensor:
-        """Compute the same output, with the entries as the key and value that all heads share.
+        """Compute the same output, using the entries as the keys and values of all heads.
 
         For a latent c, q . (W_k c) = (W_k^T q) . c, and a weighted sum of W_v c is W_v times the
         sum of c. Scores keep the scale of expanded keys; the rotary part of the values is dropped.

@@ -2,11 +2,11 @@
 
     S_t = Diag(a_t) S_{t-1} + k_t u_t'   with   u_t = v_t - b_t (Diag(a_t) S_{t-1})' k_t
 
-The output is S_t' q_t. The decay a_t is one number per head, or one per channel of the state's D.
+The output is S_t' q_t. The decay a_t is one number per head, or one per channel (the D axis of S).
 With b_t > 0, u_t corrects the value that the state already returns for the key: the delta rule.
 With b_t = 0, values are only added (Mamba-2, retention.py).
-In these files, D is the width of a head's queries and keys, E the width of its values, C the number
-of tokens per chunk, and N the number of chunks.
+Here and in retention.py, D is the width of a head's queries and keys, E the width of its values, C
+the number of tokens per chunk, and N the number of chunks.
 """
 
 from collections.abc import Iterable
@@ -25,16 +25,16 @@ from model.layers import ACTIVATIONS, Linear, RMSNorm, fp32, no_autocast, split_
 # The log decay at the first token of a row or a document: e^-60 of the earlier state remains.
 FORGET_ALL = -60.0
 
-# Products of smaller matrices are written as sums: a GPU multiplies tiles of 16 rows or more, and
+# Products of smaller matrices are computed as sums: a GPU multiplies tiles of 16 rows or more, and
 # each product is a separate library kernel.
 MIN_PRODUCT_SIZE = 16
 
 
 class RecurrentAttention(Attention):
-    """Attention whose cache is a state (B, H, D, E), independent of the length.
+    """Attention whose cache is a state (B, H, D, E), whose size does not depend on the length.
 
-    `chunk` tokens, rounded up to a power of two, are computed at once; the result does not depend
-    on it.
+    Tokens are processed in chunks of `chunk` tokens, rounded up to a power of two; the chunk size
+    does not affect the result.
     """
 
     def __init__(self, heads: int, head_dim: int, value_dim: int, chunk: int):
@@ -78,10 +78,10 @@ class RecurrentAttention(Attention):
 
 
 class GatedRecurrence(RecurrentAttention):
-    """Queries, keys and values pass through a convolution over `kernel` tokens; outputs are gated.
+    """A recurrence with gated outputs; q, k and v pass through a convolution over `kernel` tokens.
 
-    Gated DeltaNet (2412.06464): a decay per head, and the state is erased where it is written.
-    Kimi Delta Attention (2510.26692): a decay per channel. With `low_rank`, decays and gates are
+    Gated DeltaNet (2412.06464): one decay per head, and the state is erased where it is written.
+    Kimi Delta Attention (2510.26692): one decay per channel. With `low_rank`, decays and gates are
     projected from `head_dim` features, as in Kimi.
     Mamba-2 (2405.21060): without `erase`, the more a token decays the state, the more it writes.
     Keys are normalized to unit length only with `erase`.
@@ -152,7 +152,7 @@ class GatedRecurrence(RecurrentAttention):
         step = split_heads(F.softplus(step), self.heads)
         g = -fp32(self.decay_rate).exp()[:, None] * step
 
-        # The fraction of a value that is written, and of the state that is erased.
+        # The fraction of the value that is written, and of the state that is erased.
         if self.write_proj is None:
             k = step * k
             beta = None
@@ -181,7 +181,7 @@ class GatedRecurrence(RecurrentAttention):
         return flops
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
-        if name == "decay_bias":  # from slow to fast decay
+        if name == "decay_bias":  # ranges from slow to fast decay
             return torch.linspace(-6.0, 0.0, len(self.decay_bias))
         return super().init_param(name, generator)
 
@@ -195,7 +195,7 @@ def l2_norm(x: Tensor) -> Tensor:
 def recurrence(
     q: Tensor, k: Tensor, v: Tensor, erase: Tensor | None, g: Tensor, state: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over chunks of tokens, from `state` (B, H, D, E).
+    """Run the recurrence over chunks of tokens, starting from `state` (B, H, D, E).
 
     q, k (B, T, H, D), v (B, T, H, E), b in `erase` (B, T, H, 1), or None for b = 0, and log decays
     g (B, T, H, 1) or (B, T, H, D) -> output (B, T, H, E), next state.
@@ -289,7 +289,7 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
 
     # For each size, C / 2 tokens are in first blocks and C / 2 in second blocks. The product of all
     # of them contains the products of block pairs on its diagonal. The other elements are not used,
-    # but all sizes then take one batched product of matrices that are large enough to be fast.
+    # but all sizes then share one batched product, of matrices that are large enough to be fast.
     rows = []
     columns = []
     for size in sizes:
@@ -338,7 +338,7 @@ def unit_triangular_inverse(system: Tensor) -> Tensor:
 
     With unit-length keys and b <= 1, all elements of these inverses are between -1 and 1: they are
     b_i k_i' M k_j, where M only decays and erases. The series I - A + A^2 - ... has the same sum,
-    but with equal keys its terms have elements around 1e18, which cancel.
+    but with equal keys its terms have elements around 1e18, which cancel each other.
     """
     chunk = system.shape[-1]
     inverse = system.new_ones(*system.shape[:-2], chunk, 1, 1)
@@ -366,7 +366,7 @@ def merge_blocks(blocks: Tensor, below: Tensor) -> Tensor:
 
 
 def block_product(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a @ b for square matrices; small ones as a sum, which the compiler can fuse."""
+    """Compute a @ b for square matrices; small products as sums, which the compiler can fuse."""
     if a.shape[-1] < MIN_PRODUCT_SIZE:
         return (a[..., None] * b[..., None, :, :]).sum(dim=-2)
     return a @ b

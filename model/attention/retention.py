@@ -15,7 +15,7 @@ from model.layers import Linear, apply_rope, fp32, rms, split_heads
 
 
 class Retention(RecurrentAttention):
-    """Values are `expansion` times as wide as keys. `chunk` tokens are computed at once.
+    """Values are `expansion` times as wide as keys. Tokens are processed in chunks of `chunk`.
 
     Queries and keys are rotated by RoPE. Raises ValueError if heads do not divide dim into even
     widths.

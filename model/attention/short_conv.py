@@ -11,16 +11,16 @@ from model.context import ForwardContext
 
 
 class ShortConv(nn.Module):
-    """Map each of W features to a weighted sum over the last `kernel` tokens of its document.
+    """Map each of W features to a weighted sum over the last `kernel` tokens of the same document.
 
-    It starts as the identity, and has no activation.
+    It starts as the identity and has no activation.
     """
 
     def __init__(self, width: int, kernel: int):
         super().__init__()
         self.kernel = kernel
         self.flops = 2 * width * kernel  # per token, forward only
-        self.state_shape = (kernel - 1, width)  # of the past inputs stored per row
+        self.state_shape = (kernel - 1, width)  # past inputs stored per row
         self.taps = nn.Parameter(torch.empty(width, 1, kernel))  # newest token last
 
     def forward(self, x: Tensor, ctx: ForwardContext, past: Tensor | None = None) -> Tensor:

@@ -25,8 +25,8 @@ from model.rope import Scaling
 class SoftmaxAttention(Attention):
     """Softmax attention; a preset is a combination of these options.
 
-    `rope_base` null means no positions. `head_dim` null means dim / heads; any other value makes
-    the heads together wider or narrower than x. A token attends to at most the `window` newest
+    `rope_base` null means no positions. `head_dim` null means dim / heads; with other values, the
+    heads together are wider or narrower than x. A token attends to at most the `window` newest
     tokens, itself included, and only to tokens in its own `chunk`; the cache holds only those
     tokens. Raises ValueError for options that are out of range or conflict.
     """
@@ -138,7 +138,7 @@ class SoftmaxAttention(Attention):
     ) -> Tensor:
         """Normalize queries or keys (B, T, H, E), and rotate them to the new tokens' positions.
 
-        If `positions` (B, T) are given, they are used instead.
+        If `positions` (B, T) are given, they replace the new tokens' positions.
         """
         if norm is not None:
             x = norm(x)
@@ -172,7 +172,7 @@ class SoftmaxAttention(Attention):
         return self.kernel(q, k, v, visible, sink=self.sink, score_bias=score_bias)
 
     def project_out(self, y: Tensor, x: Tensor) -> Tensor:
-        """Gate the heads' outputs y (B, T, H, E) with x (B, T, D), if enabled; project to D."""
+        """Gate the heads' outputs y (B, T, H, E) with x (B, T, D), if gated, and project to D."""
         y = y.flatten(-2)
         if self.gate_proj is not None:
             y = y * self.gate_proj(x).sigmoid()
@@ -181,7 +181,7 @@ class SoftmaxAttention(Attention):
     def own_feature(
         self, cache: LayerCache | None, ctx: ForwardContext, *, new: Tensor, in_reach: Tensor
     ) -> Tensor:
-        """Return the new tokens' own feature (B, T, K, E) as they attend to it.
+        """Return the new tokens' feature (B, T, K, E) as the tokens see it when attending to it.
 
         `extend_cache` took `new` (B, T, K, E) and returned `in_reach` (B, S, K, E). If `in_reach`
         holds the cache's slots (S = size), the feature is read from them, because int8 has rounded
@@ -197,7 +197,7 @@ class SoftmaxAttention(Attention):
         return {"k": kv_shape, "v": kv_shape}
 
     def attention_flops(self, context: int) -> float:
-        # One product with a key and one with a value, for each token that a token attends to.
+        # One product with a key and one with a value for each token attended to.
         window = context if self.window is None else self.window
         chunk = context if self.chunk is None else self.chunk
         visible = sum(min(position % chunk + 1, window) for position in range(context))

@@ -1,8 +1,8 @@
-"""Softmax attention to a few chosen keys: by blocks (MoBA) or a learned indexer (DeepSeek).
+"""Softmax attention to a few keys, chosen in blocks (MoBA) or by a learned indexer (DeepSeek).
 
-With more than one new token, all scores are computed and the keys not chosen are masked. A decode
-step reads only the keys and values that it has chosen, except that a cache in a different dtype,
-such as int8, is first converted as a whole. N is the number of blocks.
+With several new tokens, all scores are computed, and all keys except the chosen ones are masked. A
+decode step reads only the chosen keys and values, except that a cache in a different dtype, such as
+int8, is first converted as a whole. N is the number of blocks.
 """
 
 import torch
@@ -85,7 +85,7 @@ class SparseAttention(SoftmaxAttention):
             k = take_along(k, index, dim=1)
             v = take_along(v, index, dim=1)
 
-        # Queries that share a key head share its mask. Padding attends to everything.
+        # Query heads that share a key head share its mask. Padding attends to everything.
         if chosen.shape[1] > 1:
             chosen = chosen.repeat_interleave(self.heads // self.kv_heads, dim=1)
         mask = chosen | (visible.query_positions < 0)[:, None, :, None]
@@ -100,12 +100,13 @@ def visible_mask(visible: Visibility) -> Tensor:
 
 
 class BlockAttention(SparseAttention):
-    """MoBA: queries attend to their own block of keys and similar earlier ones. Lu, 2502.13189.
+    """MoBA: queries attend to their own block of keys and similar earlier blocks. Lu, 2502.13189.
 
-    A block has `block` tokens; a query attends to the `topk` most similar earlier blocks. A block's
+    A block has `block` tokens; a query attends to the `topk` most similar earlier blocks. The
     similarity is the product of the query and the mean of the block's keys, without learned
-    parameters. Queries that share a key head choose the same blocks, by their mean. The cache also
-    holds the sum of each block's keys. Takes SoftmaxAttention's knobs except window and chunk.
+    parameters. Query heads that share a key head choose the same blocks, using their mean query.
+    The cache also holds the sum of each block's keys. Takes SoftmaxAttention's knobs except window
+    and chunk.
     """
 
     def __init__(self, spec: LayerSpec, *, block: int, **knobs):
@@ -136,7 +137,7 @@ class BlockAttention(SparseAttention):
 
         # The keys of the chosen blocks and of the query's own block.
         is_chosen = self.choose_blocks(q, sums, query_block, ctx.positions // self.block)
-        # Slots without a key have no block; neither do rows past their capacity (results dropped).
+        # Slots without a key have no block. Nor do rows past their capacity (results discarded).
         key_block = key_block.clamp(min=0, max=sums.shape[1] - 1)
         chosen = take_along(is_chosen, key_block[:, None, None], dim=-1)
         chosen = chosen & visible_mask(visible)
@@ -155,7 +156,7 @@ class BlockAttention(SparseAttention):
     def choose_blocks(
         self, q: Tensor, sums: Tensor, query_block: Tensor, num_before: Tensor
     ) -> Tensor:
-        """q (B, T, H, E), sums of keys (B, N, K, E) -> which blocks are chosen (B, K, T, N).
+        """q (B, T, H, E), sums of keys (B, N, K, E) -> a mask of the chosen blocks (B, K, T, N).
 
         `query_block` (B, T) is the index of each query's block in its row. `num_before` (B, T) is
         the block's index in its document: the number of earlier blocks to choose from.
@@ -182,7 +183,7 @@ class BlockAttention(SparseAttention):
 
 
 def sum_blocks(k: Tensor, block: Tensor, is_start: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Keys (B, T, K, E), their blocks (B, T) -> sums (B, N, K, E), which blocks begin (B, N)."""
+    """Keys (B, T, K, E), their blocks (B, T) -> sums (B, N, K, E), a mask (B, N) of new blocks."""
     belongs = block[..., None] == torch.arange(count, device=k.device)  # (B, T, N)
     belongs = belongs.expand(len(k), -1, -1)
     with no_autocast(k.device):
@@ -193,12 +194,12 @@ def sum_blocks(k: Tensor, block: Tensor, is_start: Tensor, count: int) -> tuple[
 class IndexedAttention(SparseAttention):
     """DeepSeek-V3.2, 2512.02556: a lightning indexer chooses `topk` keys.
 
-    The indexer scores key s for query t by sum_j w_tj relu(q_tj . k_s), with `index_heads` small
-    queries and one small key per token, each `index_dim` wide; the cache holds these keys. The
-    indexer learns only from the auxiliary loss `indexer_kl`, times `index_weight`: the KL
-    divergence of its softmax from the attention weights averaged over heads. Nothing else learns
-    from this loss. Takes SoftmaxAttention's knobs except window and chunk. Raises ValueError for an
-    odd `index_dim`.
+    The indexer gives key s the score sum_j w_tj relu(q_tj . k_s) for query t, with `index_heads`
+    small queries and one small key per token, each `index_dim` wide; the cache holds these keys.
+    The indexer learns only from the auxiliary loss `indexer_kl`, times `index_weight`: the KL
+    divergence of its softmax from the attention weights averaged over heads. No other parameter
+    learns from this loss. Takes SoftmaxAttention's knobs except window and chunk. Raises ValueError
+    for an odd `index_dim`.
     """
 
     losses = ("indexer_kl",)
