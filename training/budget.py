@@ -15,17 +15,17 @@ from training.evaluation import SAMPLE_TOKENS, count_eval_tokens
 from training.steps import Progress
 
 UNTIMED_STEPS = 3  # steps that compile and fill caches, and are not timed unless they are slow
-FEW_STEPS = 20  # a model learns next to nothing in fewer steps
-TIMED_FRACTION = 0.1  # of the time limit: the speed is averaged over the steps in this time
-TOLERANCE = 0.05  # of the number of steps: a smaller change does not refit it
-SAID_TOLERANCE = 0.15  # of the number of steps: a smaller change is not reported
-CHECKS = 100  # number of times that a fitted number is checked in a run
+FEW_STEPS = 20  # a model learns almost nothing in fewer steps
+TIMED_FRACTION = 0.1  # fraction of the time limit over which the speed is averaged
+TOLERANCE = 0.05  # relative change in the number of steps below which it is not refitted
+SAID_TOLERANCE = 0.15  # relative change in the number of steps below which it is not reported
+CHECKS = 100  # number of times per run that a fitted number is checked
 RESERVED_SECONDS = 5.0  # for the last checkpoint, sample and plot
-SAFETY_MARGIN = 0.03  # of the time left, for a machine that slows down
-EVALUATION_COST = 0.5  # time to evaluate a token, relative to training on it: 0.4 to 0.6 on CPUs
+SAFETY_MARGIN = 0.03  # fraction of the time left that is reserved in case the machine slows down
+EVALUATION_COST = 0.5  # time to evaluate a token relative to training on it: 0.4 to 0.6 on CPUs
 # Estimates, used until the first sample and the first save have been timed.
 LAYER_SECONDS = 4e-4  # per layer and token of a sample
-SAVED_BYTES_PER_SECOND = 2e8  # checksums included
+SAVED_BYTES_PER_SECOND = 2e8  # including checksums
 BYTES_PER_WEIGHT = 12  # in a checkpoint: the weight and up to two optimizer values, in fp32
 # On a GPU, the first evaluation compiles a graph without gradients. Its time, as a fraction of the
 # time of the first step, which compiles forward and backward.
@@ -33,7 +33,7 @@ EVALUATION_COMPILATION = 0.5
 
 
 def planned_steps(settings: Settings, loader: Loader) -> float:
-    """Return the optimizer steps of a run, ignoring `max_minutes`; infinite without a bound."""
+    """Return the optimizer steps of a run if `max_minutes` is ignored; infinite if unbounded."""
     if settings.steps is not None:
         return settings.steps
     if settings.tokens_per_parameter is not None:
@@ -56,7 +56,7 @@ def count_epoch_steps(loader: Loader, epochs: int) -> float:
 
 
 class TimeBudget:
-    """Fits the number of steps to `max_minutes`, first when a tenth of that time has passed.
+    """Fits the number of steps to `max_minutes`, for the first time after a tenth of that time.
 
     Until then, an estimate sets the learning rates. The number is refitted later if the speed has
     changed enough to affect the schedule: a schedule with a constant phase, such as WSD, starts its
@@ -89,10 +89,10 @@ class TimeBudget:
         self.limit = 60 * settings.max_minutes if self.has_limit else math.inf  # seconds
         self.is_fitted = False
         self.is_resumed = False
-        self.said_steps = bound  # the end of the run as last reported
+        self.said_steps = bound  # last reported end of the run
         self.first_step: int | None = None  # steps after this one are timed
-        self.compile_seconds = 0.0  # of the first step, if it compiles
-        self.last_time = clock.training()  # of the last step
+        self.compile_seconds = 0.0  # duration of the first step, if it compiles
+        self.last_time = clock.training()  # training time at the last step
         # (step, seconds of training) at the checks of the last tenth of the limit.
         self.times: deque[tuple[int, float]] = deque()
 
@@ -102,12 +102,12 @@ class TimeBudget:
         return self.has_limit and not self.is_fitted
 
     def mark_fitted(self) -> None:
-        """Keep the number of steps that an earlier process fitted, regardless of the speed."""
+        """Keep the number of steps fitted by an earlier process, regardless of the speed."""
         self.is_fitted = True
         self.is_resumed = True
 
     def fit(self, progress: Progress) -> bool:
-        """Estimate, after each step, how many steps fit into `max_minutes`, and fit the number.
+        """Estimate after each step how many steps fit into `max_minutes`, and fit the number.
 
         Returns True after the step at which the number of steps is fitted for the first time.
         """
@@ -143,7 +143,7 @@ class TimeBudget:
         return is_final
 
     def say_new_end(self, steps: int) -> None:
-        """Report the new end of the run, unless it is close to the end that was last reported."""
+        """Report the new end of the run, unless it is close to the last reported end."""
         if abs(steps - self.said_steps) > SAID_TOLERANCE * self.said_steps:
             self.said_steps = steps
             say(
@@ -163,10 +163,10 @@ class TimeBudget:
         return max(1, progress.total_steps // CHECKS)
 
     def is_outdated(self, progress: Progress, steps: int) -> bool:
-        """Return whether the run should end at `steps` instead of the step fitted before.
+        """Return whether the run should end at `steps` instead of the previously fitted step.
 
-        True if the number changes by more than TOLERANCE, and the next check would be too late for
-        the new schedule or the new end. The learning rate must not rise.
+        True if the number changes by more than TOLERANCE and the next check would be too late for
+        the new schedule or the new end, unless the learning rate would rise.
         """
         difference = abs(steps - progress.total_steps)
         next_check = progress.step + self.check_interval(progress)
@@ -209,7 +209,7 @@ class TimeBudget:
         return self.count_room(step, seconds / (step - timed_from)), is_final
 
     def count_room(self, step: int, step_seconds: float) -> float:
-        """Return the steps that fit into the time left, with evaluations, samples and saves."""
+        """Return the steps, with evaluations, samples and saves, that fit into the time left."""
         settings = self.settings
         seconds_left = self.seconds_left()
         expected_steps = step + seconds_left / step_seconds
@@ -222,8 +222,8 @@ class TimeBudget:
         if save_seconds is None:
             save_seconds = BYTES_PER_WEIGHT * self.num_parameters / SAVED_BYTES_PER_SECOND
 
-        # The end of the run adds one evaluation, sample and save. RESERVED_SECONDS of the last save
-        # and sample have already been subtracted from the seconds left.
+        # The end of the run adds one evaluation, sample and save. RESERVED_SECONDS, for the last
+        # save and sample, have already been subtracted from the seconds left.
         seconds_left -= eval_seconds + max(0.0, sample_seconds + save_seconds - RESERVED_SECONDS)
         if self.ranks.device.type == "cuda" and "evaluation" not in self.clock.pauses:
             seconds_left -= EVALUATION_COMPILATION * self.compile_seconds
@@ -236,7 +236,7 @@ class TimeBudget:
         return seconds_left / seconds_per_step
 
     def seconds_left(self) -> float:
-        """Return the seconds left for steps, and for the evaluations, samples and saves between."""
+        """Return the seconds left for steps and the evaluations, samples and saves among them."""
         left = self.limit - self.clock.total()
         return max(0.0, (1 - SAFETY_MARGIN) * left - RESERVED_SECONDS)
 

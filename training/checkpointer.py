@@ -30,7 +30,7 @@ from training.trainer import Trainer
 
 
 class SavedMachine(BaseModel):
-    """Properties of the machine in config.json that a resumed run keeps."""
+    """The machine properties in config.json that a resumed run keeps."""
 
     model_config = ConfigDict(strict=True)
 
@@ -41,12 +41,12 @@ class SavedMachine(BaseModel):
     device: str  # the first word is the kind of device
 
     def is_like(self, ranks: DistEnv) -> bool:
-        """Return whether the kind of device and the number of processes are the saved ones."""
+        """Return whether the kind of device and the number of processes match the saved ones."""
         return self.device.split()[0] == ranks.device.type and self.processes == ranks.world_size
 
 
 class SavedState(BaseModel):
-    """The state of a run, besides its weights and its config."""
+    """The state of a run, in addition to its weights and its config."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -57,8 +57,8 @@ class SavedState(BaseModel):
     seconds: float  # since the run began, excluding the time between its processes
     optimizer: dict[str, dict[str, Any]]  # by parameter name
     scaler: dict[str, int | float]
-    eval_tokens: int | None  # held-out tokens of every evaluation; None before it is known
-    loss_sum: Tensor  # of the steps since the last report, over all ranks
+    eval_tokens: int | None  # held-out tokens per evaluation; None if not known yet
+    loss_sum: Tensor  # summed over the steps since the last report and over all ranks
     reported_step: NonNegativeInt
     log: dict[str, int | str | None]  # sizes of the log files, which resuming truncates to these
 
@@ -117,7 +117,7 @@ class Checkpointer:
         self.micro_batch_size = micro_batch_size
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint, unless this step has one. Exits with code 4 if the run diverged."""
+        """Write a checkpoint unless the step has one. Exits with code 4 if the run diverged."""
         if progress.saved_step == progress.step:
             return
         self.meter.check_finite(progress)
@@ -133,7 +133,7 @@ class Checkpointer:
 
     def write(self, weights: dict[str, Tensor], state: SavedState, progress: Progress) -> None:
         """Write a checkpoint on rank 0. Exits with code 4 if a value is not finite."""
-        # The update itself may have overflowed, though loss and gradient were finite.
+        # The update itself may have overflowed, even if loss and gradient were finite.
         parameters = [weights[name] for name, _ in self.trainer.model.named_parameters()]
         for value in tree_leaves([parameters, state.optimizer]):
             if isinstance(value, Tensor) and not value.isfinite().all():
@@ -167,7 +167,7 @@ class Checkpointer:
         )
 
     def saved_config(self) -> dict:
-        """Return the settings with their overrides, the text, and the machine."""
+        """Return the settings, the overrides, the identity of the text, and the machine."""
         machine = fingerprint(self.trainer, self.micro_batch_size)
         return self.settings.model_dump() | {
             "overrides": self.overrides,
@@ -199,8 +199,8 @@ class Checkpointer:
         self.clock.add_earlier(state.seconds)
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
 
-        # Keep the number of steps, unless the user sets another. Changing max_minutes does not
-        # refit it: the schedule follows the time that was planned.
+        # Keep the number of steps, unless the user sets a different one. Changing max_minutes does
+        # not refit it: the schedule follows the planned time.
         settings = self.settings
         has_same_bound = saved.bound == given_bound(settings.model_dump())
         gives_steps = settings.steps is not None or settings.tokens_per_parameter is not None
@@ -233,7 +233,7 @@ class Checkpointer:
 
 
 def given_bound(config: dict) -> tuple[str, float] | None:
-    """Return the key other than max_minutes that sets the number of steps, and its value."""
+    """Return the key and value of the setting, other than max_minutes, that bounds the steps."""
     for key in ("steps", "tokens_per_parameter", "max_epochs"):
         value = config.get(key)  # the checkpoint may be older than this key
         if value is not None:
@@ -262,7 +262,7 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
 
 
 def fingerprint(trainer: Trainer, micro_batch_size: int) -> dict[str, str | int | bool]:
-    """Return everything that determines the last bits of a result, besides program and config."""
+    """Return all values, except program and config, that determine the exact bits of a result."""
     ranks = trainer.ranks
     if ranks.device.type == "cuda":
         chip = torch.cuda.get_device_name(ranks.device)

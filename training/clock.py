@@ -14,7 +14,7 @@ class Clock:
         self.pauses: dict[str, float] = {}  # seconds of the last pause, by activity
 
     def add_earlier(self, seconds: float) -> None:
-        """Count the seconds of the earlier processes that this one continues."""
+        """Add the time of the earlier processes that this process continues."""
         self.started -= seconds
 
     def total(self) -> float:
@@ -25,7 +25,7 @@ class Clock:
 
     @contextmanager
     def pause(self, activity: str) -> Iterator[None]:
-        """Exclude the time spent inside from the training time."""
+        """Exclude the time spent inside the `with` statement from the training time."""
         start = monotonic()
         yield
         self.pauses[activity] = monotonic() - start

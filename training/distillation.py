@@ -20,7 +20,7 @@ class Distillation:
     cross-entropy.
     """
 
-    # A dataclass keeps the teacher from being a submodule of the loss: the teacher is neither
+    # This is a dataclass so that the teacher is not a submodule of the loss: the teacher is neither
     # trained nor saved, and `train()` does not switch it to training mode.
     teacher: Transformer
     weight: float

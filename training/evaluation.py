@@ -21,17 +21,17 @@ from training.metrics import corpus_metrics
 from training.steps import Progress, end_diverged
 from training.trainer import Trainer
 
-# Tokens of an evaluation, as a fraction of the tokens trained on between two evaluations.
+# The number of tokens in an evaluation, as a fraction of the tokens trained on since the last.
 EVALUATED_FRACTION = 0.1
 MIN_EVAL_TOKENS = 8192  # even if that is a larger fraction
-SAMPLE_TOKENS = 192  # at most, BOS included
-SIGNAL_INTERVAL = 16  # tokens of a sample between two checks for signals
+SAMPLE_TOKENS = 192  # maximum, including BOS
+SIGNAL_INTERVAL = 16  # tokens of a sample between two signal checks
 
 
 def count_eval_tokens(settings: Settings, corpus: Corpus, steps: float) -> int:
     """Return the number of held-out tokens that an evaluation reads, in a run of `steps` steps.
 
-    Whatever the model, all runs of at least eval_every steps read the same tokens.
+    Regardless of the model, all runs of at least eval_every steps read the same tokens.
     """
     eval_tokens = settings.eval_tokens
     if eval_tokens is None:
@@ -54,7 +54,7 @@ def evaluate(
 ) -> dict | None:
     """Evaluate on held-out tokens -> the metrics of the corpus, such as `val_loss`.
 
-    The first `num_tokens` tokens are read in windows of `context` tokens that do not overlap,
+    Reads the first `num_tokens` tokens in windows of `context` tokens that do not overlap,
     `batch_size` windows at a time. Returns None if a signal asks the run to end. If
     `with_gradients`, the graph compiled for training is used, which saves compiling one without
     gradients; the gradients are discarded.
@@ -93,10 +93,10 @@ def evaluate(
 
 
 class Evaluator:
-    """Evaluates and samples the model of a trainer, and logs the results.
+    """Evaluates a trainer's model, samples text from it, and logs the results.
 
-    All ranks call the same methods. A signal that asks the run to end interrupts them: nothing is
-    logged, and a resumed run repeats them. `batch_size` is in sequences.
+    All ranks call the same methods. A signal that asks the run to end interrupts an evaluation or a
+    sample: nothing is logged, and a resumed run repeats it. `batch_size` is in sequences.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Evaluator:
         self.signals = signals
         self.clock = clock
         self.batch_size = batch_size
-        self.eval_tokens: int | None = None  # of each evaluation; set when the first is planned
+        self.eval_tokens: int | None = None  # per evaluation; None until the first is planned
 
     def plan_tokens(self, progress: Progress) -> int:
-        """Return the held-out tokens per evaluation, which extending a run does not change."""
+        """Return the held-out tokens per evaluation; extending a run does not change them."""
         if self.eval_tokens is None or self.settings.eval_tokens is not None:
             self.eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.total_steps)
         return self.eval_tokens
@@ -131,8 +131,8 @@ class Evaluator:
         if self.signals.agree(self.ranks):
             return
         eval_tokens = self.plan_tokens(progress)
-        # A CPU would take up to a minute to compile a graph without gradients: run the graph
-        # compiled for training. At the first step of a process nothing is compiled yet.
+        # A CPU would take up to a minute to compile a graph without gradients, so use the graph
+        # that was compiled for training. At the first step of a process, nothing is compiled yet.
         with_gradients = (
             self.trainer.is_compiled
             and progress.step > progress.first_step
@@ -169,7 +169,7 @@ class Evaluator:
         say(f"step {progress.step}  held out: {', '.join(numbers)}")
 
     def sample(self, progress: Progress) -> None:
-        """Write a sample of text to samples.txt, and show it."""
+        """Write a text sample to samples.txt and to standard error."""
         if self.signals.agree(self.ranks):
             return
         message = "sampling text (to sample less often, raise sample_every)"
@@ -181,7 +181,7 @@ class Evaluator:
         say(f"--- a sample at step {progress.step}\n{text}\n---")
 
     def generate(self, seed: int) -> str:
-        """Return a text that begins a document; a signal cuts it short.
+        """Generate a text from the start of a document; a signal cuts it short.
 
         All ranks compute the same text; with a sharded model, they compute each token together.
         """
@@ -191,7 +191,7 @@ class Evaluator:
             precision = self.trainer.precision
             gather_once(model)
         text = ""
-        # Blocks that were compiled for training would be compiled again for single tokens.
+        # Blocks that were compiled for training would be recompiled for single tokens.
         eager = torch.compiler.set_stance("force_eager")
         model.eval()
         with eager, hardware.autocast(self.ranks.device, precision):
@@ -215,8 +215,8 @@ class Evaluator:
 def gather_once(model: nn.Module) -> None:
     """Run one all-gather now, so that FSDP allocates its buffers outside inference mode.
 
-    It keeps them. Text is generated in inference mode, and training could not write to buffers
-    allocated in it.
+    FSDP keeps these buffers, and training cannot write to buffers that were allocated in inference
+    mode, in which text is generated.
     """
     for module in (model, *model.blocks):
         module.unshard()

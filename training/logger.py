@@ -18,7 +18,7 @@ from training.steps import Progress
 METRICS = "metrics.jsonl"
 FILES = (METRICS, "samples.txt")
 PICTURE = "loss.png"
-MIN_RISE = 1.01  # as a factor: smaller rises of the held-out loss are noise
+MIN_RISE = 1.01  # factor; a smaller rise of the held-out loss is noise
 
 
 class Logger:
@@ -51,7 +51,7 @@ class Logger:
         self.wandb_id = None
 
     def open(self, state: dict[str, int | str | None]) -> None:
-        """Truncate the files to the sizes in the `state` of a checkpoint, and append from there.
+        """Truncate the files to the sizes in a checkpoint's `state`, and append to them from there.
 
         The resumed run logs everything after that point again. A new run has no state.
         """
@@ -87,7 +87,7 @@ class Logger:
                 self.wandb_id = self.wandb.id
 
     def has_end(self, state: dict[str, int | str | None], step: int) -> bool:
-        """Return whether the files have the sample and the evaluation of a run's last step.
+        """Return whether the files contain the sample and the evaluation of a run's last step.
 
         Both are written after the last checkpoint, whose `state` has the file sizes at that time.
         """
@@ -97,7 +97,7 @@ class Logger:
                 content = (self.run_dir / name).read_bytes()
                 ends[name] = content[state.get(name, 0) :].decode()
             lines = [json.loads(line) for line in ends[METRICS].splitlines()]
-        except (OSError, ValueError):  # missing, or cut off
+        except (OSError, ValueError):  # missing or truncated
             return False
         is_evaluated = any("val_loss" in line for line in lines)
         is_sampled = f"--- step {step}\n" in ends["samples.txt"]
@@ -113,7 +113,7 @@ class Logger:
         self.resume_point = {**self.sizes, "wandb": self.wandb_id}
 
     def advance(self, progress: Progress, total: float) -> None:
-        """Advance the progress bar, at most once a second, in a run of `total` steps."""
+        """Advance the progress bar of a run of `total` steps, at most once a second."""
         if self.bar is not None:
             self.bar.n = progress.step
             self.bar.total = None if total == math.inf else total
@@ -122,7 +122,7 @@ class Logger:
     def report(
         self, progress: Progress, metrics: dict[str, float | int | None], seconds_left: float
     ) -> None:
-        """Log the training metrics, and show them next to the progress bar or as a line."""
+        """Log the training metrics, and show them next to the progress bar or on a line."""
         self.write(progress, metrics)
         if self.bar is None:
             return
@@ -150,7 +150,7 @@ class Logger:
                 self.wandb.log(values, step=progress.step)
 
     def append(self, name: str, text: str) -> None:
-        """Append a text completely or not at all. On a full disk, warn and continue the run."""
+        """Append text completely or not at all. On a full disk, warn and continue the run."""
         if not self.is_enabled:
             return
         path = self.run_dir / name

@@ -1,6 +1,6 @@
 """The loss of a language model: cross-entropy of the next token, summed over targets, in nats.
 
-The objective is minimized, the metrics are reported; they are separate values.
+Training minimizes the objective and reports the metrics, which are separate values.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ MAX_LOGITS = {"cpu": 2**25, "cuda": 2**27, "mps": 2**24}  # logits in memory at 
 # The fast kernels of a GPU need rows of bf16 logits that begin at multiples of 16 bytes. Lengths in
 # multiples of 128 fill their tiles best. nanoGPT pads GPT-2's 50,257 tokens in its weights instead.
 VOCAB_MULTIPLE = {"cpu": 1, "cuda": 128, "mps": 1}
-# For each target: its nats, 1 if no token has a higher logit, and 1 unless it is IGNORE_INDEX.
+# For each target: its nats, whether no token has a higher logit, and whether it counts (1 or 0).
 TARGET_METRICS = ("nats", "is_correct", "is_counted")
 
 
@@ -26,7 +26,7 @@ class LossOptions(NamedTuple):
     """Terms of the objective in addition to the cross-entropy with the targets."""
 
     z_loss: float = 0.0  # weight of the penalty log(Z)^2, Z the sum of exponentials (2204.02311)
-    distill_weight: float = 0.0  # weight of the teacher; 1 minus it: of the targets (1503.02531)
+    distill_weight: float = 0.0  # weight of the teacher; the targets get the rest (1503.02531)
 
 
 def cross_entropy(
@@ -34,8 +34,8 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """logits (N, V) after the soft-cap, targets (N,) -> the objective, TARGET_METRICS (3, N).
 
-    The objective is summed over targets. Each target has its nats, mixed at `distill_weight` with
-    the cross-entropy with the probabilities of a teacher's logits, plus the penalty `z_loss`.
+    The objective is summed over targets. A target contributes its nats, mixed at `distill_weight`
+    with the cross-entropy against the teacher's probabilities, plus the penalty `z_loss`.
 
     The metrics have no gradient, and are 0 where the target is IGNORE_INDEX. In bf16 several tokens
     may share the highest logit; a target among them is correct.
@@ -64,8 +64,8 @@ def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return F.cross_entropy(logits, targets, reduction="none")
-    # The compiled CPU gradient of F.cross_entropy sums, for every target, a row of V zeros and a
-    # one, which takes longer than the exponentials. The code below builds the row, but not the sum.
+    # For each target, the compiled CPU gradient of F.cross_entropy sums a one-hot row (V,), which
+    # takes longer than the exponentials. The code below builds the row, but not the sum.
     vocabulary = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     is_target = vocabulary == targets.int()[:, None]
     target_logits = torch.where(is_target, logits, 0.0).sum(dim=-1)
@@ -97,7 +97,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         teacher_softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         assert len(hidden) == len(targets), (hidden.shape, targets.shape)
-        # The weight in the dtype of matrix products, with rows of zeros below it on a GPU.
+        # The weight in the dtype of matrix products, padded with rows of zeros on a GPU.
         needs_grad = ctx.needs_input_grad[0]
         device_type = weight.device.type
         vocab_size = len(weight)
@@ -109,7 +109,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             weight = F.pad(weight, (0, 0, 0, padding))
         weight = weight.detach().requires_grad_(needs_grad)
 
-        # Products whose sizes are not multiples of 128 take a tenth longer.
+        # Products whose sizes are not multiples of 128 are 10% slower.
         chunk_size = MAX_LOGITS[device_type] // vocab_size
         chunk_size = chunk_size // 128 * 128 or max(chunk_size, 1)
         objective_sum = torch.zeros((), device=weight.device)
@@ -186,10 +186,10 @@ class LanguageModelLoss(nn.Module):
     have one number per target and no gradient: TARGET_METRICS, and the auxiliary losses by name.
     They contain neither penalty nor teacher, so that runs with and without these are comparable.
 
-    With positions (N,), indices into inputs.flatten(), the N targets and metrics belong to these
-    tokens alone, such as the questions of a task, and the head computes no other logits.
+    With positions (N,), indices into inputs.flatten(), the N targets and metrics belong only to
+    these tokens, such as the questions of a task, and the head computes no other logits.
 
-    This module is made parallel, and compiled unless its parts are compiled separately.
+    This is the module that is parallelized, and compiled unless its parts are compiled separately.
 
     If `bos` is a token id, it begins a document, and no token attends to another document.
     """
@@ -241,7 +241,7 @@ class LanguageModelLoss(nn.Module):
         )
         metrics = dict(zip(TARGET_METRICS, scores, strict=True))
 
-        # Auxiliary losses count where there is a target, as the cross-entropy does.
+        # Auxiliary losses count only at tokens with a target, like the cross-entropy.
         assert [*sorted(aux_losses)] in ([], model.loss_names), (
             aux_losses.keys(),
             model.loss_names,

@@ -5,21 +5,21 @@ import torch
 from run.settings import Settings
 from training.trainer import Trainer
 
-MARGIN = 0.1  # of the memory, for fragmentation, library workspaces and communication
-STATE_PER_WEIGHT = 2  # optimizer values per weight, at most
+MARGIN = 0.1  # fraction of the memory left for fragmentation, library workspaces and communication
+STATE_PER_WEIGHT = 2  # maximum number of optimizer values per weight
 
 
 def choose_micro_batch(trainer: Trainer, settings: Settings) -> int:
     """Return the sequences per device and forward pass: a divisor of the batch, equal on all ranks.
 
-    With micro_batch=null, a GPU takes as many as its memory holds, and a CPU takes a few.
+    With micro_batch=null, a GPU gets the largest one that fits into memory, a CPU a small one.
     """
     ranks = trainer.ranks
     rows = settings.sequences_per_process(ranks.world_size)
     if settings.micro_batch is not None or ranks.device.type != "cuda" or rows == 1:
         return settings.micro_batch_size(ranks.world_size)
 
-    # Measured, not computed: peaks differ with the attention, the precision and the kernels.
+    # Measured rather than computed: the peak depends on the attention, precision and kernels.
     fitting = ranks.all_reduce_min(count_fitting_sequences(trainer, settings))
     return settings.micro_batch_size(ranks.world_size, min(rows, fitting))
 
@@ -30,13 +30,13 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
     Steps are measured without torch.compile, which would keep fewer activations for the backward.
     Raises torch.OutOfMemoryError if one sequence does not fit.
     """
-    # The first step allocates the gradients: only the next two, of 1 and 2 sequences, are compared.
+    # The first step allocates the gradients, so compare only the next two, of 1 and 2 sequences.
     ranks = trainer.ranks
     measure_peak(trainer, 1)
     before = torch.cuda.memory_allocated(ranks.device)
     with_one = measure_peak(trainer, 1)
     # If a rank ran out of memory in a sharded forward pass, the others would hang in a collective.
-    # So two sequences, which need at most twice the memory, run only if all ranks have room.
+    # Therefore two sequences, which need at most twice the memory, run only if all ranks have room.
     free_bytes = count_free_bytes(ranks.device)
     has_room = free_bytes >= before + 2 * (with_one - before)
     if not ranks.all_reduce_min(int(has_room)):
@@ -54,7 +54,7 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
 
 
 def measure_peak(trainer: Trainer, sequences: int) -> int:
-    """Return the peak of the GPU bytes allocated by a forward and backward pass of `sequences`."""
+    """Return the peak of allocated GPU bytes in a forward and backward pass of `sequences`."""
     device = trainer.ranks.device
     torch.cuda.reset_peak_memory_stats(device)
     trainer.accumulate(0, slice(sequences), is_last=False)

@@ -15,7 +15,7 @@ from training.trainer import StepResult
 
 
 class Meter:
-    """Sums the losses of steps, and measures their time, until they are reported.
+    """Accumulates the losses and the duration of steps until they are reported.
 
     `flops_per_token` is the FLOPs per token of a training step, for the MFU;
     `whole_flops_per_token` counts causal attention as the full square.
@@ -46,7 +46,7 @@ class Meter:
         self.loss_sum = torch.zeros(len(loss_names), device=device)
         self.reported_step = 0
 
-        # Of the last step, and whether all gradients were finite.
+        # Values of the last step, and whether all gradients have been finite.
         self.grad_norm = torch.zeros((), device=device)
         self.learning_rates: dict[str, float] = {}
         self.is_finite = torch.ones((), dtype=torch.bool, device=device)
@@ -105,7 +105,7 @@ class Meter:
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
             "mfu_whole_attention": whole_mfu,
-            # Since timing began: a shorter time has too few ticks of the system's clock.
+            # Since timing began: a shorter interval would span too few ticks of the system clock.
             "other_load": round(other_load(self.cpu_timed_from), 2),
             "peak_memory_bytes": hardware.peak_memory(self.ranks.device),
         }

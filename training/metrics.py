@@ -1,4 +1,4 @@
-"""Metrics of an evaluation on a text or a task, from its sums over targets by cell.
+"""Metrics of an evaluation on a text or a task, computed from sums over the targets per cell.
 
 data/slices.py defines the cells. The totals (3, num_classes, NUM_BINS) of an evaluation are the
 loss in nats, the number of correct predictions and the number of targets in each cell.
@@ -15,7 +15,7 @@ from training.loss import TARGET_METRICS
 
 
 def corpus_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
-    """Return metrics by name for an evaluation on a corpus's first `num_tokens` held-out tokens."""
+    """Return metrics by name for an evaluation on the first `num_tokens` held-out tokens."""
     assert totals.shape == (len(TARGET_METRICS), corpus.num_classes, NUM_BINS)
     if corpus.task_name is None:
         return text_metrics(corpus, totals, num_tokens)
@@ -57,7 +57,7 @@ def task_metrics(corpus: Corpus, totals: np.ndarray) -> dict:
 def slice_means(
     sums: np.ndarray, counts: np.ndarray, classes: tuple[str, ...], length: str, value: str
 ) -> dict[str, dict[str, float]]:
-    """Name the slices of sums and counts (num_classes, NUM_BINS) -> the mean of each as `value`.
+    """Return the mean of each slice of sums / counts (num_classes, NUM_BINS), with the key `value`.
 
     A slice is a row of the table, named by its class, or a column, named by its bin of `length`.
     Slices without targets, such as positions beyond the context, are left out.

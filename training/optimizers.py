@@ -60,7 +60,7 @@ def add_updates(matrices: list[Tensor], lr: float) -> None:
 
 
 def map_over_ranks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return function(x), where all ranks have the same x (N, ...), and each computes a part."""
+    """Return function(x) for x (N, ...), which is equal on all ranks; each rank computes a part."""
     if not dist.is_initialized():
         return function(x)
     # All parts have the same length; if N is not divisible, the last parts repeat the first items.
@@ -76,12 +76,12 @@ def map_over_ranks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def newton_schulz(x: Tensor) -> Tensor:
     """x (N, R, C) -> its matrices with all singular values near 1.
 
-    Five Newton-Schulz steps, in the fastest dtype: they need no more precision than bf16 has.
+    Runs five Newton-Schulz steps in the fastest dtype; the precision of bf16 is sufficient.
     """
     is_tall = x.shape[1] > x.shape[2]
     if is_tall:
         x = x.mT
-    # Scaled before it is cast, since gradients may be too small for fp16.
+    # Scaled before the cast, because gradients may be too small for fp16.
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     x = x.to(fastest_dtype(x.device))
     for _ in range(5):
@@ -102,7 +102,7 @@ def adamw(
     weight_decay: float,
     reference: Reference | None,
 ) -> list[Optimizer]:
-    """AdamW with decay on the matrices in the blocks. Loshchilov, 1711.05101."""
+    """AdamW with weight decay on the matrices in the blocks. Loshchilov, 1711.05101."""
     check_options(lr, betas)
     groups = adam_groups(split_parameters(model), lr, weight_decay, reference)
     return [AdamW(groups, betas=betas, fused=True)]
@@ -117,7 +117,7 @@ def muon(
     betas: list[float],
     reference: Reference | None,
 ) -> list[Optimizer]:
-    """Muon for matrices inside the blocks, AdamW without decay for embedding, head and vectors."""
+    """Muon for matrices in the blocks, AdamW without decay for embedding, head and vectors."""
     check_options(lr, betas)
     parameters = split_parameters(model)
     matrices = {"params": parameters.pop("matrices"), "role": "matrices"}

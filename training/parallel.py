@@ -25,7 +25,7 @@ def build_parallel(
     The two are the same module, unless DDP wraps the first. `bos` is the token that begins each
     document; tokens must not attend to other documents.
     """
-    # A model that will be sharded is built on the meta device, since no device may hold all of it.
+    # A model to be sharded is built on the meta device, because it may not fit on one device.
     device = "meta" if settings.sharded else ranks.device
     model = build_model(settings.model, device, seed=None)
     if settings.activation_checkpointing:
@@ -66,7 +66,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 def checkpointed(forward: Callable) -> Callable:
     """Return `forward`, recomputed in the backward pass."""
 
-    # A block compiled by itself needs a function of ours here: torch.compile skips `checkpoint`.
+    # A separately compiled block needs a function defined here: torch.compile skips `checkpoint`.
     def recomputed(*args):
         return checkpoint(forward, *args, use_reentrant=False)
 
@@ -76,7 +76,7 @@ def checkpointed(forward: Callable) -> Callable:
 def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
     """Shard weights, gradients and optimizer state over all ranks. FSDP: Zhao, 2304.11277.
 
-    A block is gathered only while it computes, and in `precision`; gradients are reduced in fp32.
+    A block is gathered, in `precision`, only while it computes; gradients are reduced in fp32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
@@ -98,7 +98,7 @@ def compile_model(loss_module: LanguageModelLoss, settings: Settings, ranks: Dis
     """Compile the training step with torch.compile when it first runs."""
     # FSDP gathers weights before each block, so each block is compiled separately, and the loss is
     # not compiled. On a CPU, compiling blocks and loss separately saves a third of the compile
-    # time, since most blocks share their code; but the blocks of a teacher would not be compiled.
+    # time, because most blocks share their code; but the blocks of a teacher would not be compiled.
     modules = [loss_module]
     if settings.sharded:
         modules = loss_module.model.blocks
@@ -111,12 +111,12 @@ def compile_model(loss_module: LanguageModelLoss, settings: Settings, ranks: Dis
 
 
 def configure_compiler() -> None:
-    """Set, for this process, how torch.compile traces a training step."""
-    # Blocks share their code but not their constants, so each counts as a recompilation.
+    """Configure how torch.compile traces a training step in this process."""
+    # Blocks share their code but not their constants, so each block counts as a recompilation.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.trace_autograd_ops = True  # for a forward pass that computes gradients
     # The backward pass runs outside autocast: values computed in fp32 have fp32 gradients.
     torch._functorch.config.backward_pass_autocast = "off"
-    # Keep graphs with autograd functions in the cache, too: attention and loss have them. The key
+    # Also cache graphs that contain autograd functions, which attention and loss use. The cache key
     # includes the code of their forward and backward, with all constants.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True

@@ -1,4 +1,4 @@
-"""A trace of some training steps, and the operators that take most of their time."""
+"""A trace of a few training steps, and the operators that take most of their time."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from training.clock import Clock
 
 SKIPPED_STEPS = 3  # the first steps of a process, which compile and fill caches
 TRACE = "trace.json.gz"
-LARGEST = 10  # number of operators that are shown
+LARGEST = 10  # number of operators shown
 
 
 class StepProfiler:

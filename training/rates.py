@@ -1,10 +1,10 @@
-"""Learning rates that fit the size of a model, its batches and the length of its run.
+"""Learning rates scaled to the model size, the batch size and the length of the run.
 
 `optimizer.lr` is the peak rate of the matrices in the blocks of a `reference`: a model with `dim`
 features, trained with `batch_tokens` tokens per step and `tokens` tokens in total. All other rates
 follow from it. docs/rates.md has the measurements.
 
-Roles. Embedding, head and vectors have rates of their own, as multiples of `lr`.
+Roles. Embedding, head and vectors have separate rates, given as multiples of `lr`.
 
 Width. The step of a matrix should change its outputs equally at every width. Adam changes each
 element by about its rate, and the changes of a row add up: so the rates of matrices and of the head
@@ -13,13 +13,14 @@ needs no factor (Bernstein, 2409.20325). An embedding is looked up and a vector 
 one by one: they need no factor either. The rate of a tied embedding is the geometric mean of the
 rates of embedding and head at the reference's width, and falls with the width like a head's rate.
 
-Depth. No factor: output projections start at zero, and the best rate is the same at 2 to 16 layers.
+Depth. No factor is needed: output projections start at zero, and the best rate is the same at 2 to
+16 layers.
 
-Batch and length. How informative a gradient is depends on the batch B relative to the noise scale N,
-the batch at which the variance of the gradient equals its squared mean (McCandlish, 1812.06162). The
-best rate of optimizers that normalize their steps is 1 / sqrt(1 + N / B) of the best rate in large
-batches (Malladi, 2205.10287; Li, 2405.14578). The noise scale grows as the loss falls: with the
-tokens of a run, as critical batches do (Zhang, 2410.21676), and with the width.
+Batch and length. How informative a gradient is depends on the batch B relative to the noise scale
+N, the batch at which the variance of the gradient equals its squared mean (McCandlish, 1812.06162).
+The best rate of optimizers that normalize their steps is 1 / sqrt(1 + N / B) of the best rate in
+large batches (Malladi, 2205.10287; Li, 2405.14578). The noise scale grows as the loss falls: with
+the tokens of a run, as critical batches do (Zhang, 2410.21676), and with the width.
 
 All of this applies to training from scratch. Without a reference, as with pretrained weights, `lr`
 is the rate of all parameters.
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# The noise scale grows with these powers of the tokens of a run and of the width. They were fitted to
+# The noise scale grows with these powers of a run's tokens and of the width. They were fitted to
 # the best rates of 20 models and runs (docs/rates.md).
 NOISE_TOKENS_EXPONENT = 0.75
 NOISE_DIM_EXPONENT = 0.5
@@ -47,12 +48,12 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Reference:
-    """The model and run for which `optimizer.lr` is right, and the rates of their other roles."""
+    """The model and run that `optimizer.lr` was tuned for, and the rates of the other roles."""
 
     dim: int
     batch_tokens: int  # in an optimizer step
     tokens: float  # of the whole run
-    noise_scale: float  # in tokens: batches far below it need lower rates; 0: no batch does
+    noise_scale: float  # in tokens; much smaller batches need lower rates; 0 turns this off
     # Rates as multiples of lr.
     embedding: float
     head: float
@@ -110,7 +111,7 @@ def split_parameters(model: nn.Module) -> dict[str, list[Tensor]]:
 def adam_groups(
     parameters: dict[str, list[Tensor]], lr: float, weight_decay: float, reference: Reference | None
 ) -> list[dict]:
-    """Groups for AdamW: for each role, a group for each width, with its peak rate and decay.
+    """Return groups for AdamW: per role, a group for each width, with its peak rate and decay.
 
     Only matrices decay. If the width lowers a rate, it raises the decay by the same factor, so that
     lr x weight_decay does not depend on fan_in (Wang and Aitchison, 2405.13698).
@@ -146,7 +147,7 @@ def describe(
     batch_tokens: int,
     steps: float | None,
 ) -> str:
-    """Return the peak rates of a run, one per line, each with the product that yields it.
+    """Return the peak rates of a run, one per line, each with the product that it results from.
 
     `steps` is the number of steps; None if it is still to be estimated.
     """

@@ -99,7 +99,7 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
         data = settings.name.partition("-")[0]
         name = re.sub(r"[^\w.-]", "-", f"{data}-{Path(source).resolve().name}")
         settings = settings.model_copy(update={"name": name})
-    # The model keeps its shape, but may be trained on shorter or longer sequences.
+    # The model keeps its shape, but it may be trained on shorter or longer sequences.
     context = settings.context
     if "context" not in keys:
         context = None
@@ -112,9 +112,9 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
     if context is None:
         context = model["context"]
     changes = {"context": context, "model": model | {"context": context}}
-    if "context" in settings.data:  # of a task: its rows have this length
+    if "context" in settings.data:  # a task's rows have this length
         changes["data"] = settings.data | {"context": context}
-    # The scaling of learning rates holds for random initial weights only.
+    # Learning rates are scaled only for randomly initialized weights.
     if "reference" in settings.optimizer and not any("reference" in key for key in keys):
         changes["optimizer"] = settings.optimizer | {"reference": None}
         if "optimizer.lr" not in keys:
@@ -138,7 +138,7 @@ def open_corpus(data: dict, pretrained: Path | None = None) -> Corpus:
 
 
 def open_run_corpus(path: Path, config: dict) -> Corpus:
-    """Reopen the text of a run whose checkpoint `path` has this config and the tokenizer.
+    """Reopen the text of a run, given a checkpoint `path`, which has the tokenizer, and its config.
 
     Raises ValueError if the text has changed since the run was trained on it.
     """
@@ -157,9 +157,9 @@ def load_corpus(
 ) -> tuple[Settings, Corpus, Loader]:
     """Prepare the text -> settings, the text, and its batches.
 
-    The tokenizer comes from the checkpoint `pretrained`, if given. In the settings, a new model has
-    the vocabulary of the tokenizer, and `distill` is the checkpoint of the teacher: a resumed run
-    reports a different teacher.
+    The tokenizer comes from the checkpoint `pretrained`, if given. The returned settings give a new
+    model the tokenizer's vocabulary, and set `distill` to the teacher's checkpoint, so that a
+    resumed run reports a different teacher.
     """
     corpus = open_corpus(settings.data, pretrained)
     # A pretrained model may have more rows than its tokenizer has tokens, but not fewer.
@@ -247,7 +247,7 @@ class Run:
     clock: Clock
     progress: Progress
     trainer: Trainer  # takes the steps
-    micro_batch_size: int  # sequences in a forward on one device
+    micro_batch_size: int  # sequences per forward pass on one device
     meter: Meter  # sums and times the results of steps
     budget: TimeBudget  # fits the number of steps to max_minutes
     log: Logger
@@ -273,8 +273,8 @@ def build_run(
     """
     newest = ranks.on_rank0(checkpoint.prepare_run, run_dir, settings.resume)
     saved = None if newest is None else read_saved_run(newest)
-    # A run resumed on the same kind of machine uses the same number of threads, and so computes the
-    # same bits.
+    # A run resumed on the same kind of machine uses the same number of threads, and therefore
+    # computes the same bits.
     if ranks.device.type == "cpu":
         kept = None
         if saved is not None and saved.machine.is_like(ranks):
@@ -284,7 +284,7 @@ def build_run(
     bound = planned_steps(settings, loader)
     progress = Progress(total_steps=bound, expected_steps=bound)
 
-    # It is compiled if it was before.
+    # A resumed run is compiled if it was compiled before.
     is_long = compilation.is_long_run(progress.total_steps, settings.max_minutes)
     is_compiled = compilation.pick_compile(settings.compile, ranks.device, is_long)
     if saved is not None and settings.compile == "auto":
@@ -297,8 +297,8 @@ def build_run(
         is_compiled=is_compiled,
     )
 
-    # It also keeps its micro-batch, which affects rounding, unless the number of processes changes
-    # the share of the batch per process.
+    # A resumed run keeps its micro-batch, which affects rounding, unless the micro-batch no longer
+    # divides the batch per process, because the number of processes has changed.
     rows = settings.sequences_per_process(ranks.world_size)
     keeps_micro_batch = saved is not None and settings.micro_batch is None
     if keeps_micro_batch and rows % saved.machine.micro_batch == 0:
@@ -382,7 +382,7 @@ def build_run(
 
 
 def summary(run: Run) -> str:
-    """Lines about a run before it starts: its sizes, device and precision, and when it ends."""
+    """Return the lines printed before a run starts: its sizes, device, precision, and length."""
     settings = run.settings
     trainer = run.trainer
     total_steps = run.progress.total_steps

@@ -14,7 +14,7 @@ class Progress:
     step: int = 0  # number of completed steps
     total_steps: float = math.inf  # the last step; infinite until fitted to max_minutes
     expected_steps: float = math.inf  # estimated, or first fitted: sets the learning rates
-    first_step: int = 0  # where this process began
+    first_step: int = 0  # step at which this process began
     saved_step: int = 0  # step of the newest checkpoint
     is_complete: bool = False  # whether an earlier process has finished the run, and its log
     ended_step: int | None = None  # the last step before the run was extended
@@ -30,7 +30,7 @@ class Progress:
         return self.step >= self.total_steps
 
     def is_due(self, interval: int) -> bool:
-        """True every `interval` steps, at the last step, and at the last step before extension."""
+        """True every `interval` steps, at the last step, and at the last one before an extension."""
         is_end = self.is_finished or self.step == self.ended_step
         return self.step > 0 and (self.step % interval == 0 or is_end)
 

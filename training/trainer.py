@@ -22,15 +22,15 @@ from training.parallel import build_parallel, compile_model
 from training.schedules import limit_warmup
 from training.steps import Progress
 
-SLOW_STEP = 5  # times the usual patience: a slower step is announced
-LONG_STEP = 1.0  # seconds: a step after a shorter one is not watched
+SLOW_STEP = 5  # multiple of the usual patience after which a slow step is announced
+LONG_STEP = 1.0  # seconds; a step is watched only if the previous one took longer
 
 
 @dataclass(frozen=True)
 class StepResult:
     """The results of a step. Tensors are on the device: reading one synchronizes with it."""
 
-    loss_sums: Tensor  # (1 + L,), of `Trainer.loss_names`, over this rank's targets
+    loss_sums: Tensor  # (1 + L,), one per name in `Trainer.loss_names`, over this rank's targets
     grad_norm: Tensor  # (), before clipping
     is_finite: Tensor  # (), false if the run has diverged
     learning_rates: dict[str, float]  # by their names in metrics.jsonl
@@ -72,7 +72,7 @@ class Trainer:
         self.reference = instantiate(settings.optimizer.get("reference"), "training")
         is_fp16 = self.precision == torch.float16
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=is_fp16)
-        self.may_be_slow = True  # whether the next step may take so long that it is announced
+        self.may_be_slow = True  # whether the next step may be slow enough to be announced
 
     def run_factor(self, steps: float) -> float:
         """Return the factor of all peak rates in a run of `steps` steps."""
