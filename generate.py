@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from inference.engine import Engine
     from model.transformer import Transformer
 
-MIN_STEPS_TO_COMPILE = 4000  # decode steps that take as long as compiling
+MIN_STEPS_TO_COMPILE = 4000  # decode steps that take about as long as compilation
 
 
 def main(args: argparse.Namespace) -> None:
@@ -86,7 +86,7 @@ def pick_compile(args: argparse.Namespace, num_prompts: int) -> bool:
 def new_engine(
     args: argparse.Namespace, model: "Transformer", sequences: list["Sequence"]
 ) -> "Engine":
-    """An engine that samples according to the options, with a cache unless it is disabled."""
+    """Create an engine that samples according to the options, with a cache unless disabled."""
     import torch
 
     from inference.engine import Engine, new_cache
@@ -108,7 +108,7 @@ def new_engine(
 
 
 def compile_engine(engine: "Engine", *, is_required: bool) -> None:
-    """Compile the decode step; if that fails, exit if `is_required`, or else decode eagerly."""
+    """Compile the decode step. If that fails, exit if `is_required`, otherwise decode eagerly."""
     from run import compilation
 
     compilation.prepare_to_compile()

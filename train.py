@@ -34,7 +34,7 @@ from training.clock import Clock
 from training.logger import PICTURE
 from training.profiling import StepProfiler
 
-IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # counted by max_minutes
+IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # included in max_minutes
 
 
 def main(settings: Settings, overrides: list[str]) -> None:
@@ -44,7 +44,7 @@ def main(settings: Settings, overrides: list[str]) -> None:
     """
     clock = Clock(monotonic() - IMPORT_SECONDS)
     with Signals() as signals:
-        # Report all problems of the input here, before the run has a folder.
+        # Report all input errors here, before the run has a folder.
         with errors.user_input():
             settings, pretrained, device = setup.set_up_run(settings, overrides)
             settings, corpus, loader = setup.load_corpus(settings, pretrained)

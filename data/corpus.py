@@ -13,17 +13,17 @@ from data.tokenizer import Tokenizer
 
 
 class EvaluationBatch(NamedTuple):
-    """A batch of held-out text, with the cell of each target, as data/slices.py defines cells."""
+    """A batch of held-out text, with the cell (data/slices.py) of each target."""
 
     inputs: Tensor  # (B, T)
     targets: Tensor  # (B, T)
     cells: Tensor  # (B, T)
-    positions: Tensor | None = None  # of the targets, if not every token has one
+    positions: Tensor | None = None  # of the targets, unless every token has a target
 
 
 @dataclass
 class Corpus:
-    """Token ids of the two splits of a text, and their tokenizer. Training tokens are in shards.
+    """The token ids of a text's two splits, and their tokenizer. Training tokens are in shards.
 
     `sha256` identifies the tokens: a run resumes only on a corpus with the same hash.
     """
@@ -33,7 +33,7 @@ class Corpus:
     tokenizer: Tokenizer
     sha256: str
 
-    # Names of the classes and lengths of targets (data/slices.py), as metrics show them.
+    # Names of the targets' classes and of their lengths (data/slices.py), as shown in metrics.
     class_names = ("new", "repeated")
     length_name = "position"
     task_name = None  # a text is not a task
@@ -45,7 +45,7 @@ class Corpus:
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """The values that a checkpoint saves, and that a resumed run must have again."""
+        """The values that a checkpoint saves and that must be the same when the run resumes."""
         return {"text": self.sha256, "row_order": ROW_ORDER}
 
     @property

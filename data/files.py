@@ -23,7 +23,7 @@ OTHER_SUFFIXES = (
     *(".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".pdf", ".docx", ".bin"),
     *(".json", ".ndjson", ".ipynb", ".tsv", ".arrow", ".feather"),
 )
-MOST_SUFFIXES = 3  # suffixes that an error suggests
+MOST_SUFFIXES = 3  # maximum number of suffixes that an error suggests
 BLOCK_BYTES = 2**26  # bytes of a .jsonl or .csv read at a time; no row may be longer
 ROWS_AHEAD = 1024  # rows of a .parquet decoded at a time
 # A longer document is read, encoded and written in parts. UTF-8 takes up to 4 bytes per character.
@@ -53,7 +53,7 @@ def find_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
 
     Raises ValueError if an entry of `path` names no file, and OSError for an unreadable folder.
     """
-    # Links count as their targets.
+    # A link counts as its target.
     files = {}
     for file in named_files(path, suffixes):
         files.setdefault(file.resolve(), file)
@@ -72,7 +72,7 @@ def named_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
     if missing:
         raise ValueError("\n".join(missing))
     for file in files:
-        # A pipe or a device may have no end.
+        # Reading from a pipe or a device may never end.
         if not file.is_file():
             raise ValueError(
                 f"not a file, but a pipe, device or broken link ({file}). fix: remove it, or "
@@ -93,9 +93,9 @@ def entries_of(path: Paths) -> list[str]:
 
 
 def expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return an entry's files: a file, a folder to search for `suffixes`, or a glob of both.
+    """Return an entry's files: the entry is a file, a folder, or a glob of files and folders.
 
-    Suffixes matter only in folders: files named directly or by a glob may have any suffix.
+    Folders are searched for `suffixes`; files named directly or by a glob may have any suffix.
     """
     paths = [Path(entry)]
     if not paths[0].exists():
@@ -114,7 +114,7 @@ def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 
     Hidden files and folders, whose names begin with a dot, are skipped.
     """
-    # Following a link to a folder that contains the link would never end.
+    # Following a link to a folder that contains this link would never end.
     above = above | {folder.resolve()}
     for path in folder.iterdir():
         if path.name.startswith("."):
@@ -183,7 +183,7 @@ def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
             kind = validation
         kind.setdefault(file.resolve(), file)
 
-    # A file with several names, through links, is held out if any of its names matches.
+    # A file that has several names through links is held out if any of its names matches.
     unused = {}
     if validation:
         unused = test
@@ -215,7 +215,7 @@ def describe_files(path: Paths, suffixes: tuple[str, ...], split: Split) -> str 
 
 
 def common_folder(path: Paths) -> str:
-    """Return the folder that contains all of a path's entries: `corpus` for `corpus/*/*.txt`."""
+    """Return the folder that contains all of a path's entries, e.g. corpus for corpus/*/*.txt."""
     folders = []
     for entry in entries_of(path):
         # The folder itself, or the one that contains the file or the first wildcard.
@@ -227,7 +227,7 @@ def common_folder(path: Paths) -> str:
 
 
 def read_documents(files: Iterable[Path], field: str, separator: str) -> Iterator[str]:
-    """Yield each document in the files as a whole text; see read_parts()."""
+    """Yield the full text of each document in the files; see read_parts()."""
     texts = []
     for part in read_parts(files, field, separator):
         texts.append(part.text)
@@ -337,7 +337,7 @@ def open_rows(file: Path, field: str) -> Iterable:
         # Read few rows ahead: the default reads 2 million rows, however long they are.
         rows = dataset.dataset(file, schema, "parquet")
         return rows.to_batches(batch_size=ROWS_AHEAD, batch_readahead=1, fragment_readahead=1)
-    # pyarrow rejects a file without rows; an empty .txt has no document either.
+    # pyarrow rejects a file without rows, which is valid here: it has no documents.
     if is_blank(file):
         return []
     if file.suffix.lower() == ".jsonl":

@@ -1,4 +1,4 @@
-"""Batches as a pure function of (seed, step): a run resumes at the right place from its step."""
+"""Batches as a pure function of (seed, step), so that a run can resume from its step alone."""
 
 import mmap
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 IGNORE_INDEX = -100  # a target that the loss ignores, as in torch's cross_entropy
-# Version of the order of rows. A run resumes only with the order that it began with: increase it if
-# a change in this file changes a batch.
+# Version of the order of rows. A run resumes only with the order that it began with: increase the
+# version if a change in this file changes a batch.
 ROW_ORDER = 2
-ROUNDS = 12  # of the Feistel network; the order of 4 to 16 rows is measurably not random with 6
+ROUNDS = 12  # of the Feistel network; with 6, the order of 4 to 16 rows is measurably not random
 
 
 class Batch(NamedTuple):
@@ -27,9 +27,9 @@ class Batch(NamedTuple):
 class Loader:
     """Cuts concatenated shards into rows of `context` input tokens and their next tokens.
 
-    An epoch cuts its rows from a random offset on, and visits each row once in random order. Row n
-    of step s is row s * `batch_size` + n, counted across epochs. Raises ValueError if the text
-    is too short for one batch.
+    An epoch cuts its rows starting at a random offset, and visits each row once in random order.
+    Row n of step s is row s * `batch_size` + n, counted across epochs. Raises ValueError if the
+    text is too short for one batch.
     """
 
     def __init__(self, shards: list[np.ndarray], context: int, batch_size: int, seed: int):
@@ -92,10 +92,10 @@ class Loader:
 
 
 def advise_random_access(shard: np.ndarray) -> None:
-    """Tell the system not to read ahead in a shard, the beginning of a memory-mapped file.
+    """Tell the system not to read ahead in a shard, which begins a memory-mapped file.
 
-    Of a file that is not in memory, it would otherwise read megabytes for each row. The rest of the
-    file, which may be held out, is still read ahead.
+    It would otherwise read megabytes for each row that is not in memory. The rest of the file,
+    which may be held out, is still read ahead.
     """
     if isinstance(shard, np.memmap) and hasattr(mmap, "MADV_RANDOM"):
         shard._mmap.madvise(mmap.MADV_RANDOM, 0, shard.offset + shard.nbytes)
@@ -118,8 +118,8 @@ def shuffle(indices: np.ndarray, num_rows: int, keys: np.ndarray) -> np.ndarray:
 
 def feistel(numbers: np.ndarray, side: int, keys: np.ndarray) -> np.ndarray:
     """Permute numbers below side * side, uint64, in one round for each key."""
-    # A round changes one digit by a function of the other one, which it keeps. So every round can be
-    # inverted, and the network is a permutation.
+    # A round changes one digit by a function of the other digit, which it keeps. Every round is
+    # therefore invertible, and the network is a permutation.
     high, low = np.divmod(numbers, side)
     for key in keys:
         high, low = low, (high + random_bits(key, low) % side) % side

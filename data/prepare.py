@@ -1,4 +1,4 @@
-"""Convert documents to token shards, once: later runs find the shards in a cache, by hash.
+"""Convert documents to token shards, once: later runs find the shards in a cache by their hash.
 
 A corpus is built under a lock and its folder appears atomically: if the folder exists, it is
 complete.
@@ -22,14 +22,14 @@ from run.errors import naming
 from run.progress import say, waiting
 from run.sealed import acquire, atomic_directory, remove_leftovers, verify
 
-# Part of the cache key: increase it if a change in data/ changes a text's tokens.
+# Part of the cache key: increase it if a change in data/ changes the tokens of a text.
 VERSION = 3
 TRAIN_SHARD = "train-00000.bin"
 VALIDATION_SHARD = "validation-00000.bin"
 DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
-CHARS_PER_BATCH = 4 * PART_CHARS  # a batch is also complete at this many characters
-MAX_TOKENIZER_CHARS = 50_000_000  # characters of training text that a tokenizer is trained on
-MAX_VALIDATION_BYTES = 2_000_000  # UTF-8 bytes held out, in whole documents if there are several
+CHARS_PER_BATCH = 4 * PART_CHARS  # a batch also ends at this number of characters
+MAX_TOKENIZER_CHARS = 50_000_000  # maximum amount of training text for training a tokenizer
+MAX_VALIDATION_BYTES = 2_000_000  # maximum of held-out UTF-8 bytes; whole documents if several
 
 
 @dataclass(kw_only=True)
@@ -50,7 +50,7 @@ class Source:
         return None
 
     def identity(self) -> str:
-        """Return a string that two sources share if and only if their documents are equal."""
+        """Return a string that is equal for two sources if and only if their documents are."""
         # The tokenizer's path does not change the documents.
         return json.dumps(vars(self) | {"tokenizer": None})
 
@@ -73,7 +73,7 @@ def text_hash(text: str) -> str:
 
 
 def prepare(source: Source, cache_dir: Path) -> Corpus:
-    """Open a source's corpus, after building it in `cache_dir` if it is missing.
+    """Open a source's corpus; build it in `cache_dir` first if it is missing.
 
     If `cache_dir` is not writable, the corpus is built in a different cache. If several processes
     call this at once, one builds and the others wait. Raises ValueError for unusable text, and
@@ -86,7 +86,7 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
     if corpus is not None:
         return corpus
 
-    # The cache key is the content and the tokenizer, or its vocabulary size if it is to be trained.
+    # The cache key is the content plus the tokenizer, or the vocabulary size of a new tokenizer.
     identity = source.identity()
     folder = cache_dir / folder_name(source, identity, source.vocab_size)
     tokenizer = None
@@ -128,14 +128,14 @@ def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
 
 
 def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Build a corpus; other processes that need it wait if the file system supports locks."""
+    """Build a corpus. Other processes that need it wait, if the file system supports locks."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # The operating system releases the lock if the process is killed. A soft lock, which is only a
-    # file that exists, would not be released.
+    # The operating system releases the lock if the process is killed. It would not release a soft
+    # lock, which is only a file that exists.
     lock = FileLock(folder.with_name(".lock"), fallback_to_soft=False)
     try:
         if acquire(lock):
-            # Unfinished folders were left by killed processes: a live one would hold the lock.
+            # Unfinished folders were left by killed processes: a running one would hold the lock.
             remove_leftovers(folder.parent)
             # Another process may have built it while this one was waiting.
             if not folder.exists():
@@ -147,7 +147,7 @@ def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> Non
 
 
 def build_unlocked(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Build a corpus in a private folder, and move it in place unless another was first."""
+    """Build a corpus in a private folder, and move it into place unless one exists by then."""
     with TemporaryDirectory(prefix=".unlocked-", dir=folder.parent) as own:
         built = Path(own) / folder.name
         build_corpus(source, tokenizer, built)
@@ -200,7 +200,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     held_out_bytes = 0
     changes = []  # differences in held-out documents that the tokenizer does not reproduce
     held_out_documents = 0
-    end = 0  # file offset after the last held-out document that is kept
+    end = 0  # file offset of the end of the last held-out document that is kept
     is_first = True  # whether the part begins a document
     with (
         (folder / TRAIN_SHARD).open("wb") as train,
@@ -244,7 +244,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[Part, list[int]]]:
-    """Yield each document part with the tokens it has if the document is encoded whole."""
+    """Yield each document part with the tokens that it has when the whole document is encoded."""
     # Each batch is tokenized on all cores; the whole text is never in memory.
     for batch in batches(cut_at_tokens(source.parts(), tokenizer)):
         encoded = tokenizer.encode_documents([before + part.text for part, before in batch])
@@ -266,7 +266,7 @@ def cut_at_tokens(parts: Iterable[Part], tokenizer: Tokenizer) -> Iterator[tuple
     for part in parts:
         text = rest + part.text
         while len(text) > PART_CHARS:
-            # If there is no such place, cut at PART_CHARS, which may change a token.
+            # If there is none, cut at PART_CHARS, which may change a token.
             cut = tokenizer.last_cut(text[:PART_CHARS]) or PART_CHARS
             yield part._replace(text=text[:cut], is_last=False), before
             before = text[cut - 1]

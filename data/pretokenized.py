@@ -13,7 +13,7 @@ from data.tokenizer import IdTokenizer, Tokenizer
 
 # An llm.c file begins with a header of 256 int32 values, three of which are used.
 HEADER_BYTES = 1024
-MIN_PROBED_TOKENS = 100  # fewer tokens do not reveal the ids' width
+MIN_PROBED_TOKENS = 100  # fewer tokens do not reveal the width of the ids
 PROBED_TOKENS = 1_000_000
 HEADER_FIELDS = ("magic", "version", "num_tokens")
 LLMC_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by magic number: GPT-2's ids and Llama 3's
@@ -110,7 +110,7 @@ class Pretokenized(Source):
                 "fix: get the file again, or set data.dtype"
             )
 
-        # Ids stored at twice this width have a zero in every second place.
+        # Ids stored at twice this width would have a zero in every other position.
         tokens = np.memmap(file, dtype, "r", start)
         assert len(tokens) == count
         highest = tokens.max()
@@ -132,6 +132,6 @@ class Pretokenized(Source):
 
 
 def read_header(file: Path) -> dict[str, int]:
-    """Read a file's first numbers, by HEADER_FIELDS; fewer if the file is shorter."""
+    """Read the numbers at the start of a file, by HEADER_FIELDS; fewer if the file is shorter."""
     numbers = np.fromfile(file, "<u4", count=len(HEADER_FIELDS)).tolist()
     return dict(zip(HEADER_FIELDS, numbers, strict=False))

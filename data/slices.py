@@ -1,8 +1,8 @@
 """Slices of an evaluation: groups of targets whose mean loss or accuracy is reported.
 
-Each target is counted in one cell of a table. The cell's row is the target's class, such as whether
-it repeats something in its context. The column is the bin of a length, such as the target's
-position. A slice is a row or a column of the table.
+Each target is counted in one cell of a table. The row of the cell is the target's class, such as
+whether it repeats something in its context. The column is the bin of a length, such as the position
+of the target. A slice is a row or a column of the table.
 """
 
 import torch
@@ -12,9 +12,9 @@ NUM_BINS = 32  # 1, 2, 3-4, 5-8, ...
 
 
 def cells(classes: Tensor, lengths: Tensor) -> Tensor:
-    """Return each target's cell as an int64 index.
+    """Return the cell of each target as an int64 index.
 
-    It is computed from the target's class, and from the bin of its length (1 or more).
+    The index is computed from the target's class and from the bin of its length (1 or more).
     """
     assert classes.dtype == lengths.dtype == torch.int64
     # Bins end at powers of two: the bin of a length is the number of bits of length - 1.

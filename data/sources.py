@@ -47,7 +47,7 @@ COPIED_LINE = 20  # characters; shorter lines do not count as copied
 
 
 def is_held_out(identity: str, holdout: int) -> bool:
-    """Whether a document is held out: about one in `holdout` is, depending on its hash."""
+    """Whether a document is held out, depending on its hash: about one in `holdout` is."""
     return int(text_hash(identity), 16) % holdout == 0
 
 
@@ -84,7 +84,7 @@ class Stdlib(Source):
 
 @dataclass(kw_only=True)
 class Packages(Source):
-    """Source files of installed Python packages: a large text that needs no download.
+    """Source files of installed Python packages: a large amount of text that needs no download.
 
     Each file is a document. Tests, generated files and copies are excluded. Files are ordered by
     the hashes of their paths, and one in 20 is held out. `packages` are names as pip lists them.
@@ -129,7 +129,7 @@ def is_generated(text: str) -> bool:
 
 
 def is_copy(text: str, known: set[int]) -> bool:
-    """Whether most lines in a text are in `known`, a set of hashes; if not, add its lines.
+    """Whether most lines in a text are in `known`, a set of line hashes; if not, add its lines.
 
     Short lines, which many files share, are ignored.
     """
@@ -254,7 +254,7 @@ class Hub(Source):
     With `tokens`, the dataset is streamed instead of downloaded, up to that many tokens.
     `validation` names the dataset's validation split; without it, one document in `holdout` is held
     out, chosen by hash. If rows are lines, the regular expression `starts` matches the lines that
-    begin a document. The cache key consists of these settings: if `revision` is a branch, it is
+    begin a document. The cache key consists of these settings, so a branch given as `revision` is
     read only once.
     """
 

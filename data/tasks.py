@@ -1,4 +1,4 @@
-"""Synthetic tasks that test recall and state tracking of a mixer; rows are drawn from the seed.
+"""Synthetic tasks that test a mixer's recall and state tracking; the seed determines the rows.
 
 Only the answers of a task count toward its loss. The size of a row is its number of answers; the
 configured sizes alternate from row to row. An evaluation reports the accuracy for each size, and
@@ -24,24 +24,24 @@ from data.prepare import Source, text_hash
 from data.slices import cells
 from data.tokenizer import IdTokenizer
 
-VALIDATION_ROWS = 512  # all sizes together
+VALIDATION_ROWS = 512  # over all sizes
 
 
 class Row(NamedTuple):
     """A row of a task, and its A answers; all int64."""
 
     inputs: np.ndarray  # (T,)
-    positions: np.ndarray  # (A,), of the tokens before the answers
+    positions: np.ndarray  # (A,), positions of the tokens before the answers
     answers: np.ndarray  # (A,)
-    distances: np.ndarray  # (A,), in tokens, from the source of an answer to the answer
+    distances: np.ndarray  # (A,), in tokens, from the source of each answer to the answer
 
 
 class TaskBatch(NamedTuple):
-    """B rows of a task to train on. A is the largest number of answers of a row; all int64."""
+    """B rows of a task to train on. A is the largest number of answers in a row; all int64."""
 
     inputs: Tensor  # (B, T)
     targets: Tensor  # (B, A), the answers; shorter rows are padded with IGNORE_INDEX
-    positions: Tensor  # (B A,), of the answers, in inputs.flatten()
+    positions: Tensor  # (B A,), positions of the answers in inputs.flatten()
 
 
 @dataclass(kw_only=True)
@@ -70,14 +70,14 @@ class Task(Source):
     @property
     @abstractmethod
     def sizes(self) -> list[int]:
-        """The numbers of answers in a row: row n has sizes[n % len(sizes)]."""
+        """The possible numbers of answers: row n has sizes[n % len(sizes)]."""
 
     @abstractmethod
     def row(self, generator: np.random.Generator, size: int) -> Row:
-        """Draw a row with `size` answers."""
+        """Generate a row with `size` answers."""
 
     def rows(self, seed: int, numbers: range, is_held_out: bool = False) -> EvaluationBatch:
-        """Draw rows by their numbers."""
+        """Generate rows by their numbers."""
         # The initial values pad rows with fewer answers.
         shape = (len(numbers), max(self.sizes))
         inputs = np.empty((len(numbers), self.context), np.int64)
@@ -150,8 +150,8 @@ class Recall(Task):
     """Multi-query associative recall: Arora et al., Zoology, 2312.04927, appendix C.1.
 
     A row begins with keys, each followed by its value. Later each key occurs again, as a query,
-    and its value is the answer. Slots for queries are drawn without replacement, slot i with a
-    probability proportional to i^(power - 1). All other tokens are 0. Keys are drawn without
+    and its value is the answer. Slots for queries are sampled without replacement, slot i with a
+    probability proportional to i^(power - 1). All other tokens are 0. Keys are sampled without
     replacement from the lower half of the vocabulary, and values from the upper half.
     """
 

@@ -20,15 +20,15 @@ import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 
 # Training text is split into pieces of up to 4000 characters, at line ends if there are any,
-# because SentencePiece's trainer gets slower with longer pieces.
+# because SentencePiece's trainer is slower on longer pieces.
 MAX_PIECE_CHARS = 4000
 PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\n|.{1,4000}", re.DOTALL)
 WORDS = re.compile(r".*\w(?= \w)", re.DOTALL)  # up to the last space between two words
-# A longer text is encoded in pieces: SentencePiece gets slower with its length, and encodes each text
-# on one core.
+# A longer text is encoded in pieces, because SentencePiece is slower on longer texts and encodes
+# each text on one core.
 ENCODED_CHARS = 4000
-CUT_CHARS = 200  # characters at the end of such a piece in which a place to cut is looked for
-SPACE = "\u2581"  # SentencePiece's symbol for a space; one in a text would decode to a space
+CUT_CHARS = 200  # characters at the end of such a piece that are searched for a place to cut
+SPACE = "\u2581"  # SentencePiece's symbol for a space, and therefore decoded to a space
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
 # Files next to the tokenizer's own file. generation_config.json may contain the BOS and EOS ids;
 # from the others, only split_special_tokens in tokenizer_config.json is read. The rest is kept for
@@ -43,11 +43,11 @@ CONFIGS = (
 
 
 class Tokenizer:
-    """A SentencePiece model. A generation_config.json next to it, if any, sets BOS and EOS.
+    """A SentencePiece model. A generation_config.json next to it, if present, sets BOS and EOS.
 
-    A document begins with `bos` and ends with `eos`. If `bos` is one of `eos_ids`, the tokens that
-    end a generation, it is written only once between two documents. `files` maps the names of the
-    files that load() reads to their contents.
+    A document begins with `bos` and ends with `eos`. If `bos` is among the `eos_ids`, which end a
+    generation, it is written only once between two documents. `files` maps the names of the files
+    that load() reads to their contents.
     """
 
     FILE = "tokenizer.model"  # the name of the tokenizer's own file
@@ -77,14 +77,14 @@ class Tokenizer:
 
     @cached_property
     def processor_inside(self) -> spm.SentencePieceProcessor:
-        """Encodes text after a separator, without the space that some models prepend."""
+        """A processor for text after a separator, without the space that some models prepend."""
         model = ModelProto.FromString(self.files[self.FILE])
         model.normalizer_spec.add_dummy_prefix = False
         return spm.SentencePieceProcessor(model_proto=model.SerializeToString())
 
     @cached_property
     def encodes_pieces(self) -> bool:
-        """Whether a text has the same tokens if it is cut between characters that never merge."""
+        """Whether cutting a text between characters that never merge preserves its tokens."""
         model = ModelProto.FromString(self.files[self.FILE])
         # Without byte_fallback, adjacent unknown characters are one token.
         is_bpe = model.trainer_spec.model_type == TrainerSpec.BPE
@@ -95,7 +95,7 @@ class Tokenizer:
 
     @cached_property
     def pairs(self) -> set[tuple[str, str]]:
-        """All pairs of adjacent characters in pieces; no other pair is ever merged."""
+        """All pairs of adjacent characters in pieces; no other pairs are ever merged."""
         pairs = set()
         for token in range(self.vocab_size):
             pairs.update(pairwise(self.processor.id_to_piece(token)))
@@ -180,7 +180,7 @@ class Tokenizer:
         return self.encode_parts(text, self.text_separators)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a prompt, as at least one token.
+        """Encode a prompt as one or more tokens.
 
         Text that looks like a special token becomes that token, as in transformers.
         """
@@ -209,7 +209,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Encode each text, on all cores, with the same tokens as encode()."""
-        # The first piece of each text is encoded as its beginning, the others as text inside it.
+        # The first piece of each text is encoded as its start, the others as text in the middle.
         starts = []
         pieces = []
         num_pieces = []
@@ -230,7 +230,7 @@ class Tokenizer:
         return documents
 
     def cut(self, text: str) -> list[str]:
-        """Cut a long text into pieces whose tokens, joined, are the tokens of the text."""
+        """Cut a long text into pieces whose concatenated tokens are the tokens of the text."""
         pieces = []
         start = 0
         end = ENCODED_CHARS
@@ -248,7 +248,7 @@ class Tokenizer:
         """Return the last index where a cut leaves a text's tokens unchanged; 0 if there is none.
 
         Characters are merged only into pieces of the vocabulary, so no token contains a pair of
-        characters that is adjacent in no piece. This holds for models that do not normalize text.
+        characters that are adjacent in no piece. This holds for models that do not normalize text.
         """
         for index in range(len(text) - 1, 0, -1):
             first, second = text[index - 1 : index + 1].replace(" ", SPACE)
@@ -265,7 +265,7 @@ class Tokenizer:
         return self.processor.id_to_piece(token)
 
     def change(self, text: str, tokens: list[int]) -> str | None:
-        """Describe how the text decoded from `tokens` differs from `text`; None if equal."""
+        """Describe how the text decoded from `tokens` differs from `text`; None if it does not."""
         decoded = self.decode(tokens)
         if decoded == text:
             return None
@@ -356,8 +356,8 @@ class JsonTokenizer(Tokenizer):
         byte_tokens = {vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)}
         self.unstable_tokens = byte_tokens.union(self.processor.get_added_tokens_decoder())
         self.set_special_ids(json.loads(files["generation_config.json"]))
-        # BOS and EOS are special even if the file does not mark them so, as in transformers: text
-        # in a document never becomes BOS or EOS, and both decode to an empty string.
+        # As in transformers, BOS and EOS are special even if the file does not mark them as such:
+        # text in a document never becomes BOS or EOS, and both decode to an empty string.
         for token, added in self.processor.get_added_tokens_decoder().items():
             if token in (self.bos, *self.eos_ids) and not added.special:
                 added.special = True

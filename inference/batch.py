@@ -62,7 +62,7 @@ class SamplerState:
     Sampling updates the state in place.
     """
 
-    tokens: Tensor  # (B, 1), each row's newest token: the input of the next decode step
+    tokens: Tensor  # (B, 1), newest token of each row: the input of the next decode step
     seeds: Tensor  # (B,)
     draw_indices: Tensor  # (B,), the index of the next draw
     seen_tokens: Tensor  # (B, V), true for tokens in the full prompt or sampled since
@@ -97,7 +97,7 @@ class SamplerState:
         self.seen_tokens[row].zero_().index_fill_(0, seen, True)
 
     def draw(self, sampler: Sampler, logits: Tensor) -> None:
-        """Sample each row's next token from logits (B, V)."""
+        """Sample the next token of each row from logits (B, V)."""
         assert logits.shape == self.seen_tokens.shape
         drawn = sampler(logits, self.seeds, self.draw_indices, self.seen_tokens)  # (B,)
         # A different shape would be broadcast to the rows, and a different dtype would be rounded.

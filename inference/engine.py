@@ -1,4 +1,4 @@
-"""The decoding engine, with continuous batching: a finished row takes the next sequence at once."""
+"""The decoding engine, with continuous batching: a free row starts the next sequence at once."""
 
 import math
 from collections import deque
@@ -16,18 +16,18 @@ from run.progress import say
 
 CACHE_MULTIPLE = 256  # tokens; a compiled step is reused if the next cache has the same capacity
 READ_MULTIPLE = 256  # slots; decode steps read the filled slots, rounded up to this multiple
-# Eager steps in which libraries allocate their workspaces, before a CUDA graph is recorded.
+# Eager steps that let libraries allocate their workspaces, before a CUDA graph is recorded.
 NUM_WARM_UPS = 3
 
 
 class Engine:
     """Extends sequences token by token, several at a time.
 
-    Each row of the cache decodes one sequence at a time; the cache must have room for the whole of
-    the longest sequence, or for a full context. Without a cache, there is one row, and each step
-    recomputes all of its tokens; the samples are the same. A prompt is prefilled `prefill_chunk`
-    tokens at a time. A sequence that outgrows the context loses its older half and is prefilled
-    again.
+    Each row of the cache decodes one sequence at a time; the cache must have room for the whole
+    longest sequence, or for a full context. Without a cache, there is one row, and each step
+    recomputes all of its tokens; the samples are the same. A prompt is prefilled in chunks of
+    `prefill_chunk` tokens. A sequence that outgrows the context loses its older half and is
+    prefilled again.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Engine:
 
     @torch.inference_mode()
     def generate(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Yield a sequence each time it has a new token; the caller may then call its `finish`."""
+        """Yield a sequence whenever it has a new token; the caller may then call its `finish`."""
         context = self.model.context
         waiting = deque(sequence for sequence in sequences if sequence.num_left > 0)
         active: dict[int, Sequence] = {}  # by row
@@ -94,7 +94,7 @@ class Engine:
                     del active[row]
 
     def prefill(self, first_row: int, sequences: list[Sequence]) -> None:
-        """Prefill sequences into the rows from `first_row` on, and sample the next token of each.
+        """Prefill sequences into the rows starting at `first_row`, and sample the next tokens.
 
         A sequence that has outgrown the context loses its older half. Each distinct prompt is
         computed once, in a left-padded batch, and then copied.

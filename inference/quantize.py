@@ -1,6 +1,7 @@
-"""Linear layers for decoding: products of a few tokens at memory speed, and int8 weights.
+"""Linear layers for decoding: products for a few tokens at memory speed, and int8 weights.
 
-On a CPU torch's products reach a quarter of the bandwidth; the kernels in matvec.cpp most of it.
+On a CPU, torch's products reach a quarter of the memory bandwidth; the kernels in matvec.cpp reach
+most of it.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from run.hardware import processor_features
 from run.progress import say, waiting
 from run.sealed import sync
 
-MAX_FEW_TOKENS = 16  # up to this, reading the weights takes longer than multiplying
+MAX_FEW_TOKENS = 16  # up to this number, reading the weights takes longer than multiplying
 SOURCE = Path(__file__).with_name("matvec.cpp")
 FLAGS = [
     "-O3",
@@ -37,7 +38,7 @@ FLAGS = [
 def load_matvec(folder: Path, compiler: str | None) -> bool:
     """Load the kernels, after compiling them if they are not in `folder`; return whether it worked.
 
-    They are compiled to another cache if `folder` is not writable.
+    If `folder` is not writable, they are compiled into a different cache.
     """
     if hasattr(torch.ops.attend, "matvec"):
         return True
@@ -66,7 +67,7 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
 
 
 def matvec_result(x: Tensor, w: Tensor, w_scale: Tensor | None = None) -> Tensor:
-    """x (..., N), w (M, N), w_scale (M,) -> an empty tensor (..., M): torch.compile needs only its shape."""
+    """x (..., N), w (M, N), w_scale (M,) -> an empty (..., M); torch.compile needs its shape."""
     return x.new_empty(*x.shape[:-1], len(w))
 
 
@@ -98,10 +99,10 @@ def compile_matvec(library: Path, compiler: str) -> None:
 
 
 def optimize_for_decoding(model: Transformer, int8: bool) -> None:
-    """Replace the linear layers and the head of a model, in place; it can no longer be trained.
+    """Replace a model's linear layers and head, in place; the model can no longer be trained.
 
-    A tied model gets a separate head. Without the kernel, layers that are not quantized stay as
-    they are.
+    A tied model gets a separate head. Without the kernel, layers that are not quantized are left
+    unchanged.
     """
     if not int8 and not hasattr(torch.ops.attend, "matvec"):
         return
@@ -114,7 +115,7 @@ def optimize_for_decoding(model: Transformer, int8: bool) -> None:
 
 
 class MatvecLinear(nn.Module):
-    """x (..., N) -> (..., M), for inference only: a few tokens by the kernel in matvec.cpp."""
+    """x (..., N) -> (..., M), for inference only; uses the matvec.cpp kernel for a few tokens."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         check_shapes(weight, bias)
@@ -166,7 +167,7 @@ class Int8Linear(nn.Module):
 
 
 def check_shapes(weight: Tensor, bias: Tensor | None) -> None:
-    """Check the shapes of weight and bias: a bias of another shape would be broadcast."""
+    """Check the shapes of weight and bias: a bias of a different shape would be broadcast."""
     assert weight.ndim == 2
     assert bias is None or bias.shape == weight.shape[:1]
 

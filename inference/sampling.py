@@ -1,4 +1,4 @@
-"""Sample tokens from logits. A sample depends on logits, seed and index, not on earlier samples."""
+"""Sample tokens from logits. Samples depend on logits, seed and index, not on earlier samples."""
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def sample(
     if temperature < MIN_TEMPERATURE:
         return logits.argmax(dim=-1)
 
-    # Sort the most likely tokens if top-k or top-p needs an order.
+    # Sort the most likely tokens if top-k or top-p needs them in order.
     vocab_size = logits.shape[-1]
     if top_p < 1 or 0 < top_k < vocab_size:
         num_kept = vocab_size

@@ -57,7 +57,7 @@ def stream_text(
     batch_size: int = 8,
     **options: float,
 ) -> Iterator["StreamingText"]:
-    """Continue prompts token by token; yield a prompt's text each time it has a new token.
+    """Continue prompts token by token; yield a prompt's text whenever it has a new token.
 
     The caller may stop after any token. The arguments are the same as for `generate_text`.
     """
@@ -74,7 +74,7 @@ def stream_text(
 def detokenize(
     generated: Iterator[Sequence], tokenizer: Tokenizer, stop_texts: Iterable[str]
 ) -> Iterator["StreamingText"]:
-    """Yield a sequence's text each time it has a new token; finish the sequence at a stop string."""
+    """Yield a sequence's text whenever it has a new token; finish the sequence at a stop string."""
     texts = {}
     stop_texts = tuple(stop_texts)  # a tuple, because each sequence iterates over it
     for sequence in generated:
@@ -98,7 +98,7 @@ class StreamingText:
         self.stop_texts = stop_texts
         self.text = ""
         self.num_printed = 0  # characters of `text` that `take_new` has returned
-        self.decoded = ""  # `text`, followed by a possible beginning of a stop text
+        self.decoded = ""  # `text`, followed by a possible prefix of a stop text
         # New tokens are decoded together with the previous ones, so that a word keeps the space
         # before it, which the tokenizer may drop at the beginning of a text.
         self.previous = sequence.tokens[:-1]
@@ -109,7 +109,7 @@ class StreamingText:
         """Add the sequence's newest token, and finish the sequence at a stop string."""
         self.decode_newest()
 
-        # Pass on all text except a stop text or a possible beginning of one.
+        # Pass on all text except a stop text or a possible prefix of one.
         end = len(self.decoded)
         starts = [self.decoded.find(stop) for stop in self.stop_texts if stop in self.decoded]
         if starts:
@@ -156,7 +156,7 @@ class StreamingText:
 def print_texts(texts: Iterator[StreamingText], *, has_headings: bool) -> int:
     """Print texts in the order in which they begin, each as it grows.
 
-    `texts` yields a text each time it has a new token. A heading shows the text's number and
+    `texts` yields a text whenever it has a new token. A heading shows the text's number and
     prompt. Returns the number of generated tokens.
     """
     num_tokens = 0
