@@ -1,6 +1,6 @@
-"""Translate keys and values of nanoGPT, nanochat, litgpt and transformers to our overrides.
+"""Translate keys and values of nanoGPT, nanochat, litgpt and transformers into our overrides.
 
-Other programs' keys are refused, since some use different units; the error names our override.
+Other programs' keys are refused, because some have different units; the error names our override.
 """
 
 import math
@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from run.errors import as_typed, suggest
 
-# Our overrides, and other programs' keys with the same meaning: the last part, or the whole key.
-# {value} is the user's value; the other fields are FORMULAS of it. The inputs of a formula (first
-# the context, then the batch) are listed before it.
+# Our overrides, and other programs' keys with the same meaning, given as the whole key or its last
+# part. {value} is the user's value; the other fields are FORMULAS applied to it. The inputs of a
+# formula (first the context, then the batch) are listed before it.
 OVERRIDES = {
     # The network.
     "attention={value}": "variant variants attentions attn attn_type attention_type attention_variant "
@@ -119,7 +119,7 @@ FORMULAS = {
     "seeds": "a list of seeds, one run each",
 }
 
-# Keys of other programs that have no equivalent here, grouped by the reason.
+# Other programs' keys that have no equivalent here, grouped by the reason.
 LEFT_OUT = {
     "the last two checkpoints are kept": "always_save_checkpoint save_total_limit save_strategy",
     "evaluation runs every eval_every steps": "eval_strategy evaluation_strategy do_eval",
@@ -133,7 +133,7 @@ LEFT_OUT = {
     "train.py always trains": "do_train",
 }
 
-# Values of our keys, as other programs spell them.
+# Other programs' spellings of values of our keys.
 PLAIN = {
     "yes": "true",
     "y": "true",
@@ -201,10 +201,10 @@ def last_part(key: str) -> str:
 def translate(
     foreign: dict[str, str], given: dict[str, str], typed: Collection[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Translate keys of other programs -> values of our overrides by key, and remarks.
+    """Translate keys of other programs -> our overrides as a dict, and remarks.
 
     `foreign` maps keys in TEMPLATES or REASONS to their values. `given` maps our own keys, which
-    the formulas need, to their values; `typed` has the keys among them that the user has set.
+    the formulas need, to their values; `typed` contains the keys that the user has set.
     """
     values = {word_of(key): value for key, value in foreign.items()}
     given = given | values
@@ -216,7 +216,7 @@ def translate(
         if "{rate}" in template and given.get("optimizer") == "muon":
             template = "optimizer.lr={matrix_rate}"
         value = our_value("", values[word])
-        # If its template does not use the value, a key is a switch.
+        # A key whose template does not use the value is a switch.
         if "{" not in template and value in ("false", "0", "null"):
             remarks.append(f"leave {word} out")
             continue
@@ -234,7 +234,7 @@ def translate(
             remarks.append(f"{word}: {remark}")
         for override in template.split():
             key, _, text = override.partition("=")
-            # Keep the user's optimizer and minutes.
+            # Keep the optimizer and the time limit that the user has set.
             if key in typed and key in ("optimizer", "max_minutes") and "{" not in text:
                 continue
             fixes[key] = our_value(key, text.format_map(fields))
@@ -299,7 +299,7 @@ def beta(given: dict[str, str], index: int) -> str:
 
 
 def our_value(key: str, value: str) -> str:
-    """Return our spelling of a value of one of our keys."""
+    """Return our spelling of a value for one of our keys."""
     lowered = value.lower()
     if lowered in ("true", "false", "none"):
         value = PLAIN.get(lowered, lowered)
@@ -307,7 +307,7 @@ def our_value(key: str, value: str) -> str:
 
 
 def meant_number(key: str, value: Any) -> str | None:
-    """Expand a number's suffix, as in 10k, or 2h where minutes are expected; None for others."""
+    """Expand a number's suffix, as in 10k, or 2h for a key in minutes; None for other values."""
     match = re.fullmatch(r"(\d+\.?\d*) *([a-z]+)", str(value).lower())
     units = {"max_minutes": MINUTES, "context": POWERS_OF_TWO, "batch_tokens": POWERS_OF_TWO}
     units = units.get(key, MULTIPLES)
@@ -317,9 +317,9 @@ def meant_number(key: str, value: Any) -> str | None:
 
 
 def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
-    """Among the named values of a type, return the one that the user probably means by `value`.
+    """Return the named value of a type that the user probably means by `value`.
 
-    Returns None if none of them is close.
+    Returns None if no named value is close.
     """
     known = named_values(annotation)
     typed = as_typed(value).lower()

@@ -38,7 +38,7 @@ def compiler_cache(wanted: Path) -> Path:
 
 
 def is_one_word(path: str) -> bool:
-    """Return whether a shell would read an unquoted path as a single word."""
+    """Return whether a shell would read an unquoted path as one word."""
     with suppress(ValueError):  # an unbalanced quote
         return shlex.split(path) == [path]
     return False
@@ -61,7 +61,7 @@ def is_writable(folder: Path) -> bool:
 
 
 def has_locks(folder: Path) -> bool:
-    """Return whether files in a folder, which is created if missing, can be written and locked."""
+    """Return whether files in a folder can be written and locked; create a missing folder."""
     lock = FileLock(folder / ".lock", blocking=False, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,12 +76,12 @@ def has_locks(folder: Path) -> bool:
 
 @cache
 def temporary_cache() -> Path | None:
-    """Create and report a folder owned by this user alone; return None if that fails."""
+    """Create and report a folder that only this user owns; return None if that fails."""
     try:
         folder = Path(tempfile.gettempdir(), f"{NAME}-{os.getuid()}")
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        # Another user may have created the folder, and we would load that user's code.
+        # Another user may have created the folder, and this process would load that user's code.
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             folder = Path(tempfile.mkdtemp(prefix=f"{NAME}-"))
     except OSError:

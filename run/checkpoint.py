@@ -34,7 +34,7 @@ NUM_KEPT = 2
 MOST_LAYERS = 2**12  # limit for models from untrusted checkpoints
 STEPS = "step-" + 8 * "[0-9]"
 # Exceptions that can be raised while untrusted content is parsed, or while a model is built from
-# it. Any other exception is a bug of ours.
+# it. Any other exception is a bug in this program.
 UNREADABLE = (
     ValueError,
     TypeError,
@@ -46,7 +46,7 @@ UNREADABLE = (
     UnpicklingError,
 )
 # Exceptions that a model built from an untrusted config can raise when it runs: its layers may not
-# fit together, and torch may reject its numbers.
+# fit together, or torch may reject its numbers.
 UNRUNNABLE = (ValueError, ArithmeticError)
 FIX = "use an older checkpoint, or start a new run in another folder"
 
@@ -81,12 +81,12 @@ def save(
             with (staging / "state.pt").open("wb") as file:
                 torch.save(state, file)
         except RuntimeError as error:
-            # torch reports a full disk as an error of its own, whose context is the cause.
+            # torch raises an error of a different type for a full disk; the OSError is its context.
             raise error.__context__ or error from None
         (staging / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         for name, content in tokenizer.items():
             (staging / name).write_bytes(content)
-    # The entries of the parent folders must reach the disk too.
+    # The entries in the parent folders must reach the disk too.
     for folder in (run, run.parent):
         sealed.sync(folder)
     prune(path)
@@ -205,7 +205,7 @@ def report_unreadable(
 ) -> Iterator[None]:
     """Raise IntegrityError for content that this program did not write, even if it is sealed.
 
-    Wrap only the code that reads: if a bug raised one of the `exceptions` inside, it would be
+    Wrap only the code that reads: if a bug inside raised one of the `exceptions`, it would be
     reported as a damaged file.
     """
     try:
@@ -259,8 +259,8 @@ def try_out(model: nn.Module) -> nn.Module:
 def load_state(checkpoint: Path, needed: Iterable[str]) -> dict:
     """Read the `needed` entries of the training state.
 
-    Raises IntegrityError if an entry is missing, and for anything besides plain tensors, numbers
-    and text, since it might run code.
+    Raises IntegrityError if an entry is missing, and for anything except plain tensors, numbers and
+    text, because loading it might run code.
     """
     file = checkpoint / "state.pt"
     with report_unreadable(file, (*UNREADABLE, AssertionError, AttributeError)):
@@ -275,9 +275,10 @@ def load_model(
 ) -> nn.Module:
     """Load a checkpoint's model, a Transformer, in evaluation mode.
 
-    If given, `context` replaces the model's. `dtype` applies to parameters; buffers keep their own.
-    Raises IntegrityError if no model can be built from the config, or if the names or shapes of the
-    stored weights differ from the model's, as when a weight's size depends on the context.
+    `context` replaces the model's context, if given. `dtype` applies to parameters; buffers keep
+    their own dtypes. Raises IntegrityError if no model can be built from the config, or if the
+    names or shapes of the stored weights differ from the model's, as when a weight's size depends
+    on the context.
     """
     tree = load_config(checkpoint)["model"]
     if context is not None:
@@ -315,7 +316,7 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
     check_weights(model, checkpoint)
     file = checkpoint / "model.safetensors"
     for name, weight in model.state_dict().items():
-        # Reopen the file for each tensor: this releases the pages read before, so that little more
-        # than the model is in memory.
+        # Reopen the file for each tensor. This releases the pages read before, so that memory holds
+        # little more than the model.
         with safe_open(file, "pt") as opened:
             weight.copy_(shard_like(opened.get_tensor(name), weight))

@@ -22,7 +22,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
         return action.help
 
 
-# Options of other programs, and their equivalents here; "prompt" is an argument without dashes.
+# Options of other programs and their equivalents here; "prompt" is an argument without dashes.
 OTHER_OPTIONS = {
     "--temp": "--temperature",
     "--max-tokens": "--max-new-tokens",
@@ -49,7 +49,7 @@ OTHER_OPTIONS = {
     "--precision": "--dtype",
     "--stop-sequence": "--stop",
 }
-# Switches of other programs: the replacement if on, and if off; None: leave the switch out.
+# Other programs' switches -> their replacements if on and if off; None: no option is needed.
 OTHER_SWITCHES = {
     "--greedy": ("--temperature 0", None),
     "--sample": (None, "--temperature 0"),
@@ -91,12 +91,12 @@ class Parser(argparse.ArgumentParser):
         self.check = check
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        errors.flush(sys.stdout)  # the reader of --help may have exited
+        errors.flush(sys.stdout)  # the reader of the help text may have exited
         super().exit(status, message)
 
     def error(self, message: str, fix: str | None = None) -> NoReturn:
         fix = fix or f"{self.prog} --help; {self.hint}"
-        # The user may write an option as an override of train.py: temperature=0.5.
+        # The user may have typed an option as an override of train.py: temperature=0.5.
         key, equals, value = message.removeprefix("unrecognized arguments: ").partition("=")
         option = f"--{key.replace('_', '-')}"
         required = message.removeprefix("the following arguments are required: ")
@@ -120,7 +120,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def known_option(self, word: str, words: list[str], index: int) -> str:
-        """Return the option `word`, --NAME or --NAME=VALUE at `index` in `words`, in our spelling.
+        """Return the option `word`, --NAME or --NAME=VALUE, at `index` in `words`, in our spelling.
 
         Exits with an error and a fix if the option is mistyped or belongs to another program.
         """
@@ -163,7 +163,7 @@ class Parser(argparse.ArgumentParser):
         return word
 
     def check_switch(self, name: str, value: str, problem: str) -> None:
-        """Exit with an error for a switch in OTHER_SWITCHES if its fix is an option here."""
+        """Exit with an error for a switch in OTHER_SWITCHES if its fix is one of our options."""
         is_on = value not in OFF
         if name.startswith("--no-") and name not in OTHER_SWITCHES:
             name = f"--{name.removeprefix('--no-')}"
@@ -177,7 +177,7 @@ class Parser(argparse.ArgumentParser):
 
     def refuse_options(self, words: list[str]) -> NoReturn:
         """Exit with an error for options that are overrides here, such as --attention gqa,mha."""
-        # Imported only here, because it takes longer than the rest of a command's --help.
+        # Imported only here, because this import takes longer than the rest of a command's --help.
         from run.options import options_problem, split_options
 
         ours = []
@@ -257,8 +257,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def is_key(option: str) -> bool:
-    """Return whether an option of a command with overrides is a key of train.py, such as --dim."""
-    from run.settings import defaults, preset_keys  # only here, as it imports pydantic
+    """Return whether an option is a key of train.py, such as --dim, in a command with overrides."""
+    from run.settings import defaults, preset_keys  # imported here, because it imports pydantic
 
     key = option.lstrip("-").replace("-", "_")
     own = {known.rpartition(".")[2] for known in (*defaults(), *preset_keys())}
@@ -275,7 +275,7 @@ def add_run_option(parser: Parser) -> None:
 
 
 def add_model_options(parser: Parser) -> None:
-    """Add the options shared by all commands that use a model: --run, device, dtype, batch size."""
+    """Add the options of all commands that use a model: --run, --device, --dtype, --batch-size."""
     add_run_option(parser)
     parser.add_argument(
         "--device",

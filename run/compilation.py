@@ -20,15 +20,15 @@ from run.progress import say
 
 PDL = "triton.enable_pdl"  # an option of torch.compile
 CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
-# Shorter runs take longer with compilation: it takes a minute for the default model on two cores.
+# Compiling makes shorter runs slower: it takes a minute for the default model on two cores.
 LONG_STEPS = 200
 LONG_MINUTES = 3
-LINKING_SECONDS = 5  # no linker is still writing a library of this age
+LINKING_SECONDS = 5  # a library of this age is no longer being written by a linker
 
-# torch.compile's cache is in .cache/ if possible, unless $TORCHINDUCTOR_CACHE_DIR is set, which
-# importing torch._dynamo does, too. Each combination of torch version, processor and choice of
-# instructions ($ATEN_CPU_CAPABILITY) has its own cache: these are not part of torch's keys, and
-# machine code that was made for another combination crashes.
+# torch.compile's cache is in .cache/ if possible, unless $TORCHINDUCTOR_CACHE_DIR is set (importing
+# torch._dynamo also sets it). Each combination of torch version, processor and instruction set
+# ($ATEN_CPU_CAPABILITY) has a separate cache, because torch's cache keys do not include them and
+# machine code compiled for a different combination crashes.
 MACHINE = sha256(processor_features().encode()).hexdigest()
 if CACHE_KEY not in os.environ:
     CACHE = compiler_cache(ROOT / ".cache") / f"compiled-{torch.__version__}-{MACHINE}"
@@ -36,14 +36,14 @@ if CACHE_KEY not in os.environ:
 
 
 def is_long_run(steps: float, minutes: float | None) -> bool:
-    """Whether compiling saves time in a run of at most this many steps and minutes."""
+    """Whether compiling saves time in a run that is limited to these steps and minutes."""
     return steps >= LONG_STEPS and (minutes is None or minutes >= LONG_MINUTES)
 
 
 def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> bool:
-    """Whether to compile for `compile=wanted`: auto compiles long runs if the machine can.
+    """Whether to compile for `compile=wanted`: auto compiles long runs if this machine can.
 
-    Raises ValueError if compilation is asked for and the machine lacks something for it.
+    Raises ValueError if compilation is requested but a requirement is missing on this machine.
     """
     missing = missing_for_compilation(device)
     if wanted == "auto":
@@ -57,7 +57,7 @@ def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> boo
 
 
 def missing_for_compilation(device: torch.device) -> str | None:
-    """A requirement of torch.compile that this machine lacks; None if it has everything."""
+    """The requirement of torch.compile that this machine lacks; None if nothing is missing."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -86,9 +86,9 @@ def c_compiler() -> str | None:
 
 
 def decode_options(device: torch.device) -> dict[str, bool]:
-    """Options of torch.compile for a decode step, which on CUDA becomes one CUDA graph."""
+    """Return torch.compile's options for a decode step; on CUDA the step becomes one CUDA graph."""
     if device.type == "cpu":
-        # The code that calls the kernels is in C++. In Python it takes a third of a short step.
+        # Call the kernels from C++: calling them from Python takes a third of a short step.
         return {"cpp_wrapper": True}
     options = {
         "triton.cudagraphs": True,
@@ -97,8 +97,8 @@ def decode_options(device: torch.device) -> dict[str, bool]:
         # torch/_inductor/decomposition.py).
         "coordinate_descent_tuning": True,
     }
-    # From Hopper on, a kernel may start before the one in front of it has ended, and wait for its
-    # results only where it reads them: programmatic dependent launch (CUDA C++ Programming Guide).
+    # On Hopper and newer, a kernel may start before the preceding one has ended, and wait only to
+    # read its results: programmatic dependent launch (CUDA C++ Programming Guide).
     has_option = PDL in torch._inductor.list_options()  # torch 2.11 may lack it
     if has_option and torch.cuda.get_device_capability(device)[0] >= 9:
         options[PDL] = True
@@ -106,11 +106,11 @@ def decode_options(device: torch.device) -> dict[str, bool]:
 
 
 def prepare_to_compile() -> None:
-    """Let torch.compile find torch in any folder, and clean its cache. Call before compiling."""
+    """Let torch.compile find torch in any folder, and clean its cache. Call it before compiling."""
     from torch.utils import cpp_extension
 
-    # torch.compile does not quote library folders in a command of the C++ compiler. The folder of
-    # torch may be in a clone whose path has spaces.
+    # torch.compile does not quote library folders in a command of the C++ compiler, and torch may
+    # be in a clone whose path contains spaces.
     cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).with_name("lib")))
 
     # torch.compile locks the files of its cache.
@@ -125,7 +125,7 @@ def clean_cache() -> None:
     """Delete incomplete libraries, left by linkers that were killed; wait for running linkers.
 
     If such a library is one of torch's probes for vector instructions, torch would conclude that
-    the processor has none.
+    the processor has no vector instructions.
     """
     for path in Path(os.environ[CACHE_KEY]).rglob("*.so"):
         with suppress(OSError):  # another process may delete it first
@@ -143,12 +143,12 @@ def is_incomplete(library: Path) -> bool:
 
 
 def compile_and_run(function: Callable[[], object], *, is_required: bool, option: str) -> object:
-    """Call a function that torch.compile compiles -> its result, or None if compiling fails.
+    """Call a function that torch.compile compiles -> its result, or None if compilation fails.
 
-    A broken file in the cache may be the cause of a failure, so a second attempt uses an empty
-    cache. With `is_required`, the last failure ends the process with exit code 2, and its message
-    names the `option` that turns compilation off. A signal ends the process without waiting for
-    threads that compile.
+    A failure may be caused by a broken file in the cache, so a second attempt uses an empty cache.
+    With `is_required`, the last failure ends the process with exit code 2, and its message names
+    the `option` that turns compilation off. A signal ends the process without waiting for compiler
+    threads.
     """
     attempts = 2
     if "RANK" in os.environ:  # the other processes of the run would wait for a second attempt
@@ -172,7 +172,7 @@ def compile_and_run(function: Callable[[], object], *, is_required: bool, option
 
 
 def move_cache_aside() -> None:
-    """Move the cache on the disk aside, and clear the one in memory."""
+    """Move the on-disk cache aside, and clear the in-memory cache."""
     from torch._inductor.utils import clear_caches
 
     cache = Path(os.environ[CACHE_KEY])
@@ -185,12 +185,12 @@ def move_cache_aside() -> None:
 
 
 def compile_problem(error: RuntimeError) -> str | None:
-    """The description of an error of torch.compile; None for other errors."""
+    """Return the description of a torch.compile error; None for other errors."""
     from torch._dynamo.exc import TorchDynamoException
 
     if not isinstance(error, TorchDynamoException):
         return None
-    # One of the lines has the error of the C++ compiler.
+    # One of the lines has the C++ compiler's error.
     lines = str(error).splitlines()
     reported = lines[0]
     for line in lines:

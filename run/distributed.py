@@ -94,7 +94,7 @@ def init_distributed(device: torch.device) -> DistEnv:
 
 @contextmanager
 def hard_exit(is_needed: bool = True) -> Iterator[None]:
-    """If `is_needed`, exit by os._exit, with the exit code the process would have had."""
+    """If `is_needed`, exit through os._exit, with the exit code that the process would have had."""
     if not is_needed:
         yield
         return

@@ -25,7 +25,7 @@ STORAGE = 74
 PREEMPTED = 75
 INTERRUPTED = 130
 
-# Errors of a disk that is full, read-only or broken, or of a network disk that is gone.
+# Errors of a full, read-only or broken disk, or of a network disk that has disappeared.
 NO_ROOM = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -49,15 +49,15 @@ class OverrideError(Exception):
 
 def begin_command() -> None:
     """Prepare the standard streams and Ctrl-C. Call this before slow imports."""
-    # A stream may be closed. A file opened later would get its file descriptor, and receive the
-    # text that libraries write to the stream.
+    # A stream may be closed. The next file that is opened would get its file descriptor, and would
+    # receive the text that libraries write to the stream.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(null, True)
             setattr(sys, name, os.fdopen(null, mode, encoding="utf-8"))
 
-    # Characters that a stream's encoding lacks are written as \uXXXX.
+    # Characters missing from a stream's encoding are written as \uXXXX.
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):  # a notebook's streams have no encoding
             stream.reconfigure(errors="backslashreplace")
@@ -107,7 +107,7 @@ def flush(stream: IO | None) -> None:
 
 
 def is_end_of_reader(error: OSError) -> bool:
-    """Return whether an error means that standard output's reader, such as `head`, has exited.
+    """Return whether an error means that the reader of standard output, such as `head`, has exited.
 
     Other pipes can break too, such as a pipe to a killed process or to a server.
     """
@@ -134,9 +134,9 @@ def suggest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word closest to a mistyped word, or None if none is close.
 
     Words are compared by their last part: lr suggests optimizer.lr, and gqq suggests attention=gqa.
-    If several known words have the same last part, the first one is suggested. An abbreviation such
-    as doc_mask is close, and so is a word within one edit per four letters; one edit is always
-    allowed.
+    If several known words have the same last part, the first one is suggested. A word is also close
+    if it is an abbreviation, such as doc_mask, or within one edit per four letters; one edit is
+    always allowed.
     """
     typed = last_part(word).lower()
     by_last_part = {}
@@ -185,7 +185,7 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def as_typed(value: object) -> str:
-    """Return a config value as the user types it: null for None, true for True."""
+    """Return a config value as the user would type it: null for None, true for True."""
     names = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return names[value]
@@ -195,7 +195,7 @@ def as_typed(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as messages show it: as the user types it, with text in quotes."""
+    """Return a value as messages show it: as the user would type it, with text in quotes."""
     return repr(value) if isinstance(value, str) else as_typed(value)
 
 
@@ -212,7 +212,7 @@ def start_line() -> None:
 
 @contextmanager
 def naming(path: os.PathLike | str) -> Iterator[None]:
-    """Add the name of a file to an OSError raised inside, unless it already names a file.
+    """Add a file's name to an OSError raised inside, unless the error already names a file.
 
     Python names a file that cannot be opened, but not a file that cannot be read or written.
     """

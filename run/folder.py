@@ -1,4 +1,4 @@
-"""The folder of a run: how it is chosen, and the lock that keeps other processes out of it."""
+"""The folder of a run: how it is chosen, and the lock that excludes other processes."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from run.settings import Settings, as_text, flatten, key_of, parse_overrides
 
 RUNS = Path("runs")
 
-# A run cannot be resumed with different values of these keys. All other keys may change, and the
+# A run cannot be resumed with different values for these keys. All other keys may change, and the
 # changes are reported. `text` is the SHA-256 of the text, and `row_order` is the version of the
 # order in which its rows are read.
 FIXED_ON_RESUME = (
@@ -48,7 +48,7 @@ def open_run_dir(
 
     The folder is `run_dir`, or else the next free runs/name. With resume=true and no `run_dir`, it
     is the newest runs/name whose run began with the same `init_from` and can be resumed with these
-    settings on this corpus; if no run qualifies, the newest runs/name.
+    settings on this corpus; if no run qualifies, it is the newest runs/name.
 
     On exit, a new folder is removed if the run has not logged any metrics yet.
 
@@ -138,7 +138,7 @@ def report_folder_errors() -> Iterator[None]:
 
 
 def find_run_to_resume(settings: Settings, corpus_identity: dict) -> Path | None:
-    """Return the newest runs/name that is this same run, or else the newest one; None without any."""
+    """Return the newest runs/name that is the same run, or else the newest runs/name, if any."""
     now = settings.model_dump() | corpus_identity
     runs = runs_of(settings.name)
     same_runs = [run for run in runs if is_same_run(run, now)]
@@ -148,7 +148,7 @@ def find_run_to_resume(settings: Settings, corpus_identity: dict) -> Path | None
 
 
 def add_saved_overrides(overrides: list[str]) -> list[str]:
-    """Prepend the overrides that a run was trained with to `run_dir=RUN resume=true`.
+    """Prepend the overrides with which a run was trained to `run_dir=RUN resume=true`.
 
     Overrides that the user adds replace the run's overrides of the same key or group. Returns
     `overrides` unchanged if there is no run to resume.
@@ -208,7 +208,7 @@ def find_begun_run(settings: Settings, context: int | None) -> Path | None:
 
 
 def has_same_origin(config: dict, init_from: str | None) -> bool:
-    """Return whether a run began with the weights of `init_from`, however its path is spelled."""
+    """Return whether a run began with the weights of `init_from`, however the path is spelled."""
     then = config.get("init_from")
     if then is None or init_from is None:
         return then == init_from

@@ -1,4 +1,4 @@
-"""The device, its precision, peak FLOP/s and memory, and the processor of this machine."""
+"""This machine's device, its precision, peak FLOP/s and memory, and the processor."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ from run.progress import warn_once
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 
-# Dense tensor-core peaks in bf16 (T4: fp16), FLOP/s, from NVIDIA's data sheets.
+# Peak FLOP/s of dense bf16 tensor-core products (T4: fp16), from NVIDIA's data sheets.
 # Keys are patterns of device names; the first one that matches is used.
 PEAKS = {
     "B200|GB200": 2250e12,
@@ -59,7 +59,7 @@ BANDWIDTHS = {
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device for `device=wanted`: auto takes a GPU if torch can use one.
+    """Return the device for `device=wanted`: auto takes a GPU if torch can use one.
 
     A warning names a GPU that auto passes over because torch has no kernels for it. Raises
     ValueError for a device that torch cannot use.
@@ -90,10 +90,10 @@ def is_available(kind: str) -> bool:
 
 
 def missing_kernels() -> str | None:
-    """A GPU that torch finds but has no kernels for, with a fix; None if there is no such GPU.
+    """Describe a GPU that torch finds but has no kernels for, with a fix; None without such a GPU.
 
-    torch.cuda.is_available() is true for it, and its first kernel would end the process. Under
-    torchrun, all GPUs are checked, so that all ranks choose the same device.
+    torch.cuda.is_available() is true for such a GPU, and its first kernel would end the process.
+    Under torchrun, all GPUs are checked, so that all ranks choose the same device.
     """
     architectures = torch.cuda.get_arch_list()
     if torch.version.cuda is None or not architectures:  # a build for ROCm, or without a list
@@ -101,7 +101,7 @@ def missing_kernels() -> str | None:
     num_gpus = torch.cuda.device_count() if "LOCAL_RANK" in os.environ else 1
     for index in range(num_gpus):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of the same at length
+            warnings.simplefilter("ignore")  # torch gives the same warning, but longer
             major, minor = torch.cuda.get_device_capability(index)
         if has_kernels((major, minor), architectures):
             continue
@@ -118,10 +118,10 @@ def missing_kernels() -> str | None:
 def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
     """Whether code for these architectures, such as sm_86 and compute_90, runs on a GPU.
 
-    Machine code (sm_XY) runs on GPUs of the same major capability whose minor one is not lower, and
-    PTX (compute_XY), which the driver compiles, on all later GPUs. With the suffix a, either runs
-    only on this capability, and with f on the same major one. NVIDIA, CUDA C++ Programming Guide,
-    section on compute capabilities.
+    Machine code (sm_XY) runs on GPUs with the same major capability and at least the same minor
+    one; PTX (compute_XY), which the driver compiles, also runs on all later GPUs. With the suffix
+    a, either runs only on exactly this capability; with f, only on the same major capability.
+    NVIDIA, CUDA C++ Programming Guide, section on compute capabilities.
     """
     for name in architectures:
         kind, major, minor, suffix = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name).groups()
@@ -170,7 +170,7 @@ def multiplies_bf16(device: torch.device) -> bool:
 
 
 def prepare_for_training(device: torch.device) -> None:
-    """Choose how this whole process multiplies fp32 matrices and frees memory.
+    """Set how this whole process multiplies fp32 matrices and frees memory.
 
     On a GPU, fp32 matrix products run in TF32. On a CPU, the allocator keeps freed memory instead
     of returning it to the system. Commands that do not call this multiply in full fp32.
@@ -189,7 +189,7 @@ def describe_products(device: torch.device, dtype: torch.dtype) -> str:
 def keep_freed_memory(device: torch.device) -> None:
     """On a CPU with glibc, let the allocator keep freed memory.
 
-    Otherwise every step would get new pages, which the system fills with zeros.
+    Otherwise, each step would get new pages, which the system fills with zeros.
     """
     # Do not map large blocks one by one, and do not return the end of the heap to the system.
     if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
@@ -231,17 +231,17 @@ def cpuinfo(field: str) -> str:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of the device; None if it is not in PEAKS."""
+    """The device's peak FLOP/s in dense bf16; None if it is not in PEAKS."""
     return find_peak(device, PEAKS)
 
 
 def peak_bandwidth(device: torch.device) -> float | None:
-    """Bytes/s that the device reads from its memory; None if it is not in BANDWIDTHS."""
+    """The device's peak memory bandwidth in bytes/s; None if it is not in BANDWIDTHS."""
     return find_peak(device, BANDWIDTHS)
 
 
 def find_peak(device: torch.device, peaks: dict[str, float]) -> float | None:
-    """The value of the first pattern in `peaks` that matches the name of a GPU."""
+    """The value of the first pattern in `peaks` that matches the GPU's name."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -252,7 +252,7 @@ def find_peak(device: torch.device, peaks: dict[str, float]) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory of this process in bytes: allocated by torch on a GPU, else resident."""
+    """This process's peak memory in bytes: allocated by torch on a GPU, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,6 +1,6 @@
-"""Build objects from a tree of `_target_` and keyword arguments, as in yamls and checkpoints.
+"""Build objects from a tree of `_target_` and keyword arguments, as in YAML files and checkpoints.
 
-A checkpoint may come from an untrusted source. So a target must be a class or function defined in
+A checkpoint may come from an untrusted source, so a target must be a class or function defined in
 a file of the given package, and an argument must have the type of its annotation.
 """
 
@@ -37,12 +37,11 @@ CHECKS = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=Fal
 
 
 def instantiate(tree: Any, package: str = "model", path: str = "") -> Any:
-    """Call every `_target_` of the tree, innermost first.
+    """Call every `_target_` in the tree, innermost first.
 
     A target with `_partial_: true` is not called, but becomes a functools.partial. Raises
     ValueError for a target outside `package` or an argument of the wrong type, and TypeError for an
     unknown or missing argument. `path` is the tree's key in the config.
-    an unknown or missing argument. `path` is the key of the tree in the config.
     """
     path = path or package
     if isinstance(tree, list):
@@ -106,9 +105,9 @@ def resolve_target(path: str, package: str) -> Callable:
 def check_arguments(target: Callable, arguments: dict, path: str) -> None:
     """Raise TypeError for an unknown argument, and ValueError for a value that is not allowed.
 
-    Values must have the type of the annotation. NaN, infinity and negative numbers are refused, and
-    so is 0 for many model options. The call itself refuses missing arguments. If the annotation is
-    a list of integers, an integer in `arguments` is replaced by a list.
+    Values must match the type annotation. NaN, infinity and negative numbers are refused, as is 0
+    for many model options. The call itself refuses missing arguments. If the annotation is a list
+    of integers, an integer in `arguments` is replaced by a list.
     """
     annotations = {known.name: known.annotation for known in parameters_of(target)}
     # The user types attention.window, which is model.attention.window in the config.
@@ -126,7 +125,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
                 f"{name}: {type(value).__name__}"
             )
 
-        # A single number stands for a list with one element.
+        # A single number is accepted in place of a list with one element.
         wanted = inspect.formatannotation(annotations[name])
         if wanted == "list[int]" and type(value) is int:
             value = [value]
@@ -137,7 +136,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
             problem = f"{key} must be {type_in_words(annotations[name])} (got {shown(value)})"
             fix = fixed_value(key, value, annotations[name])
             raise ValueError(f"{problem}. fix: {fix or f'leave {key} out'}") from None
-        # Sizes are integers. Options that 0 could turn off are turned off by null.
+        # Sizes are integers. Options that 0 might turn off are turned off with null instead.
         is_size = wanted.startswith("int") or wanted.endswith("None")
         is_positive = is_size and target.__module__.startswith("model.")
         items = value if isinstance(value, list) else [value]
@@ -159,7 +158,7 @@ def type_in_words(annotation: Any) -> str:
 
 
 def fixed_value(key: str, value: Any, annotation: Any) -> str | None:
-    """For a value of the wrong type, return an override with the value probably meant, or None."""
+    """For a value of the wrong type, return an override with the likely intended value, or None."""
     wanted = inspect.formatannotation(annotation)
     nearest = aliases.nearest_value(key, value, annotation)
     if nearest is not None:

@@ -1,6 +1,6 @@
 """The command line of train.py: overrides, --help, --cfg job, and errors for other options.
 
-torch takes seconds to import, so it is imported only if run_dir and resume are given.
+torch takes seconds to import, so it is imported only if both run_dir and resume are given.
 """
 
 import re
@@ -76,7 +76,7 @@ SHORT = {
 CONFIG_FILES = ("--config", "--config-file", "--config-name", "--config-path", "--config-dir")
 WITH_VALUE = (*CONFIG_FILES, "--cfg", "--package", "--info")
 PRINTED = "--cfg job prints the whole config, resolved"
-# Hydra options that have no effect here -> the reason, and a command for the same overrides.
+# Hydra options that have no effect here -> the reason, and a command with the same overrides.
 HYDRA_OPTIONS = {
     "--cfg": (PRINTED, "python train.py --cfg job"),
     "--multirun": ("tools.compare trains several runs", "python -m tools.compare"),
@@ -109,7 +109,7 @@ def read_command_line(arguments: list[str]) -> tuple[Settings, list[str]]:
             fix = f"{resumed}; or, to start from its weights, {shlex.quote(f'init_from={word}')}"
             raise ValueError(f"a run is not an override ({word}). fix: {fix}")
 
-    # torch is needed only to resume the run in run_dir, whose saved overrides are added.
+    # torch is needed only to resume the run in run_dir, whose saved overrides are prepended.
     if {"run_dir", "resume"} <= {key_of(word) for word in overrides}:
         from run.folder import add_saved_overrides
 
@@ -188,9 +188,9 @@ def options_problem(
 def as_overrides(
     overrides: list[str], words: list[str], check: Callable[[list[str]], object]
 ) -> str:
-    """Return the fix for options that should have been overrides.
+    """Return the fix for options that should have been given as overrides.
 
-    `words` are those overrides, `overrides` the ones already given.
+    `words` are these overrides, `overrides` are the ones already given.
     """
     try:
         check([*overrides, *words])
@@ -218,7 +218,7 @@ def hydra_call(option: str, value: str, overrides: list[str]) -> str:
     is_sweep = any(has_several_values(word) for word in words)
     if option == "--multirun" and not is_sweep:
         words.insert(0, "attention=gqa,mha")
-    if call.startswith("python train.py"):  # trains a single run
+    if call.startswith("python train.py"):  # this command trains a single run
         words = [word.partition(",")[0] if has_several_values(word) else word for word in words]
     return shlex.join([*call.split(), *words])
 
@@ -293,7 +293,7 @@ def key_lines(tree: dict, path: str, comments: dict[tuple[str, str], str]) -> It
 
 
 def preset_comments(group: str) -> dict[tuple[str, str], str]:
-    """Return the comments on the keys in a group's presets, by the key's _target_ and name.
+    """Return the comments on the keys in a group's presets, by the _target_ and name of the key.
 
     The empty _target_ has the comments of the default preset, whose keys other presets inherit.
     """

@@ -1,4 +1,4 @@
-"""Messages while the user waits: the activity, the estimated time, and how to avoid the wait."""
+"""Messages during long waits: the activity, the estimated time, and how to avoid the wait."""
 
 import math
 import sys

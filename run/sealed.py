@@ -37,7 +37,7 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
         with naming(folder):
             yield staging
 
-        # First the files and the manifest that lists them must reach the disk, ...
+        # The files, and the manifest that lists them, must reach the disk first, ...
         hashes = {}
         for path in sorted(staging.iterdir()):
             sync(path)
@@ -81,7 +81,7 @@ def sync(path: Path) -> None:
             finally:
                 os.close(descriptor)
     except OSError as error:
-        # A directory above the run may belong to other users and be unreadable.
+        # A directory above the run may belong to a different user and be unreadable.
         is_unreadable = error.errno == errno.EACCES and path.is_dir()
         if error.errno not in UNSUPPORTED and not is_unreadable:
             raise

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 CONFIGS = ROOT / "configs"
-CPU_MICRO_BATCH = 8  # sequences, at most; larger micro-batches are not faster on a CPU
+CPU_MICRO_BATCH = 8  # maximum number of sequences; larger micro-batches are not faster on a CPU
 GROUPS = ("model", "attention", "ffn", "norm", "data", "optimizer", "schedule")
 CHOSEN = (*GROUPS, "experiment")  # keys whose value is the name of a preset
 PARTS = {  # groups whose presets become part of the model's config
@@ -60,11 +60,11 @@ TYPICAL = {
 
 HYDRA_KEYS = {"hydra.run.dir": "run_dir", "hydra.job.name": "name"}
 
-# Keys of other programs that name a settings file.
+# Other programs' keys for a settings file.
 CONFIG_KEYS = ("config", "config_file", "config_path", "config_name", "conf", "cfg", "yaml")
 ONE_CONFIG = "a run is configured by overrides such as model=tiny or experiment=NAME, not by a file"
 
-# Values of init_from in nanoGPT, and the fix.
+# Values of nanoGPT's init_from, and the fix.
 OTHER_STARTS = {"resume": "resume=true", "scratch": "leave init_from out"}
 
 HELP = "python train.py --help, which lists all keys"
@@ -167,7 +167,7 @@ class Settings(BaseModel):
                 f"there is no teacher (distill_weight={self.distill_weight}, distill=null). "
                 "fix: leave distill_weight out, or distill=runs/NAME"
             )
-        # A batch smaller than one micro-batch per process shrinks the micro-batch.
+        # If the batch is smaller than one micro-batch per process, the micro-batch shrinks.
         sequence_tokens = self.context * world_size  # if every process has one sequence
         sequences = self.batch_tokens // sequence_tokens
         unit = sequence_tokens * min(self.micro_batch or 1, max(1, sequences))
@@ -180,7 +180,7 @@ class Settings(BaseModel):
             )
 
     def sequences_per_process(self, world_size: int) -> int:
-        """Return the number of sequences of a batch per process."""
+        """Return the number of the batch's sequences per process."""
         return self.batch_tokens // self.context // world_size
 
     def micro_batch_size(self, world_size: int, most: int = CPU_MICRO_BATCH) -> int:
@@ -206,7 +206,7 @@ def compose(overrides: list[str], typed: list[str] | None = None) -> Settings:
     for override in parsed:
         check_key(override.key_or_group, override.input_line)
         check_choice(override)
-    # For a sweep, compose its first value, so that wrong keys are reported before the sweep.
+    # For a sweep, compose its first value, so that wrong keys are reported before the sweep starts.
     words = [first_value(override) for override in parsed]
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
@@ -335,7 +335,7 @@ def check_key(key: str, word: str) -> None:
 
 
 def check_text(key: str, value: str) -> None:
-    """Raise ValueError for a text value of other programs that is not an existing path."""
+    """Raise ValueError for another program's text value, unless it is an existing path."""
     if value.lower() == "none":
         fix = "leave name out" if key == "name" else f"{key}=null"
         raise ValueError(f"None is written null here ({key}={value}). fix: {fix}")
@@ -381,10 +381,10 @@ def parse_overrides(words: list[str]) -> list["Override"]:
 
 
 def named_fix(bare: list[str], words: list[str]) -> str | None:
-    """Return the overrides that the user means by the words `bare`, which lack an equals sign.
+    """Return the overrides that the user means by `bare`, words without an equals sign.
 
-    Such a word may be a key, for which the fix has the default, or the name or yaml of a choice.
-    `words` are all arguments of the command. Returns None if a word is neither.
+    Such a word may be a key, which the fix gives its default value, or the name or YAML file of a
+    choice. `words` are all arguments of the command. Returns None if a word is neither.
     """
     fixes = []
     values = {}  # named choices by group
@@ -519,7 +519,7 @@ def check_choices(group: str, names: list[str]) -> None:
 
 
 def nearest_choices(group: str, names: list[str]) -> list[str]:
-    """Return the choice closest to each name, without duplicates; names without one stay."""
+    """Return the choice closest to each name, without duplicates; names far from all are kept."""
     known = choices(group)
     nearest = []
     for name in names:
@@ -539,7 +539,7 @@ def nearest_choice(word: str) -> str:
 
 
 def unknown_choices(group: str, names: list[str]) -> str:
-    """Return an error line for names that a group lacks, with the closest choices, or with all."""
+    """Return an error line for names that are not choices of a group, with the closest choices."""
     known = choices(group)
     wrong = [f"{group}={name}" for name in names if f"{group}={name}" not in known]
     nearest = nearest_choices(group, names)
@@ -606,8 +606,8 @@ def nearest_key(key: str, own: dict) -> str | None:
     parent = key.rpartition(".")[0]
     siblings = [known for known in own if known.rpartition(".")[0] == parent]
 
-    # Among keys with the same last part, prefer the shortest, such as batch_tokens, and, among the
-    # kinds of layers a key with a value: attention.kinds.local.window.
+    # Among keys with the same last part, prefer the shortest, such as batch_tokens. Among the kinds
+    # of layers, prefer a key with a value: attention.kinds.local.window.
     def rank(known: str) -> tuple[bool, int]:
         return ".kinds." in known and own[known] is None, len(known)
 

@@ -2,8 +2,8 @@
 
 Threads that share a matrix product wait at its end for the slowest thread. They spin while they
 wait, because going to sleep takes longer than most waits. On a busy machine this wastes cores: the
-slowest thread has lost its core, often to a spinning thread. So threads spin only briefly, and a
-process that starts on a busy machine, or under a quota, uses fewer threads.
+slowest thread has lost its core, often to a spinning thread. Threads therefore spin only briefly,
+and a process that starts on a busy machine, or under a quota, uses fewer threads.
 """
 
 import os
@@ -23,7 +23,7 @@ GUEST_FIELDS = slice(8, None)  # already included in the user's time
 
 
 class CpuTime(NamedTuple):
-    """A time, and the seconds for which this process's cores had been busy until then."""
+    """A point in time, and the seconds for which this process's cores had been busy until then."""
 
     now: float
     busy: float  # with any process
@@ -119,7 +119,7 @@ def group_quotas(root: Path, group: str) -> list[float]:
 def lasting_load() -> float:
     """Return the average number of cores that other processes have used since this process started.
 
-    A high load may be brief, so it is then measured again, over BURST_SECONDS; the lower counts.
+    A high load may be brief, so it is measured again, over BURST_SECONDS; the lower value counts.
     """
     load = other_load(STARTED)
     if load >= FEW_CORES:
@@ -130,9 +130,9 @@ def lasting_load() -> float:
 
 
 def free_threads(threads: int) -> tuple[int, str]:
-    """Return how many of the `threads` are worth using, and the reason, empty if all are used.
+    """Return how many of the `threads` are worth using, and the reason ("" if all are used).
 
-    Under load from other processes, at least half are used, since a core is shared equally.
+    Under load from other processes, at least half are used, because a core is shared equally.
     """
     num_cores = len(cores())
     quota = cpu_quota()
