@@ -1,4 +1,4 @@
-"""Commands around runs:  python -m tools.NAME"""
+"""Commands that work with runs:  python -m tools.NAME"""
 
 import sys
 from importlib import import_module
@@ -17,7 +17,7 @@ COMMANDS = (
     "import_hf",
 )
 
-ANSWERS_FIRST = ("compare", "cost")  # import torch after they have parsed their arguments
+ANSWERS_FIRST = ("compare", "cost")  # import torch only after parsing their arguments
 
 
 def import_torch() -> None:

@@ -23,7 +23,7 @@ from run import errors
 from run.cli import Parser, add_model_options, user_path
 from run.progress import waiting
 
-MAX_LABELED = 32  # the axes of prompts with up to this many tokens are labeled with the tokens
+MAX_LABELED = 32  # prompts with up to this many tokens have axes labeled with their tokens
 SQUARE = 3.0  # inches
 Maps = dict[int, Tensor]  # weights (H, T, T) by layer number
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of a token, or its vocabulary entry if it has no text (BOS, a byte)."""
+    """Return a token's text, or its vocabulary entry if it has no text (BOS, a byte)."""
     text = tokenizer.decode([token])
     if text == "" or "\ufffd" in text:
         return tokenizer.piece(token)
@@ -63,7 +63,7 @@ def label(tokenizer: Tokenizer, token: int) -> str:
 
 @torch.no_grad()
 def attention_weights(model: Transformer, tokens: list[int]) -> Maps:
-    """Return the weights (H, T, T) of every softmax layer by layer number; row i is query token i.
+    """Return each softmax layer's weights (H, T, T) by layer number; row i is query token i.
 
     Differential attention has two maps for each pair of heads, one for each softmax.
     """
@@ -93,10 +93,10 @@ def record_weights(
 
 
 def draw(maps: Maps, labels: list[str], title: str, path: Path) -> None:
-    """Draw the weights of all layers to a file; `labels` are the texts of the tokens."""
+    """Draw the weights of all layers to a file; `labels` are the tokens' texts."""
     from matplotlib.figure import Figure
 
-    # Matplotlib would read $ as the start of a formula.
+    # Otherwise Matplotlib would read $ as the start of a formula.
     title = title.replace("$", r"\$")
     labels = [label.replace("$", r"\$") for label in labels]
 

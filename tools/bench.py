@@ -48,12 +48,12 @@ from training.trainer import Trainer
 
 NUM_TURNS = 8  # of each competitor, after the turn that compiles
 PROBE_SIZE = 2048  # width of the square matrices whose product measures peak FLOP/s
-READ_PROBE_SIZE = 2**28  # bytes that are read to measure the bandwidth of the memory
-NUM_PROBES = 4  # measurements of either kind per turn; the best of all turns counts
-DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # rows, final length of each
+READ_PROBE_SIZE = 2**28  # number of bytes read to measure the memory bandwidth
+NUM_PROBES = 4  # measurements of each kind per turn; the best over all turns counts
+DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # rows, and their final length
 NEW_TOKENS = 255  # generated in each row, after a random prompt
 
-Seconds = dict[str, float]  # by the name of the measurement
+Seconds = dict[str, float]  # by measurement name
 Step = Callable[[], Seconds]  # trains for one step, or decodes all tokens
 
 
@@ -78,11 +78,11 @@ def main(args: argparse.Namespace) -> None:
     say("next: try another size, attention or precision; python -m tools.bench --help")
 
 
-# The parent: starts the competitors, gives them turns, and prints their measurements.
+# The parent process: starts the competitors, gives them turns, and prints their measurements.
 
 
 def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
-    """Print a line for each competitor, and our speed relative to the best of the others."""
+    """Print a line for each competitor, and our speed relative to the fastest of the others."""
     settings, device, precision = bench_settings(overrides)  # exits if an override is wrong
     # All workers build their models at the same time, then run one at a time for a fair timing.
     workers = {name: start_worker(kind, name, overrides) for name in COMPETITORS[kind]}
@@ -104,7 +104,7 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     for worker in workers.values():
         worker.close()
 
-    # The first turn of each worker compiles, and does not count.
+    # The first turn of each worker compiles and does not count.
     measured = {name: each[1:] for name, each in turns.items()}
     # The decoding time covers all tokens but the first.
     num_rows = settings.sequences_per_process(1)
@@ -125,7 +125,7 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
             line["share_whole_attention"] = tokens_share * whole_flops
         print(json.dumps(case | line))
 
-    # The load of the machine changes between turns: take ratios within a turn, then their median.
+    # The machine's load changes between turns: take ratios within a turn, then their median.
     competitors = [name for name in lines if name not in ("ours", OURS_INT8)]
     best = min(competitors, key=lambda name: lines[name]["seconds"])
     ratios = []
@@ -135,11 +135,11 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
 
 
 def start_worker(kind: str, name: str, overrides: list[str]) -> Connection:
-    """Start the worker process of a competitor; it ends with this process at the latest."""
+    """Start a competitor's worker process, which ends no later than this process."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=take_turns, args=(theirs, kind, name, overrides), daemon=True)
-    # Workers inherit that Ctrl-C is ignored: this process handles it and ends them.
+    # Workers inherit that Ctrl-C is ignored: this process handles Ctrl-C and ends the workers.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.start()
     signal.signal(signal.SIGINT, handler)
@@ -178,12 +178,12 @@ def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Return the bytes/s read from a large tensor: known for a GPU, else measured by a sum."""
+    """Return the bytes/s of reading a large tensor: known for a GPU, else measured by a sum."""
     bandwidth = hardware.peak_bandwidth(device)
     if bandwidth is not None:
         return bandwidth
     x = torch.ones(READ_PROBE_SIZE // 4, device=device)  # fp32
-    # Fetching the sum waits for a GPU.
+    # Fetching the sum waits for a GPU to finish.
     seconds = min(timeit.repeat(lambda: x.sum().item(), number=1, repeat=NUM_PROBES))
     return x.nbytes / seconds
 
@@ -194,21 +194,21 @@ def bytes_per_step(settings: Settings, precision: torch.dtype, *, int8: bool) ->
     if int8:
         quantize.optimize_for_decoding(model, int8=True)
     read = sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
-    # Of an embedding that is not also the head, a step reads only a vector for each row.
+    # If the embedding is not also the head, a step reads only one of its vectors per row.
     if model.head is not None:
         read -= model.embed.weight.nbytes
-    # The step that draws token i of NEW_TOKENS, from the second on, reads a cache that i - 1 of
-    # them have joined.
+    # The step that samples token i of NEW_TOKENS, for i > 1, reads a cache that contains the
+    # previous i - 1 of these tokens.
     mean_length = settings.context - 1 - NEW_TOKENS // 2
     num_rows = settings.sequences_per_process(1)
     return read + num_rows * model.cache_bytes(mean_length, precision)
 
 
-# The worker: one competitor in a process of its own.
+# The worker: one competitor in a separate process.
 
 
 def take_turns(parent: Connection, kind: str, name: str, overrides: list[str]) -> None:
-    """For each message of the parent, time some steps and send the measurements."""
+    """For each message from the parent, time some steps and send the measurements."""
     settings, device, precision = bench_settings(overrides)
     step = COMPETITORS[kind][name](settings, device, precision)
     if kind == "train":
@@ -264,13 +264,13 @@ def train_ours(settings: Settings, device: torch.device, precision: torch.dtype)
 
 
 def train_transformers(settings: Settings, device: torch.device, precision: torch.dtype) -> Step:
-    """Llama with torch's fused AdamW, autocast and torch.compile of the whole model."""
+    """Train Llama with torch's fused AdamW, autocast and torch.compile of the whole model."""
     model = transformers_llama(settings).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     forward = model if settings.compile is False else torch.compile(model)
     tokens = random_tokens(settings, settings.context, device)
 
-    # One optimizer step over the micro-batches, with the gradient of the mean over the batch.
+    # One optimizer step over all micro-batches, with the gradient of the mean over the batch.
     def train_step() -> None:
         for part in tokens.split(settings.micro_batch_size(1)):
             with hardware.autocast(device, precision):
@@ -312,7 +312,7 @@ def decode_ours(
 def decode_transformers(
     settings: Settings, device: torch.device, precision: torch.dtype, *, is_compiled: bool
 ) -> Step:
-    """`generate` with its default cache, or with a static one and a compiled forward."""
+    """Run `generate` with its default cache, or with a static cache and a compiled forward."""
     from transformers import DynamicCache, StaticCache
 
     model = transformers_llama(settings).to(device, precision)
@@ -320,7 +320,7 @@ def decode_transformers(
     prompts = random_tokens(settings, settings.context - 1 - NEW_TOKENS, device)
     if is_compiled:
         model.forward = torch.compile(model.forward, dynamic=False)
-    # The time of each token, recorded by a stopping criterion that never stops.
+    # The time of each token is recorded by a stopping criterion that never stops.
     times = []
 
     def record_time(ids: Tensor, *_) -> Tensor:
@@ -342,7 +342,7 @@ def decode_transformers(
             pad_token_id=0,
             stopping_criteria=[record_time],
         )
-        tokens.tolist()  # waits for a GPU
+        tokens.tolist()  # waits for a GPU to finish
         end = perf_counter()
         # A generation that ended early would look too fast.
         assert tokens.shape == (len(prompts), prompts.shape[1] + NEW_TOKENS)

@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of train.py")
     overrides = parser.parse_args(arguments).overrides
 
-    # Remove the overrides of the attention: each attention is a row.
+    # Remove overrides of the attention: each attention has a separate row.
     expand_sweep(overrides)  # checks all overrides
     names = []
     others = []
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
 
 
 def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
-    """Return the cells of COLUMNS for a run with this attention and these train.py overrides."""
+    """Return the cells of COLUMNS for a run with this attention and these overrides of train.py."""
     # One sequence is a valid batch at every context.
     settings = compose(
         ["name=cost", "batch_tokens=${context}", *overrides, f"attention={attention}"]

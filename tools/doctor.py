@@ -31,7 +31,7 @@ def nvidia_driver() -> str | None:
 
 
 def describe_machine(device: torch.device) -> None:
-    """Print the hardware and software, and the choices of train.py on this machine."""
+    """Print this machine's hardware and software, and the choices that train.py makes on it."""
     print("processor:", hardware.processor(), f"{torch.get_num_threads()} threads")
     print("torch:", torch.__version__, "NVIDIA driver:", nvidia_driver())
     if device.type == "cuda":

@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """Write the files of a model -> the name of its class, and how programs misread the export."""
+    """Write a model's files -> the name of its class, and how programs misread the export."""
     # Find all errors in the model and the arguments before a file is written.
     with errors.user_input():
         path = checkpoint.find_model(args.run)
@@ -111,7 +111,7 @@ def export(args: argparse.Namespace) -> tuple[str, list[str]]:
     for name, content in files.items():
         (args.out / name).parent.mkdir(exist_ok=True)
         (args.out / name).write_bytes(content)
-    # Written last: no library accepts a folder without it as a model.
+    # This file is written last: without it, no library accepts the folder as a model.
     (args.out / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return architecture, describe_misreadings(config, files)
 
@@ -152,10 +152,10 @@ def stored_generation_config(tokenizer: Tokenizer) -> dict:
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int | None:
-    """Return the padding token: the imported model's, or else <unk> of SentencePiece.
+    """Return the padding token: the imported model's padding token, or else SentencePiece's <unk>.
 
-    No text is encoded to <unk>, since unknown characters become bytes. EOS cannot be used: training
-    programs leave padding out of the loss, so the model would not learn to stop.
+    No text is encoded to <unk>, because unknown characters become bytes. EOS cannot be used:
+    training programs leave padding out of the loss, so the model would not learn to stop.
     """
     stored = stored_generation_config(tokenizer)
     if "pad_token_id" in stored or isinstance(tokenizer, JsonTokenizer):
@@ -201,7 +201,7 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
         "legacy": False,
         "clean_up_tokenization_spaces": False,
     }
-    # An imported tokenizer keeps its own names of the special tokens.
+    # An imported tokenizer keeps its own names for the special tokens.
     special_tokens = {
         "bos_token": tokenizer.processor.bos_id(),
         "eos_token": tokenizer.processor.eos_id(),

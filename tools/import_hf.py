@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def import_model(args: argparse.Namespace) -> None:
-    """Read a model of transformers and write it as a checkpoint."""
+    """Read a model of transformers, and write it as a checkpoint."""
     # Find all errors in the folder before a file is written.
     with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
         if is_run(args.folder):
@@ -55,7 +55,7 @@ def import_model(args: argparse.Namespace) -> None:
         tokenizer = import_tokenizer(args.folder)
         num_tokens = tokenizer.vocab_size
         num_embeddings = tree["vocab_size"]
-        # An embedding may be padded beyond the vocabulary, for speed.
+        # An embedding may be padded beyond the vocabulary for speed.
         is_padded = "tokenizer.json" in tokenizer.files and num_tokens < num_embeddings
         if num_tokens != num_embeddings and not is_padded:
             raise ValueError(

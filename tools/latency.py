@@ -15,9 +15,9 @@ from inference.sampling import sample
 from model.transformer import Transformer
 from run.progress import waiting
 
-NEW_TOKENS = 32  # generated for each sequence
+NEW_TOKENS = 32  # number of tokens generated for each sequence
 Latencies = dict[str, dict[str, float]]  # medians in ms, by model and column title
-TURNS = 3  # of each model, and runs in each turn
+TURNS = 3  # number of turns per model, and of runs per turn
 # Number of sequences that are decoded together, by column title.
 ROWS = {"decoding, ms/token": 1, "8 rows, ms/token": 8}
 greedy = partial(sample, temperature=0)
@@ -46,7 +46,7 @@ def latencies(runs: dict[str, Path]) -> Latencies:
 
 
 def times(model: Transformer, num_rows: int) -> list[float]:
-    """Measure the seconds from one token to the next in several runs, after a warm-up."""
+    """Measure the seconds between consecutive tokens in several runs, after a warm-up."""
     weight = model.embed.weight
     num_new = min(NEW_TOKENS, model.context // 2)
     prompts = torch.randint(len(weight), (num_rows, model.context - num_new)).tolist()
@@ -64,7 +64,7 @@ def times(model: Transformer, num_rows: int) -> list[float]:
 
 
 def time_generation(engine: Engine, prompts: list[list[int]], num_new: int) -> tuple[float, float]:
-    """Continue all prompts together -> seconds to the first tokens, and for the remaining ones."""
+    """Continue all prompts together -> seconds to the first tokens, and for all later tokens."""
     sequences = [Sequence([*prompt], num_new) for prompt in prompts]
     start = perf_counter()
     generated = engine.generate(sequences)

@@ -17,8 +17,8 @@ from training.setup import open_run_corpus
 
 MULTIPLES = (1, 2, 4)  # of the training context
 LONGEST = MULTIPLES[-1]
-NUM_TARGETS = 16_384  # tokens of text that are scored
-BATCH_TOKENS = 4096  # inputs computed together
+NUM_TARGETS = 16_384  # number of text tokens that are scored
+BATCH_TOKENS = 4096  # number of inputs computed together
 
 
 def measure_lengths(run_dir: Path | None) -> dict[str, float]:
@@ -41,8 +41,8 @@ def measure_lengths(run_dir: Path | None) -> dict[str, float]:
 def last_loss(model: Transformer, corpus: Corpus, settings: dict, precision: torch.dtype) -> float:
     """Return nats per token of held-out text, scoring half a training context per window.
 
-    Only the end of a window is scored: the same targets for every context of the model, with more
-    or less text in front of them. Windows overlap, but their targets do not.
+    Only the end of a window is scored, so that every context length scores the same targets, with
+    more or less text in front of them. Windows overlap, but their targets do not.
     """
     longest = LONGEST * settings["context"] + 1
     if len(corpus.validation) < longest:
@@ -77,7 +77,7 @@ def open_run(path: Path | None) -> tuple[Path, dict]:
 
 
 def document_start(corpus: Corpus, settings: dict) -> int | None:
-    """Return the token that begins a document if a run masks other documents, else None."""
+    """Return the token that begins a document if the run masks other documents, else None."""
     return corpus.tokenizer.bos if settings["document_mask"] else None
 
 

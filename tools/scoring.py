@@ -1,4 +1,4 @@
-"""The loss of a model on texts that are cut into rows of tokens."""
+"""The loss of a model on texts cut into rows of tokens."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -23,10 +23,10 @@ def load_to_score(
     context: int | None = None,
     precision: str = "auto",
 ) -> tuple[Transformer, Tokenizer, str, torch.dtype]:
-    """Load a model to score text with -> what `load` returns, and the dtype of matrix products.
+    """Load a model for scoring text -> the results of `load`, and the dtype of matrix products.
 
     With dtype=auto, the weights are in fp32, and a GPU multiplies in the `precision` of training,
-    so a checkpoint has the loss that its run logged. Other dtypes are used as in generation.
+    so a checkpoint has the loss that its run logged. Other dtypes mean the same as in generation.
     """
     weights = "fp32" if dtype == "auto" else dtype
     model, tokenizer, name = load(path, device, weights, context)
@@ -46,8 +46,8 @@ def windows(tokens: list[int], context: int) -> list[Row]:
     """Cut tokens into rows of up to `context` inputs; every token but the first is scored once.
 
     If the last row would be shorter, it begins earlier, so that its scored tokens have more
-    context. This is the rolling log-likelihood of lm-evaluation-harness
-    (get_rolling_token_windows in its lm_eval/utils.py).
+    context. This is the rolling log-likelihood of lm-evaluation-harness (get_rolling_token_windows
+    in lm_eval/utils.py).
     """
     rows = []
     for start in range(0, len(tokens) - 1, context):

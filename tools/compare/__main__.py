@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def report_folder(folders: list[Path]) -> Path:
-    """Return the folder of the report: a comparison's own folder if it is the only one given."""
+    """Return the report's folder: a comparison's own folder if it is the only one given."""
     from tools.compare.runs import RECORDS
 
     if len(folders) == 1 and (folders[0] / RECORDS).exists():
@@ -91,7 +91,7 @@ def announce(variants: list["Variant"], has_search: bool) -> None:
 def read_runs(folders: list[Path]) -> tuple[list["Run"], dict[str, str]]:
     """Read finished runs from their folders, or from the records of comparisons.
 
-    Also returns, by folder name, the reason why each other run was left out.
+    Also returns, by folder name, the reason why each of the other runs was left out.
     """
     from tools.compare.runs import Run, read_records
 
@@ -105,7 +105,7 @@ def read_runs(folders: list[Path]) -> tuple[list["Run"], dict[str, str]]:
             runs += recorded.values()
             if recorded:
                 continue
-            # The record of a run in a comparison holds more than its folder.
+            # A comparison's record of a run contains more than the folder of the run.
             run = read_records(folder.parent).get(folder.name) or Run.read(folder)
             if run.done:
                 runs.append(run)

@@ -1,4 +1,4 @@
-"""The answer of a comparison in plain sentences: which variant to choose, and how sure that is."""
+"""The answer of a comparison in plain sentences: which variant to choose, and how sure it is."""
 
 import math
 from collections import defaultdict
@@ -11,8 +11,8 @@ from tools.compare.runs import Run
 from tools.compare.statistics import seeds_to_decide, solves_more_often
 
 # The minimum for a decision. With fewer seeds, only large differences are found. With fewer tokens,
-# the ranking may change with more training; 20 per parameter are optimal for their compute
-# (Hoffmann et al., 2203.15556).
+# the ranking may change with more training; 20 tokens per parameter are compute-optimal (Hoffmann
+# et al., 2203.15556).
 MIN_SEEDS = 3
 MIN_TOKENS = 10  # per parameter
 MAX_EPOCHS = 4  # passes over a text
@@ -33,8 +33,8 @@ class Answer(NamedTuple):
     """The answer at the beginning of a report."""
 
     headline: str  # one sentence
-    remarks: list[str]  # what is needed to be sure, and the cost of the variant
-    verdicts: list[str]  # on the other variants
+    remarks: list[str]  # requirements for a reliable answer, and the costs of the variant
+    verdicts: list[str]  # sentences about the other variants
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *self.remarks, *self.verdicts])
@@ -44,7 +44,7 @@ class Gaps(NamedTuple):
     """The data that the runs lack for a decision."""
 
     data: list[str]  # each shortage as text, such as "1 of 3 seeds"
-    remedies: list[str]  # of all gaps
+    remedies: list[str]  # against all gaps
     has_untuned: bool  # whether learning rates are untuned
 
 
@@ -120,7 +120,7 @@ def answer_accuracies(comparison: Comparison) -> Answer:
     can_be_better = solved[baseline] < totals[baseline] or totals[baseline] < MIN_SEEDS
     gaps = find_gaps(comparison, max(MIN_SEEDS, seeds_to_decide(len(comparison.others))))
     at_edge = [name for name in groups if stem(name) in comparison.at_edge]
-    if at_edge:  # when comparing losses, the verdicts are withheld
+    if at_edge:  # in a comparison of losses, these verdicts are withheld
         names = ", ".join(at_edge)
         gaps.remedies.append(
             f"a wider range of learning rates for {names} (the best is at its edge)"
@@ -143,7 +143,7 @@ def answer_accuracies(comparison: Comparison) -> Answer:
             f"Keep {baseline}: {of_seeds(baseline)} seeds solve {task} (at least {percent(SOLVED)} "
             "accuracy), and no variant can do better."
         )
-        # The variant with the smallest cache whose seeds all solve the task too.
+        # The variant with the smallest cache among those that also solve the task with all seeds.
         equal = [name for name in ranking if solved[name] == totals[name]]
         smallest = min(equal, key=lambda name: cache_share(comparison, name))
         share = cache_share(comparison, smallest)
@@ -173,7 +173,7 @@ def answer_accuracies(comparison: Comparison) -> Answer:
 
 
 def find_gaps(comparison: Comparison, min_seeds: int) -> Gaps:
-    """Find the data that the runs lack; the variant with the least data decides."""
+    """Find the data that the runs lack; the variant with the least data determines it."""
     groups = comparison.groups
     firsts = [runs[0] for runs in groups.values()]
     data = []
@@ -193,7 +193,7 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> Gaps:
         remedies.append("the same number of tokens for all runs")
 
     ratio = min(run.last["tokens"] / run.model.num_parameters() for run in firsts)
-    # Rounded, since parameters are matched to a few in a thousand.
+    # Rounded, because parameter counts are matched only to within a few in a thousand.
     if round(ratio, 1) < MIN_TOKENS and firsts[0].task == "text":
         data.append(f"{ratio:.2g} of {MIN_TOKENS} tokens per parameter")
         remedies.append(f"{MIN_TOKENS} tokens per parameter ({enough_tokens(firsts)})")
@@ -210,7 +210,7 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> Gaps:
 
 
 def enough_tokens(runs: list[Run]) -> str:
-    """Return overrides that train all models on MIN_TOKENS per parameter, and the time needed."""
+    """Return overrides to train all models on MIN_TOKENS per parameter, and the time this takes."""
     tokens = MIN_TOKENS * max(run.model.num_parameters() for run in runs)
     steps = math.ceil(tokens / runs[0].settings["batch_tokens"])
     text = f"steps={steps} max_minutes=null"
@@ -231,9 +231,9 @@ def describe_missing(gaps: Gaps) -> list[str]:
 
 
 def describe_gain(comparison: Comparison, name: str, result: Result) -> str:
-    """Describe how much lower the loss of a variant is, with its interval and number of seeds."""
+    """Describe how much lower a variant's loss is, with the interval and the number of seeds."""
     verdict = result.verdicts[name]
-    # Keep a significant digit of the bound nearest to zero, so that it is not rounded to zero.
+    # Keep one significant digit of the bound nearest to zero, so that it is not rounded to zero.
     digits = min(8, max(3, math.ceil(-math.log10(-verdict.high))))
     seeds = count(len(comparison.groups[name]), "seed")
     theirs = len(comparison.groups[comparison.baseline])
@@ -246,7 +246,7 @@ def describe_gain(comparison: Comparison, name: str, result: Result) -> str:
 
 
 def describe_cost(comparison: Comparison, name: str) -> str:
-    """Describe the memory and compute of a variant, relative to the baseline."""
+    """Describe a variant's memory and compute, relative to the baseline."""
     ours = comparison.groups[name][0].model
     theirs = comparison.first.model
     flops = percent(ours.training_flops() / theirs.training_flops())
@@ -257,7 +257,7 @@ def describe_cost(comparison: Comparison, name: str) -> str:
 
 
 def cache_share(comparison: Comparison, name: str) -> float:
-    """Return the cache size of a variant as a fraction of the baseline's."""
+    """Return a variant's cache size as a fraction of the baseline's cache size."""
     return comparison.groups[name][0].cache_bytes / comparison.first.cache_bytes
 
 
@@ -296,7 +296,7 @@ def verdict_clauses(
 
 
 def describe_power(result: Result) -> str:
-    """Describe the difference that these seeds could detect; "" if nothing was tested."""
+    """Describe the difference that this number of seeds could detect; "" if nothing was tested."""
     detectable = []
     for verdict in result.verdicts.values():
         if not math.isnan(verdict.detectable):

@@ -17,7 +17,7 @@ DIVERGED = "seeds diverged"
 
 @dataclass
 class Comparison:
-    """The runs of one task and model size, with further facts about the variants.
+    """The runs of one task and model size, with additional facts about the variants.
 
     `baseline` is the name of the variant that all others are compared with. `groups` is empty if
     no run of the baseline can be judged.
@@ -40,7 +40,7 @@ class Comparison:
 
     @property
     def at_edge(self) -> set[str]:
-        """The variants whose best learning rate may lie outside the tried range."""
+        """The variants whose best learning rate may be outside the tried range."""
         names = set()
         for name, losses in self.losses.items():
             if not find_optimum(losses).is_inside:
@@ -52,12 +52,12 @@ class Comparison:
 
 
 def stem(name: str) -> str:
-    """Return a variant's name without the settings that distinguish it from namesakes."""
+    """Return a variant's name without the settings that distinguish it from others of that name."""
     return name.partition(" ")[0]
 
 
 def sort_runs(runs: list[Run]) -> Comparison:
-    """Sort the runs of a comparison. The first one determines the baseline."""
+    """Sort the runs of a comparison by variant. The first run determines the baseline."""
     searches = defaultdict(list)
     diverged = Counter()
     judged = []
@@ -76,7 +76,7 @@ def sort_runs(runs: list[Run]) -> Comparison:
     if not judged or judged[0].settings["name"] != baseline:
         return Comparison({}, baseline, losses, diverged)
     groups = group_by_variant(judged)
-    baseline = next(iter(groups))  # groups keep the order of the runs
+    baseline = next(iter(groups))  # groups are in the order of the runs
     means = {name: fmean(run.loss for run in members) for name, members in groups.items()}
     is_accuracy = judged[0].floor is not None
     best_first = sorted(means, key=means.get, reverse=is_accuracy)
@@ -90,7 +90,7 @@ def judge_measure(
     margin: float,
     num_measures: int = 1,
 ) -> Result:
-    """Measure all runs and judge the variants, except those whose verdict is withheld."""
+    """Measure all runs, and judge the variants except those whose verdict is withheld."""
     result = evaluate(title, measure, comparison.groups, comparison.baseline, margin, num_measures)
     return result._replace(verdicts=withhold_verdicts(result.verdicts, comparison))
 
@@ -98,7 +98,7 @@ def judge_measure(
 def withhold_verdicts(verdicts: dict[str, Verdict], comparison: Comparison) -> dict[str, Verdict]:
     """Withhold the verdict if the variant or the baseline may not have been at its best.
 
-    Either its best learning rate may lie outside the tried range, or some of its seeds diverged, so
+    Either its best learning rate may be outside the tried range, or some of its seeds diverged, so
     that the remaining seeds are a biased sample.
     """
     outside = comparison.at_edge

@@ -27,7 +27,7 @@ COMMAND = "$ python train.py"  # the first line of a log, followed by the overri
 class Job:
     """A run to train: its folder, and the overrides for train.py, which define it completely.
 
-    The baseline trains first, and decides how long this run trains and whether it compiles.
+    The baseline trains first, and determines how long this run trains and whether it compiles.
     """
 
     run_dir: Path
@@ -64,7 +64,7 @@ class Job:
 
     def try_start(self, free_gpus: list[Environment]) -> None:
         """Start train.py, unless another call trains the run, or nothing is left to train."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)  # resume=true needs a folder
+        self.run_dir.mkdir(parents=True, exist_ok=True)  # resume=true requires a folder
         log = open_locked(self.log_path)
         if log is None:
             return
@@ -100,7 +100,7 @@ class Job:
             return
         settings = compose(self.overrides)
         others = compose(self.baseline.overrides)
-        # Equal minutes or tokens per parameter would give variants different numbers of steps.
+        # With the same minutes or tokens per parameter, the numbers of steps would differ.
         gives_tokens = settings.steps is None and settings.tokens_per_parameter is not None
         is_timed = (
             (settings.max_minutes is not None or gives_tokens)
@@ -204,7 +204,7 @@ def train_all(jobs: list[Job]) -> None:
                 for job in jobs:
                     if job.outcome is None:
                         job.update(free_gpus)
-                # The bar estimates the time left from the runs that this call trained.
+                # The bar estimates the time left from the runs that this call has trained.
                 bar.initial = sum(job.outcome == FINISHED for job in jobs)
                 bar.n = sum(job.outcome is not None for job in jobs)
                 sleep(0.5)
@@ -225,7 +225,7 @@ def train_all(jobs: list[Job]) -> None:
 
 
 def gpu_environments(device: str) -> list[Environment]:
-    """Return one environment for each run that trains at the same time, each with one GPU.
+    """Return an environment for each of the runs that train at the same time, each with one GPU.
 
     Without several GPUs, one run trains at a time, in an unchanged environment.
     """

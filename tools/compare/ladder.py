@@ -37,7 +37,7 @@ a multiple of its own compute there, if parameters and tokens grow in the same p
 
 
 class Rung(NamedTuple):
-    """The runs of one model size: the losses of each variant, including the baseline."""
+    """The runs at one model size: the losses of each variant, including the baseline."""
 
     dim: int
     flops: float  # training FLOPs of a run of the baseline
@@ -51,9 +51,9 @@ class Rung(NamedTuple):
 class Trend(NamedTuple):
     """How a variant's difference from the baseline changes with the training compute.
 
-    `slope` is the change of the difference for ten times the compute; `low` and `high` are the
-    bounds of its interval. With a probability of 95%, the intervals of all variants contain the
-    true slopes. The bounds are NaN if a size has no spread between seeds.
+    `slope` is the change of the difference per tenfold compute; `low` and `high` are the bounds of
+    its interval. With a probability of 95%, the intervals of all variants contain the true slopes.
+    The bounds are NaN if a size has no spread between seeds.
     """
 
     slope: float
@@ -90,7 +90,7 @@ def add_ladder(page: Page, comparisons: list[Comparison], margin: float) -> tupl
     if not variants or baseline not in rungs[-1].samples:
         return "", ""
 
-    # The verdicts of each size come from its own table.
+    # The verdicts at each size come from that size's own table.
     unit = largest.first.metric_name
     verdicts = defaultdict(dict)
     for dim, comparison in by_dim.items():
@@ -200,7 +200,7 @@ def ladder_rows(
 
 
 def make_rungs(comparisons: list[Comparison]) -> list[Rung]:
-    """Return the sizes with a trained baseline, smallest first, and their common variants."""
+    """Return the sizes with a trained baseline, smallest first, and the variants they share."""
     samples_by_dim = {}
     flops_by_dim = {}
     for comparison in comparisons:
@@ -219,7 +219,7 @@ def make_rungs(comparisons: list[Comparison]) -> list[Rung]:
 
 
 def without_dim(name: str, dim: int) -> str:
-    """Return the name of a variant without the width that a sweep of widths adds to it."""
+    """Return a variant's name without the width that a sweep over widths adds to it."""
     return name.replace(f"dim-{dim}", "").strip("-")
 
 
@@ -241,7 +241,7 @@ def judge_trends(rungs: list[Rung], baseline: str) -> dict[str, Trend]:
     for name in variants:
         differences = [rung.difference(name, baseline) for rung in rungs]
         slope = float(np.dot(weights, differences))
-        parts = []  # terms of the slope's variance, with degrees of freedom
+        parts = []  # terms of the slope's variance, with their degrees of freedom
         for rung, weight in zip(rungs, weights, strict=True):
             for variance, freedom in difference_variance(rung.samples, name, baseline):
                 parts.append((weight**2 * variance, freedom))
@@ -276,7 +276,7 @@ def difference_variance(samples: Samples, name: str, baseline: str) -> list[tupl
 
 
 def trend_text(low: float, high: float, difference: float) -> str:
-    """Describe how the difference at the largest size changes, from the interval of its slope."""
+    """Describe how the difference at the largest size changes, given the interval of its slope."""
     if low <= 0 <= high:
         return CANNOT_TELL
     noun = "lead" if difference < 0 else "deficit"
@@ -285,7 +285,7 @@ def trend_text(low: float, high: float, difference: float) -> str:
 
 
 def fit_power_law(rungs: list[Rung], name: str) -> PowerLaw:
-    """Fit a straight line to the logarithms of loss and compute."""
+    """Fit a straight line to the logarithms of the losses and the compute."""
     logs = []
     losses = []
     for rung in rungs:
@@ -301,5 +301,5 @@ def fit_power_law(rungs: list[Rung], name: str) -> PowerLaw:
 
 
 def compute_factor(difference: float, loss: float, law: PowerLaw) -> float:
-    """Return the factor of compute that changes the baseline's `loss` by `difference`."""
+    """Return the factor by which the compute must change for `loss` to change by `difference`."""
     return (1 + difference / loss) ** (-1 / law.exponent)

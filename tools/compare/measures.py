@@ -29,7 +29,7 @@ class Result(NamedTuple):
     is_unequal: bool
 
     def cells(self, name: str) -> tuple[str, str, str]:
-        """Return a variant's mean, its difference from the baseline, and the verdict."""
+        """Return a variant's mean, its difference from the baseline, and its verdict."""
         if name not in self.samples:
             return "n/a", "", ""
         text = "baseline"
@@ -50,7 +50,7 @@ def with_interval(difference: float, low: float, high: float) -> str:
 
 
 def slice_loss(run: Run, name: str) -> float | None:
-    """Return the loss of a slice of held-out text in nats per token; None if it was not logged."""
+    """Return a slice's loss on held-out text in nats per token; None if it was not logged."""
     return run.last.get("slices", {}).get(name, {}).get("loss")
 
 
@@ -61,7 +61,7 @@ def length_change(run: Run) -> float | None:
     return run.lengths["4"] - run.lengths["1"]
 
 
-TEXT_PARTS = {  # parts of the loss that distinguish variants
+TEXT_PARTS = {  # parts of the loss that show differences between variants
     "repeated tokens, nats": partial(slice_loss, name="repeated"),
     "new tokens, nats": partial(slice_loss, name="new"),
     "4 x the context, nats more": length_change,
@@ -98,7 +98,7 @@ def num_solved(runs: list[Run]) -> int:
 
 
 def tokens_until_solved(runs: list[Run]) -> float:
-    """Return the median tokens until a run solves its task; NaN if no run solves it."""
+    """Return the median number of tokens until a run solves its task; NaN if no run solves it."""
     tokens = []
     for run in runs:
         for line in run.lines:
@@ -109,7 +109,7 @@ def tokens_until_solved(runs: list[Run]) -> float:
 
 
 def measure_checkpoints(runs: list[Run]) -> None:
-    """Measure longer contexts and decoding if they are missing and a checkpoint exists.
+    """Measure longer contexts and decoding for runs without these results that have a checkpoint.
 
     The measurements are stored in the records of the comparison.
     """

@@ -10,8 +10,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-# A word breaks only if it is longer than a line of text. Tables that are wider than the screen
-# scroll inside their own box, and the figure is not higher than the screen.
+# A word is broken only if it is longer than a line of text. Tables that are wider than the screen
+# scroll in separate boxes, and the figure is no taller than the screen.
 STYLE = """
 :root { color-scheme: light dark; --faint: light-dark(#5f5f5f, #a8a8a8); --line: #8885 }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 58rem; margin: 1rem auto 4rem;
@@ -61,9 +61,9 @@ function sortBy(header) {
 for (const button of document.querySelectorAll("th button"))
   button.addEventListener("click", () => sortBy(button.parentElement));
 """
-LONG = 40  # a cell with more characters may have several lines
+LONG = 40  # cells with more characters may have several lines
 NUMBER = re.compile(r"[-+]?\d")  # the start of a cell with a number
-UNKNOWN = ("", "n/a", "never")  # cells without a number in a numeric column
+UNKNOWN = ("", "n/a", "never")  # contents of cells without a number in a numeric column
 
 Rows = list[dict[str, str]]  # by column title; a row may lack some columns
 
@@ -88,7 +88,7 @@ class Page:
             self.blocks.append(f"<{tag}{style}>{escape(' '.join(text.split()))}</{tag}>")
 
     def code(self, lines: list[str]) -> None:
-        """Add preformatted lines. Long lines scroll."""
+        """Add preformatted lines. Long lines scroll horizontally."""
         self.blocks.append(f'<pre tabindex="0">{escape(chr(10).join(lines))}</pre>')
 
     @contextmanager
@@ -112,7 +112,7 @@ class Page:
         return svg
 
     def table(self, rows: Rows, sorted_by: str = "") -> None:
-        """Add a table that scrolls on its own; clicking a column title sorts it by that column."""
+        """Add a table that scrolls separately; clicking a column title sorts by that column."""
         titles = list(dict.fromkeys(title for row in rows for title in row))
         header = ""
         body = ["" for _ in rows]

@@ -15,7 +15,7 @@ from tools.compare.sweep import Variants, expand_sweep, name_variants
 from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses
 from training.setup import set_up_run
 
-SIZE_TOLERANCE = 0.005  # largest relative difference between sizes that count as equal
+SIZE_TOLERANCE = 0.005  # sizes count as equal up to this relative difference
 # The sizes of a model that --match makes equal.
 SIZES = {"params": Transformer.num_parameters, "flops": Transformer.training_flops}
 SEARCH_SEED = 1000  # seed of the learning-rate search, not used for verdicts
@@ -23,7 +23,7 @@ SEARCH_SEED = 1000  # seed of the learning-rate search, not used for verdicts
 
 @dataclass
 class Variant:
-    """A variant: overrides to train with several seeds, and a factor for the learning rates."""
+    """A variant: overrides to train with several seeds, and a factor for its learning rates."""
 
     name: str
     overrides: list[str]
@@ -34,7 +34,7 @@ class Variant:
     searched: list[Job] = field(default_factory=list)  # the runs of the search for the best factor
 
     def job(self, seed: int, factor: float | None = None) -> Job:
-        """Return a run at the variant's own factor, or a run of the search at `factor`."""
+        """Return a run with the variant's own factor or, for the search, with `factor`."""
         label = self.name
         scale = self.factor
         if factor is not None:
@@ -50,7 +50,7 @@ class Variant:
         """Return the next runs of the search for the best factor; empty once it has ended."""
         runs = [job.run for job in self.searched if job.run is not None]
         losses = rate_losses(runs)
-        has_failed = len(runs) < len(self.searched)  # a failed run would fail again
+        has_failed = len(runs) < len(self.searched)  # a failed run would fail again if repeated
         factors = []
         if not self.searched:
             factors = FACTORS
@@ -81,8 +81,8 @@ def plan_variants(
 ) -> list[Variant]:
     """Plan the variants, the baseline first.
 
-    Runs go to `folder`, or to a folder shared by all comparisons with the same baseline; a search
-    for learning rates uses a different folder. Raises ValueError for variants that cannot be
+    Runs go to `folder`, or to a folder shared by all comparisons with the same baseline; the search
+    for learning rates uses a separate folder. Raises ValueError for variants that cannot be
     compared, and exits with code 2 for overrides that cannot be trained here.
     """
     sweep = expand_sweep(overrides)
@@ -92,7 +92,7 @@ def plan_variants(
         raise ValueError(
             f"model.hidden cannot have several values: --match {match} sets it. fix: --match none"
         )
-    # Seeds are repetitions of a variant; every other key defines variants.
+    # Seeds are repetitions of a variant; all other keys define variants.
     try:
         seeds = [int(word.partition("=")[2]) for word in sweep.pop("seed", ["seed=0"])]
     except ValueError as error:
@@ -116,7 +116,7 @@ def plan_variants(
 def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
     """Train all missing runs, beginning with the learning-rate search, and return all jobs.
 
-    The first job of each model size, its baseline, decides how long the others train.
+    The first job of each model size, its baseline, determines how long the others train.
     """
     jobs = []
     # Search until no variant has its best rate at the edge of the tried range.
@@ -124,7 +124,7 @@ def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
         while searching := next_searches(variants):
             jobs += train_after(jobs, searching)
 
-    # Then train seed by seed, without variants whose search failed to end.
+    # Then train seed by seed, without variants whose search did not finish.
     judging = []
     for seed in variants[0].seeds:
         for variant in variants:
@@ -136,7 +136,7 @@ def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
 
 
 def next_searches(variants: list[Variant]) -> list[Job]:
-    """Return the next runs of the searches of all variants."""
+    """Return the next runs in the searches of all variants."""
     jobs = []
     for variant in variants:
         jobs += variant.search()
@@ -144,7 +144,7 @@ def next_searches(variants: list[Variant]) -> list[Job]:
 
 
 def train_after(earlier: list[Job], jobs: list[Job]) -> list[Job]:
-    """Train jobs, and return them. The first job of each size decides how long the others train.
+    """Train jobs and return them. The first job of each size determines how long the others train.
 
     If there are `earlier` jobs, the first job is among them.
     """
@@ -185,7 +185,7 @@ def match_sizes(variants: Variants, match: str) -> dict[str, str]:
 
 
 def match_hidden(model: dict, size: Callable[[Transformer], float], target: float) -> int | None:
-    """Find the feed-forward width for a model of this size; keep the model's if close enough.
+    """Find the feed-forward width for a model of this size; keep the current width if close enough.
 
     Returns None if no width gives this size.
     """

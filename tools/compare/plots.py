@@ -11,12 +11,12 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from tools.compare.tuning import Losses
 
-# Inches. At a width of 40 rem, 30 rows fit a screen 800 pixels high; on a screen 390 pixels wide,
-# letters of 8 points are still readable.
+# In inches. At a width of 40 rem, 30 rows fit on a screen 800 pixels high; on a screen 390 pixels
+# wide, 8-point letters are still readable.
 WIDTH = 4.6
 ROW = 0.22
 MAX_ROWS_HEIGHT = 4.2
-MAX_LABEL = 22  # letters in the label of a row
+MAX_LABEL = 22  # maximum number of characters in a row's label
 REACH = 3.0  # the axis extends to this multiple of the typical distance from the median
 COLORS = color_sequences["petroff10"]  # distinct for color-blind readers: 2107.02270
 # Ten colors with the first marker and line style, then with the next.
@@ -57,9 +57,9 @@ def draw_forest(
     """Plot rows from top to bottom: a dot for each point, and the interval with its middle marked.
 
     `lines` maps labels to axis values that are marked in all rows. Without `limits`, outliers do
-    not stretch the axis: an arrow at its end stands for the points of a row beyond it, and the
-    values of these points are written to the right of the row. `directions` are the labels for the
-    two sides (left, right) of the first line; they are shown above that line and at the axis.
+    not stretch the axis: an arrow at its end stands for a row's points beyond it, and their values
+    are written to the right of the row. `directions` are the labels for the two sides (left, right)
+    of the first line; they are shown above that line and at the axis.
     """
     row_height = min(ROW, MAX_ROWS_HEIGHT / len(rows))
     to_left, to_right = directions
@@ -84,7 +84,7 @@ def draw_forest(
             axes.plot(fmean(row.interval), height, "D", color=color, markersize=3.5)
         axes.plot(row.points, [height] * len(row.points), ".", color="black", markersize=3)
 
-        # An arrow at the end of the axis for the points outside.
+        # An arrow at the end of the axis for the points beyond it.
         below = [point for point in row.points if point < low]
         above = [point for point in row.points if point > high]
         for outside, end, marker in ((below, low, "<"), (above, high, ">")):
@@ -116,8 +116,8 @@ def draw_ladder(
 ) -> Figure:
     """Plot losses against training compute, and below them the differences from the baseline.
 
-    For each variant and amount of compute: the losses of the seeds, the loss on the fitted line, and the
-    difference with the bounds of its interval.
+    For each amount of compute, a variant has the losses of its seeds, the loss on the fitted line,
+    and the difference with the bounds of its interval.
     """
     figure = Figure(figsize=(WIDTH, 5.2), layout="constrained")
     upper, lower = figure.subplots(2, sharex=True)

@@ -20,10 +20,10 @@ from tools.compare.plots import ForestRow, draw_forest, draw_searches
 from tools.compare.runs import Groups, Run, changes, command
 from tools.compare.tuning import Losses, find_optimum
 
-# Settings of a machine that affect its speed.
+# Machine settings that affect the speed.
 SPEED_KEYS = ("device", "threads", "processes", "precision", "compiled")
-MAX_SPREAD = 1.2  # largest ratio between the speeds of a variant's seeds that can be compared
-MAX_NAME = 16  # letters of the baseline's name in a title
+MAX_SPREAD = 1.2  # largest ratio of speeds between a variant's seeds at which speeds are comparable
+MAX_NAME = 16  # maximum number of characters of the baseline's name in a title
 VERDICTS = """
 The brackets hold a 95 % confidence interval of the difference from the baseline. The intervals of
 all variants hold together: in 95 of 100 comparisons like this one, every interval contains the true
@@ -78,9 +78,9 @@ the fitted loss rises if the learning rate is half or twice the best one.
 def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin: float) -> str:
     """Write report.html and the figures of its verdicts into `folder`, and return the summary.
 
-    `runs` are finished, and the variant of the first run is the baseline; `problems` maps the
+    `runs` are finished runs, and the variant of the first one is the baseline; `problems` maps the
     folder name of each other run to the reason for leaving it out. A variant is as good as the
-    baseline if it is within `margin`. Raises ValueError if there is no run.
+    baseline if it is within `margin`. Raises ValueError if there are no runs.
     """
     missing = [f"{name} is not in the report: {why}" for name, why in problems.items()]
     if not runs:
@@ -94,7 +94,7 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
 
-    # First, for text at several sizes: how the differences change with the size.
+    # For text at several sizes, first show how the differences change with the size.
     comparisons = [sort_runs(members) for (task, _), members in parts.items() if task == "text"]
     comparisons = [comparison for comparison in comparisons if comparison.groups]
     if len(comparisons) > 1:
@@ -131,12 +131,12 @@ class Findings:
     figure: Figure
     caption: str
     cells: dict[str, dict[str, str]]
-    sorted_by: str  # the title of the column
+    sorted_by: str  # title of the column to sort by
     notes: list[str]
 
 
 def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str]:
-    """Add the blocks for runs of one task and size -> the SVG of the verdicts, and a summary."""
+    """Add the blocks for runs of one task and size -> the verdicts' SVG, and a summary."""
     comparison = sort_runs(runs)
     groups = comparison.groups
     if not groups:
@@ -197,7 +197,7 @@ def compare_losses(comparison: Comparison, margin: float) -> Findings:
     for name in groups:
         cells[name] = dict(zip(titles, result.cells(name), strict=True))
 
-    # A dot for each seed and the interval, as differences from the mean of the baseline.
+    # A dot for each seed, and the interval, as differences from the baseline's mean.
     center = fmean(run.loss for run in groups[baseline])
     rows = []
     for name, runs in groups.items():
@@ -285,7 +285,7 @@ def cell(value: float, form: str) -> str:
 
 
 def add_costs(page: Page, groups: Groups) -> str:
-    """Add the speed of each variant -> a note on whether the speeds can be compared."""
+    """Add each variant's speed -> a note on whether the speeds can be compared."""
     rows = []
     for name, runs in groups.items():
         loads = [run.other_load for run in runs if run.other_load is not None]
@@ -305,7 +305,7 @@ def add_costs(page: Page, groups: Groups) -> str:
 
 
 def describe_speeds(groups: Groups) -> str:
-    """Describe whether training speeds can be compared: the machines, and other programs' load.
+    """Describe whether training speeds can be compared: the machines and other programs' load.
 
     On a GPU, the load is shown but does not decide, because most of it slows nothing down.
     """
@@ -342,13 +342,13 @@ def describe_speeds(groups: Groups) -> str:
 
 
 def speed_spread(runs: list[Run]) -> float:
-    """Return the highest training speed of the runs over the lowest; 1 if no speed is known."""
+    """Return the ratio of the runs' highest and lowest training speeds; 1 if no speed is known."""
     speeds = [run.tokens_per_second for run in runs if math.isfinite(run.tokens_per_second)]
     return max(speeds) / min(speeds) if speeds else 1.0
 
 
 def add_parts(page: Page, comparison: Comparison) -> None:
-    """Add the table of the parts of the loss on text; they are judged without a margin."""
+    """Add the table of the parts of the loss on text, which are judged without a margin."""
     rows = [{"variant": name} for name in comparison.groups]
     for title, measure in TEXT_PARTS.items():
         result = judge_measure(comparison, title, measure, 0.0, num_measures=len(TEXT_PARTS))

@@ -22,8 +22,8 @@ from run.errors import IntegrityError
 from run.instantiate import instantiate
 from run.settings import flatten
 
-# Settings that only name a run are not compared. The length of a run is in `tokens`, its machine
-# in `machine.`.
+# Settings that only name a run are not compared. The length of a run is stored in `tokens`, its
+# machine in `machine.`.
 NOT_COMPARED = (
     "name",
     "run_dir",
@@ -36,7 +36,7 @@ NOT_COMPARED = (
     "device",
     "compile",
 )
-# These do not define a variant either: the length, the machine and the intervals of a run.
+# The length, the machine and the intervals of a run do not define a variant either.
 NOT_IDENTITY = (
     *NOT_COMPARED,
     "tokens",
@@ -47,17 +47,17 @@ NOT_IDENTITY = (
     "log_every",
 )
 NAME_SETTINGS = 3  # maximum number of settings in a variant's name
-RECORDS = "runs.jsonl"  # file in the folder of a comparison
+RECORDS = "runs.jsonl"  # file in a comparison's folder
 
 Groups = dict[str, list["Run"]]  # the runs of each variant, by its name; the baseline first
 
 
 @dataclass
 class Run:
-    """A run: its settings, the lines of its metrics, and whether it is finished.
+    """A run: its settings, its lines of metrics, and whether it is finished.
 
-    RECORDS in the folder of a comparison has a line for each finished run, so that a report needs
-    no checkpoints, and a comparison can continue without them.
+    RECORDS in a comparison's folder has a line for each finished run, so that a report needs no
+    checkpoints, and a comparison can continue without them.
     """
 
     folder: Path
@@ -66,12 +66,12 @@ class Run:
     done: bool
     tokens_per_second: float = math.nan  # the median over the lines of the log
     other_load: float | None = None  # cores used by other processes; also a median, if logged
-    factor: float | None = None  # of the learning rates, in a run of the search for the best rates
+    factor: float | None = None  # of the learning rates, if the run is part of a search
     baseline: str | None = None  # the variant that it is compared with
     commit: str | None = None
-    command: str | None = None  # the comparison that trained it, with its margin
+    command: str | None = None  # command line of the comparison that trained it, with its margin
     overrides: list[str] = field(default_factory=list)
-    # Measured with the last checkpoint: losses by multiple of the context, and ms by column title.
+    # Measured with the last checkpoint: losses by multiple of the context, ms by column title.
     lengths: dict[str, float] = field(default_factory=dict)
     decoding: dict[str, float] = field(default_factory=dict)
 
@@ -93,7 +93,7 @@ class Run:
             ) from None
         settings = checkpoint.load_config(newest)
         settings.pop("overrides", None)  # already applied to the settings
-        # Runs are compared only on the same held-out tokens: if null, record the number evaluated.
+        # Runs are compared only on the same held-out tokens: replace null by the actual number.
         if settings.get("eval_tokens") is None:
             settings["eval_tokens"] = lines[-1].get("eval_tokens")
         speed = median_of_log(lines, "tokens_per_second")
@@ -101,7 +101,7 @@ class Run:
         return cls(folder, settings, lines, done, math.nan if speed is None else speed, load)
 
     def append_to_records(self) -> None:
-        """Append the run, with its evaluations only, to the records next to the run's folder."""
+        """Append the run, but only its evaluations, to the records next to the run's folder."""
         evaluations = [line for line in self.lines if "val_loss" in line]
         for line in evaluations[:-1]:
             line.pop("slices", None)
@@ -178,7 +178,7 @@ class Run:
 
 
 def median_of_log(lines: list[dict], key: str) -> float | None:
-    """Return the median of a metric over the lines that have it; None if no line has it.
+    """Return the median of a metric over the lines that have it; None if none of them has it.
 
     The first line includes the first steps, which are slower: it counts only if there is no other.
     """
@@ -205,7 +205,7 @@ def commit() -> str | None:
 
 
 def read_records(folder: Path) -> dict[str, Run]:
-    """Read the runs in RECORDS of a comparison's folder, by the names of their folders.
+    """Read the runs in RECORDS of a comparison's folder, by the names of the runs' folders.
 
     If a run has several lines, the last one counts. Raises IntegrityError for a line that is not a
     record.
@@ -232,7 +232,7 @@ def group_by_variant(runs: list[Run]) -> Groups:
     that distinguish them are appended, then a number if needed. Raises ValueError if two runs of a
     group have the same seed.
     """
-    groups = defaultdict(dict)  # runs by seed, by their name and other shared settings
+    groups = defaultdict(dict)  # runs by seed, by name and settings shared by all seeds
     for run in runs:
         by_seed = groups[run.settings["name"], tuple(run.identity.items())]
         if run.seed in by_seed:
@@ -271,7 +271,7 @@ def group_by_variant(runs: list[Run]) -> Groups:
 def changes(run: Run, baseline: Run) -> str:
     """Return the settings of a run that its baseline lacks or sets to a different value.
 
-    If the baseline lacks a kind of layer, that kind is compared with all layers of the baseline.
+    If the baseline lacks a kind of layer, this kind is compared with all layers of the baseline.
     """
     theirs = baseline.settings_except(NOT_COMPARED)
     words = []

@@ -1,4 +1,4 @@
-"""Simultaneous tests of all variants against one baseline: better, worse, as good, cannot tell."""
+"""Simultaneous tests of all variants against a baseline: better, worse, as good, cannot tell."""
 
 import math
 from functools import cache
@@ -9,13 +9,13 @@ import numpy as np
 from scipy import stats
 from scipy.optimize import brentq
 
-LEVEL = 0.05  # probability that any interval of a table misses the true difference
+LEVEL = 0.05  # probability that any interval in a table misses the true difference
 # If the p-value of Bartlett's test is below this, spreads are assumed to differ. A threshold of
 # 0.01 missed spreads of 1 to 3 among 19 variants with 5 seeds so often that 11% of tables had a
 # false verdict; this value gives 8%.
 UNEQUAL = 0.1
 POWER = 0.8  # probability of finding a detectable difference
-Samples = dict[str, list[float]]  # the values of each variant, one per seed
+Samples = dict[str, list[float]]  # each variant's values, one per seed
 
 
 class Verdict(NamedTuple):
@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
 def judge(
     baseline: list[float], variants: Samples, margin: float, level: float = LEVEL
 ) -> dict[str, Verdict]:
-    """Judge each variant by its values against the baseline's values; lower is better.
+    """Judge each variant by comparing its values with the baseline's values; lower is better.
 
     A variant is as good if the upper bound of its interval is within `margin`. The intervals come
     from Dunnett's many-to-one test, J. Am. Stat. Assoc. 50 (1955), with the variance pooled over
@@ -81,12 +81,12 @@ def judge(
 def critical_value(sizes: tuple[int, ...], level: float) -> float:
     """Return Dunnett's critical value: the largest |t| exceeds it with probability `level`.
 
-    `sizes` are the numbers of values, the baseline's first. scipy.stats.dunnett runs the same test,
-    but its search for the intervals does not always converge.
+    `sizes` are the numbers of values per sample, the baseline's first. scipy.stats.dunnett runs the
+    same test, but its search for the intervals does not always converge.
     """
     baseline, *others = sizes
     df = sum(sizes) - len(sizes)
-    # The statistics are correlated because they share the mean of the baseline.
+    # The statistics are correlated because they share the baseline's mean.
     factors = np.sqrt([size / (size + baseline) for size in others])
     correlation = np.outer(factors, factors)
     np.fill_diagonal(correlation, 1.0)
@@ -120,7 +120,7 @@ def solves_more_often(
 
 
 def seeds_to_decide(num_variants: int) -> int:
-    """Return the fewest seeds that are significant if all of a variant and no baseline solve."""
+    """Return the fewest seeds at which "all solve" is significantly better than "none do"."""
     seeds = 1
     while not solves_more_often(seeds, seeds, 0, seeds, num_variants):
         seeds += 1
@@ -139,7 +139,7 @@ def has_spread(values: list[float]) -> bool:
 
 
 def text_of(low: float, high: float, margin: float) -> str:
-    """Return the verdict for the interval of a difference; lower is better."""
+    """Return the verdict for a difference, given its interval; lower is better."""
     if high < 0:
         return "better"
     if high <= margin:

@@ -34,7 +34,7 @@ def expand_sweep(overrides: list[str]) -> Sweep:
     value that train.py does not accept.
     """
     sweep = {}
-    # Runs on different texts cannot be compared, so a comma in a text path is part of the path.
+    # Runs on different texts cannot be compared, so a comma in data.path is part of the path.
     typed = [word.lstrip("+") for word in overrides]
     parsed = [as_text(word) if word.startswith("data.path=") else word for word in typed]
     for word, override in zip(typed, parse_overrides(parsed), strict=True):
@@ -56,7 +56,7 @@ def expand_sweep(overrides: list[str]) -> Sweep:
 
 
 def check_sweep(override: "Override") -> None:
-    """Raise OverrideError for a list instead of several values, and for commas in a number."""
+    """Raise OverrideError for a list in place of several values, and for commas in a number."""
     word = override.input_line
     key, _, value = word.partition("=")
     sweep = sweep_of(override)
@@ -76,7 +76,7 @@ def name_variants(sweep: Sweep) -> Variants:
 
     Raises ValueError if two combinations have the same name.
     """
-    # A single variant is named after its attention, which precedes its own settings.
+    # A single variant is named after its attention, followed by the attention's own settings.
     named_keys = [key for key, values in sweep.items() if len(values) > 1 or key == "name"]
     if not named_keys or any(key.startswith("attention.") for key in named_keys):
         named_keys.append("attention")

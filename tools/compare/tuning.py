@@ -9,13 +9,13 @@ import numpy as np
 
 from tools.compare.runs import Run
 
-FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)  # multiply all learning rates in the settings
+FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)  # factors that multiply all learning rates in the settings
 FARTHEST = 64.0  # the range is not extended beyond this factor, nor below its inverse
 Losses = dict[float, float]  # by factor of the rates, in powers of two; inf if diverged
 
 
 class Optimum(NamedTuple):
-    """The best factor of the rates, and the increase of the loss at a rate off by a factor of two.
+    """The best factor of the rates, and how much the loss rises if it is off by a factor of two.
 
     If the best factor is not `inside` the tried range, a better factor may lie outside.
     """
@@ -41,11 +41,11 @@ def next_factor(losses: Losses) -> float | None:
 
 
 def find_optimum(losses: Losses) -> Optimum:
-    """Fit a parabola in the log of the rate to the best factor and all factors within 4 times it.
+    """Fit a parabola in the log of the rate to the best factor and all factors within 4x of it.
 
-    As in Marin's sweeps of GQA and MLA, github.com/marin-community/marin/issues/7381. Runs that
-    diverged are left out. The optimum stays within one step of the best factor, and does not move
-    toward a neighbor that diverged.
+    As in Marin's sweeps of GQA and MLA, github.com/marin-community/marin/issues/7381. Diverged runs
+    are left out. The optimum stays within one step of the best factor, and does not move toward a
+    neighbor that diverged.
     """
     best = best_factor(losses)
     is_inside = min(losses) < best < max(losses)
@@ -58,7 +58,7 @@ def find_optimum(losses: Losses) -> Optimum:
         return Optimum(best, math.nan, is_inside)
 
     curvature, slope, _ = np.polyfit(list(octaves), list(octaves.values()), 2)
-    if curvature <= 0:  # noise: the losses have no minimum
+    if curvature <= 0:  # only noise: the losses have no minimum
         return Optimum(best, math.nan, is_inside)
     lowest = max(-1, min(octaves))
     highest = min(1, max(octaves))
@@ -67,7 +67,7 @@ def find_optimum(losses: Losses) -> Optimum:
 
 
 def rate_losses(runs: list[Run]) -> Losses:
-    """Return the mean held-out loss of each factor over its seeds, in nats; inf if one diverged."""
+    """Return each factor's mean held-out loss over its seeds, in nats; inf if a seed diverged."""
     losses = defaultdict(list)
     for run in runs:
         losses[run.factor].append(math.inf if run.has_diverged else run.last["val_loss"])

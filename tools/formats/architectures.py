@@ -1,7 +1,7 @@
-"""The decoder classes of `transformers` that we export to; we also import some of them.
+"""The decoder classes of `transformers` to which models are exported; some can also be imported.
 
-Each describes the options its class can express, the entries only its config.json has, and the
-names and layouts of its weights. A layer is a dict of its attention's knobs.
+Each describes the options that its class can express, the entries that only its config.json has,
+and the names and layouts of its weights. A layer is a dict of its attention's knobs.
 """
 
 import torch
@@ -75,7 +75,7 @@ class Mistral(Architecture):
 
 
 class SmolLM3(Qwen3):
-    """SmolLM3: as Qwen3 without QK-norm, and with some layers without positions."""
+    """SmolLM3: like Qwen3, but without QK-norm, and with some layers without positions."""
 
     model_type = "smollm3"
     fixed_knobs = {}
@@ -97,7 +97,7 @@ class Qwen2(Qwen3):
 class Llama4(Architecture):
     """Llama 4 without experts.
 
-    A layer has RoPE, then QK-norm, and chunks; or none of the three.
+    A layer has RoPE followed by QK-norm, and chunks; or none of the three.
     """
 
     model_type = "llama4_text"

@@ -35,7 +35,7 @@ NEW_PARTS = {
 
 
 def convert_layer(layers: Layers, layer: int, weights: Weights) -> Converted:
-    """Convert the old weights of a layer -> the new weights, and the changes of the layer.
+    """Convert a layer's old weights -> the new weights, and the changes of the layer.
 
     Weights that are missing keep their initial values. Raises ValueError if there is no formula.
     """
@@ -55,9 +55,9 @@ def convert_layer(layers: Layers, layer: int, weights: Weights) -> Converted:
 def softmax_to_softmax(layers: Layers, layer: int, weights: Weights) -> Converted:
     """Change the number of key-value heads, the mask, positions, gate, sink, biases or `share`.
 
-    Fewer key-value heads are means over groups: Ainslie et al., 2305.13245. A new gate outputs 1/2
-    for every input, so `o_proj` is doubled. A longer context needs RoPE scaled (model/rope.py) or
-    left out.
+    If the number of key-value heads falls, each new head is the mean over a group: Ainslie et al.,
+    2305.13245. A new gate outputs 1/2 for every input, so `o_proj` is doubled. For a longer
+    context, RoPE must be scaled (model/rope.py) or left out.
     """
     old = layers.old[layer]
     new = layers.new[layer]
@@ -101,7 +101,7 @@ def softmax_to_softmax(layers: Layers, layer: int, weights: Weights) -> Converte
 
 
 def change_kv_heads(layer: int, weights: Weights, old: int, new: int) -> Change:
-    """Repeat the projections of keys and values, or average them over groups of neighbors.
+    """Repeat the projections of keys and values, or average them over groups of adjacent heads.
 
     Changes `weights` in place. Raises ValueError unless one of the numbers divides the other.
     """
@@ -121,9 +121,9 @@ def change_kv_heads(layer: int, weights: Weights, old: int, new: int) -> Change:
 
 
 def softmax_to_shared(layers: Layers, layer: int, weights: Weights) -> Converted:
-    """Let layers share keys and values; the projections become the mean over these layers."""
+    """Let layers share keys and values; the projections become the mean over the sharing layers."""
     kv_names = [name for name in weights if name.startswith(("k_", "v_"))]
-    # This layer, and those after it that reuse its keys and values.
+    # This layer, and the later layers that reuse its keys and values.
     members = [weights]
     for later in range(layer + 1, len(layers.new)):
         attention = layers.new[later]
@@ -147,11 +147,11 @@ def softmax_to_shared(layers: Layers, layer: int, weights: Weights) -> Converted
 
 
 def softmax_to_recurrence(layers: Layers, layer: int, weights: Weights) -> Converted:
-    """Keep the projections, initialize the rest: The Mamba in the Llama, 2408.15237."""
+    """Keep the projections and initialize the rest: The Mamba in the Llama, 2408.15237."""
     old = layers.old[layer]
     new = layers.new[layer]
     check_equal(layer, vars(new), {"head_dim": old.head_dim})
-    # QK-norm is dropped: the recurrence applies the normalization it needs, without a weight.
+    # QK-norm is dropped: the recurrence normalizes as it needs, without a weight.
     check_all_used(layer, weights, PROJECTIONS_AND_NORMS)
     kept = {name: weights[name] for name in weights if name.endswith("_proj.weight")}
     if new.heads != old.kv_heads:
@@ -159,7 +159,7 @@ def softmax_to_recurrence(layers: Layers, layer: int, weights: Weights) -> Conve
     return kept, [Change("a recurrence with these projections; all else is new", is_exact=False)]
 
 
-# (old, new) -> the function that converts the weights of a layer.
+# (old, new) -> the function that converts a layer's weights.
 CONVERSIONS = {
     (SoftmaxAttention, SoftmaxAttention): softmax_to_softmax,
     (SoftmaxAttention, SharedAttention): softmax_to_shared,

@@ -25,7 +25,7 @@ PRESERVED_OPTIONS = ("qk_norm", "rope_fraction", "head_dim", "bias")
 
 
 def convert_config(tree: dict, overrides: list[str]) -> dict:
-    """Return the config of a model after changing its attention by overrides as in train.py.
+    """Return a model's config after its attention is changed by overrides as in train.py.
 
     Raises ValueError for overrides that change nothing or do not fit the model, and OverrideError
     for an unknown preset.
@@ -58,7 +58,7 @@ def convert_config(tree: dict, overrides: list[str]) -> dict:
 
 
 def parse_options(overrides: list[str]) -> dict:
-    """Return option values by key; "" is the key of a preset. Raises as convert_config() does."""
+    """Return option values by key; the key of a preset is "". Raises as convert_config() does."""
     options = {}
     for parsed in parse_overrides(overrides):
         group, _, key = parsed.key_or_group.partition(".")
@@ -115,7 +115,7 @@ def set_keys(preset: str) -> Iterator[str]:
 
 
 def read_preset(name: str) -> dict:
-    """Read the yaml of an attention preset."""
+    """Read the YAML file of an attention preset."""
     return yaml.safe_load((CONFIGS / "attention" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
@@ -139,7 +139,7 @@ def set_options(tree: dict, options: dict) -> dict:
 def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
     """Return the attention `preset`, with `tree`'s values for options that are not in `explicit`.
 
-    Raises ValueError if the model's layers have several values for one option of the preset.
+    Raises ValueError if the model's layers have different values for one option of the preset.
     """
     # Group the model's layers by the kind that they have in the preset.
     attention = deepcopy(preset)
@@ -174,7 +174,7 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
 
 @torch.no_grad()
 def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Change]]:
-    """Load the weights of a checkpoint into a model with a new attention -> each layer's changes.
+    """Load a checkpoint's weights into a model with a new attention -> the changes of each layer.
 
     `tree` is the config of `model`. Parameters without a counterpart in the old model keep their
     values. Raises ValueError for a conversion without a formula.
@@ -209,7 +209,7 @@ def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Chan
 
 @contextmanager
 def fix_of_kind(kind: str) -> Iterator[None]:
-    """Make a ValueError raised inside suggest a fix with the options of this kind of layer."""
+    """Make a ValueError raised inside suggest a fix that uses this layer kind's options."""
     try:
         yield
     except ValueError as error:
@@ -220,7 +220,7 @@ def fix_of_kind(kind: str) -> Iterator[None]:
 
 
 def copy_weights(weights: Weights, parameters: Weights, prefix: str = "") -> None:
-    """Copy weights into the parameters named `prefix` + the name of the weight."""
+    """Copy weights into the parameters with the name `prefix` + name of the weight."""
     for name, weight in weights.items():
         parameter = parameters[prefix + name]
         assert weight.shape == parameter.shape  # else it would be broadcast

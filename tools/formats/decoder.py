@@ -1,4 +1,4 @@
-"""The base class of our descriptions of the decoder classes of `transformers`.
+"""The base class of our descriptions of decoder classes in `transformers`.
 
 A layer is a dict of its attention's knobs.
 """
@@ -25,7 +25,7 @@ PLAIN_SOFTMAX = {
     "gated": False,
     "bias": False,
 }
-# Knobs that every class with their mechanism has an entry for, or that change no logits.
+# Knobs that change no logits, or for which every class with their mechanism has an entry.
 EXPRESSED = {
     "_target_",
     "_partial_",
@@ -61,13 +61,13 @@ class Architecture:
     model_type: str
     # Options of the model that must have these values.
     fixed_options = {}
-    # Knobs that must have these values, and knobs that may have any value. All others must have
-    # the values of PLAIN_SOFTMAX.
+    # Knobs that must have these values, and knobs that may have any value. All other knobs must
+    # have the values in PLAIN_SOFTMAX.
     fixed_knobs = {}
     free_knobs = ("bias",)
     # Required knobs of its gated recurrences; without recurrences, the `_target_` of softmax.
     recurrent_knobs = {"_target_": PLAIN_SOFTMAX["_target_"]}
-    # Entries of config.json that only this class has, and entries that are knobs of ours.
+    # Entries of config.json that only this class has, and entries that correspond to our knobs.
     constants = {}
     knob_entries = {}
     names = LLAMA_NAMES
@@ -112,7 +112,7 @@ class Architecture:
         return unfit
 
     def required_knobs(self, layer: dict) -> dict:
-        """Return the required values of a layer's knobs, without the free knobs."""
+        """Return the required values of a layer's knobs, excluding the free knobs."""
         if layer["_target_"] == RECURRENT:
             return self.recurrent_knobs
         return PLAIN_SOFTMAX | self.fixed_knobs
@@ -133,7 +133,7 @@ class Architecture:
         return {}
 
     def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
-        """Return the tensor `name` of the class, made from our parameters that it holds."""
+        """Return the class's tensor `name`, made from the parameters of ours that it holds."""
         if len(parts) > 1:
             return torch.cat(parts)
         return parts[0]

@@ -1,4 +1,4 @@
-"""Convert our models to classes of `transformers` and back: the class, and its config.json."""
+"""Convert our models to and from classes of `transformers`: the class, and its config.json."""
 
 import re
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ ENTRIES = SHAPE | {
 }
 OUR_KEY = re.compile(r"\b(?:model|attention|ffn)\.(\w+)|\b(\w+)(?==)")
 # Entries that are not compared with our own export: positions, which may be written in several
-# ways, and entries that change no logits. All others are: `transformers` may act on any of them.
+# ways, and entries that change no logits. `transformers` may act on any other entry.
 READ = {"rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings"}
 IGNORED = {
     "_attn_implementation_autoset",
@@ -97,7 +97,7 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
     name = name or choose_architecture(tree, layers)
     architecture = ARCHITECTURES[name]
     # If a knob is null, the attention derives its value and stores it in an attribute of the same
-    # name. The scaling is an object there, so it is written as in the tree.
+    # name. The attribute for the scaling is an object, so the scaling is written as in the tree.
     for layer, block in zip(layers, build_model(tree, "meta").blocks, strict=True):
         scaling = layer.get("rope_scaling")
         layer |= vars(block.attention) | {"rope_scaling": scaling}
@@ -139,7 +139,7 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
     misfits = {name: each.misfits(tree, layers) for name, each in ARCHITECTURES.items()}
 
     # The nearest class has the right mechanism and the fewest misfits, preferably in the norms,
-    # which are a choice apart from the mechanism.
+    # which are chosen independently of the mechanism.
     def distance(name: str) -> tuple[bool, int, bool]:
         found = misfits[name]
         has_mechanism = not any("_target_" in each for each in found)
@@ -163,10 +163,10 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
 def from_hf_config(config: dict) -> tuple[str, dict]:
     """A config.json of `transformers` -> the name of its class, and the model that it describes.
 
-    The model is built from the entries that we read, then exported again: every entry, except
-    those that change no logits, must have the value that we would write. For example, we do not
-    read `mlp_bias` and would write `mlp_bias: false`, so a config with `mlp_bias: true` is refused,
-    and so is one with a `quantization_config`.
+    The model is built from the entries that we read, then exported again: every entry, except those
+    that change no logits, must have the value that we would write. For example, we do not read
+    `mlp_bias` and would write `mlp_bias: false`, so a config with `mlp_bias: true` is refused, and
+    so is one with a `quantization_config`.
     Raises ValueError for a model that our layers cannot express.
     """
     names = config.get("architectures")
@@ -241,7 +241,7 @@ def read_model(config: dict, architecture: Architecture) -> dict:
         has_rope = config["no_rope_layers"]
     if {len(types), len(has_rope)} != {config["num_hidden_layers"]}:
         raise LookupError("layer_types or no_rope_layers do not match num_hidden_layers")
-    # Layers with the same type that all have, or all lack, RoPE are one kind.
+    # Layers of the same type are one kind if all of them have RoPE or all of them lack it.
     kinds = {}
     pattern = []
     for layer_type, has_rope_here in zip(types, has_rope, strict=True):

@@ -17,7 +17,7 @@ from tools.formats.layer_change import (
     no_formula,
 )
 
-# The required weights of softmax attention; MLA and recurrences lack the optional weights.
+# The required weights of softmax attention. MLA and recurrences have none of the optional weights.
 PROJECTIONS_AND_NORMS = (
     "q_proj.weight",
     "k_proj.weight",
@@ -63,8 +63,8 @@ def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted
 
     # The latent produces the keys without a rotation, and the values.
     down, up_k, up_v = factorize_jointly(k[:, ~is_rotated], v, moment, new.rank)
-    # If `rank` exceeds the rank of the factorization, the other latent features are zero. They
-    # lower the mean square in the latent's norm; this weight compensates for it.
+    # If `rank` exceeds the rank of the factorization, the remaining latent features are zero. They
+    # lower the mean square in the latent's norm; this weight compensates for that.
     latent_scale = (len(down) / new.rank) ** 0.5
 
     # The rows of kv_proj: keys and values of each query head, padded with zeros.

@@ -1,4 +1,4 @@
-"""Arguments, results and errors of the conversions from one attention to another."""
+"""Arguments, results and errors of conversions from one attention to another."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Weights = dict[str, Tensor]  # by their names in the module of a layer's attenti
 
 
 class Change(NamedTuple):
-    """A change of a layer by a conversion, and whether the layer computes the same function."""
+    """A change to a layer by a conversion, and whether the layer's function stays the same."""
 
     text: str
     is_exact: bool
@@ -25,7 +25,7 @@ Converted = tuple[Weights, list[Change]]  # the new weights of a layer, and its 
 
 @dataclass(frozen=True)
 class Layers:
-    """The attention of every layer of both models, their `context`, and the old weights."""
+    """The attention of every layer in both models, their `context`, and the old weights."""
 
     old: list[Attention]
     new: list[Attention]
@@ -33,7 +33,7 @@ class Layers:
     context: int
 
     def read(self, layer: int) -> Weights:
-        """Return the old weights of a layer's attention in fp32, the dtype in which we average."""
+        """Return the old weights of a layer's attention in fp32, the dtype used for averaging."""
         prefix = f"blocks.{layer}.attention."
         weights = {}
         for name, weight in self.stored.items():
@@ -70,7 +70,7 @@ def check_equal(layer: int, options: dict, needed: dict) -> None:
 
 
 def check_all_used(layer: int, weights: Weights, used: Iterable[str]) -> None:
-    """Raise ValueError if the new attention has no use for some weights."""
+    """Raise ValueError if the new attention does not use some of the weights."""
     lost = ", ".join(sorted(weights.keys() - set(used)))
     if lost:
         raise no_formula(layer, f"{lost} would be lost", f"an attention with {lost}")

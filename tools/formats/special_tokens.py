@@ -1,4 +1,4 @@
-"""BOS and EOS of a Hugging Face tokenizer, which the configs of a folder name in several ways."""
+"""BOS and EOS of a Hugging Face tokenizer, which a folder's configs specify in several ways."""
 
 import json
 import re
@@ -15,15 +15,15 @@ from data.tokenizer import CONFIGS as KEPT_FILES
 from data.tokenizer import JsonTokenizer, Tokenizer
 from run.errors import IntegrityError
 
-# An entry of a later file replaces one of an earlier file.
+# Entries in later files replace entries in earlier files.
 CONFIGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "config.json",
     "generation_config.json",
 )
-# Classes of transformers 5 that replace the pre-tokenizer of a tokenizer.json with their own, and
-# their default add_prefix_space.
+# Classes of transformers 5 that replace the pre-tokenizer in a tokenizer.json with their own, and
+# their defaults for add_prefix_space.
 REBUILDING_CLASSES = {"GPT2Tokenizer": False, "Qwen2Tokenizer": False, "LlamaTokenizer": True}
 # Names of classes that use a tokenizer.json unchanged.
 PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
@@ -32,10 +32,10 @@ QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Ids in a config.json and a generation_config.json that an export restores. The tokenizer
-# chooses the padding token.
+# Ids in a config.json and a generation_config.json that an export restores. The padding token comes
+# from the tokenizer.
 ID_ENTRIES = ("bos_token_id", "eos_token_id")
-IMPORTED_IDS = "imported_ids"  # an entry of the generation_config.json of our checkpoints
+IMPORTED_IDS = "imported_ids"  # an entry in our checkpoints' generation_config.json
 TEMPLATES = "additional_chat_templates"  # a folder in transformers; one .json file in ours
 SAVE_AGAIN = (
     "save it again with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
@@ -58,7 +58,7 @@ FRAGILE = (
     "\u0436\U0001f408",
     "a\u2581b",
 )
-# Texts that classes may split differently: digits, spaces, line endings, letters.
+# Texts that some classes may split differently: digits, spaces, line endings, letters.
 CUTS = (
     *FRAGILE,
     "12345 678",
@@ -84,7 +84,7 @@ def malformed(what: str) -> Iterator[None]:
 
 
 def import_tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer of a folder, with the ids of BOS and EOS as in our checkpoints.
+    """Return a folder's tokenizer, with the ids of BOS and EOS as in our checkpoints.
 
     If the folder has a tokenizer.json and a tokenizer.model, we read the file that transformers
     reads, so that it can be exported unchanged, with chat template and special tokens. Raises
@@ -114,7 +114,7 @@ def import_tokenizer(folder: Path) -> Tokenizer:
     if templates:
         files[f"{TEMPLATES}.json"] = json.dumps(templates, indent=1).encode()
 
-    # The tokens that it adds before a prompt: BOS or nothing.
+    # The tokens that the tokenizer adds before a prompt: BOS or nothing.
     if (folder / "tokenizer.json").exists():
         files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
         content = read_json(folder / "tokenizer.json")
@@ -142,7 +142,7 @@ def import_tokenizer(folder: Path) -> Tokenizer:
         is_in_front = not settings.get("add_eos_token", False)
         special_tokens = tokenizer.special_tokens
 
-    # Without a BOS, an EOS separates documents: the EOS that the model calls BOS, if any.
+    # Without a BOS, an EOS separates documents: the one that the model calls BOS, if any.
     eos_ids = special_ids(settings, "eos", vocabulary)
     model_bos = special_ids(settings, "bos", vocabulary)
     candidates = [*prefix, *(token for token in model_bos if token in eos_ids), *eos_ids]
@@ -198,7 +198,7 @@ def check_sentencepiece_class(settings: dict) -> None:
 
 
 def check_class(settings: dict, content: dict, adds_bos: bool) -> None:
-    """Raise ValueError if the class of the tokenizer changes the effect of its tokenizer.json."""
+    """Raise ValueError if the tokenizer's class changes the effect of its tokenizer.json."""
     name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
     steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
     is_byte_level = '"ByteLevel"' in steps
@@ -221,7 +221,7 @@ def check_class(settings: dict, content: dict, adds_bos: bool) -> None:
 
 
 def with_prefix_space(model: bytes, adds_space: bool | None) -> bytes:
-    """Return a SentencePiece model that adds a space before a text if `adds_space` is true.
+    """Return a SentencePiece model that adds a space before a text if and only if `adds_space`.
 
     Raises ValueError if `adds_space` is None and the default of transformers is not the model's.
     """
@@ -269,7 +269,7 @@ def check_named_tokens(settings: dict, special_tokens: dict) -> None:
 
 
 def describe_changes(tokenizer: Tokenizer) -> list[str]:
-    """Describe the texts, FRAGILE or with an added token, that decoding does not restore."""
+    """Describe the texts, FRAGILE or with an added token, that a round trip does not preserve."""
     texts = [*FRAGILE]
     if isinstance(tokenizer, JsonTokenizer):
         for token in tokenizer.processor.get_added_tokens_decoder().values():
@@ -279,7 +279,7 @@ def describe_changes(tokenizer: Tokenizer) -> list[str]:
 
 
 def describe_versions(tokenizer: Tokenizer, model_type: str = "") -> list[str]:
-    """Describe how versions of transformers differ for a tokenizer; ours follows its own file."""
+    """Describe how versions of transformers tokenize differently; ours follows the file."""
     config = json.loads(tokenizer.files.get("tokenizer_config.json", "{}"))
     differences = []
     name = class_in_transformers({"model_type": model_type} | config)
@@ -308,7 +308,7 @@ def describe_versions(tokenizer: Tokenizer, model_type: str = "") -> list[str]:
 
 
 def has_other_cuts(tokenizer: JsonTokenizer, name: str) -> bool:
-    """Return whether this class of transformers 5 gives, or may give, different ids."""
+    """Return whether this class of transformers 5 produces, or may produce, different ids."""
     if name in ("", "LlamaTokenizer"):  # `check_class` covers LlamaTokenizer
         return False
     theirs = TokenizerFile.from_str(tokenizer.files["tokenizer.json"].decode())
@@ -327,7 +327,7 @@ def has_other_cuts(tokenizer: JsonTokenizer, name: str) -> bool:
 
 
 def describe_bos(tokenizer: Tokenizer) -> str | None:
-    """Describe a BOS in the model's configs that no text begins with; None if there is none."""
+    """Describe a BOS in the model's configs with which no text begins; None if there is none."""
     imported_ids = json.loads(tokenizer.files["generation_config.json"])[IMPORTED_IDS]
     for name, ids in imported_ids.items():
         named = ids.get("bos_token_id")

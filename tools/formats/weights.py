@@ -1,4 +1,4 @@
-"""The names of a model's weights in a class of `transformers`, and the files that hold them."""
+"""The names of a model's weights in a class of `transformers`, and the files that store them."""
 
 import json
 from collections import defaultdict
@@ -33,7 +33,7 @@ def file_names(model: Transformer, architecture: str) -> dict[str, str]:
 
 
 def hf_weights(model: Transformer, architecture: str) -> dict[str, Tensor]:
-    """Return the weights of a model with the names and layouts of a class of `transformers`."""
+    """Return a model's weights with the names and layouts of a class of `transformers`."""
     weights = model.state_dict()
     parts = defaultdict(list)  # one tensor may hold several of our parameters
     for name, file_name in file_names(model, architecture).items():
@@ -105,13 +105,13 @@ def read_index(index: Path) -> dict[str, Path]:
 
 
 def read_weights(folder: Path, model: Transformer, architecture: str) -> dict[str, Tensor]:
-    """Return the weights of a folder with our names, memory-mapped.
+    """Return the weights in a folder under our names, memory-mapped.
 
     Raises IntegrityError if they cannot be read, or do not match the model.
     """
     tensors = read_tensors(folder)
 
-    # Old files of `transformers` hold the frequencies of RoPE, which we recompute, and some tied
+    # Old files of `transformers` contain RoPE's frequencies, which we recompute, and some tied
     # models store the head as a copy of the embedding (Qwen3-0.6B).
     for name in list(tensors):
         if name.endswith("rotary_emb.inv_freq"):
