@@ -327,7 +327,7 @@ def has_other_cuts(tokenizer: JsonTokenizer, name: str) -> bool:
 
 
 def describe_bos(tokenizer: Tokenizer) -> str | None:
-    """Describe a BOS in the model's configs with which no text begins; None if there is none."""
+    """Describe a BOS in the model's configs with which no text begins, or return None."""
     imported_ids = json.loads(tokenizer.files["generation_config.json"])[IMPORTED_IDS]
     for name, ids in imported_ids.items():
         named = ids.get("bos_token_id")
